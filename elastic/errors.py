@@ -1,0 +1,47 @@
+"""The exception tree.
+
+    ElasticError
+    ├── SpecError        the user's input is wrong (exit code 2)
+    ├── InfeasiblePlan   no layout fits the nodes or their memory
+    ├── NoCapacity       no pool can give what the job needs
+    ├── StateLost        no copy of some part of the training state is left
+    ├── ProgramError     the user's program raised; never retried
+    └── InternalError    a fault of this package
+
+The loss of a node is an event, never an exception. Every message says what happened, with the numbers, and the next step.
+All of them take one string and are picklable.
+"""
+
+
+class ElasticError(Exception):
+    """Root of the tree; `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class SpecError(ElasticError):
+    """The user's input is wrong: the message says where, what, and what would be right."""
+
+    exit_code = 2
+
+
+class InfeasiblePlan(ElasticError):
+    """No layout fits the nodes that there are."""
+
+    exit_code = 2
+
+
+class NoCapacity(ElasticError):
+    """No pool can give the nodes that the job needs."""
+
+
+class StateLost(ElasticError):
+    """Some part of the training state has no holder left, neither in memory nor in storage."""
+
+
+class ProgramError(ElasticError):
+    """The user's program raised or asked for what cannot be done; the run stops at once."""
+
+
+class InternalError(ElasticError):
+    """A promise of this package is broken; the journal of the run is the bug report."""
