@@ -1,0 +1,1 @@
+"""What a step trains on: sample order, sources, and the loader."""

@@ -1,0 +1,1 @@
+"""Reference models: plain modules that any layout can cut."""
