@@ -3,15 +3,7 @@
 Importing this package imports neither torch nor ray.
 """
 
-from elastic.errors import (
-    ElasticError,
-    InfeasiblePlan,
-    InternalError,
-    NoCapacity,
-    ProgramError,
-    SpecError,
-    StateLost,
-)
+from elastic.errors import ElasticError, InfeasiblePlan, InternalError, NoCapacity, ProgramError, SpecError, StateLost
 from elastic.program import Program
 from elastic.types import Layout, Plan, Pool
 

@@ -7,6 +7,7 @@ neighbouring ranks (one node) share a tp group.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from elastic.errors import SpecError
 from elastic.types import AXES, Layout, WorkerId
@@ -99,7 +100,7 @@ def partners(ranks: tuple[WorkerId, ...]) -> tuple[int, ...]:
 
 def parse_layout(text: str) -> Layout:
     """`'dp_shard=8,tp=4'` -> Layout. Raises SpecError naming the field that is wrong."""
-    values: dict[str, int] = {}
+    values: dict[str, Any] = {}
     for part in text.replace(" ", "").split(","):
         name, _, value = part.partition("=")
         if name not in (*AXES, "microbatch_size"):

@@ -35,6 +35,7 @@ class Program:
     validation: like dataset; its loss is reported every `eval_every` steps and at the end.
     blocks:     module-name pattern of the repeated blocks: FSDP units and pipeline cut points, as in "layers.*".
     tp:         module-name pattern -> "colwise", "rowwise", "colwise_gather" (output gathered), "vocab" (embedding rows).
+    tp_limit:   tp must divide it (the number of key-value heads, say); 0 = only the shapes decide.
     lr_factor:  optimizer step (from 0) -> factor on the optimizer's own learning rates.
     sample:     (model) -> text; a sample of what the finished model does, shown in the report.
     extra_state: objects with state_dict() that travel with the model.
@@ -52,6 +53,7 @@ class Program:
     evaluate: Callable[[Any, Any], Mapping[str, Any]] | None = None
     blocks: str = "layers.*"
     tp: Mapping[str, str] = field(default_factory=dict)
+    tp_limit: int = 0
     lr_factor: Callable[[int], float] | None = None
     sample: Callable[[Any], str] | None = None
     extra_state: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +82,7 @@ def load_program(path: str | Path) -> Program:
         spec.loader.exec_module(module)
     except SpecError:
         raise
-    except Exception as error:  # noqa: BLE001 - a boundary: the user's file may raise anything
+    except Exception as error:  # a boundary: the user's file may raise anything
         raise SpecError(f"{path}: importing it raised {type(error).__name__}: {error}") from error
     program = getattr(module, "program", None)
     if callable(program) and not isinstance(program, Program):

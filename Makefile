@@ -1,0 +1,46 @@
+# Starts from nothing but Python >= 3.11 and make. `make` alone lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help venv run test bench race lint clean
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+VENV ?= .venv
+# Used only where pip finds no CPU build of torch and the machine has no NVIDIA GPU; set it to an index you trust.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export OMP_NUM_THREADS ?= 1
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+venv: $(STAMP)  ## create the virtual environment (once)
+
+$(STAMP): pyproject.toml constraints.txt deploy/install.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_CPU_INDEX="$(TORCH_CPU_INDEX)" bash deploy/install.sh
+	@touch $@
+
+run: $(STAMP)  ## the main job on this machine: real text, several Ray nodes, drills
+	$(BIN)/elastic run jobs/quickstart --drill jobs/quickstart/drill.yaml
+
+test: lint  ## all tests that CI runs
+	$(BIN)/python -m pytest -q -m "not product and not gpu"
+
+lint: $(STAMP)  ## ruff, mypy --strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache >/dev/null || { $(BIN)/lint-imports --no-cache; exit 1; }
+
+bench: $(STAMP)  ## full products of cases and the benchmarks
+	$(BIN)/python -m pytest -q -m "product"
+	@for bench in tests/bench/*.py; do [ -e "$$bench" ] || continue; echo "$$bench"; $(BIN)/python "$$bench" --json; done
+
+race: $(STAMP)  ## race against other ways to train (not there yet)
+	@echo "make race: not there yet; make bench measures the pauses next to a cold restart"
+
+clean:  ## remove the virtual environment
+	rm -rf $(VENV)

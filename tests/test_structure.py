@@ -1,0 +1,114 @@
+"""The rules of the house that a tool does not check: sizes, words, purity, and what an import may bring along."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "elastic").rglob("*.py"))
+ALL = SOURCES + sorted(p for top in ("tests", "jobs") for p in (ROOT / top).rglob("*.py") if "elastic_runs" not in p.parts)
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 70
+MAX_PARAMETERS = 6
+FORBIDDEN_WORDS = ("manager", "engine", "helper", "utils", "context", "common")
+PURE = ("types", "mesh", "reshard", "planner", "policy", "ledger.accounts", "data.order")
+IMPURE = {
+    "time", "datetime", "random", "secrets", "os", "threading", "concurrent", "multiprocessing", "asyncio", "logging", "socket",
+    "subprocess",
+}  # fmt: skip
+BLOCKED = """
+import importlib, sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "ray"):
+            raise ImportError("blocked: " + name)
+sys.meta_path.insert(0, Block())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+assert not {"torch", "ray"} & set(sys.modules)
+"""
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def module_name(path: Path) -> str:
+    """`elastic/policy/state.py` -> `policy.state`."""
+    parts = path.relative_to(ROOT / "elastic").with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    arguments = function.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Top-level names of all modules that a file imports, also inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("path", ALL, ids=label)
+def test_sizes(path: Path) -> None:
+    text = path.read_text()
+    n_lines = sum(1 for line in text.splitlines() if line.strip())
+    assert n_lines <= MAX_FILE_LINES, f"{label(path)} has {n_lines} lines that are not blank"
+    for function in functions(ast.parse(text)):
+        where = f"{label(path)}:{function.lineno} {function.name}"
+        assert (function.end_lineno or 0) - function.lineno < MAX_FUNCTION_LINES, f"{where} is too long"
+        assert len(parameters(function)) <= MAX_PARAMETERS, f"{where} takes {len(parameters(function))} parameters"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_words(path: Path) -> None:
+    names = [path.stem, *(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))]
+    for name in names:
+        found = [word for word in FORBIDDEN_WORDS if word in name.lower()]
+        assert not found, f"{label(path)}: the name {name} says nothing ({found[0]})"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_purity(path: Path) -> None:
+    module = module_name(path)
+    if any(module == pure or module.startswith(pure + ".") for pure in PURE):
+        found = imported(ast.parse(path.read_text())) & IMPURE
+        assert not found, f"{label(path)} is pure and must not import {', '.join(sorted(found))}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_blanket_except_only_at_boundaries(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    bad = [i for i, line in enumerate(lines, 1) if line.strip().startswith("except:")]
+    assert not bad, f"{label(path)}:{bad} catches everything"
+
+
+def test_imports_bring_neither_torch_nor_ray() -> None:
+    names = ["elastic", *(f"elastic.{name}" for name in ("sim", "cli") if (ROOT / "elastic" / name).exists()
+                          or (ROOT / "elastic" / f"{name}.py").exists())]  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", BLOCKED, *names], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_block_blocks() -> None:
+    done = subprocess.run([sys.executable, "-c", BLOCKED, "torch"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode != 0
+    assert "blocked: torch" in done.stderr
