@@ -1,0 +1,1 @@
+"""Which bytes go from whom to whom when the layout changes: integers only."""

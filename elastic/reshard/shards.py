@@ -1,0 +1,155 @@
+"""Boxes of the training state that each rank holds under a Layout, from the model's TensorSpecs. Integers only.
+
+A tensor is cut like `torch.chunk` over tp along `tp_dim`, and that part like `torch.chunk` over fsdp (= dp_shard x cp, one
+merged axis) along dimension 0. Pieces may be empty. Buffers and 0-dim tensors are whole on every rank that holds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elastic.errors import SpecError
+from elastic.mesh import coordinates, stage_blocks
+from elastic.types import Box, Layout, ModelProfile, TensorSpec
+
+RNG = "elastic.rng"
+
+Span = tuple[int, int]  # offset and size along one dimension
+Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+Kind = tuple[tuple[int | None, ...], bool, bool]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor of the training state and the blocks that need it: its own first, then those of tensors tied to it."""
+
+    spec: TensorSpec
+    blocks: tuple[int | None, ...]
+
+    @property
+    def kind(self) -> Kind:
+        """Tensors of equal kind are held by the same ranks, piece by piece."""
+        return self.blocks, self.tp_cut, self.fsdp_cut
+
+    @property
+    def tp_cut(self) -> bool:
+        return self.spec.tp_dim is not None and not self.spec.buffer and bool(self.spec.shape)
+
+    @property
+    def fsdp_cut(self) -> bool:
+        return not self.spec.buffer and bool(self.spec.shape)
+
+
+def state_specs(model: ModelProfile) -> tuple[TensorSpec, ...]:
+    """Every tensor of the training state: `model.<fqn>`, `optim.<entry>.<fqn>`, `elastic.rng`; tied ones once."""
+    return tuple(placed.spec for placed in placements(model))
+
+
+def placements(model: ModelProfile) -> tuple[Placed, ...]:
+    """The training state with the blocks that need each tensor, in the order of the model's specs."""
+    out: list[Placed] = []
+    for spec, blocks in _canonical(model):
+        out.append(Placed(replace(spec, fqn=f"model.{spec.fqn}"), blocks))
+        if spec.buffer or not spec.trainable:
+            continue
+        for entry in model.optimizer_entries:
+            out.append(Placed(replace(spec, fqn=f"optim.{entry}.{spec.fqn}"), blocks))
+        for entry in model.optimizer_scalars:
+            scalar = TensorSpec(f"optim.{entry}.{spec.fqn}", (), "float32", block=spec.block)
+            out.append(Placed(scalar, blocks))
+    out.append(Placed(TensorSpec(RNG, (2,), "int64", trainable=False, buffer=True), (None,)))
+    return tuple(out)
+
+
+def boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int) -> tuple[Box, ...]:
+    """What `rank` holds, empty boxes left out; `layers[i]` = number of blocks of stage i."""
+    return _boxes(model, layout, layers, rank, owned_only=False)
+
+
+def owned_boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int) -> tuple[Box, ...]:
+    """The part of `boxes` that `rank` answers for: over all ranks every element of the state exactly once."""
+    return _boxes(model, layout, layers, rank, owned_only=True)
+
+
+def stages_of(blocks: tuple[int | None, ...], model: ModelProfile, layout: Layout, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Pipeline stages that hold a tensor which these blocks need, in ascending order."""
+    if layout.pp == 1:
+        return (0,)
+    if None in blocks:
+        return tuple(range(layout.pp))
+    return tuple(sorted({_stage_of(block, model.n_blocks, layers) for block in blocks if block is not None}))
+
+
+def check_layers(model: ModelProfile, layout: Layout, layers: tuple[int, ...]) -> None:
+    """Raises SpecError unless `layers` spreads all blocks over the stages (one stage needs no list)."""
+    if layout.pp == 1 and not layers:
+        return
+    if len(layers) != layout.pp or sum(layers) != model.n_blocks or min(layers) < 0:
+        raise SpecError(
+            f"layers per stage {list(layers)} do not fit pp={layout.pp} and {model.n_blocks} blocks; "
+            f"{layout.pp} numbers with the sum {model.n_blocks} are needed"
+        )
+
+
+def chunk(size: int, n: int, index: int) -> Span:
+    """Offset and size of part `index` when `torch.chunk` cuts `size` elements into `n` parts (late ones may be empty)."""
+    step = -(-size // n)
+    start = min(index * step, size)
+    return start, min(step, size - start)
+
+
+def region(placed: Placed, tp: tuple[int, int], fsdp: tuple[int, int]) -> Region:
+    """Offsets and sizes of the piece at index tp[0] of tp[1] and fsdp[0] of fsdp[1]."""
+    shape = placed.spec.shape
+    offsets, sizes = [0] * len(shape), list(shape)
+    if placed.tp_cut and placed.spec.tp_dim is not None:
+        dim = placed.spec.tp_dim
+        offsets[dim], sizes[dim] = chunk(shape[dim], tp[1], tp[0])
+    if placed.fsdp_cut:
+        start, size = chunk(sizes[0], fsdp[1], fsdp[0])
+        offsets[0], sizes[0] = offsets[0] + start, size
+    return tuple(offsets), tuple(sizes)
+
+
+def _boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int, owned_only: bool) -> tuple[Box, ...]:
+    check_layers(model, layout, layers)
+    at = coordinates(layout, rank)
+    tp, fsdp = (at.tp, layout.tp), (at.fsdp(layout), layout.dp_shard * layout.cp)
+    if owned_only and at.dp_replicate:
+        return ()
+    out = []
+    for placed in placements(model):
+        stages = stages_of(placed.blocks, model, layout, layers)
+        if at.pp not in stages:
+            continue
+        replica = at.pp != stages[0] or (at.tp and not placed.tp_cut) or (fsdp[0] and not placed.fsdp_cut)
+        if owned_only and replica:
+            continue
+        offsets, sizes = region(placed, tp, fsdp)
+        if 0 not in sizes:
+            out.append(Box(placed.spec.fqn, offsets, sizes, placed.spec.dtype))
+    return tuple(out)
+
+
+def _canonical(model: ModelProfile) -> list[tuple[TensorSpec, tuple[int | None, ...]]]:
+    """Untied specs with the blocks of those that are tied to them."""
+    blocks: dict[str, list[int | None]] = {}
+    root: dict[str, str] = {}
+    for spec in model.specs:
+        if spec.tied_to is None:
+            root[spec.fqn] = spec.fqn
+            blocks[spec.fqn] = [spec.block]
+        elif spec.tied_to in root:
+            root[spec.fqn] = root[spec.tied_to]
+            blocks[root[spec.fqn]].append(spec.block)
+        else:
+            raise SpecError(f"{spec.fqn} is tied to {spec.tied_to}, which no earlier tensor of the model is named")
+    return [(spec, tuple(dict.fromkeys(blocks[spec.fqn]))) for spec in model.specs if spec.tied_to is None]
+
+
+def _stage_of(block: int, n_blocks: int, layers: tuple[int, ...]) -> int:
+    if block < 0:
+        return 0
+    if block >= n_blocks:
+        return len(layers) - 1
+    return next(stage for stage in range(len(layers)) if block in stage_blocks(layers, stage))
