@@ -7,10 +7,9 @@ neighbouring ranks (one node) share a tp group.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from elastic.errors import SpecError
 from elastic.types import AXES, Layout, WorkerId
+from elastic.types import parse_layout as parse_layout
 
 
 @dataclass(frozen=True)
@@ -96,16 +95,3 @@ def partners(ranks: tuple[WorkerId, ...]) -> tuple[int, ...]:
         for k, rank in enumerate(by_node[node]):
             out[rank] = there[k % len(there)]
     return tuple(out)
-
-
-def parse_layout(text: str) -> Layout:
-    """`'dp_shard=8,tp=4'` -> Layout. Raises SpecError naming the field that is wrong."""
-    values: dict[str, Any] = {}
-    for part in text.replace(" ", "").split(","):
-        name, _, value = part.partition("=")
-        if name not in (*AXES, "microbatch_size"):
-            raise SpecError(f"layout '{text}': '{name}' is not an axis; axes are {', '.join(AXES)}")
-        if not value.isdigit() or (int(value) < 1):
-            raise SpecError(f"layout '{text}': {name} must be a whole number of at least 1, not '{value}'")
-        values[name] = int(value)
-    return Layout(**values)

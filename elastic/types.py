@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from elastic.errors import SpecError
+
 MarketType = Literal["spot", "on-demand", "reserved", "owned"]
 NodeStatus = Literal["pending", "ready", "prepared", "draining", "quarantined", "lost"]
 CopyKind = Literal["live", "peer", "durable"]
@@ -143,6 +145,19 @@ class Layout:
     def __str__(self) -> str:
         parts = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         return ",".join(parts) or "dp_shard=1"
+
+
+def parse_layout(text: str) -> Layout:
+    """`'dp_shard=8,tp=4'` -> Layout. Raises SpecError naming the field that is wrong."""
+    values: dict[str, Any] = {}
+    for part in text.replace(" ", "").split(","):
+        name, _, value = part.partition("=")
+        if name not in (*AXES, "microbatch_size"):
+            raise SpecError(f"layout '{text}': '{name}' is not an axis; axes are {', '.join(AXES)}")
+        if not value.isdigit() or (int(value) < 1):
+            raise SpecError(f"layout '{text}': {name} must be a whole number of at least 1, not '{value}'")
+        values[name] = int(value)
+    return Layout(**values)
 
 
 @dataclass(frozen=True)
