@@ -1,0 +1,302 @@
+"""JobSpec: what stands in job.yaml, checked. Every error is one line: the file, the key, what is wrong, what would be right."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from elastic.errors import SpecError
+from elastic.types import Layout, MarketType, Pool, parse_layout
+
+DRILL_KINDS = ("notice", "kill", "add", "hang", "kill_driver")
+NODE_WORDS = "any, any-spot, rank0, rank:N, partner, a node id, or a list of them"
+Auto = Literal["auto"]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PoolSpec(_Strict):
+    """One pool of nodes; the fields of `elastic.types.Pool`."""
+
+    name: str = Field(min_length=1)
+    accelerator_type: str = "CPU"
+    gpus_per_node: int = Field(1, gt=0)
+    market_type: MarketType = "owned"
+    usd_per_node_h: float = Field(0.0, ge=0)
+    min_nodes: int = Field(0, ge=0)
+    max_nodes: int = Field(1, gt=0)
+    notice_s: float = Field(120.0, ge=0)
+    region: str = ""
+    zone: str = ""
+    ends_at_s: float | None = None
+    memory_bytes_per_gpu: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> PoolSpec:
+        if self.min_nodes > self.max_nodes:
+            raise ValueError(f"pool '{self.name}': min_nodes={self.min_nodes} is more than max_nodes={self.max_nodes}")
+        return self
+
+    def pool(self) -> Pool:
+        return Pool(**self.model_dump())
+
+
+class DrillSpec(_Strict):
+    """One entry of a drill: exactly one of notice, kill, add, hang, kill_driver; without `at_step` it happens at once."""
+
+    at_step: int | None = Field(None, ge=0)
+    notice: str | list[str] | None = None
+    kill: str | list[str] | None = None
+    hang: str | list[str] | None = None
+    add: str | None = None
+    kill_driver: Literal[True] | None = None
+    deadline_s: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> DrillSpec:
+        kinds = [kind for kind in DRILL_KINDS if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            raise ValueError(f"a drill entry has exactly one of {', '.join(DRILL_KINDS)}, not {', '.join(kinds) or 'none'}")
+        if self.deadline_s is not None and kinds != ["notice"]:
+            raise ValueError("deadline_s belongs to a notice only")
+        for name in self.nodes():
+            if not name or (name.startswith("rank:") and not name[5:].isdigit()):
+                raise ValueError(f"'{name}' names no node; it may be {NODE_WORDS}")
+        return self
+
+    def nodes(self) -> list[str]:
+        """The names in `notice`, `kill` or `hang`."""
+        value = self.notice or self.kill or self.hang or []
+        return [value] if isinstance(value, str) else value
+
+    def plain(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
+
+
+DEFAULT_POOLS = (
+    PoolSpec(name="spot", market_type="spot", gpus_per_node=2, max_nodes=2),
+    PoolSpec(name="on-demand", market_type="on-demand", gpus_per_node=2, max_nodes=1),
+)
+
+
+class JobSpec(_Strict):
+    """A job. `folder` and `program` are absolute paths; `layout` as a map is keyed by the number of workers, as text."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    folder: str
+    program: str
+    steps: int = Field(gt=0)
+    global_batch: int = Field(gt=0)
+    seed: int = Field(0, ge=0)
+    eval_every: int = Field(0, ge=0)
+    eval_samples: int = Field(64, gt=0)
+    clip_grad_norm: float | None = Field(None, gt=0)
+    precision: Literal["float32"] = "float32"
+    layout: str | dict[str, str] = "auto"
+    min_workers: int = Field(1, gt=0)
+    max_workers: int | None = Field(None, gt=0)
+    peer_every: Auto | int = "auto"
+    durable_every: Auto | int = "auto"
+    storage: str | None = None
+    budget_usd: float | None = Field(None, gt=0)
+    max_nodes: int | None = Field(None, gt=0)
+    deadline_h: float | None = Field(None, gt=0)
+    max_silence_s: float | None = Field(None, gt=0)
+    orphan_lease_s: float = Field(900.0, gt=0)
+    purpose: Literal["fastest"] = "fastest"
+    pools: list[PoolSpec] = Field(default_factory=lambda: list(DEFAULT_POOLS), min_length=1)
+    drill: list[DrillSpec] = []
+
+    @field_validator("layout", mode="before")
+    @classmethod
+    def _layout_parses(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            value = {str(workers): str(text) for workers, text in value.items()}
+            for workers, text in value.items():
+                n = parse_layout(text).world_size
+                if workers != str(n):
+                    raise ValueError(f"the entry for {workers} workers is '{text}', a layout of {n}")
+            if not value:
+                raise ValueError("the map is empty")
+        elif value != "auto":
+            parse_layout(str(value))
+        return value
+
+    @field_validator("peer_every", "durable_every")
+    @classmethod
+    def _not_negative(cls, value: Auto | int) -> Auto | int:
+        if value != "auto" and value < 0:
+            raise ValueError(f"must be 'auto' or a number of steps (0 = off), not {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _agree(self) -> JobSpec:
+        if self.max_workers is not None and self.max_workers < self.min_workers:
+            raise ValueError(f"max_workers={self.max_workers} is less than min_workers={self.min_workers}")
+        for text in self.layouts():
+            layout = parse_layout(text)
+            if layout.dp > self.global_batch:
+                raise ValueError(
+                    f"layout '{text}' has {layout.dp} data-parallel ranks, global_batch={self.global_batch} has fewer samples"
+                )
+        names = [pool.name for pool in self.pools]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two pools have the same name ({', '.join(names)})")
+        if any(entry.at_step is None for entry in self.drill):
+            raise ValueError("an entry of the drill has no at_step")
+        return self
+
+    def layouts(self) -> list[str]:
+        """The layouts that the job names; none for 'auto'."""
+        if isinstance(self.layout, dict):
+            return list(self.layout.values())
+        return [] if self.layout == "auto" else [self.layout]
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data: what DriverStarted.job holds."""
+        return self.model_dump() | {"drill": [entry.plain() for entry in self.drill]}
+
+
+def load_job(folder: str | Path, overrides: Iterable[str] = (), drill: Sequence[DrillSpec] | None = None) -> JobSpec:
+    """The job of a folder (job.yaml and program.py). `overrides` are 'key=value'; `drill` replaces the job's own.
+
+    Does not look at pools: see `check_fit`. Raises SpecError.
+    """
+    root = Path(folder).resolve()
+    file = root / "job.yaml"
+    shown = Path(folder) / "job.yaml"
+    if not root.is_dir():
+        raise SpecError(f"{folder}: no such folder; a job is a folder with job.yaml and program.py")
+    if not file.is_file():
+        raise SpecError(f"{shown}: no such file; a job folder needs a job.yaml (steps, global_batch ...)")
+    data = _read_yaml(file, str(shown))
+    if not isinstance(data, dict):
+        raise SpecError(f"{shown}: it must hold keys and values, not {_kind(data)}")
+    data |= dict(_override(text) for text in overrides)
+    if "folder" in data:
+        raise SpecError(f"{shown}: unknown key 'folder'; it is the folder of job.yaml")
+    program = root / str(data.get("program", "program.py"))
+    data = {"name": root.name} | data | {"folder": str(root), "program": str(program)}
+    job = _checked(JobSpec, data, str(shown))
+    if drill is not None:
+        job = job.model_copy(update={"drill": list(drill)})
+    if not program.is_file():
+        raise SpecError(f"{Path(folder) / program.name}: no such file; a job folder needs a program.py that defines `program`")
+    return job
+
+
+def load_drill(file: str | Path) -> list[DrillSpec]:
+    """The entries of a drill file, in order of their step. Raises SpecError."""
+    path = Path(file)
+    if not path.is_file():
+        raise SpecError(f"{file}: no such file; a drill file is a list such as `- {{at_step: 40, notice: any-spot}}`")
+    data = _read_yaml(path, str(file))
+    if not isinstance(data, list):
+        raise SpecError(f"{file}: it must be a list such as `- {{at_step: 40, notice: any-spot}}`, not {_kind(data)}")
+    entries = [drill_entry(entry, f"{file}, entry {i}") for i, entry in enumerate(data, 1)]
+    for i, entry in enumerate(entries, 1):
+        if entry.at_step is None:
+            raise SpecError(f"{file}, entry {i}: at_step is missing")
+    return sorted(entries, key=lambda entry: entry.at_step or 0)
+
+
+def drill_entry(data: Any, where: str = "drill") -> DrillSpec:
+    """One drill entry as plain data -> DrillSpec. Raises SpecError that begins with `where`."""
+    if not isinstance(data, dict):
+        raise SpecError(f"{where}: it must be keys and values such as {{kill: any}}, not {_kind(data)}")
+    return _checked(DrillSpec, data, where)
+
+
+def check_fit(job: JobSpec, pools: Sequence[Pool]) -> None:
+    """Can the job ever run on these pools? Raises SpecError with the numbers."""
+    n_workers = sum(pool.max_nodes * pool.gpus_per_node for pool in pools)
+    listed = " + ".join(f"{pool.name} {pool.max_nodes} x {pool.gpus_per_node}" for pool in pools) or "no pool"
+    worlds = [parse_layout(text).world_size for text in job.layouts()]
+    if worlds and min(worlds) > n_workers:
+        smallest = min(job.layouts(), key=lambda text: parse_layout(text).world_size)
+        raise SpecError(
+            f"{job.name}: layout '{smallest}' needs {min(worlds)} workers; the pools give at most {n_workers} ({listed})"
+        )
+    if job.min_workers > n_workers:
+        raise SpecError(f"{job.name}: min_workers={job.min_workers}; the pools give at most {n_workers} ({listed})")
+    names = [pool.name for pool in pools]
+    for entry in job.drill:
+        if entry.add is not None and entry.add not in names:
+            raise SpecError(f"{job.name}: the drill adds to pool '{entry.add}'; the pools are {', '.join(names)}")
+
+
+def layout_for(job: JobSpec, n_workers: int) -> Layout | None:
+    """The layout that the job asks for when it has `n_workers`; None = search."""
+    if not isinstance(job.layout, dict):
+        return None if job.layout == "auto" else parse_layout(job.layout)
+    fitting = [int(key) for key in job.layout if int(key) <= n_workers]
+    return parse_layout(job.layout[str(max(fitting))]) if fitting else None
+
+
+def _read_yaml(path: Path, shown: str) -> Any:
+    try:
+        return yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f", line {mark.line + 1}" if mark else ""
+        raise SpecError(f"{shown}{at}: not YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{shown}: cannot be read: {error}") from error
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise SpecError(f"--set {text}: it must be key=value, as in --set steps=100")
+    try:
+        return key.strip(), yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise SpecError(f"--set {text}: the value is not YAML") from error
+
+
+def _checked(model: type[Model], data: dict[str, Any], where: str) -> Model:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise SpecError(f"{where}: {_first(error, model)}") from None
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}") from None
+
+
+def _first(error: ValidationError, model: type[BaseModel]) -> str:
+    """The first problem, in words; unknown keys come first since a misspelt key also shows as a missing one."""
+    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    location = problem["loc"]
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key '{_dotted(location)}'{_nearest(location, model)}"
+    key = _dotted(part for part in location if isinstance(part, int) or (part.isidentifier() and part not in ("int", "str")))
+    if problem["type"] == "missing":
+        return f"key '{key}' is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    given = problem.get("input")
+    shown = f" (it is {given!r})" if isinstance(given, str | int | float) and problem["type"] != "value_error" else ""
+    return f"key '{key}': {message[:1].lower()}{message[1:]}{shown}" if key else message
+
+
+def _dotted(path: Iterable[str | int]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _nearest(path: Sequence[str | int], model: type[BaseModel]) -> str:
+    owners: dict[str, type[BaseModel]] = {"pools": PoolSpec, "drill": DrillSpec}
+    owner = owners.get(str(path[0]), model) if len(path) > 1 else model
+    names = [name for name in owner.__pydantic_fields__ if name != "folder"]
+    found = difflib.get_close_matches(str(path[-1]), names, n=1, cutoff=0.5)
+    return f"; did you mean '{found[0]}'?" if found else f"; keys are {', '.join(names)}"
+
+
+def _kind(data: Any) -> str:
+    return {dict: "keys and values", list: "a list", str: "text", type(None): "nothing"}.get(type(data), f"{data!r}")

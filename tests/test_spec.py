@@ -1,0 +1,156 @@
+"""job.yaml, drill files and overrides: what is right is read, what is wrong is said in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic.errors import SpecError
+from elastic.spec import JobSpec, check_fit, drill_entry, layout_for, load_drill, load_job
+from elastic.types import Layout, Pool
+
+GOOD = "steps: 10\nglobal_batch: 8\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "tiny"
+    root.mkdir()
+    (root / "program.py").write_text("program = None\n")
+    (root / "job.yaml").write_text(GOOD)
+    return root
+
+
+def load(folder: Path, text: str, *overrides: str) -> JobSpec:
+    (folder / "job.yaml").write_text(text)
+    return load_job(folder, overrides)
+
+
+def test_defaults(folder: Path) -> None:
+    job = load(folder, GOOD)
+    assert (job.name, job.steps, job.global_batch, job.layout) == ("tiny", 10, 8, "auto")
+    assert Path(job.program) == folder / "program.py"
+    assert [(p.name, p.market_type, p.max_nodes, p.gpus_per_node) for p in job.pools] == [
+        ("spot", "spot", 2, 2), ("on-demand", "on-demand", 1, 2),
+    ]  # fmt: skip
+
+
+def test_plain_survives_json(folder: Path) -> None:
+    job = load(folder, GOOD + "layout: {2: tp=2, 4: 'dp_shard=2,tp=2'}\ndrill: [{at_step: 3, kill: rank0}]\n")
+    plain = job.plain()
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["layout"] == {"2": "tp=2", "4": "dp_shard=2,tp=2"}
+    assert plain["drill"] == [{"at_step": 3, "kill": "rank0"}]
+    assert plain["orphan_lease_s"] == 900.0
+    assert JobSpec(**plain) == job
+
+
+def test_overrides(folder: Path) -> None:
+    job = load(folder, GOOD, "steps=3", "layout=dp_shard=2,tp=2", "durable_every=5", "storage=null")
+    assert (job.steps, job.layout, job.durable_every, job.storage) == (3, "dp_shard=2,tp=2", 5, None)
+
+
+def test_layout_for(folder: Path) -> None:
+    job = load(folder, GOOD + "layout: {2: tp=2, 4: 'pp=2,dp_shard=2'}\n")
+    assert layout_for(job, 1) is None
+    assert layout_for(job, 3) == Layout(tp=2)
+    assert layout_for(job, 6) == Layout(pp=2, dp_shard=2)
+    assert layout_for(load(folder, GOOD), 4) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("steps: 10\nglobal_bach: 8\n", "unknown key 'global_bach'; did you mean 'global_batch'?"),
+        (GOOD + "zebra: 1\n", "unknown key 'zebra'; keys are name, program, steps"),
+        (GOOD + "pools: [{name: a, market: spot}]\n", "unknown key 'pools.0.market'; did you mean 'market_type'?"),
+        ("global_batch: 8\n", "key 'steps' is missing"),
+        ("steps: 10\nglobal_batch: 0\n", "key 'global_batch': input should be greater than 0 (it is 0)"),
+        ("steps: ten\nglobal_batch: 8\n", "key 'steps': input should be a valid integer"),
+        (GOOD + "layout: dp=4\n", "layout 'dp=4': 'dp' is not an axis; axes are pp, dp_replicate, dp_shard, cp, tp"),
+        (GOOD + "layout: dp_shard=0\n", "dp_shard must be a whole number of at least 1, not '0'"),
+        (GOOD + "layout: {4: tp=2}\n", "key 'layout': the entry for 4 workers is 'tp=2', a layout of 2"),
+        (GOOD + "layout: dp_shard=16\n", "layout 'dp_shard=16' has 16 data-parallel ranks, global_batch=8 has fewer samples"),
+        (GOOD + "min_workers: 4\nmax_workers: 2\n", "max_workers=2 is less than min_workers=4"),
+        (GOOD + "peer_every: -1\n", "key 'peer_every': must be 'auto' or a number of steps (0 = off), not -1"),
+        (GOOD + "precision: bf16\n", "key 'precision': input should be 'float32' (it is 'bf16')"),
+        (GOOD + "pools: [{name: a}, {name: a}]\n", "two pools have the same name (a, a)"),
+        (GOOD + "pools: [{name: a, min_nodes: 3}]\n", "pool 'a': min_nodes=3 is more than max_nodes=1"),
+        (GOOD + "drill: [{kill: any}]\n", "an entry of the drill has no at_step"),
+        ("- a\n", "it must hold keys and values, not a list"),
+        ("steps: [\n", "line 2: not YAML"),
+        (GOOD + "folder: /tmp\n", "unknown key 'folder'"),
+        (GOOD + "program: other.py\n", "other.py: no such file; a job folder needs a program.py"),
+    ],
+)
+def test_bad_job_is_one_line(folder: Path, text: str, said: str) -> None:
+    with pytest.raises(SpecError) as error:
+        load(folder, text)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "tiny/" in str(error.value)
+
+
+def test_missing_folder_and_file(folder: Path) -> None:
+    with pytest.raises(SpecError, match="no such folder"):
+        load_job(folder / "nowhere")
+    (folder / "job.yaml").unlink()
+    with pytest.raises(SpecError, match="no such file; a job folder needs a job.yaml"):
+        load_job(folder)
+
+
+@pytest.mark.parametrize("text", ["steps", "=3"])
+def test_bad_override(folder: Path, text: str) -> None:
+    with pytest.raises(SpecError, match="must be key=value"):
+        load(folder, GOOD, text)
+
+
+def test_unknown_override_names_the_nearest(folder: Path) -> None:
+    with pytest.raises(SpecError, match="unknown key 'stepz'; did you mean 'steps'"):
+        load(folder, GOOD, "stepz=3")
+
+
+def test_fit(folder: Path) -> None:
+    pools = [Pool(name="a", gpus_per_node=2, max_nodes=2), Pool(name="b", gpus_per_node=1, max_nodes=1)]
+    check_fit(load(folder, GOOD + "layout: dp_shard=5\n"), pools)
+    check_fit(load(folder, GOOD + "layout: {2: tp=2, 8: dp_shard=8}\n"), pools)
+    with pytest.raises(SpecError, match=r"layout 'dp_shard=6' needs 6 workers; the pools give at most 5 \(a 2 x 2"):
+        check_fit(load(folder, GOOD + "layout: dp_shard=6\n"), pools)
+    with pytest.raises(SpecError, match="min_workers=6; the pools give at most 5"):
+        check_fit(load(folder, GOOD + "min_workers: 6\n"), pools)
+    with pytest.raises(SpecError, match="adds to pool 'c'; the pools are a, b"):
+        check_fit(load(folder, GOOD + "drill: [{at_step: 1, add: c}]\n"), pools)
+
+
+def test_drill_file(tmp_path: Path) -> None:
+    file = tmp_path / "drill.yaml"
+    file.write_text("- {at_step: 9, kill: [rank0, partner]}\n- {at_step: 2, notice: any-spot, deadline_s: 30}\n")
+    assert [entry.plain() for entry in load_drill(file)] == [
+        {"at_step": 2, "notice": "any-spot", "deadline_s": 30.0},
+        {"at_step": 9, "kill": ["rank0", "partner"]},
+    ]
+    assert drill_entry({"kill": "any"}).at_step is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kill: any\n", "it must be a list"),
+        ("- {at_step: 1, kil: any}\n", "entry 1: unknown key 'kil'; did you mean 'kill'?"),
+        ("- {at_step: 1}\n", "entry 1: a drill entry has exactly one of notice, kill, add, hang, kill_driver, not none"),
+        ("- {at_step: 1, kill: any, add: spot}\n", "not kill, add"),
+        ("- {at_step: 1, kill: any, deadline_s: 3}\n", "deadline_s belongs to a notice only"),
+        ("- {at_step: 1, kill: 'rank:x'}\n", "'rank:x' names no node"),
+        ("- {kill: any}\n", "entry 1: at_step is missing"),
+        ("- kill\n", "entry 1: it must be keys and values"),
+    ],
+)
+def test_bad_drill_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "drill.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError) as error:
+        load_drill(file)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
