@@ -8,6 +8,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,7 @@ def in_validation(relative_path: str, share: float) -> bool:
     return int.from_bytes(digest[:4], "big") < share * 2**32
 
 
+@dataclass(eq=False)
 class TextFolder:
     """Windows over the bytes of the text files of a folder.
 
@@ -60,41 +62,42 @@ class TextFolder:
     (`unreadable`).
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        seq: int,
-        split: str = "train",
-        *,
-        pattern: str = "**/*.py",
-        leave_out: tuple[str, ...] = LEFT_OUT,
-        max_bytes: int = 16 << 20,
-        validation_share: float = 0.05,
-    ) -> None:
-        if split not in SPLITS:
-            raise SpecError(f"TextFolder: split is '{split}'; it must be one of {', '.join(SPLITS)}")
-        if seq < 1:
-            raise SpecError(f"TextFolder: seq is {seq}; it must be at least 1")
-        self.folder, self.seq, self.unreadable = Path(folder), seq, list[str]()
-        files = self._listed(pattern, leave_out)
-        if split != "all":
-            files = [name for name in files if in_validation(name, validation_share) == (split == "validation")]
-        self._bytes: NDArray[np.uint8] = np.frombuffer(b"".join(self._read(files, max_bytes)), dtype=np.uint8)
-        self._check(files, split, pattern)
+    folder: str | Path
+    seq: int
+    split: str = "train"
+    pattern: str = "**/*.py"
+    leave_out: tuple[str, ...] = LEFT_OUT
+    max_bytes: int = 16 << 20
+    validation_share: float = 0.05
+    unreadable: list[str] = field(default_factory=list, init=False)
 
-    def _listed(self, pattern: str, leave_out: tuple[str, ...]) -> list[str]:
-        if not self.folder.is_dir():
-            raise SpecError(f"{self.folder}: no such folder; TextFolder needs a folder of text files")
-        files = find_files(self.folder, pattern, leave_out)
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise SpecError(f"TextFolder: split is '{self.split}'; it must be one of {', '.join(SPLITS)}")
+        if self.seq < 1:
+            raise SpecError(f"TextFolder: seq is {self.seq}; it must be at least 1")
+        self.folder = Path(self.folder)
+        files = self._listed(self.folder)
+        if self.split != "all":
+            validation = self.split == "validation"
+            files = [name for name in files if in_validation(name, self.validation_share) == validation]
+        text = b"".join(self._read(self.folder, files))
+        self._bytes: NDArray[np.uint8] = np.frombuffer(text, dtype=np.uint8)
+        self._check(len(files))
+
+    def _listed(self, folder: Path) -> list[str]:
+        if not folder.is_dir():
+            raise SpecError(f"{folder}: no such folder; TextFolder needs a folder of text files")
+        files = find_files(folder, self.pattern, self.leave_out)
         if not files:
-            raise SpecError(f"{self.folder}: no file matches '{pattern}', or the folder cannot be read; nothing to train on")
+            raise SpecError(f"{folder}: no file matches '{self.pattern}', or the folder cannot be read; nothing to train on")
         return files
 
-    def _read(self, files: list[str], max_bytes: int) -> Iterator[bytes]:
-        left = max_bytes
+    def _read(self, folder: Path, files: list[str]) -> Iterator[bytes]:
+        left = self.max_bytes
         for name in files:
             try:
-                with (self.folder / name).open("rb") as file:
+                with (folder / name).open("rb") as file:
                     text = (file.read(left) + END_OF_FILE)[:left]
             except OSError as error:
                 self.unreadable.append(f"{name} ({error.strerror})")
@@ -104,19 +107,17 @@ class TextFolder:
             if left <= 0:
                 return
 
-    def _check(self, files: list[str], split: str, pattern: str) -> None:
+    def _check(self, n_files: int) -> None:
         bad = len(self.unreadable)
         if bad and not self._bytes.size:
             raise SpecError(
-                f"{self.folder}: none of its {bad} files of split '{split}' can be read; first: {self.unreadable[0]}"
+                f"{self.folder}: none of {n_files} files of split '{self.split}' can be read; first: {self.unreadable[0]}"
             )
         if not len(self):
-            raise SpecError(
-                f"{self.folder}: {len(files)} files matching '{pattern}' in split '{split}' hold {self._bytes.size} bytes; "
-                f"one window of seq={self.seq} needs {self.seq + 1}"
-            )
+            there = f"{n_files} files matching '{self.pattern}' in split '{self.split}' hold {self.n_bytes} bytes"
+            raise SpecError(f"{self.folder}: {there}; one window of seq={self.seq} needs {self.seq + 1}")
         if bad:
-            report = f"{bad} of {len(files)} files cannot be read and are left out; first: {self.unreadable[0]}"
+            report = f"{bad} of {n_files} files cannot be read and are left out; first: {self.unreadable[0]}"
             LOG.warning("%s: %s", self.folder, report)
 
     @property
