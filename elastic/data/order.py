@@ -1,0 +1,86 @@
+"""Sample ids of a step as a function of (seed, step): nothing is kept, whatever the number of samples.
+
+The run reads one stream of positions 0, 1, 2, ...: step s takes `global_batch` of them. Position p is the (p mod n)-th sample
+of epoch p // n in the order of that epoch, a keyed permutation of 0..n-1: an alternating Feistel network over a x b >= n with
+cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 5). Since a x b < n + a + b,
+one walk is nearly always enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from math import isqrt
+
+from elastic.errors import SpecError
+
+ROUNDS = 8
+HASH_BITS = 26  # 2**27 such hashes add up exactly in a float64
+_MASK = (1 << 64) - 1
+_LOW = (1 << HASH_BITS) - 1
+
+
+def sample_ids(n_samples: int, global_batch: int, seed: int, step: int) -> list[int]:
+    """Ids of the samples of optimizer step `step` (from 0). Each sample of an epoch comes up exactly once."""
+    if n_samples < 1 or global_batch < 1 or step < 0:
+        raise SpecError(f"step {step} of {global_batch} samples from a dataset of {n_samples}: all must be positive")
+    first = step * global_batch
+    return [_at(n_samples, seed, *divmod(position, n_samples)) for position in range(first, first + global_batch)]
+
+
+def share(samples: tuple[int, ...], dp: int) -> slice:
+    """The part of a step's ids that data-parallel rank `dp` reads, when rank d reads `samples[d]` of them."""
+    start = sum(samples[:dp])
+    return slice(start, start + samples[dp])
+
+
+def digest(ids: Iterable[int]) -> tuple[int, int]:
+    """Two sums of 26-bit hashes, one per id: they add over shares and are exact in float64 up to 2**27 ids."""
+    one = two = 0
+    for sample in ids:
+        hashed = _mix(sample * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03)
+        one += hashed & _LOW
+        two += hashed >> (64 - HASH_BITS)
+    return one, two
+
+
+def digest_text(pair: Sequence[int | float]) -> str:
+    """A digest (or the sum of several, also as floats) as a fixed-width text."""
+    one, two = (int(value) for value in pair)
+    return f"{one:014x}{two:014x}"
+
+
+def _at(n: int, seed: int, epoch: int, index: int) -> int:
+    """The id at place `index` of the order of `epoch`."""
+    high = isqrt(n - 1) + 1  # ceil of the root
+    low = -(-n // high)
+    keys = _keys(seed, epoch)
+    while True:
+        index = _permute(index, high, low, keys)
+        if index < n:
+            return index
+
+
+def _permute(index: int, high: int, low: int, keys: tuple[int, ...]) -> int:
+    """A permutation of 0 .. high*low-1."""
+    left, right = divmod(index, low)
+    for i in range(0, ROUNDS, 2):
+        left = (left + _mix(right ^ keys[i])) % high
+        right = (right + _mix(left ^ keys[i + 1])) % low
+    return left * low + right
+
+
+@lru_cache(maxsize=8)
+def _keys(seed: int, epoch: int) -> tuple[int, ...]:
+    return tuple(
+        int.from_bytes(sha256(f"elastic order {seed} {epoch} {i}".encode()).digest()[:8], "little") for i in range(ROUNDS)
+    )
+
+
+def _mix(value: int) -> int:
+    """Steele, Lea, Flood: SplitMix64's finalizer, a bijection of 64-bit numbers."""
+    value &= _MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,176 @@
+"""Reading ahead: right batches in order, a bound, errors with the sample's id, and an end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elastic.data.loader import Loader, collate
+from elastic.errors import InternalError, ProgramError
+
+
+class Squares:
+    """Item i is {"x": i, "y": [i*i, -i]}; counts what was read; fails at `bad`; waits for `gate` where there is one."""
+
+    def __init__(self, bad: int = -1, gate: threading.Event | None = None) -> None:
+        self.bad, self.gate, self.read = bad, gate, list[int]()
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        if self.gate:
+            self.gate.wait(20)
+        self.read.append(i)
+        if i == self.bad:
+            raise OSError("disk on fire")
+        return {"x": i, "y": torch.tensor([i * i, -i])}
+
+
+def three(step: int) -> Sequence[int]:
+    return range(3 * step, 3 * step + 3)
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Loader]]:
+    loaders: list[Loader] = []
+    yield loaders
+    for loader in loaders:
+        loader.close()
+
+
+def settle(dataset: Squares, n: int) -> None:
+    """Waits until `n` items are read, then a little, to see whether more come."""
+    end = time.monotonic() + 10
+    while len(dataset.read) < n and time.monotonic() < end:
+        time.sleep(0.002)
+    time.sleep(0.05)
+
+
+def test_batches_come_in_order(opened: list[Loader]) -> None:
+    loader = Loader(Squares(), three, first_step=4)
+    opened.append(loader)
+    for step in range(4, 12):
+        batch, wait_s = loader.take(step)
+        assert batch["x"].tolist() == list(three(step)) and batch["x"].dtype == torch.int64
+        assert batch["y"].shape == (3, 2) and 0 <= wait_s < 10
+
+
+def test_reading_ahead_is_bounded(opened: list[Loader]) -> None:
+    dataset = Squares()
+    loader = Loader(dataset, three, first_step=0, depth=2)
+    opened.append(loader)
+    settle(dataset, 6)
+    assert dataset.read == list(range(6))
+    loader.take(0)
+    settle(dataset, 9)
+    assert dataset.read == list(range(9))
+
+
+def test_wait_is_measured(opened: list[Loader]) -> None:
+    gate = threading.Event()
+    loader = Loader(Squares(gate=gate), three, first_step=0)
+    opened.append(loader)
+    threading.Timer(0.2, gate.set).start()
+    assert loader.take(0)[1] >= 0.15
+
+
+def test_a_step_out_of_turn_and_a_restart(opened: list[Loader]) -> None:
+    ids = {"width": 3}
+    loader = Loader(Squares(), lambda step: range(step * 10, step * 10 + ids["width"]), first_step=0)
+    opened.append(loader)
+    assert loader.take(0)[0]["x"].tolist() == [0, 1, 2]
+    assert loader.take(7)[0]["x"].tolist() == [70, 71, 72]
+    assert loader.take(8)[0]["x"].tolist() == [80, 81, 82]
+    assert loader.take(2)[0]["x"].tolist() == [20, 21, 22]
+    ids["width"] = 1
+    loader.restart(3)
+    assert loader.take(3)[0]["x"].tolist() == [30]
+
+
+def test_a_rank_without_samples_gets_tensors_of_length_0(opened: list[Loader]) -> None:
+    loader = Loader(Squares(), lambda step: [], first_step=0)
+    opened.append(loader)
+    batch = loader.take(0)[0]
+    assert batch["x"].shape == (0,) and batch["y"].shape == (0, 2) and batch["y"].dtype == torch.int64
+
+
+def test_an_error_of_the_dataset_names_the_sample(opened: list[Loader]) -> None:
+    loader = Loader(Squares(bad=7), three, first_step=1)
+    opened.append(loader)
+    loader.take(1)
+    with pytest.raises(ProgramError, match=r"sample 7 of step 2: OSError: disk on fire") as caught:
+        loader.take(2)
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(ProgramError, match="sample 7"):
+        loader.take(2)
+
+
+def test_an_error_of_the_order_comes_out_too(opened: list[Loader]) -> None:
+    def broken(step: int) -> Sequence[int]:
+        raise ValueError("no ids")
+
+    loader = Loader(Squares(), broken, first_step=0)
+    opened.append(loader)
+    with pytest.raises(ProgramError, match="the batch of step 0: ValueError: no ids"):
+        loader.take(0)
+
+
+def test_items_that_differ_are_named(opened: list[Loader]) -> None:
+    loader = Loader([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}], lambda step: [0, 1], first_step=0)
+    opened.append(loader)
+    with pytest.raises(ProgramError, match=r"batch of step 0: .*'x': \[2\] and \[3\]"):
+        loader.take(0)
+
+
+def test_close_ends_the_thread_and_frees_a_waiting_take() -> None:
+    gate = threading.Event()
+    loader = Loader(Squares(gate=gate), three, first_step=0)
+    closer = threading.Timer(0.1, loader.close, (0.0,))
+    closer.start()
+    with pytest.raises(InternalError, match="closed while step 0"):
+        loader.take(0)
+    closer.join()
+    assert not loader.close(0.05)  # the dataset still hangs
+    gate.set()
+    assert loader.close()
+    assert all(thread.name != "elastic-loader" for thread in threading.enumerate())
+
+
+def test_close_with_full_buffer() -> None:
+    dataset = Squares()
+    loader = Loader(dataset, three, first_step=0)
+    settle(dataset, 6)
+    assert loader.close() and loader.close()
+
+
+def test_collate_takes_tensors_arrays_and_numbers() -> None:
+    fixed = np.arange(3, dtype=np.float32)
+    fixed.flags.writeable = False  # as a read-only memory map is
+    batch = collate([{"t": torch.ones(2), "a": fixed, "n": 3, "f": 0.5, "b": True, "m": torch.tensor(1)}] * 2)
+    assert {key: (tuple(v.shape), v.dtype) for key, v in batch.items()} == {
+        "t": ((2, 2), torch.float32), "a": ((2, 3), torch.float32), "n": ((2,), torch.int64), "f": ((2,), torch.float64),
+        "b": ((2,), torch.bool), "m": ((2,), torch.int64),
+    }  # fmt: skip
+    assert collate([{"x": torch.tensor(1)}, {"x": 2}])["x"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("items", "says"),
+    [
+        ([], "at least one item"),
+        ([(1, 2)], "not tuple"),
+        ([{"x": 1}, {"y": 1}], r"keys: \['x'\] and \['y'\]"),
+        ([{"x": np.zeros(2)}, {"x": np.zeros((2, 1))}], r"'x': \[2\] and \[2, 1\]"),
+        ([{"x": "text"}], "'x' of an item cannot become a tensor"),
+    ],
+)
+def test_collate_says_what_is_wrong(items: list[Any], says: str) -> None:
+    with pytest.raises(ProgramError, match=says):
+        collate(items)
