@@ -1,0 +1,1 @@
+"""Inside one GPU process: torch, no ray, no policy."""

@@ -1,0 +1,198 @@
+"""Process groups of one generation: made together, broken off together.
+
+All groups hang on one TCPStore that the driver's side hosts. On gloo a blocked collective is freed by shutting the
+generation's own connected sockets (`abort`); on CUDA also by `ProcessGroup.abort`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+
+# the one private name of torch: DTensor caches specs by meshes that compare equal without their groups (test_groups.py)
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from elastic.mesh import axis_groups, coordinates, stage_ranks
+from elastic.types import Layout
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+# must stand in the environment before torch is imported: NCCL's default error modes end a surviving process
+NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+}
+
+COLLECTIVE_WORDS = (
+    "gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "rendezvous", "store",
+    "process group", "timed out waiting", "timeout", "peer closed", "wait for", "connectfullmesh",
+)  # fmt: skip
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Did a process group or its store raise this (a peer is gone), and not the user's code?"""
+    if isinstance(error, dist.DistError | ConnectionError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in COLLECTIVE_WORDS)
+
+
+def own_sockets() -> Iterator[int]:
+    """File descriptors of this process's sockets."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                yield int(name)
+
+
+def _inode(fd: int) -> int:
+    return os.fstat(fd).st_ino
+
+
+def _duplicate(fd: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(fd))
+
+
+def _listening_ports(skip: set[int]) -> list[int]:
+    ports = []
+    for fd in list(own_sockets()):
+        with suppress(OSError):
+            if _inode(fd) in skip:
+                continue
+            with _duplicate(fd) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                ):
+                    ports.append(int(sock.getsockname()[1]))
+    return ports
+
+
+class Groups:
+    """The groups of one generation as one rank sees them.
+
+    `world` spans all participants (ranks of the plan first, then workers that only send); `plan` the ranks of the plan;
+    `mesh` this rank's pipeline stage with the axes dp_replicate, fsdp (= dp_shard x cp), tp that are larger than 1.
+    """
+
+    def __init__(self, generation: int, layout: Layout, device: torch.device) -> None:
+        self.generation = generation
+        self.layout = layout
+        self.device = device
+        self.mesh: DeviceMesh | None = None
+        self.pp: dist.ProcessGroup | None = None
+        self.plan: dist.ProcessGroup | None = None
+        self.copies: dist.ProcessGroup | None = None
+        self.tie: dist.ProcessGroup | None = None  # first and last stage of this rank's pipeline
+        self._ports: set[int] = set()
+        self._store_port = 0
+        self._before: set[int] = set()
+        self._store: Store | None = None
+        self._aborted = False
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        return dist.distributed_c10d.GroupMember.WORLD  # type: ignore[return-value]
+
+    def join(self, store: tuple[str, int], me: int, n_participants: int, timeout_s: float) -> None:
+        """Meets the other participants and makes all groups. Blocks until everyone is there; `abort` frees it."""
+        host, port = store
+        if host in LOOPBACK:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        timeout = timedelta(seconds=timeout_s)
+        self._store_port = port
+        self._before = {_inode(fd) for fd in own_sockets()}
+        tcp = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        self._store = PrefixStore(f"generation-{self.generation}", tcp)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=self._store, rank=me, world_size=n_participants, timeout=timeout)
+        if me < self.layout.world_size:
+            self._make_groups(me, n_participants, timeout)
+        self._share_ports(me, n_participants)
+        _clear_sharding_prop_cache()
+
+    def _make_groups(self, rank: int, n_participants: int, timeout: timedelta) -> None:
+        layout = self.layout
+        everyone = list(range(layout.world_size))
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        if n_participants == layout.world_size:
+            made[tuple(everyone)] = self.world
+
+        def group(ranks: list[int]) -> dist.ProcessGroup:
+            key = tuple(ranks)
+            if key not in made:
+                made[key] = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+            return made[key]
+
+        def mine(axes: tuple[str, ...]) -> list[int]:
+            return next(g for g in axis_groups(layout, axes) if rank in g)
+
+        self.plan = group(everyone)
+        if layout.world_size > 1:
+            self.copies = dist.new_group(everyone, timeout=timeout, use_local_synchronization=True)
+        if layout.pp > 1:
+            self.pp = group(mine(("pp",)))
+        fsdp = layout.dp_shard * layout.cp
+        axes: list[tuple[str, tuple[str, ...], int]] = []
+        if layout.dp_replicate > 1:
+            axes.append(("dp_replicate", ("dp_replicate",), layout.dp_replicate))
+        if fsdp > 1 or layout.dp_replicate > 1:
+            axes.append(("fsdp", ("dp_shard", "cp"), fsdp))
+        if layout.tp > 1:
+            axes.append(("tp", ("tp",), layout.tp))
+        if axes:
+            ranks = torch.tensor(stage_ranks(layout, coordinates(layout, rank).pp)).view([size for _, _, size in axes])
+            groups = [group(mine(members)) for _, members, _ in axes]
+            names = tuple(name for name, _, _ in axes)
+            source = groups[0] if len(groups) == 1 else groups
+            self.mesh = DeviceMesh.from_group(source, self.device.type, mesh=ranks, mesh_dim_names=names)
+        if layout.pp > 1:
+            line = mine(("pp",))
+            if rank in (line[0], line[-1]):  # made last: group names count the groups made before
+                self.tie = group([line[0], line[-1]])
+
+    def _share_ports(self, me: int, n: int) -> None:
+        """Tells the others this rank's listening ports: with them, `abort` knows the generation's sockets from all others."""
+        assert self._store is not None
+        self._store.set(f"ports/{me}", json.dumps(_listening_ports(self._before)))
+        for i in range(n):
+            self._ports.update(json.loads(self._store.get(f"ports/{i}")))
+
+    def abort(self) -> None:
+        """Breaks off everything that waits on this generation. Safe from another thread, and twice."""
+        self._aborted = True
+        if self.device.type == "cuda" and dist.is_initialized():
+            self.world.abort()
+        ports = self._ports or None  # not known before `join` ends: then all that is new here belongs to the rendezvous
+        for fd in list(own_sockets()):
+            with suppress(OSError):
+                if _inode(fd) not in self._before:
+                    _shut(fd, ports, self._store_port)
+
+    def close(self) -> None:
+        """Takes the groups down; needs no peer."""
+        if dist.is_initialized():
+            with suppress(AssertionError, RuntimeError):
+                dist.destroy_process_group()
+        self.mesh = self.pp = self.plan = self.copies = self.tie = None
+        self._store = None
+
+
+def _shut(fd: int, ports: set[int] | None, store_port: int) -> None:
+    with _duplicate(fd) as sock:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        peer = sock.getpeername()[1]  # raises for a listening socket: shutting gloo's listener would end the process
+        near = sock.getsockname()[1]
+        if peer == store_port or (ports is not None and (near in ports or peer in ports)):
+            sock.shutdown(socket.SHUT_RDWR)

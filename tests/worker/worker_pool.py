@@ -1,0 +1,156 @@
+"""One warm set of worker processes for a whole test session: each case is a generation (or several) in it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from elastic.types import Event, Plan, PlanEntered, Quiesced, WorkerFailed, WorkerId
+from elastic.worker.generation import EnterOrder
+
+TIMEOUT_S = 60.0
+
+
+def _serve(index: int, pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import threading
+
+    from elastic.worker.session import Session
+
+    session: Session | None = None
+    lock = threading.Lock()
+
+    def forward(mine: Session) -> None:
+        ack = 0
+        while not mine._closed:
+            beat = mine.poll(ack, 0.5)
+            for ack, event in beat.messages:
+                with lock:
+                    pipe.send((index, mine.me, event))
+
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        if name == "open":
+            if session is not None:
+                session.close()
+            session = Session(*arguments)
+            threading.Thread(target=forward, args=(session,), daemon=True).start()
+        elif name == "exit":
+            os._exit(0)
+        else:
+            getattr(session, name)(*arguments)
+
+
+@dataclass
+class Pool:
+    """`n` processes; worker i stands on node `nodes[i]`."""
+
+    n: int
+    pids: list[int] = field(default_factory=list)
+    log: list[tuple[float, WorkerId, Event]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        spawn = get_context("spawn")
+        self.pipes, self.processes = [], []
+        for i in range(self.n):
+            self._start(spawn, i)
+        self.stores: dict[int, Any] = {}
+        self.workers: list[WorkerId] = []
+
+    def _start(self, spawn: Any, i: int) -> None:
+        mine, theirs = spawn.Pipe()
+        process = spawn.Process(target=_serve, args=(i, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self.pipes.insert(i, mine)
+        self.processes.insert(i, process)
+        self.pids.insert(i, process.pid)
+
+    def open(self, job: dict[str, Any], run: Path, per_node: int = 1, n: int | None = None) -> list[WorkerId]:
+        """New sessions for a job; the processes stay."""
+        self.drain()
+        self.log.clear()
+        n = n or self.n
+        self.workers = [WorkerId(f"node{i // per_node}", i % per_node) for i in range(n)]
+        for pipe, worker in zip(self.pipes, self.workers, strict=False):
+            pipe.send(("open", (worker, job, str(run))))
+            pipe.send(("prepare", ()))
+        self.wait(lambda: sum(type(e).__name__ == "NodePrepared" for _, _, e in self.log) == n, "prepare")
+        return self.workers
+
+    def call(self, worker: WorkerId, name: str, *arguments: Any) -> None:
+        self.pipes[self.workers.index(worker)].send((name, arguments))
+
+    def enter(self, plan: Plan, leave_out: Iterable[WorkerId] = ()) -> None:
+        """Orders the generation; `leave_out`: workers that are not told."""
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        self.stores[plan.generation] = store
+        senders = [h.worker for h in plan.resume.holdings if h.worker not in plan.ranks]
+        everyone = (*plan.ranks, *dict.fromkeys(senders))
+        for i, worker in enumerate(everyone):
+            if worker not in tuple(leave_out):
+                self.call(worker, "enter", EnterOrder(plan, everyone, i, ("127.0.0.1", store.port), TIMEOUT_S))
+
+    def drain(self) -> None:
+        from multiprocessing.connection import wait
+
+        for pipe in wait([p for p in self.pipes if not p.closed], timeout=0.02):
+            try:
+                while pipe.poll():
+                    _, worker, event = pipe.recv()
+                    self.log.append((time.monotonic(), worker, event))
+            except (EOFError, ConnectionResetError):
+                pipe.close()
+
+    def wait(self, done: Any, what: str, timeout_s: float = TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            self.drain()
+            bad = [e for e in self.events(WorkerFailed) if e.kind == "program"]
+            if bad and what != "failure":
+                raise AssertionError(f"while waiting for {what}: {bad[0].error}")
+            if time.monotonic() > deadline:
+                tail = "\n".join(str(e)[:300] for _, _, e in self.log[-12:])
+                raise AssertionError(f"no {what} within {timeout_s} s; last messages:\n{tail}")
+
+    def events(self, kind: type, generation: int | None = None) -> list[Any]:
+        return [e for _, _, e in self.log if isinstance(e, kind) and (generation is None or e.generation == generation)]
+
+    def entered(self, generation: int) -> PlanEntered:
+        self.wait(lambda: self.events(PlanEntered, generation), f"PlanEntered({generation})")
+        return self.events(PlanEntered, generation)[0]
+
+    def quiesced(self, generation: int, n: int) -> list[Quiesced]:
+        self.wait(lambda: len({e.worker for e in self.events(Quiesced, generation)}) >= n, f"{n} x Quiesced({generation})")
+        return self.events(Quiesced, generation)
+
+    def kill(self, worker: WorkerId) -> None:
+        self.processes[self.workers.index(worker)].kill()
+
+    def revive(self) -> None:
+        """New processes in the place of those that were killed."""
+        spawn = get_context("spawn")
+        for i, process in enumerate(self.processes):
+            if not process.is_alive():
+                self.pipes.pop(i).close()
+                self.processes.pop(i)
+                self.pids.pop(i)
+                self._start(spawn, i)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
