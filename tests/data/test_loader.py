@@ -94,6 +94,17 @@ def test_a_step_out_of_turn_and_a_restart(opened: list[Loader]) -> None:
     assert loader.take(3)[0]["x"].tolist() == [30]
 
 
+def test_what_was_being_read_when_it_restarted_is_dropped(opened: list[Loader]) -> None:
+    gate, ids = threading.Event(), {"from": 0}
+    loader = Loader(Squares(gate=gate), lambda step: [ids["from"] + step], first_step=0)
+    opened.append(loader)
+    time.sleep(0.05)  # the thread waits in the dataset for sample 0 of step 0
+    ids["from"] = 500
+    loader.restart(0)
+    gate.set()
+    assert [loader.take(step)[0]["x"].tolist() for step in range(3)] == [[500], [501], [502]]
+
+
 def test_a_rank_without_samples_gets_tensors_of_length_0(opened: list[Loader]) -> None:
     loader = Loader(Squares(), lambda step: [], first_step=0)
     opened.append(loader)
