@@ -22,10 +22,8 @@ def storage(tmp_path: Path) -> Storage:
 
 def test_put_get_list_delete(storage: Storage) -> None:
     assert storage.list() == [] and not storage.exists("a/b")
-    assert (
-        storage.put("a/b", b"one") and storage.put("a/b", b"two")
+    assert storage.put("a/b", b"one") and storage.put("a/b", b"two")
     assert storage.put("a/b2/c", b"three") and storage.put("z", b"")
-    )
     assert storage.get("a/b") == b"two" and storage.size("a/b") == 3 and storage.exists("a/b")
     assert storage.list() == ["a/b", "a/b2/c", "z"]
     assert storage.list("a/") == ["a/b", "a/b2/c"] and storage.list("a/b2") == ["a/b2/c"] and storage.list("q/") == []
