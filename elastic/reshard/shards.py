@@ -111,6 +111,18 @@ def region(placed: Placed, tp: tuple[int, int], fsdp: tuple[int, int]) -> Region
     return tuple(offsets), tuple(sizes)
 
 
+def meet(one: Region, two: Region) -> Region | None:
+    """What two regions of a tensor have in common; None when that is empty."""
+    offsets, sizes = [], []
+    for offset, size, other, length in zip(*one, *two, strict=True):
+        start, end = max(offset, other), min(offset + size, other + length)
+        if start >= end:
+            return None
+        offsets.append(start)
+        sizes.append(end - start)
+    return tuple(offsets), tuple(sizes)
+
+
 def _boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int, owned_only: bool) -> tuple[Box, ...]:
     check_layers(model, layout, layers)
     at = coordinates(layout, rank)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from elastic.errors import StateLost
 from elastic.mesh import coordinates
-from elastic.reshard.shards import Kind, Placed, Region, Span, check_layers, placements, region, stages_of
+from elastic.reshard.shards import Kind, Placed, Region, check_layers, meet, placements, region, stages_of
 from elastic.types import DTYPE_BYTES, Layout, ModelProfile, Transfer
 
 Cut = tuple[Layout, tuple[int, ...]]  # a layout and its layers per stage
@@ -136,25 +137,10 @@ def _overlaps(old: dict[Index, Region], new: dict[Index, Region]) -> dict[Index,
     for index, wanted in new.items():
         out[index] = []
         for old_index, held in old.items():
-            spans = _meet(wanted, held)
-            if spans is None:
-                continue
-            n = 1
-            for _, size in spans:
-                n *= size
-            part = _Overlap(old_index, tuple(start for start, _ in spans), tuple(size for _, size in spans), n)
-            out[index].append(part)
+            common = meet(wanted, held)
+            if common is not None:
+                out[index].append(_Overlap(old_index, *common, prod(common[1])))
     return out
-
-
-def _meet(one: Region, two: Region) -> list[Span] | None:
-    spans: list[Span] = []
-    for offset, size, other, length in zip(*one, *two, strict=True):
-        start, end = max(offset, other), min(offset + size, other + length)
-        if start >= end:
-            return None
-        spans.append((start, end - start))
-    return spans
 
 
 def _lost(placed: Placed, old: Cut, ranks: list[int]) -> StateLost:
