@@ -68,6 +68,22 @@ def test_attention_equals_the_naive_one() -> None:
     assert torch.allclose(attention(x), naive_attention(attention, x), atol=1e-6)
 
 
+def test_block_is_pre_norm_with_a_gated_feed_forward() -> None:
+    block = build().layers[2]
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(8)) * 3
+    with torch.no_grad():
+        block.attn_norm.weight.uniform_(0.5, 2.0)
+        block.mlp_norm.weight.uniform_(0.5, 2.0)
+
+    def norm(y: Tensor, weight: Tensor) -> Tensor:
+        return y / (y.pow(2).mean(-1, keepdim=True) + CONFIG.norm_eps).sqrt() * weight
+
+    middle = x + block.attn(norm(x, block.attn_norm.weight))
+    gate, up = (norm(middle, block.mlp_norm.weight) @ w.weight.T for w in (block.mlp.w1, block.mlp.w3))
+    by_hand = middle + (gate * torch.sigmoid(gate) * up) @ block.mlp.w2.weight.T
+    assert torch.allclose(block(x), by_hand, atol=1e-5)
+
+
 def test_rotary_turns_each_pair_by_its_own_angle() -> None:
     x = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(1, 1, 3, 4)
     y = torch.tensor([0.0, 1.0, 0.0, 0.0]).expand(1, 1, 3, 4)
@@ -139,6 +155,7 @@ def test_built_on_meta_then_filled_equals_built_on_cpu() -> None:
         with torch.device("meta"):
             model = Llama(config)
             assert all(p.is_meta for p in model.parameters())
+            assert (model.head.weight is model.embed.weight) == config.tied
             assert model(torch.zeros(1, 12, dtype=torch.long)).is_meta
         model.to_empty(device="cpu")
         torch.manual_seed(3)
@@ -212,9 +229,12 @@ def test_generate() -> None:
     model = build()
     a, b, c = (generate(model, [1, 2, 3], 20, 1.0, seed) for seed in (0, 0, 1))
     assert a == b != c and a[:3] == [1, 2, 3] and len(a) == 23
-    greedy = generate(model, [1, 2, 3], 20, 0.0)
+    greedy = generate(model, [1, 2, 3], 1, 0.0)
     assert greedy[3] == int(model(torch.tensor([[1, 2, 3]]))[0, -1].argmax())
-    assert greedy[-1] == int(model(torch.tensor([greedy[-17:-1]]))[0, -1].argmax())  # the window is max_seq long
+    seen: list[list[int]] = []
+    model.embed.register_forward_pre_hook(lambda _, args: seen.append(args[0][0].tolist()))
+    ids = generate(model, [1, 2, 3], 20)
+    assert seen == [ids[max(0, end - 16) : end] for end in range(3, 23)]  # the last max_seq tokens
 
 
 @pytest.mark.parametrize("fields", [{"n_heads": 5}, {"n_kv_heads": 3}, {"head_dim": 7}])
