@@ -1,0 +1,165 @@
+"""The reconcile loop: poll, fold each event, decide, write one journal line, carry the actions out.
+
+The same loop runs on Ray, in the simulator and in tests. It imports neither torch nor ray and knows no policy: `decide` is an
+argument.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from elastic.errors import ElasticError, InternalError
+from elastic.ledger.journal import Line
+from elastic.policy.decide import decide as decide_by_default
+from elastic.policy.state import ENDED, State, fold
+from elastic.types import Action, Decided, Decision, DriverStarted, Event, Stop, StopAsked
+
+LOOK_S = 1.0  # on a real clock, how long a signal may wait until the loop sees it
+
+
+class Backend(Protocol):
+    """Where a run happens: carries out actions and reports facts. `virtual` (optional, default False): no real clock."""
+
+    def now_s(self) -> float:
+        """Seconds that never go back."""
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        """Events since the last call; waits for the first one, at most until `until_s`."""
+
+    def execute(self, action: Action) -> None:
+        """Returns at once; the outcome arrives as an event."""
+
+    def close(self) -> None:
+        """Take everything down that still stands."""
+
+
+class Recorder(Protocol):
+    """What the loop needs of a journal: `ledger.journal.Journal`, or `Memory`."""
+
+    @property
+    def due_at_s(self) -> float | None:
+        """When `flush` is due."""
+
+    def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
+        """One tick."""
+
+    def flush(self) -> None:
+        """Write what was held back."""
+
+    def close(self) -> None:
+        """No more lines."""
+
+
+Decide = Callable[[State, float], Decision]
+
+
+def drive(
+    backend: Backend, journal: Recorder, start: DriverStarted, state: State | None = None, decide: Decide = decide_by_default
+) -> State:
+    """Run until the state's phase is succeeded, failed or stopped; returns the last state.
+
+    `state`: what an earlier driver of the run knew (`restored`). The backend and the journal are closed at the end, whatever
+    happens. A first Ctrl-C or SIGTERM asks the run to stop and save, a second one ends it at once.
+    """
+    now_s = backend.now_s()
+    state = fold(state or State(), start, now_s)
+    try:
+        with _signals() as asked:
+            return _loop(backend, journal, (state, now_s, start), decide, asked)
+    finally:
+        try:
+            backend.close()
+        finally:
+            journal.close()
+
+
+def restored(lines: Iterable[Line]) -> State | None:
+    """The state that a journal ends with; None when it is empty."""
+    state: State | None = None
+    for line in lines:
+        for at_s, event in line.events:
+            state = fold(state or State(), event, at_s)
+        if state is not None and line.decision is not None:
+            state = fold(state, Decided(line.decision), line.at_s)
+    return state
+
+
+def _loop(backend: Backend, journal: Recorder, begin: tuple[State, float, Event], decide: Decide, asked: list[str]) -> State:
+    state, now_s, first = begin
+    events: list[tuple[float, Event]] = [(now_s, first)]
+    said = ""
+    n_asked = 0
+    while True:
+        decision = _decided(state, now_s, decide)
+        state = fold(state, Decided(decision), now_s)
+        if events or decision.actions or decision.reason != said:
+            journal.append(now_s, events, decision)
+            said = decision.reason
+        for action in decision.actions:
+            backend.execute(action)
+        if state.phase in ENDED:
+            return state
+        found = _poll(backend, journal, decision.wake_at_s, asked)
+        if len(asked) > 1:
+            found = []
+        elif len(asked) > n_asked:
+            found.append(StopAsked(asked[0]))
+        n_asked = len(asked)
+        now_s = backend.now_s()
+        if journal.due_at_s is not None and now_s >= journal.due_at_s:
+            journal.flush()
+        events = [(now_s, event) for event in found]
+        for _, event in events:
+            state = fold(state, event, now_s)
+        if n_asked > 1:
+            decide = _at_once
+
+
+def _decided(state: State, now_s: float, decide: Decide) -> Decision:
+    """What to do; a fault of the policy ends the run, on record, instead of leaving it running."""
+    try:
+        return decide(state, now_s)
+    except ElasticError as error:
+        return Decision((Stop("failed", f"{type(error).__name__}: {error}"),), f"{type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 - the boundary of the driver: the run's end must reach the journal
+        text = f"{InternalError.__name__}: the policy raised {type(error).__name__}: {error}; the journal is the bug report"
+        return Decision((Stop("failed", text),), text)
+
+
+def _at_once(state: State, now_s: float) -> Decision:
+    text = f"asked twice to stop: ended at once at step {state.step}; saved is step {state.saved_step}"
+    return Decision((Stop("stopped", text),), text)
+
+
+def _poll(backend: Backend, journal: Recorder, wake_at_s: float | None, asked: list[str]) -> list[Event]:
+    times = [t for t in (wake_at_s, journal.due_at_s) if t is not None]
+    if not getattr(backend, "virtual", False):
+        times.append(backend.now_s() + LOOK_S)
+    try:
+        return list(backend.poll(min(times, default=None)))
+    except KeyboardInterrupt:
+        asked.append("interrupted")
+        return []
+
+
+@contextmanager
+def _signals() -> Iterator[list[str]]:
+    """Names of the signals that asked for a stop, as they come; only the main thread may set handlers."""
+    asked: list[str] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def note(number: int, frame: Any) -> None:
+        asked.append(f"signal {signal.Signals(number).name}")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

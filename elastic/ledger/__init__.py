@@ -1,0 +1,1 @@
+"""Where the time and the money went: the journal of a run and its accounts."""

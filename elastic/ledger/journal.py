@@ -1,0 +1,267 @@
+"""The journal of a run: append-only JSONL, one line per tick.
+
+    {"v": 1, "at_s": 12.5, "epoch": 1, "events": [[12.5, {"kind": "NodeLost", ...}]], "decision": {"actions": [...], ...}}
+
+`encode` and `decode` turn every dataclass of `elastic.types` into plain data and back. An event, an action and whatever is
+given to `encode` directly carries its class name as "kind"; nested values whose class follows from the field do not. A field
+that is itself called `kind` is written "kind_" where the class name is written too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import types as python_types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from elastic import types
+from elastic.errors import InternalError, SpecError
+from elastic.types import Decision, Event, StepDone
+
+VERSION = 1
+MERGE_S = 1.0  # ticks that hold only StepDone become at most one line in this time
+_SECRET = re.compile(r"(^|_)(token|key|secret|password)s?($|_)", re.IGNORECASE)
+
+CLASSES: dict[str, type] = {
+    name: cls for name, cls in vars(types).items() if dataclasses.is_dataclass(cls) and isinstance(cls, type)
+}
+_OPEN: tuple[type, ...] = (types.Event, types.Action)  # fields of these types hold any subclass
+
+
+# ------------------------------------------------------------------------------------------------ codec
+
+
+def encode(obj: Any) -> dict[str, Any]:
+    """A dataclass of `elastic.types` as plain JSON data, with its class name as "kind"."""
+    if type(obj).__name__ not in CLASSES:
+        raise InternalError(f"{type(obj).__name__} is not a noun of elastic.types; it cannot be written to a journal")
+    data = {"kind": type(obj).__name__}
+    for name, value in _fields(obj):
+        data["kind_" if name == "kind" else name] = value
+    return data
+
+
+def decode(data: dict[str, Any]) -> Any:
+    """The inverse of `encode`. Fields that this version does not know are ignored."""
+    name = data.get("kind", "")
+    if name not in CLASSES:
+        raise SpecError(f"journal: unknown kind '{name}'; it was written by another version of elastic")
+    plain = {("kind" if key == "kind_" else key): value for key, value in data.items() if key != "kind"}
+    return _reader_of(CLASSES[name])(plain)
+
+
+def _fields(obj: Any) -> Iterable[tuple[str, Any]]:
+    cls: type = type(obj)
+    for name in _names(cls):
+        yield name, _plain(getattr(obj, name), name)
+
+
+def _plain(value: Any, name: str = "") -> Any:
+    if isinstance(value, str):
+        return "***" if value and _SECRET.search(name) else value
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, _OPEN):
+        return encode(value)
+    if dataclasses.is_dataclass(value):
+        return dict(_fields(value))
+    if isinstance(value, dict):
+        return {str(key): _plain(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+@cache
+def _names(cls: type) -> tuple[str, ...]:
+
+    return types.names_of(cls)
+
+
+@cache
+def _reader_of(cls: type) -> Callable[[dict[str, Any]], Any]:
+    """A function that builds `cls` from plain data, with one reader per field."""
+    hints = typing.get_type_hints(cls, vars(types))
+    readers = {name: _reader(hints[name]) for name in _names(cls)}
+
+    def build(data: dict[str, Any]) -> Any:
+        return cls(**{name: readers[name](value) for name, value in data.items() if name in readers})
+
+    return build
+
+
+def _reader(hint: Any) -> Callable[[Any], Any]:
+    """A function that turns plain data into a value of the annotated type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, python_types.UnionType):
+        inner = _reader(next(arg for arg in args if arg is not type(None)))
+        return lambda value: None if value is None else inner(value)
+    if origin is tuple:
+        item = _reader(args[0])
+        return lambda value: tuple(item(v) for v in value)
+    if origin is dict:
+        item = _reader(args[1])
+        return lambda value: {k: item(v) for k, v in value.items()}
+    if isinstance(hint, type) and hint in _OPEN:
+        return decode
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _reader_of(hint)
+    return float if hint is float else lambda value: value
+
+
+# ------------------------------------------------------------------------------------------------ lines
+
+
+@dataclass(frozen=True)
+class Line:
+    """One tick: its time, the driver's epoch, the events with their own times, and what was decided."""
+
+    at_s: float
+    epoch: int
+    events: tuple[tuple[float, Event], ...] = ()
+    decision: Decision | None = None
+
+
+def write_line(line: Line) -> str:
+    """The line as JSON text, without the newline."""
+    data = {
+        "v": VERSION,
+        "at_s": line.at_s,
+        "epoch": line.epoch,
+        "events": [[at_s, encode(event)] for at_s, event in line.events],
+        "decision": None if line.decision is None else _plain(line.decision),
+    }
+    return json.dumps(data, separators=(",", ":"), allow_nan=False)
+
+
+def parse_line(text: str) -> Line:
+    """Raises ValueError when the text is not a whole line, SpecError when a newer version wrote it."""
+    data = json.loads(text)
+    if not isinstance(data, dict) or "v" not in data:
+        raise ValueError("not a journal line")
+    if data["v"] > VERSION:
+        raise SpecError(f"journal: schema version {data['v']} is newer than {VERSION}, the newest that this elastic reads")
+    decision = data.get("decision")
+    return Line(
+        at_s=float(data["at_s"]),
+        epoch=int(data["epoch"]),
+        events=tuple((float(at_s), decode(event)) for at_s, event in data["events"]),
+        decision=None if decision is None else _reader_of(Decision)(decision),
+    )
+
+
+def read(path: str | Path) -> list[Line]:
+    """The lines of a journal, in order.
+
+    A torn last line (of the file, or of a driver before a newer one took over) is left out. Lines of an older epoch
+    after a line of a newer one are ignored: their driver had lost its lease.
+    """
+    texts = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    lines: list[Line] = []
+    torn: tuple[int, int] | None = None  # line number, epoch before it
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            continue
+        epoch = lines[-1].epoch if lines else 0
+        try:
+            line = parse_line(text)
+        except (ValueError, KeyError, TypeError):
+            if torn:
+                raise _damaged(path, torn[0]) from None
+            torn = (number, epoch)
+            continue
+        if torn and line.epoch <= torn[1]:
+            raise _damaged(path, torn[0])
+        torn = None
+        if line.epoch >= epoch:
+            lines.append(line)
+    return lines
+
+
+def _damaged(path: str | Path, number: int) -> InternalError:
+    return InternalError(
+        f"{path}, line {number}: not a journal line, and the same driver wrote on after it; the file was altered"
+    )
+
+
+class Journal:
+    """Appends to the journal file of a run. Lines that hold actions reach the disk before `append` returns."""
+
+    def __init__(self, path: str | Path, epoch: int) -> None:
+        self.path = Path(path)
+        self.epoch = epoch
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab")
+        self._pending: list[tuple[float, Event]] = []
+        self._pending_decision: Decision | None = None
+        if self._file.tell() and not self._ends_with_newline():
+            self._file.write(b"\n")  # a torn line of the driver before us
+
+    def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
+        """One tick. Ticks of only StepDone, without actions, are held back and merged for up to MERGE_S."""
+        quiet = decision is None or not decision.actions
+        if events and quiet and all(isinstance(event, StepDone) for _, event in events):
+            self._pending += events
+            self._pending_decision = decision
+            if at_s >= self._pending[0][0] + MERGE_S:
+                self.flush()
+            return
+        self.flush()
+        if events or decision is not None:
+            self._write(Line(at_s, self.epoch, tuple(events), decision), sync=not quiet)
+
+    @property
+    def due_at_s(self) -> float | None:
+        """When the held-back steps should be flushed."""
+        return self._pending[0][0] + MERGE_S if self._pending else None
+
+    def flush(self) -> None:
+        """Write the steps that were held back."""
+        if self._pending:
+            events, decision = tuple(self._pending), self._pending_decision
+            self._pending, self._pending_decision = [], None
+            self._write(Line(events[-1][0], self.epoch, events, decision), sync=False)
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+    def _write(self, line: Line, sync: bool) -> None:
+        self._file.write(write_line(line).encode() + b"\n")
+        self._file.flush()
+        if sync:
+            os.fsync(self._file.fileno())
+
+    def _ends_with_newline(self) -> bool:
+        with self.path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"
+
+
+class Memory:
+    """A journal that is never written: the lines of a run as a list."""
+
+    def __init__(self, epoch: int = 1) -> None:
+        self.epoch = epoch
+        self.lines: list[Line] = []
+        self.due_at_s: float | None = None
+
+    def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
+        self.lines.append(Line(at_s, self.epoch, tuple(events), decision))
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,1 @@
+"""Which layout on which nodes. Sees numbers only."""

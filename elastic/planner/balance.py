@@ -1,0 +1,58 @@
+"""Unequal shares for unequal GPUs: samples per data-parallel rank, layers per stage. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic.errors import InfeasiblePlan
+from elastic.types import Layout
+
+
+def shares(n_units: int, speeds: Sequence[float], unit: int = 1) -> tuple[int, ...]:
+    """Divides n_units x unit samples over the ranks: multiples of `unit`, at least one each, in proportion to the speeds.
+
+    Each further unit goes where the rank would finish first; equal speeds get shares that differ by one unit at most.
+    """
+    if n_units < len(speeds):
+        raise InfeasiblePlan(
+            f"{n_units} shares of {unit} samples for {len(speeds)} data-parallel ranks: each needs at least one"
+        )
+    total = sum(speeds)
+    units = [max(1, int(n_units * speed / total)) for speed in speeds]
+    while sum(units) > n_units:
+        slowest = max(range(len(units)), key=lambda i: (units[i] > 1, units[i] / speeds[i], i))
+        units[slowest] -= 1
+    while sum(units) < n_units:
+        first = min(range(len(units)), key=lambda i: ((units[i] + 1) / speeds[i], i))
+        units[first] += 1
+    return tuple(n * unit for n in units)
+
+
+def stage_layers(n_blocks: int, pp: int) -> tuple[int, ...]:
+    """Blocks per stage, as equal as possible; the earlier stages take one more (the last one also has the head)."""
+    if not 1 <= pp <= max(1, n_blocks):
+        raise InfeasiblePlan(f"pp={pp} needs at least {pp} blocks, the model has {n_blocks}")
+    base, more = divmod(n_blocks, pp)
+    return tuple(base + (stage < more) for stage in range(pp))
+
+
+def microbatches(global_batch: int, layout: Layout) -> int:
+    """Number of microbatches of a step, the same on every rank; it divides the global batch.
+
+    With a microbatch size: the fewest whose largest share fits into it. Else 1 without pp; with pp the largest divisor that
+    is at most 2 pp (from pp on the pipeline is full) and leaves each data-parallel rank a sample per microbatch.
+    """
+    divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0 and global_batch // d >= layout.dp]
+    if not divisors:
+        raise InfeasiblePlan(f"a global batch of {global_batch} samples cannot feed {layout.dp} data-parallel ranks")
+    if layout.microbatch_size:
+        fitting = [d for d in divisors if -(-(global_batch // d) // layout.dp) <= layout.microbatch_size]
+        if not fitting:
+            raise InfeasiblePlan(
+                f"microbatch_size={layout.microbatch_size}: no number of microbatches divides {global_batch} samples over "
+                f"{layout.dp} data-parallel ranks into pieces of at most that size"
+            )
+        return fitting[0]
+    if layout.pp == 1:
+        return 1
+    return max(d for d in divisors if d <= 2 * layout.pp)

@@ -1,0 +1,179 @@
+"""Which layout on which workers: enumerate, drop what does not fit (with the reason), take the best.
+
+As many workers as possible; among layouts of that size the one with the smallest relative step time. A tp x cp group never
+leaves its node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.errors import InfeasiblePlan
+from elastic.planner import balance, cost
+from elastic.types import Layout, ModelProfile, Node, WorkerId, parse_layout
+
+SHOWN = 6  # rejections that an error message names
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The parts of a Plan that the planner decides, with what it expects and what it rejected."""
+
+    layout: Layout
+    ranks: tuple[WorkerId, ...]
+    samples: tuple[int, ...]
+    layers: tuple[int, ...]
+    n_microbatches: int
+    memory_bytes: int
+    relative_time: float
+    rejected: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What layouts must fit into: bytes per worker (0 = not known) and layouts that were found not to (with the bytes)."""
+
+    memory_bytes: int = 0
+    infeasible: Mapping[Layout, int] | None = None
+
+
+def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Node], limits: Limits | None = None) -> Choice:
+    """The best layout on these nodes, which are used in the given order. Raises InfeasiblePlan with the reason of each
+    rejection."""
+    limits = limits or Limits()
+    n_workers = sum(node.gpus for node in nodes)
+    if job.get("max_workers"):
+        n_workers = min(n_workers, int(job["max_workers"]))
+    rejected: list[str] = []
+    minimum = int(job.get("min_workers") or 1)
+    if n_workers < minimum:
+        raise InfeasiblePlan(f"{n_workers} of the at least {minimum} workers (min_workers) are there")
+    named = layout_for(job.get("layout", "auto"), n_workers)
+    if named is not None:
+        choice = _try(model, job, nodes, named, rejected)
+        if choice and not _too_big(model, choice, limits, rejected, exact=True):
+            return _with(choice, rejected)
+        if not isinstance(job.get("layout"), Mapping):
+            raise InfeasiblePlan(_why(n_workers, rejected))
+    best: Choice | None = None
+    for layout in _layouts(model, nodes, n_workers):
+        if best and layout.world_size < best.layout.world_size:
+            break
+        choice = _try(model, job, nodes, layout, rejected)
+        if choice is None or _too_big(model, choice, limits, rejected, exact=False):
+            continue
+        if best is None or choice.relative_time < best.relative_time:
+            best = choice
+    if best is None:
+        raise InfeasiblePlan(_why(n_workers, rejected))
+    if best.layout.world_size < minimum:
+        raise InfeasiblePlan(
+            f"only {best.layout.world_size} workers can be used, min_workers is {minimum}; {_why(n_workers, rejected)}"
+        )
+    return _with(best, rejected)
+
+
+def layout_for(wanted: Any, n_workers: int) -> Layout | None:
+    """The layout that the job names for this many workers; None = free choice."""
+    if isinstance(wanted, Mapping):
+        fitting = [key for key in wanted if int(key) <= n_workers]
+        return parse_layout(wanted[max(fitting, key=int)]) if fitting else None
+    return None if wanted in ("auto", None, "") else parse_layout(str(wanted))
+
+
+def most_workers(job: Mapping[str, Any]) -> int | None:
+    """More workers than this are of no use to the job; None = no such limit is known."""
+    bounds = [int(job["max_workers"])] if job.get("max_workers") else []
+    wanted = job.get("layout", "auto")
+    if isinstance(wanted, Mapping) and wanted:
+        bounds.append(max(int(key) for key in wanted))
+    elif wanted not in ("auto", None, "") and not isinstance(wanted, Mapping):
+        bounds.append(parse_layout(str(wanted)).world_size)
+    return min(bounds, default=None)
+
+
+def _layouts(model: ModelProfile, nodes: Sequence[Node], n_workers: int) -> Iterator[Layout]:
+    """Candidates, largest world first; for each tp and pp the number of data-parallel ranks that fills the world."""
+    largest_node = max((node.gpus for node in nodes), default=0)
+    tps = [tp for tp in range(1, min(model.tp_limit, largest_node) + 1) if model.tp_limit % tp == 0]
+    shapes = [(tp, pp) for tp in tps for pp in range(1, max(1, min(model.n_blocks, n_workers)) + 1)]
+    for world in range(n_workers, 0, -1):
+        for tp, pp in shapes:
+            if world % (tp * pp) == 0:
+                yield Layout(pp=pp, dp_shard=world // (tp * pp), tp=tp)
+
+
+def _try(
+    model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Node], layout: Layout, rejected: list[str]
+) -> Choice | None:
+    """The layout on the nodes; None when it cannot be, with the reason in `rejected`."""
+    global_batch = int(job["global_batch"])
+    try:
+        ranks = place(layout, nodes, int(job.get("max_workers") or 0))
+        if layout.tp > 1 and model.tp_limit % layout.tp:
+            raise InfeasiblePlan(
+                f"tp={layout.tp} must divide {model.tp_limit}, the most that the model's tensor-parallel plan allows"
+            )
+        layers = balance.stage_layers(model.n_blocks, layout.pp)
+        if layout.dp > global_batch:
+            raise InfeasiblePlan(f"{layout.dp} data-parallel ranks are more than the {global_batch} samples of a step")
+        n_microbatches = balance.microbatches(global_batch, layout)
+        samples = balance.shares(global_batch // n_microbatches, _dp_speeds(layout, ranks, nodes), n_microbatches)
+    except InfeasiblePlan as error:
+        rejected.append(f"{layout}: {error}")
+        return None
+    relative = cost.relative_time(layout, n_microbatches, max(samples), global_batch)
+    return Choice(layout, ranks, samples, layers, n_microbatches, cost.memory_bytes(model, layout), relative)
+
+
+def _too_big(model: ModelProfile, choice: Choice, limits: Limits, rejected: list[str], exact: bool) -> bool:
+    """Does it need more memory than there is, or than what was found not to fit (`exact`: only the same layout)?"""
+    infeasible = limits.infeasible or {}
+    why = ""
+    if choice.layout in infeasible:
+        why = f"did not fit ({infeasible[choice.layout] / 2**30:.2f} GiB measured)"
+    elif limits.memory_bytes and choice.memory_bytes > limits.memory_bytes:
+        why = f"needs {choice.memory_bytes / 2**30:.2f} GiB per worker, there are {limits.memory_bytes / 2**30:.2f}"
+    elif not exact:
+        bigger = [layout for layout in infeasible if cost.memory_bytes(model, layout) <= choice.memory_bytes]
+        why = f"needs at least as much memory as {bigger[0]}, which did not fit" if bigger else ""
+    if why:
+        rejected.append(f"{choice.layout}: {why}")
+    return bool(why)
+
+
+def place(layout: Layout, nodes: Sequence[Node], max_workers: int = 0) -> tuple[WorkerId, ...]:
+    """Workers in rank order, node by node; each tp x cp group inside one node. Raises InfeasiblePlan with the numbers."""
+    group = layout.tp * layout.cp
+    ranks: list[WorkerId] = []
+    for node in nodes:
+        ranks += [WorkerId(node.node_id, k) for k in range(node.gpus // group * group)]
+    n_workers = sum(node.gpus for node in nodes)
+    if max_workers and layout.world_size > max_workers:
+        raise InfeasiblePlan(f"needs {layout.world_size} workers, max_workers is {max_workers}")
+    if len(ranks) < layout.world_size:
+        inside = f", {len(ranks)} of them in groups of {group} inside a node" if group > 1 else ""
+        raise InfeasiblePlan(f"needs {layout.world_size} workers, there are {n_workers} on {len(nodes)} nodes{inside}")
+    return tuple(ranks[: layout.world_size])
+
+
+def _dp_speeds(layout: Layout, ranks: Sequence[WorkerId], nodes: Sequence[Node]) -> list[float]:
+    """Speed of each data-parallel rank: that of its slowest worker."""
+    speeds = {node.node_id: max(1e-3, node.speed) for node in nodes}
+    inner, stage = layout.cp * layout.tp, layout.world_size // layout.pp
+    return [
+        min(speeds[ranks[p * stage + d * inner + k].node_id] for p in range(layout.pp) for k in range(inner))
+        for d in range(layout.dp)
+    ]
+
+
+def _with(choice: Choice, rejected: Sequence[str]) -> Choice:
+    return Choice(**{**vars(choice), "rejected": tuple(rejected)})
+
+
+def _why(n_workers: int, rejected: Sequence[str]) -> str:
+    shown = list(dict.fromkeys(rejected))
+    more = f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    return f"no layout fits {n_workers} workers: " + ("; ".join(shown[:SHOWN]) or "there are none") + more

@@ -1,0 +1,1 @@
+"""What to do now: `fold` turns events into a State, `decide` turns the State into a Decision. Pure."""

@@ -1,0 +1,327 @@
+"""decide(state, now_s) -> Decision: what to do now, and why. A function of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic.errors import ElasticError, InfeasiblePlan
+from elastic.planner.search import Choice, Limits, plan_layout
+from elastic.policy import cadence, recovery, retries
+from elastic.policy.capacity import capacity, missing_capacity, potential, together
+from elastic.policy.known import ENDED, State, StopWish
+from elastic.types import (
+    Abort,
+    Action,
+    Cause,
+    Decision,
+    EnterPlan,
+    Node,
+    Plan,
+    Quarantine,
+    Quiesce,
+    ReleaseNode,
+    Resume,
+    Stop,
+    StoreCopy,
+)  # fmt: skip
+
+QUIESCED_MOST_S = 5.0  # a survivor that has not answered an abort by then is treated as a dead process
+STOP_MOST_S = 60.0
+LAST_COPY_MOST_S = 120.0
+ENTER_MOST_S = 600.0  # the last resort: workers report what goes wrong long before
+ATTACH_MOST_S = 30.0
+START_WAIT_S, GROWTH_WAIT_S = 10.0, 2.0  # for nodes that are being prepared, after the last one was
+DEADLINE_MARGIN_S = 10.0
+CAUSES: dict[str, Cause] = {"loss": "loss", "infrastructure": "loss", "infeasible": "infeasible", "rollback": "rollback"}
+
+
+def decide(state: State, now_s: float) -> Decision:
+    """What to do now. Acting decisions say why, with numbers; others may say what is waited for."""
+    if state.phase in ENDED or not state.run:
+        return Decision()
+    if state.unseen:
+        return _attaching(state, now_s)
+    if state.repeat:
+        return Decision(tuple(state.repeat), "the driver is back: its last orders are given again")
+    for rule in (_ending, _breaking_off, _waiting_for_survivors, _stopping, _entering, _starting, _running):
+        found = rule(state, now_s)
+        if found is not None:
+            break
+    else:
+        found = Decision()
+    if any(isinstance(action, Stop) for action in found.actions):
+        return found
+    if _wish(state, now_s) or (state.steps and state.step >= state.steps):
+        return found
+    return together(found, capacity(state, now_s), _budget_wake(state, now_s))
+
+
+# ------------------------------------------------------------------------------------------------ ends
+
+
+def _ending(state: State, now_s: float) -> Decision | None:
+    if state.fatal:
+        return _stop("failed", state.fatal)
+    if state.steps and state.saved_step >= state.steps:
+        return _stop("succeeded", f"all {state.steps} steps are done and the copy of the last one is stored")
+    why = retries.gave_up(state)
+    return _stop("failed", why) if why else None
+
+
+def _wish(state: State, now_s: float) -> StopWish | None:
+    """The wish to stop, also when the budget has run out since the last event."""
+    budget = state.job.get("budget_usd")
+    usd = state.usd_at(now_s)
+    if state.stop is None and budget is not None and usd >= budget:
+        return StopWish(f"the budget of ${budget:.2f} is spent (${usd:.2f})", now_s)
+    return state.stop
+
+
+def _stopping(state: State, now_s: float) -> Decision | None:
+    """Save, then stop: the running generation is stopped at a step boundary with a durable copy."""
+    wish = _wish(state, now_s)
+    if wish is None:
+        return None
+    bound_s = wish.at_s + STOP_MOST_S
+    saved = f"step {state.step} reached, saved is step {state.saved_step}"
+    if now_s >= bound_s:
+        return _stop("stopped", f"{wish.reason}; {saved} ({STOP_MOST_S:.0f} s were not enough to save more)")
+    if state.phase == "waiting":
+        memory = recovery.from_memory(state)
+        if memory and memory.step > state.saved_step and state.available:
+            return None  # enter once more, to save what only memory holds
+        return _stop("stopped", f"{wish.reason}; {saved}")
+    if state.plan is None or state.target is not None:
+        return Decision((), f"{wish.reason}: waits for generation {state.generation} to be entered", bound_s)
+    if state.quiescing is None:
+        text = f"{wish.reason}: generation {state.plan.generation} stops after step {state.step} or the next and is saved"
+        return Decision((Quiesce(state.plan.generation, save=True),), text, bound_s)
+    left = state.quiesced >= set(state.plan.ranks)
+    if left and (state.saved_step >= state.step or not state.step):
+        return _stop("stopped", f"{wish.reason}; {saved}")
+    return Decision((), f"{wish.reason}: waits for the copy of step {state.step}", bound_s)
+
+
+def _stop(outcome: str, reason: str) -> Decision:
+    return Decision((Stop(outcome, reason),), reason)  # type: ignore[arg-type]
+
+
+def _budget_wake(state: State, now_s: float) -> Decision:
+    budget = state.job.get("budget_usd")
+    if budget is None or not state.usd_per_h:
+        return Decision()
+    return Decision(wake_at_s=now_s + max(0.0, budget - state.usd_at(now_s)) / state.usd_per_h * 3600 + 1e-3)
+
+
+# ------------------------------------------------------------------------------------------------ losses
+
+
+def _attaching(state: State, now_s: float) -> Decision:
+    """A driver that came back: nothing is done until the nodes that were there have been heard of."""
+    bound_s = state.attached_at_s + ATTACH_MOST_S
+    names = sorted(state.unseen)
+    if now_s < bound_s:
+        return Decision((), f"the driver is back and waits for {len(names)} nodes to report: {', '.join(names)}", bound_s)
+    why = f"not heard of for {ATTACH_MOST_S:.0f} s since the driver is back"
+    orders = tuple(order for name in names for order in (Quarantine(name, why), ReleaseNode(name)))
+    return Decision(orders, f"{', '.join(names)}: {why}, counted as lost")
+
+
+def _breaking_off(state: State, now_s: float) -> Decision | None:
+    failure = state.failure
+    if failure is None:
+        return None
+    survivors = [worker for worker in state.members - set(failure.kill) if state.lives(worker)]
+    copy = f"newest peer copy: step {state.peer.step}" if state.peer else "no peer copy"
+    text = (
+        f"generation {state.generation} is broken off after step {state.step}: {failure.reason}; {len(survivors)} of "
+        f"{len(state.members)} workers are left; {copy}, durable: step {state.saved_step}"
+    )
+    return Decision((Abort(state.generation, failure.kill),), text, now_s + QUIESCED_MOST_S)
+
+
+def _waiting_for_survivors(state: State, now_s: float) -> Decision | None:
+    if state.aborting is None or not state.aborting.owing:
+        return None
+    bound_s = state.aborting.at_s + QUIESCED_MOST_S
+    owing = tuple(sorted(state.aborting.owing))
+    names = ", ".join(str(worker) for worker in owing)
+    if now_s < bound_s:
+        return Decision((), f"waits until {len(owing)} workers have left generation {state.aborting.generation}", bound_s)
+    text = f"{names} did not leave generation {state.aborting.generation} within {QUIESCED_MOST_S:.0f} s: ended and replaced"
+    return Decision((Abort(state.aborting.generation, kill=owing),), text)
+
+
+# ------------------------------------------------------------------------------------------------ generations
+
+
+def _entering(state: State, now_s: float) -> Decision | None:
+    if state.phase != "entering":
+        return None
+    bound_s = state.ordered_at_s + ENTER_MOST_S
+    if now_s < bound_s:
+        return Decision(wake_at_s=bound_s)
+    return Decision((Abort(state.generation),), f"generation {state.generation} was not entered within {ENTER_MOST_S:.0f} s")
+
+
+def _starting(state: State, now_s: float) -> Decision | None:
+    """Nothing runs: start, or start again from the newest state there is."""
+    if state.phase != "waiting":
+        return None
+    failure = state.aborting.failure if state.aborting else None
+    if failure and failure.cause == "infrastructure" and state.aborting:
+        at_s = state.aborting.at_s + retries.wait_s(state)
+        if now_s < at_s:
+            return Decision((), f"attempt {state.retries + 2} after {retries.wait_s(state):.0f} s: {failure.reason}", at_s)
+    try:
+        choice = _choice(state, state.available)
+    except InfeasiblePlan as error:
+        return _not_yet(state, error)
+    if failure is None and state.generation == 0 and _others_coming(state) and now_s < state.prepared_at_s + START_WAIT_S:
+        wait = f"{choice.layout.world_size} workers are prepared; more are coming, waits up to {START_WAIT_S:.0f} s"
+        return Decision((), wait, state.prepared_at_s + START_WAIT_S)
+    try:
+        resume = recovery.newest(state)
+    except ElasticError as error:
+        return _stop("failed", f"{type(error).__name__}: {error}")
+    cause = CAUSES[failure.cause] if failure else "start"
+    why = failure.reason if failure else f"{len(state.available)} nodes are prepared"
+    back = f", {state.best_step - resume.step} steps back" if state.best_step > resume.step else ""
+    return _enter(state, choice, resume, cause, f"{why}: {_from(resume)}{back}")
+
+
+def _others_coming(state: State) -> bool:
+    return bool(state.requests or state.preparing or any(node.status == "ready" for node in state.nodes.values()))
+
+
+def _not_yet(state: State, error: InfeasiblePlan) -> Decision:
+    """Too few nodes: wait, unless no number of nodes would do."""
+    try:
+        _choice(state, potential(state))
+    except InfeasiblePlan as never:
+        return _stop("failed", f"InfeasiblePlan: {never}")
+    parts = (f"waits for nodes: {error}", missing_capacity(state))
+    return Decision((), "; ".join(part for part in parts if part))
+
+
+def _running(state: State, now_s: float) -> Decision | None:
+    plan = state.plan
+    if plan is None:
+        return None
+    if state.step >= state.steps:
+        return _finishing(state, now_s)
+    leaving = [node for name in plan.nodes if (node := state.nodes.get(name)) and node.status == "draining"]
+    if leaving:
+        return _without_leaving(state, now_s, leaving)
+    if state.quiescing:
+        done = state.quiesced >= set(plan.ranks)
+        return Decision((Abort(state.generation),), "the notice was withdrawn: goes on") if done else Decision()
+    return _growing(state, now_s)
+
+
+def _finishing(state: State, now_s: float) -> Decision:
+    bound_s = state.last_step_at_s + LAST_COPY_MOST_S
+    if now_s < bound_s:
+        return Decision((), f"all {state.steps} steps are done: waits for the durable copy of the last one", bound_s)
+    return Decision((Abort(state.generation),), f"the copy of step {state.step} was not stored within {LAST_COPY_MOST_S:.0f} s")
+
+
+def _without_leaving(state: State, now_s: float, leaving: Sequence[Node]) -> Decision:
+    names = ", ".join(node.node_id for node in leaving)
+    deadline_s = min(node.deadline_s or now_s for node in leaving)
+    left = f"{names} will be taken in {max(0.0, deadline_s - now_s):.0f} s"
+    assert state.plan is not None
+    if state.quiescing is None:
+        try:
+            choice = _choice(state, state.available)
+        except InfeasiblePlan as error:
+            return _save_before(state, now_s, deadline_s, f"{left}; {error}")
+        return _enter(
+            state, choice, recovery.live(state), "notice", f"{left}: the state moves from live memory at the next step"
+        )
+    return Decision((), f"{left}; generation {state.plan.generation} is saved and waits for other nodes")
+
+
+def _save_before(state: State, now_s: float, deadline_s: float, why: str) -> Decision:
+    """The nodes that stay are too few: store a copy now, and stop with another one just before the deadline."""
+    assert state.plan is not None
+    generation, last_s = state.plan.generation, deadline_s - DEADLINE_MARGIN_S
+    if now_s >= last_s:
+        return Decision((Quiesce(generation, save=True),), f"{why}; saved at the next step")
+    if state.stored_generation != generation:
+        return Decision((StoreCopy(generation),), f"{why}; a durable copy is taken now", last_s)
+    return Decision((), f"{why}; goes on until {DEADLINE_MARGIN_S:.0f} s before", last_s)
+
+
+def _growing(state: State, now_s: float) -> Decision | None:
+    """Nodes were prepared while the plan runs: one transition for all that are there."""
+    plan, nodes = state.plan, state.available
+    assert plan is not None
+    if tuple(node.node_id for node in nodes) == state.considered or state.steps - state.step <= 1:
+        return None
+    if sum(node.gpus for node in nodes) <= plan.layout.world_size:
+        return None
+    if state.preparing and now_s < state.prepared_at_s + GROWTH_WAIT_S:
+        return Decision(wake_at_s=state.prepared_at_s + GROWTH_WAIT_S)
+    try:
+        choice = _choice(state, nodes)
+    except InfeasiblePlan:
+        return None
+    if choice.layout.world_size <= plan.layout.world_size:
+        return None
+    new = [node.node_id for node in nodes if node.node_id not in plan.nodes]
+    return _enter(state, choice, recovery.live(state), "growth", f"{', '.join(new)} can join {len(plan.ranks)} workers")
+
+
+# ------------------------------------------------------------------------------------------------ plans
+
+
+def _choice(state: State, nodes: Sequence[Node]) -> Choice:
+    """The planner's answer for these nodes; those of the newest plan come first, so that ranks stay where they are."""
+    assert state.model is not None
+    newest = state.plans.get(state.generation)
+    place = {name: i for i, name in enumerate(newest.nodes)} if newest else {}
+    ordered = sorted(nodes, key=lambda node: place.get(node.node_id, len(place)))
+    known = [pool.memory_bytes_per_gpu for pool in state.pools if pool.name in {node.pool for node in nodes}]
+    memory_bytes = min(known) if known and all(known) else 0
+    return plan_layout(state.model, state.job, ordered, Limits(memory_bytes, state.infeasible))
+
+
+def _enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) -> Decision:
+    used = {worker.node_id for worker in choice.ranks}
+    nodes = [node for node in state.available if node.node_id in used]
+    prices = {pool.name: pool.usd_per_node_h for pool in state.pools}
+    plan = Plan(
+        generation=state.generation + 1,
+        layout=choice.layout,
+        ranks=choice.ranks,
+        samples=choice.samples,
+        layers=choice.layers,
+        n_microbatches=choice.n_microbatches,
+        resume=resume,
+        cause=cause,
+        peer_every=cadence.peer_every(state, len(nodes)),
+        durable_every=cadence.durable_every(state, nodes),
+        predicted_step_time_s=_expected_step_s(state, choice),
+        memory_bytes=choice.memory_bytes,
+        usd_per_h=sum(prices.get(node.pool, 0.0) for node in nodes),
+    )
+    actions: tuple[Action, ...] = (EnterPlan(plan),)
+    text = (
+        f"{why}; generation {plan.generation}: {choice.layout} on {len(choice.ranks)} workers of {len(nodes)} nodes, "
+        f"${plan.usd_per_h:.2f}/h, peer copies every {plan.peer_every} and durable ones every {plan.durable_every} steps"
+    )
+    return Decision(actions, text)
+
+
+def _expected_step_s(state: State, choice: Choice) -> float:
+    """The measured step time, scaled by the number of ranks; 0 before the first measurement."""
+    newest = state.plans.get(state.generation)
+    if newest is None or not state.step_time_s:
+        return 0.0
+    return state.step_time_s * newest.layout.world_size / choice.layout.world_size
+
+
+def _from(resume: Resume) -> str:
+    place = {"fresh": "from the beginning", "peer": "from memory", "live": "from live memory", "durable": "from storage"}
+    return f"step {resume.step} {place[resume.source]}"

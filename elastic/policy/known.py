@@ -1,0 +1,199 @@
+"""What the driver knows: State and its parts. Built only by `fold` (state.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from elastic.types import (
+    Abort,
+    Copy,
+    EnterPlan,
+    HardwareProfile,
+    Holding,
+    Layout,
+    ModelProfile,
+    Node,
+    Plan,
+    Pool,
+    Quiesce,
+    StepDone,
+    WorkerId,
+)  # fmt: skip
+
+Phase = Literal["waiting", "entering", "running", "succeeded", "failed", "stopped"]
+FailureCause = Literal["loss", "infrastructure", "infeasible", "rollback"]
+ENDED: tuple[Phase, ...] = ("succeeded", "failed", "stopped")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Nodes that were asked for and have not come yet."""
+
+    request_id: str
+    pool: str
+    count: int
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """A pool that said no: not asked again before `until_s`."""
+
+    until_s: float
+    wait_s: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the running or entering generation cannot go on."""
+
+    cause: FailureCause
+    reason: str
+    at_s: float
+    workers: frozenset[WorkerId] = frozenset()  # that are gone
+    kill: tuple[WorkerId, ...] = ()  # that do not answer
+
+
+@dataclass(frozen=True)
+class Aborting:
+    """A generation that is being broken off: which workers still owe a Quiesced. Stays until the next plan is ordered."""
+
+    generation: int
+    at_s: float
+    owing: frozenset[WorkerId]
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class StopWish:
+    """A person's or the budget's wish to stop."""
+
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True)
+class State:
+    """Mappings and sets are never changed in place."""
+
+    phase: Phase = "waiting"
+    run: str = ""
+    epoch: int = 0
+    job: Mapping[str, Any] = field(default_factory=dict)
+    pools: tuple[Pool, ...] = ()
+    model: ModelProfile | None = None
+    hardware: tuple[HardwareProfile, ...] = ()
+    started_at_s: float = 0.0
+    unseen: frozenset[str] = frozenset()  # nodes that an attached driver has not heard of yet
+    attached_at_s: float = 0.0
+    repeat: tuple[EnterPlan | Quiesce | Abort, ...] = ()  # orders that a driver that died may not have carried out
+
+    nodes: Mapping[str, Node] = field(default_factory=dict)  # in order of arrival; lost ones stay, with their status
+    prepared: frozenset[str] = frozenset()  # nodes whose workers all live and have imported the program
+    prepared_at_s: float = 0.0  # when the last node was prepared
+    preparing: Mapping[str, float] = field(default_factory=dict)  # node -> since when
+    releasing: frozenset[str] = frozenset()
+    dead: frozenset[WorkerId] = frozenset()  # processes that are gone on nodes that are not
+    requests: Mapping[str, Request] = field(default_factory=dict)
+    backoff: Mapping[str, Backoff] = field(default_factory=dict)
+    n_requests: int = 0
+
+    generation: int = 0  # the newest that was ever ordered
+    plan: Plan | None = None  # the running one
+    target: Plan | None = None  # ordered, not entered yet
+    ordered_at_s: float = 0.0
+    plans: Mapping[int, Plan] = field(default_factory=dict)
+    failure: Failure | None = None
+    aborting: Aborting | None = None
+    quiescing: tuple[int, float] | None = None  # generation, since when
+    quiesced: frozenset[WorkerId] = frozenset()  # workers that have left the running generation
+    considered: tuple[str, ...] = ()  # the nodes that the newest plan was made from
+    stored_generation: int = 0  # a durable copy of this generation was ordered, because of a notice
+
+    step: int = 0
+    best_step: int = 0
+    entered_at_s: float = 0.0
+    entered_step: int = 0
+    last_step: StepDone | None = None
+    last_step_at_s: float = 0.0
+    step_time_s: float = 0.0  # running mean; 0 = not measured
+    copy_stall_s: float = 0.0  # of a peer copy; 0 = not measured
+    durable_stall_s: float = 0.0
+    peer: Copy | None = None  # the newest acknowledged peer copy
+    durable: tuple[Copy, ...] = ()  # newest first
+    holdings: Mapping[WorkerId, tuple[Holding, ...]] = field(default_factory=dict)  # as last reported by Quiesced
+    distrusted: frozenset[int] = frozenset()  # generations whose content was found wrong
+    below_step: int | None = None  # recover only to copies of less than this step (NaN)
+    infeasible: Mapping[Layout, int] = field(default_factory=dict)  # layout -> measured bytes
+
+    retries: int = 0  # infrastructure errors in a row without progress
+    retry_step: int = -1
+    rollbacks: int = 0
+    n_losses: int = 0
+    n_notices: int = 0
+    node_s: float = 0.0  # node-seconds so far
+    process_failures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    fatal: str = ""
+    stop: StopWish | None = None
+    outcome_reason: str = ""
+    digests: Mapping[int, str] = field(default_factory=dict)  # step -> running digest of all sample digests up to it
+    usd: float = 0.0
+    billed_at_s: float = 0.0
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def steps(self) -> int:
+        return int(self.job.get("steps", 0))
+
+    @property
+    def digest(self) -> str:
+        """Running digest of the sample ids of all steps up to the newest."""
+        return self.digests.get(self.step, "")
+
+    @property
+    def saved_step(self) -> int:
+        """Step of the newest durable copy, 0 when there is none."""
+        return self.durable[0].step if self.durable else 0
+
+    @property
+    def alive(self) -> tuple[Node, ...]:
+        """Nodes that are paid for."""
+        return tuple(node for node in self.nodes.values() if node.status != "lost")
+
+    @property
+    def available(self) -> tuple[Node, ...]:
+        """Nodes that a plan may use: prepared, and nothing known against them."""
+        return tuple(node for node in self.nodes.values() if node.status == "prepared")
+
+    @property
+    def usd_per_h(self) -> float:
+        prices = {pool.name: pool.usd_per_node_h for pool in self.pools}
+        return sum(prices.get(node.pool, 0.0) for node in self.alive)
+
+    def usd_at(self, now_s: float) -> float:
+        """The bill so far."""
+        return self.usd + self.usd_per_h * max(0.0, now_s - self.billed_at_s) / 3600
+
+    def pool(self, name: str) -> Pool | None:
+        return next((pool for pool in self.pools if pool.name == name), None)
+
+    @property
+    def members(self) -> frozenset[WorkerId]:
+        """Every worker that takes part in the running generation or in the transition to the next."""
+        found: set[WorkerId] = set(self.plan.ranks) if self.plan else set()
+        if self.target:
+            found.update(self.target.ranks, (h.worker for h in self.target.resume.holdings))
+        return frozenset(found)
+
+    def lives(self, worker: WorkerId) -> bool:
+        """Is the process believed to be there?"""
+        node = self.nodes.get(worker.node_id)
+        return node is not None and node.status not in ("lost", "quarantined") and worker not in self.dead
+
+    def is_current(self, generation: int) -> bool:
+        """Does a message of this generation count?"""
+        return generation in (p.generation for p in (self.plan, self.target) if p)

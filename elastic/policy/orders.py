@@ -1,0 +1,102 @@
+"""How each order that was given changes the State (the fold of Decided)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from elastic.policy.facts import process_failed, set_status, without
+from elastic.policy.known import Aborting, Failure, Request, State
+from elastic.types import (
+    Abort,
+    EnterPlan,
+    Prepare,
+    Quarantine,
+    Quiesce,
+    ReleaseNode,
+    RequestNodes,
+    Stop,
+    StoreCopy,
+    WorkerId,
+)  # fmt: skip
+
+KEPT_PLANS = 16  # generations whose layout is remembered: holdings of older ones do not exist
+
+
+def _ordered_nodes(state: State, action: RequestNodes, at_s: float) -> State:
+    request = Request(action.request_id, action.pool, action.count, at_s)
+    return replace(state, requests={**state.requests, action.request_id: request}, n_requests=state.n_requests + 1)
+
+
+def _ordered_release(state: State, action: ReleaseNode, at_s: float) -> State:
+    state = replace(state, releasing=state.releasing | {action.node_id})
+    node = state.nodes.get(action.node_id)
+    if node is None or node.status == "quarantined":
+        return state
+    return set_status(state, action.node_id, "draining", node.deadline_s)
+
+
+def _ordered_quarantine(state: State, action: Quarantine, at_s: float) -> State:
+    node = state.nodes.get(action.node_id)
+    if node is None:
+        return state
+    state = replace(set_status(state, action.node_id, "quarantined"), unseen=state.unseen - {action.node_id})
+    state = replace(state, preparing={name: t for name, t in state.preparing.items() if name != action.node_id})
+    gone = frozenset(WorkerId(node.node_id, k) for k in range(node.gpus))
+    return without(state, gone, f"node {node.node_id} is quarantined: {action.reason}", at_s)
+
+
+def _ordered_prepare(state: State, action: Prepare, at_s: float) -> State:
+    return replace(state, preparing={**state.preparing, action.node_id: at_s})
+
+
+def _ordered_plan(state: State, action: EnterPlan, at_s: float) -> State:
+    plan, failure = action.plan, state.aborting.failure if state.aborting else None
+    plans = {**state.plans, plan.generation: plan}
+    for generation in sorted(plans)[:-KEPT_PLANS]:
+        del plans[generation]
+    retried = failure is not None and failure.cause == "infrastructure"
+    return replace(
+        state, phase="entering", target=plan, plan=state.plan if plan.resume.source == "live" else None, plans=plans,
+        generation=plan.generation, ordered_at_s=at_s, aborting=None, failure=None, quiescing=None, repeat=(),
+        considered=tuple(node.node_id for node in state.available), retries=state.retries + retried,
+        retry_step=max(state.retry_step, state.best_step) if retried else state.retry_step,
+    )  # fmt: skip
+
+
+def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
+    if state.repeat:
+        return replace(state, repeat=())
+    killed = frozenset(action.kill)
+    if state.aborting:
+        for worker in sorted(killed):
+            state = process_failed(state, worker, f"worker {worker} did not answer the abort", at_s)
+        return state
+    failure = state.failure or Failure("infrastructure", f"generation {action.generation} was broken off", at_s)
+    owing = frozenset(worker for worker in state.members - killed if state.lives(worker))
+    state = replace(
+        state, phase="waiting", plan=None, target=None, failure=None, quiescing=None,
+        aborting=Aborting(action.generation, at_s, owing, failure),
+    )  # fmt: skip
+    for worker in sorted(killed):
+        state = process_failed(state, worker, failure.reason, at_s)
+    return state
+
+
+def _ordered_quiesce(state: State, action: Quiesce, at_s: float) -> State:
+    return replace(state, quiescing=(action.generation, at_s), repeat=())
+
+
+def _ordered_copy(state: State, action: StoreCopy, at_s: float) -> State:
+    return replace(state, stored_generation=action.generation)
+
+
+def _ordered_stop(state: State, action: Stop, at_s: float) -> State:
+    return replace(state, phase=action.outcome, outcome_reason=action.reason)
+
+
+ORDERS: dict[type, Callable[[State, Any, float], State]] = {
+    RequestNodes: _ordered_nodes, ReleaseNode: _ordered_release, Quarantine: _ordered_quarantine, Prepare: _ordered_prepare,
+    EnterPlan: _ordered_plan, Abort: _ordered_abort, Quiesce: _ordered_quiesce, StoreCopy: _ordered_copy, Stop: _ordered_stop,
+}  # fmt: skip

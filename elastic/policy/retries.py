@@ -1,0 +1,34 @@
+"""Errors are counted apart: of the program (never retried), of a node's processes, of the infrastructure."""
+
+from __future__ import annotations
+
+from elastic.policy.known import State
+
+INFRASTRUCTURE_MOST = 5  # in a row without progress
+PROCESS_MOST = 3  # replacements per node and hour
+ROLLBACKS_MOST = 2
+
+
+def wait_s(state: State) -> float:
+    """How long to wait before the next attempt after an error of the infrastructure: 1, 2, 4, 8, 16 s."""
+    return float(2 ** min(state.retries, 4))
+
+
+def gave_up(state: State) -> str:
+    """Why the run must end now; empty while another attempt is allowed."""
+    failure = state.aborting.failure if state.aborting else None
+    if failure is None:
+        return ""
+    if failure.cause == "infrastructure" and state.retries >= INFRASTRUCTURE_MOST:
+        return f"{state.retries} attempts in a row got no further than step {state.best_step}; the last one: {failure.reason}"
+    if failure.cause == "rollback" and state.rollbacks > ROLLBACKS_MOST:
+        return f"{state.rollbacks} roll-backs; the last one: {failure.reason}"
+    return ""
+
+
+def worn_out(state: State, node_id: str, now_s: float) -> str:
+    """Why the node must not be prepared again; empty while it may."""
+    hour = [t for t in state.process_failures.get(node_id, ()) if t > now_s - 3600]
+    if len(hour) <= PROCESS_MOST:
+        return ""
+    return f"{len(hour)} of its processes failed within an hour, {PROCESS_MOST} are replaced"

@@ -1,0 +1,28 @@
+"""fold: events in, State out. What the driver knows is a function of the journal."""
+
+from __future__ import annotations
+
+from elastic.policy.facts import HANDLERS, billed
+from elastic.policy.known import ENDED as ENDED
+from elastic.policy.known import Aborting as Aborting
+from elastic.policy.known import Backoff as Backoff
+from elastic.policy.known import Failure as Failure
+from elastic.policy.known import Phase as Phase
+from elastic.policy.known import Request as Request
+from elastic.policy.known import State as State
+from elastic.policy.known import StopWish as StopWish
+from elastic.policy.orders import ORDERS
+from elastic.types import Decided, Event
+
+
+def fold(state: State, event: Event, at_s: float) -> State:
+    """The state after `event`, which became known at `at_s`. A decision without orders changes nothing."""
+    if not isinstance(event, Decided):
+        handler = HANDLERS.get(type(event))
+        return handler(billed(state, at_s), event, at_s) if handler else state
+    if event.decision.actions:
+        state = billed(state, at_s)
+    for action in event.decision.actions:
+        order = ORDERS.get(type(action))
+        state = order(state, action, at_s) if order else state
+    return state

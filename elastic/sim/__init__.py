@@ -1,0 +1,1 @@
+"""The same fold, decide and driver loop on a virtual clock."""
