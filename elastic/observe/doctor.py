@@ -1,0 +1,148 @@
+"""Is this machine fit to run? With a journal: what went wrong in that run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from elastic.observe.sentences import n_of, size
+from elastic.observe.view import View
+
+Verdict = Literal["ok", "look", "bad"]
+BOUNDS = {"torch": ((2, 11), (2, 14)), "ray": ((2, 55), (3, 0))}  # as in pyproject.toml
+MIN_SHM_BYTES = 1 << 30
+MIN_MEMORY_BYTES = 4 << 30
+MIN_DISK_BYTES = 2 << 30
+MIN_FILES = 4096
+TROUBLES = ("NodeLost", "WorkerFailed", "Silent", "PlanFailed", "DigestChecked", "RequestFailed")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at. `hint` says what to do where it is not ok."""
+
+    name: str
+    found: str
+    verdict: Verdict = "ok"
+    hint: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def machine(storage: str = ".") -> list[Check]:
+    """All checks of this machine; starts nothing and changes nothing."""
+    return [
+        _python(), _package("torch"), _package("ray"), _gpus(), _cpus(), _memory(), _shm(), _disk(storage), _ports(), _files(),
+    ]  # fmt: skip
+
+
+def run_troubles(view: View) -> list[Check]:
+    """What a journal shows that a person should know."""
+    checks = [
+        Check("phase", f"{view.phase} at step {view.step} of {view.steps}", "bad" if view.phase == "failed" else "ok", "")
+    ]
+    for kind in TROUBLES:
+        notes = [note for note in view.notes if note.kind == kind]
+        if kind == "NodeLost":
+            notes = [note for note in notes if " was released" not in note.text]
+        if notes:
+            verdict: Verdict = "bad" if kind == "DigestChecked" else "look"
+            checks.append(Check(f"{n_of(len(notes), kind)}", f"last at step {notes[-1].step}: {notes[-1].text}", verdict))
+    lost = len(view.points) - len(view.curve())
+    if lost:
+        checks.append(Check("steps trained again", str(lost), "look", "elastic ledger shows their price (wasted_progress)"))
+    if view.saved_step is None and view.step:
+        checks.append(Check("durable copy", "none", "look", "set durable_every, or the loss of all nodes ends the run"))
+    return checks
+
+
+def _checked(name: str, found: str, fine: bool, hint: str) -> Check:
+    return Check(name, found) if fine else Check(name, found, "look", hint)
+
+
+def _python() -> Check:
+    found = ".".join(map(str, sys.version_info[:3]))
+    return Check("python", found) if sys.version_info >= (3, 11) else Check("python", found, "bad", "3.11 or newer is needed")
+
+
+def _package(name: str) -> Check:
+    low, high = BOUNDS[name]
+    wanted = f">={low[0]}.{low[1]},<{high[0]}.{high[1]}"
+    try:
+        found = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Check(name, "not installed", "bad", f"pip install '{name}{wanted}'")
+    version = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    return Check(name, found) if low <= version < high else Check(name, found, "look", f"outside the tested bounds {wanted}")
+
+
+def _gpus() -> Check:
+    if not shutil.which("nvidia-smi"):
+        return Check("gpus", "none; a worker is one process on the CPU")
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return Check("gpus", "nvidia-smi does not answer", "bad", "the driver hangs; restart the machine")
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return Check("gpus", "nvidia-smi fails", "bad", (done.stderr or done.stdout).strip()[:120])
+    return Check("gpus", "; ".join(lines))
+
+
+def _cpus() -> Check:
+    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _checked("cpu cores", str(n), n >= 2, "workers share one core")
+
+
+def _memory() -> Check:
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    except OSError:
+        return Check("memory", "not known on this system")
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    hint = "the embedded default takes about 0.5 GB a worker"
+    return _checked("memory available", size(free), free >= MIN_MEMORY_BYTES, hint)
+
+
+def _shm() -> Check:
+    if not Path("/dev/shm").is_dir():
+        return Check("/dev/shm", "not there", "look", "Ray keeps its objects in temporary files instead; slower")
+    free = shutil.disk_usage("/dev/shm").free
+    hint = "in a container: --shm-size=2g or more"
+    return _checked("/dev/shm free", size(free), free >= MIN_SHM_BYTES, hint)
+
+
+def _disk(storage: str) -> Check:
+    at = Path(storage).resolve()
+    while not at.exists():
+        at = at.parent
+    free = shutil.disk_usage(at).free
+    return _checked(f"disk free at {at}", size(free), free >= MIN_DISK_BYTES, "checkpoints need room")
+
+
+def _ports() -> Check:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=5):
+            pass
+    except OSError as error:
+        return Check("ports", f"a local connection fails: {error}", "bad", "workers talk over TCP; look at the firewall")
+    return Check("ports", "a local TCP connection works")
+
+
+def _files() -> Check:
+    try:
+        import resource
+    except ImportError:
+        return Check("open files", "not known on this system")
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    hint = f"ulimit -n {MIN_FILES}: each worker keeps a socket per peer"
+    return _checked("open files", str(soft), soft >= MIN_FILES or soft < 0, hint)

@@ -1,0 +1,112 @@
+"""Events as sentences for a person. None = not worth a line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from elastic import types
+from elastic.types import Event
+
+if TYPE_CHECKING:
+    from elastic.observe.view import View
+
+
+def of(event: Event, view: View) -> str | None:
+    """`view` is as it was before the event."""
+    match event:
+        case types.DriverStarted():
+            again = "driver attached again" if event.attached else "driver started"
+            found = f", newest durable copy at step {max(copy.step for copy in event.durable)}" if event.durable else ""
+            return f"{again} (run {event.run}, epoch {event.epoch}){found}"
+        case types.NodeReady(node):
+            return f"node {node.node_id} is ready: pool {node.pool}, {n_of(node.gpus, 'worker')}"
+        case types.Notice():
+            return f"notice: {node_name(event.node_id, view)} goes in {max(0.0, event.deadline_s - view.at_s):.0f} s"
+        case types.NoticeWithdrawn():
+            return f"notice withdrawn: {node_name(event.node_id, view)} stays"
+        case types.NodeLost():
+            return f"{node_name(event.node_id, view)} was {'released' if event.cause == 'released' else f'lost: {event.cause}'}"
+        case types.RequestFailed():
+            return f"pool {event.pool} gives no node: {event.reason}"
+        case types.PlanEntered():
+            return _entered(event, view)
+        case types.PlanFailed():
+            return f"generation {event.generation} cannot run: {event.reason}"
+        case types.Evaluated():
+            return f"validation at step {event.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in event.metrics.items())
+        case types.CopyStored(copy) if copy.kind == "durable":
+            return f"durable copy of step {copy.step} ({size(copy.n_bytes)}, {event.seconds:.2f} s)"
+        case _:
+            return _trouble(event)
+
+
+def _trouble(event: Event) -> str | None:
+    match event:
+        case types.WorkerFailed():
+            return f"worker {event.worker} failed ({event.kind}): {first_line(event.error)}"
+        case types.Silent():
+            return f"worker {event.worker} is silent for {event.silent_s:.1f} s ({event.phase})"
+        case types.DigestChecked(ok=False):
+            return f"generation {event.generation}: the content of the state changed on its way"
+        case types.StopAsked():
+            return f"stop asked: {event.reason}"
+        case types.DrillAsked():
+            return f"drill: {drill(event.drill)}"
+        case _:
+            return None
+
+
+def _entered(event: types.PlanEntered, view: View) -> str:
+    plan = view.planned.get(event.generation)
+    if plan is None:
+        return f"generation {event.generation} entered at step {event.step}"
+    moved = f", {size(event.bytes_moved)} moved" if event.bytes_moved else ""
+    return (
+        f"generation {event.generation} entered at step {event.step}: {plan.layout} on {n_of(len(plan.ranks), 'worker')}, "
+        f"state from {plan.resume.source}{moved}"
+    )
+
+
+def drill(entry: dict[str, Any]) -> str:
+    """`{'at_step': 9, 'kill': 'a'}` -> `kill a (at step 9)`."""
+    what = " ".join(f"{key} {_names(value)}" for key, value in entry.items() if key not in ("at_step", "deadline_s"))
+    when = f" (at step {entry['at_step']})" if entry.get("at_step") is not None else ""
+    return what.replace(" True", "") + when
+
+
+def _names(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def node_name(node_id: str, view: View) -> str:
+    node = view.nodes.get(node_id)
+    return f"node {node_id}" + (f" ({node.pool})" if node else "")
+
+
+def first_line(text: str) -> str:
+    """The last line of a traceback, else the first one; at most 160 characters."""
+    lines = [line for line in text.strip().splitlines() if line.strip()] or [""]
+    line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+    return line.strip()[:160]
+
+
+def n_of(n: int, noun: str) -> str:
+    return f"{n} {noun}" + ("" if n == 1 else "s")
+
+
+def size(n_bytes: float) -> str:
+    """`1234567` -> `1.2 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.1f} TB"
+
+
+def duration(seconds: float | None) -> str:
+    """`75` -> `1:15`."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,150 @@
+"""Live progress on the terminal. A thread follows the journal file; where the output is no terminal, plain lines."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from elastic.observe.grid import draw, letters
+from elastic.observe.sentences import duration, n_of
+from elastic.observe.view import Note, Tail, View
+
+LOOK_S = 0.25
+PLAIN_EVERY_S = 5.0  # between two progress lines where there is no terminal
+N_NOTES = 10
+STYLES = {
+    "Decision": "cyan", "Notice": "yellow", "NodeLost": "red", "WorkerFailed": "red", "Silent": "red", "PlanFailed": "red",
+    "DigestChecked": "bold red", "DrillAsked": "magenta", "PlanEntered": "bold green", "Evaluated": "blue",
+    "RequestFailed": "yellow", "StopAsked": "yellow",
+}  # fmt: skip
+STATUS_STYLES = {"prepared": "green", "ready": "cyan", "draining": "yellow", "quarantined": "red", "lost": "dim strike"}
+
+
+class Terminal:
+    """Shows a run from its journal until `stop`. Never raises into the run."""
+
+    def __init__(self, journal: str | Path, stream: TextIO | None = None) -> None:
+        self.view = View()
+        self._tail = Tail(journal)
+        self._console = Console(file=stream, highlight=False)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="elastic-terminal", daemon=True)
+        self._said_at_s = 0.0
+
+    def start(self, skip: bool = True) -> None:
+        """`skip`: what the journal holds already is taken in silently (an earlier driver showed it)."""
+        if skip:
+            self._take()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Show what is left, then end."""
+        self._stopping.set()
+        self._thread.join(timeout=5.0)
+
+    def _take(self) -> list[Note]:
+        return [note for line in self._tail.read() for note in self.view.add(line)]
+
+    def _follow(self) -> None:
+        if self._console.is_terminal:
+            with Live(console=self._console, refresh_per_second=4, transient=False, get_renderable=lambda: render(self.view)):
+                while not self._stopping.wait(LOOK_S):
+                    self._take()
+                self._take()
+        else:
+            while not self._stopping.wait(LOOK_S):
+                self._plain()
+            self._plain(last=True)
+
+    def _plain(self, last: bool = False) -> None:
+        for note in self._take():
+            self._print(plain_note(self.view, note))
+        view = self.view
+        if view.points and (last or view.at_s - self._said_at_s >= PLAIN_EVERY_S) and view.points[-1].at_s > self._said_at_s:
+            self._said_at_s = view.at_s
+            self._print(progress_line(view))
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+
+def plain_note(view: View, note: Note) -> str:
+    """`   12.3 s  step 40  > reason` (a decision), or an event."""
+    mark = "> " if note.kind == "Decision" else ""
+    return f"{note.at_s - view.started_at_s:8.1f} s  step {note.step:<5} {mark}{note.text}"
+
+
+def progress_line(view: View) -> str:
+    """One line: step, loss, speed, layout, ETA."""
+    point = view.points[-1]
+    speed = view.tokens_per_s()
+    return (
+        f"{view.at_s - view.started_at_s:8.1f} s  step {view.step}/{view.steps}  train_loss {point.train_loss:.4f}  "
+        f"{speed or 0:,.0f} tokens/s  {view.plan.layout if view.plan else '-'}  ETA {duration(view.eta_s())}"
+    )
+
+
+def render(view: View) -> RenderableType:
+    """The whole picture: progress, layout, nodes, newest events."""
+    top = Table.grid(expand=True, padding=(0, 2))
+    top.add_column(ratio=1)
+    top.add_column(ratio=1)
+    top.add_row(_progress(view), _layout(view))
+    return Panel(Group(top, Text(), _nodes(view), Text(), *_notes(view)), title=f"elastic  {view.run}", border_style="dim")
+
+
+def _progress(view: View) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    loss = f"{view.points[-1].train_loss:.4f}" if view.points else "-"
+    validation = view.evaluations[max(view.evaluations)].get("validation_loss") if view.evaluations else None
+    speed = view.tokens_per_s()
+    table.add_row("step", f"{view.step} / {view.steps or '-'}   ({view.phase})")
+    table.add_row("train_loss", loss + (f"   validation {validation:.4f}" if validation is not None else ""))
+    table.add_row("speed", f"{speed:,.0f} tokens/s" if speed else "-")
+    table.add_row("durable copy", f"step {view.saved_step}" if view.saved_step is not None else "none yet")
+    table.add_row("ETA", duration(view.eta_s()))
+    bar = ProgressBar(total=max(1, view.steps), completed=min(view.step, view.steps), width=36)
+    return Group(bar, table)
+
+
+def _names(view: View) -> dict[str, str]:
+    return letters(list(view.nodes))
+
+
+def _layout(view: View) -> RenderableType:
+    if view.plan is None:
+        return Text("no generation yet", style="dim")
+    head = f"generation {view.plan.generation}   {view.plan.layout}   {n_of(len(view.plan.ranks), 'worker')}"
+    return Group(Text(head, style="bold"), *(Text(line) for line in draw(view.plan, _names(view))))
+
+
+def _nodes(view: View) -> RenderableType:
+    table = Table.grid(padding=(0, 3))
+    table.add_row(*(Text(head, style="dim") for head in ("", "node", "pool", "market", "workers", "status")))
+    names = _names(view)
+    for node in view.nodes.values():
+        pool = view.pools.get(node.pool)
+        left = f" {max(0.0, node.deadline_s - view.at_s):.0f} s" if node.deadline_s is not None else ""
+        status = Text(node.status + left, style=STATUS_STYLES.get(node.status, ""))
+        cells = (names[node.node_id], node.node_id, node.pool, pool.market_type if pool else "-", str(node.gpus))
+        table.add_row(*(Text(cell) for cell in cells), status)
+    for name, count in view.wanted.items():
+        if count:
+            market = view.pools[name].market_type if name in view.pools else "-"
+            table.add_row("", "-", name, market, "-", Text(f"{n_of(count, 'node')} asked for", style="dim"))
+    return table
+
+
+def _notes(view: View) -> list[Text]:
+    return [
+        Text(plain_note(view, note), style=STYLES.get(note.kind, ""), overflow="ellipsis", no_wrap=True)
+        for note in view.notes[-N_NOTES:]
+    ]

@@ -1,0 +1,237 @@
+"""journal lines -> View: what a person wants to know of a run, and Tail, which follows a journal that is still written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from elastic.ledger.journal import Line, parse_line
+from elastic.observe import sentences
+from elastic.types import (
+    CopyStored,
+    Decision,
+    DriverStarted,
+    EnterPlan,
+    Evaluated,
+    Event,
+    ModelProfile,
+    Node,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    Notice,
+    NoticeWithdrawn,
+    Plan,
+    PlanEntered,
+    Pool,
+    Quarantine,
+    RequestNodes,
+    StepDone,
+    Stop,
+    StopAsked,
+)
+
+RECENT = 20  # steps that rates are measured over
+
+
+@dataclass(frozen=True)
+class Point:
+    """One optimizer step on the curve."""
+
+    step: int
+    train_loss: float
+    at_s: float
+    generation: int
+    tokens: int
+    step_time_s: float
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something worth telling: `kind` is the event's class name, or 'Decision'."""
+
+    at_s: float
+    step: int
+    kind: str
+    text: str
+
+
+@dataclass
+class View:
+    """Built by `add`, one journal line at a time."""
+
+    run: str = ""
+    epoch: int = 0
+    job: dict[str, Any] = field(default_factory=dict)
+    pools: dict[str, Pool] = field(default_factory=dict)
+    model: ModelProfile | None = None
+    nodes: dict[str, Node] = field(default_factory=dict)
+    planned: dict[int, Plan] = field(default_factory=dict)
+    plan: Plan | None = None
+    phase: str = "waiting"
+    step: int = 0
+    points: list[Point] = field(default_factory=list)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    copies: dict[str, CopyStored] = field(default_factory=dict)  # newest of each kind
+    entered: list[tuple[float, PlanEntered]] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    reason: str = ""
+    wanted: dict[str, int] = field(default_factory=dict)  # nodes that are asked for, per pool
+    started_at_s: float = 0.0
+    at_s: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Steps that the job asks for."""
+        return int(self.job.get("steps", 0))
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ("succeeded", "failed", "stopped")
+
+    @property
+    def saved_step(self) -> int | None:
+        """Step of the newest durable copy."""
+        stored = self.copies.get("durable")
+        return stored.copy.step if stored else None
+
+    def recent(self) -> list[Point]:
+        """The last steps of the running generation."""
+        points = self.points[-RECENT:]
+        return [p for p in points if p.generation == points[-1].generation]
+
+    def step_time_s(self) -> float | None:
+        times = [p.step_time_s for p in self.recent()]
+        return median(times[1:] or times) if times else None
+
+    def tokens_per_s(self) -> float | None:
+        points = self.recent()
+        seconds = sum(p.step_time_s for p in points)
+        return sum(p.tokens for p in points) / seconds if seconds > 0 else None
+
+    def eta_s(self) -> float | None:
+        each = self.step_time_s()
+        return None if each is None or not self.steps else (self.steps - self.step) * each
+
+    def curve(self) -> list[Point]:
+        """The steps that count: of a step that was trained again, the last time."""
+        return sorted({p.step: p for p in self.points if p.step <= self.step}.values(), key=lambda p: p.step)
+
+    def add(self, line: Line) -> list[Note]:
+        """Take in one line; returns what it adds to `notes`."""
+        if line.epoch < self.epoch:
+            return []  # the writer had lost its lease
+        n_before = len(self.notes)
+        for at_s, event in line.events:
+            self.at_s = at_s
+            text = sentences.of(event, self)
+            self._fold(event)
+            if text:
+                self.notes.append(Note(at_s, self.step, type(event).__name__, text))
+        self.at_s = max(self.at_s, line.at_s)
+        if line.decision is not None:
+            self._decided(line.decision, line.at_s)
+        return self.notes[n_before:]
+
+    def _decided(self, decision: Decision, at_s: float) -> None:
+        if decision.actions and decision.reason:
+            self.notes.append(Note(at_s, self.step, "Decision", decision.reason))
+        self.reason = decision.reason or self.reason
+        for action in decision.actions:
+            if isinstance(action, EnterPlan):
+                self.planned[action.plan.generation] = action.plan
+                self.phase = "entering"
+            elif isinstance(action, RequestNodes):
+                self.wanted[action.pool] = self.wanted.get(action.pool, 0) + action.count
+            elif isinstance(action, Quarantine) and action.node_id in self.nodes:
+                self._node(action.node_id, status="quarantined")
+            elif isinstance(action, Stop):
+                self.phase = action.outcome
+
+    def _node(self, node_id: str, **changes: Any) -> None:
+        if node_id in self.nodes:
+            self.nodes[node_id] = replace(self.nodes[node_id], **changes)
+
+    def _fold(self, event: Event) -> None:
+        match event:
+            case StepDone():
+                self.step = event.step
+                self.phase = "running"
+                self.points.append(
+                    Point(event.step, event.train_loss, self.at_s, event.generation, event.tokens, event.step_time_s)
+                )
+            case DriverStarted():
+                self._started(event)
+            case NodeReady(node):
+                self.nodes[node.node_id] = node
+                self.wanted[node.pool] = max(0, self.wanted.get(node.pool, 0) - 1)
+            case NodePrepared(node_id):
+                if node_id in self.nodes and self.nodes[node_id].status in ("pending", "ready"):
+                    self._node(node_id, status="prepared")
+            case Notice(node_id, deadline_s):
+                self._node(node_id, status="draining", deadline_s=deadline_s)
+            case NoticeWithdrawn(node_id):
+                self._node(node_id, status="prepared", deadline_s=None)
+            case NodeLost(node_id):
+                self._node(node_id, status="lost", deadline_s=None)
+            case PlanEntered():
+                self.plan = self.planned.get(event.generation, self.plan)
+                self.step = event.step
+                self.phase = "running"
+                self.entered.append((self.at_s, event))
+            case Evaluated():
+                self.evaluations[event.step] = event.metrics
+            case CopyStored(copy):
+                self.copies[copy.kind] = event
+            case StopAsked():
+                self.phase = "stopping"
+            case _:
+                pass
+
+    def _started(self, event: DriverStarted) -> None:
+        self.run, self.epoch, self.job, self.model = event.run, event.epoch, event.job, event.model
+        self.pools = {pool.name: pool for pool in event.pools}
+        self.started_at_s = self.started_at_s or self.at_s
+        self.wanted = {}
+        self.phase = "waiting"
+        if not event.attached:
+            self.nodes, self.plan = {}, None
+
+
+def view_of(lines: Iterable[Line]) -> View:
+    """The view after all lines."""
+    view = View()
+    for line in lines:
+        view.add(line)
+    return view
+
+
+class Tail:
+    """Reads what was added to a journal since the last call; half-written lines wait for their end."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.skipped = 0  # lines that are none: a driver died while it wrote
+        self._offset = 0
+        self._rest = b""
+
+    def read(self) -> list[Line]:
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        self._offset += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        lines = []
+        for text in whole:
+            if not text.strip():
+                continue
+            try:
+                lines.append(parse_line(text.decode()))
+            except (ValueError, KeyError, TypeError):
+                self.skipped += 1
+        return lines

@@ -1,0 +1,168 @@
+"""What the view makes of a journal, also of one that is still written."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+from small_run import PLANS, T0, lines, plan
+
+from elastic.ledger.journal import Journal, write_line
+from elastic.observe import doctor
+from elastic.observe.grid import draw, letters
+from elastic.observe.plot import save_loss
+from elastic.observe.sentences import duration, first_line, size
+from elastic.observe.terminal import Terminal, render
+from elastic.observe.view import Tail, view_of
+from elastic.types import DriverStarted, Layout, StepDone
+
+
+def test_view_of_a_whole_run() -> None:
+    view = view_of(lines())
+    assert (view.run, view.phase, view.step, view.steps, view.saved_step) == ("tiny-1", "succeeded", 12, 12, 12)
+    assert {name: node.status for name, node in view.nodes.items()} == {"a": "lost", "b": "draining", "c": "prepared"}
+    assert view.plan == PLANS[2]
+    assert view.evaluations == {12: {"validation_loss": 4.9}}
+    assert not any(view.wanted.values())
+
+
+def test_the_curve_counts_each_step_once() -> None:
+    view = view_of(lines())
+    assert [p.step for p in view.curve()] == list(range(1, 13))
+    assert {p.step: p.generation for p in view.curve()}[7] == 3
+    assert len(view.points) == 14
+
+
+def test_steps_taken_back_leave_the_curve_at_once() -> None:
+    view = view_of(line for line in lines() if line.at_s <= T0 + 9.5)
+    assert view.step == 6
+    assert view.curve()[-1].step == 6
+
+
+def test_rates() -> None:
+    view = view_of(lines())
+    assert view.tokens_per_s() == 2048
+    assert view_of(line for line in lines() if line.at_s <= T0 + 8.5).eta_s() == 4 * 0.5
+
+
+def test_notes_tell_event_and_reason() -> None:
+    texts = [note.text for note in view_of(lines()).notes]
+    assert "notice: node b (spot) goes in 30 s" in texts
+    assert "b goes in 30 s: 6 -> 4 workers" in texts
+    assert "node a (spot) was lost: its process is gone" in texts
+    assert "generation 2 entered at step 4: pp=2,dp_shard=2 on 4 workers, state from live, 4.0 kB moved" in texts
+    assert "durable copy of step 12 (2.5 MB, 0.30 s)" in texts
+
+
+def test_lines_of_a_driver_that_lost_its_lease_are_not_shown() -> None:
+    view = view_of(lines())
+    view.epoch = 2
+    assert view.add(lines()[9]) == []
+    assert len(view.points) == 14
+
+
+def test_a_second_driver_keeps_the_curve() -> None:
+    view = view_of(lines()[:8])
+    job = lines()[0].events[0][1]
+    assert isinstance(job, DriverStarted)
+    again = [(T0 + 20, DriverStarted(job.run, 2, job.job, job.pools, job.model))]
+    view.add(type(lines()[0])(T0 + 20, 2, tuple(again)))
+    assert view.phase == "waiting"
+    assert view.started_at_s == T0
+    assert len(view.points) == 4
+    assert not view.nodes
+
+
+def test_tail_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    tail = Tail(path)
+    assert tail.read() == []
+    first, second = (write_line(line).encode() + b"\n" for line in lines()[:2])
+    path.write_bytes(first + second[:20])
+    assert [line.at_s for line in tail.read()] == [T0]
+    with path.open("ab") as file:
+        file.write(second[20:] + b"torn\n")
+    assert [line.at_s for line in tail.read()] == [T0 + 2]
+    assert tail.read() == []
+    assert tail.skipped == 1
+
+
+def test_grid() -> None:
+    names = letters(["a", "b", "c"])
+    assert draw(PLANS[0], names) == ["[A0] [A1] [B0] [B1] [C0] [C1]"]
+    assert draw(PLANS[1], names) == ["stage 0  [A0] [A1]  4 blocks", "stage 1  [C0] [C1]  4 blocks"]
+    assert draw(plan(4, ("a", "b"), Layout(dp_shard=2, tp=2)), names) == ["[A0 A1] [B0 B1]"]
+    assert letters([str(i) for i in range(28)])["27"] == "B1"
+
+
+def write(path: Path) -> None:
+    journal = Journal(path, 1)
+    for line in lines():
+        journal.append(line.at_s, line.events, line.decision)
+    journal.close()
+
+
+def test_plain_terminal_follows_the_file(tmp_path: Path) -> None:
+    path, stream = tmp_path / "journal.jsonl", io.StringIO()
+    terminal = Terminal(path, stream)
+    terminal.start()
+    write(path)
+    until = time.monotonic() + 10
+    while terminal.view.phase != "succeeded" and time.monotonic() < until:
+        time.sleep(0.02)
+    terminal.stop()
+    shown = stream.getvalue()
+    assert "6.1 s  step 4     notice: node b (spot) goes in 30 s" in shown
+    assert "6.1 s  step 4     > b goes in 30 s: 6 -> 4 workers" in shown
+    assert "step 12/12  train_loss 4.8000  2,048 tokens/s  tp=2  ETA 0:00" in shown
+
+
+def test_plain_terminal_is_silent_about_what_an_earlier_driver_showed(tmp_path: Path) -> None:
+    path, stream = tmp_path / "journal.jsonl", io.StringIO()
+    write(path)
+    terminal = Terminal(path, stream)
+    terminal.start()
+    terminal.stop()
+    assert "notice" not in stream.getvalue()
+    assert terminal.view.step == 12
+
+
+def test_the_live_picture(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(render(view_of(line for line in lines() if line.at_s <= T0 + 8.5)))
+    shown = console.export_text()
+    assert "8 / 12   (running)" in shown
+    assert "stage 1  [C0] [C1]" in shown
+    assert "draining 28 s" in shown
+    assert "on-demand" in shown
+    console.print(render(view_of([])))  # before the first line
+
+
+def test_loss_png(tmp_path: Path) -> None:
+    path = save_loss(view_of(lines()), tmp_path / "deep" / "loss.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert save_loss(view_of([]), tmp_path / "empty.png").stat().st_size > 1000
+
+
+def test_doctor_of_a_run() -> None:
+    checks = {check.name: check for check in doctor.run_troubles(view_of(lines()))}
+    assert checks["phase"].found == "succeeded at step 12 of 12"
+    assert checks["steps trained again"].found == "2"
+    assert "its process is gone" in checks["1 NodeLost"].found
+
+
+def test_doctor_of_the_machine(tmp_path: Path) -> None:
+    checks = {check.name: check for check in doctor.machine(str(tmp_path / "not" / "yet"))}
+    assert checks["torch"].verdict == "ok"
+    assert checks["ports"].verdict == "ok"
+    assert all(check.hint for check in checks.values() if check.verdict != "ok")
+
+
+def test_words() -> None:
+    assert [duration(s) for s in (None, 4.6, 75, 3725)] == ["-", "0:05", "1:15", "1:02:05"]
+    assert [size(n) for n in (12, 2_500_000, 3e13)] == ["12 B", "2.5 MB", "30.0 TB"]
+    assert first_line("Traceback (most recent call last):\n  x\nValueError: no") == "ValueError: no"
+    assert StepDone(1, 1, 0.5, 1, 0.1).step == 1
