@@ -40,7 +40,7 @@ def optimizer(named_parameters) -> torch.optim.Optimizer:
         {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2, betas=(0.9, 0.95))
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=4e-3, betas=(0.9, 0.95))
 
 
 def lr_factor(step: int) -> float:
@@ -55,5 +55,6 @@ program = elastic.Program(
     validation=lambda: Strides(48, first=512),
     loss=loss_sum,
     tp=tp_plan(),
+    tp_limit=CONFIG.n_kv_heads,
     lr_factor=lr_factor,
 )
