@@ -165,10 +165,10 @@ class JobSpec(_Strict):
         return self.model_dump() | {"drill": [entry.plain() for entry in self.drill]}
 
 
-def load_job(folder: str | Path, overrides: Iterable[str] = (), drill: Sequence[DrillSpec] | None = None) -> JobSpec:
-    """The job of a folder (job.yaml and program.py). `overrides` are 'key=value'; `drill` replaces the job's own.
+def load_job(folder: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
+    """The job of a folder (job.yaml and program.py). `overrides` are 'key=value'. Raises SpecError.
 
-    Does not look at pools: see `check_fit`. Raises SpecError.
+    Does not look at pools: see `check_fit`.
     """
     root = Path(folder).resolve()
     file = root / "job.yaml"
@@ -181,16 +181,19 @@ def load_job(folder: str | Path, overrides: Iterable[str] = (), drill: Sequence[
     if not isinstance(data, dict):
         raise SpecError(f"{shown}: it must hold keys and values, not {_kind(data)}")
     data |= dict(_override(text) for text in overrides)
-    if "folder" in data:
-        raise SpecError(f"{shown}: unknown key 'folder'; it is the folder of job.yaml")
     program = root / str(data.get("program", "program.py"))
-    data = {"name": root.name} | data | {"folder": str(root), "program": str(program)}
-    job = _checked(JobSpec, data, str(shown))
-    if drill is not None:
-        job = job.model_copy(update={"drill": list(drill)})
+    job = job_of(data, program, str(shown))
     if not program.is_file():
         raise SpecError(f"{Path(folder) / program.name}: no such file; a job folder needs a program.py that defines `program`")
     return job
+
+
+def job_of(data: Mapping[str, Any], program: Path, where: str = "job") -> JobSpec:
+    """The job that `data` describes, with the Program in the file `program`. Raises SpecError that begins with `where`."""
+    if "folder" in data:
+        raise SpecError(f"{where}: unknown key 'folder'; it is the folder of the program")
+    root = program.resolve().parent
+    return _checked(JobSpec, {"name": root.name} | dict(data) | {"folder": str(root), "program": str(program)}, where)
 
 
 def load_drill(file: str | Path) -> list[DrillSpec]:

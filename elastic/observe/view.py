@@ -47,6 +47,7 @@ class Point:
     generation: int
     tokens: int
     step_time_s: float
+    digest: str = ""  # of the sample ids
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,7 @@ class View:
             case StepDone():
                 self.step = event.step
                 self.phase = "running"
-                self.points.append(
-                    Point(event.step, event.train_loss, self.at_s, event.generation, event.tokens, event.step_time_s)
-                )
+                self.points.append(self._point(event))
             case DriverStarted():
                 self._started(event)
             case NodeReady(node):
@@ -190,6 +189,10 @@ class View:
                 self.phase = "stopping"
             case _:
                 pass
+
+    def _point(self, done: StepDone) -> Point:
+        numbers = (done.generation, done.tokens, done.step_time_s, done.digest)
+        return Point(done.step, done.train_loss, self.at_s, *numbers)
 
     def _started(self, event: DriverStarted) -> None:
         self.run, self.epoch, self.job, self.model = event.run, event.epoch, event.job, event.model

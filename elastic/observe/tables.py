@@ -1,0 +1,137 @@
+"""A view as plain text: what `elastic ls`, `status` and `why` print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.observe.grid import draw, letters
+from elastic.observe.sentences import duration, n_of
+from elastic.observe.view import View
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in `elastic ls`. `holder`: the driver that runs it now, '' = none."""
+
+    view: View
+    holder: str = ""
+    age_s: float = 0.0  # since the newest journal line
+
+    def plain(self) -> dict[str, Any]:
+        view = self.view
+        return {
+            "run": view.run,
+            "phase": phase(view, bool(self.holder)),
+            "step": view.step,
+            "steps": view.steps,
+            "train_loss": loss(view),
+            "holder": self.holder,
+            "age_s": round(self.age_s, 1),
+        }
+
+
+def columns(rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> list[str]:
+    """Rows as lines with aligned columns; nothing is cut off. `right`: columns that are aligned to the right."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts)]
+    lines = []
+    for row in texts:
+        cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def phase(view: View, live: bool) -> str:
+    """A run whose journal does not say that it ended, but that nobody drives, was interrupted."""
+    return view.phase if live or view.ended else "interrupted"
+
+
+def loss(view: View) -> float | None:
+    curve = view.curve()
+    return curve[-1].train_loss if curve else None
+
+
+def ls(rows: Sequence[Row]) -> list[str]:
+    head = ("RUN", "PHASE", "STEP", "TRAIN_LOSS", "LAST NEWS")
+    body = []
+    for row in sorted(rows, key=lambda row: row.age_s):
+        data = row.plain()
+        shown = "-" if data["train_loss"] is None else f"{data['train_loss']:.4f}"
+        body.append((data["run"], data["phase"], f"{data['step']}/{data['steps']}", shown, f"{duration(row.age_s)} ago"))
+    return columns([head, *body], right=(2, 3))
+
+
+def status(view: View, holder: str = "") -> list[str]:
+    """Where a run stands."""
+    now = loss(view)
+    rows = [
+        ("run", f"{view.run} (job {view.job.get('name', '-')}, epoch {view.epoch})"),
+        ("phase", phase(view, bool(holder)) + (f", driven by {holder}" if holder else "")),
+        ("step", f"{view.step} of {view.steps}" + (f", ETA {duration(view.eta_s())}" if not view.ended else "")),
+        ("train_loss", "-" if now is None else f"{now:.4f}"),
+        *(
+            (name, f"{value:.4f} at step {step}")
+            for step, found in list(view.evaluations.items())[-1:]
+            for name, value in found.items()
+        ),
+        ("durable copy", "none" if view.saved_step is None else f"step {view.saved_step}"),
+        ("reason", view.reason or "-"),
+    ]
+    lines = columns(rows)
+    if view.plan is not None and not view.ended:
+        lines += ["", f"generation {view.plan.generation}: {view.plan.layout} on {n_of(len(view.plan.ranks), 'worker')}"]
+        lines += [f"  {line}" for line in draw(view.plan, letters(list(view.nodes)))]
+    if view.nodes:
+        lines += ["", *nodes(view)]
+    return lines
+
+
+def nodes(view: View) -> list[str]:
+    head = ("", "NODE", "POOL", "MARKET", "WORKERS", "STATUS")
+    names = letters(list(view.nodes))
+    rows = []
+    for node in view.nodes.values():
+        market = view.pools[node.pool].market_type if node.pool in view.pools else "-"
+        rows.append((names[node.node_id], node.node_id, node.pool, market, node.gpus, node.status))
+    return columns([head, *rows])
+
+
+def status_plain(view: View, holder: str = "") -> dict[str, Any]:
+    """The same as data."""
+    return {
+        "run": view.run,
+        "phase": phase(view, bool(holder)),
+        "holder": holder,
+        "epoch": view.epoch,
+        "step": view.step,
+        "steps": view.steps,
+        "train_loss": loss(view),
+        "evaluations": {str(step): metrics for step, metrics in view.evaluations.items()},
+        "durable_step": view.saved_step,
+        "eta_s": None if view.ended else view.eta_s(),
+        "tokens_per_s": view.tokens_per_s(),
+        "generation": view.plan.generation if view.plan else 0,
+        "layout": str(view.plan.layout) if view.plan else None,
+        "nodes": [
+            {"node_id": n.node_id, "pool": n.pool, "workers": n.gpus, "status": n.status, "deadline_s": n.deadline_s}
+            for n in view.nodes.values()
+        ],
+        "reason": view.reason,
+    }  # fmt: skip
+
+
+def why(view: View, last: int = 0) -> list[str]:
+    """Decisions with what led to them, oldest first; `last` > 0: only that many lines."""
+    lines = []
+    for note in view.notes:
+        mark = "=> " if note.kind == "Decision" else "   "
+        lines.append(f"{note.at_s - view.started_at_s:8.1f} s  step {note.step:<5} {mark}{note.text}")
+    return lines[-last:] if last else lines
+
+
+def why_plain(view: View, last: int = 0) -> list[dict[str, Any]]:
+    """The same as data: events and decisions in order."""
+    notes = view.notes[-last:] if last else view.notes
+    return [{"at_s": round(n.at_s - view.started_at_s, 3), "step": n.step, "kind": n.kind, "text": n.text} for n in notes]
