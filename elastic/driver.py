@@ -94,7 +94,7 @@ def _loop(backend: Backend, journal: Recorder, begin: tuple[State, float, Event]
     said = ""
     n_asked = 0
     while True:
-        decision = _decided(state, now_s, decide)
+        decision = decided(state, now_s, decide)
         state = fold(state, Decided(decision), now_s)
         if events or decision.actions or decision.reason != said:
             journal.append(now_s, events, decision)
@@ -119,7 +119,7 @@ def _loop(backend: Backend, journal: Recorder, begin: tuple[State, float, Event]
             decide = _at_once
 
 
-def _decided(state: State, now_s: float, decide: Decide) -> Decision:
+def decided(state: State, now_s: float, decide: Decide) -> Decision:
     """What to do; a fault of the policy ends the run, on record, instead of leaving it running."""
     try:
         return decide(state, now_s)
