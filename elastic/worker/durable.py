@@ -1,0 +1,212 @@
+"""Durable checkpoints: every rank writes its boxes, then one commit marker makes them a checkpoint.
+
+No process group is used. The files are those of durable_format.py. The reader takes its own JSON index and reads tensor blobs
+with torch.load(weights_only=True): nothing in a checkpoint is ever executed.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from hashlib import sha256
+from math import prod
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from elastic.errors import InternalError
+from elastic.reshard.shards import meet
+from elastic.storage import Storage
+from elastic.types import Box
+from elastic.worker import durable_dcp
+from elastic.worker.durable_format import (
+    MARKER,
+    METADATA,
+    Damaged,
+    Entry,
+    Fenced,
+    FileNote,
+    Manifest,
+    Marker,
+    decode_manifest,
+    encode_manifest,
+    encode_marker,
+    folder_of,
+    manifest_name,
+    note_of,
+    shard_name,
+)  # fmt: skip
+from elastic.worker.durable_read import Checkpoint, Found, find, find_valid, open_checkpoint, read_marker, remove, verify
+
+__all__ = [
+    "Checkpoint", "Damaged", "Fenced", "Found", "commit", "find", "find_valid", "open_checkpoint", "remove", "verify",
+    "write_shard",
+]  # fmt: skip
+
+CHUNK_BYTES = 64 << 20  # a box is written in blobs of at most this size, cut along dimension 0
+ALONGSIDE_BYTES = 1 << 20  # writes from here on are hashed in a second thread
+
+
+def write_shard(storage: Storage, step: int, generation: int, rank: int, items: Iterable[tuple[Box, Tensor]]) -> int:
+    """Writes the boxes of one rank and its manifest; returns the bytes. Items may come from an iterator, one at a time.
+
+    Memory: one blob. Where the checkpoint is committed already, nothing is written. Empty boxes are left out.
+    """
+    folder = folder_of(step, generation)
+    if read_marker(storage, folder) is not None:
+        return storage.size(f"{folder}/{shard_name(rank)}")
+    entries = []
+    with storage.create(f"{folder}/{shard_name(rank)}") as file, _without_crc(), ThreadPoolExecutor(1) as pool:
+        sink = _Sink(file, pool)
+        for box, tensor in items:
+            if tuple(tensor.shape) != box.sizes or tensor.dtype != getattr(torch, box.dtype):
+                raise InternalError(f"{box.fqn}: box {box.sizes} {box.dtype} holds {tuple(tensor.shape)} {tensor.dtype}")
+            for part, rows in _parts(box, tensor.detach()):
+                start = sink.n_bytes
+                sink.crc32 = 0
+                torch.save(_alone(rows), cast(BinaryIO, sink))
+                entries.append(Entry(part, start, sink.n_bytes - start, sink.crc32))
+    manifest = Manifest(rank, sink.n_bytes, sink.sha256.hexdigest(), tuple(entries))
+    storage.put(f"{folder}/{manifest_name(rank)}", encode_manifest(manifest))
+    return sink.n_bytes
+
+
+def commit(storage: Storage, step: int, generation: int, world_size: int, epoch: int, meta: dict[str, Any]) -> str:
+    """Makes the shards of `world_size` ranks a checkpoint; returns its URI. Doing it twice is the same as once.
+
+    `meta` is plain data and comes back in Found and Checkpoint. Raises Fenced when a newer driver (epoch) has committed
+    already, Damaged when a file is missing or a tensor has gaps.
+    """
+    folder = folder_of(step, generation)
+    newest = max((found.epoch for found in find(storage)), default=epoch)
+    if newest > epoch:
+        raise Fenced(f"{folder}: the driver of epoch {epoch} may not commit it; epoch {newest} has taken over this run")
+    texts = [_manifest_text(storage, folder, rank) for rank in range(world_size)]
+    manifests = [decode_manifest(text, f"{folder}/{manifest_name(rank)}") for rank, text in enumerate(texts)]
+    notes = [note_of(manifest_name(rank), text) for rank, text in enumerate(texts)]
+    notes += [_shard_note(storage, folder, manifest) for manifest in manifests]
+    index = durable_dcp.metadata(manifests, _shapes(folder, manifests))
+    plain = json.loads(json.dumps(meta))
+    marker = Marker(step, generation, epoch, world_size, plain, (*notes, note_of(METADATA, index)))
+    known = read_marker(storage, folder)
+    if known is None:
+        storage.put(f"{folder}/{METADATA}", index)
+        if storage.put(f"{folder}/{MARKER}", encode_marker(marker), if_absent=True):
+            return storage.uri_of(folder)
+        known = read_marker(storage, folder)
+    if known is None or _shards(known) != _shards(marker):
+        raise Damaged(f"{folder}/{MARKER}: it is there, but it does not describe the files that are")
+    return storage.uri_of(folder)
+
+
+class _Sink:
+    """What torch.save writes to: the file, its SHA-256, and the CRC-32 of the blob that is being written."""
+
+    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
+        self._file, self._pool = file, pool
+        self.n_bytes = self.crc32 = 0
+        self.sha256 = sha256()
+
+    def write(self, data: bytes | memoryview) -> int:
+        if len(data) < ALONGSIDE_BYTES:
+            self.sha256.update(data)
+            self._take(data)
+        else:
+            hashing = self._pool.submit(self.sha256.update, data)
+            try:
+                self._take(data)
+            finally:
+                hashing.result()  # `data` belongs to torch.save and is gone when this returns
+        self.n_bytes += len(data)
+        return len(data)
+
+    def _take(self, data: bytes | memoryview) -> None:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self._file.write(data)
+
+    def flush(self) -> None:
+        """torch.save calls it."""
+
+
+@contextmanager
+def _without_crc() -> Iterator[None]:
+    """torch.save's own CRC halves its speed, and torch.load does not look at it; blobs have one of ours."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _parts(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """The box cut along dimension 0 into parts of at most CHUNK_BYTES (one row at least); nothing where it is empty."""
+    if not box.n_elements:
+        return
+    if not box.sizes or box.n_bytes <= CHUNK_BYTES:
+        yield box, tensor
+        return
+    rows = max(1, CHUNK_BYTES * box.sizes[0] // box.n_bytes)
+    for start in range(0, box.sizes[0], rows):
+        part = tensor[start : start + rows]
+        offsets = (box.offsets[0] + start, *box.offsets[1:])
+        yield Box(box.fqn, offsets, tuple(part.shape), box.dtype), part
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """On the CPU, contiguous, and the only user of its memory: torch.save writes the whole storage of a view."""
+    out = tensor.to("cpu").contiguous()
+    return out if out.untyped_storage().nbytes() == out.nbytes else out.clone()
+
+
+def _manifest_text(storage: Storage, folder: str, rank: int) -> bytes:
+    key = f"{folder}/{manifest_name(rank)}"
+    try:
+        return storage.get(key)
+    except FileNotFoundError as error:
+        raise Damaged(f"{storage.uri_of(key)}: missing; the checkpoint is not committed") from error
+
+
+def _shard_note(storage: Storage, folder: str, manifest: Manifest) -> FileNote:
+    key = f"{folder}/{shard_name(manifest.rank)}"
+    n_bytes = storage.size(key) if storage.exists(key) else -1
+    if n_bytes != manifest.n_bytes:
+        raise Damaged(f"{storage.uri_of(key)}: {manifest.n_bytes} bytes were written, {max(0, n_bytes)} are there")
+    return FileNote(shard_name(manifest.rank), n_bytes, manifest.sha256)
+
+
+def _shapes(folder: str, manifests: Sequence[Manifest]) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor, by the far corner of its boxes. Raises Damaged where boxes overlap or leave a gap."""
+    parts: dict[str, dict[Box, None]] = {}
+    for manifest in manifests:
+        for entry in manifest.entries:
+            parts.setdefault(entry.box.fqn, {})[entry.box] = None
+    shapes = {}
+    for fqn, boxes in parts.items():
+        corners = [tuple(o + s for o, s in zip(box.offsets, box.sizes)) for box in boxes]
+        shape = tuple(map(max, zip(*corners)))
+        n_elements = sum(box.n_elements for box in boxes)
+        if len({(len(box.sizes), box.dtype) for box in boxes}) > 1 or n_elements != prod(shape) or _overlap(boxes):
+            raise Damaged(f"{folder}: the boxes of {fqn} hold {n_elements} elements of {prod(shape)} in shape {list(shape)}")
+        shapes[fqn] = shape
+    return shapes
+
+
+def _overlap(boxes: Iterable[Box]) -> bool:
+    """Whether two of the boxes of one tensor have an element in common: a sweep along dimension 0."""
+    ordered = sorted(boxes, key=lambda box: box.offsets)
+    for i, one in enumerate(ordered):
+        for two in ordered[i + 1 :]:
+            if one.sizes and two.offsets[0] >= one.offsets[0] + one.sizes[0]:
+                break
+            if meet((one.offsets, one.sizes), (two.offsets, two.sizes)) is not None:
+                return True
+    return False
+
+
+def _shards(marker: Marker) -> set[FileNote]:
+    return {note for note in marker.files if note.name != METADATA}

@@ -1,0 +1,43 @@
+"""DCP's index (`.metadata`), so that torch.distributed.checkpoint.load reads what durable.py wrote.
+
+The one private name of torch that checkpoints need, `_StorageInfo`, is here: DCP's FileSystemReader expects it in the index.
+tests/worker/test_durable.py loads through DCP and fails when it changes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from elastic.worker.durable_format import Entry, Manifest, shard_name
+
+
+def metadata(manifests: Sequence[Manifest], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+    """The pickle of DCP's Metadata over all ranks' blobs; the first of equal boxes counts."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # slow to import, and only a committer needs it
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+    chunks: dict[str, list[Entry]] = {fqn: [] for fqn in shapes}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for manifest in manifests:
+        for entry in manifest.entries:
+            index = MetadataIndex(entry.box.fqn, torch.Size(entry.box.offsets))
+            if index not in storage:
+                chunks[entry.box.fqn].append(entry)
+                storage[index] = _StorageInfo(shard_name(manifest.rank), entry.offset, entry.length)
+    names = {fqn: (fqn,) for fqn in shapes}  # a flat state dict
+    out = Metadata({fqn: _tensor(shape, chunks[fqn]) for fqn, shape in shapes.items()}, names, storage)
+    return pickle.dumps(out)
+
+
+def _tensor(shape: tuple[int, ...], entries: list[Entry]) -> TensorStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+
+    chunks = [ChunkStorageMetadata(torch.Size(entry.box.offsets), torch.Size(entry.box.sizes)) for entry in entries]
+    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, entries[0].box.dtype)), torch.Size(shape), chunks)
