@@ -41,11 +41,16 @@ COLLECTIVE_WORDS = (
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Did a process group or its store raise this (a peer is gone), and not the user's code?"""
-    if isinstance(error, dist.DistError | ConnectionError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in COLLECTIVE_WORDS)
+    """Did a process group or its store raise this (a peer is gone), and not the user's code? Pipelining wraps such errors."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, dist.DistError | ConnectionError):
+            return True
+        text = str(seen).lower()
+        if isinstance(seen, RuntimeError) and any(word in text for word in COLLECTIVE_WORDS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 def own_sockets() -> Iterator[int]:
@@ -173,11 +178,10 @@ class Groups:
         self._aborted = True
         if self.device.type == "cuda" and dist.is_initialized():
             self.world.abort()
-        ports = self._ports or None  # not known before `join` ends: then all that is new here belongs to the rendezvous
-        for fd in list(own_sockets()):
+        for fd in list(own_sockets()):  # before `join` ends the ports are not known: only the store's connection is shut
             with suppress(OSError):
                 if _inode(fd) not in self._before:
-                    _shut(fd, ports, self._store_port)
+                    _shut(fd, self._ports, self._store_port)
 
     def close(self) -> None:
         """Takes the groups down; needs no peer."""
@@ -188,11 +192,11 @@ class Groups:
         self._store = None
 
 
-def _shut(fd: int, ports: set[int] | None, store_port: int) -> None:
+def _shut(fd: int, ports: set[int], store_port: int) -> None:
     with _duplicate(fd) as sock:
         if sock.family not in (socket.AF_INET, socket.AF_INET6):
             return
         peer = sock.getpeername()[1]  # raises for a listening socket: shutting gloo's listener would end the process
         near = sock.getsockname()[1]
-        if peer == store_port or (ports is not None and (near in ports or peer in ports)):
+        if peer == store_port or near in ports or peer in ports:
             sock.shutdown(socket.SHUT_RDWR)

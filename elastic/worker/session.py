@@ -203,6 +203,8 @@ class Session:
             with self._lock:
                 self._generation = None
                 self._put(self._quiesced(number))
+                if self._aborted > number:  # asked for while this one was still ending
+                    self._put(self._quiesced(self._aborted))
 
     def _failed(self, generation: Generation, error: Exception) -> None:
         """Free the others first: they wait for this rank."""
@@ -235,8 +237,11 @@ def _kind_of(error: BaseException) -> FailureKind:
 
 
 def _text(error: BaseException) -> str:
-    """One line, and for errors of the program the place in the user's file."""
-    line = f"{type(error).__name__}: {error}".replace("\n", " ")[:600]
+    """One line with the innermost cause, and for errors of the program the place in the user's file."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    line = f"{type(error).__name__}: {error}"
+    line = " ".join(line.split())[:600]
     if isinstance(error, SpecError | ProgramError | StateLost):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

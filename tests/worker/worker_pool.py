@@ -33,7 +33,8 @@ def _serve(index: int, pipe: Connection) -> None:
         ack = 0
         while not mine._closed:
             beat = mine.poll(ack, 0.5)
-            for ack, event in beat.messages:
+            for number, event in beat.messages:
+                ack = number
                 with lock:
                     pipe.send((index, mine.me, event))
 
@@ -82,6 +83,7 @@ class Pool:
         """New sessions for a job; the processes stay."""
         self.drain()
         self.log.clear()
+        self.stores.clear()
         n = n or self.n
         self.workers = [WorkerId(f"node{i // per_node}", i % per_node) for i in range(n)]
         for pipe, worker in zip(self.pipes, self.workers, strict=False):

@@ -1,0 +1,163 @@
+"""Loss of workers: survivors go on in the same processes from copies in memory, in another layout; also half way through a change."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plans import from_copies, live, plan
+from reference import train_alone
+from test_chain import job_of
+from worker_pool import Pool
+
+from elastic.program import load_program
+from elastic.types import CopyStored, Holding, Layout, Plan, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
+
+
+def newest_whole(old: Plan, quiesced: list[Quiesced]) -> tuple[int, tuple[Holding, ...]]:
+    """Newest step of which every rank of the old generation has a holder."""
+    holdings = [h for q in quiesced for h in q.holdings if h.generation == old.generation]
+    for step in sorted({h.step for h in holdings}, reverse=True):
+        at = [h for h in holdings if h.step == step]
+        if {h.rank for h in at} == set(range(old.layout.world_size)):
+            return step, tuple(at)
+    raise AssertionError(f"no whole copy among {holdings}")
+
+
+def loss_curve_agrees(pool: Pool, job: dict[str, Any], tolerance: float = 1e-4) -> None:
+    """The last report of each step is that of one process, and every step was done."""
+    alone = train_alone(load_program(job["program"]), job, job["steps"])
+    last = {e.step: e.train_loss for e in sorted(pool.events(StepDone), key=lambda e: e.generation)}
+    assert sorted(last) == list(range(1, job["steps"] + 1))
+    worst = max(abs(last[i + 1] - loss) for i, loss in enumerate(alone))
+    assert worst < tolerance, f"train loss is off by {worst}"
+
+
+def start(pool: Pool, job: dict[str, Any], run: Path, layout: Layout, per_node: int = 1) -> tuple[list[WorkerId], Plan]:
+    """Generation 1 with peer copies, after its third step and its first acknowledged copy."""
+    workers = pool.open(job, run, per_node)
+    first = plan(1, layout, workers, job["global_batch"], peer_every=2)
+    pool.enter(first)
+    pool.wait(lambda: any(e.copy.step >= 2 for e in pool.events(CopyStored)), "a peer copy")
+    return workers, first
+
+
+def recover(pool: Pool, old: Plan, layout: Layout, workers: list[WorkerId], survivors: list[WorkerId]) -> Plan:
+    """What the driver does after a loss: abort, ask what is held, enter the next generation from it."""
+    generation = max(pool.stores) + 1
+    for worker in survivors:
+        pool.call(worker, "abort", generation - 1)
+    pool.stores[generation - 1] = None
+    pool.wait(lambda: {e.worker for e in pool.events(Quiesced, generation - 1)} >= set(survivors), "survivors", 20)
+    step, holdings = newest_whole(old, [e for e in pool.events(Quiesced) if e.worker in survivors])
+    new = plan(generation, layout, workers, 12, resume=from_copies(old, step, holdings), peer_every=2)
+    pool.enter(new)
+    pool.entered(generation)
+    return new
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Layout(dp_shard=4), Layout(dp_shard=3)),
+        (Layout(pp=2, dp_shard=2), Layout(tp=2)),
+        (Layout(dp_shard=2, tp=2), Layout(pp=2)),
+    ],
+    ids=str,
+)
+def test_kill_without_notice(pool: Pool, tmp_path: Path, before: Layout, after: Layout) -> None:
+    job = job_of("tiny.py", steps=14)
+    workers, first = start(pool, job, tmp_path, before)
+    pids = pool.pids[1:]
+    try:
+        killed_at = time.monotonic()
+        pool.kill(workers[0])  # rank 0: no rank is special
+        pool.wait(lambda: pool.events(WorkerFailed, 1), "failure", 10)
+        seen_s = time.monotonic() - killed_at
+        done = max(e.step for e in pool.events(StepDone))
+        new = recover(pool, first, after, workers[1:], workers[1:])
+        assert seen_s < 5
+        assert all(e.kind == "collective" for e in pool.events(WorkerFailed)), pool.events(WorkerFailed)
+        assert done - new.resume.step <= 2 + 2, "more was lost than the copies allow"  # interval, and one in flight
+        pool.quiesced(2, len(new.ranks))
+        assert pool.pids[1:] == pids
+        loss_curve_agrees(pool, job)
+    finally:
+        pool.revive()
+
+
+def test_stopped_process_is_ended_and_the_others_go_on(pool: Pool, tmp_path: Path) -> None:
+    job = job_of("tiny.py", steps=12)
+    workers, first = start(pool, job, tmp_path, Layout(dp_shard=4))
+    try:
+        os.kill(pool.pids[2], signal.SIGSTOP)
+        time.sleep(0.5)
+        assert not pool.events(WorkerFailed), "a stopped peer must look like silence"
+        survivors = [w for i, w in enumerate(workers) if i != 2]
+        recover(pool, first, Layout(dp_shard=3), survivors, survivors)  # abort frees them though the peer still has its sockets
+        pool.quiesced(2, 3)
+        loss_curve_agrees(pool, job)
+    finally:
+        os.kill(pool.pids[2], signal.SIGCONT)
+        pool.kill(workers[2])
+        pool.processes[2].join()
+        pool.revive()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["killed while all meet", "never told"])
+def test_loss_during_a_transition(pool: Pool, tmp_path: Path, told: bool) -> None:
+    """The second generation cannot be entered: one of its workers is gone. The third comes from what the first left."""
+    job = job_of("tiny.py", steps=14)
+    workers, first = start(pool, job, tmp_path, Layout(dp_shard=4))
+    try:
+        second = plan(2, Layout(pp=2, tp=2), workers, 12, resume=live(first), peer_every=2)
+        victim = workers[3]
+        pool.enter(second, leave_out=() if told else (victim,))
+        pool.kill(victim)
+        survivors = workers[:3]
+        pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= set(survivors), "the end of generation 1", 20)
+        recover(pool, first, Layout(dp_shard=3), survivors, survivors)
+        assert not pool.events(PlanEntered, 2)
+        pool.quiesced(3, 3)
+        loss_curve_agrees(pool, job)
+    finally:
+        pool.revive()
+
+
+def test_holder_and_held_gone_together_leave_no_whole_copy(pool: Pool, tmp_path: Path) -> None:
+    job = job_of("tiny.py", steps=40)
+    workers, first = start(pool, job, tmp_path, Layout(dp_shard=4))
+    try:
+        pool.kill(workers[1])
+        pool.kill(workers[2])  # keeps the copy of workers[1]
+        for worker in (workers[0], workers[3]):
+            pool.call(worker, "abort", 1)
+        survivors = {workers[0], workers[3]}
+        pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= survivors, "failure", 20)
+        with pytest.raises(AssertionError, match="no whole copy"):
+            newest_whole(first, pool.events(Quiesced, 1))
+    finally:
+        pool.revive()
+
+
+def test_leaving_ranks_only_send_and_growth_brings_them_back(pool: Pool, tmp_path: Path) -> None:
+    job = job_of("tiny.py", steps=16)
+    workers = pool.open(job, tmp_path)
+    plans = [plan(1, Layout(dp_shard=4), workers, 12)]
+    pool.enter(plans[0])
+    pool.wait(lambda: any(e.step >= 3 for e in pool.events(StepDone)), "step 3")
+    plans.append(plan(2, Layout(tp=2), workers[2:], 12, resume=live(plans[0])))
+    pool.enter(plans[1])
+    pool.wait(lambda: any(e.step >= 7 for e in pool.events(StepDone, 2)), "step 7")
+    left = [e for e in pool.events(Quiesced, 2) if e.worker in workers[:2]]
+    assert len(left) == 2
+    assert all(e.holdings == () for e in left)
+    plans.append(plan(3, Layout(dp_shard=2, tp=2), workers, 12, resume=live(plans[1])))
+    pool.enter(plans[2])
+    pool.quiesced(3, 4)
+    assert [e.step for e in pool.events(StepDone)] == list(range(1, 17)), "a notice or growth costs no step"
+    loss_curve_agrees(pool, job)
