@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt deploy/install.sh
 	@touch $@
 
 run: $(STAMP)  ## the main job on this machine: real text, several Ray nodes, drills
-	$(BIN)/elastic run jobs/quickstart --drill jobs/quickstart/drill.yaml
+	$(BIN)/elastic run jobs/quickstart
 
 test: lint  ## all tests that CI runs
 	$(BIN)/python -m pytest -q -m "not product and not gpu"

@@ -1,0 +1,43 @@
+"""The finished model on one CPU: built from a durable checkpoint, to let the program show what it has learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from elastic.errors import StateLost
+from elastic.program import Program
+from elastic.types import Box
+from elastic.worker.durable import open_checkpoint
+
+
+def load_model(program: Program, uri: str) -> nn.Module:
+    """The plain module with the weights and buffers of the checkpoint at `uri`, in evaluation mode."""
+    checkpoint = open_checkpoint(uri)
+    model: nn.Module = program.model()
+    n_read = 0
+    with torch.no_grad():
+        for name, tensor in _tensors(model):
+            fqn = f"model.{name}"
+            if fqn in checkpoint.tensors:
+                shape, dtype = checkpoint.tensors[fqn]
+                tensor.copy_(checkpoint.read(Box(fqn, (0,) * len(shape), shape, dtype)))
+                n_read += 1
+    if not n_read:
+        raise StateLost(f"{uri}: it holds no tensor of this program's model")
+    return model.eval()
+
+
+def sample_text(program: Program, uri: str) -> str | None:
+    """What `Program.sample` says of the finished model; None where the program has none."""
+    if program.sample is None:
+        return None
+    with torch.no_grad():
+        return program.sample(load_model(program, uri))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
