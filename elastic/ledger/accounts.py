@@ -1,0 +1,443 @@
+"""Where the time and the money went: journal lines in, an Account out. Pure.
+
+Every paid GPU-second falls in exactly one category, so the categories sum to the bill. `seconds` divides the wall clock: a
+moment at which three of four GPUs train and one is idle counts as 3/4 productive and 1/4 idle_remainder; a moment without any
+node is waiting_for_capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from elastic.ledger.journal import Line
+from elastic.types import (
+    Abort,
+    CopyStored,
+    Decision,
+    DigestChecked,
+    DrillAsked,
+    DriverStarted,
+    EnterPlan,
+    Event,
+    Node,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    Plan,
+    PlanEntered,
+    PriceSeen,
+    Quiesce,
+    Quiesced,
+    StepDone,
+    Stop,
+    WorkerFailed,
+)
+
+CATEGORIES = (
+    "productive", "program_startup", "data_loading", "copy", "checkpoint_save", "checkpoint_restore", "reshard",
+    "wasted_progress", "waiting_for_capacity", "idle_remainder", "other",
+)  # fmt: skip
+PHASES = ("detect", "quiesce", "groups", "build", "transfer", "first_step")
+RECENT_STEPS = 21  # whose median is the ordinary step
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One generation that was entered. `pause_s`: from the last step finished before to the first one after, less one
+    ordinary step; 0 for the first start. In `phases_s`, `quiesce` of a live transition is spent training."""
+
+    generation: int
+    cause: str
+    at_step: int
+    steps_lost: int
+    pause_s: float
+    phases_s: dict[str, float]
+    from_layout: str
+    to_layout: str
+    source: str
+    bytes_moved: int
+    digest_ok: bool | None
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of the whole run; `steps` and `tokens` count what was kept."""
+
+    wall_s: float = 0.0
+    gpu_seconds: float = 0.0
+    usd: float = 0.0
+    goodput: float = 0.0  # productive GPU-seconds / paid GPU-seconds
+    steps: int = 0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    final_loss: float | None = None
+    launch_to_first_step_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Account:
+    """Per category: wall seconds, GPU-seconds, dollars."""
+
+    seconds: dict[str, float]
+    gpu_seconds: dict[str, float]
+    usd: dict[str, float]
+    transitions: tuple[Transition, ...]
+    totals: Totals
+
+
+def account(lines: Iterable[Line]) -> Account:
+    """The account of a journal, up to its last line."""
+    books = _Books()
+    for line in lines:
+        for at_s, event in line.events:
+            books.event(event, at_s)
+        if line.decision is not None:
+            books.decision(line.decision, line.at_s)
+    return books.closed()
+
+
+@dataclass
+class _Amount:
+    """Wall seconds, GPU-seconds, dollars; and `wall_s`, the undivided time that they were gathered in."""
+
+    seconds: float = 0.0
+    gpu_s: float = 0.0
+    usd: float = 0.0
+    wall_s: float = 0.0
+
+    def add(self, other: _Amount, share: float = 1.0) -> None:
+        self.seconds += other.seconds * share
+        self.gpu_s += other.gpu_s * share
+        self.usd += other.usd * share
+        self.wall_s += other.wall_s * share
+
+    def taken(self) -> _Amount:
+        """All of it; nothing is left."""
+        out = replace(self)
+        self.seconds = self.gpu_s = self.usd = self.wall_s = 0.0
+        return out
+
+
+@dataclass
+class _Step:
+    """A step that may still be rolled back."""
+
+    step: int
+    tokens: int
+    train_loss: float
+    parts: dict[str, _Amount]
+
+
+@dataclass
+class _Books:
+    """Reads the journal in order. `group` and `wait` hold time that has passed but is not yet classified."""
+
+    at_s: float | None = None
+    nodes: dict[str, Node] = field(default_factory=dict)
+    prepared: set[str] = field(default_factory=set)
+    usd_per_node_h: dict[str, float] = field(default_factory=dict)
+    plan: Plan | None = None
+    target: Plan | None = None
+    aborted: bool = False
+    saving: bool = False
+    n_steps: int = 0
+    ended: bool = False
+    sums: dict[str, _Amount] = field(default_factory=lambda: {name: _Amount() for name in CATEGORIES})
+    group: _Amount = field(default_factory=_Amount)
+    wait: _Amount = field(default_factory=_Amount)
+    steps: list[_Step] = field(default_factory=list)
+    carry_s: float = 0.0
+    stall_s: float = 0.0
+    first_of: tuple[str, str] = ("", "")  # category of a slow first step: of the step to come, of the last one
+    timing: _Timing = field(default_factory=lambda: _Timing())
+
+    # ------------------------------------------------------------------------------------------ time
+
+    def advance(self, at_s: float) -> None:
+        """Book the time up to `at_s` on every node that is paid for."""
+        passed_s = 0.0 if self.at_s is None or self.ended else max(0.0, at_s - self.at_s)
+        self.at_s = at_s if self.at_s is None else max(self.at_s, at_s)
+        if not passed_s:
+            return
+        if not self.nodes:
+            self.sums["waiting_for_capacity"].add(_Amount(passed_s, wall_s=passed_s))
+            return
+        n_gpus = sum(node.gpus for node in self.nodes.values())
+        touched: dict[int, _Amount] = {}
+        for node in self.nodes.values():
+            place = self._place(node)
+            usd = passed_s * self.usd_per_node_h.get(node.pool, 0.0) / 3600
+            place.add(_Amount(passed_s * node.gpus / max(1, n_gpus), passed_s * node.gpus, usd))
+            touched[id(place)] = place
+        for place in touched.values():
+            place.wall_s += passed_s
+
+    def _place(self, node: Node) -> _Amount:
+        if node.node_id not in self.prepared:
+            return self.sums["program_startup"]
+        if self.plan is not None and node.node_id in self.plan.nodes:
+            return self.group
+        if self.target is not None:
+            taking_part = {*self.target.nodes, *(h.worker.node_id for h in self.target.resume.holdings)}
+            return self.sums[_entering(self.target) if node.node_id in taking_part else "idle_remainder"]
+        if self.plan is not None:
+            return self.sums["idle_remainder"]
+        return self.wait
+
+    # ------------------------------------------------------------------------------------------ events
+
+    def event(self, event: Event, at_s: float) -> None:
+        if isinstance(event, DriverStarted):
+            self._started(event, at_s)
+            return
+        self.advance(at_s)
+        if isinstance(event, NodeReady):
+            self.nodes.setdefault(event.node.node_id, event.node)
+        elif isinstance(event, NodePrepared):
+            self.prepared.add(event.node_id)
+        elif isinstance(event, NodeLost):
+            self._settle_wait()
+            self.nodes.pop(event.node_id, None)
+            self.prepared.discard(event.node_id)
+        elif isinstance(event, Quiesced | WorkerFailed):
+            self._settle_wait()
+        elif isinstance(event, PriceSeen):
+            self.usd_per_node_h[event.pool] = event.usd_per_node_h
+        elif isinstance(event, StepDone):
+            self._step(event, at_s)
+        elif isinstance(event, PlanEntered):
+            self._entered(event, at_s)
+        elif isinstance(event, CopyStored) and event.copy.kind == "durable":
+            self.stall_s += event.stall_s
+        elif isinstance(event, DigestChecked):
+            self.timing.digest(event)
+        elif isinstance(event, DrillAsked) and ("kill" in event.drill or "hang" in event.drill):
+            self.timing.drill_at_s = at_s
+
+    def _started(self, event: DriverStarted, at_s: float) -> None:
+        """A driver that does not attach found nothing alive: its predecessor's nodes ended with it, at its last line."""
+        if event.attached:
+            self.advance(at_s)
+        else:
+            self.sums["wasted_progress"].add(self.group.taken())
+            self.sums["waiting_for_capacity"].add(self.wait.taken())
+            if self.at_s is not None:
+                gap_s = max(0.0, at_s - self.at_s)
+                self.sums["other"].add(_Amount(gap_s, wall_s=gap_s))
+            self.nodes, self.prepared, self.plan, self.target = {}, set(), None, None
+            self.at_s = at_s if self.at_s is None else max(at_s, self.at_s)
+        self.ended = self.saving = self.aborted = False
+        self.usd_per_node_h.update({pool.name: pool.usd_per_node_h for pool in event.pools})
+        self.n_steps = int(event.job.get("steps", 0))
+        if self.timing.launched_at_s is None:
+            self.timing.launched_at_s = at_s
+
+    def _settle_wait(self) -> None:
+        """While a generation is broken off, waiting for its workers is a part of the transition."""
+        if self.aborted:
+            self.sums["reshard"].add(self.wait.taken())
+
+    def _step(self, event: StepDone, at_s: float) -> None:
+        plan = self.plan
+        if plan is None or event.generation != plan.generation or (self.steps and event.step <= self.steps[-1].step):
+            return
+        gathered = self.group.taken()
+        parts = {name: _Amount() for name in ("productive", "data_loading", "copy")}
+        if gathered.wall_s > 0:
+            owed_s = event.step_time_s + self.carry_s
+            step_s = min(gathered.wall_s, owed_s)
+            self.carry_s = min(owed_s - step_s, event.step_time_s)  # reports reach the journal early or late
+            data_s = min(event.data_s, step_s)
+            copy_s = min(event.copy_s, step_s - data_s)
+            save_s = min(self.stall_s, gathered.wall_s - step_s)
+            self.stall_s = 0.0
+            parts["data_loading"].add(gathered, data_s / gathered.wall_s)
+            parts["copy"].add(gathered, copy_s / gathered.wall_s)
+            parts["productive"].add(gathered, (step_s - data_s - copy_s) / gathered.wall_s)
+            self.sums["checkpoint_save"].add(gathered, save_s / gathered.wall_s)
+            self.sums["other"].add(gathered, max(0.0, gathered.wall_s - step_s - save_s) / gathered.wall_s)
+        self._take_off_first(parts["productive"].wall_s)
+        self.steps.append(_Step(event.step, event.tokens, event.train_loss, parts))
+        self.timing.step(event, at_s)
+
+    def _take_off_first(self, second_s: float) -> None:
+        """The first step of a generation also builds and compiles: what it took above the second is not progress."""
+        to_come, of_last = self.first_of
+        if of_last and not to_come and self.steps:
+            first = self.steps[-1].parts["productive"]
+            if first.wall_s > second_s:
+                share = 1 - second_s / first.wall_s
+                self.sums[of_last].add(first, share)
+                first.add(replace(first), -share)
+        self.first_of = ("", to_come)
+
+    def _entered(self, event: PlanEntered, at_s: float) -> None:
+        target = self.target
+        if target is None or event.generation != target.generation:
+            return
+        self.sums["reshard"].add(self.group.taken())
+        lost = [step for step in self.steps if step.step > event.step]
+        for step in lost:
+            self._waste(step)
+        del self.steps[len(self.steps) - len(lost) :]
+        self.plan, self.target, self.aborted, self.carry_s = target, None, False, 0.0
+        self.first_of = (_entering(target), "")
+        self.timing.entered(target, event, at_s)
+
+    def _waste(self, step: _Step) -> None:
+        for part in step.parts.values():
+            self.sums["wasted_progress"].add(part)
+
+    # ------------------------------------------------------------------------------------------ decisions
+
+    def decision(self, decision: Decision, at_s: float) -> None:
+        self.advance(at_s)
+        for action in decision.actions:
+            if isinstance(action, EnterPlan):
+                self._ordered(action.plan, at_s)
+            elif isinstance(action, Abort):
+                self._broken_off(at_s)
+            elif isinstance(action, Quiesce):
+                self.saving = True
+            elif isinstance(action, Stop):
+                self._close_group()
+                self.ended = True
+
+    def _ordered(self, plan: Plan, at_s: float) -> None:
+        if self.plan is not None and plan.resume.source != "live":
+            self._close_group()
+            self.plan = None
+        self.sums["waiting_for_capacity"].add(self.wait.taken())
+        self.target, self.saving = plan, False
+        self.timing.ordered_at_s = at_s
+
+    def _broken_off(self, at_s: float) -> None:
+        self._settle_wait()
+        gathered = self.group.taken()
+        if gathered.wall_s:
+            begun = min(1.0, self.timing.ordinary_s / gathered.wall_s)  # the step that was broken off
+            self.sums["wasted_progress"].add(gathered, begun)
+            self.sums["reshard"].add(gathered, 1 - begun)
+        if not self.aborted:
+            self.timing.aborted_at_s = at_s
+        self.plan, self.target, self.aborted, self.saving = None, None, True, False
+
+    def _close_group(self) -> None:
+        last = bool(self.steps) and self.steps[-1].step >= self.n_steps > 0
+        self.sums["checkpoint_save" if self.saving or last else "other"].add(self.group.taken())
+        self.sums["waiting_for_capacity"].add(self.wait.taken())
+
+    def closed(self) -> Account:
+        """The account as it stands; a run that goes on has its open time in `other`."""
+        self._close_group()
+        sums = {name: replace(amount) for name, amount in self.sums.items()}
+        for step in self.steps:
+            for name, part in step.parts.items():
+                sums[name].add(part)
+        gpu_s = sum(amount.gpu_s for amount in sums.values())
+        wall_s = sum(amount.seconds for amount in sums.values())
+        tokens = sum(step.tokens for step in self.steps)
+        totals = Totals(
+            wall_s=wall_s,
+            gpu_seconds=gpu_s,
+            usd=sum(amount.usd for amount in sums.values()),
+            goodput=sums["productive"].gpu_s / gpu_s if gpu_s else 0.0,
+            steps=self.steps[-1].step if self.steps else 0,
+            tokens=tokens,
+            tokens_per_s=tokens / wall_s if wall_s else 0.0,
+            final_loss=self.steps[-1].train_loss if self.steps else None,
+            launch_to_first_step_s=self.timing.launch_to_first_step_s,
+        )
+        return Account(
+            {name: amount.seconds for name, amount in sums.items()},
+            {name: max(0.0, amount.gpu_s) for name, amount in sums.items()},
+            {name: amount.usd for name, amount in sums.items()},
+            tuple(self.timing.transitions),
+            totals,
+        )
+
+
+def _entering(plan: Plan) -> str:
+    """The category of the time in which a plan is entered."""
+    if plan.resume.source == "durable":
+        return "checkpoint_restore"
+    return "program_startup" if plan.cause == "start" else "reshard"
+
+
+@dataclass
+class _Timing:
+    """When what happened around each transition."""
+
+    launched_at_s: float | None = None
+    launch_to_first_step_s: float | None = None
+    ordered_at_s: float = 0.0
+    aborted_at_s: float | None = None
+    drill_at_s: float | None = None
+    last_step: int = 0
+    last_step_at_s: float | None = None
+    before: str = ""  # layout of the generation that last finished a step
+    recent_s: list[float] = field(default_factory=list)
+    open: tuple[Plan, PlanEntered, float] | None = None  # entered, without a step yet
+    transitions: list[Transition] = field(default_factory=list)
+    early: DigestChecked | None = None  # of a generation that has not finished a step yet
+
+    @property
+    def ordinary_s(self) -> float:
+        return median(self.recent_s) if self.recent_s else 0.0
+
+    def entered(self, plan: Plan, event: PlanEntered, at_s: float) -> None:
+        self._close(None)
+        self.open = (plan, event, at_s)
+
+    def step(self, event: StepDone, at_s: float) -> None:
+        plan = self.open[0] if self.open else None
+        self._close(at_s)
+        if self.launch_to_first_step_s is None and self.launched_at_s is not None:
+            self.launch_to_first_step_s = at_s - self.launched_at_s
+        if plan is not None:
+            self.before = str(plan.layout)
+        self.recent_s = [*self.recent_s, event.step_time_s][-RECENT_STEPS:] if plan is None else self.recent_s
+        self.last_step, self.last_step_at_s = event.step, at_s
+
+    def digest(self, event: DigestChecked) -> None:
+        self.transitions = [replace(t, digest_ok=event.ok) if t.generation == event.generation else t for t in self.transitions]
+        self.early = event
+
+    def _close(self, first_step_at_s: float | None) -> None:
+        """The open transition is complete with its first step, or was overtaken by the next (None)."""
+        if self.open is None:
+            return
+        plan, event, at_s = self.open
+        self.open = None
+        pause_s = 0.0
+        if first_step_at_s is not None and self.last_step_at_s is not None:
+            pause_s = max(0.0, first_step_at_s - self.last_step_at_s - self.ordinary_s)
+        phases_s = {name: round(float(event.phases_s.get(name, 0.0)), 4) for name in PHASES}
+        phases_s["first_step"] = round(first_step_at_s - at_s, 4) if first_step_at_s is not None else 0.0
+        phases_s |= self._before_entering(event)
+        early = self.early if self.early and self.early.generation == plan.generation else None
+        self.transitions.append(
+            Transition(
+                plan.generation, plan.cause, event.step, max(0, self.last_step - event.step), round(pause_s, 4), phases_s,
+                self.before, str(plan.layout), plan.resume.source, event.bytes_moved, early.ok if early else None, at_s,
+            )
+        )  # fmt: skip
+        if first_step_at_s is not None:
+            self.last_step = event.step
+        self.aborted_at_s = self.drill_at_s = None
+
+    def _before_entering(self, event: PlanEntered) -> dict[str, float]:
+        """detect and quiesce, as seen by the driver."""
+        if self.aborted_at_s is not None:
+            since_s = self.drill_at_s
+            if since_s is None and self.last_step_at_s is not None:
+                since_s = self.last_step_at_s + self.ordinary_s
+            detect_s = 0.0 if since_s is None else max(0.0, self.aborted_at_s - since_s)
+            return {"detect": round(detect_s, 4), "quiesce": round(max(0.0, self.ordered_at_s - self.aborted_at_s), 4)}
+        left_at_s = event.left_at_s if event.left_at_s is not None else self.last_step_at_s
+        if left_at_s is None or "quiesce" in event.phases_s:
+            return {}
+        return {"quiesce": round(max(0.0, left_at_s - self.ordered_at_s), 4)}

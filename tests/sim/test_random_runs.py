@@ -1,0 +1,88 @@
+"""300 random runs on the virtual clock: all of them finish, within the rules."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.driver import drive
+from elastic.ledger.accounts import account
+from elastic.ledger.journal import Journal, Line, Memory, parse_line, read, write_line
+from elastic.policy.state import State
+from elastic.sim.backend import Delays, Fault, SimBackend
+from elastic.sim.replay import replay
+from elastic.types import DriverStarted, EnterPlan, ModelProfile, NodeLost, Pool, StepDone, TensorSpec
+
+N_RUNS, N_BATCHES = 300, 15
+MODEL = ModelProfile(
+    4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), ("exp_avg", "exp_avg_sq"), ("step",), tp_limit=2
+)
+KINDS = ["notice", "notice", "loss", "loss", "loss", "hang", "process", "error", "drought", "add"]
+
+
+def scenario(seed: int) -> tuple[dict[str, Any], tuple[Pool, ...], list[Fault], Delays]:
+    """A job, its pools, and faults that end at some time."""
+    chance = random.Random(seed)
+    pools = [Pool("spot", "CPU", chance.choice([1, 1, 2, 4]), "spot", 0.9, 0, chance.randint(1, 5))]
+    if chance.random() < 0.4:
+        pools.append(Pool("steady", "CPU", 1, "on-demand", 3.0, 0, chance.randint(1, 2)))
+    job = {
+        "name": "random", "steps": chance.randint(20, 60), "global_batch": chance.choice([8, 12, 32]), "seed": 0,
+        "layout": "auto", "min_workers": 1, "max_workers": chance.choice([None, 6]),
+        "peer_every": chance.choice(["auto", 1, 3]),
+        "durable_every": chance.choice(["auto", 5, 0]), "budget_usd": None, "max_nodes": None,
+    }  # fmt: skip
+    faults = []
+    for _ in range(chance.randint(0, 12)):
+        at_s, kind = chance.uniform(5, 90), chance.choice(KINDS)
+        fault = Fault(at_s, kind, chance.randrange(8), chance.uniform(1, 40), chance.choice(pools).name, chance.random() < 0.3)
+        faults.append(fault)
+        if kind == "loss" and chance.random() < 0.4:  # another one while the first is being dealt with
+            faults.append(Fault(at_s + chance.uniform(0, 4), chance.choice(["loss", "notice"]), chance.randrange(8), 3.0))
+    return job, tuple(pools), faults, Delays(work_s=chance.choice([1.0, 4.0]))
+
+
+def run(seed: int, path: Path) -> tuple[State, SimBackend, list[Line]]:
+    job, pools, faults, delays = scenario(seed)
+    backend = SimBackend(pools, job, faults, delays)
+    start = DriverStarted("random", 1, job, pools, MODEL)
+    if seed % 5 == 0:  # a real file, with its merged lines
+        return drive(backend, Journal(path, epoch=1), start), backend, read(path)
+    memory = Memory()
+    state = drive(backend, memory, start)
+    return state, backend, [parse_line(write_line(line)) for line in memory.lines]
+
+
+def check(seed: int, path: Path) -> None:
+    state, backend, lines = run(seed, path)
+    assert state.phase == "succeeded", f"seed {seed}: {state.phase}, {state.outcome_reason}"
+    assert backend.violations == [], f"seed {seed}"
+    assert backend.closed
+    lost: set[str] = set()
+    generation = 0
+    for line in lines:
+        lost |= {event.node_id for _, event in line.events if isinstance(event, NodeLost)}
+        for action in line.decision.actions if line.decision else ():
+            assert line.decision is not None and line.decision.reason, f"seed {seed}: {action} without a reason"
+            if isinstance(action, EnterPlan):
+                assert action.plan.generation > generation, f"seed {seed}"
+                assert not lost & set(action.plan.nodes), f"seed {seed}: {action.plan.nodes} of which {lost} are lost"
+                generation = action.plan.generation
+    again = replay(lines)
+    assert again.identical and again.n_decisions > 3, f"seed {seed}: {again.first_difference}"
+    assert again.state == state, f"seed {seed}"
+    last = max(event.step for line in lines for _, event in line.events if isinstance(event, StepDone))
+    assert last == state.steps == state.step
+    money = account(lines)
+    assert sum(money.gpu_seconds.values()) == pytest.approx(backend.gpu_seconds(), rel=1e-9, abs=1e-6), f"seed {seed}"
+    assert sum(money.usd.values()) == pytest.approx(state.usd, rel=1e-6, abs=1e-9), f"seed {seed}"
+    assert min(money.gpu_seconds.values()) >= 0, f"seed {seed}"
+
+
+@pytest.mark.parametrize("batch", range(N_BATCHES))
+def test_random_runs_finish_within_the_rules(batch: int, tmp_path: Path) -> None:
+    for seed in range(batch, N_RUNS, N_BATCHES):
+        check(seed, tmp_path / f"{seed}.jsonl")
