@@ -1,0 +1,86 @@
+"""The report says what the journal says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from small_run import lines
+
+from elastic.ledger.journal import Journal
+from elastic.observe import report, runs
+from elastic.storage import Storage, open_storage
+
+LINE_KEYS = {
+    "run", "steps", "final_loss", "tokens", "wall_s", "tokens_per_s", "goodput", "usd", "launch_to_first_step_s",
+    "samples_exact", "transitions",
+}  # fmt: skip
+TRANSITION_KEYS = {
+    "generation", "cause", "at_step", "steps_lost", "pause_s", "phases_s", "from_layout", "to_layout", "source", "bytes_moved",
+    "digest_ok",
+}  # fmt: skip
+
+
+def stored(folder: Path) -> Storage:
+    journal = Journal(folder / runs.JOURNAL, 1)
+    for line in lines():
+        journal.append(line.at_s, line.events, line.decision)
+    journal.close()
+    return open_storage(folder)
+
+
+def test_report(tmp_path: Path) -> None:
+    run = stored(tmp_path)
+    data, shown = report.write(run, {"samples_exact": True, "sample": "def f():\n  pass", "launch_to_first_step_s": 7.5})
+    assert set(data) >= LINE_KEYS
+    assert all(set(transition) == TRANSITION_KEYS for transition in data["transitions"])
+    assert (data["steps"], data["validation_loss"], data["samples_exact"]) == (12, 4.9, True)
+    assert [(t["cause"], t["at_step"], t["steps_lost"], t["source"]) for t in data["transitions"]] == [
+        ("start", 0, 0, "fresh"), ("notice", 4, 0, "live"), ("loss", 6, 2, "peer"),
+    ]  # fmt: skip
+    text = "\n".join(shown)
+    assert "12, 12,288 tokens" in text
+    assert "train_loss  4.8000   validation 4.9000" in text
+    assert "every step trained on exactly its own samples" in text
+    assert "wasted_progress" in text
+    assert "  def f():\n    pass" in text
+    assert (tmp_path / "loss.png").is_file()
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert {k: v for k, v in written.items() if k != "ledger"} == json.loads(json.dumps(data))
+
+
+def test_a_report_that_is_written_again_keeps_what_only_the_driver_knew(tmp_path: Path) -> None:
+    run = stored(tmp_path)
+    report.write(run, {"samples_exact": True, "sample": "words", "launch_to_first_step_s": 7.5, "run": "not this"})
+    data, shown = report.write(run)
+    assert (data["samples_exact"], data["sample"], data["launch_to_first_step_s"], data["run"]) == (
+        True,
+        "words",
+        7.5,
+        "tiny-1",
+    )
+    assert "  words" in shown
+
+
+def test_categories_sum_to_the_paid_time() -> None:
+    plain = report.ledger_plain(lines())
+    paid = sum(category["gpu_seconds"] for category in plain["categories"].values())
+    assert abs(paid - plain["totals"]["gpu_seconds"]) < 1e-9
+    assert any(line.startswith("waiting_for_capacity") or line.startswith("productive") for line in report.ledger(lines()))
+
+
+def test_runs_are_found_by_name_folder_and_storage(tmp_path: Path, monkeypatch) -> None:
+    stored(tmp_path / "elastic_runs" / "one")
+    monkeypatch.chdir(tmp_path)
+    assert runs.open_run("one").uri == runs.open_run(str(tmp_path / "elastic_runs" / "one")).uri
+    assert [name for name, _ in runs.all_runs()] == ["one"]
+    monkeypatch.setenv("ELASTIC_STORAGE", str(tmp_path / "elsewhere"))
+    assert runs.all_runs() == []
+    assert runs.open_run("one", str(tmp_path / "elastic_runs")).root.name == "one"
+
+
+def test_orders_lie_in_the_inbox_in_their_order(tmp_path: Path) -> None:
+    run = stored(tmp_path)
+    for n in range(5):
+        runs.order(run, {"stop": str(n)})
+    assert [json.loads(run.get(key))["stop"] for key in run.list("inbox/")] == ["0", "1", "2", "3", "4"]
