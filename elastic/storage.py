@@ -60,15 +60,20 @@ class Storage:
     def read(self, key: str, offset: int, length: int) -> bytearray:
         """Bytes offset .. offset+length; fewer when the file ends before. Raises FileNotFoundError."""
         out = bytearray(max(0, min(length, self.size(key) - offset)))
+        n = self.read_into(key, offset, memoryview(out))
+        return out[:n] if n < len(out) else out
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        """Fills `buffer` from `offset` on; returns the bytes that there were. Raises FileNotFoundError."""
+        n = 0
         with self.path(key).open("rb", buffering=0) as file:
             file.seek(offset)
-            n = 0
-            while n < len(out):
-                got = file.readinto(memoryview(out)[n:])
+            while n < len(buffer):
+                got = file.readinto(buffer[n:])
                 if not got:
                     break
                 n += got
-        return out[:n] if n < len(out) else out
+        return n
 
     def size(self, key: str) -> int:
         """Raises FileNotFoundError."""

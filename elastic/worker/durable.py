@@ -23,6 +23,7 @@ from elastic.reshard.shards import meet
 from elastic.storage import Storage
 from elastic.types import Box
 from elastic.worker import durable_dcp
+from elastic.worker.durable_blob import alone
 from elastic.worker.durable_format import (
     MARKER,
     METADATA,
@@ -39,7 +40,7 @@ from elastic.worker.durable_format import (
     manifest_name,
     note_of,
     shard_name,
-)  # fmt: skip
+)
 from elastic.worker.durable_read import Checkpoint, Found, find, find_valid, open_checkpoint, read_marker, remove, verify
 
 __all__ = [
@@ -68,7 +69,7 @@ def write_shard(storage: Storage, step: int, generation: int, rank: int, items: 
             for part, rows in _parts(box, tensor.detach()):
                 start = sink.n_bytes
                 sink.crc32 = 0
-                torch.save(_alone(rows), cast(BinaryIO, sink))
+                torch.save(alone(rows), cast(BinaryIO, sink))
                 entries.append(Entry(part, start, sink.n_bytes - start, sink.crc32))
     manifest = Manifest(rank, sink.n_bytes, sink.sha256.hexdigest(), tuple(entries))
     storage.put(f"{folder}/{manifest_name(rank)}", encode_manifest(manifest))
@@ -155,12 +156,6 @@ def _parts(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         part = tensor[start : start + rows]
         offsets = (box.offsets[0] + start, *box.offsets[1:])
         yield Box(box.fqn, offsets, tuple(part.shape), box.dtype), part
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, and the only user of its memory: torch.save writes the whole storage of a view."""
-    out = tensor.to("cpu").contiguous()
-    return out if out.untyped_storage().nbytes() == out.nbytes else out.clone()
 
 
 def _manifest_text(storage: Storage, folder: str, rank: int) -> bytes:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from elastic.errors import SpecError
 from elastic.reshard.shards import Region, meet
 from elastic.storage import Storage, open_storage
 from elastic.types import Box, TensorSpec
+from elastic.worker.durable_blob import decode_blob
 from elastic.worker.durable_format import (
     FOLDER,
     FOLDER_NAME,
@@ -32,7 +31,7 @@ from elastic.worker.durable_format import (
     decode_marker,
     manifest_name,
     shard_name,
-)  # fmt: skip
+)
 
 VERIFY_BYTES = 8 << 20
 
@@ -143,40 +142,40 @@ def open_checkpoint(uri: str) -> Checkpoint:
 
 
 class Checkpoint:
-    """An open checkpoint. `tensors`: fqn -> (shape, dtype)."""
+    """An open checkpoint, for one thread. `tensors`: fqn -> (shape, dtype)."""
 
     def __init__(self, storage: Storage, marker: Marker, manifests: list[Manifest]) -> None:
         self._storage, self._marker = storage, marker
         self.uri, self.step, self.generation, self.meta = storage.uri, marker.step, marker.generation, marker.meta
         self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._buffer = bytearray()
         self._entries: dict[str, dict[Region, tuple[str, Entry]]] = {}
         for manifest in manifests:
             for entry in manifest.entries:
                 self._add(shard_name(manifest.rank), entry)
 
     def read(self, box: Box) -> Tensor:
-        """The content of `box`, put together from the stored boxes that it meets; only their blobs are read.
+        """The content of `box` as a new tensor; see `read_into`."""
+        out = torch.empty(box.sizes, dtype=getattr(torch, box.dtype))
+        self.read_into(box, out)
+        return out
+
+    def read_into(self, box: Box, out: Tensor) -> None:
+        """Fills `out` (of the box's sizes) from the stored boxes that it meets; only their blobs are read, one at a time.
 
         Raises SpecError where the checkpoint is of another model, Damaged where a blob is not what was written.
         """
-        dtype = getattr(torch, box.dtype)
         if not box.n_elements:
-            return torch.empty(box.sizes, dtype=dtype)
+            return
         self._check_box(box)
-        wanted = (box.offsets, box.sizes)
-        stored = self._entries[box.fqn]
-        if wanted in stored:
-            return self._blob(*stored[wanted])
-        out = torch.empty(box.sizes, dtype=dtype)
-        filled = 0
-        for region, (name, entry) in stored.items():
+        filled, wanted = 0, (box.offsets, box.sizes)
+        for region, (name, entry) in self._entries[box.fqn].items():
             common = meet(wanted, region)
             if common is not None:
-                out[_window(common, box.offsets)] = self._blob(name, entry)[_window(common, region[0])]
+                out[_window(common, box.offsets)].copy_(self._blob(name, entry)[_window(common, region[0])])
                 filled += prod(common[1])
         if filled != box.n_elements:
             raise Damaged(f"{self.uri}: {box.fqn} has {filled} of the {box.n_elements} elements of {_show(box)}")
-        return out
 
     def check(self, specs: Iterable[TensorSpec]) -> None:
         """Raises SpecError, naming tensor and shapes, unless the checkpoint holds exactly the state `specs`."""
@@ -222,21 +221,21 @@ class Checkpoint:
             raise SpecError(f"{self.uri}: {box.fqn} is {list(shape)} {dtype} there, wanted is {_show(box)}; other model?")
 
     def _blob(self, name: str, entry: Entry) -> Tensor:
+        """The stored tensor. It may lie in the buffer that the next call overwrites."""
         where = f"{self._storage.uri_of(name)}: the blob of {_show(entry.box)} at byte {entry.offset}"
+        if len(self._buffer) < entry.length:
+            self._buffer = bytearray(entry.length)
+        data = memoryview(self._buffer)[: entry.length]
         try:
-            data = self._storage.read(name, entry.offset, entry.length)
+            n_bytes = self._storage.read_into(name, entry.offset, data)
         except FileNotFoundError as error:
             raise Damaged(f"{where} is gone") from error
-        if len(data) != entry.length or zlib.crc32(data) != entry.crc32:
-            raise Damaged(f"{where} is truncated or altered ({len(data)} of {entry.length} bytes)")
+        if n_bytes != entry.length or zlib.crc32(data) != entry.crc32:
+            raise Damaged(f"{where} is truncated or altered ({n_bytes} of {entry.length} bytes)")
         try:
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (RuntimeError, UnpicklingError, EOFError, ValueError, KeyError) as error:
-            raise Damaged(f"{where} is no tensor ({type(error).__name__})") from error
-        expected = (entry.box.sizes, getattr(torch, entry.box.dtype))
-        if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != expected:
-            raise Damaged(f"{where} holds something else")
-        return tensor
+            return decode_blob(data, entry.box)
+        except ValueError as error:
+            raise Damaged(f"{where} is no tensor of that kind ({error})") from error
 
 
 def _window(region: Region, origin: tuple[int, ...]) -> tuple[slice, ...]:

@@ -1,0 +1,85 @@
+"""One tensor as torch.save writes it: a zip file whose record `data/0` is the tensor's memory, stored as it is.
+
+Reading takes that record where it lies, so that nothing is unpickled and nothing copied; a blob that is laid out otherwise goes
+through torch.load(weights_only=True).
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from pickle import UnpicklingError
+
+import torch
+from torch import Tensor
+
+from elastic.types import Box
+
+LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: lengths of its name and of its extra field
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """On the CPU, contiguous, and the only user of its memory: torch.save writes the whole storage of a view."""
+    out = tensor.to("cpu").contiguous()
+    return out if out.untyped_storage().nbytes() == out.nbytes else out.clone()
+
+
+def decode_blob(data: memoryview, box: Box) -> Tensor:
+    """The tensor of `box`; it may look into `data`. Raises ValueError for anything but a tensor of that shape and dtype."""
+    dtype: torch.dtype = getattr(torch, box.dtype)
+    start = find_data(data, box.n_bytes)
+    if start is not None:
+        return torch.frombuffer(data, dtype=dtype, count=box.n_elements, offset=start).reshape(box.sizes)
+    try:
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (RuntimeError, UnpicklingError, EOFError, KeyError) as error:
+        raise ValueError(type(error).__name__) from error
+    if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (box.sizes, dtype):
+        raise ValueError("it holds something else")
+    return tensor
+
+
+def find_data(data: memoryview, n_bytes: int) -> int | None:
+    """Where the tensor's memory begins, when the blob holds `n_bytes` of it, little-endian and uncompressed."""
+    try:
+        with zipfile.ZipFile(_View(data)) as archive:
+            records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
+        order, start = _content(data, records["byteorder"], 6), _content(data, records["data/0"], n_bytes)
+    except (zipfile.BadZipFile, struct.error, KeyError, OSError):
+        return None
+    if order is None or bytes(data[order : order + 6]) != b"little" or "data/1" in records:
+        return None
+    return start
+
+
+def _content(data: memoryview, record: zipfile.ZipInfo, n_bytes: int) -> int | None:
+    """Where the bytes of a record begin, if they are `n_bytes`, stored as they are."""
+    if record.compress_type != zipfile.ZIP_STORED or record.file_size != n_bytes:
+        return None
+    name_length, extra_length = LOCAL_HEADER.unpack_from(data, record.header_offset)
+    start: int = record.header_offset + LOCAL_HEADER.size + name_length + extra_length
+    return start if start + n_bytes <= len(data) else None
+
+
+class _View(io.RawIOBase):
+    """A file over memory that is not copied."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, len(self._data))[whence])
+        return self._at
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        part = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
