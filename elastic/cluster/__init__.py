@@ -1,0 +1,1 @@
+"""The Backend on Ray: the only package that imports ray."""

@@ -1,0 +1,264 @@
+"""The embedded cluster: several real Ray nodes on this machine, gone with the driver.
+
+`LocalCluster` is the driver's side. It starts the keeper (keeper.py), which starts this module as the cluster process; the two
+speak JSON lines. Nodes stand on a loopback address, in a folder of their own, and know nothing of other Ray clusters here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic.cluster import processes
+from elastic.errors import InternalError
+
+HOST = "127.0.0.2"  # loopback, but not a name that Ray replaces by the machine's outer address
+START_MOST_S = 120.0
+CLOSE_MOST_S = 15.0
+STORE_BYTES = 80 << 20  # Ray's object store: state never travels through it
+LOOK_S = 0.2
+SYSTEM_CONFIG = {  # a node that does not answer is dead after about 2 s
+    "health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}  # fmt: skip
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_BACKEND_LOG_LEVEL": "error"}
+WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@dataclass(frozen=True)
+class NodeOrder:
+    """A node to start: `cpus` workers fit on it; `gpus` are indices of this machine's GPUs."""
+
+    name: str
+    cpus: int
+    labels: dict[str, str] = field(default_factory=dict)
+    gpus: tuple[int, ...] = ()
+
+
+def visible_gpus() -> tuple[int, ...]:
+    """Indices of the NVIDIA GPUs that this process may use."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return tuple(int(part) for part in chosen.split(",") if part.strip().isdigit())
+    found = Path("/proc/driver/nvidia/gpus")
+    return tuple(range(len(list(found.iterdir())))) if found.is_dir() else ()
+
+
+class LocalCluster:
+    """The driver's side. The constructor returns at once; `address` waits until the head is up.
+
+    `python_path`: folders that the workers can import from, besides this package's and this process's own PYTHONPATH.
+    """
+
+    def __init__(self, python_path: Sequence[str] = ()) -> None:
+        self._answers: dict[int, Future[dict[str, Any]]] = {0: Future()}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._ended = False
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "elastic.cluster.keeper"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=_environment(python_path), text=True,
+        )  # fmt: skip
+        threading.Thread(target=self._read, name="embedded-cluster", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Of the keeper."""
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """The keeper or the cluster process is gone, and all nodes with them."""
+        return self._ended
+
+    @property
+    def address(self) -> str:
+        """Of the head, as ray.init takes it."""
+        return str(self._hello()["address"])
+
+    @property
+    def folder(self) -> str:
+        """Where sockets and logs lie while the cluster stands."""
+        return str(self._hello()["folder"])
+
+    def _hello(self) -> dict[str, Any]:
+        return self._answers[0].result(START_MOST_S)
+
+    def add(self, order: NodeOrder) -> Future[dict[str, Any]]:
+        """Starts a node; the answer has its Ray id as "ray_id" and "pid" of its raylet."""
+        return self._ask("add", **asdict(order))
+
+    def kill(self, name: str) -> Future[dict[str, Any]]:
+        """SIGKILL for all processes of the node at once; the answer lists them as "pids"."""
+        return self._ask("kill", name=name)
+
+    def pids(self) -> list[int]:
+        """Every process of the cluster, the keeper first."""
+        return [self.pid, *processes.descendants(self.pid)]
+
+    def close(self) -> None:
+        """Ends every process of the cluster and removes its folder."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            try:
+                self._process.stdin.close()
+            except OSError:
+                pass
+        try:
+            self._process.wait(CLOSE_MOST_S)
+        except subprocess.TimeoutExpired:
+            processes.end_tree(self.pid)
+            self._process.wait()
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _ask(self, do: str, **values: Any) -> Future[dict[str, Any]]:
+        answer: Future[dict[str, Any]] = Future()
+        number = next(self._numbers)
+        with self._lock:
+            if self._ended:
+                answer.set_exception(InternalError("the embedded cluster has ended"))
+                return answer
+            self._answers[number] = answer
+            try:
+                assert self._process.stdin is not None
+                self._process.stdin.write(json.dumps({"number": number, "do": do, **values}) + "\n")
+                self._process.stdin.flush()
+            except (OSError, ValueError) as error:
+                answer.set_exception(InternalError(f"the embedded cluster does not listen: {error}"))
+        return answer
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            message = json.loads(line)
+            answer = self._answers.get(message["number"])
+            if answer is None or answer.done():
+                continue
+            if "error" in message:
+                answer.set_exception(InternalError(f"embedded cluster: {message['error']}"))
+            else:
+                answer.set_result(message)
+        with self._lock:
+            self._ended = True
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(InternalError("the embedded cluster has ended before it answered"))
+
+
+def _environment(python_path: Sequence[str]) -> dict[str, str]:
+    """Of the keeper, and so of all nodes and workers."""
+    package = str(Path(__file__).resolve().parents[2])
+    path = [*python_path, package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return {**WORKER_ENVIRONMENT, **inherited, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
+
+
+# -------------------------------------------------------------------------------------- the cluster process
+
+
+class _Nodes:
+    """ray.cluster_utils.Cluster behind JSON lines. Nodes start in threads, several at once."""
+
+    def __init__(self, folder: str, out: Any) -> None:
+        os.environ["RAY_TMPDIR"] = folder  # the file that `address="auto"` reads is then not the one of other clusters here
+        Path(folder, "ray").mkdir()
+        from ray.cluster_utils import Cluster
+
+        self.folder, self.out = folder, out
+        self.cluster = Cluster(shutdown_at_exit=False)
+        self.raylets: dict[str, int] = {}
+        self.numbers = itertools.count()
+        self.lock = threading.Lock()
+        self.pool = ThreadPoolExecutor(max_workers=16)
+        self._start({"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "_system_config": SYSTEM_CONFIG})
+        self.answer(0, address=self.cluster.address, folder=folder)
+
+    def _start(self, values: Mapping[str, Any]) -> Any:
+        n = next(self.numbers)
+        return self.cluster.add_node(
+            node_ip_address=HOST, temp_dir=f"{self.folder}/ray", include_log_monitor=False, object_store_memory=STORE_BYTES,
+            plasma_store_socket_name=f"{self.folder}/s{n}", raylet_socket_name=f"{self.folder}/r{n}", **values,
+        )  # fmt: skip
+
+    def answer(self, number: int, **values: Any) -> None:
+        with self.lock:
+            self.out.write(json.dumps({"number": number, **values}) + "\n")
+            self.out.flush()
+
+    def obey(self, order: dict[str, Any]) -> None:
+        number = order.pop("number")
+        if order.pop("do") == "add":
+            self.pool.submit(self._add, number, NodeOrder(**order))
+        else:
+            self.answer(number, pids=self._kill(order["name"]))
+
+    def _add(self, number: int, order: NodeOrder) -> None:
+        devices = ",".join(map(str, order.gpus))
+        try:
+            node = self._start(
+                {
+                    "num_cpus": order.cpus, "num_gpus": len(order.gpus), "labels": order.labels,
+                    "env_vars": {"CUDA_VISIBLE_DEVICES": devices},
+                }
+            )  # fmt: skip
+            raylet = node.all_processes["raylet"][0].process.pid
+        except Exception as error:  # noqa: BLE001 - a boundary: the driver hears of it
+            self.answer(number, error=f"node {order.name} did not start: {type(error).__name__}: {error}")
+            return
+        self.raylets[order.name] = raylet
+        self.answer(number, ray_id=node.node_id, pid=raylet)
+
+    def _kill(self, name: str) -> list[int]:
+        raylet = self.raylets.pop(name, None)
+        return [] if raylet is None else processes.end_tree(raylet)
+
+
+def main(folder: str, keeper: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        nodes = _Nodes(folder, out)
+        for order in _orders(keeper):
+            nodes.obey(order)
+    except Exception as error:  # noqa: BLE001 - a boundary: the driver hears of it
+        out.write(json.dumps({"number": 0, "error": f"{type(error).__name__}: {error}"}) + "\n")
+        out.flush()
+    finally:
+        if os.getppid() != keeper:  # nobody else is left to do it
+            processes.end_tree(os.getpid(), with_root=False)
+            shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def _orders(keeper: int) -> Any:
+    """Orders from the driver until the end of input or of the keeper."""
+    rest = b""
+    while os.getppid() == keeper:
+        if not select.select([0], [], [], LOOK_S)[0]:
+            continue
+        found = os.read(0, 1 << 16)
+        if not found:
+            return
+        *lines, rest = (rest + found).split(b"\n")
+        yield from (json.loads(line) for line in lines)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,103 @@
+"""Processes of this machine, read from /proc: who descends from whom, who lives, and how to end a whole tree."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from the state on (index 0 = state, 1 = parent, 19 = start time); None = no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def started(pid: int) -> int | None:
+    """Ticks from boot to the start of the process: with the pid, a name that is never reused. None = gone or a zombie."""
+    stat = _stat(pid)
+    return None if stat is None or stat[0] in ("Z", "X") else int(stat[19])
+
+
+def descendants(root: int) -> list[int]:
+    """Living processes below `root`, parents before children; `root` itself is not among them."""
+    below: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        stat = _stat(int(name)) if name.isdigit() else None
+        if stat is not None:
+            below.setdefault(int(stat[1]), []).append(int(name))
+    found, queue = [], [root]
+    while queue:
+        children = below.get(queue.pop(0), [])
+        found += children
+        queue += children
+    return [pid for pid in found if started(pid) is not None]
+
+
+def send(pids: Iterable[int], number: int = signal.SIGKILL) -> list[int]:
+    """Signals each process; returns those that were there."""
+    reached = []
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+            reached.append(pid)
+        except (ProcessLookupError, PermissionError):
+            continue
+    return reached
+
+
+def end_tree(root: int, with_root: bool = True) -> list[int]:
+    """SIGKILL for everything below `root` (which starts nothing any more); returns the pids. Does not wait for them."""
+    ended: list[int] = []
+    if with_root:
+        below = descendants(root)
+        ended += send([root])  # first, so that it starts no new ones
+        ended += send(below)
+        return ended
+    deadline = time.monotonic() + 5.0
+    while (below := descendants(root)) and time.monotonic() < deadline:
+        ended += send(below)
+        reap()
+        time.sleep(0.005)
+    return ended
+
+
+def reap() -> list[int]:
+    """Takes note of children that have ended, also of adopted ones; returns their pids."""
+    ended = []
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended.append(pid)
+
+
+def adopt_orphans() -> None:
+    """Processes below this one whose parent ends become this one's children (and not those of process 1)."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process id means something: one boot of one machine, one pid namespace."""
+
+    host: str
+    boot: str
+
+    @classmethod
+    def here(cls) -> Place:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return cls(socket.gethostname(), f"{boot}/{os.readlink('/proc/self/ns/pid')}")
