@@ -23,12 +23,12 @@ def text(split: str) -> TextFolder:
 
 
 def optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices, none on norms. A pipeline stage may have only one kind."""
+    """AdamW; weight decay on matrices, none on norms. A pipeline stage may have none of one kind."""
     named = list(named_parameters)
     matrices = [parameter for _, parameter in named if parameter.ndim >= 2]
     others = [parameter for _, parameter in named if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=LEARNING_RATE, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95))
 
 
 def lr_factor(step: int) -> float:
