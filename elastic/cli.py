@@ -1,0 +1,235 @@
+"""The command line: parse, call, print. Importing this module imports neither torch nor ray."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from elastic import __version__, api
+from elastic.errors import ElasticError
+from elastic.observe import doctor, report, runs, tables
+
+EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
+RUN = "run name, its folder or its URI"
+EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where), 3 stopped by a person or budget
+
+JOB is a folder with job.yaml and program.py; RUN is a run name, its folder or its URI.
+Runs lie in ./elastic_runs, unless the job's `storage`, --storage or $ELASTIC_STORAGE says otherwise."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    given = parser().parse_args(argv)
+    try:
+        return int(given.handler(given))
+    except ElasticError as error:
+        print(f"elastic: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("elastic: interrupted", file=sys.stderr)
+        return EXIT["stopped"]
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader, as in `| head`, has had enough
+        return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = _Parser(
+        prog="elastic",
+        description="Elastic training on Ray: the run keeps going while nodes come and go.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"elastic {__version__}")
+    verbs = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    _add_run(verbs)
+    _add_readers(verbs)
+    _add_orders(verbs)
+    _add_checkpoint(verbs)
+    return top
+
+
+def _verb(verbs: Any, name: str, handler: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = verbs.add_parser(name, help=about, description=about[:1].upper() + about[1:] + ".")
+    made.set_defaults(handler=handler)
+    made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_argument(
+        "--storage", metavar="URI", help="folder that holds the runs (default: $ELASTIC_STORAGE or ./elastic_runs)"
+    )
+    return made
+
+
+def _add_run(verbs: Any) -> None:
+    made = _verb(verbs, "run", _run, "train a job to its end; with the name of an interrupted run: go on with it")
+    made.add_argument("job", metavar="JOB", help="folder with job.yaml and program.py")
+    made.add_argument("--run-name", metavar="NAME", help="default: the job's name and the time; a known name is resumed")
+    made.add_argument("--local", action="store_true", help="use an embedded cluster on this machine even if RAY_ADDRESS is set")
+    made.add_argument("--drill", metavar="FILE", help="notices, kills and growth to carry out, instead of the job's own")
+    made.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="over job.yaml; repeatable"
+    )
+
+
+def _add_readers(verbs: Any) -> None:
+    _verb(verbs, "ls", _ls, "list the runs")
+    for name, handler, about in (
+        ("status", _status, "where a run stands"),
+        ("why", _why, "what happened in a run, and why each decision was taken"),
+        ("ledger", _ledger, "where the time and the money of a run went"),
+        ("report", _report, "write loss.png and report.json of a run again and print the report"),
+        ("replay", _replay, "take all decisions of a run again from its journal alone and compare"),
+    ):
+        _verb(verbs, name, handler, about).add_argument("run", metavar="RUN", help=RUN)
+    verbs.choices["why"].add_argument("--last", metavar="N", type=int, default=0, help="only the last N lines")
+    made = _verb(verbs, "doctor", _doctor, "check this machine; with RUN, what went wrong in that run")
+    made.add_argument("run", metavar="RUN", nargs="?", help=RUN)
+
+
+def _add_orders(verbs: Any) -> None:
+    made = _verb(verbs, "stop", _stop, "ask a live run to save its state and stop")
+    made.add_argument("run", metavar="RUN", help=RUN)
+    made.add_argument("--reason", default="asked on the command line", help="written to the journal")
+    made = _verb(verbs, "drill", _drill, "take a node from a live run, or add one, to see what it does")
+    made.add_argument("run", metavar="RUN", help=RUN)
+    made.add_argument(
+        "entry",
+        metavar="KEY=VALUE",
+        nargs="+",
+        help="notice=NODE [deadline_s=30], kill=NODE, hang=NODE or add=POOL, at once or at_step=N; "
+        "NODE is any, any-spot, rank0, rank:N, a node id, or several with commas",
+    )
+
+
+def _add_checkpoint(verbs: Any) -> None:
+    about = "durable checkpoints of a run"
+    actions = verbs.add_parser("checkpoint", help=about, description=about.capitalize() + ".").add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=_Parser
+    )
+    _verb(actions, "ls", _checkpoint_ls, "list them").add_argument("run", metavar="RUN", help=RUN)
+    made = _verb(actions, "verify", _checkpoint_verify, "read every byte of them and compare with the digests")
+    made.add_argument("run", metavar="RUN", help=RUN)
+
+
+def _show(given: argparse.Namespace, data: Any, lines: Sequence[str]) -> None:
+    """One JSON document, or lines."""
+    print(json.dumps(data, default=str) if given.json else "\n".join(lines))
+
+
+# ------------------------------------------------------------------------------------------------ run
+
+
+def _run(given: argparse.Namespace) -> int:
+    overrides = list(given.overrides) + ([f"storage={given.storage}"] if given.storage else [])
+    options = api.Options(
+        run_name=given.run_name,
+        local=given.local,
+        overrides=tuple(overrides),
+        drill=given.drill,
+        stream=sys.stderr if given.json else sys.stdout,
+    )
+    result = api.run(given.job, options=options)
+    if given.json:
+        print(json.dumps(result.summary))
+    elif result.outcome != "succeeded":
+        print(f"elastic: run {result.run} {result.outcome}: {result.reason}", file=sys.stderr)
+    return EXIT[result.outcome]
+
+
+# ------------------------------------------------------------------------------------------------ readers
+
+
+def _ls(given: argparse.Namespace) -> int:
+    rows = [tables.Row(runs.view(run), api.holder(run), runs.age_s(run)) for _, run in runs.all_runs(given.storage)]
+    _show(given, [row.plain() for row in rows], tables.ls(rows) if rows else [f"no runs in {runs.storage_uri(given.storage)}"])
+    return 0
+
+
+def _status(given: argparse.Namespace) -> int:
+    run = runs.open_run(given.run, given.storage)
+    view, holder = runs.view(run), api.holder(run)
+    _show(given, tables.status_plain(view, holder), tables.status(view, holder))
+    return 0
+
+
+def _why(given: argparse.Namespace) -> int:
+    view = runs.view(runs.open_run(given.run, given.storage))
+    _show(given, tables.why_plain(view, given.last), tables.why(view, given.last))
+    return 0
+
+
+def _ledger(given: argparse.Namespace) -> int:
+    lines = runs.lines_of(runs.open_run(given.run, given.storage))
+    _show(given, report.ledger_plain(lines), report.ledger(lines))
+    return 0
+
+
+def _report(given: argparse.Namespace) -> int:
+    data, lines = report.write(runs.open_run(given.run, given.storage))
+    _show(given, data, lines)
+    return 0
+
+
+def _replay(given: argparse.Namespace) -> int:
+    from elastic.sim.replay import replay
+
+    found = replay(runs.lines_of(runs.open_run(given.run, given.storage)))
+    data: dict[str, Any] = {"decisions": found.n_decisions, "identical": found.identical}
+    lines = [f"{found.n_decisions} decisions taken again: {'all identical' if found.identical else 'NOT identical'}"]
+    if found.first_difference is not None:
+        first = found.first_difference
+        data["first_difference"] = {"at_s": first.at_s, "recorded": first.recorded.reason, "again": first.again.reason}
+        lines += [f"first difference at {first.at_s:.3f} s:", f"  recorded: {first.recorded}", f"  again:    {first.again}"]
+    _show(given, data, lines)
+    return 0 if found.identical else 1
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    if given.run:
+        checks = doctor.run_troubles(runs.view(runs.open_run(given.run, given.storage)))
+    else:
+        checks = doctor.machine(runs.storage_uri(given.storage))
+    rows = [(check.verdict, check.name, check.found + (f"  ({check.hint})" if check.hint else "")) for check in checks]
+    _show(given, [check.plain() for check in checks], tables.columns(rows))
+    return 1 if any(check.verdict == "bad" for check in checks) else 0
+
+
+# ------------------------------------------------------------------------------------------------ orders
+
+
+def _stop(given: argparse.Namespace) -> int:
+    run = runs.open_run(given.run, given.storage)
+    api.stop(run, given.reason)
+    _show(given, {"run": run.root.name, "asked": "stop"}, [f"run {run.root.name} is asked to stop: elastic status {given.run}"])
+    return 0
+
+
+def _drill(given: argparse.Namespace) -> int:
+    run = runs.open_run(given.run, given.storage)
+    entry = api.drill(run, given.entry)
+    _show(given, {"run": run.root.name, "drill": entry}, [f"run {run.root.name} is told: {entry}"])
+    return 0
+
+
+def _checkpoint_ls(given: argparse.Namespace) -> int:
+    found, problems = api.checkpoints(runs.open_run(given.run, given.storage))
+    rows = [("STEP", "GENERATION", "RANKS", "BYTES", "URI")]
+    rows += [tuple(str(c[key]) for key in ("step", "generation", "world_size", "n_bytes", "uri")) for c in found]  # type: ignore[misc]
+    lines = tables.columns(rows, right=(0, 1, 2, 3)) if found else ["no committed checkpoint"]
+    _show(given, {"checkpoints": found, "problems": problems}, lines + problems)
+    return 0
+
+
+def _checkpoint_verify(given: argparse.Namespace) -> int:
+    found = api.verify(runs.open_run(given.run, given.storage))
+    bad = [item for item in found if item["problems"]]
+    lines = [f"step {c['step']}: {'; '.join(c['problems']) or 'every byte is as it was written'}" for c in found]
+    _show(given, found, lines or ["no committed checkpoint"])
+    return 1 if bad else 0
