@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 # the one private name of torch: DTensor caches specs by meshes that compare equal without their groups (test_groups.py)
@@ -25,6 +25,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from elastic.mesh import axis_groups, coordinates, stage_ranks
 from elastic.types import Layout
 
+CONNECT_S = 5.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 # must stand in the environment before torch is imported: NCCL's default error modes end a surviving process
@@ -117,7 +118,11 @@ class Groups:
         timeout = timedelta(seconds=timeout_s)
         self._store_port = port
         self._before = {_inode(fd) for fd in own_sockets()}
-        tcp = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        if self._aborted:
+            raise ConnectionAbortedError(f"generation {self.generation} was broken off before it met")
+        socket.create_connection(store, timeout=CONNECT_S).close()  # a store that is gone refuses at once; TCPStore would retry
+        tcp = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False)
+        tcp.set_timeout(timeout)
         self._store = PrefixStore(f"generation-{self.generation}", tcp)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._store, rank=me, world_size=n_participants, timeout=timeout)
@@ -185,6 +190,9 @@ class Groups:
 
     def close(self) -> None:
         """Takes the groups down; needs no peer."""
+        if self._store is not None and not dist.is_initialized():
+            # a failed rendezvous has used up a group number, on some ranks only: groups made alone and destroyed set it back
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         if dist.is_initialized():
             with suppress(AssertionError, RuntimeError):
                 dist.destroy_process_group()
