@@ -185,7 +185,7 @@ def _shapes(folder: str, manifests: Sequence[Manifest]) -> dict[str, tuple[int, 
         corners = [tuple(o + s for o, s in zip(box.offsets, box.sizes)) for box in boxes]
         shape = tuple(map(max, zip(*corners)))
         n_elements = sum(box.n_elements for box in boxes)
-        if len({(len(box.sizes), box.dtype) for box in boxes}) > 1 or n_elements != prod(shape):
+        if len({(len(box.sizes), box.dtype) for box in boxes}) > 1 or n_elements != prod(shape) or _overlap(boxes):
             raise Damaged(f"{folder}: the boxes of {fqn} hold {n_elements} elements of {prod(shape)} in shape {list(shape)}")
         shapes[fqn] = shape
     return shapes

@@ -211,7 +211,7 @@ def test_commit_needs_every_rank(storage: Storage) -> None:
     [
         Box("w", (3, 0), (1, 2), "float32"),  # a gap
         Box("w", (1, 0), (2, 2), "float32"),  # an overlap
-        Box("w", (0, 1), (3, 1), "float32"),  # an overlap and a gap of the same size
+        Box("w", (1, 1), (2, 1), "float32"),  # an overlap and a gap of the same size
         Box("w", (2, 0), (1, 2), "float64"),
         Box("w", (2,), (1,), "float32"),
     ],
@@ -222,6 +222,31 @@ def test_commit_refuses_gaps_and_overlaps(storage: Storage, second: Box) -> None
         write_shard(storage, 1, 1, rank, [(box, torch.zeros(box.sizes, dtype=getattr(torch, box.dtype)))])
     with pytest.raises(Damaged, match="the boxes of w hold"):
         commit(storage, 1, 1, 2, 1, {})
+
+
+def test_the_marker_is_written_last(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that dies at any write of a commit leaves no checkpoint, and the next one can still commit."""
+    write_shard(storage, 1, 1, 0, [(Box("w", (0,), (2,), "float32"), torch.ones(2))])
+    real, n_puts = Storage.put, 0
+    while not find(storage):
+        left = n_puts
+
+        def dying(self: Storage, key: str, data: bytes, if_absent: bool = False) -> bool:
+            nonlocal left
+            if left == 0:
+                raise OSError("killed")
+            left -= 1
+            return real(self, key, data, if_absent)
+
+        monkeypatch.setattr(Storage, "put", dying)
+        if n_puts < 2:
+            with pytest.raises(OSError, match="killed"):
+                commit(storage, 1, 1, 1, 1, {})
+            assert find(storage) == []
+        else:
+            commit(storage, 1, 1, 1, 1, {})
+        n_puts += 1
+    assert n_puts == 3 and find_valid(storage)[1] == []
 
 
 def test_equal_boxes_of_replicas_are_allowed(storage: Storage) -> None:
