@@ -239,6 +239,7 @@ class _Books:
         """While a generation is broken off, waiting for its workers is a part of the transition."""
         if self.aborted:
             self.sums["reshard"].add(self.wait.taken())
+            self.timing.settled_at_s = self.at_s
 
     def _step(self, event: StepDone, at_s: float) -> None:
         plan = self.plan
@@ -375,10 +376,12 @@ class _Timing:
     launch_to_first_step_s: float | None = None
     ordered_at_s: float = 0.0
     aborted_at_s: float | None = None
+    settled_at_s: float | None = None  # when the last survivor had answered the abort
     drill_at_s: float | None = None
     last_step: int = 0
     last_step_at_s: float | None = None
-    before: str = ""  # layout of the generation that last finished a step
+    before: str = ""  # layout of the generation entered last
+    gap_s: float | None = None  # of the newest transition: from the last step before to the first one after
     recent_s: list[float] = field(default_factory=list)
     open: tuple[Plan, PlanEntered, float] | None = None  # entered, without a step yet
     transitions: list[Transition] = field(default_factory=list)
@@ -390,16 +393,19 @@ class _Timing:
 
     def entered(self, plan: Plan, event: PlanEntered, at_s: float) -> None:
         self._close(None)
-        self.open = (plan, event, at_s)
+        self.open, self.gap_s = (plan, event, at_s), None
 
     def step(self, event: StepDone, at_s: float) -> None:
         plan = self.open[0] if self.open else None
         self._close(at_s)
         if self.launch_to_first_step_s is None and self.launched_at_s is not None:
             self.launch_to_first_step_s = at_s - self.launched_at_s
-        if plan is not None:
-            self.before = str(plan.layout)
-        self.recent_s = [*self.recent_s, event.step_time_s][-RECENT_STEPS:] if plan is None else self.recent_s
+        if plan is None:
+            if self.gap_s is not None:  # the second step shows what an ordinary one takes now
+                pause_s = round(max(0.0, self.gap_s - event.step_time_s), 4)
+                self.transitions[-1] = replace(self.transitions[-1], pause_s=pause_s)
+                self.gap_s, self.recent_s = None, []
+            self.recent_s = [*self.recent_s, event.step_time_s][-RECENT_STEPS:]
         self.last_step, self.last_step_at_s = event.step, at_s
 
     def digest(self, event: DigestChecked) -> None:
@@ -414,7 +420,8 @@ class _Timing:
         self.open = None
         pause_s = 0.0
         if first_step_at_s is not None and self.last_step_at_s is not None:
-            pause_s = max(0.0, first_step_at_s - self.last_step_at_s - self.ordinary_s)
+            self.gap_s = first_step_at_s - self.last_step_at_s
+            pause_s = max(0.0, self.gap_s - self.ordinary_s)
         phases_s = {name: round(float(event.phases_s.get(name, 0.0)), 4) for name in PHASES}
         phases_s["first_step"] = round(first_step_at_s - at_s, 4) if first_step_at_s is not None else 0.0
         phases_s |= self._before_entering(event)
@@ -425,9 +432,10 @@ class _Timing:
                 self.before, str(plan.layout), plan.resume.source, event.bytes_moved, early.ok if early else None, at_s,
             )
         )  # fmt: skip
+        self.before = str(plan.layout)
         if first_step_at_s is not None:
             self.last_step = event.step
-        self.aborted_at_s = self.drill_at_s = None
+        self.aborted_at_s = self.settled_at_s = self.drill_at_s = None
 
     def _before_entering(self, event: PlanEntered) -> dict[str, float]:
         """detect and quiesce, as seen by the driver."""
@@ -436,7 +444,8 @@ class _Timing:
             if since_s is None and self.last_step_at_s is not None:
                 since_s = self.last_step_at_s + self.ordinary_s
             detect_s = 0.0 if since_s is None else max(0.0, self.aborted_at_s - since_s)
-            return {"detect": round(detect_s, 4), "quiesce": round(max(0.0, self.ordered_at_s - self.aborted_at_s), 4)}
+            settled_at_s = self.settled_at_s if self.settled_at_s is not None else self.ordered_at_s
+            return {"detect": round(detect_s, 4), "quiesce": round(max(0.0, settled_at_s - self.aborted_at_s), 4)}
         left_at_s = event.left_at_s if event.left_at_s is not None else self.last_step_at_s
         if left_at_s is None or "quiesce" in event.phases_s:
             return {}

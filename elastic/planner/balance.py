@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 
 from elastic.errors import InfeasiblePlan
 from elastic.types import Layout
@@ -17,14 +18,13 @@ def shares(n_units: int, speeds: Sequence[float], unit: int = 1) -> tuple[int, .
         raise InfeasiblePlan(
             f"{n_units} shares of {unit} samples for {len(speeds)} data-parallel ranks: each needs at least one"
         )
-    total = sum(speeds)
-    units = [max(1, int(n_units * speed / total)) for speed in speeds]
-    while sum(units) > n_units:
-        slowest = max(range(len(units)), key=lambda i: (units[i] > 1, units[i] / speeds[i], i))
-        units[slowest] -= 1
-    while sum(units) < n_units:
-        first = min(range(len(units)), key=lambda i: ((units[i] + 1) / speeds[i], i))
-        units[first] += 1
+    units = [1] * len(speeds)
+    finish = [(2 / speed, i) for i, speed in enumerate(speeds)]  # with one more unit
+    heapify(finish)
+    for _ in range(n_units - len(speeds)):
+        _, i = finish[0]
+        units[i] += 1
+        heapreplace(finish, ((units[i] + 1) / speeds[i], i))
     return tuple(n * unit for n in units)
 
 

@@ -62,7 +62,7 @@ def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Nod
         if best and layout.world_size < best.layout.world_size:
             break
         choice = _try(model, job, nodes, layout, rejected)
-        if choice is None or _too_big(model, choice, limits, rejected, exact=False):
+        if choice is None or _idle_pipeline(choice, rejected) or _too_big(model, choice, limits, rejected, exact=False):
             continue
         if best is None or choice.relative_time < best.relative_time:
             best = choice
@@ -126,6 +126,14 @@ def _try(
         return None
     relative = cost.relative_time(layout, n_microbatches, max(samples), global_batch)
     return Choice(layout, ranks, samples, layers, n_microbatches, cost.memory_bytes(model, layout), relative)
+
+
+def _idle_pipeline(choice: Choice, rejected: list[str]) -> bool:
+    """Are there fewer microbatches than stages? Then stages only wait for each other."""
+    idle = choice.n_microbatches < choice.layout.pp
+    if idle:
+        rejected.append(f"{choice.layout}: {choice.n_microbatches} microbatches cannot fill {choice.layout.pp} pipeline stages")
+    return idle
 
 
 def _too_big(model: ModelProfile, choice: Choice, limits: Limits, rejected: list[str], exact: bool) -> bool:

@@ -10,7 +10,7 @@ from elastic.types import Node
 
 PEER_SHARE = 0.01  # of the step time
 PEER_UNMEASURED, PEER_MOST = 5, 50
-DURABLE_LEAST, DURABLE_UNMEASURED, DURABLE_ALONE = 20, 20, 10
+DURABLE_LEAST, DURABLE_UNMEASURED, DURABLE_ALONE, DURABLE_COPIES = 20, 20, 10, 4
 LOSSES_PER_NODE_H = {"spot": 0.05, "on-demand": 0.002, "reserved": 0.002, "owned": 0.002}  # prior: one per 20 and 500 h
 PRIOR_NODE_H = 20.0  # weight of the prior against what the run sees
 STALL_UNMEASURED_S = 0.5
@@ -38,8 +38,8 @@ def losses_per_h(state: State, nodes: Sequence[Node]) -> float:
 
 
 def durable_every(state: State, nodes: Sequence[Node]) -> int:
-    """Steps between durable copies: sqrt(2 x stall x mean time between losses) (Young 1974, Daly 2006), at least 20 steps;
-    at most 10 when there is no second node to hold peer copies."""
+    """Steps between durable copies: sqrt(2 x stall x mean time between losses) (Young 1974, Daly 2006), at least 20 steps
+    and at most a quarter of the job; at most 10 when there is no second node to hold peer copies."""
     wanted = state.job.get("durable_every", "auto")
     if wanted != "auto":
         return int(wanted)
@@ -47,5 +47,5 @@ def durable_every(state: State, nodes: Sequence[Node]) -> int:
     if state.step_time_s:
         stall_s = state.durable_stall_s or STALL_UNMEASURED_S
         interval_s = sqrt(2 * stall_s * 3600 / max(1e-9, losses_per_h(state, nodes)))
-        every = max(DURABLE_LEAST, round(interval_s / state.step_time_s))
+        every = max(DURABLE_LEAST, min(round(interval_s / state.step_time_s), state.steps // DURABLE_COPIES))
     return min(every, DURABLE_ALONE) if len({node.node_id for node in nodes}) < 2 else every

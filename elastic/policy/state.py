@@ -12,13 +12,15 @@ from elastic.policy.known import Request as Request
 from elastic.policy.known import State as State
 from elastic.policy.known import StopWish as StopWish
 from elastic.policy.orders import ORDERS
-from elastic.types import Decided, Event
+from elastic.types import Decided, DriverStarted, Event
 
 
 def fold(state: State, event: Event, at_s: float) -> State:
     """The state after `event`, which became known at `at_s`. A decision without orders changes nothing."""
     if not isinstance(event, Decided):
         handler = HANDLERS.get(type(event))
+        if isinstance(event, DriverStarted) and not event.attached:
+            return HANDLERS[DriverStarted](state, event, at_s)  # what its predecessor paid for ended with it
         return handler(billed(state, at_s), event, at_s) if handler else state
     if event.decision.actions:
         state = billed(state, at_s)

@@ -1,0 +1,100 @@
+"""Which layout on which nodes, and why not the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic.errors import InfeasiblePlan
+from elastic.planner.search import Limits, plan_layout
+from elastic.types import Layout, ModelProfile, Node, TensorSpec, WorkerId
+
+MODEL = ModelProfile(
+    4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), ("exp_avg", "exp_avg_sq"), ("step",), 0.0, 4
+)
+
+
+def job(**changes: Any) -> dict[str, Any]:
+    return {"global_batch": 16, "layout": "auto", "min_workers": 1, "max_workers": None} | changes
+
+
+def nodes(*gpus: int, speeds: tuple[float, ...] = ()) -> list[Node]:
+    return [Node(f"n{i}", "p", g, "prepared", None, (speeds or (1.0,) * len(gpus))[i]) for i, g in enumerate(gpus)]
+
+
+def test_auto_uses_every_worker_with_plain_sharding() -> None:
+    choice = plan_layout(MODEL, job(), nodes(2, 2, 1))
+    assert choice.layout == Layout(dp_shard=5) and choice.samples == (4, 3, 3, 3, 3) and choice.layers == (4,)
+    assert choice.ranks[:3] == (WorkerId("n0", 0), WorkerId("n0", 1), WorkerId("n1", 0))
+
+
+def test_auto_never_has_more_ranks_than_samples() -> None:
+    choice = plan_layout(MODEL, job(global_batch=2), nodes(1, 1, 1))
+    assert choice.layout.world_size == 2 and choice.layout.dp <= 2
+    assert plan_layout(MODEL, job(global_batch=1), nodes(1, 1, 1)).layout == Layout()  # no pipeline without microbatches
+
+
+def test_auto_cuts_further_when_memory_is_short() -> None:
+    tight = MODEL.specs[0]
+    big = ModelProfile(4, 1, (tight,), ("exp_avg", "exp_avg_sq"), (), 0.0, 4)
+    free = plan_layout(big, job(), nodes(4))
+    assert free.layout == Layout(dp_shard=4)
+    less = plan_layout(big, job(), nodes(4), Limits(memory_bytes=free.memory_bytes - 1))
+    assert less.layout.world_size == 4 and less.layout.tp > 1 and less.memory_bytes < free.memory_bytes
+    with pytest.raises(InfeasiblePlan, match="GiB per worker"):
+        plan_layout(big, job(), nodes(4), Limits(memory_bytes=1000))
+
+
+def test_what_did_not_fit_is_not_tried_again_nor_anything_that_needs_more() -> None:
+    first = plan_layout(MODEL, job(), nodes(2, 2))
+    second = plan_layout(MODEL, job(), nodes(2, 2), Limits(infeasible={first.layout: 5 << 30}))
+    assert second.layout != first.layout and second.memory_bytes < first.memory_bytes
+    assert any("did not fit (5.00 GiB measured)" in why for why in second.rejected)
+
+
+def test_the_layout_of_the_job_is_taken_literally() -> None:
+    choice = plan_layout(MODEL, job(layout="pp=2,dp_shard=2"), nodes(2, 2, 2))
+    assert choice.layout == Layout(pp=2, dp_shard=2) and choice.layers == (2, 2)
+    assert choice.n_microbatches == 4 and choice.samples == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "there", "why"),
+    [
+        ("dp_shard=8", (2, 2), "needs 8 workers, there are 4 on 2 nodes"),
+        ("tp=4", (2, 2), "0 of them in groups of 4 inside a node"),
+        ("tp=3", (3,), "tp=3 must divide 4"),
+        ("pp=5", (5,), "pp=5 needs at least 5 blocks, the model has 4"),
+        ("dp_shard=17", (17,), "17 data-parallel ranks are more than the 16 samples"),
+    ],
+)
+def test_a_layout_that_cannot_fit_says_why(text: str, there: tuple[int, ...], why: str) -> None:
+    with pytest.raises(InfeasiblePlan, match=why):
+        plan_layout(MODEL, job(layout=text), nodes(*there))
+
+
+def test_a_map_names_the_layout_of_the_largest_size_that_is_there() -> None:
+    wanted = {"2": "dp_shard=2", "4": "dp_shard=2,tp=2"}
+    found = [plan_layout(MODEL, job(layout=wanted), nodes(*([1] * n if n < 4 else [2, 2]))).layout for n in (1, 2, 3, 4)]
+    assert found == [Layout(), Layout(dp_shard=2), Layout(dp_shard=2), Layout(dp_shard=2, tp=2)]
+
+
+def test_a_tensor_parallel_group_never_leaves_its_node() -> None:
+    choice = plan_layout(MODEL, job(layout="dp_shard=3,tp=2"), nodes(3, 2, 3))
+    pairs = [choice.ranks[i : i + 2] for i in range(0, 6, 2)]
+    assert all(a.node_id == b.node_id for a, b in pairs)
+    assert WorkerId("n0", 2) not in choice.ranks
+
+
+def test_bounds_on_the_number_of_workers() -> None:
+    assert plan_layout(MODEL, job(max_workers=3), nodes(2, 2)).layout.world_size == 3
+    with pytest.raises(InfeasiblePlan, match="2 of the at least 3 workers"):
+        plan_layout(MODEL, job(min_workers=3), nodes(2))
+    with pytest.raises(InfeasiblePlan, match="min_workers is 3"):
+        plan_layout(MODEL, job(min_workers=3, global_batch=2), nodes(3))
+
+
+def test_slow_nodes_get_fewer_samples() -> None:
+    choice = plan_layout(MODEL, job(), nodes(1, 1, 1, speeds=(1.0, 0.5, 1.0)))
+    assert choice.samples == (6, 3, 7) or choice.samples == (7, 3, 6)

@@ -1,0 +1,72 @@
+"""Which nodes are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from story import Story, job
+
+from elastic.policy.capacity import capacity, potential
+from elastic.policy.state import Backoff, Request, State
+from elastic.types import Node, Pool, RequestNodes
+
+SPOT = Pool("cheap", "CPU", 2, "spot", 1.0, 0, 3)
+FIXED = Pool("fixed", "CPU", 2, "on-demand", 3.0, 0, 2)
+OWNED = Pool("ours", "CPU", 2, "owned", 0.0, 0, 1)
+
+
+def state(**changes: Any) -> State:
+    return replace(State(run="r", job=job(), pools=(FIXED, SPOT, OWNED)), **changes)
+
+
+def asked(found: State, now_s: float = 0.0) -> list[tuple[str, int]]:
+    return [(a.pool, a.count) for a in capacity(found, now_s).actions if isinstance(a, RequestNodes)]
+
+
+def test_spot_comes_before_on_demand_and_what_is_owned_before_both() -> None:
+    assert asked(state()) == [("ours", 1), ("cheap", 3), ("fixed", 2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"max_workers": 4}, [("ours", 1), ("cheap", 1)]),
+        ({"max_workers": 5}, [("ours", 1), ("cheap", 2)]),
+        ({"max_nodes": 3}, [("ours", 1), ("cheap", 2)]),
+        ({"layout": "dp_shard=2"}, [("ours", 1)]),
+        ({"layout": {"2": "dp_shard=2", 4: "dp_shard=4"}}, [("ours", 1), ("cheap", 1)]),
+    ],
+)
+def test_no_more_than_the_job_can_use(changes: dict[str, Any], expected: list[tuple[str, int]]) -> None:
+    assert asked(state(job=job(**changes))) == expected
+
+
+def test_what_is_there_or_coming_counts_and_what_is_leaving_does_not() -> None:
+    nodes = {"a": Node("a", "cheap", 2, "prepared"), "b": Node("b", "cheap", 2, "draining"), "c": Node("c", "ours", 2, "ready")}
+    requests = {"fixed-1": Request("fixed-1", "fixed", 1, 0.0)}
+    found = state(nodes=nodes, requests=requests, preparing={"c": 0.0})
+    assert asked(found) == [("cheap", 2), ("fixed", 1)]
+    assert asked(found, 901.0) == [("cheap", 2), ("fixed", 2)]  # a request without an answer is forgotten
+
+
+def test_a_pool_that_said_no_is_left_alone_until_its_time() -> None:
+    found = state(backoff={"cheap": Backoff(50.0, 30.0, "no capacity")})
+    decision = capacity(found, 10.0)
+    assert asked(found, 10.0) == [("ours", 1), ("fixed", 2)] and decision.wake_at_s == 50.0
+    assert ("cheap", 3) in asked(found, 50.0)
+
+
+def test_request_ids_are_never_used_twice() -> None:
+    story = Story(pools=(SPOT, FIXED))
+    story.tick(after_s=1000)
+    ids = [a.request_id for d in story.decisions for a in d.actions if isinstance(a, RequestNodes)]
+    assert len(ids) == len(set(ids)) == 4
+
+
+def test_potential_is_what_is_there_plus_what_pools_could_give() -> None:
+    assert sum(node.gpus for node in potential(state())) == 12
+    assert sum(node.gpus for node in potential(state(job=job(max_nodes=2)))) == 4
+    there = {"a": Node("a", "cheap", 2, "prepared"), "x": Node("x", "cheap", 2, "lost")}
+    assert sum(node.gpus for node in potential(state(nodes=there))) == 12

@@ -1,0 +1,157 @@
+"""fold: fencing by generation, and what each fact changes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from story import SPOT, Story, job
+
+from elastic.policy.state import State, fold
+from elastic.types import (
+    Copy,
+    CopyStored,
+    Decided,
+    Decision,
+    DriverStarted,
+    Holding,
+    Layout,
+    NodeLost,
+    Notice,
+    NoticeWithdrawn,
+    PlanEntered,
+    Quiesced,
+    RequestFailed,
+    Silent,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)
+
+
+def test_messages_of_an_older_generation_change_nothing() -> None:
+    story = Story()
+    old = story.running("a", "b", "c", steps=3)
+    story.tick(Notice("c", story.now_s + 30))
+    story.entered()
+    state = story.state
+    stale = [
+        StepDone(old.generation, 9, 1.0, 10, 0.1),
+        PlanEntered(old.generation, 0),
+        WorkerFailed(WorkerId("a", 0), old.generation, "collective", "reset"),
+        WorkerFailed(WorkerId("a", 0), old.generation, "out_of_memory", "oom", 5),
+        WorkerFailed(WorkerId("a", 0), old.generation, "process", "exit code 1"),
+        Silent(WorkerId("a", 0), old.generation, "stepping", 9.0),
+        CopyStored(Copy(3, "peer", old.generation, old.layout)),
+    ]
+    for event in stale:
+        assert replace(fold(state, event, state.billed_at_s), billed_at_s=state.billed_at_s) == state, event
+
+
+def test_holdings_of_an_older_generation_count() -> None:
+    story = Story()
+    old = story.running("a", "b", steps=3)
+    story.tick(NodeLost("b"))
+    held = (Holding(WorkerId("a", 0), old.generation, 0, 3, "peer"), Holding(WorkerId("a", 0), old.generation, 1, 3, "peer"))
+    story.tick(Quiesced(WorkerId("a", 0), old.generation, 3, held))
+    second = story.state.target
+    assert second is not None
+    story.tick(WorkerFailed(WorkerId("a", 0), second.generation, "infrastructure", "store unreachable"))
+    story.tick(Quiesced(WorkerId("a", 0), second.generation, 3, held))
+    assert story.state.holdings[WorkerId("a", 0)] == held
+    story.tick(after_s=2)
+    third = story.state.target
+    assert third is not None and third.generation > second.generation
+    assert (third.resume.source, third.resume.step, third.resume.generation) == ("peer", 3, old.generation)
+
+
+def test_steps_of_the_old_generation_count_until_a_live_one_is_entered() -> None:
+    story = Story()
+    plan = story.running("a", "b", steps=3)
+    story.tick(Notice("b", story.now_s + 30))
+    story.tick(StepDone(plan.generation, 4, 1.0, 10, 0.1))
+    assert (story.state.step, story.state.phase) == (4, "entering")
+
+
+def test_what_a_lost_node_held_is_gone() -> None:
+    story = Story()
+    plan = story.running("a", "b", "c")
+    story.tick(NodeLost("c"))
+    story.quiesced(plan, {"a": [(0, 0, "peer")]})
+    assert WorkerId("a", 0) in story.state.holdings
+    story.tick(NodeLost("a"))
+    assert WorkerId("a", 0) not in story.state.holdings
+    assert [node.node_id for node in story.state.alive] == ["b"]
+
+
+def test_notice_and_its_withdrawal() -> None:
+    story = Story()
+    story.nodes("a")
+    story.tick(Notice("a", 99.0))
+    assert story.state.nodes["a"].status == "draining" and story.state.nodes["a"].deadline_s == 99.0
+    state = fold(replace(story.state, releasing=frozenset()), NoticeWithdrawn("a"), story.now_s)
+    assert state.nodes["a"].status == "prepared" and state.nodes["a"].deadline_s is None
+
+
+def test_a_refused_request_backs_off_30_s_then_doubles_to_10_minutes() -> None:
+    state, waits = State(pools=(SPOT,)), []
+    for _ in range(7):
+        state = fold(state, RequestFailed("spot", "x", "none"), 100.0)
+        waits.append(state.backoff["spot"].until_s - 100.0)
+    assert waits == [30, 60, 120, 240, 480, 600, 600]
+
+
+def test_the_running_digest_depends_on_every_sample_digest_and_survives_a_rollback() -> None:
+    straight, resized = Story(), Story()
+    straight.running("a", "b", steps=6)
+    plan = resized.running("a", "b", steps=4)
+    resized.tick(NodeLost("b"))
+    resized.quiesced(plan, {"a": [(0, 2, "peer"), (1, 2, "peer")]})
+    resized.entered()
+    assert resized.state.step == 2
+    resized.steps(4)
+    assert resized.state.digest == straight.state.digest != ""
+    other = Story()
+    other.running("a", "b", steps=5)
+    other.steps(1, digest="another sample")
+    assert other.state.digest != straight.state.digest
+
+
+def test_the_bill_counts_every_node_from_ready_to_lost() -> None:
+    story = Story()
+    story.running("a", "b")
+    before, at_s = story.state.usd_at(story.now_s), story.now_s
+    story.tick(NodeLost("b", "released"), after_s=1800)
+    story.tick(NodeLost("a"), after_s=3600)
+    assert story.state.usd_at(story.now_s) - before == pytest.approx(2 * 0.5 + 1.0)
+    assert story.now_s - at_s == pytest.approx(5400)
+
+
+def test_a_decision_without_orders_changes_nothing() -> None:
+    state = Story().state
+    assert fold(state, Decided(Decision((), "waits", 5.0)), 1e6) is state
+
+
+def test_a_number_that_is_none_rolls_back_once_then_ends_the_run() -> None:
+    story = Story()
+    plan = story.running("a", "b", steps=4)
+    decision = story.tick(StepDone(plan.generation, 5, math.nan, 10, 0.1, digest="bad"))
+    assert "nan" in decision.reason and "bad" in decision.reason
+    held = {"a": [(0, 5, "live"), (0, 3, "peer"), (1, 3, "peer")], "b": [(1, 5, "live")]}
+    story.quiesced(plan, held)
+    target = story.state.target
+    assert target is not None and (target.cause, target.resume.step) == ("rollback", 3)
+    again = story.entered()
+    story.tick(StepDone(again.generation, 4, math.nan, 10, 0.1))
+    assert story.state.phase == "failed" and "again" in story.state.outcome_reason
+
+
+def test_a_new_driver_that_does_not_attach_keeps_the_bill_and_the_generations() -> None:
+    story = Story()
+    story.running("a", "b", steps=3)
+    layout = Layout(dp_shard=2)
+    copies = (Copy(20, "durable", 1, layout, uri="u20"), Copy(40, "durable", 2, layout, uri="u40"))
+    state = fold(story.state, DriverStarted("story", 2, job(), (SPOT,), story.start.model, durable=copies), story.now_s + 5)
+    assert (state.epoch, state.phase, state.nodes, state.saved_step) == (2, "waiting", {}, 40)
+    assert state.generation == 2 and state.usd == story.state.usd

@@ -1,0 +1,105 @@
+"""Which copy a recovery starts from: live > peer > durable at equal step, the newest step wins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from story import SPOT, job
+
+from elastic.errors import StateLost
+from elastic.mesh import partners
+from elastic.policy.recovery import covered, from_memory, newest
+from elastic.policy.state import State
+from elastic.types import Copy, Holding, Layout, Node, Plan, WorkerId
+
+NAMES = ("a", "b", "c", "d")
+WORKERS = tuple(WorkerId(name, 0) for name in NAMES)
+
+
+def plan(layout: Layout, generation: int = 1) -> Plan:
+    return Plan(generation, layout, WORKERS[: layout.world_size], (12,), (4,))
+
+
+def state(layout: Layout, held: dict[str, list[tuple[int, int, str]]], **changes: Any) -> State:
+    """Holdings of generation 1, by worker: (rank, step, kind)."""
+    holdings = {WorkerId(n, 0): tuple(Holding(WorkerId(n, 0), 1, r, s, k) for r, s, k in there) for n, there in held.items()}  # type: ignore[arg-type]
+    nodes = {name: Node(name, "spot", 1, "prepared") for name in NAMES}
+    base = State(
+        run="r", job=job(), pools=(SPOT,), nodes=nodes, plans={1: plan(layout)}, generation=1, holdings=holdings, best_step=9
+    )
+    return replace(base, **changes)
+
+
+def test_live_boxes_of_all_ranks_beat_an_older_peer_copy() -> None:
+    found = from_memory(
+        state(Layout(dp_shard=2), {"a": [(0, 9, "live"), (1, 5, "peer"), (0, 5, "peer")], "b": [(1, 9, "live")]})
+    )
+    assert found is not None and found.step == 9 and {h.kind for h in found.holdings} == {"live"}
+
+
+def test_a_step_that_only_some_ranks_have_does_not_count() -> None:
+    held = {"a": [(0, 9, "live"), (0, 5, "peer"), (2, 5, "peer")], "b": [(1, 9, "live"), (1, 5, "peer"), (0, 5, "peer")]}
+    found = from_memory(state(Layout(dp_shard=3), held))
+    assert found is not None and found.step == 5
+    assert {(h.rank, h.worker.node_id) for h in found.holdings} == {(0, "a"), (0, "b"), (1, "b"), (2, "a")}
+
+
+def test_replicas_stand_in_for_each_other() -> None:
+    layout = Layout(dp_replicate=2, dp_shard=2)
+    held = {"a": [(0, 9, "live")], "d": [(3, 9, "live")]}
+    found = from_memory(state(layout, held))
+    assert found is not None and found.step == 9
+    assert from_memory(state(layout, {"a": [(0, 9, "live")], "c": [(2, 9, "live")]})) is None
+
+
+def test_every_loss_of_one_node_is_covered_by_partners() -> None:
+    for layout in (Layout(dp_shard=4), Layout(pp=2, dp_shard=2), Layout(dp_shard=2, tp=2)):
+        whole = plan(layout)
+        keepers = partners(whole.ranks)
+        holdings = [
+            Holding(keeper, 1, rank, 5, "peer")
+            for rank, worker in enumerate(whole.ranks)
+            for keeper in (worker, whole.ranks[keepers[rank]])
+        ]
+        for lost in NAMES:
+            assert covered(whole, [h for h in holdings if h.worker.node_id != lost])
+        assert not covered(whole, [h for h in holdings if h.worker.node_id not in ("a", "b")])
+
+
+def test_live_is_preferred_to_peer_at_the_same_step_on_the_same_worker() -> None:
+    found = from_memory(state(Layout(), {"a": [(0, 5, "peer"), (0, 5, "live")]}))
+    assert found is not None and [h.kind for h in found.holdings] == ["live"]
+
+
+def test_holdings_of_a_dead_worker_or_of_a_forgotten_generation_do_not_count() -> None:
+    held: dict[str, list[tuple[int, int, str]]] = {"a": [(0, 9, "live")]}
+    assert from_memory(state(Layout(), held)) is not None
+    assert from_memory(state(Layout(), held, dead=frozenset({WorkerId("a", 0)}))) is None
+    assert from_memory(state(Layout(), held, nodes={"a": Node("a", "spot", 1, "lost")})) is None
+    assert from_memory(state(Layout(), held, plans={})) is None
+    assert from_memory(state(Layout(), held, distrusted=frozenset({1}))) is None
+
+
+def test_draining_holders_are_used_only_where_nobody_else_would_do() -> None:
+    nodes = {"a": Node("a", "spot", 1, "prepared"), "b": Node("b", "spot", 1, "draining")}
+    both: dict[str, list[tuple[int, int, str]]] = {"a": [(0, 5, "peer"), (1, 5, "peer")], "b": [(1, 5, "live")]}
+    found = from_memory(state(Layout(dp_shard=2), both, nodes=nodes))
+    assert found is not None and {h.worker.node_id for h in found.holdings} == {"a"}
+    found = from_memory(state(Layout(dp_shard=2), {"a": [(0, 5, "peer")], "b": [(1, 5, "live")]}, nodes=nodes))
+    assert found is not None and {h.worker.node_id for h in found.holdings} == {"a", "b"}
+
+
+@pytest.mark.parametrize(("durable_step", "source", "step"), [(4, "peer", 5), (5, "peer", 5), (6, "durable", 6)])
+def test_the_newest_step_wins_and_memory_wins_a_tie(durable_step: int, source: str, step: int) -> None:
+    copy = Copy(durable_step, "durable", 1, Layout(), (4,), uri="u")
+    resume = newest(state(Layout(), {"a": [(0, 5, "peer")]}, durable=(copy,)))
+    assert (resume.source, resume.step) == (source, step)
+    assert resume.uri == ("u" if source == "durable" else "")
+
+
+def test_nothing_saved_starts_again_while_little_is_lost_and_fails_when_much_is() -> None:
+    assert newest(state(Layout(), {}, step_time_s=1.0)).source == "fresh"
+    with pytest.raises(StateLost, match="step 2000 was reached"):
+        newest(state(Layout(), {}, step_time_s=1.0, best_step=2000))
