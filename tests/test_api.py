@@ -1,0 +1,128 @@
+"""What is checked before a run starts and counted when it has ended; no cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import elastic
+from elastic import api
+from elastic.cluster.lease import Lease
+from elastic.data.order import digest, digest_text, sample_ids
+from elastic.errors import SpecError
+from elastic.ledger.journal import Journal, Line
+from elastic.program import Program, load_program
+from elastic.storage import open_storage
+from elastic.types import Decision, DriverStarted, ModelProfile, PlanEntered, StepDone, Stop, TensorSpec
+
+PROGRAM = """
+import elastic
+program = elastic.Program(model=lambda: None, optimizer=lambda named: None, dataset=lambda: range(100), loss=lambda o, b: 0)
+"""
+MODEL = ModelProfile(1, 4, (TensorSpec("w", (2, 2), "float32"),))
+START = DriverStarted("tiny-1", 1, {"steps": 4, "global_batch": 8, "seed": 3}, (), MODEL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("ELASTIC_STORAGE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    job = tmp_path / "tiny"
+    job.mkdir()
+    (job / "program.py").write_text(PROGRAM)
+    (job / "job.yaml").write_text("steps: 4\nglobal_batch: 8\nseed: 3\n")
+    return job
+
+
+def prepared(folder: Path, **options: object) -> api._Run:
+    return api._Run(api._job(folder, None, api.Options()), api.Options(**options))  # type: ignore[arg-type]
+
+
+def steps(numbers: list[int], n_samples: int = 100, generation: int = 1) -> list[tuple[float, StepDone]]:
+    ids = {k: digest_text(digest(sample_ids(n_samples, 8, 3, k - 1))) for k in numbers}
+    return [(float(k), StepDone(generation, k, 1.0, 8, 0.1, digest=ids[k])) for k in numbers]
+
+
+def test_names_and_places(folder: Path) -> None:
+    one = prepared(folder, run_name="mine")
+    assert one.storage.root == folder.parent / "elastic_runs" / "mine"
+    assert prepared(folder).name.startswith("tiny-20")
+    with pytest.raises(SpecError, match="run name 'a/b'"):
+        prepared(folder, run_name="a/b")
+
+
+def test_the_ray_address_decides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prepared(folder).address is None
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert prepared(folder).address == "10.0.0.1:6379"
+    assert prepared(folder, local=True).address is None
+
+
+def test_a_program_is_found_by_its_file(folder: Path) -> None:
+    program = load_program(folder / "program.py")
+    job = api._job(program, {"steps": 2, "global_batch": 4}, api.Options())
+    assert (job.program, job.steps) == (str(folder / "program.py"), 2)
+    job = api._job(program, folder, api.Options(overrides=("steps=9",)))
+    assert (job.program, job.steps) == (str(folder / "program.py"), 9)
+    with pytest.raises(SpecError, match="give job="):
+        api._job(program, None, api.Options())
+    with pytest.raises(SpecError, match="a job folder has its own job.yaml"):
+        api._job(folder, {"steps": 2}, api.Options())
+    nowhere = Program(eval("lambda: None"), program.optimizer, program.dataset, program.loss)
+    with pytest.raises(SpecError, match="in a file"):
+        elastic.run(nowhere, {"steps": 2, "global_batch": 4})
+
+
+def test_a_run_that_is_done_is_not_run_again(folder: Path) -> None:
+    one = prepared(folder, run_name="done")
+    journal = Journal(one.journal_path, 1)
+    journal.append(0.0, [(0.0, START)], None)
+    journal.close()
+    assert len(one._before()) == 1
+    journal = Journal(one.journal_path, 2)
+    journal.append(9.0, [], Decision((Stop("succeeded", "done"),), "done"))
+    journal.close()
+    with pytest.raises(SpecError, match="run 'done' is done"):
+        one._before()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"job": {**START.job, "global_batch": 4}}, "started with global_batch=8, the job says 4"),
+        ({"job": {**START.job, "seed": 4}}, "started with seed=3, the job says 4"),
+        ({"model": replace(MODEL, specs=(TensorSpec("w", (2, 3), "float32"),))}, r"w was \[2, 2\], it is \[2, 3\]"),
+        ({"model": replace(MODEL, specs=(*MODEL.specs, TensorSpec("b", (2,), "float32")))}, r"b was not there, it is \[2\]"),
+    ],
+)
+def test_a_run_goes_on_as_it_began(change: dict[str, object], said: str) -> None:
+    before = [Line(0.0, 1, ((0.0, START),))]
+    api._check_same(before, replace(START, epoch=2, job={**START.job, "steps": 9}))
+    api._check_same([], replace(START, **change))
+    with pytest.raises(SpecError, match=said):
+        api._check_same(before, replace(START, **change))
+
+
+def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:
+    one = prepared(folder)
+
+    def exact(*events: tuple[float, object]) -> bool | None:
+        return one._samples_exact([Line(0.0, 1, ((0.0, START),)), Line(9.0, 1, tuple(events))])  # type: ignore[arg-type]
+
+    assert exact(*steps([1, 2, 3, 4])) is True
+    assert exact(*steps([1, 2, 3]), (3.5, PlanEntered(2, 2)), *steps([3, 4], generation=2)) is True
+    assert exact(*steps([1, 2, 4])) is False
+    assert exact(*steps([1, 2, 3])) is False
+    assert exact(*steps([1, 2, 3]), *steps([4], n_samples=90)) is False
+
+
+def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:
+    run = open_storage(tmp_path)
+    assert api.holder(run) == ""
+    lease = Lease(run, "one")
+    assert api.holder(run).startswith("process ")
+    lease.release()
+    assert api.holder(run) == ""
