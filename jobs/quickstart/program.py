@@ -12,7 +12,7 @@ from elastic.models.llama import Llama, LlamaConfig, generate, init_weights, los
 
 SEQ = 128  # bytes per sample
 STEPS, WARM_UP_STEPS, LAST_LR_FACTOR = 260, 20, 0.05  # STEPS as in job.yaml: the length of the cosine
-LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1
+LEARNING_RATE, WEIGHT_DECAY = 2e-3, 0.1
 NOT_PROSE = ("test", "tests", "encodings", "pydoc_data", "idlelib", "lib2to3")  # tables, generated text, another Python
 CONFIG = LlamaConfig(vocab_size=256, hidden=256, n_layers=2, n_heads=8, n_kv_heads=4, max_seq=SEQ)
 PROMPT = "    def "
