@@ -23,7 +23,7 @@ from elastic.observe.terminal import Terminal
 from elastic.observe.view import view_of
 from elastic.policy.state import ENDED, State
 from elastic.program import Program, load_program
-from elastic.spec import JobSpec, check_fit, drill_entry, job_of, load_drill, load_job
+from elastic.spec import JobSpec, check_fit, drill_entry, embedded_pools, job_of, load_drill, load_job
 from elastic.storage import Storage, open_storage
 from elastic.types import Copy, DriverStarted, Layout, ModelProfile, Outcome, Pool, StepDone
 
@@ -87,8 +87,6 @@ def run(
     """
     options = options or Options()
     spec = _job(program, job, options)
-    if options.drill is not None:
-        spec = spec.model_copy(update={"drill": load_drill(options.drill)})
     return _Run(spec, options).to_the_end()
 
 
@@ -124,9 +122,10 @@ class _Run:
     """One `run()`: what is known about it before the driver starts."""
 
     def __init__(self, spec: JobSpec, options: Options) -> None:
-        self.spec, self.options = spec, options
+        self.options = options
         self.launched_at_s = time.time()
         self.address = ray_address(options)
+        self.spec = spec = self._adapted(spec)
         self.pools: tuple[Pool, ...] = tuple(pool.pool() for pool in spec.pools)
         check_fit(spec, self.pools)
         self.program = load_program(spec.program)
@@ -135,6 +134,18 @@ class _Run:
             raise SpecError(f"run name '{name}': letters, digits, '.', '_' and '-' only")
         self.name = name
         self.storage: Storage = open_storage(f"{runs.storage_uri(spec.storage)}/{name}")
+
+    def _adapted(self, spec: JobSpec) -> JobSpec:
+        """The job's own drill is for nodes that are there to be killed: on a cluster only `--drill` asks for one."""
+        drill = load_drill(self.options.drill) if self.options.drill is not None else spec.drill
+        if self.address is not None and self.options.drill is None:
+            drill = []
+        pools = spec.pools
+        if self.address is None and "pools" not in spec.model_fields_set:
+            from elastic.cluster.local import visible_gpus
+
+            pools = embedded_pools(len(visible_gpus()))
+        return spec.model_copy(update={"drill": drill, "pools": pools})
 
     @property
     def journal_path(self) -> Path:

@@ -81,10 +81,18 @@ class DrillSpec(_Strict):
         return self.model_dump(exclude_none=True)
 
 
-DEFAULT_POOLS = (
-    PoolSpec(name="spot", market_type="spot", gpus_per_node=2, max_nodes=2),
-    PoolSpec(name="on-demand", market_type="on-demand", gpus_per_node=2, max_nodes=1),
-)
+def embedded_pools(n_gpus: int = 0) -> list[PoolSpec]:
+    """What the embedded cluster gives a job without pools: spot and on-demand nodes of two processes each, or this machine's
+    GPUs, two to a node where there are four or more."""
+    if not n_gpus:
+        spot, on_demand = {"gpus_per_node": 2, "max_nodes": 2}, {"gpus_per_node": 2, "max_nodes": 1}
+        kind = "CPU"
+    else:
+        each = 2 if n_gpus >= 4 else 1
+        spot, on_demand = {"gpus_per_node": each, "max_nodes": n_gpus // each - 1}, {"gpus_per_node": each, "max_nodes": 1}
+        kind = "GPU"
+    found = [PoolSpec(name="spot", accelerator_type=kind, market_type="spot", **spot)] if spot["max_nodes"] else []
+    return [*found, PoolSpec(name="on-demand", accelerator_type=kind, market_type="on-demand", **on_demand)]
 
 
 class JobSpec(_Strict):
@@ -112,7 +120,7 @@ class JobSpec(_Strict):
     max_silence_s: float | None = Field(None, gt=0)
     orphan_lease_s: float = Field(900.0, gt=0)
     purpose: Literal["fastest"] = "fastest"
-    pools: list[PoolSpec] = Field(default_factory=lambda: list(DEFAULT_POOLS), min_length=1)
+    pools: list[PoolSpec] = Field(default_factory=embedded_pools, min_length=1)
     drill: list[DrillSpec] = []
 
     @field_validator("layout", mode="before")

@@ -61,6 +61,17 @@ def test_the_ray_address_decides(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert prepared(folder, local=True).address is None
 
 
+def test_a_cluster_is_drilled_only_when_asked(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "job.yaml").write_text("steps: 4\nglobal_batch: 8\ndrill: [{at_step: 1, kill: any}]\n")
+    (tmp_path / "drill.yaml").write_text("[{at_step: 2, hang: any}]")
+    asked = str(tmp_path / "drill.yaml")
+    assert [entry.kill for entry in prepared(folder).spec.drill] == ["any"]
+    assert [entry.hang for entry in prepared(folder, drill=asked).spec.drill] == ["any"]
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert prepared(folder).spec.drill == []
+    assert [entry.hang for entry in prepared(folder, drill=asked).spec.drill] == ["any"]
+
+
 def test_a_program_is_found_by_its_file(folder: Path) -> None:
     program = load_program(folder / "program.py")
     job = api._job(program, {"steps": 2, "global_batch": 4}, api.Options())

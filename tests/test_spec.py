@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic.errors import SpecError
-from elastic.spec import JobSpec, check_fit, drill_entry, layout_for, load_drill, load_job
+from elastic.spec import JobSpec, check_fit, drill_entry, embedded_pools, layout_for, load_drill, load_job
 from elastic.types import Layout, Pool
 
 GOOD = "steps: 10\nglobal_batch: 8\n"
@@ -35,6 +35,21 @@ def test_defaults(folder: Path) -> None:
     assert [(p.name, p.market_type, p.max_nodes, p.gpus_per_node) for p in job.pools] == [
         ("spot", "spot", 2, 2), ("on-demand", "on-demand", 1, 2),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("n_gpus", "wanted"),
+    [
+        (0, [("spot", "CPU", 2, 2), ("on-demand", "CPU", 1, 2)]),
+        (1, [("on-demand", "GPU", 1, 1)]),
+        (3, [("spot", "GPU", 2, 1), ("on-demand", "GPU", 1, 1)]),
+        (8, [("spot", "GPU", 3, 2), ("on-demand", "GPU", 1, 2)]),
+    ],
+)
+def test_embedded_pools(n_gpus: int, wanted: list[tuple[str, str, int, int]]) -> None:
+    found = embedded_pools(n_gpus)
+    assert [(p.name, p.accelerator_type, p.max_nodes, p.gpus_per_node) for p in found] == wanted
+    assert sum(p.max_nodes * p.gpus_per_node for p in found) == (n_gpus or 6)
 
 
 def test_plain_survives_json(folder: Path) -> None:
