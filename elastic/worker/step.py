@@ -173,14 +173,13 @@ class Stepper:
         total = len(dataset)
         n_samples = min(n_samples or total, total)
         ids = [i * total // n_samples for i in range(n_samples)]
-        dp, size = len(self.plan.samples), self.plan.samples[self.dp]
-        per_call = sum(self.plan.samples)
+        size = self.plan.samples[self.dp]
+        first, per_call = sum(self.plan.samples[: self.dp]), sum(self.plan.samples)
         sums = torch.zeros(2, dtype=torch.float64)
         self.state.model.eval()
         with torch.no_grad():
             for start in range(0, n_samples, per_call):
-                part = ids[start : start + per_call]
-                mine = part[len(part) * self.dp // dp : len(part) * (self.dp + 1) // dp][:size]
+                mine = ids[start : start + per_call][first : first + size]
                 rows = mine + [ids[0]] * (size - len(mine))
                 value, tokens = self.forward_backward(collate([dataset[i] for i in rows]), train=False, valid=len(mine))
                 if self.counts:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from elastic.storage import open_storage
 from plans import live, plan
 from reference import train
 from worker_pool import Pool
 
 from elastic.program import load_program
+from elastic.storage import open_storage
 from elastic.types import Box, DigestPart, Layout, Plan, ShardStored, StepDone
 from elastic.worker import durable
 

@@ -1,4 +1,4 @@
-"""Loss of workers: survivors go on in the same processes from copies in memory, in another layout; also half way through a change."""
+"""Loss of workers: survivors go on in the same processes from copies in memory, in another layout."""
 
 from __future__ import annotations
 

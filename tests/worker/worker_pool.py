@@ -139,7 +139,9 @@ class Pool:
         return self.events(Quiesced, generation)
 
     def kill(self, worker: WorkerId) -> None:
-        self.processes[self.workers.index(worker)].kill()
+        process = self.processes[self.workers.index(worker)]
+        process.kill()
+        process.join()
 
     def revive(self) -> None:
         """New processes in the place of those that were killed."""
