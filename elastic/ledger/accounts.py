@@ -334,6 +334,7 @@ class _Books:
     def closed(self) -> Account:
         """The account as it stands; a run that goes on has its open time in `other`."""
         self._close_group()
+        self.timing.close(None)
         sums = {name: replace(amount) for name, amount in self.sums.items()}
         for step in self.steps:
             for name, part in step.parts.items():
@@ -392,12 +393,12 @@ class _Timing:
         return median(self.recent_s) if self.recent_s else 0.0
 
     def entered(self, plan: Plan, event: PlanEntered, at_s: float) -> None:
-        self._close(None)
+        self.close(None)
         self.open, self.gap_s = (plan, event, at_s), None
 
     def step(self, event: StepDone, at_s: float) -> None:
         plan = self.open[0] if self.open else None
-        self._close(at_s)
+        self.close(at_s)
         if self.launch_to_first_step_s is None and self.launched_at_s is not None:
             self.launch_to_first_step_s = at_s - self.launched_at_s
         if plan is None:
@@ -412,7 +413,7 @@ class _Timing:
         self.transitions = [replace(t, digest_ok=event.ok) if t.generation == event.generation else t for t in self.transitions]
         self.early = event
 
-    def _close(self, first_step_at_s: float | None) -> None:
+    def close(self, first_step_at_s: float | None) -> None:
         """The open transition is complete with its first step, or was overtaken by the next (None)."""
         if self.open is None:
             return

@@ -229,7 +229,7 @@ class SimBackend:
         return {worker.node_id for worker in self._dead if worker.local_rank < 0}
 
     def _lives(self, worker: WorkerId) -> bool:
-        return worker.node_id not in self._lost() and worker not in self._dead
+        return worker.node_id in self._machines and worker.node_id not in self._lost() and worker not in self._dead
 
     def _answers(self, worker: WorkerId) -> bool:
         return self._lives(worker) and not self._machines[worker.node_id].hung

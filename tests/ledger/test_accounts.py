@@ -1,0 +1,192 @@
+"""Every paid GPU-second in one category; what a transition cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic.ledger.accounts import CATEGORIES, Account, account
+from elastic.ledger.journal import Line
+from elastic.types import (
+    Abort,
+    Action,
+    Copy,
+    CopyStored,
+    Decision,
+    DigestChecked,
+    DrillAsked,
+    DriverStarted,
+    EnterPlan,
+    Event,
+    Layout,
+    ModelProfile,
+    Node,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    Plan,
+    PlanEntered,
+    Pool,
+    Quiesced,
+    Resume,
+    StepDone,
+    Stop,
+    WorkerId,
+)
+
+POOL = Pool("p", "CPU", 2, "spot", 7.2)  # $0.001 per GPU-second
+
+
+def start(steps: int = 100, epoch: int = 1, attached: bool = False) -> DriverStarted:
+    return DriverStarted("r", epoch, {"steps": steps}, (POOL,), ModelProfile(1, 1, ()), attached=attached)
+
+
+def tick(at_s: float, *events: Event, orders: tuple[Action, ...] = ()) -> Line:
+    return Line(at_s, 1, tuple((at_s, event) for event in events), Decision(orders, "why" if orders else ""))
+
+
+def plan(number: int, *nodes: str, **resume: Any) -> Plan:
+    ranks = tuple(WorkerId(node, k) for node in nodes for k in range(2))
+    cause: Any = resume.pop("cause", "start")
+    return Plan(number, Layout(dp_shard=len(ranks)), ranks, (1,) * len(ranks), (1,), resume=Resume(**resume), cause=cause)
+
+
+def step(generation: int, n: int, step_time_s: float = 1.0, **values: float) -> StepDone:
+    return StepDone(generation, n, 2.0 - n / 100, 50, step_time_s, **values)
+
+
+def begun(*nodes: str) -> list[Line]:
+    """Ready at 10, prepared at 14, entered at 16; two nodes of two GPUs unless told otherwise."""
+    nodes = nodes or ("a", "b")
+    return [
+        tick(0.0, start()),
+        tick(10.0, *(NodeReady(Node(n, "p", 2)) for n in nodes)),
+        tick(14.0, *(NodePrepared(n) for n in nodes), orders=(EnterPlan(plan(1, *nodes)),)),
+        tick(16.0, PlanEntered(1, 0)),
+    ]
+
+
+def gpu_s(found: Account) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in found.gpu_seconds.items() if round(value, 6)}
+
+
+def test_a_plain_run() -> None:
+    lines = [*begun(), *(tick(16.0 + n, step(1, n, data_s=0.1, copy_s=0.05)) for n in range(1, 11))]
+    lines += [tick(27.0, orders=(Stop("stopped", "x"),))]
+    found = account(lines)
+    assert gpu_s(found) == {"program_startup": 24.0, "productive": 34.0, "data_loading": 4.0, "copy": 2.0, "other": 4.0}
+    assert sum(found.gpu_seconds.values()) == pytest.approx(17 * 4) and sum(found.usd.values()) == pytest.approx(0.068)
+    assert found.seconds["waiting_for_capacity"] == pytest.approx(10.0)
+    assert sum(found.seconds.values()) == pytest.approx(27.0)
+    assert found.totals.goodput == pytest.approx(34 / 68) and found.totals.tokens == 500
+    assert found.totals.launch_to_first_step_s == 17.0 and found.totals.final_loss == pytest.approx(1.9)
+    assert tuple(found.gpu_seconds) == CATEGORIES
+
+
+def test_reports_that_come_late_or_early_do_not_become_idle_time() -> None:
+    late = [17.0, 18.3, 19.0, 20.2, 21.0]
+    lines = [*begun(), *(tick(at_s, step(1, n + 1)) for n, at_s in enumerate(late))]
+    found = account(lines)
+    assert gpu_s(found) == {"program_startup": 24.0, "productive": 18.8, "other": 1.2}
+
+
+def lossy(*after: Line) -> list[Line]:
+    """Steps 1..6, node b goes at 22.5, is broken off at 23, survivors answer at 23.2, step 4 is entered at 24.2."""
+    lines = [*begun(), *(tick(16.0 + n, step(1, n)) for n in range(1, 7))]
+    resume = {"source": "peer", "step": 4, "generation": 1, "cause": "loss"}
+    return lines + [
+        tick(22.5, DrillAsked({"kill": "b"})),
+        tick(23.0, NodeLost("b"), orders=(Abort(1),)),
+        tick(23.2, Quiesced(WorkerId("a", 0), 1, 6), orders=(EnterPlan(plan(2, "a", **resume)),)),
+        tick(24.2, PlanEntered(2, 4, {"groups": 0.1, "build": 0.3, "transfer": 0.4}, 1234)),
+        tick(27.2, step(2, 5, 3.0)),
+        tick(29.2, step(2, 6, 2.0)),
+        *after,
+    ]
+
+
+def test_steps_that_are_done_again_are_wasted() -> None:
+    found = account(lossy(tick(29.2, orders=(Stop("stopped", "x"),))))
+    sums = gpu_s(found)
+    assert sums["wasted_progress"] == pytest.approx(2 * 4 + 4)  # steps 5 and 6, and the broken-off 7th
+    assert sums["productive"] == pytest.approx(4 * 4 + 2 * 2 * 2)
+    assert sums["reshard"] == pytest.approx(0.2 * 2 + 1.0 * 2 + 1.0 * 2)  # abort, entering, and the slow first step
+    assert sum(sums.values()) == pytest.approx(13 * 4 + 6.2 * 2)
+    assert found.totals.steps == 6 and found.totals.tokens == 300
+
+
+def test_the_row_of_a_transition() -> None:
+    found = account(lossy(tick(29.3, DigestChecked(2, True, 10))))
+    first, loss = found.transitions
+    assert (first.cause, first.pause_s, first.from_layout, first.source) == ("start", 0.0, "", "fresh")
+    assert (loss.generation, loss.cause, loss.at_step, loss.steps_lost) == (2, "loss", 4, 2)
+    assert (loss.from_layout, loss.to_layout, loss.source, loss.bytes_moved) == ("dp_shard=4", "dp_shard=2", "peer", 1234)
+    assert loss.pause_s == pytest.approx(27.2 - 22.0 - 2.0)  # less one ordinary step of the new generation
+    assert loss.phases_s == {"detect": 0.5, "quiesce": 0.2, "groups": 0.1, "build": 0.3, "transfer": 0.4, "first_step": 3.0}
+    assert loss.digest_ok is True and first.digest_ok is None
+
+
+def test_waiting_for_capacity_is_not_a_part_of_the_transition() -> None:
+    lines = [*begun(), tick(17.0, step(1, 1))]
+    resume = {"source": "durable", "step": 0, "cause": "loss"}
+    lines += [
+        tick(18.0, NodeLost("b"), orders=(Abort(1),)),
+        tick(18.5, Quiesced(WorkerId("a", 0), 1, 1)),
+        tick(50.0, NodeReady(Node("c", "p", 2))),
+        tick(53.0, NodePrepared("c"), orders=(EnterPlan(plan(2, "a", "c", **resume)),)),
+        tick(56.0, PlanEntered(2, 0)),
+    ]
+    sums = gpu_s(account(lines))
+    assert sums["waiting_for_capacity"] == pytest.approx(34.5 * 2)
+    assert sums["checkpoint_restore"] == pytest.approx(3 * 4)
+    assert sums["program_startup"] == pytest.approx(6 * 4 + 3 * 2)
+    assert account(lines).transitions[0].phases_s["quiesce"] == 0.0
+
+
+def test_a_live_transition_trains_until_the_boundary_and_its_third_node_idles_before() -> None:
+    lines = [*begun("a"), tick(17.0, step(1, 1)), tick(17.0, NodeReady(Node("b", "p", 2)))]
+    resume = {"source": "live", "step": 1, "generation": 1, "cause": "growth"}
+    lines += [
+        tick(17.5, NodePrepared("b"), orders=(EnterPlan(plan(2, "a", "b", **resume)),)),
+        tick(18.0, step(1, 2)),
+        tick(18.6, PlanEntered(2, 2, {"groups": 0.1}, left_at_s=18.0)),
+        tick(19.1, step(2, 3, 0.5)),
+        tick(19.6, step(2, 4, 0.5)),
+    ]
+    sums = gpu_s(account(lines))
+    assert sums["productive"] == pytest.approx(2 * 2 + 1.0 * 4)
+    assert sums["reshard"] == pytest.approx(0.6 * 2 + 1.1 * 2)  # a since the boundary, b since the order
+    growth = account(lines).transitions[1]
+    assert growth.pause_s == pytest.approx(0.6) and growth.steps_lost == 0 and growth.phases_s["quiesce"] == 0.5
+
+
+def test_nodes_outside_the_plan_idle_and_the_last_copy_is_saving() -> None:
+    lines = [tick(0.0, start(steps=2)), *begun("a")[1:]]
+    lines += [
+        tick(16.0, NodeReady(Node("z", "p", 2)), NodePrepared("z")),
+        tick(17.0, step(1, 1)),
+        tick(18.0, step(1, 2)),
+        tick(19.5, CopyStored(Copy(2, "durable", 1, Layout())), orders=(Stop("succeeded", "x"),)),
+        tick(99.0, NodeLost("a", "released")),
+    ]
+    sums = gpu_s(account(lines))
+    assert sums["idle_remainder"] == pytest.approx(3.5 * 2) and sums["checkpoint_save"] == pytest.approx(1.5 * 2)
+    assert "other" not in sums
+
+
+def test_a_driver_that_died_with_its_cluster_is_not_billed_for_the_gap() -> None:
+    lines = [*begun("a"), tick(17.0, step(1, 1)), tick(18.0, step(1, 2)), tick(18.5, NodeReady(Node("y", "p", 2)))]
+    lines += [tick(100.0, start(epoch=2)), tick(105.0, NodeReady(Node("a2", "p", 2))), tick(106.0, NodePrepared("a2"))]
+    lines += [tick(106.0, orders=(EnterPlan(plan(2, "a2", source="durable", step=1)),)), tick(107.0, PlanEntered(2, 1))]
+    found = account(lines)
+    sums = gpu_s(found)
+    assert sums["wasted_progress"] == pytest.approx(1 * 2 + 0.5 * 2)
+    assert sum(sums.values()) == pytest.approx(8.5 * 2 + 2 * 2)
+    assert sum(found.seconds.values()) == pytest.approx(107.0)
+    assert [row.generation for row in found.transitions] == [1, 2] and found.totals.steps == 1
+
+
+def test_an_empty_journal() -> None:
+    found = account([])
+    assert sum(found.gpu_seconds.values()) == 0 and found.totals.goodput == 0 and found.totals.final_loss is None

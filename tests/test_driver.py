@@ -1,0 +1,207 @@
+"""The loop: journal before actions, one decision per tick, ends closed, signals heard."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.driver import drive, restored
+from elastic.errors import StateLost
+from elastic.ledger.journal import Journal, Memory, read
+from elastic.policy.state import State
+from elastic.types import (
+    Action,
+    Copy,
+    CopyStored,
+    Decision,
+    DriverStarted,
+    EnterPlan,
+    Event,
+    Layout,
+    ModelProfile,
+    Node,
+    NodePrepared,
+    NodeReady,
+    PlanEntered,
+    Pool,
+    Prepare,
+    Quiesce,
+    Quiesced,
+    RequestNodes,
+    StepDone,
+    Stop,
+    StopAsked,
+    TensorSpec,
+)
+
+MODEL = ModelProfile(2, 100, (TensorSpec("w", (10, 10), "float32"),))
+POOL = Pool("p", max_nodes=1)
+JOB = {"steps": 5, "global_batch": 4, "layout": "auto", "min_workers": 1, "peer_every": "auto", "durable_every": "auto"}
+
+
+def start(**changes: Any) -> DriverStarted:
+    values: dict[str, Any] = {"run": "r", "epoch": 1, "job": JOB, "pools": (POOL,), "model": MODEL}
+    return DriverStarted(**(values | changes))
+
+
+class Tiny:
+    """One node, no delays. `at_step`: called when that step is done; `log`: what happened, in order."""
+
+    def __init__(self, journal: Memory | None = None, at_step: dict[int, Callable[[], object]] | None = None) -> None:
+        self.journal, self.at_step = journal, at_step or {}
+        self.out: list[Event] = []
+        self.actions: list[Action] = []
+        self.closed = 0
+        self.time_s, self.step, self.generation = 0.0, 0, 0
+        self.stopping = False
+        self.on_poll: Callable[[], object] = lambda: None
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        self.on_poll()
+        self.time_s += 0.25
+        found, self.out = self.out, []
+        if not found and self.generation and not self.stopping and self.step < 5:
+            self.step += 1
+            self.at_step.get(self.step, lambda: None)()
+            found = [StepDone(self.generation, self.step, 1.0, 4, 0.25)]
+            if self.step == 5:
+                self.out = [self._copy()]
+        return found
+
+    def _copy(self) -> Event:
+        return CopyStored(Copy(self.step, "durable", self.generation, Layout(), (2,), uri="u"))
+
+    def execute(self, action: Action) -> None:
+        if self.journal is not None:
+            written = [a for line in self.journal.lines if line.decision for a in line.decision.actions]
+            assert action in written, "the journal line comes before the action"
+        self.actions.append(action)
+        if isinstance(action, RequestNodes):
+            self.out.append(NodeReady(Node("n", "p")))
+        elif isinstance(action, Prepare):
+            self.out.append(NodePrepared("n"))
+        elif isinstance(action, EnterPlan):
+            self.generation = action.plan.generation
+            self.out.append(PlanEntered(self.generation, 0))
+        elif isinstance(action, Quiesce):
+            self.stopping = True
+            worker = next(a.plan.ranks[0] for a in self.actions if isinstance(a, EnterPlan))
+            self.out += [Quiesced(worker, self.generation, self.step), self._copy()]
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_run_from_start_to_end() -> None:
+    journal = Memory()
+    backend = Tiny(journal)
+    state = drive(backend, journal, start())
+    assert state.phase == "succeeded" and state.step == 5 and backend.closed == 1
+    assert [type(a).__name__ for a in backend.actions] == ["RequestNodes", "Prepare", "EnterPlan", "Stop"]
+    assert isinstance(journal.lines[0].events[0][1], DriverStarted)
+    assert restored(journal.lines) == state
+
+
+def test_the_file_tells_the_same_story(tmp_path: Path) -> None:
+    state = drive(Tiny(), Journal(tmp_path / "j", 1), start())
+    assert restored(read(tmp_path / "j")) == state
+    assert restored([]) is None
+
+
+def test_ticks_without_events_or_orders_leave_no_line() -> None:
+    journal = Memory()
+    backend = Tiny(journal)
+    decided = 0
+
+    def waiting(state: State, now_s: float) -> Decision:
+        nonlocal decided
+        decided += 1
+        return Decision((Stop("stopped", "enough"),), "enough") if decided > 30 else Decision((), "waits", now_s + 1)
+
+    drive(backend, journal, start(), decide=waiting)
+    assert decided == 31 and len(journal.lines) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_once_for_a_stop_that_saves(number: int) -> None:
+    journal = Memory()
+    before = signal.getsignal(number)
+    backend = Tiny(journal, {3: lambda: os.kill(os.getpid(), number)})
+    state = drive(backend, journal, start())
+    assert state.phase == "stopped" and state.saved_step == 3 and backend.closed == 1
+    asked = [event for line in journal.lines for _, event in line.events if isinstance(event, StopAsked)]
+    assert asked == [StopAsked(f"signal {signal.Signals(number).name}")]
+    assert any(isinstance(a, Quiesce) and a.save for a in backend.actions)
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_signal_ends_the_run_at_once() -> None:
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    journal = Memory()
+    backend = Tiny(journal, {3: twice})
+    state = drive(backend, journal, start())
+    assert state.phase == "stopped" and "asked twice" in state.outcome_reason and backend.closed == 1
+    assert not any(isinstance(a, Quiesce) for a in backend.actions) and isinstance(backend.actions[-1], Stop)
+
+
+def test_an_interrupt_inside_poll_is_a_wish_to_stop() -> None:
+    def interrupt() -> None:
+        if backend.step == 2 and not backend.stopping and not raised:
+            raised.append(1)
+            raise KeyboardInterrupt
+
+    raised: list[int] = []
+    backend = Tiny()
+    backend.on_poll = interrupt
+    state = drive(backend, Memory(), start())
+    assert raised and state.phase == "stopped" and state.saved_step == 2
+
+
+@pytest.mark.parametrize("error", [StateLost("no copy is left"), ZeroDivisionError("division by zero")])
+def test_a_policy_that_raises_ends_the_run_on_record(error: Exception) -> None:
+    def faulty(state: State, now_s: float) -> Decision:
+        raise error
+
+    journal, backend = Memory(), Tiny()
+    state = drive(backend, journal, start(), decide=faulty)
+    assert state.phase == "failed" and str(error) in state.outcome_reason and backend.closed == 1
+    assert journal.lines[-1].decision is not None and isinstance(journal.lines[-1].decision.actions[0], Stop)
+
+
+def test_a_backend_that_raises_is_closed() -> None:
+    class Broken(Tiny):
+        def poll(self, until_s: float | None) -> list[Event]:
+            raise OSError("cluster is gone")
+
+    backend = Broken()
+    with pytest.raises(OSError, match="cluster is gone"):
+        drive(backend, Memory(), start())
+    assert backend.closed == 1
+
+
+def test_a_second_driver_goes_on_where_the_first_one_left(tmp_path: Path) -> None:
+    def die() -> None:
+        raise SystemExit(9)
+
+    with pytest.raises(SystemExit):
+        drive(Tiny(at_step={4: die}), Journal(tmp_path / "j", 1), start())
+    before = restored(read(tmp_path / "j"))
+    assert before is not None and before.phase == "running" and before.generation == 1
+    copy = Copy(2, "durable", 1, Layout(), (2,), uri="u2")
+    backend = Tiny()
+    state = drive(backend, Journal(tmp_path / "j", 2), start(epoch=2, durable=(copy,)), before)
+    assert state.phase == "succeeded" and state.epoch == 2
+    (entered,) = [a.plan for a in backend.actions if isinstance(a, EnterPlan)]
+    assert (entered.generation, entered.resume.source, entered.resume.step) == (2, "durable", 2)
+    assert restored(read(tmp_path / "j")) == state
