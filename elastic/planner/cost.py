@@ -16,8 +16,9 @@ def parameter_bytes(model: ModelProfile) -> int:
 
 
 def memory_bytes(model: ModelProfile, layout: Layout) -> int:
-    """Bytes that a rank holds: its shard of parameters, gradients and optimizer entries, and where they are sharded one gathered
-    block twice (the running one and the prefetched one), as in ZeRO (Rajbhandari et al. 2020, section 3). Activations are not known here."""
+    """Bytes that a rank holds: its shard of parameters, gradients and optimizer entries; where they are sharded, also one
+    gathered block twice (the running one and the prefetched one), as in ZeRO (Rajbhandari et al. 2020, section 3). Activations
+    are not known here."""
     parameters = parameter_bytes(model)
     cut = layout.tp * layout.pp
     states = parameters * (2 + len(model.optimizer_entries))
