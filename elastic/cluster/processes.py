@@ -74,7 +74,7 @@ def end_tree(root: int, with_root: bool = True) -> list[int]:
 
 def reap() -> list[int]:
     """Takes note of children that have ended, also of adopted ones; returns their pids."""
-    ended = []
+    ended: list[int] = []
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)

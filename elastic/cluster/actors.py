@@ -1,0 +1,152 @@
+"""The Ray actor around one worker session: passes calls on, fences them by the driver's epoch, and ends itself when orphaned.
+
+Nothing here imports torch: the environment that NCCL needs is set first, then the session's module is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.errors import SpecError
+from elastic.types import NodePrepared, Quiesced, WorkerId
+
+SESSION = "elastic.worker.session:Session"
+MAX_CONCURRENCY = 6  # one long poll, the others for orders
+ORPHAN_LEAVE_S = 120.0  # an orphan that has not stopped by then exits as it is
+ENVIRONMENT = {  # must stand before torch is imported; the same as elastic.worker.groups.NCCL_ENVIRONMENT
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+    "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What an actor needs to build its session. `outlives`: the actor is detached and ends itself when orphaned."""
+
+    me: WorkerId
+    incarnation: int
+    pool: str
+    job: dict[str, Any]
+    run_uri: str
+    epoch: int
+    session: str = SESSION
+    python_path: tuple[str, ...] = ()
+    orphan_lease_s: float = 900.0
+    outlives: bool = False
+
+
+@dataclass(frozen=True)
+class Passport:
+    """What a new driver asks an actor that it finds."""
+
+    me: WorkerId
+    incarnation: int
+    pool: str
+    pid: int
+    prepared: bool
+    generation: int
+
+
+class Worker:
+    """See the module. Methods run in several threads at once; the session is thread-safe."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        for folder in reversed((setup.job.get("folder", ""), *setup.python_path)):
+            if folder and folder not in sys.path:
+                sys.path.insert(0, folder)
+        module, _, name = setup.session.partition(":")
+        self.setup, self.epoch = setup, setup.epoch
+        self.session = getattr(importlib.import_module(module), name)(setup.me, setup.job, setup.run_uri, None)
+        self.prepared = False
+        self.ordered, self.left = 0, 0  # newest generation that was ordered, that was left
+        self.polled_at = time.monotonic()
+        if setup.outlives:
+            threading.Thread(target=self._watch_driver, name="orphan-watch", daemon=True).start()
+
+    def passport(self, epoch: int) -> Passport:
+        self._fence(epoch)
+        setup = self.setup
+        return Passport(setup.me, setup.incarnation, setup.pool, os.getpid(), self.prepared, self.ordered)
+
+    def prepare(self, epoch: int) -> None:
+        self._fence(epoch)
+        self.session.prepare()
+
+    def enter(self, epoch: int, order: Any) -> None:
+        """An order that comes twice counts once."""
+        self._fence(epoch)
+        if order.plan.generation > self.ordered:
+            self.ordered = order.plan.generation
+            self.session.enter(order)
+
+    def quiesce(self, epoch: int, generation: int, save: bool) -> None:
+        self._fence(epoch)
+        self.session.quiesce(generation, save)
+
+    def store_copy(self, epoch: int, generation: int) -> None:
+        self._fence(epoch)
+        self.session.store_copy(generation)
+
+    def abort(self, epoch: int, generation: int) -> None:
+        self._fence(epoch)
+        self.session.abort(generation)
+
+    def poll(self, epoch: int, ack: int, wait_s: float) -> Any:
+        """The session's Beat."""
+        self._fence(epoch)
+        beat = self.session.poll(ack, wait_s)
+        self.polled_at = time.monotonic()
+        for _, event in beat.messages:
+            self.prepared |= isinstance(event, NodePrepared)
+            if isinstance(event, Quiesced):
+                self.left = max(self.left, event.generation)
+        return beat
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def ping(self) -> float:
+        return time.time()
+
+    def shutdown(self, epoch: int) -> None:
+        self._fence(epoch)
+        self.session.close()
+
+    def _fence(self, epoch: int) -> None:
+        if epoch < self.epoch:
+            raise SpecError(f"the driver of epoch {epoch} has been replaced by that of epoch {self.epoch}; it must end")
+        self.epoch = epoch
+        self.polled_at = max(self.polled_at, time.monotonic())
+
+    # ------------------------------------------------------------------------------------------ without a driver
+
+    def _watch_driver(self) -> None:
+        lease_s = self.setup.orphan_lease_s
+        while True:
+            time.sleep(min(1.0, lease_s / 4))
+            if time.monotonic() - self.polled_at > lease_s and self._left_as_orphan():
+                os._exit(0)
+
+    def _left_as_orphan(self) -> bool:
+        """Stops at the next boundary, saves, and waits for that. False: a driver came back meanwhile."""
+        since = self.polled_at
+        generation = self.ordered
+        if generation > self.left:
+            self.session.quiesce(generation, True)
+        deadline = time.monotonic() + ORPHAN_LEAVE_S
+        while time.monotonic() < deadline:
+            if self.polled_at != since:
+                return False
+            beat = self.session.poll(0, 0.0)
+            if beat.phase == "idle" or any(isinstance(e, Quiesced) and e.generation >= generation for _, e in beat.messages):
+                return True
+            time.sleep(0.2)
+        return True

@@ -1,0 +1,460 @@
+"""The Backend on Ray: carries out actions on actors and nodes, and turns what they say into events.
+
+Everything happens in `poll` and `execute`, in the driver's thread. Beside it run only: the survey of the nodes, the lease, and
+the start of actors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import ray
+
+from elastic.cluster import _ray_private, drills
+from elastic.cluster.actors import SESSION, WorkerSetup
+from elastic.cluster.crew import POLL_S, Answer, Berth, Broken, Crew
+from elastic.cluster.lease import Lease
+from elastic.cluster.local import ENVIRONMENT, HOST, LocalCluster
+from elastic.cluster.nodes import ClusterNodes, EmbeddedNodes, NodeProvider, Survey
+from elastic.cluster.notices import Drains
+from elastic.cluster.silence import Silence
+from elastic.errors import InternalError, SpecError
+from elastic.storage import open_storage
+from elastic.types import (
+    Abort,
+    Action,
+    DrillAsked,
+    EnterPlan,
+    Event,
+    Node,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    Notice,
+    Plan,
+    PlanEntered,
+    Pool,
+    Prepare,
+    Quarantine,
+    Quiesce,
+    ReleaseNode,
+    RequestNodes,
+    StepDone,
+    Stop,
+    StopAsked,
+    StoreCopy,
+    WorkerFailed,
+    WorkerId,
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+SLICE_S = 0.05  # how long one look for answers waits
+LOOK_S = 0.25  # between looks at the inbox, deadlines, notices and silence
+TIMEOUT_LEAST_S, TIMEOUT_STEPS = 60.0, 20.0  # of a generation's groups: the last resort
+
+Commit = Callable[[Plan, int], str]
+
+
+@dataclass(frozen=True)
+class RayRun:
+    """What the backend needs to know of a run.
+
+    `uri`: the run's folder. `address`: of an existing cluster, as ray.init takes it; without meaning for the embedded one.
+    `attach`: a driver was here before, its actors may live; `plans`: those that they may still run, the newest last.
+    """
+
+    name: str
+    uri: str
+    job: dict[str, Any]
+    pools: tuple[Pool, ...]
+    epoch: int = 1
+    address: str = "auto"
+    attach: bool = False
+    plans: tuple[Plan, ...] = ()
+    session: str = SESSION
+    python_path: tuple[str, ...] = ()
+
+    @property
+    def namespace(self) -> str:
+        return f"elastic-{self.name}"
+
+
+@dataclass
+class RayBackend:
+    """`cluster`: the embedded one, ended by `close`; None = an existing cluster. `lease`: released by `close`.
+
+    `commit`: makes the stored parts of a durable copy a checkpoint and returns its uri.
+    """
+
+    run: RayRun
+    cluster: LocalCluster | None = None
+    lease: Lease | None = None
+    commit: Commit | None = None
+    nodes: dict[str, Node] = field(init=False, default_factory=dict)
+    provider: NodeProvider = field(init=False)
+    _early: list[Event] = field(init=False, default_factory=list)
+    _stores: dict[int, Any] = field(init=False, default_factory=dict)
+    _plan: Plan | None = field(init=False, default=None)  # the newest that was ordered
+    _deadlines: dict[str, float] = field(init=False, default_factory=dict)
+    _stuck: set[int] = field(init=False, default_factory=set)
+    _looked_s: float = field(init=False, default=0.0)
+    _die: bool = field(init=False, default=False)
+    _let_go: bool = field(init=False, default=False)  # another driver has the run
+    _closed: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        from elastic.worker.gather import Gather
+
+        threading.Thread(target=importlib.import_module, args=("torch.distributed",), daemon=True).start()
+        run = self.run
+        self._anchor_s = time.time() - time.monotonic()
+        self._connected = self._connect()
+        self.storage = open_storage(run.uri)
+        outlives = self.cluster is None
+        nobody = WorkerId("", 0)
+        setup = WorkerSetup(
+            nobody, 0, "", dict(run.job), self.storage.uri, run.epoch, run.session, run.python_path,
+            float(run.job.get("orphan_lease_s") or 900.0), outlives,
+        )  # fmt: skip
+        self.crew = Crew(setup, run.namespace, local=self.cluster is not None)
+        self.gather = Gather(self.commit or self._commit, lambda node_id: self.nodes[node_id].gpus)
+        self.silence = Silence(POLL_S, run.job.get("max_silence_s"))
+        self.schedule = drills.Schedule(run.job.get("drill") or (), self.storage)
+        self.drains = Drains()
+        self.survey = Survey()
+        self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else ClusterNodes(run.pools)
+        for plan in run.plans:
+            self.gather.expect(plan)
+            self._plan = plan
+        self._passports = self.crew.adopt(run.attach) if outlives else []
+
+    # ------------------------------------------------------------------------------------------ Backend
+
+    def now_s(self) -> float:
+        """Epoch seconds that never go back."""
+        return self._anchor_s + time.monotonic()
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        """Events since the last call. What was returned before counts as written down: workers forget it."""
+        if self._die:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not self._closed:
+            self._hold()
+            for worker in self.crew.open_polls():
+                self.silence.called(worker)
+            events = self._round()
+            if events or (until_s is not None and self.now_s() >= until_s):
+                return events
+        return []
+
+    def execute(self, action: Action) -> None:
+        """Returns at once; the outcome arrives as an event."""
+        order = _ORDERS.get(type(action))
+        if order is not None and not self._closed:
+            order(self, action)
+
+    def close(self) -> None:
+        """Takes everything down; after a takeover by another driver it only lets go."""
+        if self._closed:
+            return
+        self._closed = True
+        self.survey.close()
+        self.crew.close(end=self.cluster is None and not self._let_go)
+        self._stores.clear()
+        if self._connected:
+            ray.shutdown()
+        if self.cluster is not None:
+            self.cluster.close()
+        if self.lease is not None and not self._let_go:
+            self.lease.release()
+
+    # ------------------------------------------------------------------------------------------ orders
+
+    def _request(self, action: RequestNodes) -> None:
+        self.provider.request(action.pool, action.count, action.request_id)
+
+    def _release(self, action: ReleaseNode) -> None:
+        if action.node_id in self.nodes:
+            self._end_workers(action.node_id)
+            self.provider.release(action.node_id)
+            self._forget(action.node_id)
+        self._early.append(NodeLost(action.node_id, "released"))
+
+    def _quarantine(self, action: Quarantine) -> None:
+        self._end_workers(action.node_id)
+
+    def _prepare(self, action: Prepare) -> None:
+        node, ray_id = self.nodes.get(action.node_id), self.provider.ray_id(action.node_id)
+        if node is None or ray_id is None:
+            self._early.append(NodeLost(action.node_id, "it is not there"))
+            return
+        self.gather.forget(node.node_id)
+        pool = self._pool(node.pool)
+        self._end([worker for worker in self.crew.workers(node.node_id) if self.silence.is_silent(worker)])
+        there = self.crew.workers(node.node_id)
+        for k in range(node.gpus):
+            me = WorkerId(node.node_id, k)
+            if me in there:
+                self.crew.call(me, "prepare")
+            else:
+                self.crew.start(me, Berth(ray_id, node.pool, pool.accelerator_type != "CPU"))
+
+    def _enter(self, action: EnterPlan) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        from elastic.worker.generation import EnterOrder
+
+        plan = action.plan
+        senders = [h.worker for h in plan.resume.holdings if h.worker not in plan.ranks]
+        participants = (*plan.ranks, *dict.fromkeys(senders))
+        self._plan = plan
+        self.gather.expect(plan)
+        host = "127.0.0.1" if self.cluster is not None else ray.util.get_node_ip_address()
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._stores[plan.generation] = store
+        timeout_s = max(TIMEOUT_LEAST_S, TIMEOUT_STEPS * plan.predicted_step_time_s)
+        for i, worker in enumerate(participants):
+            if not self.crew.call(worker, "enter", EnterOrder(plan, participants, i, (host, store.port), timeout_s)):
+                self._early.append(WorkerFailed(worker, plan.generation, "process", "it is not there"))
+
+    def _quiesce(self, action: Quiesce) -> None:
+        for worker in self.crew.workers():
+            self.crew.call(worker, "quiesce", action.generation, action.save)
+
+    def _store_copy(self, action: StoreCopy) -> None:
+        for worker in self.crew.workers():
+            self.crew.call(worker, "store_copy", action.generation)
+
+    def _abort(self, action: Abort) -> None:
+        """First the processes that do not answer (their sockets close and free the others), then the store, then the rest."""
+        self._end(action.kill)
+        self._drop_stores(action.generation)
+        for worker in self.crew.workers():
+            self.crew.call(worker, "abort", action.generation)
+
+    def _stop(self, action: Stop) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------ what comes in
+
+    def _round(self) -> list[Event]:
+        events, self._early = self._early, []
+        for answer in self.crew.collect(0.0 if events else SLICE_S):
+            events += self._heard(answer) if isinstance(answer, Answer) else self._broke(answer)
+        for event in self.provider.news(self.survey.alive):
+            events += self._arrived(event)
+        events += self._losses()
+        if self.now_s() - self._looked_s >= LOOK_S:
+            self._looked_s = self.now_s()
+            events += self._look()
+        return events
+
+    def _heard(self, answer: Answer) -> list[Event]:
+        self.silence.answered(answer.worker, answer.beat)
+        events: list[Event] = []
+        for message in answer.messages:
+            try:
+                gathered = self.gather.add(answer.worker, message)
+            except OSError as error:
+                log.warning("a durable copy could not be committed: %s", error)
+                continue
+            for event in gathered:
+                events.append(event)
+                events += self._follow(event)
+        return events
+
+    def _follow(self, event: Event) -> list[Event]:
+        """What the backend itself does about a worker's message."""
+        if isinstance(event, StepDone):
+            self.silence.step_time_s[event.generation] = event.step_time_s
+            return [e for entry in self.schedule.due(event.step) for e in self._drill(entry)]
+        if isinstance(event, PlanEntered):
+            self._drop_stores(event.generation - 1)
+        if isinstance(event, WorkerFailed) and event.kind == "collective" and self._plan is not None:
+            ids = (self.provider.ray_id(node_id) for node_id in self._plan.nodes)
+            self.survey.suspect(ray_id for ray_id in ids if ray_id)
+        return []
+
+    def _broke(self, broken: Broken) -> list[Event]:
+        worker = broken.worker
+        if broken.kind == "replaced":
+            self._replaced(broken.error)
+        if broken.kind == "infrastructure":
+            return [WorkerFailed(worker, self.crew.generation(worker), "infrastructure", broken.error)]
+        self._end([worker])
+        ray_id = self.provider.ray_id(worker.node_id)
+        why = self.survey.check(ray_id) if ray_id else ""
+        failed = WorkerFailed(worker, 0, "process", broken.error)
+        if why:
+            return [failed, *self._lose(worker.node_id, why)]
+        if ray_id:
+            self.survey.suspect([ray_id])
+        return [failed]
+
+    def _arrived(self, event: Event) -> list[Event]:
+        if not isinstance(event, NodeReady):
+            return [event]
+        node = event.node
+        self.nodes[node.node_id] = node
+        found = [p for p in self._passports if p.me.node_id == node.node_id]
+        self.crew.at(node.node_id, self.provider.ray_id(node.node_id) or "")
+        events: list[Event] = [event]
+        for passport in found:
+            if passport.prepared:
+                events += self.gather.add(passport.me, NodePrepared(node.node_id, (passport.pid,)))
+        return events
+
+    def _losses(self) -> list[Event]:
+        gone = self.survey.gone
+        found = [(node_id, gone.get(self.provider.ray_id(node_id) or "")) for node_id in self.nodes] if gone else []
+        return [event for node_id, why in found if why for event in self._lose(node_id, why)]
+
+    def _lose(self, node_id: str, why: str) -> list[Event]:
+        """A node is gone, and every worker on it; what still lives of it is fenced."""
+        if node_id not in self.nodes:
+            return []
+        workers = self.crew.workers(node_id)
+        self._end_workers(node_id)
+        self.provider.lost(node_id)
+        self._forget(node_id)
+        failed = [WorkerFailed(worker, 0, "process", f"its node is gone: {why}") for worker in workers]
+        return [*failed, NodeLost(node_id, why)]
+
+    def _look(self) -> list[Event]:
+        events: list[Event] = list(self.silence.look(time.monotonic()))
+        orders = drills.read_inbox(self.storage)
+        events += [event for entry in orders.drills for event in self._drill(entry)]
+        if orders.stop is not None:
+            events.append(StopAsked(orders.stop))
+        events += self._stuck_generation()
+        now_s = self.now_s()
+        for node_id in [node_id for node_id, at_s in self._deadlines.items() if now_s >= at_s]:
+            self._kill(node_id)
+        by_ray_id = {self.provider.ray_id(node_id): node_id for node_id in self.nodes}
+        draining = {by_ray_id[r]: at_s for r, at_s in self.survey.draining.items() if r in by_ray_id}
+        return [*events, *self.drains.news(draining, now_s)]
+
+    def _stuck_generation(self) -> list[Event]:
+        """All workers answer and none gets on: broken off, so that the one that does not obey is found."""
+        plan = self._plan
+        if plan is None or plan.generation in self._stuck:
+            return []
+        still_s = self.silence.stuck_s(plan.generation)
+        if not still_s:
+            return []
+        self._stuck.add(plan.generation)
+        text = f"no worker of generation {plan.generation} has got on for {still_s:.0f} s although all answer"
+        return [WorkerFailed(plan.ranks[0], plan.generation, "collective", text)]
+
+    # ------------------------------------------------------------------------------------------ drills
+
+    def _drill(self, entry: dict[str, Any]) -> list[Event]:
+        """Carries out the physical part and reports it, with the names resolved."""
+        if entry.get("kill_driver"):
+            self._die = True  # at the next poll: by then this event is written down
+            return [DrillAsked(entry)]
+        if "add" in entry:
+            self.provider.change_capacity(entry["add"], 1)
+            self.provider.request(entry["add"], 1, f"drill-{time.monotonic_ns()}")
+            return [DrillAsked(entry)]
+        kind = next(kind for kind in drills.ON_NODES if kind in entry)
+        markets = {node_id: self._pool(node.pool).market_type for node_id, node in self.nodes.items()}
+        try:
+            names = drills.resolve(entry[kind], drills.Scene(self._plan, markets, frozenset(self._deadlines)))
+        except SpecError as error:
+            return [DrillAsked({**entry, "error": str(error)})]
+        events: list[Event] = [DrillAsked({**entry, kind: list(names)})]
+        for node_id in names:
+            events += self._suffer(kind, node_id, entry.get("deadline_s"))
+        return events
+
+    def _suffer(self, kind: str, node_id: str, deadline_s: float | None) -> list[Event]:
+        pool = self._pool(self.nodes[node_id].pool)
+        if kind == "hang":
+            self.crew.signal(self.crew.workers(node_id), signal.SIGSTOP)
+            return []
+        if node_id not in self._deadlines:
+            self.provider.change_capacity(pool.name, -1)
+        if kind == "kill":
+            self._kill(node_id)
+            return []
+        at_s = self.now_s() + (deadline_s if deadline_s is not None else pool.notice_s)
+        self._deadlines[node_id] = at_s
+        return [Notice(node_id, at_s, "drill")]
+
+    def _kill(self, node_id: str) -> None:
+        self._deadlines.pop(node_id, None)
+        pids = [pid for pid in map(self.crew.pid, self.crew.workers(node_id)) if pid]
+        self.provider.kill(node_id, pids)
+
+    # ------------------------------------------------------------------------------------------ the rest
+
+    def _connect(self) -> bool:
+        """True = ray.init was ours."""
+        if ray.is_initialized():
+            return False
+        if self.cluster is not None:
+            os.environ.update(ENVIRONMENT)
+            _ray_private.connect(self.cluster.address, self.run.namespace, HOST)
+        else:
+            ray.init(self.run.address, namespace=self.run.namespace, log_to_driver=False, logging_level=logging.ERROR)
+        _ray_private.mute_errors()
+        return True
+
+    def _hold(self) -> None:
+        """This driver still holds the run, and its cluster stands."""
+        if self.lease is not None and self.lease.lost:
+            self._replaced(f"its lease (epoch {self.lease.epoch}) was taken over, or the storage is out of reach")
+        if self.cluster is not None and self.cluster.ended:
+            raise InternalError("the embedded cluster has ended: its keeper was killed; run again to resume from storage")
+
+    def _replaced(self, why: str) -> None:
+        self._let_go = True
+        if self.lease is not None:
+            self.lease.give_up()
+        raise SpecError(f"run '{self.run.name}': this driver ends, another one drives the run: {why}")
+
+    def _pool(self, name: str) -> Pool:
+        return next(pool for pool in self.run.pools if pool.name == name)
+
+    def _forget(self, node_id: str) -> None:
+        self.nodes.pop(node_id, None)
+        self._deadlines.pop(node_id, None)
+        self.drains.forget(node_id)
+        self.gather.forget(node_id)
+
+    def _end_workers(self, node_id: str) -> None:
+        self._end(self.crew.workers(node_id))
+
+    def _end(self, workers: Sequence[WorkerId]) -> None:
+        """Kills the processes and forgets them; no event comes of it."""
+        self.crew.end(workers)
+        for worker in workers:
+            self.silence.forget(worker)
+            self.gather.forget(worker.node_id)
+
+    def _drop_stores(self, generation: int) -> None:
+        for number in [number for number in self._stores if number <= generation]:
+            del self._stores[number]
+
+    def _commit(self, plan: Plan, step: int) -> str:
+        from elastic.worker import durable
+
+        meta = {"run": self.run.name, "layout": asdict(plan.layout), "layers": list(plan.layers), "samples": list(plan.samples)}
+        return durable.commit(self.storage, step, plan.generation, len(plan.ranks), self.run.epoch, meta)
+
+
+_ORDERS: dict[type, Callable[[RayBackend, Any], None]] = {
+    RequestNodes: RayBackend._request, ReleaseNode: RayBackend._release, Quarantine: RayBackend._quarantine,
+    Prepare: RayBackend._prepare, EnterPlan: RayBackend._enter, Quiesce: RayBackend._quiesce,
+    StoreCopy: RayBackend._store_copy, Abort: RayBackend._abort, Stop: RayBackend._stop,
+}  # fmt: skip

@@ -1,0 +1,269 @@
+"""The actors of a run: starts them, keeps one long poll open with each, and says who answered and who broke."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from elastic.cluster.actors import MAX_CONCURRENCY, Passport, Worker, WorkerSetup
+from elastic.cluster.nodes import signal_there
+from elastic.errors import SpecError
+from elastic.types import WorkerId
+
+POLL_S = 0.5  # how long a worker without news holds a poll
+PASSPORT_MOST_S = 10.0
+TEXT_MOST = 400
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A worker answered a poll; `messages` are those that were not seen before."""
+
+    worker: WorkerId
+    beat: Any
+    messages: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """process: the worker is gone. infrastructure: a call to it failed. replaced: it obeys a newer driver."""
+
+    worker: WorkerId
+    kind: Literal["process", "infrastructure", "replaced"]
+    error: str
+
+
+@dataclass(frozen=True)
+class Berth:
+    """Where a worker is to be started: a node as Ray knows it, and what it takes there."""
+
+    ray_id: str
+    pool: str
+    on_gpu: bool
+
+
+@dataclass
+class _Member:
+    actor: Any
+    ray_id: str
+    incarnation: int
+    poll: Any = None
+    seen: int = 0
+    pid: int = 0
+    generation: int = 0
+
+
+@dataclass
+class Crew:
+    """`setup` is that of every worker but for its name and node. `namespace` is Ray's. `local`: all on this machine."""
+
+    setup: WorkerSetup
+    namespace: str
+    local: bool
+    _members: dict[WorkerId, _Member] = field(default_factory=dict)
+    _incarnations: dict[WorkerId, int] = field(default_factory=dict)
+    _calls: dict[Any, WorkerId] = field(default_factory=dict)
+    _news: queue.SimpleQueue[Broken] = field(default_factory=queue.SimpleQueue)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _starter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "start-workers"))
+
+    # ------------------------------------------------------------------------------------------ who is there
+
+    def workers(self, node_id: str | None = None) -> list[WorkerId]:
+        with self._lock:
+            return sorted(w for w in self._members if node_id in (None, w.node_id))
+
+    def pid(self, worker: WorkerId) -> int:
+        """0 = not known yet."""
+        member = self._members.get(worker)
+        return member.pid if member else 0
+
+    def generation(self, worker: WorkerId) -> int:
+        """That it spoke of last."""
+        member = self._members.get(worker)
+        return member.generation if member else 0
+
+    def start(self, me: WorkerId, berth: Berth) -> None:
+        """Starts an actor in the background and lets it prepare."""
+        with self._lock:
+            self._incarnations[me] = self._incarnations.get(me, 0) + 1
+            incarnation = self._incarnations[me]
+        self._starter.submit(self._start, me, berth, incarnation)
+
+    def _start(self, me: WorkerId, berth: Berth, incarnation: int) -> None:
+        setup = replace(self.setup, me=me, incarnation=incarnation, pool=berth.pool)
+        need: dict[str, Any] = {"num_cpus": 0, "num_gpus": 1} if berth.on_gpu else {"num_cpus": 1}
+        actor_class: Any = ray.remote(Worker)
+        try:
+            actor = actor_class.options(
+                name=f"{me}.{incarnation}", namespace=self.namespace, lifetime="detached" if setup.outlives else None,
+                max_restarts=0, max_concurrency=MAX_CONCURRENCY,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(berth.ray_id, soft=False), **need,
+            ).remote(setup)  # fmt: skip
+        except (RayError, ValueError, OSError) as error:
+            self._news.put(Broken(me, "process", f"its actor could not be made: {_short(error)}"))
+            return
+        with self._lock:
+            if self._incarnations.get(me) != incarnation:
+                _kill(actor)
+                return
+            self._members[me] = _Member(actor, berth.ray_id, incarnation)
+        self.call(me, "prepare")
+
+    def adopt(self, keep: bool) -> list[Passport]:
+        """Finds the run's living actors, of each worker the newest; the others end. Not `keep`: all of them end."""
+        found = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == self.namespace]
+        actors = {name: ray.get_actor(name, self.namespace) for name in found}
+        asked: dict[Any, Any] = {}
+        if keep:
+            asked = {actor.passport.remote(self.setup.epoch): actor for actor in actors.values()}
+        ready: list[Any] = ray.wait(list(asked), num_returns=len(asked), timeout=PASSPORT_MOST_S)[0] if asked else []
+        newest: dict[WorkerId, tuple[Passport, Any]] = {}
+        for ref in ready:
+            try:
+                passport = ray.get(ref)
+            except RayError:
+                continue
+            if passport.me not in newest or newest[passport.me][0].incarnation < passport.incarnation:
+                newest[passport.me] = (passport, asked[ref])
+        kept = {id(actor) for _, actor in newest.values()}
+        for actor in actors.values():
+            if id(actor) not in kept:
+                _kill(actor)
+        for me, (passport, actor) in newest.items():
+            self._incarnations[me] = passport.incarnation
+            self._members[me] = _Member(actor, "", passport.incarnation, pid=passport.pid, generation=passport.generation)
+        return [passport for passport, _ in newest.values()]
+
+    def at(self, node_id: str, ray_id: str) -> None:
+        """Where a node's adopted workers stand."""
+        for worker in self.workers(node_id):
+            self._members[worker].ray_id = ray_id
+
+    # ------------------------------------------------------------------------------------------ calls and answers
+
+    def call(self, worker: WorkerId, method: str, *arguments: Any) -> bool:
+        """Passes an order on; False = there is no such worker."""
+        with self._lock:
+            member = self._members.get(worker)
+            if member is None:
+                return False
+            ref = getattr(member.actor, method).remote(self.setup.epoch, *arguments)
+            self._calls[ref] = worker
+        return True
+
+    def open_polls(self) -> list[WorkerId]:
+        """A long poll with each worker that has none; acknowledges what it has said. Returns all that a poll is open with."""
+        with self._lock:
+            for member in self._members.values():
+                if member.poll is None:
+                    member.poll = member.actor.poll.remote(self.setup.epoch, member.seen, POLL_S)
+            return list(self._members)
+
+    def collect(self, wait_s: float) -> list[Answer | Broken]:
+        """What has come, at the latest after `wait_s`."""
+        with self._lock:
+            polls = {member.poll: worker for worker, member in self._members.items() if member.poll is not None}
+            refs = [*polls, *self._calls]
+        if refs:
+            ready, _ = ray.wait(refs, num_returns=1, timeout=wait_s)
+            if ready:
+                ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+        else:
+            ready = []
+            time.sleep(wait_s)
+        found: list[Answer | Broken] = []
+        for ref in ready:
+            worker = polls[ref] if ref in polls else self._calls.pop(ref)
+            answer = self._read(ref, worker, ref in polls)
+            if answer is not None:
+                found.append(answer)
+        while not self._news.empty():
+            found.append(self._news.get())
+        return found
+
+    def _read(self, ref: Any, worker: WorkerId, is_poll: bool) -> Answer | Broken | None:
+        member = self._members.get(worker)
+        if is_poll and (member is None or member.poll != ref):
+            return None
+        if member is not None and is_poll:
+            member.poll = None
+        try:
+            beat = ray.get(ref)
+        except ActorUnavailableError:
+            return None  # the connection broke; it may come back, and silence is measured on
+        except RayActorError as error:
+            if member is None:
+                return None
+            self.forget(worker)
+            return Broken(worker, "process", f"its process is gone: {_short(error)}")
+        except RayTaskError as error:
+            return Broken(worker, "replaced" if isinstance(error, SpecError) else "infrastructure", _short(error))
+        if not is_poll or member is None:
+            return None
+        messages = tuple(event for number, event in beat.messages if number > member.seen)
+        member.seen = max([member.seen, *(number for number, _ in beat.messages)])
+        member.pid, member.generation = beat.pid, beat.generation or member.generation
+        return Answer(worker, beat, messages)
+
+    # ------------------------------------------------------------------------------------------ ends
+
+    def forget(self, worker: WorkerId) -> None:
+        with self._lock:
+            self._members.pop(worker, None)
+            self._incarnations[worker] = self._incarnations.get(worker, 0) + 1  # one that is being started ends
+
+    def signal(self, workers: Iterable[WorkerId], number: int) -> None:
+        """To the processes, wherever they are."""
+        for worker in workers:
+            member = self._members.get(worker)
+            if member is None or not member.pid:
+                continue
+            if self.local:
+                try:
+                    os.kill(member.pid, number)
+                except ProcessLookupError:
+                    continue
+            else:
+                signal_there(member.ray_id, [member.pid], number)
+
+    def end(self, workers: Sequence[WorkerId]) -> None:
+        """Kills the processes, also stopped ones, and forgets them."""
+        self.signal(workers, signal.SIGKILL)
+        for worker in workers:
+            member = self._members.get(worker)
+            self.forget(worker)
+            if member is not None:
+                _kill(member.actor)
+
+    def close(self, end: bool) -> None:
+        self._starter.shutdown(wait=True, cancel_futures=True)
+        if end:
+            self.end(self.workers())
+
+
+def _kill(actor: Any) -> None:
+    try:
+        ray.kill(actor, no_restart=True)
+    except (RayError, ValueError):
+        pass
+
+
+def _short(error: BaseException) -> str:
+    """One line that says what happened: of a long report the line of the error itself."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    if len(lines) > 1 and isinstance(error, RayTaskError | RayActorError):
+        text = f"{text} {lines[-1]}" if "Traceback" not in lines[-1] else text
+    return text[:TEXT_MOST]

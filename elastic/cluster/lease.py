@@ -1,0 +1,170 @@
+"""One driver per run: a lease in the run's storage, as objects that are only ever created, never changed.
+
+`lease/<epoch>-<n>.json` is the n-th sign of life of the driver of that epoch. A driver takes the run over by creating object 0
+of the next epoch; of several that try, storage lets one win. The epoch fences whatever the older driver still tries to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from elastic.cluster import processes
+from elastic.errors import SpecError
+
+PREFIX = "lease/"
+
+
+class Store(Protocol):
+    """What is used of elastic.storage.Storage."""
+
+    uri: str
+
+    def get(self, key: str) -> bytes: ...
+    def put(self, key: str, data: bytes, if_absent: bool = False) -> bool: ...
+    def list(self, prefix: str = "") -> list[str]: ...
+    def delete(self, key: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A sign of life."""
+
+    epoch: int
+    n: int
+    host: str
+    boot: str
+    pid: int
+    started: int
+    since_s: float
+    at_s: float
+    ttl_s: float
+    released: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{PREFIX}{self.epoch:08d}-{self.n:08d}.json"
+
+
+@dataclass(frozen=True)
+class Times:
+    """`renew_s`: between signs of life; `ttl_s`: a holder that gave none for so long is gone."""
+
+    renew_s: float = 3.0
+    ttl_s: float = 15.0
+
+
+class Lease:
+    """Raises SpecError when another driver holds the run. `attached`: there was a driver before that did not end in order."""
+
+    def __init__(self, storage: Store, run: str, times: Times = Times()) -> None:
+        self.storage, self.run, self.times = storage, run, times
+        self._lost = threading.Event()
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        place = processes.Place.here()
+        now_s = time.time()
+        me: dict[str, Any] = {
+            "host": place.host, "boot": place.boot, "pid": os.getpid(), "started": processes.started(os.getpid()) or 0,
+            "since_s": now_s, "ttl_s": times.ttl_s,
+        }  # fmt: skip
+        before = newest(storage)
+        if before is not None:
+            self._refuse_living(before)
+        self.attached = before is not None and not before.released
+        self.sign = Sign(epoch=before.epoch + 1 if before else 1, n=0, at_s=now_s, **me)
+        if not self._write(self.sign):
+            winner = newest(storage)
+            raise SpecError(self._refusal(winner) if winner else f"run '{run}': another driver took its lease just now")
+        for key in storage.list(PREFIX):
+            if key < self.sign.key:
+                storage.delete(key)
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread.start()
+
+    @property
+    def epoch(self) -> int:
+        return self.sign.epoch
+
+    @property
+    def lost(self) -> bool:
+        """Another driver has taken the run over: this one may do nothing more."""
+        return self._lost.is_set()
+
+    def give_up(self) -> None:
+        """Another driver was heard of."""
+        self._lost.set()
+        self._done.set()
+
+    def release(self) -> None:
+        """The next driver need not wait."""
+        self._done.set()
+        self._thread.join()
+        with self._lock:
+            if not self.lost:
+                self._write(self._next(released=True))
+
+    def _refuse_living(self, before: Sign) -> None:
+        if before.released or self._dead_here(before):
+            return
+        if time.time() - before.at_s <= before.ttl_s:
+            raise SpecError(self._refusal(before))
+        if before.boot != processes.Place.here().boot:  # its clock may be behind ours: does it still give signs?
+            time.sleep(2 * self.times.renew_s)
+            after = newest(self.storage)
+            if after is not None and after.key != before.key and not after.released:
+                raise SpecError(self._refusal(after))
+
+    def _dead_here(self, sign: Sign) -> bool:
+        return sign.boot == processes.Place.here().boot and processes.started(sign.pid) != sign.started
+
+    def _refusal(self, holder: Sign) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(holder.since_s))
+        return (
+            f"run '{self.run}' is driven by process {holder.pid} on {holder.host} since {since} (its last sign of life is "
+            f"{max(0.0, time.time() - holder.at_s):.0f} s old); stop it first, or choose another --run-name"
+        )
+
+    def _next(self, released: bool = False) -> Sign:
+        return Sign(**{**asdict(self.sign), "n": self.sign.n + 1, "at_s": time.time(), "released": released})
+
+    def _write(self, sign: Sign) -> bool:
+        return self.storage.put(sign.key, json.dumps(asdict(sign)).encode(), if_absent=True)
+
+    def _renew(self) -> None:
+        while not self._done.wait(self.times.renew_s):
+            try:
+                if not self._renewed():
+                    self._lost.set()
+                    return
+            except OSError:
+                if time.time() - self.sign.at_s > self.times.ttl_s:  # storage is out of reach: others may take over
+                    self._lost.set()
+                    return
+
+    def _renewed(self) -> bool:
+        with self._lock:
+            after = newest(self.storage)
+            sign = self._next()
+            if (after is not None and after.epoch > self.epoch) or not self._write(sign):
+                return False
+            before, self.sign = self.sign, sign
+            self.storage.delete(before.key)
+            return True
+
+
+def newest(storage: Store) -> Sign | None:
+    """The last sign of life of the newest epoch."""
+    for _ in range(20):  # an object may be replaced by the next one between list and get
+        keys = [key for key in storage.list(PREFIX) if key.endswith(".json")]
+        if not keys:
+            return None
+        try:
+            return Sign(**json.loads(storage.get(max(keys))))
+        except FileNotFoundError:
+            continue
+    return None

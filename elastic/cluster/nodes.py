@@ -1,0 +1,355 @@
+"""Where nodes come from: the embedded cluster starts them, an existing Ray cluster has them; and which of them still live."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from elastic.cluster import _ray_private
+from elastic.cluster.local import LocalCluster, NodeOrder, visible_gpus
+from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
+
+NODE_LABEL, POOL_LABELS = "elastic-node", ("elastic-pool", "pool", "ray.io/node-group")
+MARKET_LABEL, ACCELERATOR_LABEL = "ray.io/market-type", "ray.io/accelerator-type"
+SURVEY_S, PROBE_S = 0.5, 0.1
+PROBE_WAIT_S, SUSPECT_MOST_S = 0.3, 5.0
+MUTE_MOST_S = 3.0  # a suspect whose raylet cannot be reached for so long is gone
+
+
+class NodeProvider(Protocol):
+    """Gives and takes nodes; returns at once, what comes of it is in `news`."""
+
+    def request(self, pool: str, count: int, request_id: str) -> None: ...
+    def release(self, node_id: str) -> None:
+        """Give the node back; its workers have been ended."""
+
+    def lost(self, node_id: str) -> None:
+        """The node is gone; it is not ours any more."""
+
+    def kill(self, node_id: str, pids: Sequence[int]) -> None:
+        """A drill: the whole node at once. `pids`: its workers."""
+
+    def change_capacity(self, pool: str, by: int) -> None: ...
+    def news(self, alive: Mapping[str, RayNode]) -> list[Event]:
+        """NodeReady and RequestFailed since the last call."""
+
+    def ray_id(self, node_id: str) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """A living node as Ray lists it."""
+
+    ray_id: str
+    address: str
+    port: int
+    labels: Mapping[str, str]
+    cpus: int
+    gpus: int
+    head: bool
+
+
+@dataclass
+class EmbeddedNodes:
+    """Nodes of a LocalCluster: they exist only when asked for, at most `max_nodes` of a pool at a time."""
+
+    cluster: LocalCluster
+    pools: Sequence[Pool]
+    _capacity: dict[str, int] = field(init=False)
+    _names: dict[str, str] = field(default_factory=dict)  # node id -> pool, from the request on
+    _ray_ids: dict[str, str] = field(default_factory=dict)
+    _gpus: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _starting: list[tuple[str, str, Future[dict[str, Any]]]] = field(default_factory=list)
+    _failed: list[Event] = field(default_factory=list)
+    _requests: set[str] = field(default_factory=set)
+    _count: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._capacity = {pool.name: pool.max_nodes for pool in self.pools}
+
+    def request(self, pool: str, count: int, request_id: str) -> None:
+        if request_id in self._requests:
+            return
+        self._requests.add(request_id)
+        for _ in range(count):
+            why = self._start(pool, request_id)
+            if why:
+                self._failed.append(RequestFailed(pool, request_id, why))
+                return
+
+    def _start(self, name: str, request_id: str) -> str:
+        """Starts a node; returns why not."""
+        pool = next((p for p in self.pools if p.name == name), None)
+        if pool is None:
+            return f"there is no pool '{name}'"
+        used = sum(1 for p in self._names.values() if p == name)
+        if used >= self._capacity[name]:
+            return f"no capacity: pool '{name}' gives {self._capacity[name]} nodes and {used} are in use"
+        gpus: tuple[int, ...] = ()
+        if pool.accelerator_type != "CPU":
+            taken = {g for held in self._gpus.values() for g in held}
+            free = [g for g in visible_gpus() if g not in taken]
+            if len(free) < pool.gpus_per_node:
+                return f"no capacity: a node of '{name}' has {pool.gpus_per_node} GPUs and {len(free)} are free on this machine"
+            gpus = tuple(free[: pool.gpus_per_node])
+        self._count[name] = self._count.get(name, 0) + 1
+        node_id = f"{name}-{self._count[name]}"
+        labels = {NODE_LABEL: node_id, POOL_LABELS[0]: name, MARKET_LABEL: pool.market_type}
+        self._names[node_id], self._gpus[node_id] = name, gpus
+        order = NodeOrder(node_id, pool.gpus_per_node, labels, gpus)
+        self._starting.append((node_id, request_id, self.cluster.add(order)))
+        return ""
+
+    def news(self, alive: Mapping[str, RayNode]) -> list[Event]:
+        events, self._failed = self._failed, []
+        for entry in [entry for entry in self._starting if entry[2].done()]:
+            self._starting.remove(entry)
+            node_id, request_id, answer = entry
+            pool = self._names[node_id]
+            error = answer.exception()
+            if error is not None:
+                self.lost(node_id)
+                events.append(RequestFailed(pool, request_id, str(error)))
+                continue
+            self._ray_ids[node_id] = answer.result()["ray_id"]
+            gpus = next(p.gpus_per_node for p in self.pools if p.name == pool)
+            events.append(NodeReady(Node(node_id, pool, gpus)))
+        return events
+
+    def release(self, node_id: str) -> None:
+        self.cluster.kill(node_id)
+        self.lost(node_id)
+
+    def kill(self, node_id: str, pids: Sequence[int]) -> None:
+        self.cluster.kill(node_id)
+
+    def lost(self, node_id: str) -> None:
+        self._names.pop(node_id, None)
+        self._ray_ids.pop(node_id, None)
+        self._gpus.pop(node_id, None)
+
+    def change_capacity(self, pool: str, by: int) -> None:
+        self._capacity[pool] = max(0, self._capacity.get(pool, 0) + by)
+
+    def ray_id(self, node_id: str) -> str | None:
+        return self._ray_ids.get(node_id)
+
+
+@dataclass
+class ClusterNodes:
+    """Nodes of an existing Ray cluster: each suitable living one is ours, also one that joins later, up to `max_nodes`.
+
+    A node belongs to the pool that its label elastic-pool, pool or ray.io/node-group names; else to the first pool of its
+    market type and accelerator type. Released nodes stay in the cluster and come back when they are asked for again.
+    """
+
+    pools: Sequence[Pool]
+    _capacity: dict[str, int] = field(init=False)
+    _ours: dict[str, tuple[str, str]] = field(default_factory=dict)  # node id -> pool, Ray id
+    _released: dict[str, str] = field(default_factory=dict)  # Ray id -> pool
+    _asked: list[list[Any]] = field(default_factory=list)  # pool, how many are still missing, request id
+    _requests: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._capacity = {pool.name: pool.max_nodes for pool in self.pools}
+
+    def request(self, pool: str, count: int, request_id: str) -> None:
+        if request_id not in self._requests:
+            self._requests.add(request_id)
+            self._asked.append([pool, count, request_id])
+
+    def news(self, alive: Mapping[str, RayNode]) -> list[Event]:
+        events: list[Event] = []
+        ours = {ray_id for _, ray_id in self._ours.values()}
+        for found in alive.values():
+            pool = None if found.ray_id in ours else pool_of(found, self.pools)
+            if pool is None or self._used(pool.name) >= self._capacity[pool.name]:
+                continue
+            asked = next((a for a in self._asked if a[0] == pool.name), None)
+            if found.ray_id in self._released and asked is None:
+                continue
+            if asked is not None:
+                asked[1] -= 1
+            events.append(self._welcome(found, pool))
+        for name, missing, request_id in self._asked:
+            if missing > 0:
+                why = f"no capacity: the cluster has {self._used(name)} suitable nodes of pool '{name}', all in use"
+                events.append(RequestFailed(name, request_id, why))
+        self._asked.clear()
+        return events
+
+    def _welcome(self, found: RayNode, pool: Pool) -> Event:
+        self._released.pop(found.ray_id, None)
+        node_id = found.labels.get(NODE_LABEL) or f"{pool.name}-{found.ray_id[:8]}"
+        self._ours[node_id] = (pool.name, found.ray_id)
+        return NodeReady(Node(node_id, pool.name, workers_of(found, pool)))
+
+    def _used(self, pool: str) -> int:
+        return sum(1 for name, _ in self._ours.values() if name == pool)
+
+    def release(self, node_id: str) -> None:
+        pool, ray_id = self._ours.pop(node_id, ("", ""))
+        if ray_id:
+            self._released[ray_id] = pool
+
+    def kill(self, node_id: str, pids: Sequence[int]) -> None:
+        ray_id = self.ray_id(node_id)
+        if ray_id is not None:
+            signal_there(ray_id, pids, signal.SIGKILL, raylet=True)
+
+    def lost(self, node_id: str) -> None:
+        _, ray_id = self._ours.pop(node_id, ("", ""))
+        self._released.pop(ray_id, None)
+
+    def change_capacity(self, pool: str, by: int) -> None:
+        self._capacity[pool] = max(0, self._capacity.get(pool, 0) + by)
+
+    def ray_id(self, node_id: str) -> str | None:
+        return self._ours.get(node_id, (None, None))[1]
+
+
+def pool_of(found: RayNode, pools: Iterable[Pool]) -> Pool | None:
+    """The pool that a node counts to; None = not for us."""
+    fitting = [pool for pool in pools if workers_of(found, pool) > 0]
+    for label in POOL_LABELS:
+        if label in found.labels:
+            return next((pool for pool in fitting if pool.name == found.labels[label]), None)
+    market, accelerator = found.labels.get(MARKET_LABEL), found.labels.get(ACCELERATOR_LABEL)
+    for pool in fitting:
+        if market in (None, pool.market_type) and accelerator in (None, pool.accelerator_type):
+            return pool
+    return None
+
+
+def workers_of(found: RayNode, pool: Pool) -> int:
+    """How many workers the node takes: GPUs, or processes where the pool is of CPUs."""
+    if pool.accelerator_type != "CPU":
+        return found.gpus
+    return min(found.cpus, pool.gpus_per_node)
+
+
+# ------------------------------------------------------------------------------------------ which nodes live
+
+
+class Survey:
+    """Looks at the cluster in a thread of its own. `alive`, `draining` and `gone` are whole and new at every look.
+
+    `suspect`: the nodes on which something broke. Their raylets are asked at once: a port that refuses is a node that is
+    gone, long before Ray says so.
+    """
+
+    def __init__(self, on_loss: Callable[[], None] = lambda: None) -> None:
+        self.alive: Mapping[str, RayNode] = {}
+        self.draining: Mapping[str, float] = {}
+        self.gone: Mapping[str, str] = {}  # Ray id -> why
+        self._on_loss = on_loss
+        self._suspects: dict[str, tuple[float, float]] = {}  # Ray id -> suspected until, reached last
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._look()
+        self._thread = threading.Thread(target=self._run, name="survey", daemon=True)
+        self._thread.start()
+
+    def suspect(self, ray_ids: Iterable[str]) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            for ray_id in ray_ids:
+                self._suspects[ray_id] = (now_s + SUSPECT_MOST_S, self._suspects.get(ray_id, (0.0, now_s))[1])
+
+    def check(self, ray_id: str) -> str:
+        """Asks the node now; returns why it is gone, '' = it answers or it is not known."""
+        found = self.alive.get(ray_id)
+        if ray_id in self.gone or found is None:
+            return self.gone.get(ray_id, "")
+        if reaches(found.address, found.port) is False:
+            self._lose(ray_id, "its raylet's port refuses")
+        return self.gone.get(ray_id, "")
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        looked_s = time.monotonic()
+        while not self._stop.wait(PROBE_S):
+            self._probe()
+            if time.monotonic() - looked_s >= SURVEY_S:
+                try:
+                    self._look()
+                except (OSError, RuntimeError, ray.exceptions.RayError):  # the head does not answer: nothing new is known
+                    pass
+                looked_s = time.monotonic()
+
+    def _probe(self) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            self._suspects = {r: times for r, times in self._suspects.items() if times[0] > now_s and r not in self.gone}
+            suspects = dict(self._suspects)
+        for ray_id, (until_s, reached_s) in suspects.items():
+            found = self.alive.get(ray_id)
+            answer = reaches(found.address, found.port) if found else None
+            if answer is False:
+                self._lose(ray_id, "its raylet's port refuses")
+            elif answer is None and time.monotonic() - reached_s > MUTE_MOST_S:
+                self._lose(ray_id, f"its raylet cannot be reached for {MUTE_MOST_S:.0f} s")
+            elif answer:
+                with self._lock:
+                    self._suspects[ray_id] = (until_s, time.monotonic())
+
+    def _look(self) -> None:
+        found = [_ray_node(entry) for entry in ray.nodes() if entry["Alive"]]
+        now = {node.ray_id: node for node in found if node.ray_id not in self.gone}
+        for ray_id in self.alive.keys() - now.keys():
+            self._lose(ray_id, "Ray lists it as dead")
+        self.alive = now
+        self.draining = _ray_private.draining_nodes()
+
+    def _lose(self, ray_id: str, why: str) -> None:
+        self.gone = {**self.gone, ray_id: why}
+        self._on_loss()
+
+
+def _ray_node(entry: Mapping[str, Any]) -> RayNode:
+    resources = entry["Resources"]
+    return RayNode(
+        entry["NodeID"], entry["NodeManagerAddress"], entry["NodeManagerPort"], entry["Labels"], int(resources.get("CPU", 0)),
+        int(resources.get("GPU", 0)), "node:__internal_head__" in resources,
+    )  # fmt: skip
+
+
+def reaches(address: str, port: int) -> bool | None:
+    """True = something listens there, False = refused, None = no answer in time."""
+    try:
+        with socket.create_connection((address, port), PROBE_WAIT_S):
+            return True
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+
+
+def signal_there(ray_id: str, pids: Sequence[int], number: int, raylet: bool = False) -> Any:
+    """Sends a signal to processes of another node (and to its raylet), through a task that runs there."""
+    where = NodeAffinitySchedulingStrategy(ray_id, soft=False)
+    task: Any = ray.remote(_signal)
+    return task.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(list(pids), int(number), raylet)
+
+
+def _signal(pids: Sequence[int], number: int, raylet: bool) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+    if raylet:
+        os.kill(os.getppid(), number)

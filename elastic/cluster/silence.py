@@ -1,0 +1,109 @@
+"""Which worker does not answer any more. Fed with the calls that were made and the answers that came; no Ray, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from elastic.types import Silent, WorkerId
+
+STEPPING_LEAST_S, STEP_TIMES = 3.0, 10.0
+STUCK_LEAST_S, STUCK_TIMES = 30.0, 3.0  # all answer and none gets on
+BOUNDS_S = {"idle": 10.0, "starting": 120.0}
+OTHER_BOUND_S = 60.0  # preparing, building, loading, compiling, saving ...
+GAP_MOST_S = 0.5  # a longer pause between two looks was the driver's own
+
+
+class BeatLike(Protocol):
+    """What is read of a worker's beat."""
+
+    @property
+    def generation(self) -> int: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def progress(self) -> int: ...
+
+
+@dataclass
+class _Seen:
+    generation: int = 0
+    phase: str = "starting"
+    progress: int = -1
+    waited_s: float = 0.0  # since the call that is not answered yet was made; 0 = none is open
+    open: bool = False
+    still_s: float = 0.0  # since its progress changed
+    told: bool = False
+
+
+@dataclass
+class Silence:
+    """`wait_s`: how long a call may take anyway. `most_s`: the job's upper bound on every bound (None = none)."""
+
+    wait_s: float
+    most_s: float | None = None
+    step_time_s: dict[int, float] = field(default_factory=dict)  # generation -> newest
+    _workers: dict[WorkerId, _Seen] = field(default_factory=dict)
+    _looked_at_s: float | None = None
+
+    def called(self, worker: WorkerId) -> None:
+        """A call to the worker is open now."""
+        seen = self._workers.setdefault(worker, _Seen())
+        if not seen.open:
+            seen.open, seen.waited_s = True, 0.0
+
+    def answered(self, worker: WorkerId, beat: BeatLike) -> None:
+        seen = self._workers.setdefault(worker, _Seen())
+        moved = (beat.generation, beat.phase, beat.progress) != (seen.generation, seen.phase, seen.progress)
+        if moved or beat.phase == "idle":
+            seen.still_s = 0.0
+        seen.generation, seen.phase, seen.progress = beat.generation, beat.phase, beat.progress
+        seen.open, seen.waited_s, seen.told = False, 0.0, False
+
+    def is_silent(self, worker: WorkerId) -> bool:
+        """It was reported and has not answered since."""
+        seen = self._workers.get(worker)
+        return seen is not None and seen.told
+
+    def forget(self, worker: WorkerId) -> None:
+        self._workers.pop(worker, None)
+
+    def bound_s(self, phase: str, generation: int) -> float:
+        """How long a worker may be silent in this phase."""
+        bound_s = BOUNDS_S.get(phase, OTHER_BOUND_S)
+        if phase == "stepping":
+            bound_s = max(STEPPING_LEAST_S, STEP_TIMES * self.step_time_s.get(generation, OTHER_BOUND_S / STEP_TIMES))
+        return min(bound_s, self.most_s) if self.most_s is not None else bound_s
+
+    def look(self, now_s: float) -> list[Silent]:
+        """Workers whose bound is passed while no peer of their generation gets on; each once per silence."""
+        passed_s = 0.0 if self._looked_at_s is None else min(GAP_MOST_S, max(0.0, now_s - self._looked_at_s))
+        self._looked_at_s = now_s
+        for seen in self._workers.values():
+            seen.waited_s += passed_s if seen.open else 0.0
+            seen.still_s += passed_s
+        return [
+            Silent(worker, seen.generation, seen.phase, round(seen.waited_s, 2))
+            for worker, seen in self._workers.items()
+            if self._overdue(seen) and not self._peer_moves(worker, seen) and self._tell(seen)
+        ]
+
+    def _overdue(self, seen: _Seen) -> bool:
+        return seen.open and seen.waited_s > self.wait_s + self.bound_s(seen.phase, seen.generation)
+
+    def _peer_moves(self, worker: WorkerId, seen: _Seen) -> bool:
+        bound_s = self.bound_s(seen.phase, seen.generation)
+        peers = (s for w, s in self._workers.items() if w != worker and s.generation == seen.generation != 0)
+        return any(peer.still_s < bound_s for peer in peers if peer.phase != "idle")
+
+    def _tell(self, seen: _Seen) -> bool:
+        first, seen.told = not seen.told, True
+        return first
+
+    def stuck_s(self, generation: int) -> float:
+        """How long no worker of a stepping generation got on although all answer, if that is too long; else 0."""
+        members = [seen for seen in self._workers.values() if seen.generation == generation]
+        if not members or any(seen.phase != "stepping" or self._overdue(seen) for seen in members):
+            return 0.0
+        still_s = min(seen.still_s for seen in members)
+        return still_s if still_s > max(STUCK_LEAST_S, STUCK_TIMES * self.bound_s("stepping", generation)) else 0.0

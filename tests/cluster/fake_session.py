@@ -1,0 +1,95 @@
+"""A worker session without torch: steps are naps. Same interface as elastic.worker.session.Session.
+
+Job keys that steer it: `nap_s` (length of a step), `slow_quiesce_s`, `prepare_raises`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic.types import Event, Holding, NodePrepared, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
+
+
+@dataclass(frozen=True)
+class Beat:
+    messages: tuple[tuple[int, Event], ...]
+    generation: int
+    phase: str
+    step: int
+    progress: int
+    pid: int
+
+
+class FakeSession:
+    def __init__(self, me: WorkerId, job: dict[str, Any], run_uri: str, orphan: Any = None) -> None:
+        self.me, self.job, self.run_uri = me, job, run_uri
+        self.lock = threading.Condition()
+        self.outbox: list[tuple[int, Event]] = []
+        self.n = self.generation = self.step = self.progress = self.stop_at = self.aborted = 0
+        self.phase = "idle"
+
+    def put(self, event: Event) -> None:
+        with self.lock:
+            self.n += 1
+            self.outbox.append((self.n, event))
+            self.lock.notify_all()
+
+    def prepare(self) -> None:
+        if self.job.get("prepare_raises"):
+            self.put(WorkerFailed(self.me, 0, "program", "ValueError: the program is wrong"))
+        else:
+            self.put(NodePrepared(self.me.node_id, (os.getpid(),)))
+
+    def enter(self, order: Any) -> None:
+        threading.Thread(target=self.run, args=(order,), daemon=True).start()
+
+    def run(self, order: Any) -> None:
+        plan = order.plan
+        with self.lock:
+            self.stop_at = max(self.stop_at, plan.generation - 1)
+            while self.generation:
+                self.lock.wait(0.02)
+            self.generation, self.phase, self.step = plan.generation, "stepping", plan.resume.step
+        first = order.me == 0
+        if first:
+            self.put(PlanEntered(plan.generation, self.step))
+        while max(self.stop_at, self.aborted) < plan.generation:
+            time.sleep(self.job.get("nap_s", 0.05))
+            self.step += 1
+            self.progress += 1
+            if first:
+                self.put(StepDone(plan.generation, self.step, 1.0, 8, self.job.get("nap_s", 0.05)))
+        if self.stop_at >= plan.generation:
+            time.sleep(self.job.get("slow_quiesce_s", 0.0))
+            Path(self.run_uri, f"saved-{self.me.local_rank}-{self.step}").touch()
+        held = (Holding(self.me, plan.generation, order.me, self.step, "live"),)
+        with self.lock:
+            self.generation, self.phase = 0, "idle"
+        self.put(Quiesced(self.me, plan.generation, self.step, held))
+
+    def quiesce(self, generation: int, save: bool) -> None:
+        self.stop_at = max(self.stop_at, generation)
+
+    def store_copy(self, generation: int) -> None:
+        return
+
+    def abort(self, generation: int) -> None:
+        self.aborted = max(self.aborted, generation)
+        if not self.generation:
+            self.put(Quiesced(self.me, generation, self.step))
+
+    def poll(self, ack: int, wait_s: float) -> Beat:
+        deadline = time.monotonic() + wait_s
+        with self.lock:
+            self.outbox = [(n, e) for n, e in self.outbox if n > ack]
+            while not self.outbox and (left := deadline - time.monotonic()) > 0:
+                self.lock.wait(left)
+            return Beat(tuple(self.outbox), self.generation, self.phase, self.step, self.progress, os.getpid())
+
+    def close(self) -> None:
+        self.aborted = 1 << 30

@@ -1,0 +1,155 @@
+"""The Backend on real Ray nodes, with a session that needs no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from conftest import Stage, plan
+
+from elastic.cluster import processes
+from elastic.types import (
+    Abort,
+    EnterPlan,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    PlanEntered,
+    Prepare,
+    Quiesce,
+    Quiesced,
+    ReleaseNode,
+    RequestFailed,
+    RequestNodes,
+    Silent,
+    StepDone,
+    Stop,
+    WorkerFailed,
+    WorkerId,
+)  # fmt: skip
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+Make = Callable[..., Stage]
+
+
+def test_from_request_to_step_to_quiesce(stage: Make) -> None:
+    on = stage()
+    a, b = on.nodes(2)
+    workers = [WorkerId(a, 0), WorkerId(b, 0)]
+    on.backend.execute(EnterPlan(plan(1, workers)))
+    assert on.wait(PlanEntered).generation == 1
+    assert on.wait(StepDone).step == 1
+    on.backend.execute(Quiesce(1, save=False))
+    assert {on.wait(Quiesced).worker for _ in workers} == set(workers)
+    on.backend.execute(EnterPlan(plan(2, workers[:1])))
+    assert on.wait(PlanEntered).generation == 2
+    on.backend.execute(ReleaseNode(b))
+    lost = on.wait(NodeLost)
+    assert (lost.node_id, lost.cause) == (b, "released")
+
+
+def test_capacity(stage: Make) -> None:
+    on = stage()
+    on.backend.execute(RequestNodes("spot", 4, "r1"))
+    on.backend.execute(RequestNodes("spot", 4, "r1"))  # counts once
+    failed = on.wait(RequestFailed)
+    assert failed.request_id == "r1"
+    assert "3 nodes and 3 are in use" in failed.reason
+    ready = {on.wait(NodeReady).node.node_id for _ in range(3)}
+    assert ready == {"spot-1", "spot-2", "spot-3"}
+    assert not [e for e in on.backend.poll(on.backend.now_s() + 0.5) if isinstance(e, NodeReady | RequestFailed)]
+
+
+def test_a_killed_node_is_lost_within_seconds(stage: Make) -> None:
+    on = stage()
+    a, b = on.nodes(2)
+    on.backend.execute(EnterPlan(plan(1, [WorkerId(a, 0), WorkerId(b, 0)])))
+    on.wait(StepDone)
+    at = time.monotonic()
+    on.backend.cluster.kill(b)
+    failed = on.wait(lambda e: isinstance(e, WorkerFailed) and e.worker.node_id == b)
+    lost = on.wait(NodeLost)
+    took_s = time.monotonic() - at
+    assert failed.kind == "process"
+    assert lost.node_id == b
+    assert took_s < 5.0, f"{took_s:.2f} s"
+    on.wait(StepDone)  # the other goes on
+    print(f"killed node -> NodeLost {took_s:.2f} s")
+
+
+def test_a_killed_process_is_replaced_on_its_node(stage: Make) -> None:
+    on = stage()
+    (a,) = on.nodes(1)
+    pid = on.backend.crew.pid(WorkerId(a, 0))
+    at = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    failed = on.wait(WorkerFailed)
+    took_s = time.monotonic() - at
+    assert failed.kind == "process"
+    assert took_s < 3.0
+    on.backend.execute(Prepare(a))
+    again = on.wait(lambda e: isinstance(e, NodePrepared | NodeLost))
+    assert isinstance(again, NodePrepared)
+    assert again.pids[0] not in (0, pid)
+
+
+def test_a_stopped_process_is_silent_once_and_can_be_killed(stage: Make) -> None:
+    on = stage()
+    a, b = on.nodes(2)
+    here, there = WorkerId(a, 0), WorkerId(b, 0)
+    on.backend.execute(EnterPlan(plan(1, [there])))
+    on.wait(StepDone)
+    pid = on.backend.crew.pid(there)
+    at = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    silent = on.wait(Silent)
+    took_s = time.monotonic() - at
+    assert (silent.worker, silent.generation, silent.phase) == (there, 1, "stepping")
+    assert 3.0 < took_s < 6.0
+    on.backend.execute(Abort(1, kill=(there,)))
+    assert on.wait(Quiesced).worker == here
+    assert processes.started(pid) is None
+    assert not [e for e in on.backend.poll(on.backend.now_s() + 0.5) if isinstance(e, Silent | NodeLost)]
+    on.backend.execute(Prepare(b))
+    assert on.wait(NodePrepared).node_id == b
+
+
+def test_an_order_for_a_worker_that_is_not_there_fails(stage: Make) -> None:
+    on = stage()
+    on.backend.execute(EnterPlan(plan(3, [WorkerId("nowhere", 0)])))
+    failed = on.wait(WorkerFailed)
+    assert (failed.kind, failed.generation) == ("process", 3)
+    on.backend.execute(Prepare("nowhere"))
+    assert on.wait(NodeLost).node_id == "nowhere"
+
+
+def test_what_the_program_raises_arrives(stage: Make) -> None:
+    on = stage(job={"prepare_raises": True})
+    on.backend.execute(RequestNodes("spot", 1, "r"))
+    on.backend.execute(Prepare(on.wait(NodeReady).node.node_id))
+    failed = on.wait(WorkerFailed)
+    assert (failed.kind, failed.error) == ("program", "ValueError: the program is wrong")
+
+
+def test_a_session_that_cannot_be_imported_is_a_failed_process(stage: Make) -> None:
+    on = stage(python_path=())
+    on.backend.execute(RequestNodes("spot", 1, "r"))
+    on.backend.execute(Prepare(on.wait(NodeReady).node.node_id))
+    failed = on.wait(WorkerFailed)
+    assert failed.kind == "process"
+    assert "fake_session" in failed.error
+
+
+def test_after_stop_there_is_nothing(stage: Make) -> None:
+    on = stage()
+    (a,) = on.nodes(1)
+    pid = on.backend.crew.pid(WorkerId(a, 0))
+    on.backend.execute(Stop("succeeded", "done"))
+    assert on.backend.poll(None) == []
+    deadline = time.monotonic() + 5
+    while processes.started(pid) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
