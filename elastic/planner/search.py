@@ -1,7 +1,8 @@
 """Which layout on which workers: enumerate, drop what does not fit (with the reason), take the best.
 
-As many workers as possible; among layouts of that size the one with the smallest relative step time. A tp x cp group never
-leaves its node.
+As many workers as possible. Among layouts of that size plain data-parallel sharding comes first; tensor and pipeline
+parallelism cut only as far as the memory or a small batch asks for, then the smallest relative step time wins. A tp x cp group
+never leaves its node.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Nod
         choice = _try(model, job, nodes, layout, rejected)
         if choice is None or _idle_pipeline(choice, rejected) or _too_big(model, choice, limits, rejected, exact=False):
             continue
-        if best is None or choice.relative_time < best.relative_time:
+        if best is None or _rank(choice) < _rank(best):
             best = choice
     if best is None:
         raise InfeasiblePlan(_why(n_workers, rejected))
@@ -126,6 +127,10 @@ def _try(
         return None
     relative = cost.relative_time(layout, n_microbatches, max(samples), global_batch)
     return Choice(layout, ranks, samples, layers, n_microbatches, cost.memory_bytes(model, layout), relative)
+
+
+def _rank(choice: Choice) -> tuple[int, float]:
+    return choice.layout.tp * choice.layout.pp, choice.relative_time
 
 
 def _idle_pipeline(choice: Choice, rejected: list[str]) -> bool:

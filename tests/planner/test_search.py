@@ -29,6 +29,11 @@ def test_auto_uses_every_worker_with_plain_sharding() -> None:
     assert choice.ranks[:3] == (WorkerId("n0", 0), WorkerId("n0", 1), WorkerId("n1", 0))
 
 
+def test_auto_does_not_cut_the_model_because_the_batch_divides_badly() -> None:
+    for batch, gpus in ((6, (2, 2)), (8, (7,)), (12, (5,))):
+        assert plan_layout(MODEL, job(global_batch=batch), nodes(*gpus)).layout == Layout(dp_shard=sum(gpus))
+
+
 def test_auto_never_has_more_ranks_than_samples() -> None:
     choice = plan_layout(MODEL, job(global_batch=2), nodes(1, 1, 1))
     assert choice.layout.world_size == 2 and choice.layout.dp <= 2

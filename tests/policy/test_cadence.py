@@ -17,7 +17,7 @@ STATE = State(run="r", job=job(steps=10_000), pools=(SPOT,))
 
 @pytest.mark.parametrize(
     ("stall_s", "step_s", "every"),
-    [(0.0, 0.0, 5), (0.0, 1.0, 5), (0.02, 1.0, 2), (0.01, 1.0, 1), (0.001, 1.0, 1), (9.0, 1.0, 50)],
+    [(0.0, 0.0, 5), (0.0, 1.0, 5), (0.02, 1.0, 2), (0.025, 1.0, 3), (0.01, 1.0, 1), (0.001, 1.0, 1), (9.0, 1.0, 50)],
 )
 def test_peer_copies_cost_less_than_one_percent(stall_s: float, step_s: float, every: int) -> None:
     state = replace(STATE, copy_stall_s=stall_s, step_time_s=step_s)

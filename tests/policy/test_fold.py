@@ -72,6 +72,8 @@ def test_steps_of_the_old_generation_count_until_a_live_one_is_entered() -> None
     story.tick(Notice("b", story.now_s + 30))
     story.tick(StepDone(plan.generation, 4, 1.0, 10, 0.1))
     assert (story.state.step, story.state.phase) == (4, "entering")
+    story.tick(PlanEntered(plan.generation, 0))
+    assert (story.state.step, story.state.phase) == (4, "entering")
 
 
 def test_what_a_lost_node_held_is_gone() -> None:
