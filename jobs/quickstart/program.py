@@ -41,7 +41,7 @@ def lr_factor(step: int) -> float:
 
 def sample(model: nn.Module) -> str:
     """What the model writes behind PROMPT."""
-    ids = generate(model, list(PROMPT.encode()), n=260, temperature=0.6)
+    ids = generate(model, list(PROMPT.encode()), n=260, temperature=0.8, seed=1)
     return bytes(ids).decode("utf-8", errors="replace")
 
 
