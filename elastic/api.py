@@ -28,6 +28,8 @@ from elastic.storage import Storage, open_storage
 from elastic.types import Copy, DriverStarted, Layout, ModelProfile, Outcome, Pool, StepDone
 
 if TYPE_CHECKING:
+    from elastic.cluster.lease import Lease
+    from elastic.cluster.local import LocalCluster
     from elastic.worker.durable import Found
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -158,8 +160,10 @@ class _Run:
             lease = Lease(self.storage, self.name)
             stack.callback(lease.release)
             before = self._before()
+            cluster = self._cluster(stack)  # its head starts beside what follows
             start = self._start(lease.epoch, before)
-            backend = self._backend(start)
+            backend = self._backend(start, restored(before), cluster, lease)
+            stack.callback(backend.close)
             self._watch(stack)
             state = drive(backend, Journal(self.journal_path, lease.epoch), start, restored(before))
         return self._result(state)
@@ -189,8 +193,32 @@ class _Run:
         _check_same(before, start)
         return start
 
-    def _backend(self, start: DriverStarted) -> Backend:
-        raise NotImplementedError
+    def _cluster(self, stack: ExitStack) -> LocalCluster | None:
+        """The embedded cluster; None where there is a Ray address."""
+        if self.address is not None:
+            return None
+        from elastic.cluster.local import LocalCluster
+
+        cluster = LocalCluster((self.spec.folder,))
+        stack.callback(cluster.close)
+        return cluster
+
+    def _backend(self, start: DriverStarted, before: State | None, cluster: LocalCluster | None, lease: Lease) -> Backend:
+        from elastic.cluster.backend import RayBackend, RayRun
+
+        plans = tuple(before.plans[number] for number in sorted(before.plans)) if before and start.attached else ()
+        run = RayRun(
+            self.name,
+            self.storage.uri,
+            start.job,
+            self.pools,
+            start.epoch,
+            self.address or "",
+            attach=start.attached,
+            plans=plans,
+            python_path=(self.spec.folder, str(Path(__file__).resolve().parents[1])),
+        )
+        return RayBackend(run, cluster, lease)
 
     def _watch(self, stack: ExitStack) -> None:
         if self.options.show:

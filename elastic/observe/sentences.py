@@ -69,9 +69,10 @@ def _entered(event: types.PlanEntered, view: View) -> str:
 
 def drill(entry: dict[str, Any]) -> str:
     """`{'at_step': 9, 'kill': 'a'}` -> `kill a (at step 9)`."""
-    what = " ".join(f"{key} {_names(value)}" for key, value in entry.items() if key not in ("at_step", "deadline_s"))
+    what = " ".join(f"{key} {_names(value)}" for key, value in entry.items() if key not in ("at_step", "deadline_s", "error"))
+    failed = f": not carried out: {entry['error']}" if entry.get("error") else ""
     when = f" (at step {entry['at_step']})" if entry.get("at_step") is not None else ""
-    return what.replace(" True", "") + when
+    return what.replace(" True", "") + when + failed
 
 
 def _names(value: Any) -> str:

@@ -12,10 +12,10 @@ from elastic.ledger.journal import Journal, write_line
 from elastic.observe import doctor
 from elastic.observe.grid import draw, letters
 from elastic.observe.plot import save_loss
-from elastic.observe.sentences import duration, first_line, size
+from elastic.observe.sentences import drill, duration, first_line, size
 from elastic.observe.terminal import Terminal, render
 from elastic.observe.view import Tail, view_of
-from elastic.types import DriverStarted, Layout, StepDone
+from elastic.types import DriverStarted, Layout
 
 
 def test_view_of_a_whole_run() -> None:
@@ -165,4 +165,6 @@ def test_words() -> None:
     assert [duration(s) for s in (None, 4.6, 75, 3725)] == ["-", "0:05", "1:15", "1:02:05"]
     assert [size(n) for n in (12, 2_500_000, 3e13)] == ["12 B", "2.5 MB", "30.0 TB"]
     assert first_line("Traceback (most recent call last):\n  x\nValueError: no") == "ValueError: no"
-    assert StepDone(1, 1, 0.5, 1, 0.1).step == 1
+    assert drill({"at_step": 9, "kill": ["a", "b"]}) == "kill a, b (at step 9)"
+    assert drill({"kill_driver": True, "at_step": 9}) == "kill_driver (at step 9)"
+    assert drill({"kill": "any", "error": "nobody is there"}) == "kill any: not carried out: nobody is there"
