@@ -6,7 +6,7 @@ neighbouring ranks (one node) share a tp group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.types import AXES, Layout, WorkerId
 from elastic.types import parse_layout as parse_layout
@@ -70,6 +70,11 @@ def replica_key(layout: Layout, rank: int) -> tuple[int, int, int, int]:
     """Ranks with equal keys hold equal boxes (they differ in dp_replicate only)."""
     at = coordinates(layout, rank)
     return (at.pp, at.dp_shard, at.cp, at.tp)
+
+
+def first_replica(layout: Layout, rank: int) -> int:
+    """The lowest rank that holds the same boxes."""
+    return rank_of(layout, replace(coordinates(layout, rank), dp_replicate=0))
 
 
 def stage_blocks(layers: tuple[int, ...], stage: int) -> range:

@@ -452,6 +452,7 @@ class ShardStored(Event):
     n_bytes: int
     seconds: float = 0.0
     stall_s: float = 0.0
+    digest: int = 0  # sum (mod 2**64) over the elements that the rank owns
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ SLICE_S = 0.05  # how long one look for answers waits
 LOOK_S = 0.25  # between looks at the inbox, deadlines, notices and silence
 TIMEOUT_LEAST_S, TIMEOUT_STEPS = 60.0, 20.0  # of a generation's groups: the last resort
 
-Commit = Callable[[Plan, int], str]
+Commit = Callable[[Plan, int, int], str]
 
 
 @dataclass(frozen=True)
@@ -446,10 +446,11 @@ class RayBackend:
         for number in [number for number in self._stores if number <= generation]:
             del self._stores[number]
 
-    def _commit(self, plan: Plan, step: int) -> str:
+    def _commit(self, plan: Plan, step: int, digest: int) -> str:
         from elastic.worker import durable
 
         meta = {"run": self.run.name, "layout": asdict(plan.layout), "layers": list(plan.layers), "samples": list(plan.samples)}
+        meta["digest"] = str(digest)
         return durable.commit(self.storage, step, plan.generation, len(plan.ranks), self.run.epoch, meta)
 
 

@@ -12,6 +12,7 @@ from elastic.types import Action, Decision, Node, Pool, Prepare, Quarantine, Rel
 
 REQUEST_LASTS_S = 900.0  # a request without an answer is forgotten then
 PREPARE_MOST_S = 600.0
+LEAVE_MOST_S = 5.0
 ORDER = {"owned": 0, "reserved": 1, "spot": 2, "on-demand": 3}
 
 
@@ -25,7 +26,7 @@ def together(*decisions: Decision) -> Decision:
 
 def capacity(state: State, now_s: float) -> Decision:
     """What to do about nodes, whatever the generations do."""
-    return together(_prepare(state, now_s), _release(state), _request(state, now_s))
+    return together(_prepare(state, now_s), _release(state, now_s), _request(state, now_s))
 
 
 def _prepare(state: State, now_s: float) -> Decision:
@@ -51,17 +52,29 @@ def _prepare(state: State, now_s: float) -> Decision:
     return Decision(tuple(actions), "; ".join(reasons), min(wakes, default=None))
 
 
-def _release(state: State) -> Decision:
-    """Drained nodes that nobody needs any more."""
+def _release(state: State, now_s: float) -> Decision:
+    """Drained nodes that nobody needs any more; their workers get a moment to say that they have sent everything."""
     needed = {worker.node_id for worker in state.members}
+    leaving = _still_leaving(state) if now_s < state.entered_at_s + LEAVE_MOST_S else set()
+    wake_at_s = state.entered_at_s + LEAVE_MOST_S if leaving else None
+    needed |= leaving
     if state.phase == "waiting":
         needed |= {worker.node_id for worker in state.holdings}
         needed |= {worker.node_id for worker in state.aborting.owing} if state.aborting else set()
     done = [n for n in state.nodes.values() if n.status == "draining" and n.node_id not in needed | state.releasing]
     if not done:
-        return Decision()
+        return Decision(wake_at_s=wake_at_s)
     names = ", ".join(node.node_id for node in done)
-    return Decision(tuple(ReleaseNode(node.node_id) for node in done), f"nothing is left on {names}: given back")
+    return Decision(tuple(ReleaseNode(node.node_id) for node in done), f"nothing is left on {names}: given back", wake_at_s)
+
+
+def _still_leaving(state: State) -> set[str]:
+    """Nodes of workers that only sent to the running generation and have not said that they left it."""
+    plan = state.plan
+    if plan is None:
+        return set()
+    senders = {h.worker for h in plan.resume.holdings} - set(plan.ranks)
+    return {w.node_id for w in senders if state.lives(w) and (plan.generation, w) not in state.sent}
 
 
 def _request(state: State, now_s: float) -> Decision:

@@ -51,7 +51,10 @@ def decide(state: State, now_s: float) -> Decision:
         found = Decision()
     if any(isinstance(action, Stop) for action in found.actions):
         return found
-    if _wish(state, now_s) or (state.steps and state.step >= state.steps):
+    wish = _wish(state, now_s)
+    if wish:
+        return together(found, Decision(wake_at_s=wish.at_s + STOP_MOST_S))
+    if state.phase == "running" and state.step >= state.steps:
         return found
     return together(found, capacity(state, now_s), _budget_wake(state, now_s))
 
@@ -135,7 +138,7 @@ def _breaking_off(state: State, now_s: float) -> Decision | None:
     copy = f"newest peer copy: step {state.peer.step}" if state.peer else "no peer copy"
     text = (
         f"generation {state.generation} is broken off after step {state.step}: {failure.reason}; {len(survivors)} of "
-        f"{len(state.members)} workers are left; {copy}, durable: step {state.saved_step}"
+        f"{len(state.members)} workers are not known to be gone; {copy}, durable: step {state.saved_step}"
     )
     return Decision((Abort(state.generation, failure.kill),), text, now_s + QUIESCED_MOST_S)
 

@@ -347,6 +347,11 @@ def _quiesced(state: State, event: Quiesced, at_s: float) -> State:
     state = _seen(replace(state, holdings={**state.holdings, worker: event.holdings}), worker.node_id)
     if state.aborting:
         return replace(state, aborting=replace(state.aborting, owing=state.aborting.owing - {worker}))
+    for current in (state.plan, state.target):
+        if current and event.generation == current.generation and worker not in current.ranks:
+            return replace(
+                state, sent=frozenset(s for s in state.sent if s[0] == event.generation) | {(event.generation, worker)}
+            )
     plan = state.plan
     if plan is None or event.generation != plan.generation or worker not in plan.ranks:
         return state

@@ -110,6 +110,7 @@ class State:
     aborting: Aborting | None = None
     quiescing: tuple[int, float] | None = None  # generation, since when
     quiesced: frozenset[WorkerId] = frozenset()  # workers that have left the running generation
+    sent: frozenset[tuple[int, WorkerId]] = frozenset()  # generation, worker that only sent to it and has left
     considered: tuple[str, ...] = ()  # the nodes that the newest plan was made from
     stored_generation: int = 0  # a durable copy of this generation was ordered, because of a notice
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from elastic.types import Copy, CopyStored, DigestChecked, DigestPart, Event, NodePrepared, Plan, ShardStored, WorkerId
 
-Commit = Callable[[Plan, int], str]  # (plan, step) -> uri: writes metadata and marker of a durable copy
+Commit = Callable[
+    [Plan, int, int], str
+]  # (plan, step, digest of the state) -> uri: writes a durable copy's metadata and marker
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Gather:
         if len(parts) < len(plan.ranks):
             return []
         del self._shards[(event.generation, event.step)]
-        uri = self.commit(plan, event.step)
+        uri = self.commit(plan, event.step, sum(p.digest for p in parts.values()) % (1 << 64))
         n_bytes = sum(p.n_bytes for p in parts.values())
         copy = Copy(event.step, "durable", plan.generation, plan.layout, plan.layers, (), uri, n_bytes)
         return [CopyStored(copy, max(p.seconds for p in parts.values()), max(p.stall_s for p in parts.values()))]
@@ -68,5 +70,7 @@ class Gather:
         del self._digests[event.generation]
         before = [p.before for p in parts.values() if p.before is not None]
         after = [p.after for p in parts.values() if p.after is not None]
-        equal = not before or sum(before) % (1 << 64) == sum(after) % (1 << 64)
+        if not before:
+            return []  # a durable copy from elsewhere, without a digest
+        equal = sum(before) % (1 << 64) == sum(after) % (1 << 64)
         return [DigestChecked(event.generation, equal, sum(p.n_bytes for p in parts.values()))]

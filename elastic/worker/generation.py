@@ -14,7 +14,7 @@ import torch.distributed as dist
 from elastic.data.loader import Loader, collate
 from elastic.data.order import sample_ids
 from elastic.errors import StateLost
-from elastic.mesh import replica_key
+from elastic.mesh import first_replica, replica_key
 from elastic.program import Program
 from elastic.reshard.shards import owned_boxes, state_specs
 from elastic.reshard.transfers import plan_transfers
@@ -93,6 +93,7 @@ class Generation:
         self.state: TrainState | None = None
         self.copies: PeerCopies | None = None
         self.loader: Loader | None = None
+        self.stored_digest: int | None = None  # of the durable copy that was read, known to rank 0
         self.phases_s: dict[str, float] = {}
         self._mark = time.monotonic()
 
@@ -144,9 +145,11 @@ class Generation:
     def _fill_from_storage(self) -> int:
         assert self.state is not None
         checkpoint = durable.open_checkpoint(self.plan.resume.uri)
+        checkpoint.check(state_specs(self.place.profile))
+        self.stored_digest = int(checkpoint.meta["digest"]) if self.rank == 0 and "digest" in checkpoint.meta else None
         n_bytes = 0
         for box, tensor in self.state.tensors.values():
-            tensor.copy_(checkpoint.read(box))
+            checkpoint.read_into(box, tensor)
             n_bytes += box.n_bytes
         return n_bytes
 
@@ -155,13 +158,9 @@ class Generation:
         assert resume.layout is not None
         index = {worker: i for i, worker in enumerate(self.order.participants)}
         step = self._agree_on_step() if resume.source == "live" else resume.step
-        first: dict[int, tuple[int, ...]] = {}
         keys: dict[tuple[int, int, int, int], tuple[int, ...]] = {}
         for holding in resume.holdings:
-            who = index[holding.worker]
-            if who not in first.setdefault(holding.rank, ()):
-                first[holding.rank] += (who,)
-            key = replica_key(resume.layout, holding.rank)
+            key, who = replica_key(resume.layout, holding.rank), index[holding.worker]
             if who not in keys.setdefault(key, ()):
                 keys[key] += (who,)
         ranks = range(resume.layout.world_size)
@@ -181,7 +180,7 @@ class Generation:
             return region(self.state.tensors, transfer)
 
         carry_out(transfers, self.order.me, read, write, self.groups.world)
-        answers = [r for r, holders_of in first.items() if holders_of[0] == self.order.me]
+        answers = [r for r in ranks if first_replica(resume.layout, r) == r and holders[r][:1] == (self.order.me,)]
         before = [place.find(resume.generation, r, step) for r in answers]
         return before, sum(t.n_bytes for t in transfers if t.source != t.destination)
 
@@ -219,13 +218,12 @@ class Generation:
                 check.result()  # this worker may be gone soon
 
     def _check_digest(self, before: list[Held], after: Tensors | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        resume, profile = self.plan.resume, self.place.profile
-        old: int | None = None
-        if resume.layout is not None:
-            old = 0
-            for held in before:
-                names = [b.fqn for b in owned_boxes(profile, resume.layout, resume.layers, held.rank)]
-                old = (old + digest(held.tensors, shapes, names)) % (1 << 64)
+        profile = self.place.profile
+        old = self.stored_digest
+        for held in before:
+            first = first_replica(held.layout, held.rank)
+            names = [b.fqn for b in owned_boxes(profile, held.layout, held.layers, first)]
+            old = ((old or 0) + digest(held.tensors, shapes, names)) % (1 << 64)
         new, n_bytes = None, 0
         if after is not None and self.rank is not None:
             mine = owned_boxes(profile, self.plan.layout, self.plan.layers, self.rank)
@@ -305,7 +303,9 @@ class Generation:
     def _write(self, step: int, rank: int, tensors: Tensors, stall_s: float) -> None:
         began = time.monotonic()
         n_bytes = durable.write_shard(self.place.storage, step, self.number, rank, list(tensors.values()))
-        self.place.report(ShardStored(self.number, step, rank, n_bytes, time.monotonic() - began, stall_s))
+        shapes = {spec.fqn: spec.shape for spec in state_specs(self.place.profile)}
+        content = digest(tensors, shapes, tensors)
+        self.place.report(ShardStored(self.number, step, rank, n_bytes, time.monotonic() - began, stall_s, content))
 
     def _evaluate(self, stepper: Stepper, state: TrainState) -> None:
         place = self.place

@@ -6,6 +6,7 @@ One thread does all the training work; the calls only leave orders for it or bre
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 import traceback
@@ -240,10 +241,14 @@ def _text(error: BaseException) -> str:
     """One line with the innermost cause, and for errors of the program the place in the user's file."""
     while error.__cause__ is not None:
         error = error.__cause__
-    line = f"{type(error).__name__}: {error}"
-    line = " ".join(line.split())[:600]
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    line = re.sub(r"\[/\S+:\d+\] ", "", line).split(" This is typically caused by")[0][
+        :600
+    ]  # gloo: its source line, its advice
     if isinstance(error, SpecError | ProgramError | StateLost):
         return str(error)
+    if is_collective_error(error):
+        return line
     frames = traceback.extract_tb(error.__traceback__)
     here = frames[-1] if frames else None
     return f"{line} (at {here.filename}:{here.lineno})" if here is not None else line

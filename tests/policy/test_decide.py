@@ -131,7 +131,11 @@ def test_a_notice_moves_on_at_once_and_gives_the_node_back_after() -> None:
     assert (plan.cause, plan.resume.source, plan.nodes) == ("notice", "live", ("a", "c"))
     assert {h.worker for h in plan.resume.holdings} == set(old.ranks)
     assert "30 s" in decision.reason and orders(decision, RequestNodes)
-    released = story.tick(PlanEntered(plan.generation, 4))
+    assert not orders(story.tick(PlanEntered(plan.generation, 4)), ReleaseNode), "its workers may still have something to say"
+    senders = [worker for worker in old.ranks if worker.node_id == "b"]
+    for worker in senders[:-1]:
+        assert not orders(story.tick(Quiesced(worker, plan.generation, 4)), ReleaseNode)
+    released = story.tick(Quiesced(senders[-1], plan.generation, 4))
     assert orders(released, ReleaseNode) == [ReleaseNode("b")]
     assert not orders(story.tick(), ReleaseNode)
 
