@@ -166,7 +166,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_doctor_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = called(capsys, "doctor", "tiny-1")
     assert code == 0
-    assert "1 WorkerFailed" in out
+    assert "worker failures" in out
 
 
 @pytest.mark.usefixtures("storage")

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from elastic.observe.sentences import n_of, size
+from elastic.observe.sentences import size
 from elastic.observe.view import View
 
 Verdict = Literal["ok", "look", "bad"]
@@ -21,7 +21,10 @@ MIN_SHM_BYTES = 1 << 30
 MIN_MEMORY_BYTES = 4 << 30
 MIN_DISK_BYTES = 2 << 30
 MIN_FILES = 4096
-TROUBLES = ("NodeLost", "WorkerFailed", "Silent", "PlanFailed", "DigestChecked", "RequestFailed")
+TROUBLES = {
+    "NodeLost": "nodes lost", "WorkerFailed": "worker failures", "Silent": "silent workers", "PlanFailed": "failed plans",
+    "DigestChecked": "content that differs", "RequestFailed": "requests without a node",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,13 @@ def run_troubles(view: View) -> list[Check]:
     checks = [
         Check("phase", f"{view.phase} at step {view.step} of {view.steps}", "bad" if view.phase == "failed" else "ok", "")
     ]
-    for kind in TROUBLES:
+    for kind, name in TROUBLES.items():
         notes = [note for note in view.notes if note.kind == kind]
         if kind == "NodeLost":
             notes = [note for note in notes if " was released" not in note.text]
         if notes:
             verdict: Verdict = "bad" if kind == "DigestChecked" else "look"
-            checks.append(Check(f"{n_of(len(notes), kind)}", f"last at step {notes[-1].step}: {notes[-1].text}", verdict))
+            checks.append(Check(name, f"{len(notes)}, the last at step {notes[-1].step}: {notes[-1].text}", verdict))
     lost = len(view.points) - len(view.curve())
     if lost:
         checks.append(Check("steps trained again", str(lost), "look", "elastic ledger shows their price (wasted_progress)"))

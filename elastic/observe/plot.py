@@ -35,9 +35,9 @@ def save_loss(view: View, path: str | Path) -> Path:
     axes.set_ylabel("loss per token")
     axes.set_title(f"{view.run}: {view.step} steps, {len(view.entered)} generations", loc="left", fontsize=11, pad=12)
     axes.grid(alpha=0.25)
-    axes.margins(x=0.01, y=0.12)
+    axes.margins(x=0.01, y=0.14)
     if curve:
-        axes.legend(loc="upper right", frameon=False)
+        axes.legend(loc="lower left", frameon=False, ncols=3)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=120)
@@ -60,13 +60,15 @@ def _marks(axes: Any, view: View) -> None:
             continue
         color = COLORS.get(plan.cause, "#888888")
         axes.axvline(entered.step, color=color, linewidth=1, linestyle="--", alpha=0.8)
+        late = entered.step > 0.85 * max(1, view.step)
         axes.annotate(
             f"{plan.cause}\n{plan.layout}\n{len(plan.ranks)} workers",
             (entered.step, 1.0),
             xycoords=("data", "axes fraction"),
-            xytext=(3, -4 - 34 * (i % 3)),
+            xytext=(-3 if late else 3, -4 - 34 * (i % 3)),
             textcoords="offset points",
             va="top",
+            ha="right" if late else "left",
             fontsize=7,
             color=color,
         )

@@ -151,7 +151,7 @@ def test_doctor_of_a_run() -> None:
     checks = {check.name: check for check in doctor.run_troubles(view_of(lines()))}
     assert checks["phase"].found == "succeeded at step 12 of 12"
     assert checks["steps trained again"].found == "2"
-    assert "its process is gone" in checks["1 NodeLost"].found
+    assert "its process is gone" in checks["nodes lost"].found
 
 
 def test_doctor_of_the_machine(tmp_path: Path) -> None:
