@@ -103,7 +103,8 @@ def _loop(backend: Backend, journal: Recorder, begin: tuple[State, float, Event]
             backend.execute(action)
         if state.phase in ENDED:
             return state
-        found = _poll(backend, journal, decision.wake_at_s, asked)
+        wake_at_s = now_s if decision.actions else decision.wake_at_s  # an order changes the state: look again at once
+        found = _poll(backend, journal, wake_at_s, asked)
         if len(asked) > 1:
             found = []
         elif len(asked) > n_asked:

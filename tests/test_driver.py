@@ -179,6 +179,23 @@ def test_a_policy_that_raises_ends_the_run_on_record(error: Exception) -> None:
     assert journal.lines[-1].decision is not None and isinstance(journal.lines[-1].decision.actions[0], Stop)
 
 
+def test_after_an_order_the_loop_looks_again_at_once() -> None:
+    class Watched(Tiny):
+        asked: list[float | None] = []
+
+        def poll(self, until_s: float | None) -> list[Event]:
+            self.asked.append(None if until_s is None else until_s - self.time_s)
+            return super().poll(until_s)
+
+    def policy(state: State, now_s: float) -> Decision:
+        orders = {1: (RequestNodes("p", 1, "p-1"),), 3: (Stop("stopped", "enough"),)}
+        return Decision(orders.get(len(backend.asked), ()), "because", now_s + 0.5)
+
+    backend = Watched()
+    drive(backend, Memory(), start(), decide=policy)
+    assert backend.asked == [0.5, 0.0, 0.5]
+
+
 def test_a_backend_that_raises_is_closed() -> None:
     class Broken(Tiny):
         def poll(self, until_s: float | None) -> list[Event]:

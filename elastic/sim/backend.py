@@ -300,7 +300,9 @@ class SimBackend:
 
     def _entered(self, group: _Group) -> None:
         plan, resume = group.plan, group.plan.resume
-        if group.ended or any(not self._answers(worker) for worker in group.members):
+        if not group.ended and any(not self._answers(worker) for worker in group.members):
+            self._silence(group)
+        if group.ended:
             return
         if not self.fits(plan):
             group.ended = True

@@ -390,6 +390,17 @@ def test_a_stop_does_not_wait_for_ever() -> None:
     assert stopped(story).outcome == "stopped"
 
 
+def test_a_stop_that_has_to_wait_for_something_is_looked_at_again_by_its_bound() -> None:
+    story = Story(min_workers=2, peer_every=1)
+    plan = story.running("a", "b", steps=4)
+    story.tick(NodeLost("b"))
+    story.tick(StopAsked("enough"))
+    decision = story.quiesced(plan, {"a": [(0, 4, "peer"), (1, 4, "peer")]})
+    assert decision.wake_at_s is not None and not decision.actions  # memory is newer than storage, yet too few are left
+    story.tick(after_s=decision.wake_at_s - story.now_s)
+    assert stopped(story).outcome == "stopped"
+
+
 def test_a_stop_while_nothing_runs_is_immediate() -> None:
     story = Story()
     story.tick(StopAsked("enough"))

@@ -109,3 +109,12 @@ def test_a_run_that_hangs_is_an_error() -> None:
 
     with pytest.raises(InternalError, match="the run hangs"):
         drive(SimBackend(POOLS, JOB), Memory(), DriverStarted("r", 1, JOB, POOLS, MODEL), decide=never)
+
+
+def test_the_copy_of_the_last_step_that_is_lost_with_its_node_is_made_again() -> None:
+    pools = (replace(POOLS[0], max_nodes=1),)
+    job = JOB | {"steps": 4}
+    backend, journal = SimBackend(pools, job, [Fault(26.0, "loss")]), Memory()
+    state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))
+    assert state.phase == "succeeded" and len(plans(journal)) == 2 and not backend.violations
+    assert state.best_step == 4 and backend.now_s() < 60
