@@ -9,13 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from plans import from_copies, live, plan
 from reference import train_alone
 from test_chain import job_of
 from worker_pool import Pool
 
 from elastic.program import load_program
-from elastic.types import CopyStored, Holding, Layout, Plan, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.storage import open_storage
+from elastic.types import (
+    Box,
+    CopyStored,
+    DigestChecked,
+    DigestPart,
+    Holding,
+    Layout,
+    Plan,
+    PlanEntered,
+    Quiesced,
+    Resume,
+    ShardStored,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)
+from elastic.worker import durable
+from elastic.worker.gather import Gather
 
 
 def newest_whole(old: Plan, quiesced: list[Quiesced]) -> tuple[int, tuple[Holding, ...]]:
@@ -161,3 +180,81 @@ def test_leaving_ranks_only_send_and_growth_brings_them_back(pool: Pool, tmp_pat
     pool.quiesced(3, 4)
     assert [e.step for e in pool.events(StepDone)] == list(range(1, 17)), "a notice or growth costs no step"
     loss_curve_agrees(pool, job)
+
+
+def test_replicas_are_copies_too(pool: Pool, tmp_path: Path) -> None:
+    """With dp_replicate the survivors hold every box live: no peer copy is needed and no step is lost."""
+    job = job_of("tiny.py", steps=12)
+    workers = pool.open(job, tmp_path)
+    first = plan(1, Layout(dp_replicate=2, dp_shard=2), workers, 12)
+    pool.enter(first)
+    pool.wait(lambda: any(e.step >= 3 for e in pool.events(StepDone)), "step 3")
+    try:
+        pool.kill(workers[1])
+        survivors = [w for w in workers if w != workers[1]]
+        pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= set(survivors), "failure", 20)
+        at = {q.step for q in pool.events(Quiesced, 1)}
+        assert len(at) == 1, f"the survivors stand at different steps: {at}"
+        holdings = tuple(h for q in pool.events(Quiesced, 1) for h in q.holdings if h.kind == "live")
+        assert {h.rank for h in holdings} == {0, 2, 3}
+        pool.stores[1] = None
+        pool.enter(plan(2, Layout(dp_shard=3), survivors, 12, resume=from_copies(first, at.pop(), holdings)))
+        pool.quiesced(2, 3)
+        pool.wait(lambda: len(pool.events(DigestPart, 2)) == 3, "digests")
+        checked = digests_agree(pool, 2)
+        assert checked
+        loss_curve_agrees(pool, job)
+    finally:
+        pool.revive()
+
+
+def digests_agree(pool: Pool, generation: int) -> bool:
+    gather = Gather(lambda plan, step, digest: "", lambda node: 1)
+    events = [e for part in pool.events(DigestPart, generation) for e in gather.add(WorkerId("", 0), part)]
+    assert len(events) == 1
+    assert isinstance(events[0], DigestChecked)
+    return events[0].ok
+
+
+def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
+    """Everyone is gone: new sessions go on from storage in another layout, bit for bit what was stored."""
+    job = job_of("tiny.py", steps=12)
+    storage = open_storage(str(tmp_path))
+    workers = pool.open(job, tmp_path)
+    first = plan(1, Layout(pp=2, dp_shard=2), workers, 12, durable_every=4)
+    uris = []
+
+    def commit(plan: Plan, step: int, digest: int) -> str:
+        uris.append(durable.commit(storage, step, plan.generation, len(plan.ranks), 1, {"digest": str(digest)}))
+        return uris[-1]
+
+    gather = Gather(commit, lambda node: 1)
+    gather.expect(first)
+    pool.enter(first)
+    pool.wait(lambda: len(pool.events(ShardStored)) >= 4, "a durable copy")
+    for part in pool.events(ShardStored)[:4]:
+        gather.add(WorkerId("", 0), part)
+    pool.call(workers[0], "quiesce", 1, False)
+    pool.quiesced(1, 4)
+    assert uris
+    workers = pool.open(job, tmp_path)
+    pool.enter(plan(2, Layout(dp_shard=3), workers, 12, resume=Resume("durable", 4, uri=uris[0])))
+    assert pool.entered(2).step == 4
+    pool.quiesced(2, 3)
+    pool.wait(lambda: len(pool.events(DigestPart, 2)) == 3, "digests")
+    assert digests_agree(pool, 2)
+    alone = train_alone(load_program(job["program"]), job, 12)
+    assert [e.train_loss for e in pool.events(StepDone)] == pytest.approx(alone[4:], abs=1e-4)
+
+
+def test_checkpoint_of_another_model_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    box = Box("model.other.weight", (0,), (3,), "float32")
+    durable.write_shard(storage, 4, 1, 0, [(box, torch.zeros(3))])
+    uri = durable.commit(storage, 4, 1, 1, 1, {})
+    workers = pool.open(job_of("tiny.py", steps=12), tmp_path)
+    pool.enter(plan(1, Layout(dp_shard=2), workers, 12, resume=Resume("durable", 4, uri=uri)))
+    pool.wait(lambda: pool.events(WorkerFailed), "failure")
+    assert {e.kind for e in pool.events(WorkerFailed)} == {"program"}
+    assert "model.embed.weight" in pool.events(WorkerFailed)[0].error
+    pool.wait(lambda: len({e.worker for e in pool.events(Quiesced)}) == 2, "failure")
