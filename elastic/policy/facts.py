@@ -45,6 +45,7 @@ REQUEST_BACKOFF_S, REQUEST_BACKOFF_MAX_S = 30.0, 600.0
 KEPT_DIGESTS = 512
 KEPT_COPIES = 10
 KEPT_LOST_NODES = 32
+ONE_INCIDENT_S = 3.0  # failures of a node's processes within this time are one
 
 
 def billed(state: State, at_s: float) -> State:
@@ -323,9 +324,12 @@ def process_failed(state: State, worker: WorkerId, why: str, at_s: float) -> Sta
     if node is None or node.status in ("lost", "quarantined") or worker in state.dead:
         return state
     hour = tuple(t for t in state.process_failures.get(worker.node_id, ()) if t > at_s - 3600)
+    again = bool(hour) and at_s < hour[-1] + ONE_INCIDENT_S
+    worked = worker.node_id in state.prepared or worker.node_id in state.preparing
+    hour = hour if again or not worked else (*hour, at_s)  # all workers of a node may go at once
     state = replace(
         state,
-        process_failures={**state.process_failures, worker.node_id: (*hour, at_s)},
+        process_failures={**state.process_failures, worker.node_id: hour},
         preparing={name: t for name, t in state.preparing.items() if name != worker.node_id},
     )
     if node.status == "prepared":

@@ -262,11 +262,21 @@ def test_a_failed_process_is_replaced_three_times_an_hour_then_its_node_is_put_a
     story.nodes("a", "b")
     seen = []
     for _ in range(4):
-        seen.append(story.tick(WorkerFailed(WorkerId("b", 0), 0, "process", "exit code 1")))
+        seen.append(story.tick(WorkerFailed(WorkerId("b", 0), 0, "process", "exit code 1"), after_s=5))
         story.tick(NodePrepared("b"))
     assert [bool(orders(d, Prepare)) for d in seen] == [True, True, True, False]
     assert orders(seen[-1], Quarantine)[0].node_id == "b" and orders(seen[-1], ReleaseNode)
     assert "b" not in {node.node_id for node in story.state.available}
+
+
+def test_workers_of_a_node_that_fail_together_are_one_failure() -> None:
+    story = Story()
+    plan = story.running("a", "b", steps=3, gpus=4)
+    story.tick(*(Silent(WorkerId("b", k), plan.generation, "stepping", 8.0) for k in range(3)))
+    story.tick(Silent(WorkerId("b", 3), plan.generation, "stepping", 8.0))
+    assert len(story.state.process_failures["b"]) == 1
+    assert not any(orders(decision, Quarantine) for decision in story.decisions)
+    assert any(orders(decision, Prepare) == [Prepare("b")] for decision in story.decisions[-2:])
 
 
 # ------------------------------------------------------------------------------------------ errors
