@@ -33,8 +33,9 @@ SYSTEM_CONFIG = {  # a node that does not answer is dead after about 2 s
     "health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }  # fmt: skip
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_BACKEND_LOG_LEVEL": "error"}
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # of the driver and of all nodes
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+LOG_TAIL = 2000  # bytes of the cluster process's log that go into an error
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class LocalCluster:
             [sys.executable, "-m", "elastic.cluster.keeper"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=_environment(python_path), text=True,
         )  # fmt: skip
-        threading.Thread(target=self._read, name="embedded-cluster", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="embedded-cluster", daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -120,6 +122,9 @@ class LocalCluster:
         except subprocess.TimeoutExpired:
             processes.end_tree(self.pid)
             self._process.wait()
+        self._reader.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def __enter__(self) -> LocalCluster:
         return self
@@ -180,7 +185,10 @@ class _Nodes:
         Path(folder, "ray").mkdir()
         from ray.cluster_utils import Cluster
 
+        from elastic.cluster._ray_private import lean_python
+
         self.folder, self.out = folder, out
+        sys.executable = lean_python(folder)  # what Ray starts its processes with
         self.cluster = Cluster(shutdown_at_exit=False)
         self.raylets: dict[str, int] = {}
         self.numbers = itertools.count()
@@ -232,13 +240,16 @@ class _Nodes:
 def main(folder: str, keeper: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    log = open(f"{folder}/cluster.log", "wb", buffering=0)  # noqa: SIM115 - until the end
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
     try:
         nodes = _Nodes(folder, out)
         for order in _orders(keeper):
             nodes.obey(order)
     except Exception as error:  # noqa: BLE001 - a boundary: the driver hears of it
-        out.write(json.dumps({"number": 0, "error": f"{type(error).__name__}: {error}"}) + "\n")
+        tail = Path(log.name).read_text(errors="replace")[-LOG_TAIL:]
+        out.write(json.dumps({"number": 0, "error": f"{type(error).__name__}: {error}; its log ends with: {tail}"}) + "\n")
         out.flush()
     finally:
         if os.getppid() != keeper:  # nobody else is left to do it

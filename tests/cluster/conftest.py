@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic.cluster import processes
 from elastic.cluster.local import ENVIRONMENT, HOST, LocalCluster, NodeOrder
 from elastic.types import Event, Layout, NodePrepared, NodeReady, Plan, Pool, Prepare, RequestNodes, Resume, WorkerId
 
@@ -22,6 +23,15 @@ def plan(generation: int, workers: list[WorkerId] | tuple[WorkerId, ...], resume
     """Data parallel over the workers."""
     n = len(workers)
     return Plan(generation, Layout(dp_shard=n), tuple(workers), (8,) * n, (4,), resume=resume or Resume())
+
+
+def wait_gone(pids: Iterable[int], within_s: float = 5.0) -> float:
+    """Waits until the processes are gone; returns how long it took."""
+    began = time.monotonic()
+    while left := [pid for pid in pids if processes.started(pid) is not None]:
+        assert time.monotonic() - began < within_s, f"{left} live on after {within_s} s"
+        time.sleep(0.01)
+    return time.monotonic() - began
 
 
 @dataclass

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import Stage, plan
+from conftest import Stage, plan, wait_gone
 
-from elastic.cluster import processes
 from elastic.types import (
     Abort,
     EnterPlan,
@@ -111,7 +110,7 @@ def test_a_stopped_process_is_silent_once_and_can_be_killed(stage: Make) -> None
     assert 3.0 < took_s < 6.0
     on.backend.execute(Abort(1, kill=(there,)))
     assert on.wait(Quiesced).worker == here
-    assert processes.started(pid) is None
+    wait_gone([pid])
     assert not [e for e in on.backend.poll(on.backend.now_s() + 0.5) if isinstance(e, Silent | NodeLost)]
     on.backend.execute(Prepare(b))
     assert on.wait(NodePrepared).node_id == b
@@ -149,7 +148,4 @@ def test_after_stop_there_is_nothing(stage: Make) -> None:
     pid = on.backend.crew.pid(WorkerId(a, 0))
     on.backend.execute(Stop("succeeded", "done"))
     assert on.backend.poll(None) == []
-    deadline = time.monotonic() + 5
-    while processes.started(pid) is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_gone([pid])

@@ -1,0 +1,81 @@
+"""Names of drills, when they are due, and the inbox."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import plan
+
+from elastic.cluster.drills import Scene, Schedule, read_inbox, resolve
+from elastic.errors import SpecError
+from elastic.storage import open_storage
+from elastic.types import WorkerId
+
+WORKERS = [WorkerId(node, k) for node in ("a", "b", "c") for k in (0, 1)]
+SCENE = Scene(plan(1, WORKERS), {"a": "on-demand", "b": "spot", "c": "on-demand", "spare": "spot"})
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ("any", ("c",)),
+        ("any-spot", ("b",)),
+        ("rank0", ("a",)),
+        ("rank:3", ("b",)),
+        ("spare", ("spare",)),
+        (["rank0", "partner"], ("a", "b")),
+        (["c", "partner"], ("c", "a")),
+        (["any", "any"], ("c", "b")),
+        (["rank:0", "rank:1"], ("a",)),
+    ],
+)
+def test_names(names: str | list[str], found: tuple[str, ...]) -> None:
+    assert resolve(names, SCENE) == found
+
+
+def test_any_passes_over_nodes_that_leave() -> None:
+    assert resolve("any", Scene(SCENE.plan, SCENE.markets, frozenset({"c"}))) == ("b",)
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        ("partner", "needs a node of the plan before it"),
+        ("rank:6", "no rank 6"),
+        ("z", "'z' is no node; standing are a, b, c, spare"),
+        (["spare", "partner"], "needs a node of the plan"),
+    ],
+)
+def test_names_that_mean_nothing(names: str | list[str], why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        resolve(names, SCENE)
+
+
+def test_an_entry_is_due_once_per_run_in_order(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    entries = [{"at_step": 30, "kill": "any"}, {"at_step": 10, "add": "spot"}, {"at_step": 10, "hang": "rank0"}]
+    first = Schedule(entries, storage)
+    assert first.due(9) == []
+    assert first.due(11) == [entries[1], entries[2]]
+    assert first.due(12) == []
+    again = Schedule(entries, storage)  # a driver that started again
+    assert again.due(29) == []
+    assert again.due(100) == [entries[0]]
+
+
+def test_inbox(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    assert read_inbox(storage).drills == ()
+    storage.put("inbox/1.json", json.dumps({"drill": {"notice": "any", "deadline_s": 5}}).encode())
+    storage.put("inbox/2.json", json.dumps({"stop": "enough"}).encode())
+    storage.put("inbox/3.json", json.dumps({"drill": {"explode": "any"}}).encode())
+    storage.put("inbox/4.json", b"{")
+    orders = read_inbox(storage)
+    assert orders.drills == ({"notice": "any", "deadline_s": 5.0},)
+    assert orders.stop == "enough"
+    rejected = {key: json.loads(storage.get(key))["why"] for key in storage.list("inbox/rejected/")}
+    assert set(rejected) == {"inbox/rejected/3.json", "inbox/rejected/4.json"}
+    assert "explode" in rejected["inbox/rejected/3.json"]
+    assert read_inbox(storage) == type(orders)()

@@ -1,0 +1,106 @@
+"""The embedded cluster leaves no process and no folder, however its driver or its keeper ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import wait_gone
+
+from elastic.cluster import processes
+from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.errors import InternalError
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+
+DRIVER = """
+import json, sys, time
+from elastic.cluster.local import LocalCluster, NodeOrder
+cluster = LocalCluster()
+cluster.add(NodeOrder("a", 1)).result(60)
+print(json.dumps({"pids": cluster.pids(), "folder": cluster.folder}), flush=True)
+time.sleep(100)
+"""
+
+
+def wait_removed(folder: str) -> None:
+    deadline = time.monotonic() + 5
+    while Path(folder).exists():
+        assert time.monotonic() < deadline, folder
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_driver_that_dies_leaves_nothing(number: int) -> None:
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    told = json.loads(driver.stdout.readline())
+    assert len(told["pids"]) > 5
+    driver.send_signal(number)
+    driver.wait()
+    driver.stdout.close()
+    wait_gone(told["pids"])
+    wait_removed(told["folder"])
+
+
+def kill_keeper(cluster: LocalCluster) -> None:
+    os.kill(cluster.pid, signal.SIGKILL)
+
+
+def kill_cluster_process(cluster: LocalCluster) -> None:
+    os.kill(processes.descendants(cluster.pid)[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", [LocalCluster.close, kill_keeper, kill_cluster_process])
+def test_no_end_leaves_anything(end: Callable[[LocalCluster], None]) -> None:
+    with LocalCluster() as cluster:
+        answers = [cluster.add(NodeOrder(name, 1)) for name in ("a", "b")]
+        assert len({answer.result(60)["ray_id"] for answer in answers}) == 2
+        pids, folder = cluster.pids(), cluster.folder
+        end(cluster)
+        wait_gone(pids)
+        wait_removed(folder)
+        deadline = time.monotonic() + 5
+        while not cluster.ended:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        with pytest.raises(InternalError, match="has ended"):
+            cluster.add(NodeOrder("c", 1)).result(5)
+
+
+def test_killing_a_node_ends_all_its_processes_and_no_others() -> None:
+    with LocalCluster() as cluster:
+        raylet = cluster.add(NodeOrder("a", 1)).result(60)["pid"]
+        other = cluster.add(NodeOrder("b", 1)).result(60)["pid"]
+        below = processes.descendants(raylet)
+        assert set(cluster.kill("a").result(10)["pids"]) >= {raylet, *below}
+        wait_gone([raylet, *below])
+        assert processes.started(other) is not None
+        assert cluster.kill("a").result(10)["pids"] == []
+
+
+def test_nodes_carry_labels_and_workers() -> None:
+    import ray
+
+    from elastic.cluster import _ray_private
+    from elastic.cluster.local import HOST
+
+    with LocalCluster() as cluster:
+        ray_id = cluster.add(NodeOrder("a", 3, {"elastic-pool": "spot", "ray.io/market-type": "spot"})).result(60)["ray_id"]
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        _ray_private.connect(cluster.address, "labels", HOST)
+        try:
+            entry = next(node for node in ray.nodes() if node["NodeID"] == ray_id)
+            assert entry["Resources"]["CPU"] == 3
+            assert entry["Labels"]["elastic-pool"] == "spot"
+            head = next(node for node in ray.nodes() if node["NodeID"] != ray_id)
+            assert "CPU" not in head["Resources"]
+        finally:
+            ray.shutdown()

@@ -1,0 +1,90 @@
+"""When a worker counts as silent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.cluster.silence import Silence
+from elastic.types import WorkerId
+
+A, B = WorkerId("a", 0), WorkerId("b", 0)
+
+
+@dataclass(frozen=True)
+class Beat:
+    generation: int = 1
+    phase: str = "stepping"
+    progress: int = 0
+
+
+class Run:
+    """Two workers whose polls are answered every 0.5 s unless they are named as mute."""
+
+    def __init__(self, most_s: float | None = None, step_time_s: float = 0.1) -> None:
+        self.silence = Silence(0.5, most_s)
+        self.silence.step_time_s[1] = step_time_s
+        self.now_s = 0.0
+        self.progress = 0
+
+    def until(self, end_s: float, mute: tuple[WorkerId, ...] = (), moving: bool = True, phase: str = "stepping") -> list:
+        found = []
+        while self.now_s < end_s:
+            self.now_s += 0.25
+            self.progress += moving
+            for worker in (A, B):
+                self.silence.called(worker)
+                if worker not in mute and self.now_s % 0.5 == 0:
+                    self.silence.answered(worker, Beat(1, phase, self.progress))
+                    self.silence.called(worker)
+            found += [(round(self.now_s, 2), s.worker) for s in self.silence.look(self.now_s)]
+        return found
+
+
+def test_a_mute_worker_is_named_once_after_its_bound() -> None:
+    run = Run()
+    assert run.until(10) == []
+    found = run.until(30, mute=(B,), moving=False)
+    assert [worker for _, worker in found] == [B]
+    assert 13.0 < found[0][0] < 14.5
+    assert run.until(31) == []
+    assert [worker for _, worker in run.until(50, mute=(B,), moving=False)] == [B]
+
+
+def test_not_while_a_peer_gets_on() -> None:
+    run = Run()
+    assert run.until(60, mute=(B,), moving=True) == []
+
+
+def test_the_bound_grows_with_the_step_and_is_capped() -> None:
+    slow = Run(step_time_s=2.0)
+    slow.until(1)
+    assert slow.until(20, mute=(B,), moving=False) == []
+    assert [worker for _, worker in slow.until(23, mute=(B,), moving=False)] == [B]
+    capped = Run(most_s=1.0, step_time_s=2.0)
+    capped.until(1)
+    assert [worker for _, worker in capped.until(4, mute=(B,), moving=False)] == [B]
+
+
+def test_other_phases_have_patience() -> None:
+    run = Run()
+    run.until(1, phase="loading")
+    assert run.until(55, mute=(B,), moving=False, phase="loading") == []
+    assert [worker for _, worker in run.until(65, mute=(B,), moving=False, phase="loading")] == [B]
+
+
+def test_a_pause_of_the_driver_itself_is_nobodys_silence() -> None:
+    run = Run()
+    run.until(2)
+    run.now_s += 1000  # the driver was stopped; all polls were answered meanwhile but not read
+    assert run.silence.look(run.now_s) == []
+
+
+def test_a_generation_that_answers_and_stands_still_is_stuck() -> None:
+    run = Run()
+    run.until(10)
+    assert run.silence.stuck_s(1) == 0.0
+    run.until(35, moving=False)
+    assert run.silence.stuck_s(1) == 0.0
+    run.until(45, moving=False)
+    assert run.silence.stuck_s(1) > 30.0
+    assert run.silence.stuck_s(2) == 0.0
