@@ -60,12 +60,12 @@ def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Nod
             raise InfeasiblePlan(_why(n_workers, rejected))
     best: Choice | None = None
     for layout in _layouts(model, nodes, n_workers):
-        if best and layout.world_size < best.layout.world_size:
+        if best and (layout.world_size < best.layout.world_size or _cut(layout) > _cut(best.layout)):
             break
         choice = _try(model, job, nodes, layout, rejected)
         if choice is None or _idle_pipeline(choice, rejected) or _too_big(model, choice, limits, rejected, exact=False):
             continue
-        if best is None or _rank(choice) < _rank(best):
+        if best is None or choice.relative_time < best.relative_time:
             best = choice
     if best is None:
         raise InfeasiblePlan(_why(n_workers, rejected))
@@ -96,10 +96,11 @@ def most_workers(job: Mapping[str, Any]) -> int | None:
 
 
 def _layouts(model: ModelProfile, nodes: Sequence[Node], n_workers: int) -> Iterator[Layout]:
-    """Candidates, largest world first; for each tp and pp the number of data-parallel ranks that fills the world."""
+    """Candidates, largest world first, then those that cut the model least; data-parallel ranks fill the world."""
     largest_node = max((node.gpus for node in nodes), default=0)
     tps = [tp for tp in range(1, min(model.tp_limit, largest_node) + 1) if model.tp_limit % tp == 0]
     shapes = [(tp, pp) for tp in tps for pp in range(1, max(1, min(model.n_blocks, n_workers)) + 1)]
+    shapes.sort(key=lambda shape: shape[0] * shape[1])
     for world in range(n_workers, 0, -1):
         for tp, pp in shapes:
             if world % (tp * pp) == 0:
@@ -129,8 +130,8 @@ def _try(
     return Choice(layout, ranks, samples, layers, n_microbatches, cost.memory_bytes(model, layout), relative)
 
 
-def _rank(choice: Choice) -> tuple[int, float]:
-    return choice.layout.tp * choice.layout.pp, choice.relative_time
+def _cut(layout: Layout) -> int:
+    return layout.tp * layout.pp
 
 
 def _idle_pipeline(choice: Choice, rejected: list[str]) -> bool:
