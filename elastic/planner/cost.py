@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from elastic.types import DTYPE_BYTES, HardwareProfile, Layout, ModelProfile
+from elastic.types import DTYPE_BYTES, Layout, ModelProfile
 
 
 def parameter_bytes(model: ModelProfile) -> int:
@@ -38,12 +38,3 @@ def relative_time(layout: Layout, n_microbatches: int, largest_share: int, globa
     uneven = largest_share * layout.dp / max(1, global_batch)
     tp_doublings, dp_doublings = (layout.tp * layout.cp).bit_length() - 1, layout.dp.bit_length() - 1
     return uneven * (1 + bubble(layout, n_microbatches)) * (1 + 0.15 * tp_doublings) * (1 + 0.02 * dp_doublings)
-
-
-def step_time_s(
-    model: ModelProfile, layout: Layout, hardware: HardwareProfile, tokens_per_step: float, relative: float
-) -> float:
-    """FLOPs of a step over the peak of all ranks, times `relative`. 0 where the model's FLOPs are not known."""
-    if not model.flop_per_token or not hardware.peak_flop_per_s:
-        return 0.0
-    return model.flop_per_token * tokens_per_step / (hardware.peak_flop_per_s * layout.world_size) * relative
