@@ -181,6 +181,8 @@ class _Run:
         from elastic.worker.model_profile import trace
 
         state = restored(before)
+        if self.address is None:
+            self._n_samples()  # an unreadable corpus is found here, not in six workers
         start = DriverStarted(
             self.name,
             epoch,
@@ -245,7 +247,7 @@ class _Run:
 
     def _samples_exact(self, lines: list[Line]) -> bool | None:
         """Whether each counted step was trained on exactly the samples that the job's order gives it."""
-        n_samples = len(self.program.dataset())
+        n_samples = self._n_samples()
         curve = view_of(lines).curve()
         if [point.step for point in curve] != list(range(1, self.spec.steps + 1)):
             return False
@@ -254,6 +256,12 @@ class _Run:
             point.digest == digest_text(digest(sample_ids(n_samples, self.spec.global_batch, self.spec.seed, point.step - 1)))
             for point in curve[::every]
         )
+
+    def _n_samples(self) -> int:
+        try:
+            return len(self.program.dataset())
+        except OSError as error:
+            raise SpecError(f"{self.spec.program}: its dataset cannot be read: {error}") from error
 
     def _sample(self, state: State) -> str | None:
         """What the program shows of the finished model."""

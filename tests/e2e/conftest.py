@@ -1,0 +1,16 @@
+"""A shell in a folder of its own, and the promise that no process of it outlives the test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from shell import Shell, children, until
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    mark = f"mark-{tmp_path.name}-{id(tmp_path)}"
+    yield Shell(tmp_path, {"ELASTIC_TEST_MARK": mark})
+    until(lambda: not children(mark), 20.0, "the end of all processes that the test started")

@@ -1,0 +1,94 @@
+"""`elastic` as a person starts it: in a process of its own, with a job folder and a storage folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ROOT / "tests" / "programs"
+JOB = {
+    "steps": 12, "global_batch": 8, "seed": 1, "eval_samples": 8, "peer_every": 2, "durable_every": 5,
+    "layout": {"4": "dp_shard=2,tp=2", "2": "dp_shard=2"}, "program": str(PROGRAMS / "tiny.py"),
+    "pools": [{"name": "spot", "market_type": "spot", "gpus_per_node": 2, "max_nodes": 2}],
+}  # fmt: skip
+
+
+@dataclass
+class Shell:
+    """A folder with jobs and runs."""
+
+    root: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def job(self, name: str = "tiny", **changes: Any) -> str:
+        """Writes a job folder; returns its path relative to `root`. A key that is None is left out."""
+        folder = self.root / name
+        folder.mkdir(exist_ok=True)
+        data = {key: value for key, value in (JOB | changes).items() if value is not None}
+        (folder / "job.yaml").write_text(json.dumps(data))  # JSON is YAML
+        return name
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        inherited = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "ELASTIC_STORAGE")}
+        return subprocess.Popen(
+            [sys.executable, "-m", "elastic", *words], cwd=self.root, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self.environment},
+        )  # fmt: skip
+
+    def call(self, *words: str, timeout_s: float = 110.0) -> tuple[int, str, str]:
+        """Exit code, standard output, standard error."""
+        process = self.start(*words)
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+            raise AssertionError(f"elastic {' '.join(words)} took more than {timeout_s} s\n{out}\n{err}") from None
+        return process.returncode, out, err
+
+    def status(self, run: str) -> dict[str, Any]:
+        code, out, err = self.call("status", run, "--json")
+        assert code == 0, err
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    def files(self) -> dict[str, bytes]:
+        """Everything below the runs but leases, to see that nothing is written over."""
+        found = (p for p in (self.root / "elastic_runs").rglob("*") if p.is_file() and "lease" not in p.parts)
+        return {str(p): p.read_bytes() for p in found}
+
+
+def until(holds: Callable[[], bool], timeout_s: float = 60.0, what: str = "it") -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.1)
+
+
+def last_line(out: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    return found
+
+
+def children(marker: str) -> list[int]:
+    """Processes whose command line or environment holds `marker`: what a run has left behind."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if marker.encode() in text:
+            found.append(int(entry.name))
+    return found

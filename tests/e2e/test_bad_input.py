@@ -1,0 +1,80 @@
+"""Wrong input: one line that says where and what, exit code 2, nothing written over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shell import Shell
+
+from elastic.ledger.journal import Journal
+from elastic.types import DriverStarted, ModelProfile, TensorSpec
+
+CORPUS = """
+import elastic
+from elastic.data.sources import TextFolder
+from pathlib import Path
+TINY = {tiny!r}
+exec(compile(Path(TINY).read_text(), TINY, "exec"))
+import dataclasses
+program = dataclasses.replace(program, dataset=lambda: TextFolder("/nowhere/corpus", 16, "train"))
+"""
+
+
+def refused(shell: Shell, said: str, *words: str) -> None:
+    before = shell.files()
+    code, out, err = shell.call(*words)
+    assert code == 2, err
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert said in err
+    assert shell.files() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"global_bach": 8}, "tiny/job.yaml: unknown key 'global_bach'; did you mean 'global_batch'?"),
+        ({"layout": "dp_shard=8"}, "layout 'dp_shard=8' needs 8 workers; the pools give at most 4 (spot 2 x 2)"),
+        ({"program": "none.py"}, "tiny/none.py: no such file"),
+        ({"steps": None}, "tiny/job.yaml: key 'steps' is missing"),
+        ({"storage": "s3://bucket/runs"}, "object storage (s3://) is not in this version"),
+    ],
+)
+def test_job(shell: Shell, changes: dict[str, Any], said: str) -> None:
+    refused(shell, said, "run", shell.job(**changes))
+
+
+def test_missing_folder_and_drill(shell: Shell) -> None:
+    refused(shell, "nowhere: no such folder", "run", "nowhere")
+    refused(shell, "drill.yaml: no such file", "run", shell.job(), "--drill", "drill.yaml")
+
+
+def test_program_that_raises(shell: Shell) -> None:
+    name = shell.job(program="program.py")
+    (shell.root / name / "program.py").write_text("import elastic\nraise RuntimeError('not today')\n")
+    refused(shell, "importing it raised RuntimeError: not today", "run", name)
+    (shell.root / name / "program.py").write_text("program = 3\n")
+    refused(shell, "it must define `program = elastic.Program(...)`; found int", "run", name)
+
+
+@pytest.mark.ray
+def test_unreadable_corpus(shell: Shell) -> None:
+    name = shell.job(program="program.py")
+    tiny = Path(__file__).parents[1] / "programs" / "tiny.py"
+    (shell.root / name / "program.py").write_text(CORPUS.format(tiny=str(tiny)))
+    refused(shell, "/nowhere/corpus", "run", name)
+
+
+@pytest.mark.ray
+def test_run_of_another_model(shell: Shell) -> None:
+    folder = shell.root / "elastic_runs" / "mine"
+    model = ModelProfile(4, 4, (TensorSpec("another.weight", (2, 2), "float32"),))
+    start = DriverStarted("mine", 1, {"steps": 12, "global_batch": 8, "seed": 1}, (), model)
+    journal = Journal(folder / "journal.jsonl", 1)
+    journal.append(0.0, [(0.0, start)])
+    journal.close()
+    refused(
+        shell, "run 'mine' was started with another model: another.weight was [2, 2]", "run", shell.job(), "--run-name", "mine"
+    )
