@@ -71,6 +71,7 @@ class Workplace:
     background: Callable[..., Future[Any]]  # runs a function behind the steps
     held: list[Held] = field(default_factory=list)
     saving: Future[Any] | None = None
+    saved: tuple[Plan, int, int] | None = None  # plan, step and rank of the durable copy that `saving` writes
     left_at_s: float | None = None  # when the last step of the generation before was finished
 
     def find(self, generation: int, rank: int, step: int) -> Held:
@@ -263,6 +264,8 @@ class Generation:
             every = int(job.get("eval_every") or 0)
             if state.step == last or (every and state.step % every == 0):
                 self._evaluate(stepper, state)
+            if state.step == last:
+                self._save(state)  # last of all: once it is stored the run is done
         self._settle()
 
     def _report_step(self, commit: Commit, state: TrainState, times: tuple[float, float, float]) -> None:
@@ -284,7 +287,7 @@ class Generation:
                 place.report(CopyStored(self.copies.copy(step)))
         if self.copies.due(state.step) and not last and not commit.stop:
             self.copies.start(state.step, state.tensors)
-        if last or commit.save or (plan.durable_every and state.step % plan.durable_every == 0):
+        if not last and (commit.save or (plan.durable_every and state.step % plan.durable_every == 0)):
             self._save(state)
         return time.monotonic() - began
 
@@ -298,6 +301,7 @@ class Generation:
         mine = {b.fqn for b in owned_boxes(place.profile, self.plan.layout, self.plan.layers, state.rank)}
         tensors = {k: v for k, v in state.snapshot().items() if k in mine}
         stall_s = time.monotonic() - began
+        place.saved = (self.plan, state.step, state.rank)
         place.saving = place.background(self._write, state.step, state.rank, tensors, stall_s)
 
     def _write(self, step: int, rank: int, tensors: Tensors, stall_s: float) -> None:

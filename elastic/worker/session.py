@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from elastic.errors import ElasticError, ProgramError, SpecError, StateLost
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import Event, FailureKind, NodePrepared, Quiesced, WorkerFailed, WorkerId
+from elastic.worker import durable
 from elastic.worker.generation import EnterOrder, Generation, Workplace, live_step
 from elastic.worker.groups import is_collective_error
 from elastic.worker.model_profile import trace
@@ -117,6 +118,25 @@ class Session:
         if running is not None:
             self.abort(running.number)
         self._pool.shutdown(wait=False)
+
+    def store_alone(self, epoch: int, wait_s: float) -> str | None:
+        """Without a driver: waits for this rank's part of the last durable copy; the lowest rank commits the whole under the
+        last driver's epoch. Returns the copy's uri where it was committed. Raises Fenced when a newer driver has committed."""
+        place = self._place
+        if place is None or place.saving is None or place.saved is None:
+            return None
+        deadline = time.monotonic() + wait_s
+        place.saving.result(wait_s)
+        plan, step, rank = place.saved
+        meta = {"layout": asdict(plan.layout), "layers": list(plan.layers), "samples": list(plan.samples), "orphan": True}
+        while rank == 0:
+            try:
+                return durable.commit(place.storage, step, plan.generation, len(plan.ranks), epoch, meta)
+            except StateLost:  # the parts of other ranks are still being written
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+        return None
 
     # ------------------------------------------------------------------------------------------ training thread
 
