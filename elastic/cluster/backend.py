@@ -126,7 +126,7 @@ class RayBackend:
             float(run.job.get("orphan_lease_s") or 900.0), outlives,
         )  # fmt: skip
         self.crew = Crew(setup, run.namespace, local=self.cluster is not None)
-        self.gather = Gather(self.commit or self._commit, lambda node_id: self.nodes[node_id].gpus)
+        self.gather = Gather(self.commit or self._commit, self._workers_of)
         self.silence = Silence(POLL_S, run.job.get("max_silence_s"))
         self.schedule = drills.Schedule(run.job.get("drill") or (), self.storage)
         self.drains = Drains()
@@ -136,6 +136,8 @@ class RayBackend:
             self.gather.expect(plan)
             self._plan = plan
         self._passports = self.crew.adopt(run.attach) if outlives else []
+        self._early = self._arrivals()
+        self._end([passport.me for passport in self._passports if passport.me.node_id not in self.nodes])
 
     # ------------------------------------------------------------------------------------------ Backend
 
@@ -250,8 +252,7 @@ class RayBackend:
         events, self._early = self._early, []
         for answer in self.crew.collect(0.0 if events else SLICE_S):
             events += self._heard(answer) if isinstance(answer, Answer) else self._broke(answer)
-        for event in self.provider.news(self.survey.alive):
-            events += self._arrived(event)
+        events += self._arrivals()
         events += self._losses()
         if self.now_s() - self._looked_s >= LOOK_S:
             self._looked_s = self.now_s()
@@ -299,6 +300,12 @@ class RayBackend:
         if ray_id:
             self.survey.suspect([ray_id])
         return [failed]
+
+    def _arrivals(self) -> list[Event]:
+        return [event for news in self.provider.news(self.survey.alive) for event in self._arrived(news)]
+
+    def _workers_of(self, node_id: str) -> int:
+        return self.nodes[node_id].gpus
 
     def _arrived(self, event: Event) -> list[Event]:
         if not isinstance(event, NodeReady):

@@ -228,7 +228,7 @@ class Crew:
         """To the processes, wherever they are."""
         for worker in workers:
             member = self._members.get(worker)
-            if member is None or not member.pid:
+            if member is None or not member.pid or not (self.local or member.ray_id):
                 continue
             if self.local:
                 try:
@@ -266,4 +266,4 @@ def _short(error: BaseException) -> str:
     text = lines[0] if lines else type(error).__name__
     if len(lines) > 1 and isinstance(error, RayTaskError | RayActorError):
         text = f"{text} {lines[-1]}" if "Traceback" not in lines[-1] else text
-    return text[:TEXT_MOST]
+    return text.partition(" Some common causes")[0][:TEXT_MOST]

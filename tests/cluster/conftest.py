@@ -16,6 +16,7 @@ from elastic.cluster.local import ENVIRONMENT, HOST, LocalCluster, NodeOrder
 from elastic.types import Event, Layout, NodePrepared, NodeReady, Plan, Pool, Prepare, RequestNodes, Resume, WorkerId
 
 SPOT = Pool("spot", market_type="spot", gpus_per_node=1, max_nodes=3, notice_s=5.0)
+POOL = Pool("spot", market_type="spot", gpus_per_node=2, max_nodes=9)
 HERE = str(Path(__file__).parent)
 
 

@@ -1,10 +1,11 @@
 """A worker session without torch: steps are naps. Same interface as elastic.worker.session.Session.
 
-Job keys that steer it: `nap_s` (length of a step), `slow_quiesce_s`, `prepare_raises`.
+Job keys that steer it: `nap_s` (length of a step), `slow_quiesce_s`, `prepare_raises`, `imports`.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import time
@@ -28,6 +29,8 @@ class Beat:
 class FakeSession:
     def __init__(self, me: WorkerId, job: dict[str, Any], run_uri: str, orphan: Any = None) -> None:
         self.me, self.job, self.run_uri = me, job, run_uri
+        for name in job.get("imports", ()):
+            importlib.import_module(name)
         self.lock = threading.Condition()
         self.outbox: list[tuple[int, Event]] = []
         self.n = self.generation = self.step = self.progress = self.stop_at = self.aborted = 0

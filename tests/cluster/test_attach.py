@@ -1,0 +1,155 @@
+"""On an existing cluster workers outlive their driver: a new one attaches, an old one is fenced, and without one they end."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+
+import pytest
+from conftest import POOL, Stage, plan, wait_gone
+
+from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.errors import SpecError
+from elastic.types import (
+    EnterPlan,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    PlanEntered,
+    Prepare,
+    ReleaseNode,
+    RequestFailed,
+    RequestNodes,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)  # fmt: skip
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+Make = Callable[..., Stage]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_nodes(cluster: LocalCluster) -> None:
+    """Nodes that somebody else started."""
+    for name in ("x", "y"):
+        labels = {"elastic-node": name, "elastic-pool": "spot", "ray.io/market-type": "spot"}
+        cluster.add(NodeOrder(name, 2, labels)).result(60)
+
+
+def prepared(on: Stage) -> list[WorkerId]:
+    """All nodes of the cluster, prepared."""
+    found = [on.wait(NodeReady).node for _ in range(2)]
+    for node in found:
+        on.backend.execute(Prepare(node.node_id))
+    for _ in found:
+        on.wait(NodePrepared)
+    return [WorkerId(node.node_id, k) for node in found for k in range(node.gpus)]
+
+
+def drop(on: Stage) -> None:
+    """What SIGKILL of the driver leaves: nobody polls, nobody ends the actors."""
+    on.backend._let_go = True
+    on.backend.close()
+
+
+def test_nodes_that_are_there_are_reported_and_used(stage: Make) -> None:
+    on = stage(embedded=False, pools=(POOL,))
+    workers = prepared(on)
+    assert {str(w) for w in workers} == {"x/0", "x/1", "y/0", "y/1"}
+    on.backend.execute(RequestNodes("spot", 1, "r1"))
+    assert "2 suitable nodes of pool 'spot', all in use" in on.wait(RequestFailed).reason
+    on.backend.execute(ReleaseNode("y"))
+    assert on.wait(NodeLost).cause == "released"
+    assert not [e for e in on.backend.poll(on.backend.now_s() + 1.5) if isinstance(e, NodeReady)]
+    on.backend.execute(RequestNodes("spot", 1, "r2"))
+    assert on.wait(NodeReady).node.node_id == "y"
+
+
+def test_a_new_driver_finds_the_workers_and_goes_on(stage: Make) -> None:
+    first = stage(embedded=False, pools=(POOL,), name="again")
+    workers = prepared(first)
+    running = plan(1, workers)
+    first.backend.execute(EnterPlan(running))
+    first.wait(lambda e: isinstance(e, StepDone) and e.step >= 3)
+    pids = [first.backend.crew.pid(worker) for worker in workers]
+    drop(first)
+    second = stage(embedded=False, pools=(POOL,), name="again", attach=True, epoch=2, plans=(running,))
+    second.wait(NodeReady)
+    found = second.wait(StepDone)
+    assert found.generation == 1
+    assert found.step >= 3
+    assert [second.backend.crew.pid(worker) for worker in workers] == pids
+    second.backend.execute(EnterPlan(plan(2, workers[:2])))
+    assert second.wait(PlanEntered).generation == 2
+    second.backend.close()
+    wait_gone(pids)
+
+
+def test_attaching_reports_prepared_nodes(stage: Make) -> None:
+    first = stage(embedded=False, pools=(POOL,), name="idle")
+    prepared(first)
+    drop(first)
+    second = stage(embedded=False, pools=(POOL,), name="idle", attach=True, epoch=2)
+    seen = {second.wait(NodePrepared).node_id for _ in range(2)}
+    assert seen == {"x", "y"}
+
+
+def test_without_attach_old_workers_end(stage: Make) -> None:
+    first = stage(embedded=False, pools=(POOL,), name="fresh")
+    workers = prepared(first)
+    pids = [first.backend.crew.pid(worker) for worker in workers]
+    drop(first)
+    stage(embedded=False, pools=(POOL,), name="fresh", epoch=2)
+    wait_gone(pids)
+
+
+def test_the_driver_of_an_older_epoch_is_refused(stage: Make) -> None:
+    first = stage(embedded=False, pools=(POOL,), name="fenced")
+    workers = prepared(first)
+    second = stage(embedded=False, pools=(POOL,), name="fenced", attach=True, epoch=2)
+    assert {second.wait(NodePrepared).node_id for _ in range(2)} == {"x", "y"}
+    pids = [second.backend.crew.pid(worker) for worker in workers]
+    with pytest.raises(SpecError, match="driver of epoch 1 has been replaced by that of epoch 2"):
+        first.wait(WorkerFailed, 10)
+    first.backend.close()
+    time.sleep(0.5)
+    with pytest.raises(AssertionError):
+        wait_gone(pids[:1], 0.5)
+
+
+def test_orphans_save_and_end(stage: Make, tmp_path) -> None:
+    torch = "elastic.worker.generation"  # what orders are made of: imported later it would outlast the short lease
+    importlib.import_module(torch)
+    on = stage(embedded=False, pools=(POOL,), job={"orphan_lease_s": 3.0, "slow_quiesce_s": 0.5, "imports": [torch]})
+    workers = prepared(on)
+    on.backend.execute(EnterPlan(plan(1, workers[:3])))
+    on.wait(StepDone)
+    pids = [on.backend.crew.pid(worker) for worker in workers]
+    drop(on)
+    took_s = wait_gone(pids, 15.0)
+    assert took_s > 2.0
+    assert len(list(tmp_path.glob("saved-*"))) >= 2  # one per local rank at each step that they stopped at
+
+
+def test_a_node_that_joins_later_is_reported(stage: Make, cluster: LocalCluster) -> None:
+    on = stage(embedded=False, pools=(POOL,))
+    assert {on.wait(NodeReady).node.node_id for _ in range(2)} == {"x", "y"}
+    cluster.add(NodeOrder("z", 2, {"elastic-node": "z", "elastic-pool": "spot"})).result(60)
+    assert on.wait(NodeReady).node.node_id == "z"
+    cluster.add(NodeOrder("other", 2, {"elastic-pool": "nobody's"})).result(60)
+    at = time.monotonic()
+    cluster.kill("z")
+    lost = on.wait(NodeLost)
+    assert lost.node_id == "z"
+    assert time.monotonic() - at < 6.0
+
+
+def test_a_drill_kills_a_node_of_the_cluster(stage: Make, cluster: LocalCluster) -> None:
+    cluster.add(NodeOrder("victim", 2, {"elastic-node": "victim", "elastic-pool": "victims"})).result(60)
+    on = stage(embedded=False, pools=(POOL.__class__("victims", gpus_per_node=2, market_type="spot", max_nodes=1),))
+    on.backend.execute(Prepare(on.wait(NodeReady).node.node_id))
+    on.wait(NodePrepared)
+    on.backend.storage.put("inbox/1.json", b'{"drill": {"kill": "victim"}}')
+    assert on.wait(NodeLost, 20).node_id == "victim"
