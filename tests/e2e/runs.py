@@ -1,0 +1,127 @@
+"""Whole runs on the embedded cluster with the tiny program, and what must be true of each."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from reference import train_alone
+
+from elastic import api
+from elastic.ledger.journal import Line, read
+from elastic.program import load_program
+from elastic.types import DigestChecked, Event, NodePrepared, StepDone, WorkerFailed
+
+PROGRAM = Path(__file__).parent.parent / "programs" / "tiny_slow.py"
+POOLS = [
+    {"name": "spot", "market_type": "spot", "gpus_per_node": 2, "usd_per_node_h": 1.0, "max_nodes": 2, "notice_s": 20},
+    {"name": "on-demand", "market_type": "on-demand", "gpus_per_node": 2, "usd_per_node_h": 3.0, "max_nodes": 1},
+]
+MARK = "ELASTIC_TEST_RUN"
+TOLERANCE = 5e-4  # fp32, absolute, over a whole run of AdamW
+
+
+def job(folder: Path, steps: int, drill: list[dict[str, Any]], **more: Any) -> Path:
+    """A job folder in `folder`."""
+    spec = {
+        "name": "tiny", "program": str(PROGRAM), "steps": steps, "global_batch": 12, "seed": 3, "clip_grad_norm": 1.0,
+        "peer_every": 4, "durable_every": 0, "pools": POOLS, "drill": drill, "storage": str(folder / "runs"), **more,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.yaml").write_text(yaml.safe_dump(spec))
+    return folder
+
+
+class Watch(threading.Thread):
+    """Looks, while a run goes on, at the processes that it names: none of them may be another one under the same id."""
+
+    def __init__(self, journal: Path) -> None:
+        super().__init__(daemon=True)
+        self.journal = journal
+        self.started: dict[int, str] = {}  # pid -> start time, when it was first seen
+        self.replaced: list[int] = []
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(0.25):
+            lines = read(self.journal) if self.journal.is_file() else []
+            for event in events(lines, NodePrepared):
+                for pid in event.pids:
+                    started = _start_time(pid)
+                    if started and self.started.setdefault(pid, started) != started:
+                        self.replaced.append(pid)
+
+
+def _start_time(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except OSError:
+        return ""
+
+
+def events(lines: list[Line], kind: type[Event]) -> list[Any]:
+    return [event for line in lines for _, event in line.events if isinstance(event, kind)]
+
+
+@cache
+def alone(steps: int) -> tuple[float, ...]:
+    program = load_program(PROGRAM)
+    return tuple(train_alone(program, {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, steps))
+
+
+def run(folder: Path, name: str = "run") -> tuple[dict[str, Any], list[Line]]:
+    """Runs the job to its end; gives its summary and its journal. Nothing that it started is left."""
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    os.environ[MARK] = mark  # inherited by all that the run starts
+    result = api.run(folder, options=api.Options(run_name=name, local=True, show=False))
+    lines = read(result.folder / "journal.jsonl")
+    deadline = time.monotonic() + 10
+    while (left := processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left, f"processes are left: {[_command(pid) for pid in left]}"
+    return result.summary, lines
+
+
+def processes(mark: str) -> set[int]:
+    """Ids of the processes, other than this one, that carry the mark in their environment."""
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with suppress(OSError):
+                if f"{MARK}={mark}".encode() in Path(f"/proc/{name}/environ").read_bytes():
+                    found.add(int(name))
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
+    except OSError:
+        return ""
+
+
+def went_on_as_if_nothing_happened(summary: dict[str, Any], lines: list[Line], steps: int) -> None:
+    """Every step done once in the end, on its own samples, with the losses of one process; all content checked and equal."""
+    assert summary["outcome"] == "succeeded", summary["reason"]
+    assert summary["samples_exact"] is True
+    last = {e.step: e.train_loss for e in events(lines, StepDone)}
+    assert sorted(last) == list(range(1, steps + 1))
+    worst = max(abs(last[i + 1] - loss) for i, loss in enumerate(alone(steps)))
+    assert worst < TOLERANCE, f"train loss is off by {worst}"
+    moved = [t for t in summary["transitions"] if t["source"] != "fresh"]
+    assert all(t["digest_ok"] is True for t in moved), moved
+    assert all(e.ok for e in events(lines, DigestChecked))
+
+
+def survivors_kept_their_processes(lines: list[Line], killed: set[str]) -> None:
+    """No worker of a node that was never killed was replaced: each of its nodes was prepared once and failed never."""
+    prepared = [e.node_id for e in events(lines, NodePrepared)]
+    assert len(prepared) == len(set(prepared)), f"a node was prepared twice: {prepared}"
+    dead = {e.worker.node_id for e in events(lines, WorkerFailed) if e.kind == "process"}
+    assert dead <= killed, f"processes ended on {dead - killed}"

@@ -1,0 +1,24 @@
+"""The tiny program with steps long enough that nodes can come and go between them."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from elastic.program import load_program
+
+tiny = load_program(Path(__file__).parent / "tiny.py")
+LEARNING_RATE = 1e-3  # small: over hundreds of steps, rounding must not grow into another run
+
+
+def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    time.sleep(0.05)
+    return tiny.loss(output, batch)
+
+
+def optimizer(named_parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named_parameters], lr=LEARNING_RATE)
+
+
+program = replace(tiny, loss=loss, optimizer=optimizer)
