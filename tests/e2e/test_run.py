@@ -1,0 +1,123 @@
+"""`elastic run` on the embedded cluster, as a person types it."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from shell import PROGRAMS, Shell, last_line, until
+
+STEPS = 100
+PACED = f"""
+import dataclasses, time
+from elastic.program import load_program
+base = load_program({str(PROGRAMS / "tiny.py")!r})
+class Slow:  # 0.2 s a step on two workers: the run is still at it when the added node is ready
+    def __init__(self):
+        self.inner = base.dataset()
+    def __len__(self):
+        return len(self.inner)
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return self.inner[index]
+program = dataclasses.replace(base, dataset=Slow)
+"""
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+def test_a_run_with_a_kill_and_growth(shell: Shell) -> None:
+    drill = [{"at_step": 6, "kill": "any-spot"}, {"at_step": 12, "add": "spot"}]
+    name = shell.job(steps=STEPS, eval_every=STEPS, drill=drill, durable_every=50, program="program.py")
+    (shell.root / name / "program.py").write_text(PACED)
+    code, out, err = shell.call("run", name, "--run-name", "one", "--json", timeout_s=200)
+    assert code == 0, err
+    assert out.count("\n") == 1
+    found = last_line(out)
+    assert (found["run"], found["steps"], found["samples_exact"]) == ("one", STEPS, True)
+    causes = [t["cause"] for t in found["transitions"]]
+    assert causes[0] == "start"
+    assert {"loss", "growth"} <= set(causes)
+    assert all(t["digest_ok"] for t in found["transitions"] if t["source"] != "fresh")
+    assert all(t["steps_lost"] == 0 for t in found["transitions"] if t["cause"] == "growth")
+    assert found["validation_loss"] < 4.2
+    assert 0 < found["goodput"] <= 1
+    assert "drill: kill" in err
+    folder = shell.root / "elastic_runs" / "one"
+    assert (folder / "loss.png").is_file()
+    assert json.loads((folder / "report.json").read_text())["steps"] == STEPS
+    _look_at_it(shell)
+
+
+def _look_at_it(shell: Shell) -> None:
+    """The readers agree with the run, and it cannot be run over."""
+    assert shell.status("one")["phase"] == "succeeded"
+    code, out, _ = shell.call("replay", "one", "--json")
+    assert code == 0
+    assert json.loads(out)["identical"] is True
+    code, out, _ = shell.call("checkpoint", "verify", "one", "--json")
+    assert code == 0
+    assert {item["step"] for item in json.loads(out)} >= {STEPS}
+    before = shell.files()
+    code, _, err = shell.call("run", "tiny", "--run-name", "one")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"run 'one' is done ({STEPS} steps)" in err
+    assert shell.files() == before
+
+
+def test_stop_refuse_resume(shell: Shell) -> None:
+    name = shell.job(steps=100_000)
+    first = shell.start("run", name, "--run-name", "two")
+    try:
+        until(lambda: (shell.root / "elastic_runs/two/journal.jsonl").exists(), 60, "the first line of the journal")
+        until(lambda: shell.status("two")["step"] > 3, 90, "the third step")
+        code, _, err = shell.call("run", name, "--run-name", "two")
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"run 'two' is driven by process {first.pid}" in err
+        assert shell.call("stop", "two", "--reason", "enough for today")[0] == 0
+        out, err = first.communicate(timeout=60)
+    finally:
+        first.kill()
+    assert first.returncode == 3, err
+    assert "enough for today" in out
+    stopped = shell.status("two")
+    assert (stopped["phase"], stopped["durable_step"]) == ("stopped", stopped["step"])
+    code, out, err = shell.call("run", name, "--run-name", "two", "--set", f"steps={stopped['step'] + 5}", "--json")
+    assert code == 0, err
+    found = last_line(out)
+    assert (found["steps"], found["samples_exact"]) == (stopped["step"] + 5, True)
+    assert [t["source"] for t in found["transitions"]][-1] in ("durable", "live")
+
+
+def test_ctrl_c_saves_and_leaves_nothing(shell: Shell) -> None:
+    run = shell.start("run", shell.job(steps=100_000), "--run-name", "three")
+    try:
+        until(lambda: (shell.root / "elastic_runs/three/journal.jsonl").exists(), 60, "the first line of the journal")
+        until(lambda: shell.status("three")["step"] > 3, 90, "the third step")
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 3, err
+    assert "Traceback" not in err
+    status = shell.status("three")
+    assert status["phase"] == "stopped"
+    assert status["durable_step"] == status["step"] > 3
+
+
+def test_a_program_that_fails_ends_the_run_at_once(shell: Shell) -> None:
+    name = shell.job(program="program.py")
+    tiny = shell.root / name / "program.py"
+    tiny.write_text(
+        "import dataclasses, elastic\nfrom elastic.program import load_program\n"
+        f"base = load_program({str(PROGRAMS / 'tiny.py')!r})\n"
+        "def loss(output, batch):\n    raise ValueError('this loss is not written yet')\n"
+        "program = dataclasses.replace(base, loss=loss)\n"
+    )
+    code, out, err = shell.call("run", name, "--run-name", "four", "--json", timeout_s=100)
+    assert code == 1
+    found = last_line(out)
+    assert found["outcome"] == "failed"
+    assert "this loss is not written yet" in found["reason"]
+    assert "\n" not in found["reason"]
+    assert "Traceback" not in err
