@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from elastic.cluster.local import LocalCluster
     from elastic.worker.durable import Found
 
+SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit`
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 KEEP = ("global_batch", "seed")  # of a run that goes on: changing them would change its mathematics
 MOST_COUNTED = 2_000_000  # samples whose order is checked at the end; of longer runs evenly spread steps
@@ -96,7 +97,12 @@ def ray_address(options: Options) -> str | None:
     """The Ray cluster to use: $RAY_ADDRESS (`ray job submit` sets it); None = the embedded default."""
     if options.local:
         return None
-    return os.environ.get("RAY_ADDRESS") or ("auto" if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") else None)
+    return os.environ.get("RAY_ADDRESS") or ("auto" if os.environ.get(SUBMITTED) else None)
+
+
+def default_storage() -> str | None:
+    """Under `ray job submit` the working directory is a copy that Ray removes: runs go to the home folder instead."""
+    return "~/elastic_runs" if os.environ.get(SUBMITTED) and not os.environ.get("ELASTIC_STORAGE") else None
 
 
 def _job(program: str | Path | Program, job: str | Path | Mapping[str, Any] | None, options: Options) -> JobSpec:
@@ -135,7 +141,7 @@ class _Run:
         if not RUN_NAME.fullmatch(name):
             raise SpecError(f"run name '{name}': letters, digits, '.', '_' and '-' only")
         self.name = name
-        self.storage: Storage = open_storage(f"{runs.storage_uri(spec.storage)}/{name}")
+        self.storage: Storage = open_storage(f"{runs.storage_uri(spec.storage or default_storage())}/{name}")
 
     def _adapted(self, spec: JobSpec) -> JobSpec:
         """The job's own drill is for nodes that are there to be killed: on a cluster only `--drill` asks for one."""

@@ -61,6 +61,15 @@ def test_the_ray_address_decides(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert prepared(folder, local=True).address is None
 
 
+def test_a_submitted_job_keeps_its_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert prepared(folder, run_name="mine").storage.root == tmp_path / "home" / "elastic_runs" / "mine"
+    assert prepared(folder).address == "auto"
+    monkeypatch.setenv("ELASTIC_STORAGE", str(tmp_path / "shared"))
+    assert prepared(folder, run_name="mine").storage.root == tmp_path / "shared" / "mine"
+
+
 def test_a_cluster_is_drilled_only_when_asked(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "job.yaml").write_text("steps: 4\nglobal_batch: 8\ndrill: [{at_step: 1, kill: any}]\n")
     (tmp_path / "drill.yaml").write_text("[{at_step: 2, hang: any}]")
