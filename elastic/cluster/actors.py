@@ -6,6 +6,7 @@ Nothing here imports torch: the environment that NCCL needs is set first, then t
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 import threading
@@ -13,8 +14,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.errors import SpecError
+from elastic.errors import ElasticError, SpecError
 from elastic.types import NodePrepared, Quiesced, WorkerId
+
+log = logging.getLogger(__name__)
 
 SESSION = "elastic.worker.session:Session"
 MAX_CONCURRENCY = 6  # one long poll, the others for orders
@@ -147,6 +150,17 @@ class Worker:
                 return False
             beat = self.session.poll(0, 0.0)
             if beat.phase == "idle" or any(isinstance(e, Quiesced) and e.generation >= generation for _, e in beat.messages):
-                return True
+                break
             time.sleep(0.2)
-        return True
+        self._store_alone(max(1.0, deadline - time.monotonic()))
+        return self.polled_at == since
+
+    def _store_alone(self, wait_s: float) -> None:
+        """The durable copy is committed by the lowest rank; where it cannot be, the worker still leaves."""
+        try:
+            uri = self.session.store_alone(self.epoch, wait_s)
+        except (ElasticError, OSError, TimeoutError) as error:
+            log.warning("the last durable copy was not committed: %s", error)
+            return
+        if uri:
+            log.warning("no driver for %.0f s: the state was stored as %s", self.setup.orphan_lease_s, uri)

@@ -81,6 +81,9 @@ class FakeSession:
     def store_copy(self, generation: int) -> None:
         return
 
+    def store_alone(self, epoch: int, wait_s: float) -> str | None:
+        return None
+
     def abort(self, generation: int) -> None:
         self.aborted = max(self.aborted, generation)
         if not self.generation:

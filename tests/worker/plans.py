@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from elastic.types import Cause, Holding, Layout, Plan, Resume, WorkerId
+from typing import Any
+
+from elastic.types import Holding, Layout, Plan, Resume, WorkerId
+
+N_BLOCKS = 4  # of the tiny programs
 
 
 def shares(total: int, parts: int, unit: int = 1) -> tuple[int, ...]:
@@ -11,30 +15,11 @@ def shares(total: int, parts: int, unit: int = 1) -> tuple[int, ...]:
     return tuple(unit * (units // parts + (i < units % parts)) for i in range(parts))
 
 
-def plan(
-    generation: int,
-    layout: Layout,
-    workers: list[WorkerId],
-    global_batch: int,
-    n_blocks: int = 4,
-    resume: Resume | None = None,
-    peer_every: int = 0,
-    durable_every: int = 0,
-    cause: Cause = "start",
-) -> Plan:
+def plan(generation: int, layout: Layout, workers: list[WorkerId], global_batch: int, **more: Any) -> Plan:
+    """A plan on the first workers; `more`: other fields of Plan."""
     m = 1 if layout.pp == 1 else 2 * layout.pp if global_batch % (2 * layout.pp) == 0 else layout.pp
-    return Plan(
-        generation,
-        layout,
-        tuple(workers[: layout.world_size]),
-        shares(global_batch, layout.dp, m),
-        shares(n_blocks, layout.pp),
-        m,
-        resume or Resume(),
-        cause,
-        peer_every,
-        durable_every,
-    )
+    ranks = tuple(workers[: layout.world_size])
+    return Plan(generation, layout, ranks, shares(global_batch, layout.dp, m), shares(N_BLOCKS, layout.pp), m, **more)
 
 
 def live(old: Plan) -> Resume:

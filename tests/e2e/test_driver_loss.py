@@ -1,0 +1,140 @@
+"""SIGKILL of the driver: embedded it resumes from storage, on a cluster it attaches; without one the workers save and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shell import PROGRAMS, Shell, last_line, until
+
+from elastic.cluster import processes
+from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.ledger.journal import read
+from elastic.storage import open_storage
+from elastic.types import NodePrepared, PlanEntered, StepDone
+from elastic.worker import durable
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+def events(shell: Shell, run: str, kind: type) -> list[Any]:
+    path = shell.root / "elastic_runs" / run / "journal.jsonl"
+    lines = read(path) if path.is_file() else []
+    return [event for line in lines for _, event in line.events if isinstance(event, kind)]
+
+
+def kill_driver(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=20)
+
+
+def test_embedded_the_next_driver_resumes_from_the_newest_durable_copy(shell: Shell) -> None:
+    name = shell.job(
+        steps=60, durable_every=10, program=str(PROGRAMS / "tiny_slow.py"), drill=[{"at_step": 25, "kill_driver": True}]
+    )
+    first = shell.start("run", name, "--run-name", "again")
+    first.communicate(timeout=120)
+    assert first.returncode == -signal.SIGKILL
+    pids = [pid for e in events(shell, "again", NodePrepared) for pid in e.pids]
+    assert pids
+    until(lambda: not any(processes.started(pid) for pid in pids), 10, "the end of the workers of the killed driver")
+    newest = durable.find(open_storage(str(shell.root / "elastic_runs" / "again")))[0].step
+    assert newest in (10, 20)
+    code, out, err = shell.call("run", name, "--run-name", "again", "--json", timeout_s=150)
+    assert code == 0, err
+    found = last_line(out)
+    assert (found["steps"], found["samples_exact"]) == (60, True)
+    back = next(t for t in found["transitions"] if t["source"] == "durable")
+    assert back["at_step"] == newest
+    assert back["digest_ok"] is True
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    """A Ray cluster that somebody else started: two nodes of two workers."""
+    python_path = (str(Path(__file__).resolve().parents[2]),)
+    with LocalCluster(python_path) as made:
+        for node in ("x", "y"):
+            labels = {"elastic-node": node, "elastic-pool": "spot", "ray.io/market-type": "spot"}
+            made.add(NodeOrder(node, 2, labels)).result(90)
+        yield made
+
+
+@pytest.fixture
+def on_cluster(shell: Shell, cluster: LocalCluster) -> Shell:
+    shell.environment |= {"RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "disabled"}
+    return shell
+
+
+def start_and_wait(shell: Shell, name: str, run: str, step: int) -> tuple[subprocess.Popen[str], list[int]]:
+    """A run on the cluster that has got to `step`, and the process ids of its workers."""
+    process = shell.start("run", name, "--run-name", run)
+    done = lambda: any(e.step >= step for e in events(shell, run, StepDone))  # noqa: E731
+    try:
+        until(lambda: done() or process.poll() is not None, 120, f"step {step}")
+        assert process.poll() is None, process.communicate()[1]
+    except BaseException:
+        process.kill()
+        raise
+    return process, [pid for e in events(shell, run, NodePrepared) for pid in e.pids]
+
+
+def test_on_a_cluster_a_new_driver_attaches(on_cluster: Shell) -> None:
+    shell = on_cluster
+    name = shell.job(steps=120, program=str(PROGRAMS / "tiny_slow.py"), durable_every=0)
+    first, pids = start_and_wait(shell, name, "attach", 20)
+    kill_driver(first)
+    seen = max(e.step for e in events(shell, "attach", StepDone))
+    assert len(pids) == 4
+    time.sleep(1.0)
+    assert all(processes.started(pid) for pid in pids), "the workers must outlive their driver"
+    code, out, err = shell.call("run", name, "--run-name", "attach", "--json", timeout_s=150)
+    assert code == 0, err
+    found = last_line(out)
+    assert (found["steps"], found["samples_exact"]) == (120, True)
+    assert [t["generation"] for t in found["transitions"]] == [1], "the generation that ran went on"
+    steps = [e.step for e in events(shell, "attach", StepDone)]
+    assert sorted(set(steps)) == list(range(1, 121))
+    assert max(steps) > seen
+    assert {pid for e in events(shell, "attach", NodePrepared) for pid in e.pids} == set(pids)
+    assert len(events(shell, "attach", PlanEntered)) == 1
+    until(lambda: not any(processes.started(pid) for pid in pids), 10, "the end of the workers")
+
+
+def test_without_a_driver_the_workers_save_and_leave(on_cluster: Shell) -> None:
+    shell = on_cluster
+    name = shell.job(steps=100_000, program=str(PROGRAMS / "tiny_slow.py"), durable_every=0, orphan_lease_s=4.0)
+    first, pids = start_and_wait(shell, name, "orphan", 10)
+    kill_driver(first)
+    storage = open_storage(str(shell.root / "elastic_runs" / "orphan"))
+    assert durable.find(storage) == []
+    until(lambda: not any(processes.started(pid) for pid in pids), 40, "the end of the orphaned workers")
+    found = durable.find(storage)
+    assert len(found) == 1
+    assert found[0].meta["orphan"] is True
+    assert durable.open_checkpoint(found[0].uri).verify() == []
+    assert found[0].step >= max(e.step for e in events(shell, "orphan", StepDone))
+    assert not names_in(shell, "elastic-orphan"), "an actor of ours is left"
+
+
+def names_in(shell: Shell, namespace: str) -> list[str]:
+    """Names of the living actors of a namespace, asked in a process of its own."""
+    code = f"""
+import json, logging, ray, ray.util
+ray.init(logging_level=logging.ERROR, log_to_driver=False)
+actors = ray.util.list_named_actors(all_namespaces=True)
+print(json.dumps([actor["name"] for actor in actors if actor["namespace"] == {namespace!r}]))
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **shell.environment}, capture_output=True, text=True, timeout=60
+    )
+    assert out.returncode == 0, out.stderr
+    return list(json.loads(out.stdout.strip().splitlines()[-1]))
