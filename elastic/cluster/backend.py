@@ -21,6 +21,7 @@ import ray
 from elastic.cluster import _ray_private, drills
 from elastic.cluster.actors import SESSION, WorkerSetup
 from elastic.cluster.crew import POLL_S, Answer, Berth, Broken, Crew
+from elastic.cluster.drilling import Drilling
 from elastic.cluster.lease import Lease
 from elastic.cluster.local import ENVIRONMENT, HOST, LocalCluster
 from elastic.cluster.nodes import ClusterNodes, EmbeddedNodes, NodeProvider, Survey
@@ -31,14 +32,12 @@ from elastic.storage import open_storage
 from elastic.types import (
     Abort,
     Action,
-    DrillAsked,
     EnterPlan,
     Event,
     Node,
     NodeLost,
     NodePrepared,
     NodeReady,
-    Notice,
     Plan,
     PlanEntered,
     Pool,
@@ -104,10 +103,8 @@ class RayBackend:
     _early: list[Event] = field(init=False, default_factory=list)
     _stores: dict[int, Any] = field(init=False, default_factory=dict)
     _plan: Plan | None = field(init=False, default=None)  # the newest that was ordered
-    _deadlines: dict[str, float] = field(init=False, default_factory=dict)
     _stuck: set[int] = field(init=False, default_factory=set)
     _looked_s: float = field(init=False, default=0.0)
-    _die: bool = field(init=False, default=False)
     _let_go: bool = field(init=False, default=False)  # another driver has the run
     _closed: bool = field(init=False, default=False)
 
@@ -128,10 +125,11 @@ class RayBackend:
         self.crew = Crew(setup, run.namespace, local=self.cluster is not None)
         self.gather = Gather(self.commit or self._commit, self._workers_of)
         self.silence = Silence(POLL_S, run.job.get("max_silence_s"))
-        self.schedule = drills.Schedule(run.job.get("drill") or (), self.storage)
         self.drains = Drains()
         self.survey = Survey()
         self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else ClusterNodes(run.pools)
+        schedule = drills.Schedule(run.job.get("drill") or (), self.storage)
+        self.drilling = Drilling(schedule, self.provider, self.crew, self.nodes, run.pools)
         for plan in run.plans:
             self.gather.expect(plan)
             self._plan = plan
@@ -147,7 +145,7 @@ class RayBackend:
 
     def poll(self, until_s: float | None) -> list[Event]:
         """Events since the last call. What was returned before counts as written down: workers forget it."""
-        if self._die:
+        if self.drilling.die:
             os.kill(os.getpid(), signal.SIGKILL)
         while not self._closed:
             self._hold()
@@ -277,7 +275,7 @@ class RayBackend:
         """What the backend itself does about a worker's message."""
         if isinstance(event, StepDone):
             self.silence.step_time_s[event.generation] = event.step_time_s
-            return [e for entry in self.schedule.due(event.step) for e in self._drill(entry)]
+            return self.drilling.at_step(event.step, self._plan, self.now_s())
         if isinstance(event, PlanEntered):
             self._drop_stores(event.generation - 1)
         if isinstance(event, WorkerFailed) and event.kind == "collective" and self._plan is not None:
@@ -294,7 +292,8 @@ class RayBackend:
         self._end([worker])
         ray_id = self.provider.ray_id(worker.node_id)
         why = self.survey.check(ray_id) if ray_id else ""
-        failed = WorkerFailed(worker, 0, "process", broken.error)
+        last_words = self.cluster.last_words(broken.pid) if self.cluster and broken.pid else ""
+        failed = WorkerFailed(worker, 0, "process", broken.error + last_words)
         if why:
             return [failed, *self._lose(worker.node_id, why)]
         if ray_id:
@@ -339,13 +338,12 @@ class RayBackend:
     def _look(self) -> list[Event]:
         events: list[Event] = list(self.silence.look(time.monotonic()))
         orders = drills.read_inbox(self.storage)
-        events += [event for entry in orders.drills for event in self._drill(entry)]
+        now_s = self.now_s()
+        events += [event for entry in orders.drills for event in self.drilling.carry_out(entry, self._plan, now_s)]
         if orders.stop is not None:
             events.append(StopAsked(orders.stop))
         events += self._stuck_generation()
-        now_s = self.now_s()
-        for node_id in [node_id for node_id, at_s in self._deadlines.items() if now_s >= at_s]:
-            self._kill(node_id)
+        self.drilling.pass_deadlines(now_s)
         by_ray_id = {self.provider.ray_id(node_id): node_id for node_id in self.nodes}
         draining = {by_ray_id[r]: at_s for r, at_s in self.survey.draining.items() if r in by_ray_id}
         return [*events, *self.drains.news(draining, now_s)]
@@ -361,47 +359,6 @@ class RayBackend:
         self._stuck.add(plan.generation)
         text = f"no worker of generation {plan.generation} has got on for {still_s:.0f} s although all answer"
         return [WorkerFailed(plan.ranks[0], plan.generation, "collective", text)]
-
-    # ------------------------------------------------------------------------------------------ drills
-
-    def _drill(self, entry: dict[str, Any]) -> list[Event]:
-        """Carries out the physical part and reports it, with the names resolved."""
-        if entry.get("kill_driver"):
-            self._die = True  # at the next poll: by then this event is written down
-            return [DrillAsked(entry)]
-        if "add" in entry:
-            self.provider.change_capacity(entry["add"], 1)
-            self.provider.request(entry["add"], 1, f"drill-{time.monotonic_ns()}")
-            return [DrillAsked(entry)]
-        kind = next(kind for kind in drills.ON_NODES if kind in entry)
-        markets = {node_id: self._pool(node.pool).market_type for node_id, node in self.nodes.items()}
-        try:
-            names = drills.resolve(entry[kind], drills.Scene(self._plan, markets, frozenset(self._deadlines)))
-        except SpecError as error:
-            return [DrillAsked({**entry, "error": str(error)})]
-        events: list[Event] = [DrillAsked({**entry, kind: list(names)})]
-        for node_id in names:
-            events += self._suffer(kind, node_id, entry.get("deadline_s"))
-        return events
-
-    def _suffer(self, kind: str, node_id: str, deadline_s: float | None) -> list[Event]:
-        pool = self._pool(self.nodes[node_id].pool)
-        if kind == "hang":
-            self.crew.signal(self.crew.workers(node_id), signal.SIGSTOP)
-            return []
-        if node_id not in self._deadlines:
-            self.provider.change_capacity(pool.name, -1)
-        if kind == "kill":
-            self._kill(node_id)
-            return []
-        at_s = self.now_s() + (deadline_s if deadline_s is not None else pool.notice_s)
-        self._deadlines[node_id] = at_s
-        return [Notice(node_id, at_s, "drill")]
-
-    def _kill(self, node_id: str) -> None:
-        self._deadlines.pop(node_id, None)
-        pids = [pid for pid in map(self.crew.pid, self.crew.workers(node_id)) if pid]
-        self.provider.kill(node_id, pids)
 
     # ------------------------------------------------------------------------------------------ the rest
 
@@ -435,7 +392,7 @@ class RayBackend:
 
     def _forget(self, node_id: str) -> None:
         self.nodes.pop(node_id, None)
-        self._deadlines.pop(node_id, None)
+        self.drilling.forget(node_id)
         self.drains.forget(node_id)
         self.gather.forget(node_id)
 

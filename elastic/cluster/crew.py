@@ -42,6 +42,7 @@ class Broken:
     worker: WorkerId
     kind: Literal["process", "infrastructure", "replaced"]
     error: str
+    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class Crew:
             if member is None:
                 return None
             self.forget(worker)
-            return Broken(worker, "process", f"its process is gone: {_short(error)}")
+            return Broken(worker, "process", f"its process is gone: {_short(error)}", member.pid)
         except RayTaskError as error:
             return Broken(worker, "replaced" if isinstance(error, SpecError) else "infrastructure", _short(error))
         if not is_poll or member is None:

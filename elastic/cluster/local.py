@@ -35,6 +35,7 @@ SYSTEM_CONFIG = {  # a node that does not answer is dead after about 2 s
 }  # fmt: skip
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # of the driver and of all nodes
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+LAST_WORDS = 400
 LOG_TAIL = 2000  # bytes of the cluster process's log that go into an error
 
 
@@ -109,6 +110,13 @@ class LocalCluster:
     def pids(self) -> list[int]:
         """Every process of the cluster, the keeper first."""
         return [self.pid, *processes.descendants(self.pid)]
+
+    def last_words(self, pid: int) -> str:
+        """The end of what a worker process has written to its standard error, as `; it wrote: ...`."""
+        files = Path(self.folder).glob(f"ray/session_latest/logs/worker-*-{pid}.err")
+        lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
+        text = " ".join(" ".join(line for line in lines if not line.startswith(":")).split())  # ":actor_name:..." is Ray's
+        return f"; it wrote: {text[-LAST_WORDS:]}" if text else ""
 
     def close(self) -> None:
         """Ends every process of the cluster and removes its folder."""
@@ -194,11 +202,11 @@ class _Nodes:
         self.numbers = itertools.count()
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(max_workers=16)
-        self._start({"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "_system_config": SYSTEM_CONFIG})
+        head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "_system_config": SYSTEM_CONFIG}
+        self._start(next(self.numbers), head)
         self.answer(0, address=self.cluster.address, folder=folder)
 
-    def _start(self, values: Mapping[str, Any]) -> Any:
-        n = next(self.numbers)
+    def _start(self, n: int, values: Mapping[str, Any]) -> Any:
         return self.cluster.add_node(
             node_ip_address=HOST, temp_dir=f"{self.folder}/ray", include_log_monitor=False, object_store_memory=STORE_BYTES,
             plasma_store_socket_name=f"{self.folder}/s{n}", raylet_socket_name=f"{self.folder}/r{n}", **values,
@@ -218,19 +226,28 @@ class _Nodes:
 
     def _add(self, number: int, order: NodeOrder) -> None:
         devices = ",".join(map(str, order.gpus))
+        n = next(self.numbers)
         try:
             node = self._start(
+                n,
                 {
                     "num_cpus": order.cpus, "num_gpus": len(order.gpus), "labels": order.labels,
                     "env_vars": {"CUDA_VISIBLE_DEVICES": devices},
-                }
+                },
             )  # fmt: skip
             raylet = node.all_processes["raylet"][0].process.pid
         except Exception as error:  # noqa: BLE001 - a boundary: the driver hears of it
+            self._end_late(n)
             self.answer(number, error=f"node {order.name} did not start: {type(error).__name__}: {error}")
             return
         self.raylets[order.name] = raylet
         self.answer(number, ray_id=node.node_id, pid=raylet)
+
+    def _end_late(self, n: int) -> None:
+        """A raylet that came too late must not join."""
+        for pid in processes.descendants(os.getpid()):
+            if f"--raylet_socket_name={self.folder}/r{n}" in processes.command(pid):
+                processes.end_tree(pid)
 
     def _kill(self, name: str) -> list[int]:
         raylet = self.raylets.pop(name, None)

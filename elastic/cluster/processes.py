@@ -29,6 +29,14 @@ def started(pid: int) -> int | None:
     return None if stat is None or stat[0] in ("Z", "X") else int(stat[19])
 
 
+def command(pid: int) -> list[str]:
+    """The words of its command line; none when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
 def descendants(root: int) -> list[int]:
     """Living processes below `root`, parents before children; `root` itself is not among them."""
     below: dict[int, list[int]] = {}

@@ -1,0 +1,86 @@
+"""Carries out drills: lets happen to nodes and workers what the entry says, and reports it with the names resolved."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.cluster import drills
+from elastic.cluster.crew import Crew
+from elastic.cluster.nodes import NodeProvider
+from elastic.errors import SpecError
+from elastic.types import DrillAsked, Event, Node, Notice, Plan, Pool
+
+
+@dataclass
+class Drilling:
+    """`nodes`: those that stand, kept by the backend. `die`: the driver itself is to be killed, once that is written down."""
+
+    schedule: drills.Schedule
+    provider: NodeProvider
+    crew: Crew
+    nodes: Mapping[str, Node]
+    pools: Sequence[Pool]
+    die: bool = False
+    _deadlines: dict[str, float] = field(default_factory=dict)
+
+    def at_step(self, step: int, plan: Plan | None, now_s: float) -> list[Event]:
+        """What the job's drill has for this step."""
+        return [event for entry in self.schedule.due(step) for event in self.carry_out(entry, plan, now_s)]
+
+    def carry_out(self, entry: Mapping[str, Any], plan: Plan | None, now_s: float) -> list[Event]:
+        if entry.get("kill_driver"):
+            self.die = True
+            return [DrillAsked(dict(entry))]
+        if "add" in entry:
+            self.provider.change_capacity(entry["add"], 1)
+            self.provider.request(entry["add"], 1, f"drill-{time.monotonic_ns()}")
+            return [DrillAsked(dict(entry))]
+        kind = next(kind for kind in drills.ON_NODES if kind in entry)
+        markets = {node_id: self._pool(node_id).market_type for node_id in self.nodes}
+        try:
+            names = drills.resolve(entry[kind], drills.Scene(plan, markets, frozenset(self._deadlines)))
+        except SpecError as error:
+            return [DrillAsked({**entry, "error": str(error)})]
+        events: list[Event] = [DrillAsked({**entry, kind: list(names)})]
+        for node_id in names:
+            events += getattr(self, f"_{kind}")(node_id, entry, now_s)
+        return events
+
+    def pass_deadlines(self, now_s: float) -> None:
+        """Takes the nodes whose time has come, if they are still there."""
+        for node_id in [node_id for node_id, at_s in self._deadlines.items() if now_s >= at_s]:
+            self._take(node_id)
+
+    def forget(self, node_id: str) -> None:
+        self._deadlines.pop(node_id, None)
+
+    def _notice(self, node_id: str, entry: Mapping[str, Any], now_s: float) -> list[Event]:
+        self._lower_capacity(node_id)
+        at_s = now_s + entry.get("deadline_s", self._pool(node_id).notice_s)
+        self._deadlines[node_id] = at_s
+        return [Notice(node_id, at_s, "drill")]
+
+    def _kill(self, node_id: str, entry: Mapping[str, Any], now_s: float) -> list[Event]:
+        self._lower_capacity(node_id)
+        self._take(node_id)
+        return []
+
+    def _hang(self, node_id: str, entry: Mapping[str, Any], now_s: float) -> list[Event]:
+        self.crew.signal(self.crew.workers(node_id), signal.SIGSTOP)
+        return []
+
+    def _lower_capacity(self, node_id: str) -> None:
+        if node_id not in self._deadlines:  # else the notice has done it
+            self.provider.change_capacity(self.nodes[node_id].pool, -1)
+
+    def _take(self, node_id: str) -> None:
+        self._deadlines.pop(node_id, None)
+        pids = [pid for pid in map(self.crew.pid, self.crew.workers(node_id)) if pid]
+        self.provider.kill(node_id, pids)
+
+    def _pool(self, node_id: str) -> Pool:
+        return next(pool for pool in self.pools if pool.name == self.nodes[node_id].pool)

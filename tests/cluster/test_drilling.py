@@ -1,0 +1,105 @@
+"""Drills on real nodes: notice, kill, add, hang, and the driver itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from conftest import POOL, Stage, plan
+
+from elastic.cluster import _ray_private
+from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.types import (
+    DrillAsked,
+    EnterPlan,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    Notice,
+    PlanEntered,
+    Prepare,
+    RequestFailed,
+    RequestNodes,
+    Silent,
+    StepDone,
+    StopAsked,
+    WorkerId,
+)  # fmt: skip
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+Make = Callable[..., Stage]
+
+
+def stepping(on: Stage, n: int) -> list[str]:
+    nodes = on.nodes(n)
+    on.backend.execute(EnterPlan(plan(1, [WorkerId(node, 0) for node in nodes])))
+    on.wait(PlanEntered)
+    return nodes
+
+
+def test_a_notice_takes_the_node_at_its_deadline_and_capacity_with_it(stage: Make) -> None:
+    on = stage(job={"drill": [{"at_step": 3, "notice": "rank0", "deadline_s": 2.0}]})
+    a, _ = stepping(on, 2)
+    asked = on.wait(DrillAsked)
+    assert asked.drill == {"at_step": 3, "notice": [a], "deadline_s": 2.0}
+    notice = on.wait(Notice)
+    assert (notice.node_id, notice.origin) == (a, "drill")
+    assert on.wait(NodeLost).node_id == a
+    assert 0.0 <= on.backend.now_s() - notice.deadline_s < 4.0
+    on.backend.execute(RequestNodes("spot", 2, "more"))
+    assert "gives 2 nodes" in on.wait(RequestFailed).reason
+
+
+def test_kill_add_and_stop_through_the_inbox(stage: Make) -> None:
+    on = stage()
+    a, b = stepping(on, 2)
+    on.wait(StepDone)
+    storage = on.backend.storage
+    storage.put("inbox/1.json", b'{"drill": {"kill": "any"}}')
+    assert on.wait(DrillAsked).drill == {"kill": [b]}
+    assert on.wait(NodeLost).node_id == b
+    storage.put("inbox/2.json", b'{"drill": {"add": "spot"}}')
+    assert on.wait(DrillAsked).drill == {"add": "spot"}
+    assert on.wait(NodeReady).node.node_id not in (a, b)
+    storage.put("inbox/3.json", b'{"drill": {"kill": "rank:7"}}')
+    assert "no rank 7" in on.wait(DrillAsked).drill["error"]
+    storage.put("inbox/4.json", b'{"stop": "enough"}')
+    assert on.wait(StopAsked).reason == "enough"
+
+
+def test_a_hang_makes_the_worker_silent(stage: Make) -> None:
+    on = stage(job={"drill": [{"at_step": 2, "hang": "rank0"}], "max_silence_s": 2.0})
+    (a,) = stepping(on, 1)
+    assert on.wait(DrillAsked).drill["hang"] == [a]
+    silent = on.wait(Silent)
+    assert (silent.worker, silent.silent_s < 5.0) == (WorkerId(a, 0), True)
+    on.backend._end([WorkerId(a, 0)])
+
+
+def test_the_driver_dies_only_when_that_is_written_down(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    on = stage(job={"drill": [{"at_step": 1, "kill_driver": True}]})
+    killed: list[Any] = []
+    monkeypatch.setattr("elastic.cluster.backend.os.kill", lambda pid, number: killed.append((pid, number)))
+    stepping(on, 1)
+    on.wait(DrillAsked)
+    assert killed == []
+    on.backend.poll(on.backend.now_s())
+    assert killed == [(os.getpid(), signal.SIGKILL)]
+    on.backend.drilling.die = False
+
+
+def test_a_node_that_ray_drains_has_a_notice(stage: Make, cluster: LocalCluster) -> None:
+    labels = {"elastic-node": "leaving", "elastic-pool": "leaving"}
+    ray_id = cluster.add(NodeOrder("leaving", 2, labels)).result(60)["ray_id"]
+    on = stage(embedded=False, pools=(replace(POOL, name="leaving"),))
+    on.backend.execute(Prepare(on.wait(NodeReady).node.node_id))
+    on.wait(NodePrepared)
+    at_s = on.backend.now_s() + 60
+    assert _ray_private.drain(ray_id, at_s, "a test")
+    notice = on.wait(Notice)
+    assert notice.node_id == "leaving"
+    assert abs(notice.deadline_s - at_s) < 0.1
