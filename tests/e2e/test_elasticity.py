@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import Watch, events, job, run, survivors_kept_their_processes, went_on_as_if_nothing_happened
+from runs import PROGRAM, Watch, events, job, run, survivors_kept_their_processes, went_on_as_if_nothing_happened
 
 from elastic.sim.replay import replay
-from elastic.types import DrillAsked, PlanEntered, Silent
+from elastic.types import DrillAsked, PlanEntered, Silent, StepDone
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 PEER_EVERY = 4
@@ -74,3 +74,20 @@ def test_a_stopped_worker_is_found_and_left_behind(tmp_path: Path) -> None:
     loss = next(t for t in summary["transitions"] if t["cause"] == "loss")
     assert loss["steps_lost"] <= PEER_EVERY + IN_FLIGHT
     assert loss["pause_s"] < 30
+
+
+def test_a_layout_that_does_not_fit_gives_way_to_the_next(tmp_path: Path) -> None:
+    """The allocator gives out at more than four samples on a worker: two shares of six do not fit."""
+    program = PROGRAM.with_name("tiny_small_memory.py")
+    pools = [{"name": "owned", "market_type": "owned", "gpus_per_node": 2, "max_nodes": 2}]
+    folder = job(tmp_path, 12, [], layout={4: "dp_shard=2,tp=2"}, program=str(program), pools=pools)
+    summary, lines = run(folder)
+    assert summary["outcome"] == "succeeded", summary["reason"]
+    start, then = summary["transitions"][:2]
+    assert then["cause"] == "infeasible"
+    assert start["to_layout"] == "dp_shard=2,tp=2"
+    assert then["to_layout"] != "dp_shard=2,tp=2"
+    why = [line.decision.reason for line in lines if line.decision and "does not fit" in line.decision.reason]
+    assert why
+    assert "GiB measured" in why[0]
+    assert sorted({e.step for e in events(lines, StepDone)}) == list(range(1, 13))

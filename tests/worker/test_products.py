@@ -14,6 +14,7 @@ from worker_pool import Pool
 from elastic.program import load_program
 from elastic.types import Evaluated, Layout, Quiesced, StepDone, WorkerFailed
 
+pytestmark = pytest.mark.slow
 STEPS = 6
 CASES = [
     ("tiny.py", Layout(dp_replicate=2, dp_shard=2), 12),
@@ -47,7 +48,6 @@ def test_losses_and_validation_are_those_of_one_process(
     assert pool.events(Evaluated)[-1].metrics["validation_loss"] == pytest.approx(want, abs=5e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_three_axes_at_once(tmp_path: Path) -> None:
     """pp x dp_shard x tp on eight processes, and live back to a layout of two axes."""

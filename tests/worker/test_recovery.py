@@ -36,6 +36,8 @@ from elastic.types import (
 from elastic.worker import durable
 from elastic.worker.gather import Gather
 
+pytestmark = pytest.mark.slow
+
 
 def newest_whole(old: Plan, quiesced: list[Quiesced]) -> tuple[int, tuple[Holding, ...]]:
     """Newest step of which every rank of the old generation has a holder."""
