@@ -19,7 +19,7 @@ from elastic.observe.view import Note, Tail, View
 
 LOOK_S = 0.25
 PLAIN_EVERY_S = 5.0  # between two progress lines where there is no terminal
-N_NOTES = 10
+N_NOTES, N_LOST = 10, 3
 STYLES = {
     "Decision": "cyan", "Notice": "yellow", "NodeLost": "red", "WorkerFailed": "red", "Silent": "red", "PlanFailed": "red",
     "DigestChecked": "bold red", "DrillAsked": "magenta", "PlanEntered": "bold green", "Evaluated": "blue",
@@ -98,7 +98,9 @@ def render(view: View) -> RenderableType:
     top.add_column(ratio=1)
     top.add_column(ratio=1)
     top.add_row(_progress(view), _layout(view))
-    return Panel(Group(top, Text(), _nodes(view), Text(), *_notes(view)), title=f"elastic  {view.run}", border_style="dim")
+    why = Text(f"why: {view.reason}" if view.reason else "", style="italic")
+    body = Group(top, Text(), _nodes(view), Text(), *_notes(view), Text(), why)
+    return Panel(body, title=f"elastic  {view.run}", border_style="dim")
 
 
 def _progress(view: View) -> RenderableType:
@@ -106,13 +108,13 @@ def _progress(view: View) -> RenderableType:
     loss = f"{view.points[-1].train_loss:.4f}" if view.points else "-"
     validation = view.evaluations[max(view.evaluations)].get("validation_loss") if view.evaluations else None
     speed = view.tokens_per_s()
+    table.add_row("", ProgressBar(total=max(1, view.steps), completed=min(view.step, view.steps), width=30))
     table.add_row("step", f"{view.step} / {view.steps or '-'}   ({view.phase})")
     table.add_row("train_loss", loss + (f"   validation {validation:.4f}" if validation is not None else ""))
     table.add_row("speed", f"{speed:,.0f} tokens/s" if speed else "-")
     table.add_row("durable copy", f"step {view.saved_step}" if view.saved_step is not None else "none yet")
     table.add_row("ETA", duration(view.eta_s()))
-    bar = ProgressBar(total=max(1, view.steps), completed=min(view.step, view.steps), width=36)
-    return Group(bar, table)
+    return table
 
 
 def _names(view: View) -> dict[str, str]:
@@ -130,7 +132,8 @@ def _nodes(view: View) -> RenderableType:
     table = Table.grid(padding=(0, 3))
     table.add_row(*(Text(head, style="dim") for head in ("", "node", "pool", "market", "workers", "status")))
     names = _names(view)
-    for node in view.nodes.values():
+    lost = [node for node in view.nodes.values() if node.status == "lost"]
+    for node in [node for node in view.nodes.values() if node not in lost[:-N_LOST]]:
         pool = view.pools.get(node.pool)
         left = f" {max(0.0, node.deadline_s - view.at_s):.0f} s" if node.deadline_s is not None else ""
         status = Text(node.status + left, style=STATUS_STYLES.get(node.status, ""))
