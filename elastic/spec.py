@@ -116,7 +116,7 @@ class JobSpec(_Strict):
     storage: str | None = None
     budget_usd: float | None = Field(None, gt=0)
     max_nodes: int | None = Field(None, gt=0)
-    deadline_h: float | None = Field(None, gt=0)
+    deadline_h: None = None  # not in this version
     max_silence_s: float | None = Field(None, gt=0)
     orphan_lease_s: float = Field(900.0, gt=0)
     purpose: Literal["fastest"] = "fastest"
@@ -292,6 +292,8 @@ def _first(error: ValidationError, model: type[BaseModel]) -> str:
     if problem["type"] == "missing":
         return f"key '{key}' is missing"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "none_required":
+        message = "not in this version; leave it out"
     given = problem.get("input")
     shown = f" (it is {given!r})" if isinstance(given, str | int | float) and problem["type"] != "value_error" else ""
     return f"key '{key}': {message[:1].lower()}{message[1:]}{shown}" if key else message

@@ -91,6 +91,7 @@ def test_layout_for(folder: Path) -> None:
         (GOOD + "min_workers: 4\nmax_workers: 2\n", "max_workers=2 is less than min_workers=4"),
         (GOOD + "peer_every: -1\n", "key 'peer_every': must be 'auto' or a number of steps (0 = off), not -1"),
         (GOOD + "precision: bf16\n", "key 'precision': input should be 'float32' (it is 'bf16')"),
+        (GOOD + "deadline_h: 3\n", "key 'deadline_h': not in this version; leave it out (it is 3)"),
         (GOOD + "pools: [{name: a}, {name: a}]\n", "two pools have the same name (a, a)"),
         (GOOD + "pools: [{name: a, min_nodes: 3}]\n", "pool 'a': min_nodes=3 is more than max_nodes=1"),
         (GOOD + "drill: [{kill: any}]\n", "an entry of the drill has no at_step"),
