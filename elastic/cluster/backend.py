@@ -312,6 +312,7 @@ class RayBackend:
         node = event.node
         self.nodes[node.node_id] = node
         found = [p for p in self._passports if p.me.node_id == node.node_id]
+        self._passports = [p for p in self._passports if p not in found]
         self.crew.at(node.node_id, self.provider.ray_id(node.node_id) or "")
         events: list[Event] = [event]
         for passport in found:

@@ -125,7 +125,7 @@ class Crew:
     def adopt(self, keep: bool) -> list[Passport]:
         """Finds the run's living actors, of each worker the newest; the others end. Not `keep`: all of them end."""
         found = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == self.namespace]
-        actors = {name: ray.get_actor(name, self.namespace) for name in found}
+        actors = {name: actor for name in found if (actor := _actor(name, self.namespace)) is not None}
         asked: dict[Any, Any] = {}
         if keep:
             asked = {actor.passport.remote(self.setup.epoch): actor for actor in actors.values()}
@@ -252,6 +252,13 @@ class Crew:
         self._starter.shutdown(wait=True, cancel_futures=True)
         if end:
             self.end(self.workers())
+
+
+def _actor(name: str, namespace: str) -> Any:
+    try:
+        return ray.get_actor(name, namespace)
+    except ValueError:  # it has just ended
+        return None
 
 
 def _kill(actor: Any) -> None:

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -248,11 +248,10 @@ class Survey:
     gone, long before Ray says so.
     """
 
-    def __init__(self, on_loss: Callable[[], None] = lambda: None) -> None:
+    def __init__(self) -> None:
         self.alive: Mapping[str, RayNode] = {}
         self.draining: Mapping[str, float] = {}
         self.gone: Mapping[str, str] = {}  # Ray id -> why
-        self._on_loss = on_loss
         self._suspects: dict[str, tuple[float, float]] = {}  # Ray id -> suspected until, reached last
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -269,9 +268,7 @@ class Survey:
     def check(self, ray_id: str) -> str:
         """Asks the node now; returns why it is gone, '' = it answers or it is not known."""
         found = self.alive.get(ray_id)
-        if ray_id in self.gone or found is None:
-            return self.gone.get(ray_id, "")
-        if reaches(found.address, found.port) is False:
+        if found is not None and reaches(found.address, found.port) is False:
             self._lose(ray_id, "its raylet's port refuses")
         return self.gone.get(ray_id, "")
 
@@ -308,15 +305,16 @@ class Survey:
 
     def _look(self) -> None:
         found = [_ray_node(entry) for entry in ray.nodes() if entry["Alive"]]
-        now = {node.ray_id: node for node in found if node.ray_id not in self.gone}
-        for ray_id in self.alive.keys() - now.keys():
+        for ray_id in set(self.alive) - {node.ray_id for node in found}:
             self._lose(ray_id, "Ray lists it as dead")
-        self.alive = now
+        with self._lock:
+            self.alive = {node.ray_id: node for node in found if node.ray_id not in self.gone}
         self.draining = _ray_private.draining_nodes()
 
     def _lose(self, ray_id: str, why: str) -> None:
-        self.gone = {**self.gone, ray_id: why}
-        self._on_loss()
+        with self._lock:
+            self.gone = {**self.gone, ray_id: why}
+            self.alive = {known: node for known, node in self.alive.items() if known != ray_id}
 
 
 def _ray_node(entry: Mapping[str, Any]) -> RayNode:

@@ -144,6 +144,7 @@ def test_a_node_that_joins_later_is_reported(stage: Make, cluster: LocalCluster)
     lost = on.wait(NodeLost)
     assert lost.node_id == "z"
     assert time.monotonic() - at < 6.0
+    assert not [e for e in on.backend.poll(on.backend.now_s() + 2.0) if isinstance(e, NodeReady | NodeLost)]
 
 
 def test_a_drill_kills_a_node_of_the_cluster(stage: Make, cluster: LocalCluster) -> None:
