@@ -1,0 +1,229 @@
+"""The arithmetic of the benches: from journals to figures, and from figures to a verdict. No clock, no process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from elastic.ledger.accounts import PHASES, Transition
+from elastic.ledger.journal import Line
+from elastic.types import DriverStarted, NodePrepared, PlanEntered, StepDone
+
+RAY_TRAIN_LOSS_S = 78.0  # cited, never measured here: see docs/benchmarks.md
+NAMES = {"kill": "loss", "notice": "notice", "add": "growth", "hang": "hang"}  # of what each drill leads to
+TRAINING = ("notice", "growth")  # whose `quiesce` is spent training: it is no part of the pause
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Repeats of one measurement."""
+
+    values: tuple[float, ...]
+
+    @property
+    def middle(self) -> float | None:
+        return round(median(self.values), 4) if self.values else None
+
+    def plain(self) -> dict[str, float | int]:
+        if not self.values:
+            return {"n": 0}
+        return {"min": round(min(self.values), 4), "max": round(max(self.values), 4), "n": len(self.values)}
+
+
+@dataclass(frozen=True)
+class Drill:
+    """What was asked for, and when it was carried out."""
+
+    kind: str
+    at_s: float
+
+
+@dataclass(frozen=True)
+class ColdRestart:
+    """Everything killed and started again, in seconds from the kill to the end of the first step."""
+
+    seconds: float
+    steps_lost: int
+    phases_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What bare torch needs for a change of group in warm processes: groups, model, first step, less an ordinary step."""
+
+    shrink_s: tuple[float, ...] = ()
+    grow_s: tuple[float, ...] = ()
+
+
+# ------------------------------------------------------------------------------------------------ from the journal
+
+
+def answers(drills: Sequence[Drill], transitions: Sequence[Transition]) -> dict[str, list[Transition]]:
+    """The transition that each drill led to: the next one after it that reached a step. Those that were overtaken have no pause
+    of their own: it is a part of the one that overtook them. Growth also comes from a node that is back after a hang."""
+    found: dict[str, list[Transition]] = {name: [] for name in NAMES.values()}
+    reached = [t for t in transitions if t.phases_s.get("first_step", 0.0) > 0]
+    for drill in drills:
+        if drill.kind != "add":
+            found[NAMES[drill.kind]] += [t for t in reached if t.at_s > drill.at_s][:1]
+    found["growth"] = [t for t in reached if t.cause == "growth" and not any(t in others for others in found.values())]
+    return found
+
+
+def cold_restart(lines: Sequence[Line], killed_at_s: float) -> ColdRestart:
+    """Of the first driver that started after the kill. Raises ValueError when it has not finished a step."""
+    before = [e.step for line in lines for at_s, e in line.events if isinstance(e, StepDone) and at_s <= killed_at_s]
+    marks: dict[str, float] = {}
+    resumed = 0
+    for at_s, event in ((at_s, e) for line in lines for at_s, e in line.events if at_s > killed_at_s):
+        if isinstance(event, DriverStarted):
+            marks.setdefault("driver", at_s)
+        elif isinstance(event, NodePrepared) and "entered" not in marks:
+            marks["prepared"] = at_s
+        elif isinstance(event, PlanEntered) and "entered" not in marks:
+            marks["entered"], resumed = at_s, event.step
+        elif isinstance(event, StepDone):
+            marks["step"] = at_s
+            break
+    if "step" not in marks:
+        raise ValueError(f"no step after {killed_at_s}")
+    names, times = ["driver", "prepared", "entered", "step"], [killed_at_s]
+    times += [marks.get(name, times[-1]) for name in names]
+    phases_s = {name: round(max(0.0, later - sooner), 4) for name, (sooner, later) in zip(names, pairwise(times))}
+    return ColdRestart(round(marks["step"] - killed_at_s, 4), max(before, default=0) - resumed, phases_s)
+
+
+def gaps(lines: Iterable[Line]) -> dict[int, float]:
+    """Per generation, from the end of the last step before it to the end of its own first one."""
+    steps = [(at_s, e.generation) for line in lines for at_s, e in line.events if isinstance(e, StepDone)]
+    return {new: at_s - before_s for (before_s, old), (at_s, new) in pairwise(steps) if new > old}
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def phases(name: str, found: Sequence[Transition], gaps: Mapping[int, float]) -> dict[str, float]:
+    """Median of each phase. `rest`: what of the time without a finished step lies in none of them (mostly the step that was
+    broken off); `ordinary_step`: what is taken off, so that all add up to the pause (each a median: nearly)."""
+    counted = [phase for phase in PHASES if not (phase == "quiesce" and name in TRAINING)]
+    out = {phase: median(t.phases_s.get(phase, 0.0) for t in found) for phase in counted}
+    if known := [(t, gaps[t.generation]) for t in found if t.generation in gaps]:
+        out["rest"] = median(gap_s - sum(t.phases_s.get(phase, 0.0) for phase in counted) for t, gap_s in known)
+        out["ordinary_step"] = median(t.pause_s - gap_s for t, gap_s in known)
+    return {phase: round(seconds, 4) for phase, seconds in out.items()}
+
+
+def recovery(
+    found: Mapping[str, Sequence[Transition]], gaps: Mapping[int, float], colds: Sequence[ColdRestart], bare: Changes
+) -> dict[str, Any]:
+    """All figures of the recovery bench but the load of the machine. `found`: see `answers`."""
+    pauses = {name: Spread(tuple(t.pause_s for t in transitions)) for name, transitions in found.items()}
+    cold = Spread(tuple(c.seconds for c in colds))
+    shrink, grow = Spread(bare.shrink_s), Spread(bare.grow_s)
+    out: dict[str, Any] = {f"pause_{name}_s": spread.middle for name, spread in pauses.items()}
+    for name, floor in (("notice", shrink), ("growth", grow), ("loss", shrink)):
+        out[f"excess_{name}_s"] = less(pauses[name].middle, floor.middle)
+    for name, transitions in found.items():
+        out[f"steps_lost_{name}"] = max((t.steps_lost for t in transitions), default=None)
+    out["cold_restart_s"] = cold.middle
+    out["cold_restart_steps_lost"] = max((c.steps_lost for c in colds), default=None)
+    for name, spread in pauses.items():
+        out[f"{name}_vs_cold"] = ratio(spread.middle, cold.middle)
+    out["ray_train_loss_s"] = RAY_TRAIN_LOSS_S
+    out["ray_train_loss_source"] = "cited, not measured in this run"
+    out["contents_equal"] = all(t.digest_ok for transitions in found.values() for t in transitions)
+    out["bare_shrink_s"], out["bare_grow_s"] = shrink.middle, grow.middle
+    out["phases_s"] = {name: phases(name, transitions, gaps) for name, transitions in found.items() if transitions}
+    out["phases_s"]["cold_restart"] = _cold_phases(colds)
+    spreads = {f"pause_{name}_s": spread for name, spread in pauses.items()}
+    spreads |= {"cold_restart_s": cold, "bare_shrink_s": shrink, "bare_grow_s": grow}
+    out["spread"] = {name: spread.plain() for name, spread in spreads.items()}
+    return out
+
+
+def _cold_phases(colds: Sequence[ColdRestart]) -> dict[str, float | None]:
+    names = colds[0].phases_s if colds else {}
+    return {name: Spread(tuple(c.phases_s[name] for c in colds)).middle for name in names}
+
+
+def ratio(value: float | None, base: float | None) -> float | None:
+    return None if value is None or not base else round(value / base, 4)
+
+
+def less(value: float | None, floor: float | None) -> float | None:
+    return None if value is None or floor is None else round(value - floor, 4)
+
+
+Cpu = Sequence[tuple[float, Mapping[str, float]]]  # at_s, CPU seconds so far per kind of process
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a step took in a stretch of steps: wall seconds (median and mean), CPU seconds per kind of process (mean)."""
+
+    step_s: float
+    mean_s: float
+    cpu_s: Mapping[str, float]
+
+    @property
+    def all_cpu_s(self) -> float:
+        return sum(self.cpu_s.values())
+
+
+def window(steps: Sequence[tuple[int, float]], cpu: Cpu, first: int, last: int) -> Window:
+    """Between the ends of the steps `first` and `last`. `steps`: (step, at_s)."""
+    ends = dict(steps)
+    times = [ends[step] for step in range(first, last + 1)]
+    kinds = sorted({kind for _, seconds in cpu for kind in seconds})
+    series = {kind: [(at_s, seconds.get(kind, 0.0)) for at_s, seconds in cpu] for kind in kinds}
+    n = last - first
+    cpu_s = {kind: (at(points, times[-1]) - at(points, times[0])) / n for kind, points in series.items()}
+    return Window(median(b - a for a, b in pairwise(times)), (times[-1] - times[0]) / n, cpu_s)
+
+
+def at(series: Sequence[tuple[float, float]], x: float) -> float:
+    """The series at `x`, straight between its points; flat beyond its ends."""
+    if x <= series[0][0]:
+        return series[0][1]
+    for (x0, y0), (x1, y1) in pairwise(series):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0) if x1 > x0 else y1
+    return series[-1][1]
+
+
+def overhead(pairs: Sequence[tuple[Window, Window]]) -> dict[str, Any]:
+    """`pairs`: a run under elastic and the bare script, one right after the other."""
+    spreads = {
+        "step_time_ratio": Spread(tuple(ours.step_s / bare.step_s for ours, bare in pairs)),
+        "mean_step_time_ratio": Spread(tuple(ours.mean_s / bare.mean_s for ours, bare in pairs)),
+        "cpu_seconds_ratio": Spread(tuple(ours.all_cpu_s / bare.all_cpu_s for ours, bare in pairs)),
+        "elastic_step_s": Spread(tuple(ours.step_s for ours, _ in pairs)),
+        "bare_step_s": Spread(tuple(bare.step_s for _, bare in pairs)),
+        "elastic_cpu_s": Spread(tuple(ours.all_cpu_s for ours, _ in pairs)),
+        "bare_cpu_s": Spread(tuple(bare.all_cpu_s for _, bare in pairs)),
+    }
+    kinds = sorted({kind for ours, _ in pairs for kind in ours.cpu_s})
+    parts = {kind: Spread(tuple(ours.cpu_s.get(kind, 0.0) for ours, _ in pairs)).middle for kind in kinds}
+    out: dict[str, Any] = {name: spread.middle for name, spread in spreads.items()}
+    return out | {"elastic_cpu_parts_s": parts, "spread": {name: spread.plain() for name, spread in spreads.items()}}
+
+
+# ------------------------------------------------------------------------------------------------ the verdict
+
+
+def worse(figures: Mapping[str, Any], baselines: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """What is much worse than the stored figures, a sentence each. A baseline is {"value", "times"} (a ratio that may grow by
+    that factor) or {"most"} (a promise); a figure that is missing is worse too."""
+    found = []
+    for name, stored in baselines.items():
+        value = figures.get(name)
+        most = stored["most"] if "most" in stored else stored["value"] * stored["times"]
+        if value is None:
+            found.append(f"{name} was not measured")
+        elif value > most:
+            known = f"stored is {stored['value']}, allowed {stored['times']} times that" if "value" in stored else "promised"
+            found.append(f"{name} is {value}, more than {most:g} ({known})")
+    return found

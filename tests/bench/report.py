@@ -1,0 +1,48 @@
+"""What every bench does at its end: one line of JSON, and a verdict as exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import figures
+from trial import Clock, Failed
+
+BASELINES = Path(__file__).resolve().parent / "baselines.json"
+
+
+def baselines(bench: str) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = json.loads(BASELINES.read_text())[bench]
+    return found
+
+
+def options(about: str | None, most_s: float) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--json", action="store_true", help="only the line of JSON")
+    parser.add_argument("--repeats", type=int, default=2, help="how often each thing is measured (default 2)")
+    parser.add_argument("--most-s", type=float, default=most_s, help=f"bound of the whole bench (default {most_s:.0f})")
+    return parser.parse_args()
+
+
+def finish(bench: str, given: argparse.Namespace, measure: Callable[[Clock], Mapping[str, Any]]) -> int:
+    """Measures, prints and judges. 0 = as good as stored, 1 = much worse or not measured."""
+    clock = Clock(given.most_s)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"{bench}: ended by a signal"))  # what it started ends too
+    try:
+        found = {**measure(clock), **clock.plain()}
+    except Failed as error:
+        print(f"{bench}: {error}", file=sys.stderr)
+        return 1
+    found["worse"] = figures.worse(found, baselines(bench))
+    if not given.json:
+        for name, value in found.items():
+            print(f"{name:26} {value}")
+    print(json.dumps({"bench": bench, "figures": found}))
+    for sentence in found["worse"]:
+        print(f"{bench}: {sentence}", file=sys.stderr)
+    return 1 if found["worse"] else 0

@@ -1,0 +1,45 @@
+"""The benches themselves, once through."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.cluster import processes
+
+pytestmark = [pytest.mark.product, pytest.mark.timeout(600)]
+HERE = Path(__file__).resolve().parent
+
+
+def bench(name: str) -> dict[str, Any]:
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / f"{name}.py"), "--json", "--repeats", "1"], text=True, stdout=subprocess.PIPE
+    )
+    out, _ = process.communicate(timeout=560)
+    assert not processes.descendants(process.pid)
+    assert process.returncode == 0, out
+    found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    assert found["bench"] == name
+    figures: dict[str, Any] = found["figures"]
+    return figures
+
+
+def test_recovery() -> None:
+    found = bench("recovery")
+    assert found["pause_loss_s"] < found["cold_restart_s"] / 5
+    assert found["steps_lost_notice"] == found["steps_lost_growth"] == 0
+    assert found["contents_equal"] is True
+    for cause in ("notice", "loss", "growth", "hang"):
+        assert found[f"pause_{cause}_s"] > 0
+        assert set(found["phases_s"][cause]) >= {"detect", "groups", "build", "transfer", "first_step", "rest"}
+
+
+def test_overhead() -> None:
+    found = bench("overhead")
+    assert found["step_time_ratio"] > 0
+    assert found["cpu_seconds_ratio"] > 0

@@ -1,0 +1,164 @@
+"""The arithmetic of the benches: which transition answers which drill, floors, ratios, windows, the verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from figures import (
+    Changes,
+    ColdRestart,
+    Drill,
+    Spread,
+    Window,
+    answers,
+    at,
+    cold_restart,
+    gaps,
+    overhead,
+    phases,
+    recovery,
+    window,
+    worse,
+)
+
+from elastic.ledger.accounts import Transition
+from elastic.ledger.journal import Line
+from elastic.types import DriverStarted, Event, ModelProfile, NodePrepared, PlanEntered, StepDone
+
+COLD = ColdRestart(20.0, 7, {"driver": 5.0, "prepared": 12.0, "entered": 1.0, "step": 2.0})
+BASELINES = json.loads((Path(__file__).parent / "baselines.json").read_text())
+
+
+def transition(generation: int, cause: str, at_s: float, pause_s: float, **values: Any) -> Transition:
+    phases_s = {"detect": 0.1, "quiesce": 0.2, "groups": 0.05, "build": 0.1, "transfer": 0.05, "first_step": 0.4}
+    lost = int(values.pop("lost", 0))
+    return Transition(
+        generation, cause, 10, lost, pause_s, phases_s | values, "dp_shard=4", "dp_shard=3", "live", 1, True, at_s
+    )  # fmt: skip
+
+
+def line(at_s: float, *events: Event) -> Line:
+    return Line(at_s, 1, tuple((at_s, event) for event in events), None)
+
+
+def step(generation: int, number: int) -> StepDone:
+    return StepDone(generation, number, 2.0, 50, 1.0)
+
+
+def test_each_drill_is_answered_by_the_next_transition_that_reached_a_step() -> None:
+    drills = [Drill("kill", 10.0), Drill("add", 20.0), Drill("notice", 30.0), Drill("hang", 40.0)]
+    story = [
+        transition(1, "start", 1.0, 0.0),
+        transition(2, "loss", 11.0, 0.0, first_step=0.0),  # overtaken
+        transition(3, "loss", 12.0, 1.0),
+        transition(4, "growth", 25.0, 0.3),
+        transition(5, "notice", 31.0, 0.4),
+        transition(6, "loss", 44.0, 4.0),
+        transition(7, "growth", 50.0, 0.5),  # the node of the hang is back
+    ]
+    found = answers(drills, story)
+    assert {name: [t.generation for t in ts] for name, ts in found.items()} == {
+        "loss": [3], "notice": [5], "growth": [4, 7], "hang": [6],
+    }  # fmt: skip
+
+
+def test_a_growth_that_overtook_a_loss_counts_for_the_loss_alone() -> None:
+    story = [transition(2, "loss", 11.0, 0.0, first_step=0.0), transition(3, "growth", 12.0, 1.5)]
+    found = answers([Drill("kill", 10.0)], story)
+    assert [t.generation for t in found["loss"]] == [3]
+    assert found["growth"] == []
+
+
+def test_recovery_figures() -> None:
+    story = {
+        "loss": [transition(2, "loss", 11.0, 1.0, lost=4), transition(5, "loss", 41.0, 2.0, lost=2)],
+        "notice": [transition(3, "notice", 21.0, 0.5)],
+        "growth": [transition(4, "growth", 31.0, 0.4)],
+        "hang": [],
+    }
+    found = recovery(story, {2: 1.2}, [COLD, COLD], Changes((0.2, 0.4), (0.1,)))
+    assert (found["pause_loss_s"], found["pause_notice_s"], found["pause_hang_s"]) == (1.5, 0.5, None)
+    assert (found["excess_loss_s"], found["excess_notice_s"], found["excess_growth_s"]) == (1.2, 0.2, 0.3)
+    assert (found["steps_lost_loss"], found["steps_lost_notice"], found["steps_lost_hang"]) == (4, 0, None)
+    assert (found["loss_vs_cold"], found["hang_vs_cold"], found["cold_restart_s"]) == (0.075, None, 20.0)
+    assert found["spread"]["pause_loss_s"] == {"min": 1.0, "max": 2.0, "n": 2}
+    assert found["spread"]["pause_hang_s"] == {"n": 0}
+    assert found["phases_s"]["cold_restart"] == COLD.phases_s
+    assert (found["ray_train_loss_s"], found["ray_train_loss_source"]) == (78.0, "cited, not measured in this run")
+    assert found["contents_equal"] is True
+
+
+def test_phases_add_up_to_the_pause() -> None:
+    loss = transition(2, "loss", 11.0, 0.7)
+    found = phases("loss", [loss], {2: 1.0})
+    assert found["rest"] == pytest.approx(1.0 - 0.9)
+    assert found["ordinary_step"] == pytest.approx(-0.3)
+    assert sum(found.values()) == pytest.approx(loss.pause_s)
+    assert "quiesce" not in phases("notice", [loss], {})  # the old generation trains on meanwhile
+
+
+def test_gaps() -> None:
+    lines = [line(1.0, step(1, 1)), line(2.0, step(1, 2)), line(4.5, step(2, 2)), line(5.0, step(2, 3))]
+    assert gaps(lines) == {2: 2.5}
+
+
+def test_a_cold_restart_runs_from_the_kill_to_the_first_step() -> None:
+    again = DriverStarted("r", 2, {}, (), ModelProfile(1, 1, ()))
+    lines = [
+        line(10.0, step(1, 27)),
+        line(16.0, again),
+        line(24.0, NodePrepared("a"), NodePrepared("b")),
+        line(26.0, PlanEntered(2, 20)),
+        line(27.5, step(2, 21)),
+        line(28.0, NodePrepared("c"), step(2, 22)),
+    ]
+    found = cold_restart(lines, 11.0)
+    assert found == ColdRestart(16.5, 7, {"driver": 5.0, "prepared": 8.0, "entered": 2.0, "step": 1.5})
+    with pytest.raises(ValueError, match="no step after 30"):
+        cold_restart(lines, 30.0)
+
+
+def test_window_takes_cpu_at_the_ends_of_steps() -> None:
+    cpu = [(0.0, {"workers": 0.0}), (10.0, {"workers": 20.0, "ray": 1.0}), (20.0, {"workers": 30.0, "ray": 3.0})]
+    steps = [(1, 4.0), (2, 5.0), (3, 6.0), (4, 15.0)]
+    found = window(steps, cpu, 1, 4)
+    assert (found.step_s, found.mean_s) == (1.0, pytest.approx(11 / 3))
+    assert found.cpu_s == {"ray": pytest.approx((2.0 - 0.4) / 3), "workers": pytest.approx((25.0 - 8.0) / 3)}
+    assert at([(1.0, 5.0)], 0.0) == at([(1.0, 5.0)], 9.0) == 5.0
+
+
+def test_overhead_is_the_median_of_the_pairs() -> None:
+    bare = Window(1.0, 1.0, {"workers": 2.0})
+    pairs = [(Window(s, 2 * s, {"workers": 2.0, "ray": c}), bare) for s, c in ((1.1, 0.2), (1.3, 0.4), (1.2, 0.6))]
+    found = overhead(pairs)
+    assert (found["step_time_ratio"], found["mean_step_time_ratio"], found["cpu_seconds_ratio"]) == (1.2, 2.4, 1.2)
+    assert found["spread"]["step_time_ratio"] == {"min": 1.1, "max": 1.3, "n": 3}
+    assert found["elastic_cpu_parts_s"] == {"ray": 0.4, "workers": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("figures", "sentences"),
+    [
+        ({"ratio": 0.19, "lost": 0}, []),
+        ({"ratio": 0.21, "lost": 0}, ["ratio is 0.21, more than 0.2 (stored is 0.1, allowed 2.0 times that)"]),
+        ({"ratio": 0.1, "lost": 1}, ["lost is 1, more than 0 (promised)"]),
+        ({"lost": 0}, ["ratio was not measured"]),
+        ({"ratio": None, "lost": 0}, ["ratio was not measured"]),
+    ],
+)
+def test_the_verdict(figures: dict[str, Any], sentences: list[str]) -> None:
+    assert worse(figures, {"ratio": {"value": 0.1, "times": 2.0}, "lost": {"most": 0}}) == sentences
+
+
+def test_every_baseline_names_a_figure() -> None:
+    known = recovery({n: [] for n in ("loss", "notice", "growth", "hang")}, {}, [], Changes())
+    assert set(BASELINES["recovery"]) <= {*known, "processes_left"}
+    assert set(BASELINES["overhead"]) <= {*overhead([]), "processes_left"}
+    assert all(("most" in b) != ("value" in b and b["times"] > 1) for bench in BASELINES.values() for b in bench.values())
+
+
+def test_spread_of_nothing() -> None:
+    assert Spread(()).middle is None
