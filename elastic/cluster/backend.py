@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -279,9 +279,12 @@ class RayBackend:
         if isinstance(event, PlanEntered):
             self._drop_stores(event.generation - 1)
         if isinstance(event, WorkerFailed) and event.kind == "collective" and self._plan is not None:
-            ids = (self.provider.ray_id(node_id) for node_id in self._plan.nodes)
-            self.survey.suspect(ray_id for ray_id in ids if ray_id)
+            self._suspect(self._plan.nodes)
         return []
+
+    def _suspect(self, nodes: Iterable[str]) -> None:
+        ids = {self.provider.ray_id(node_id) for node_id in nodes}
+        self.survey.suspect(ray_id for ray_id in ids if ray_id)
 
     def _broke(self, broken: Broken) -> list[Event]:
         worker = broken.worker
@@ -296,8 +299,7 @@ class RayBackend:
         failed = WorkerFailed(worker, 0, "process", broken.error + last_words)
         if why:
             return [failed, *self._lose(worker.node_id, why)]
-        if ray_id:
-            self.survey.suspect([ray_id])
+        self._suspect([worker.node_id])
         return [failed]
 
     def _arrivals(self) -> list[Event]:
@@ -338,6 +340,7 @@ class RayBackend:
 
     def _look(self) -> list[Event]:
         events: list[Event] = list(self.silence.look(time.monotonic()))
+        self._suspect(worker.node_id for worker in self.silence.late())
         orders = drills.read_inbox(self.storage)
         now_s = self.now_s()
         events += [event for entry in orders.drills for event in self.drilling.carry_out(entry, self._plan, now_s)]

@@ -8,6 +8,7 @@ from typing import Protocol
 from elastic.types import Silent, WorkerId
 
 STEPPING_LEAST_S, STEP_TIMES = 3.0, 10.0
+LATE_S = 0.25
 STUCK_LEAST_S, STUCK_TIMES = 30.0, 3.0  # all answer and none gets on
 BOUNDS_S = {"idle": 10.0, "starting": 120.0}
 OTHER_BOUND_S = 60.0  # preparing, building, loading, compiling, saving ...
@@ -59,6 +60,10 @@ class Silence:
             seen.still_s = 0.0
         seen.generation, seen.phase, seen.progress = beat.generation, beat.phase, beat.progress
         seen.open, seen.waited_s, seen.told = False, 0.0, False
+
+    def late(self) -> list[WorkerId]:
+        """Workers whose answer should have come by now: no silence yet, but reason to look at their nodes."""
+        return [worker for worker, seen in self._workers.items() if seen.open and seen.waited_s > self.wait_s + LATE_S]
 
     def is_silent(self, worker: WorkerId) -> bool:
         """It was reported and has not answered since."""

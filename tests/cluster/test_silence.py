@@ -88,3 +88,12 @@ def test_a_generation_that_answers_and_stands_still_is_stuck() -> None:
     run.until(45, moving=False)
     assert run.silence.stuck_s(1) > 30.0
     assert run.silence.stuck_s(2) == 0.0
+
+
+def test_a_late_answer_is_known_long_before_it_is_silence() -> None:
+    run = Run()
+    run.until(10)
+    assert run.silence.late() == []
+    run.until(11.25, mute=(B,), moving=False)
+    assert run.silence.late() == [B]
+    assert not run.silence.is_silent(B)

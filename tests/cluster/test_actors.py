@@ -1,0 +1,59 @@
+"""The actor's shell without Ray: environment, fencing, orders that come twice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.cluster.actors import ENVIRONMENT, Worker, WorkerSetup
+from elastic.errors import SpecError
+from elastic.types import NodePrepared, WorkerId
+
+ME = WorkerId("a", 0)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    return Worker(WorkerSetup(ME, 1, "spot", {"folder": ""}, str(tmp_path), 3, "fake_session:FakeSession"))
+
+
+def test_the_environment_is_what_the_groups_ask_for() -> None:
+    from elastic.worker.groups import NCCL_ENVIRONMENT
+
+    assert ENVIRONMENT.items() >= NCCL_ENVIRONMENT.items()
+
+
+def test_the_environment_stands_before_torch_is_imported() -> None:
+    code = "import elastic.cluster.actors, sys; assert not {'torch', 'ray'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_older_epoch_is_refused_a_newer_one_takes_over(worker: Worker) -> None:
+    worker.prepare(3)
+    worker.prepare(5)
+    with pytest.raises(SpecError, match="driver of epoch 4 has been replaced by that of epoch 5"):
+        worker.poll(4, 0, 0.0)
+
+
+def test_a_generation_is_entered_once(worker: Worker) -> None:
+    entered: list[Any] = []
+    worker.session = SimpleNamespace(enter=lambda order: entered.append(order.plan.generation))
+    for generation in (1, 1, 3, 2, 3, 4):
+        worker.enter(3, SimpleNamespace(plan=SimpleNamespace(generation=generation)))
+    assert entered == [1, 3, 4]
+
+
+def test_the_passport_says_whether_it_is_prepared(worker: Worker) -> None:
+    assert worker.passport(3).prepared is False
+    worker.prepare(3)
+    beat = worker.poll(3, 0, 1.0)
+    assert beat.messages[0][1] == NodePrepared("a", (os.getpid(),))
+    passport = worker.passport(4)
+    assert (passport.me, passport.pid, passport.prepared) == (ME, os.getpid(), True)
+    worker.shutdown(4)

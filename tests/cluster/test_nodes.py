@@ -1,0 +1,123 @@
+"""Which pool a node counts to, capacity, GPUs, and what the survey makes of a port: no Ray cluster needed."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from elastic.cluster.local import NodeOrder
+from elastic.cluster.nodes import ClusterNodes, EmbeddedNodes, RayNode, pool_of, reaches
+from elastic.cluster.notices import Drains
+from elastic.errors import InternalError
+from elastic.types import Node, NodeReady, Notice, NoticeWithdrawn, Pool, RequestFailed
+
+SPOT = Pool("spot", "A100", 4, "spot", max_nodes=2)
+ON_DEMAND = Pool("od", "A100", 4, "on-demand", max_nodes=2)
+CPUS = Pool("cpus", "CPU", 2, "owned", max_nodes=2)
+POOLS = (SPOT, ON_DEMAND, CPUS)
+
+
+def ray_node(ray_id: str = "abcdef0123456789", cpus: int = 8, gpus: int = 4, **labels: str) -> RayNode:
+    return RayNode(ray_id, "127.0.0.1", 1, {k.replace("_", "-"): v for k, v in labels.items()}, cpus, gpus, False)
+
+
+@pytest.mark.parametrize(
+    ("node", "pool"),
+    [
+        (ray_node(elastic_pool="od"), "od"),
+        (ray_node(pool="spot"), "spot"),
+        (ray_node(pool="nobody's"), None),
+        (ray_node(gpus=0), "cpus"),
+        (ray_node(gpus=0, cpus=0), None),
+        (ray_node(), "spot"),
+    ],
+)
+def test_the_pool_of_a_node(node: RayNode, pool: str | None) -> None:
+    found = pool_of(node, POOLS)
+    assert (found.name if found else None) == pool
+
+
+def test_the_pool_by_market_and_accelerator() -> None:
+    labels = {"ray.io/market-type": "on-demand", "ray.io/accelerator-type": "A100"}
+    node = RayNode("a", "h", 1, labels, 8, 4, False)
+    assert pool_of(node, POOLS) == ON_DEMAND
+    other = RayNode("a", "h", 1, {**labels, "ray.io/accelerator-type": "H100"}, 8, 4, False)
+    assert pool_of(other, POOLS) is None
+
+
+def test_nodes_of_a_cluster_come_leave_and_come_back() -> None:
+    nodes = ClusterNodes((SPOT,))
+    alive = {f"{i}" * 16: ray_node(f"{i}" * 16, pool="spot") for i in (1, 2, 3)}
+    assert nodes.news(alive) == [NodeReady(Node(name, "spot", 4)) for name in ("spot-11111111", "spot-22222222")]
+    assert nodes.news(alive) == []
+    nodes.release("spot-11111111")
+    third = nodes.news(alive)
+    assert [e.node.node_id for e in third if isinstance(e, NodeReady)] == ["spot-33333333"]
+    nodes.lost("spot-33333333")
+    del alive["3" * 16]
+    assert nodes.news(alive) == []  # the released one waits until it is asked for
+    nodes.request("spot", 2, "r")
+    nodes.request("spot", 2, "r")
+    events = nodes.news(alive)
+    assert [e.node.node_id for e in events if isinstance(e, NodeReady)] == ["spot-11111111"]
+    assert [e.request_id for e in events if isinstance(e, RequestFailed)] == ["r"]
+
+
+class FakeCluster:
+    def __init__(self) -> None:
+        self.orders: list[NodeOrder] = []
+        self.answers: list[Future[dict[str, Any]]] = []
+
+    def add(self, order: NodeOrder) -> Future[dict[str, Any]]:
+        self.orders.append(order)
+        self.answers.append(Future())
+        return self.answers[-1]
+
+    def kill(self, name: str) -> None:
+        return None
+
+
+def test_gpus_of_this_machine_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5,6")
+    cluster = FakeCluster()
+    pool = Pool("gpu", "A100", 2, max_nodes=9)
+    nodes = EmbeddedNodes(cluster, (pool,))  # type: ignore[arg-type]
+    nodes.request("gpu", 3, "r")
+    assert [order.gpus for order in cluster.orders] == [(0, 2), (5, 6)]
+    (failed,) = nodes.news({})
+    assert isinstance(failed, RequestFailed)
+    assert "has 2 GPUs and 0 are free" in failed.reason
+    cluster.answers[0].set_result({"ray_id": "x"})
+    cluster.answers[1].set_exception(InternalError("no"))
+    ready, lost = nodes.news({})
+    assert ready == NodeReady(Node("gpu-1", "gpu", 2))
+    assert isinstance(lost, RequestFailed)
+    nodes.request("gpu", 1, "again")
+    assert cluster.orders[-1].gpus == (5, 6)
+    nodes.release("gpu-1")
+    nodes.request("gpu", 1, "more")
+    assert cluster.orders[-1].gpus == (0, 2)
+    assert len({order.name for order in cluster.orders}) == 4
+
+
+def test_a_port_answers_or_refuses() -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        assert reaches("127.0.0.1", port) is False
+        listening.listen()
+        assert reaches("127.0.0.1", port) is True
+
+
+def test_draining_is_told_once_and_withdrawn() -> None:
+    drains = Drains(usual_s=120.0)
+    assert drains.news({"a": 500.0, "b": 0.0}, 100.0) == [
+        Notice("a", 500.0, "Ray drains the node"), Notice("b", 220.0, "Ray drains the node")
+    ]  # fmt: skip
+    assert drains.news({"a": 500.0, "b": 0.0}, 101.0) == []
+    assert drains.news({"a": 400.0, "b": 0.0}, 102.0) == [Notice("a", 400.0, "Ray drains the node")]
+    drains.forget("a")
+    assert drains.news({}, 103.0) == [NoticeWithdrawn("b")]
