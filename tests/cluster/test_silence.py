@@ -52,6 +52,7 @@ def test_a_mute_worker_is_named_once_after_its_bound() -> None:
 
 def test_not_while_a_peer_gets_on() -> None:
     run = Run()
+    run.until(10)
     assert run.until(60, mute=(B,), moving=True) == []
 
 
