@@ -37,22 +37,25 @@ JOB = {
 }  # fmt: skip
 
 
-def one(trial: Trial, words: tuple[str, ...], world: int) -> None:
-    """Something happens; waits until the run goes on with `world` workers."""
+def happen(trial: Trial, world: int, *entries: str) -> None:
+    """Lets it happen; waits until the run goes on with `world` workers."""
     before = trial.generation
-    trial.drill(*words)
-    trial.until(lambda: trial.settled(world, before, SETTLE_STEPS), f"{' '.join(words)}: a generation of {world}")
+    for entry in entries:
+        trial.drill(*entry.split())
+    trial.until(lambda: trial.settled(world, before, SETTLE_STEPS), f"{', '.join(entries)}: a generation of {world}")
 
 
 def drills(trial: Trial, repeats: int) -> None:
     for number in range(repeats):
         if number and trial.clock.spent > ANOTHER_ROUND:
             break
-        for words in (("kill=any",), ("notice=any", "deadline_s=30")):
-            one(trial, words, 3)
-            one(trial, ("add=spot",), 4)
+        happen(trial, 3, "kill=any-spot")
+        happen(trial, 2, "kill=any-spot")
+        happen(trial, 4, "add=spot", "add=spot")
+        happen(trial, 3, "notice=any-spot deadline_s=30")
+        happen(trial, 4, "add=spot")
         if number == 0:
-            one(trial, ("hang=any",), 4)  # its node stays: new processes are started there and join
+            happen(trial, 4, "hang=any-spot")  # its node stays: new processes are started there and join
 
 
 def cold_restarts(trial: Trial, repeats: int) -> list[ColdRestart]:
@@ -72,7 +75,7 @@ def cold_restart(trial: Trial) -> ColdRestart:
 
 
 def measure(clock: Clock, repeats: int) -> dict[str, Any]:
-    worlds = [4, 3] * repeats + [4]
+    worlds = [4, 3] * (repeats + 1) + [4]
     bare = run_bare(worlds, SETTLE_STEPS, BATCH, clock)
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
         budget_usd = 4 * USD_PER_H * 1.2 * clock.most_s / 3600

@@ -22,6 +22,8 @@ def baselines(bench: str) -> dict[str, dict[str, float]]:
 
 
 def options(about: str | None, most_s: float) -> argparse.Namespace:
+    """Of a bench's command line; SIGTERM now ends it like Ctrl-C."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended by a signal"))  # what was started ends too
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--json", action="store_true", help="only the line of JSON")
     parser.add_argument("--repeats", type=int, default=2, help="how often each thing is measured (default 2)")
@@ -32,7 +34,6 @@ def options(about: str | None, most_s: float) -> argparse.Namespace:
 def finish(bench: str, given: argparse.Namespace, measure: Callable[[Clock], Mapping[str, Any]]) -> int:
     """Measures, prints and judges. 0 = as good as stored, 1 = much worse or not measured."""
     clock = Clock(given.most_s)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"{bench}: ended by a signal"))  # what it started ends too
     try:
         found = {**measure(clock), **clock.plain()}
     except Failed as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import report
 from figures import (
     Changes,
     ColdRestart,
@@ -23,6 +25,7 @@ from figures import (
     window,
     worse,
 )
+from trial import Clock
 
 from elastic.ledger.accounts import Transition
 from elastic.ledger.journal import Line
@@ -158,6 +161,30 @@ def test_every_baseline_names_a_figure() -> None:
     assert set(BASELINES["recovery"]) <= {*known, "processes_left"}
     assert set(BASELINES["overhead"]) <= {*overhead([]), "processes_left"}
     assert all(("most" in b) != ("value" in b and b["times"] > 1) for bench in BASELINES.values() for b in bench.values())
+
+
+@pytest.mark.parametrize(("ratio", "code"), [(1.0, 0), (9.0, 1)])
+def test_a_bench_ends_with_its_figures_and_its_verdict(
+    ratio: float, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "baselines", lambda bench: {"ratio": {"value": 1.0, "times": 2.0}})
+    assert report.finish("x", Namespace(json=True, most_s=5.0), lambda clock: {"ratio": ratio}) == code
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["bench"], found["figures"]["ratio"], len(found["figures"]["worse"])) == ("x", ratio, code)
+    assert set(found["figures"]["load"]) == {"before", "after", "most", "cpus"}
+    assert ("more than 2" in err) == bool(code)
+
+
+def test_a_bench_that_could_not_measure_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    def late(clock: Clock) -> dict[str, Any]:
+        clock.look("the start")
+        raise AssertionError("the bound is passed")
+
+    assert report.finish("recovery", Namespace(json=True, most_s=-1.0), late) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "the start: not within the bench's -1 s" in err
 
 
 def test_spread_of_nothing() -> None:
