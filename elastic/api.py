@@ -224,6 +224,7 @@ class _Run:
             self.address or "",
             attach=start.attached,
             plans=plans,
+            step=before.step if before and start.attached else 0,
             python_path=(self.spec.folder, str(Path(__file__).resolve().parents[1])),
         )
         return RayBackend(run, cluster, lease)

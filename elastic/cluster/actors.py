@@ -11,16 +11,18 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.errors import ElasticError, SpecError
-from elastic.types import NodePrepared, Quiesced, WorkerId
+from elastic.types import Event, NodePrepared, Quiesced, StepDone, WorkerId
 
 log = logging.getLogger(__name__)
 
 SESSION = "elastic.worker.session:Session"
 MAX_CONCURRENCY = 6  # one long poll, the others for orders
+STEPS_KEPT = 500  # for the next driver
 ORPHAN_LEAVE_S = 120.0  # an orphan that has not stopped by then exits as it is
 ENVIRONMENT = {  # must stand before torch is imported; the same as elastic.worker.groups.NCCL_ENVIRONMENT
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
@@ -68,9 +70,12 @@ class Worker:
         module, _, name = setup.session.partition(":")
         self.setup, self.epoch = setup, setup.epoch
         self.session = getattr(importlib.import_module(module), name)(setup.me, setup.job, setup.run_uri, None)
+        self.lock = threading.Lock()
         self.prepared = False
         self.ordered, self.left = 0, 0  # newest generation that was ordered, that was left
         self.polled_at = time.monotonic()
+        self.steps: deque[tuple[int, Event]] = deque(maxlen=STEPS_KEPT)
+        self.told_epoch = setup.epoch
         if setup.outlives:
             threading.Thread(target=self._watch_driver, name="orphan-watch", daemon=True).start()
 
@@ -103,7 +108,7 @@ class Worker:
         self.session.abort(generation)
 
     def poll(self, epoch: int, ack: int, wait_s: float) -> Any:
-        """The session's Beat."""
+        """The session's Beat. A driver writes steps down up to a second late: its successor hears the newest ones again."""
         self._fence(epoch)
         beat = self.session.poll(ack, wait_s)
         self.polled_at = time.monotonic()
@@ -111,6 +116,12 @@ class Worker:
             self.prepared |= isinstance(event, NodePrepared)
             if isinstance(event, Quiesced):
                 self.left = max(self.left, event.generation)
+        with self.lock:
+            if epoch > self.told_epoch:
+                self.told_epoch = epoch
+                beat = replace(beat, messages=tuple(sorted({**dict(self.steps), **dict(beat.messages)}.items())))
+            known = self.steps[-1][0] if self.steps else 0
+            self.steps += [(n, event) for n, event in beat.messages if n > known and isinstance(event, StepDone)]
         return beat
 
     def pid(self) -> int:

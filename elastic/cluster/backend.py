@@ -68,7 +68,8 @@ class RayRun:
     """What the backend needs to know of a run.
 
     `uri`: the run's folder. `address`: of an existing cluster, as ray.init takes it; without meaning for the embedded one.
-    `attach`: a driver was here before, its actors may live; `plans`: those that they may still run, the newest last.
+    `attach`: a driver was here before, its actors may live; `plans`: those that they may still run, the newest last; `step`:
+    the last one of them that is written down.
     """
 
     name: str
@@ -79,6 +80,7 @@ class RayRun:
     address: str = "auto"
     attach: bool = False
     plans: tuple[Plan, ...] = ()
+    step: int = 0
     session: str = SESSION
     python_path: tuple[str, ...] = ()
 
@@ -261,6 +263,8 @@ class RayBackend:
         self.silence.answered(answer.worker, answer.beat)
         events: list[Event] = []
         for message in answer.messages:
+            if self._is_known(message):
+                continue
             try:
                 gathered = self.gather.add(answer.worker, message)
             except OSError as error:
@@ -270,6 +274,11 @@ class RayBackend:
                 events.append(event)
                 events += self._follow(event)
         return events
+
+    def _is_known(self, message: Event) -> bool:
+        """Workers tell a new driver their newest steps again; most of them its predecessor has written down."""
+        newest = max((plan.generation for plan in self.run.plans), default=0)
+        return isinstance(message, StepDone) and message.generation <= newest and message.step <= self.run.step
 
     def _follow(self, event: Event) -> list[Event]:
         """What the backend itself does about a worker's message."""

@@ -13,7 +13,7 @@ import pytest
 
 from elastic.cluster.actors import ENVIRONMENT, Worker, WorkerSetup
 from elastic.errors import SpecError
-from elastic.types import NodePrepared, WorkerId
+from elastic.types import NodePrepared, Quiesced, StepDone, WorkerId
 
 ME = WorkerId("a", 0)
 
@@ -47,6 +47,19 @@ def test_a_generation_is_entered_once(worker: Worker) -> None:
     for generation in (1, 1, 3, 2, 3, 4):
         worker.enter(3, SimpleNamespace(plan=SimpleNamespace(generation=generation)))
     assert entered == [1, 3, 4]
+
+
+def test_the_next_driver_hears_the_newest_steps_again(worker: Worker) -> None:
+    for step in (1, 2, 3):
+        worker.session.put(StepDone(1, step, 1.0, 8, 0.1))
+    worker.session.put(Quiesced(ME, 1, 3))
+    assert len(worker.poll(3, 0, 1.0).messages) == 4
+    assert worker.poll(3, 4, 0.0).messages == ()
+    worker.session.put(StepDone(2, 4, 1.0, 8, 0.1))
+    again = worker.poll(4, 0, 1.0).messages
+    assert [(n, e.step) for n, e in again if isinstance(e, StepDone)] == [(1, 1), (2, 2), (3, 3), (5, 4)]
+    assert len(again) == 4
+    assert worker.poll(4, 5, 0.0).messages == ()
 
 
 def test_the_passport_says_whether_it_is_prepared(worker: Worker) -> None:
