@@ -194,8 +194,10 @@ def at(series: Sequence[tuple[float, float]], x: float) -> float:
     return series[-1][1]
 
 
-def overhead(pairs: Sequence[tuple[Window, Window]]) -> dict[str, Any]:
-    """`pairs`: a run under elastic and the bare script, one right after the other."""
+def overhead(runs: Sequence[Window], bares: Sequence[Window]) -> dict[str, Any]:
+    """`bares`: of the bare script before the first run under elastic, between two of them, and after the last one; each run is
+    compared with the mean of those around it. `bare_drift`: slowest by fastest of them: what the machine did meanwhile."""
+    pairs = [(ours, _between(*around)) for ours, around in zip(runs, pairwise(bares))]
     spreads = {
         "step_time_ratio": Spread(tuple(ours.step_s / bare.step_s for ours, bare in pairs)),
         "mean_step_time_ratio": Spread(tuple(ours.mean_s / bare.mean_s for ours, bare in pairs)),
@@ -208,7 +210,15 @@ def overhead(pairs: Sequence[tuple[Window, Window]]) -> dict[str, Any]:
     kinds = sorted({kind for ours, _ in pairs for kind in ours.cpu_s})
     parts = {kind: Spread(tuple(ours.cpu_s.get(kind, 0.0) for ours, _ in pairs)).middle for kind in kinds}
     out: dict[str, Any] = {name: spread.middle for name, spread in spreads.items()}
+    steps_s = [bare.step_s for bare in bares]
+    out["bare_drift"] = ratio(max(steps_s), min(steps_s)) if steps_s else None
     return out | {"elastic_cpu_parts_s": parts, "spread": {name: spread.plain() for name, spread in spreads.items()}}
+
+
+def _between(a: Window, b: Window) -> Window:
+    kinds = {*a.cpu_s, *b.cpu_s}
+    cpu_s = {kind: (a.cpu_s.get(kind, 0.0) + b.cpu_s.get(kind, 0.0)) / 2 for kind in kinds}
+    return Window((a.step_s + b.step_s) / 2, (a.mean_s + b.mean_s) / 2, cpu_s)
 
 
 # ------------------------------------------------------------------------------------------------ the verdict

@@ -1,7 +1,7 @@
 """What a run costs under elastic when nothing happens, next to a bare script with the same model, layout and batch.
 
-Two nodes of one worker each (dp_shard=2) on the embedded cluster with the default cadences, then bare.py in two processes; one
-after the other, again and again. Wall seconds (median) and CPU seconds (mean) per step over the same stretch of steps. CPU
+Two nodes of one worker each (dp_shard=2) on the embedded cluster with the default cadences; before, between and after such runs
+bare.py in two processes. Wall seconds (median) and CPU seconds (mean) per step over the same stretch of steps. CPU
 seconds are those of all processes: driver, Ray's head and nodes, workers.
 """
 
@@ -19,7 +19,7 @@ from figures import Window
 from report import finish, options
 from trial import Clock, Failed, Trial
 
-MOST_S, ANOTHER_PAIR = 300.0, 0.5  # another pair is begun only in the first so much of the time
+MOST_S, ANOTHER_RUN = 300.0, 0.5  # another run is begun only in the first so much of the time
 FIRST, LAST, STEPS = 15, 65, 75  # measured from the end of one step to that of another
 BATCH = 8
 JOB = {
@@ -57,16 +57,12 @@ def under_bare(clock: Clock) -> Window:
 
 
 def measure(clock: Clock, repeats: int) -> dict[str, Any]:
-    pairs = []
-    for number in range(repeats):
-        if number and clock.spent > ANOTHER_PAIR:
-            break
-        if number % 2:  # the order changes, so that a load that grows harms both
-            bare = under_bare(clock)
-            pairs.append((under_elastic(clock), bare))
-        else:
-            pairs.append((under_elastic(clock), under_bare(clock)))
-    return {**figures.overhead(pairs), "processes_left": 0}
+    runs: list[Window] = []
+    bares = [under_bare(clock)]
+    while len(runs) < repeats and (not runs or clock.spent < ANOTHER_RUN):
+        runs.append(under_elastic(clock))
+        bares.append(under_bare(clock))
+    return {**figures.overhead(runs, bares), "processes_left": 0}
 
 
 if __name__ == "__main__":
