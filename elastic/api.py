@@ -25,7 +25,7 @@ from elastic.policy.state import ENDED, State
 from elastic.program import Program, load_program
 from elastic.spec import JobSpec, check_fit, drill_entry, embedded_pools, job_of, load_drill, load_job
 from elastic.storage import Storage, open_storage
-from elastic.types import Copy, DriverStarted, Layout, ModelProfile, Outcome, Pool, StepDone
+from elastic.types import Copy, DriverStarted, Layout, ModelProfile, Outcome, Pool, StepDone, parse_layout
 
 if TYPE_CHECKING:
     from elastic.cluster.lease import Lease
@@ -166,6 +166,11 @@ class _Run:
             lease = Lease(self.storage, self.name)
             stack.callback(lease.release)
             before = self._before()
+            if self.options.show:
+                where = "a Ray cluster on this machine" if self.address is None else f"the Ray cluster at {self.address}"
+                print(
+                    f"run {self.name}: uses {where}; its journal is {self.journal_path}", file=self.options.stream or sys.stdout
+                )
             cluster = self._cluster(stack)  # its head starts beside what follows
             start = self._start(lease.epoch, before)
             backend = self._backend(start, restored(before), cluster, lease)
@@ -199,6 +204,7 @@ class _Run:
             durable=tuple(_copy(found) for found in durable.find(self.storage)),
         )
         _check_same(before, start)
+        _check_layouts(self.spec, start.model)
         return start
 
     def _cluster(self, stack: ExitStack) -> LocalCluster | None:
@@ -282,6 +288,16 @@ def _copy(found: Found) -> Copy:
     return Copy(
         found.step, "durable", found.generation, Layout(dp_shard=found.world_size), uri=found.uri, n_bytes=found.n_bytes
     )
+
+
+def _check_layouts(spec: JobSpec, model: ModelProfile) -> None:
+    """Raises SpecError for a layout that the model cannot be cut into, whatever the nodes."""
+    for layout in map(parse_layout, spec.layouts()):
+        if model.tp_limit % layout.tp:
+            more = "give Program.tp the modules to cut" if model.tp_limit == 1 else "take a tp that divides it"
+            raise SpecError(f"layout '{layout}': tp={layout.tp}, but tp must divide {model.tp_limit} for this model; {more}")
+        if layout.pp > max(1, model.n_blocks):
+            raise SpecError(f"layout '{layout}': pp={layout.pp}, but Program.blocks matches only {model.n_blocks} modules")
 
 
 def _check_same(before: list[Line], start: DriverStarted) -> None:

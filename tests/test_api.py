@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -146,3 +147,18 @@ def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:
     assert api.holder(run).startswith("process ")
     lease.release()
     assert api.holder(run) == ""
+
+
+def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
+    def check(layout: str, profile: ModelProfile) -> None:
+        api._check_layouts(SimpleNamespace(layouts=lambda: [layout]), profile)  # type: ignore[arg-type]
+
+    plain = ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=1)
+    with pytest.raises(SpecError, match="tp=2, but tp must divide 1 for this model; give Program.tp"):
+        check("tp=2", plain)
+    with pytest.raises(SpecError, match="pp=4, but Program.blocks matches only 2"):
+        check("pp=4", plain)
+    check("dp_shard=2,pp=2", plain)
+    check("tp=4", ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=8))
+    with pytest.raises(SpecError, match="take a tp that divides it"):
+        check("tp=3", ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=8))

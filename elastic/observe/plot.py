@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ def save_loss(view: View, path: str | Path) -> Path:
         axes.legend(loc="lower left", frameon=False, ncols=3)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=120)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "constrained_layout not applied")  # a run without a step has a small picture
+        figure.savefig(target, dpi=120)
     return target
 
 

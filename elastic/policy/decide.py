@@ -188,7 +188,7 @@ def _starting(state: State, now_s: float) -> Decision | None:
     except ElasticError as error:
         return _stop("failed", f"{type(error).__name__}: {error}")
     cause = CAUSES[failure.cause] if failure else "start"
-    why = failure.reason if failure else f"{len(state.available)} nodes are prepared"
+    why = failure.reason if failure else _count(len(state.available), "node") + " prepared"
     back = f", {state.best_step - resume.step} steps back" if state.best_step > resume.step else ""
     return _enter(state, choice, resume, cause, f"{why}: {_from(resume)}{back}")
 
@@ -310,11 +310,20 @@ def _enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str)
         usd_per_h=sum(prices.get(node.pool, 0.0) for node in nodes),
     )
     actions: tuple[Action, ...] = (EnterPlan(plan),)
+    where = f"{_count(len(choice.ranks), 'worker')} of {_count(len(nodes), 'node')}"
     text = (
-        f"{why}; generation {plan.generation}: {choice.layout} on {len(choice.ranks)} workers of {len(nodes)} nodes, "
-        f"${plan.usd_per_h:.2f}/h, peer copies every {plan.peer_every} and durable ones every {plan.durable_every} steps"
+        f"{why}; generation {plan.generation}: {choice.layout} on {where}, "
+        f"${plan.usd_per_h:.2f}/h, {_every('peer', plan.peer_every)}, {_every('durable', plan.durable_every)}"
     )
     return Decision(actions, text)
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def _every(kind: str, steps: int) -> str:
+    return f"{kind} copies every {_count(steps, 'step')}" if steps else f"no {kind} copies on the way"
 
 
 def _expected_step_s(state: State, choice: Choice) -> float:

@@ -65,6 +65,15 @@ def count_of(program: Program, batch: Batch) -> int:
     return int(next(iter(batch.values())).shape[0])
 
 
+def loss_of(program: Program, output: Any, batch: Batch) -> torch.Tensor:
+    """The program's loss, a scalar. Raises ProgramError when it is none."""
+    value = program.loss(output, batch)
+    if not isinstance(value, torch.Tensor) or value.ndim:
+        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ProgramError(f"Program.loss returned {found}; it must return the sum over the batch, a scalar tensor")
+    return value
+
+
 class Stepper:
     """Runs the steps of one generation on one rank."""
 
@@ -93,9 +102,9 @@ class Stepper:
         def loss(output: Any, rows: torch.Tensor) -> torch.Tensor:
             keep = rows < valid
             if bool(keep.all()):
-                return self.program.loss(output, {k: v[rows] for k, v in batch.items()})  # type: ignore[no-any-return]
+                return loss_of(self.program, output, {k: v[rows] for k, v in batch.items()})
             kept = rows[keep]
-            return self.program.loss(output[keep], {k: v[kept] for k, v in batch.items()})  # type: ignore[no-any-return]
+            return loss_of(self.program, output[keep], {k: v[kept] for k, v in batch.items()})
 
         tokens = count_of(self.program, counted) if valid else 0
         if self.pipeline is not None:
