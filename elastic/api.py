@@ -166,11 +166,6 @@ class _Run:
             lease = Lease(self.storage, self.name)
             stack.callback(lease.release)
             before = self._before()
-            if self.options.show:
-                where = "a Ray cluster on this machine" if self.address is None else f"the Ray cluster at {self.address}"
-                print(
-                    f"run {self.name}: uses {where}; its journal is {self.journal_path}", file=self.options.stream or sys.stdout
-                )
             cluster = self._cluster(stack)  # its head starts beside what follows
             start = self._start(lease.epoch, before)
             backend = self._backend(start, restored(before), cluster, lease)
@@ -237,6 +232,9 @@ class _Run:
 
     def _watch(self, stack: ExitStack) -> None:
         if self.options.show:
+            where = "a Ray cluster on this machine" if self.address is None else f"the Ray cluster at {self.address}"
+            said = f"run {self.name}: uses {where}; its journal is {self.journal_path}"
+            print(said, file=self.options.stream or sys.stdout)
             terminal = Terminal(self.journal_path, self.options.stream)
             terminal.start()
             stack.callback(terminal.stop)
