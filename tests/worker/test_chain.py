@@ -13,7 +13,7 @@ from worker_pool import Pool
 
 from elastic.program import load_program
 from elastic.storage import open_storage
-from elastic.types import Box, DigestPart, Layout, Plan, ShardStored, StepDone
+from elastic.types import Box, DigestPart, Layout, Plan, Resume, ShardStored, StepDone
 from elastic.worker import durable
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
@@ -35,7 +35,7 @@ def pass_through(pool: Pool, job: dict[str, Any], run: Path, layouts: list[Layou
     workers = pool.open(job, run)
     plans: list[Plan] = []
     for i, layout in enumerate(layouts):
-        resume = live(plans[-1]) if plans else None
+        resume = live(plans[-1]) if plans else Resume()
         plans.append(plan(i + 1, layout, workers, job["global_batch"], resume=resume))
         pool.enter(plans[-1])
         pool.entered(i + 1)
