@@ -352,7 +352,7 @@ class PlanEntered(Event):
 
     generation: int
     step: int
-    phases_s: dict[str, float] = field(default_factory=dict)  # detect, quiesce, groups, build, transfer (slowest rank)
+    phases_s: dict[str, float] = field(default_factory=dict)  # groups, build, transfer of rank 0, waiting for others included
     bytes_moved: int = 0
     peak_bytes: int = 0
     left_at_s: float | None = None  # when the old generation finished its last step (backend's clock)
