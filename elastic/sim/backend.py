@@ -259,7 +259,8 @@ class SimBackend:
             self._held.pop(worker, None)
         self._dead |= workers
         for group in self._groups.values():
-            if not group.ended and group.members & workers:
+            needed = set(group.plan.ranks) if group.entered else group.members
+            if not group.ended and needed & workers:
                 self._break(group, torn)
 
     def _break(self, group: _Group, torn: bool) -> None:
@@ -367,6 +368,8 @@ class SimBackend:
             self._finish(group)
         elif group.leave_for is not None:
             group.ended = True
+            for worker in plan.ranks:
+                self._tell(Quiesced(worker, plan.generation, group.step, self._held.get(worker, ())))
             successor = self._groups[group.leave_for.generation]
             if not successor.ended:
                 self._transition(successor)
