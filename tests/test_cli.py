@@ -28,7 +28,7 @@ JOB = {
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A storage folder with one run, done by the simulator: a notice and a loss on the way."""
     folder = tmp_path / "elastic_runs"
-    faults = [Fault(25.0, "notice", 0, 10.0), Fault(45.0, "loss", 1)]
+    faults = [Fault(25.0, "notice", 0, 10.0), Fault(33.0, "loss", 1)]
     backend = SimBackend(POOLS, JOB, faults, Delays(work_s=4.0))
     state = drive(backend, Journal(folder / "tiny-1" / "journal.jsonl", 1), DriverStarted("tiny-1", 1, JOB, POOLS, MODEL))
     assert state.phase == "succeeded"
