@@ -19,7 +19,6 @@ from elastic.types import Box, Copy, Holding, ModelProfile, Plan
 from elastic.worker.train_state import Held, Tensors
 
 ALIGN = 8
-_BYTES = torch.uint8
 
 
 def flat_views(mine: Sequence[Box]) -> tuple[torch.Tensor, Tensors]:
@@ -28,7 +27,7 @@ def flat_views(mine: Sequence[Box]) -> tuple[torch.Tensor, Tensors]:
     for box in mine:
         starts.append(at)
         at += -(-box.n_bytes // ALIGN) * ALIGN
-    buffer = torch.empty(at, dtype=_BYTES)
+    buffer = torch.empty(at, dtype=torch.uint8)
     views: Tensors = {}
     for box, start in zip(mine, starts, strict=True):
         part = buffer[start : start + box.n_bytes]

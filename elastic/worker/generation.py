@@ -240,11 +240,9 @@ class Generation:
         place, plan, state, job = self.place, self.plan, self.state, self.place.job
         assert state is not None
         stepper = Stepper(place.program, job, plan, state, self.groups)
-        start = sum(plan.samples[: stepper.dp])
-        mine = slice(start, start + plan.samples[stepper.dp])
 
         def ids_of_step(step: int) -> list[int]:
-            return sample_ids(int(job["n_samples"]), int(job["global_batch"]), int(job["seed"]), step)[mine]
+            return sample_ids(int(job["n_samples"]), int(job["global_batch"]), int(job["seed"]), step)[stepper.share]
 
         last = int(job["steps"])
         self.loader = Loader(place.dataset, ids_of_step, state.step)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -75,7 +73,3 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             return tensor.to_local()
     return tensor.detach()
-
-
-def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
-    return (m for m in model.modules() if isinstance(m, FSDPModule))

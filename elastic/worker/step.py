@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic.data.order import digest, digest_text, sample_ids
+from elastic.data.order import digest, digest_text, sample_ids, share
 from elastic.errors import InternalError, ProgramError
 from elastic.mesh import coordinates
 from elastic.program import Program
@@ -82,6 +82,7 @@ class Stepper:
         self.rank = state.rank
         self.at = coordinates(plan.layout, self.rank)
         self.dp = self.at.dp(plan.layout)
+        self.share = share(plan.samples, self.dp)  # of a step's sample ids
         self.device = groups.device
         self.pipeline: Pipeline | None = None
         if groups.pp is not None:
@@ -158,8 +159,7 @@ class Stepper:
         """The one float64 all-reduce of the generation. Raises InternalError when the samples were not those of the step."""
         job, layout = self.job, self.plan.layout
         ids = sample_ids(int(job["n_samples"]), int(job["global_batch"]), int(job["seed"]), step)
-        start = sum(self.plan.samples[: self.dp])
-        mine = digest(ids[start : start + self.plan.samples[self.dp]]) if self.counts else (0, 0)
+        mine = digest(ids[self.share]) if self.counts else (0, 0)
         loss_sum, tokens = loss if self.counts else (0.0, 0)
         vector = torch.tensor(
             [square_norm, loss_sum, tokens, words.stop, words.save, words.copy_done, mine[0], mine[1]], dtype=torch.float64
@@ -182,13 +182,12 @@ class Stepper:
         total = len(dataset)
         n_samples = min(n_samples or total, total)
         ids = [i * total // n_samples for i in range(n_samples)]
-        size = self.plan.samples[self.dp]
-        first, per_call = sum(self.plan.samples[: self.dp]), sum(self.plan.samples)
+        size, per_call = self.plan.samples[self.dp], sum(self.plan.samples)
         sums = torch.zeros(2, dtype=torch.float64)
         self.state.model.eval()
         with torch.no_grad():
             for start in range(0, n_samples, per_call):
-                mine = ids[start : start + per_call][first : first + size]
+                mine = ids[start : start + per_call][self.share]
                 rows = mine + [ids[0]] * (size - len(mine))
                 value, tokens = self.forward_backward(collate([dataset[i] for i in rows]), train=False, valid=len(mine))
                 if self.counts:

@@ -18,14 +18,13 @@ from torch import nn
 from elastic.errors import InternalError, ProgramError
 from elastic.mesh import coordinates, replica_key
 from elastic.program import Program
-from elastic.reshard.shards import boxes, owned_boxes
+from elastic.reshard.shards import RNG, boxes, owned_boxes
 from elastic.types import Box, Holding, Layout, ModelProfile, Transfer, WorkerId
 from elastic.worker.groups import Groups
 from elastic.worker.model_profile import build_meta
 from elastic.worker.parallelize import local, parallelize
 from elastic.worker.pipeline import cut_stage
 
-RNG = "elastic.rng"
 Tensors = dict[str, tuple[Box, torch.Tensor]]
 
 
