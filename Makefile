@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv run test bench race lint clean
+.PHONY: help venv run test bench race proven lint clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV ?= .venv
@@ -37,10 +37,13 @@ lint: $(STAMP)  ## ruff, mypy --strict, import contracts
 
 bench: $(STAMP)  ## full products of cases and the benchmarks
 	$(BIN)/python -m pytest -q -m "product" --ignore=tests/bench
-	@failed=; for bench in overhead recovery; do echo "tests/bench/$$bench.py"; $(BIN)/python tests/bench/$$bench.py --json || failed=1; done; [ -z "$$failed" ]
+	@failed=; for bench in overhead copies reshard checkpoint recovery; do echo "tests/bench/$$bench.py"; $(BIN)/python tests/bench/$$bench.py --json || failed=1; done; [ -z "$$failed" ]
 
-race: $(STAMP)  ## race against other ways to train (not there yet)
-	@echo "make race: not there yet; make bench measures the pauses next to a cold restart"
+race: $(STAMP)  ## race against Ray Train and torchrun (about 17 minutes; draws race.png)
+	$(BIN)/python tests/bench/race.py --png race.png
+
+proven: $(STAMP)  ## certify this machine with and without Ray (10 minutes), then write docs/proven.md
+	@failed=; for how in "" --no-ray; do $(BIN)/elastic certify --minutes 5 $$how --out docs/certified || failed=1; done; $(BIN)/python -m elastic.certify.proven; [ -z "$$failed" ]
 
 clean:  ## remove the virtual environment
 	rm -rf $(VENV)

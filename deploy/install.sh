@@ -13,13 +13,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 if [ "$gpu" = yes ]; then
     # The pin without a local version: a CPU build that pip may also see (torch==X+cpu) must not be taken here.
-    echo "elastic: NVIDIA GPU found. Downloads torch $torch_pin with its CUDA packages (2-4 GB), ray and about 90 small packages (300 MB)."
+    echo "elastic: NVIDIA GPU found. Downloads torch $torch_pin with its CUDA packages (2-4 GB), ray and about 95 small packages (400 MB)."
     "$python" -m pip install -q "torch===$torch_pin"
 elif [ "$(uname -s)" = Darwin ] || "$python" -m pip index versions torch 2>/dev/null | grep -qF "$torch_pin+cpu"; then
-    echo "elastic: no NVIDIA GPU. Downloads the CPU build of torch $torch_pin (200 MB), ray and about 90 small packages (300 MB)."
+    echo "elastic: no NVIDIA GPU. Downloads the CPU build of torch $torch_pin (200 MB), ray and about 95 small packages (400 MB)."
 else
     echo "elastic: no NVIDIA GPU. Downloads the CPU build of torch $torch_pin (200 MB) from $TORCH_CPU_INDEX,"
-    echo "         and ray and about 90 small packages (300 MB) from pip's own index."
+    echo "         and ray and about 95 small packages (400 MB) from pip's own index."
     "$python" -m pip install -q --no-deps --index-url "$TORCH_CPU_INDEX" "torch==$torch_pin"
 fi
 "$python" -m pip install -q -c constraints.txt -e '.[dev]'

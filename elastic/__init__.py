@@ -6,24 +6,40 @@ Importing this package imports neither torch nor ray.
 from typing import TYPE_CHECKING, Any
 
 from elastic.errors import ElasticError, InfeasiblePlan, InternalError, NoCapacity, ProgramError, SpecError, StateLost
-from elastic.program import Program
+from elastic.program import Program, Weights
 from elastic.types import Layout, Plan, Pool
 
 if TYPE_CHECKING:
-    from elastic.api import Options, Result, run
+    from elastic.api import ElasticTrainer, Options, Result, run
+    from elastic.cluster.ray_train import train_loop
+    from elastic.models.attention import attention, positions
+    from elastic.worker.loop import loop
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "ElasticError", "InfeasiblePlan", "InternalError", "Layout", "NoCapacity", "Options", "Plan", "Pool", "Program",
-    "ProgramError", "Result", "SpecError", "StateLost", "__version__", "run",
+    "ElasticError", "ElasticTrainer", "InfeasiblePlan", "InternalError", "Layout", "NoCapacity", "Options", "Plan", "Pool",
+    "Program", "ProgramError", "Result", "SpecError", "StateLost", "Weights", "__version__", "attention", "loop", "positions",
+    "run", "train_loop",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """What stands in `elastic.api` is imported when it is first asked for: jobs import this package in every worker."""
-    if name in ("Options", "Result", "run"):
+    if name in ("ElasticTrainer", "Options", "Result", "run"):
         from elastic import api
 
         return getattr(api, name)
+    if name in ("attention", "positions"):
+        from elastic.models import attention
+
+        return getattr(attention, name)
+    if name == "loop":
+        from elastic.worker.loop import loop
+
+        return loop
+    if name == "train_loop":
+        from elastic.cluster.ray_train import train_loop
+
+        return train_loop
     raise AttributeError(f"module 'elastic' has no attribute '{name}'")

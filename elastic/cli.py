@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from elastic import __version__, api
-from elastic.errors import ElasticError
-from elastic.observe import doctor, report, runs, tables
+from elastic.certify import command as certify
+from elastic.errors import ElasticError, SpecError
+from elastic.observe import doctor, logs, report, runs, tables
 
 EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
-RUN = "run name, its folder or its URI"
+RUN = "run name (or how it begins, or the job's name: its newest run), its folder or its URI"
 EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where), 3 stopped by a person or budget
 
-JOB is a folder with job.yaml and program.py; RUN is a run name, its folder or its URI.
+JOB is a folder with job.yaml and program.py; RUN is a run name, its folder or its URI;
+or how its name begins, or the name of a job: its newest run.
 Runs lie in ./elastic_runs, unless the job's `storage`, --storage or $ELASTIC_STORAGE says otherwise."""
 
 
@@ -27,8 +29,12 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    given = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    cut = words.index("--") if "--" in words else len(words)  # what follows belongs to the user's script
+    given = parser().parse_args(words[:cut], argparse.Namespace(args=words[cut + 1 :]))
     try:
+        if given.args and getattr(given, "script", None) is None:
+            raise SpecError(f"'{given.args[0]}' after -- is an argument of a script; name that by --script FILE before the --")
         return int(given.handler(given))
     except ElasticError as error:
         print(f"elastic: {' '.join(str(error).split())}", file=sys.stderr)
@@ -54,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     _add_readers(verbs)
     _add_orders(verbs)
     _add_checkpoint(verbs)
+    certify.add_arguments(_verb(verbs, "certify", certify.run, certify.ABOUT))
     return top
 
 
@@ -69,9 +76,16 @@ def _verb(verbs: Any, name: str, handler: Callable[[argparse.Namespace], int], a
 
 def _add_run(verbs: Any) -> None:
     made = _verb(verbs, "run", _run, "train a job to its end; with the name of an interrupted run: go on with it")
-    made.add_argument("job", metavar="JOB", help="folder with job.yaml and program.py")
+    made.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py (with --script: without)")
+    made.add_argument(
+        "--script", metavar="FILE", help="a training script instead of a program.py; its arguments come last, after --"
+    )
+    made.set_defaults(refuse=made.error)
     made.add_argument("--run-name", metavar="NAME", help="default: the job's name and the time; a known name is resumed")
     made.add_argument("--local", action="store_true", help="use an embedded cluster on this machine even if RAY_ADDRESS is set")
+    made.add_argument(
+        "--allow-changed", action="store_true", help="resume although program.py, the data or the mathematics have changed"
+    )
     made.add_argument("--drill", metavar="FILE", help="notices, kills and growth to carry out, instead of the job's own")
     made.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="over job.yaml; repeatable"
@@ -89,6 +103,10 @@ def _add_readers(verbs: Any) -> None:
     ):
         _verb(verbs, name, handler, about).add_argument("run", metavar="RUN", help=RUN)
     verbs.choices["why"].add_argument("--last", metavar="N", type=int, default=0, help="only the last N lines")
+    made = _verb(verbs, "logs", _logs, "what the workers of a run have printed: the end of each one's file")
+    made.add_argument("run", metavar="RUN", help=RUN)
+    made.add_argument("--last", metavar="N", type=_natural, default=20, help="lines of each (default: 20; 0 = all)")
+    made.add_argument("--worker", metavar="NAME", default="", help="only files whose name begins so, as in spot-1")
     made = _verb(verbs, "doctor", _doctor, "check this machine; with RUN, what went wrong in that run")
     made.add_argument("run", metavar="RUN", nargs="?", help=RUN)
 
@@ -116,6 +134,29 @@ def _add_checkpoint(verbs: Any) -> None:
     _verb(actions, "ls", _checkpoint_ls, "list them").add_argument("run", metavar="RUN", help=RUN)
     made = _verb(actions, "verify", _checkpoint_verify, "read every byte of them and compare with the digests")
     made.add_argument("run", metavar="RUN", help=RUN)
+    made = _verb(actions, "export", _checkpoint_export, "write the weights of one as safetensors")
+    made.add_argument("run", metavar="RUN", help=RUN)
+    made.add_argument("--step", metavar="N", type=int, help="default: the newest")
+    made.add_argument("--to", metavar="FOLDER", required=True, help="an empty folder, or a URI; files of at most 5 GB")
+    made.add_argument("--job", metavar="JOB", help="folder of its job: also writes config.json and the like, or adapters alone")
+    made.add_argument("--merged", action="store_true", help="of a job with adapters: the whole model with them added")
+    about = "make a new run that begins with the weights (and moments) of another trainer"
+    made = _verb(actions, "import", _checkpoint_import, about)
+    made.add_argument("source", metavar="SOURCE", help="a .safetensors file, a folder of them, or a checkpoint of plain DCP")
+    made.add_argument("--into", metavar="RUN", required=True, help="name of the new run: elastic run JOB --run-name RUN")
+    made.add_argument("--job", metavar="JOB", required=True, help="folder with job.yaml and program.py")
+    made.add_argument("--at-step", metavar="N", type=_natural, default=0, help="step that the run goes on from (default: 0)")
+    made.add_argument("--ignore-extra", action="store_true", help="leave out tensors that the program does not have")
+    made = _verb(actions, "rm", _checkpoint_rm, "remove those of a step, whole or interrupted")
+    made.add_argument("run", metavar="RUN", help=RUN)
+    made.add_argument("--step", metavar="N", type=int, required=True)
+    made.add_argument("--force", action="store_true", help="also the only good one, or the newest of a live run")
+
+
+def _natural(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 0")
+    return int(text)
 
 
 def _show(given: argparse.Namespace, data: Any, lines: Sequence[str]) -> None:
@@ -133,9 +174,15 @@ def _run(given: argparse.Namespace) -> int:
         local=given.local,
         overrides=tuple(overrides),
         drill=given.drill,
+        allow_changed=given.allow_changed,
         stream=sys.stderr if given.json else sys.stdout,
     )
-    result = api.run(given.job, options=options)
+    if given.script is not None:
+        result = api.run_script(given.script, given.args, given.job, options)
+    elif given.job is None:
+        given.refuse("JOB is missing: a folder with job.yaml and program.py; or give --script FILE")
+    else:
+        result = api.run(given.job, options=options)
     if given.json:
         print(json.dumps(result.summary))
     elif result.outcome != "succeeded":
@@ -147,14 +194,14 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _ls(given: argparse.Namespace) -> int:
-    rows = [tables.Row(runs.view(run), api.holder(run), runs.age_s(run)) for _, run in runs.all_runs(given.storage)]
+    rows = [tables.Row(runs.view(run), api.holder(run.storage), runs.age_s(run)) for _, run in runs.all_runs(given.storage)]
     _show(given, [row.plain() for row in rows], tables.ls(rows) if rows else [f"no runs in {runs.storage_uri(given.storage)}"])
     return 0
 
 
 def _status(given: argparse.Namespace) -> int:
     run = runs.open_run(given.run, given.storage)
-    view, holder = runs.view(run), api.holder(run)
+    view, holder = runs.view(run), api.holder(run.storage)
     _show(given, tables.status_plain(view, holder), tables.status(view, holder))
     return 0
 
@@ -191,6 +238,12 @@ def _replay(given: argparse.Namespace) -> int:
     return 0 if found.identical else 1
 
 
+def _logs(given: argparse.Namespace) -> int:
+    found = logs.logs(runs.open_run(given.run, given.storage), given.last, given.worker)
+    _show(given, [log.plain() for log in found], logs.shown(found))
+    return 0
+
+
 def _doctor(given: argparse.Namespace) -> int:
     if given.run:
         checks = doctor.run_troubles(runs.view(runs.open_run(given.run, given.storage)))
@@ -206,30 +259,53 @@ def _doctor(given: argparse.Namespace) -> int:
 
 def _stop(given: argparse.Namespace) -> int:
     run = runs.open_run(given.run, given.storage)
-    api.stop(run, given.reason)
-    _show(given, {"run": run.root.name, "asked": "stop"}, [f"run {run.root.name} is asked to stop: elastic status {given.run}"])
+    api.stop(run.storage, given.reason)
+    _show(given, {"run": run.name, "asked": "stop"}, [f"run {run.name} is asked to stop: elastic status {given.run}"])
     return 0
 
 
 def _drill(given: argparse.Namespace) -> int:
     run = runs.open_run(given.run, given.storage)
-    entry = api.drill(run, given.entry)
-    _show(given, {"run": run.root.name, "drill": entry}, [f"run {run.root.name} is told: {entry}"])
+    entry = api.drill(run.storage, given.entry)
+    _show(given, {"run": run.name, "drill": entry}, [f"run {run.name} is told: {entry}"])
     return 0
 
 
 def _checkpoint_ls(given: argparse.Namespace) -> int:
-    found, problems = api.checkpoints(runs.open_run(given.run, given.storage))
-    rows = [("STEP", "GENERATION", "RANKS", "BYTES", "URI")]
-    rows += [tuple(str(c[key]) for key in ("step", "generation", "world_size", "n_bytes", "uri")) for c in found]  # type: ignore[misc]
-    lines = tables.columns(rows, right=(0, 1, 2, 3)) if found else ["no committed checkpoint"]
+    found, problems = api.checkpoints(runs.open_storage_of(given.run, given.storage))
+    rows: list[tuple[str, ...]] = [("STEP", "GENERATION", "COMMITTED", "LAYOUT", "RANKS", "SIZE", "AGE", "URI")]
+    rows += [tables.checkpoint(item) for item in found]
+    lines = tables.columns(rows, right=(0, 1, 4, 5, 6)) if found else ["no committed checkpoint"]
     _show(given, {"checkpoints": found, "problems": problems}, lines + problems)
     return 0
 
 
 def _checkpoint_verify(given: argparse.Namespace) -> int:
-    found = api.verify(runs.open_run(given.run, given.storage))
+    found = api.verify(runs.open_storage_of(given.run, given.storage))
     bad = [item for item in found if item["problems"]]
     lines = [f"step {c['step']}: {'; '.join(c['problems']) or 'every byte is as it was written'}" for c in found]
     _show(given, found, lines or ["no committed checkpoint"])
     return 1 if bad else 0
+
+
+def _checkpoint_export(given: argparse.Namespace) -> int:
+    done = api.export(runs.open_storage_of(given.run, given.storage), given.step, given.to, given.job, given.merged)
+    _show(given, done, [f"step {done['step']}: {done['tensors']} tensors in {', '.join(done['files'])} under {done['to']}"])
+    return 0
+
+
+def _checkpoint_import(given: argparse.Namespace) -> int:
+    order = api.Import(given.source, given.into, given.job, given.storage, given.at_step, given.ignore_extra)
+    done = api.import_state(order)
+    taken = f"{done['weights']} weights and {done['moments']} tensors of the optimizer are taken over"
+    lines = [f"{done['uri']}: {taken}", *(f"  {text}" for text in done["converted"][:8])]
+    if done["ignored"]:
+        lines.append(f"  left out: {len(done['ignored'])} tensors, the first is {done['ignored'][0]}")
+    _show(given, done, [*lines, f"go on with it: elastic run {given.job} --run-name {given.into}"])
+    return 0
+
+
+def _checkpoint_rm(given: argparse.Namespace) -> int:
+    gone = api.remove(runs.open_storage_of(given.run, given.storage, exact=True), given.step, given.force)
+    _show(given, {"removed": gone}, [f"removed {uri}" for uri in gone])
+    return 0

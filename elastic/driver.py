@@ -68,7 +68,7 @@ def drive(
     now_s = backend.now_s()
     state = fold(state or State(), start, now_s)
     try:
-        with _signals() as asked:
+        with stop_signals() as asked:
             return _loop(backend, journal, (state, now_s, start), decide, asked)
     finally:
         try:
@@ -148,8 +148,8 @@ def _poll(backend: Backend, journal: Recorder, wake_at_s: float | None, asked: l
 
 
 @contextmanager
-def _signals() -> Iterator[list[str]]:
-    """Names of the signals that asked for a stop, as they come; only the main thread may set handlers."""
+def stop_signals() -> Iterator[list[str]]:
+    """Names of the signals that ask for a stop, as they come; only the main thread may set handlers."""
     asked: list[str] = []
     if threading.current_thread() is not threading.main_thread():
         yield asked

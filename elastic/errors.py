@@ -2,6 +2,9 @@
 
     ElasticError
     ├── SpecError        the user's input is wrong (exit code 2)
+    │   └── StorageRefused   storage says no: permission, credentials, bucket, region (also an OSError)
+    ├── StorageFailed    storage is out of reach, after all retries (also an OSError)
+    │   └── StorageDamaged   it answers with other bytes than were written
     ├── InfeasiblePlan   no layout fits the nodes or their memory
     ├── NoCapacity       no pool can give what the job needs
     ├── StateLost        no copy of some part of the training state is left
@@ -23,6 +26,18 @@ class SpecError(ElasticError):
     """The user's input is wrong: the message says where, what, and what would be right."""
 
     exit_code = 2
+
+
+class StorageRefused(SpecError, OSError):
+    """Storage says no: permission, credentials, bucket or region. Asking again would not help."""
+
+
+class StorageFailed(ElasticError, OSError):
+    """Storage did not answer, or not rightly, however often it was asked."""
+
+
+class StorageDamaged(StorageFailed):
+    """Storage answers with other bytes than were written, however often it is asked."""
 
 
 class InfeasiblePlan(ElasticError):

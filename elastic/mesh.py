@@ -6,9 +6,9 @@ neighbouring ranks (one node) share a tp group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from elastic.types import AXES, Layout, WorkerId
+from elastic.types import AXES, Layout
 from elastic.types import parse_layout as parse_layout
 
 
@@ -60,10 +60,21 @@ def axis_groups(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:
     return list(groups.values())
 
 
-def stage_ranks(layout: Layout, stage: int) -> list[int]:
-    """Ranks of one pipeline stage, in order: a grid [dp_replicate, dp_shard x cp, tp] when reshaped."""
+def stage_ranks(layout: Layout, pp: int) -> list[int]:
+    """Ranks at one place of the pp axis, in order: a grid [dp_replicate, dp_shard x cp, tp] when reshaped."""
     size = layout.world_size // layout.pp
-    return list(range(stage * size, (stage + 1) * size))
+    return list(range(pp * size, (pp + 1) * size))
+
+
+def stages_at(layout: Layout, pp: int) -> range:
+    """The pipeline stages that the ranks at this place of the pp axis have."""
+    return range(pp, layout.n_stages, layout.pp)
+
+
+def fills_rounds(layout: Layout, n_microbatches: int) -> bool:
+    """interleaved1f1b sends microbatches through the stages of a rank in rounds of about pp: are the rounds of equal size?"""
+    interleaved = layout.n_stages > layout.pp
+    return not interleaved or n_microbatches % max(1, n_microbatches // layout.pp) == 0
 
 
 def replica_key(layout: Layout, rank: int) -> tuple[int, int, int, int]:
@@ -72,31 +83,7 @@ def replica_key(layout: Layout, rank: int) -> tuple[int, int, int, int]:
     return (at.pp, at.dp_shard, at.cp, at.tp)
 
 
-def first_replica(layout: Layout, rank: int) -> int:
-    """The lowest rank that holds the same boxes."""
-    return rank_of(layout, replace(coordinates(layout, rank), dp_replicate=0))
-
-
 def stage_blocks(layers: tuple[int, ...], stage: int) -> range:
     """Block indices of a stage; `layers[i]` = number of blocks of stage i."""
     start = sum(layers[:stage])
     return range(start, start + layers[stage])
-
-
-def partners(ranks: tuple[WorkerId, ...]) -> tuple[int, ...]:
-    """For each rank, the rank on another node that keeps its peer copy; empty when all ranks share one node.
-
-    The k-th worker of a node sends to the (k mod n)-th worker of the next node in rank order, n = workers there.
-    """
-    by_node: dict[str, list[int]] = {}
-    for rank, worker in enumerate(ranks):
-        by_node.setdefault(worker.node_id, []).append(rank)
-    nodes = list(by_node)
-    if len(nodes) < 2:
-        return ()
-    out = [0] * len(ranks)
-    for i, node in enumerate(nodes):
-        there = by_node[nodes[(i + 1) % len(nodes)]]
-        for k, rank in enumerate(by_node[node]):
-            out[rank] = there[k % len(there)]
-    return tuple(out)

@@ -15,7 +15,42 @@ from typing import Any
 
 from elastic.errors import SpecError
 
-TP_STYLES = ("colwise", "rowwise", "colwise_gather", "vocab")
+TP_STYLES = (
+    "colwise", "rowwise", "colwise_gather", "vocab", "summed",
+    "sequence", "gather", "scatter", "rowwise_scatter", "vocab_scatter", "sequence_colwise_gather", "sequence_colwise_loss",
+)  # fmt: skip
+
+
+def same_name(name: str) -> str:
+    return name
+
+
+@dataclass(frozen=True)
+class Weights:
+    """First values that are read from safetensors, by each rank only its own part.
+
+    path:  a local folder (with or without index), or one file.
+    name:  name of a parameter in the program -> name in the files.
+    fresh: (name, shape) -> values of a parameter that is not in the files, on the CPU; without it all must be there.
+    """
+
+    path: str | Path
+    name: Callable[[str], str] = same_name
+    fresh: Callable[[str, tuple[int, ...]], Any] | None = None
+
+
+def missing_loss(output: Any, batch: Any) -> Any:
+    """Program.loss is missing: give (output, batch) -> sum over the batch's tokens (or samples), a scalar tensor"""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What `elastic.models.lora.lora` has put on a program: rank, alpha, and the linear layers' names (ends and whole)."""
+
+    r: int
+    alpha: float
+    targets: tuple[str, ...]
+    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -24,31 +59,56 @@ class Program:
 
     model:      builds the plain `nn.Module`; called under the meta device, so it must not read parameter values.
     init:       fills a materialised model's parameters and buffers; called once, on CPU, under the job's seed.
-    optimizer:  (name, parameter) pairs -> optimizer; it must be element-wise (AdamW, SGD, Adafactor without factoring ...).
-    dataset:    map-style: `len()` and `[sample id]` -> dict of tensors (or arrays) of equal shape per key.
+    optimizer:  (name, parameter) pairs -> optimizer; it must be element-wise (AdamW, SGD, RMSprop ...). None: the job's
+                `optimizer` names one.
+    dataset:    map-style: `len()` and `[sample id]` -> dict of tensors (or arrays) of equal shape per key. None: the job's
+                `data.train` says what is read. An iterable one has state_dict() and load_state_dict() (docs/data.md).
     loss:       (output, batch) -> sum over the batch's tokens (or samples), a scalar tensor.
     count:      batch -> number of tokens (or samples) that `loss` summed over; default: elements of batch["target"]
                 that are not -100, else the number of samples.
     inputs:     batch -> the model's input; default: batch["input"], else batch["input_ids"].
-    metrics:    (output, batch) -> dict of sums over the batch; added over ranks.
-    evaluate:   (model, batch) -> dict of sums with its own "count".
+    keywords:   batch -> dict of keyword arguments that the model takes besides, on each pipeline stage (document ids, say).
+    metrics:    (output, batch) -> dict of sums over the batch; of the validation set, reported per token beside its loss.
+    evaluate:   (model, batch) -> dict of sums with its own "count"; of the validation set. Needs the whole model: no pp.
     validation: like dataset; its loss is reported every `eval_every` steps and at the end.
     blocks:     module-name pattern of the repeated blocks: FSDP units and pipeline cut points, as in "layers.*".
-    tp:         module-name pattern -> "colwise", "rowwise", "colwise_gather" (output gathered), "vocab" (embedding rows).
+    tp:         module-name pattern -> "colwise", "rowwise", "colwise_gather" (output gathered), "vocab" (embedding rows),
+                "summed" (whole on each rank and used for its part of the heads: gradients are added up).
+                Sequence parallelism (dim 1 is the sequence, a part of it on each tp rank between the cut modules):
+                "scatter", "vocab_scatter" (the embedding, whole or cut, gives a part), "sequence" (norms, of a part), "gather"
+                (attention, feed-forward, an uncut head: their one positional input is made whole), "rowwise_scatter" (gives
+                a part), "sequence_colwise_gather", "sequence_colwise_loss" (a cut head of a part; with the second the logits
+                stay cut and `loss` must be torch's cross_entropy of them). elastic.models.llama.tp_plan has them all.
     tp_limit:   tp must divide it (the number of key-value heads, say); 0 = only the shapes decide.
-    lr_factor:  optimizer step (from 0) -> factor on the optimizer's own learning rates.
+    lr_factor:  optimizer step (from 0) -> factor on the optimizer's own learning rates; or the job has an `lr_schedule`.
     sample:     (model) -> text; a sample of what the finished model does, shown in the report.
-    extra_state: objects with state_dict() that travel with the model.
+    extra_state: name -> object with state_dict() and load_state_dict(), of numbers, texts, lists, dicts and tensors; it travels
+                with the model. Every rank has its own object, and all of them must be equal after a step.
+    pipeline:   may the blocks be spread over pipeline stages? Only where each is called with what the one before returns.
+    stage:      (module cut for a stage, index, number of stages) -> module that is called with the hidden state (the first with
+                the input) and gives the hidden state (the last the output); default: the cut module itself.
+    weights:    where the first values are read from; `init` is then not called. Parameters that are frozen (no requires_grad)
+                are no part of the elastic state then: who needs them reads them again.
+    buffers:    (model) -> fills the buffers that are not in its state_dict, True when it could; default: they are taken from a
+                whole model that is built for them.
+    files:      () -> file name -> bytes: what an export puts beside the weights (config.json, a tokenizer).
+    adapter:    set by `elastic.models.lora.lora`.
+
+    With cp > 1 each rank has a part of every sequence. The sequence is dim 1 of the model's input ([batch, seq, ...]) and of
+    its output; every tensor of the batch with that size in dim 1 is cut like it. The model calls `elastic.attention` and takes
+    positions from `elastic.positions`; all else in it must act on each position alone. `loss` is a sum over positions (targets
+    are shifted in the dataset); `count` sees whole sequences. A model whose sequence is another dimension has cp = 1.
     """
 
     model: Callable[[], Any]
-    optimizer: Callable[[Any], Any]
-    dataset: Callable[[], Any]
-    loss: Callable[[Any, Any], Any]
+    optimizer: Callable[[Any], Any] | None = None
+    dataset: Callable[[], Any] | None = None
+    loss: Callable[[Any, Any], Any] = missing_loss
     init: Callable[[Any], Any] | None = None
     validation: Callable[[], Any] | None = None
     count: Callable[[Any], Any] | None = None
     inputs: Callable[[Any], Any] | None = None
+    keywords: Callable[[Any], Mapping[str, Any]] | None = None
     metrics: Callable[[Any, Any], Mapping[str, Any]] | None = None
     evaluate: Callable[[Any, Any], Mapping[str, Any]] | None = None
     blocks: str = "layers.*"
@@ -57,8 +117,16 @@ class Program:
     lr_factor: Callable[[int], float] | None = None
     sample: Callable[[Any], str] | None = None
     extra_state: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: bool = True
+    stage: Callable[[Any, int, int], Any] | None = None
+    weights: Weights | None = None
+    buffers: Callable[[Any], bool] | None = None
+    files: Callable[[], Mapping[str, bytes]] | None = None
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
+        if self.loss is missing_loss:
+            raise SpecError(missing_loss.__doc__)
         for pattern, style in self.tp.items():
             if style not in TP_STYLES:
                 raise SpecError(f"Program.tp['{pattern}'] is '{style}'; it must be one of {', '.join(TP_STYLES)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -10,10 +11,13 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from elastic.data_spec import DataSpec, SourceSpec
 from elastic.errors import SpecError
+from elastic.optimisation import OWNERS, Guards, LrScaling, LrSchedule, NoiseScale, OptimizerKeys, problem
 from elastic.types import Layout, MarketType, Pool, parse_layout
 
 DRILL_KINDS = ("notice", "kill", "add", "hang", "kill_driver")
+NODE_WORD = re.compile(r"any|any-spot|rank0|rank:[0-9]+")
 NODE_WORDS = "any, any-spot, rank0, rank:N, partner, a node id, or a list of them"
 Auto = Literal["auto"]
 Model = TypeVar("Model", bound=BaseModel)
@@ -38,6 +42,7 @@ class PoolSpec(_Strict):
     zone: str = ""
     ends_at_s: float | None = None
     memory_bytes_per_gpu: int = Field(0, ge=0)
+    host_memory_bytes: int = Field(0, ge=0)
 
     @model_validator(mode="after")
     def _min_below_max(self) -> PoolSpec:
@@ -68,7 +73,7 @@ class DrillSpec(_Strict):
         if self.deadline_s is not None and kinds != ["notice"]:
             raise ValueError("deadline_s belongs to a notice only")
         for name in self.nodes():
-            if not name or (name.startswith("rank:") and not name[5:].isdigit()):
+            if not name or (name.startswith(("any", "rank")) and not NODE_WORD.fullmatch(name)):
                 raise ValueError(f"'{name}' names no node; it may be {NODE_WORDS}")
         return self
 
@@ -107,12 +112,37 @@ class JobSpec(_Strict):
     eval_every: int = Field(0, ge=0)
     eval_samples: int = Field(64, gt=0)
     clip_grad_norm: float | None = Field(None, gt=0)
-    precision: Literal["float32"] = "float32"
+    optimizer: OptimizerKeys | None = None  # instead of Program.optimizer
+    lr_schedule: LrSchedule | None = None  # instead of Program.lr_factor
+    lr_scaling: LrScaling = "none"
+    base_global_batch: int | None = Field(None, gt=0)  # that the learning rates were found with
+    noise_scale: NoiseScale | None = None  # None = not measured
+    guards: Guards = Guards()
+    precision: Literal["float32", "bfloat16", "float16"] = (
+        "float32"  # of forward and backward pass; parameters stay as they are
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # in which gradients are added up
     layout: str | dict[str, str] = "auto"
+    schedule: Literal["1f1b", "gpipe", "interleaved1f1b"] = "1f1b"
+    virtual_stages: int | None = Field(None, gt=1)  # pipeline stages per rank under interleaved1f1b
+    microbatch_size: int | None = Field(None, gt=0)  # samples of a data-parallel rank that are computed at once
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    zero_stage: Literal[1, 2, 3] = 3
+    compile: bool = False
+    float8: bool = False  # matrix products of the blocks, through torchao
+    offload: bool = False
     min_workers: int = Field(1, gt=0)
     max_workers: int | None = Field(None, gt=0)
     peer_every: Auto | int = "auto"
     durable_every: Auto | int = "auto"
+    peer_copies: Auto | int = "auto"
+    copies_across_zones: bool = False
+    copy_link_share: float = Field(0.1, gt=0, le=1)
+    keep_last: int = Field(2, ge=1)
+    keep_every: int = Field(0, ge=0)
+    keep_best: int = Field(0, ge=0)
+    storage_quota_gb: float | None = Field(None, gt=0)
+    data: DataSpec = DataSpec()  # instead of the program's own datasets
     storage: str | None = None
     budget_usd: float | None = Field(None, gt=0)
     max_nodes: int | None = Field(None, gt=0)
@@ -122,6 +152,8 @@ class JobSpec(_Strict):
     purpose: Literal["fastest"] = "fastest"
     pools: list[PoolSpec] = Field(default_factory=embedded_pools, min_length=1)
     drill: list[DrillSpec] = []
+    script: str | None = None  # the file of `program` is a script that enters elastic.loop, called with `args`
+    args: list[str] = []
 
     @field_validator("layout", mode="before")
     @classmethod
@@ -138,6 +170,18 @@ class JobSpec(_Strict):
             parse_layout(str(value))
         return value
 
+    @field_validator("args", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        return [str(item) for item in value] if isinstance(value, list | tuple) else value
+
+    @field_validator("peer_copies")
+    @classmethod
+    def _some_copies(cls, value: Auto | int) -> Auto | int:
+        if value != "auto" and value < 0:
+            raise ValueError(f"must be 'auto' or a number of copies on other nodes (0 = none), not {value}")
+        return value
+
     @field_validator("peer_every", "durable_every")
     @classmethod
     def _not_negative(cls, value: Auto | int) -> Auto | int:
@@ -151,10 +195,25 @@ class JobSpec(_Strict):
             raise ValueError(f"max_workers={self.max_workers} is less than min_workers={self.min_workers}")
         for text in self.layouts():
             layout = parse_layout(text)
+            if layout.cp > 1 and self.compile:
+                raise ValueError(f"layout '{text}' has cp={layout.cp}, compile: true does not go with that; take one of them")
+            if layout.tp > 1 and self.float8:
+                raise ValueError(f"layout '{text}' has tp={layout.tp}, float8: true does not go with that; take one of them")
             if layout.dp > self.global_batch:
                 raise ValueError(
                     f"layout '{text}' has {layout.dp} data-parallel ranks, global_batch={self.global_batch} has fewer samples"
                 )
+        wrong = problem(self.steps, self.lr_schedule, self.lr_scaling, self.base_global_batch)
+        if wrong:
+            raise ValueError(wrong)
+        if self.args and self.script is None:
+            raise ValueError("'args' are those of a 'script', which is not given")
+        if self.float8 and self.precision != "bfloat16":
+            raise ValueError(f"float8: true needs precision: bfloat16 for all that is no matrix product, not {self.precision}")
+        if self.precision == "float16" and self.script is not None:
+            raise ValueError("precision: float16 needs a loss scale, which a script's own loss does not get; take bfloat16")
+        if self.microbatch_size and self.script is not None:
+            raise ValueError("a script gets its whole share of a step at once; leave microbatch_size out")
         names = [pool.name for pool in self.pools]
         if len(set(names)) < len(names):
             raise ValueError(f"two pools have the same name ({', '.join(names)})")
@@ -170,7 +229,7 @@ class JobSpec(_Strict):
 
     def plain(self) -> dict[str, Any]:
         """As plain data: what DriverStarted.job holds."""
-        return self.model_dump() | {"drill": [entry.plain() for entry in self.drill]}
+        return self.model_dump() | {"drill": [entry.plain() for entry in self.drill], "data": self.data.plain()}
 
 
 def load_job(folder: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
@@ -178,6 +237,18 @@ def load_job(folder: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
 
     Does not look at pools: see `check_fit`.
     """
+    data, shown = job_data(folder, overrides)
+    if "script" in data:
+        raise SpecError(f"{shown}: its 'script' is started by `elastic run {folder}` alone; a 'program' can be given here too")
+    program = Path(folder).resolve() / str(data.get("program", "program.py"))
+    job = job_of(data, program, shown)
+    if not program.is_file():
+        raise SpecError(f"{Path(folder) / program.name}: no such file; a job folder needs a program.py that defines `program`")
+    return job
+
+
+def job_data(folder: str | Path, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], str]:
+    """What stands in a folder's job.yaml, with `overrides` and unchecked, and the file as errors name it. Raises SpecError."""
     root = Path(folder).resolve()
     file = root / "job.yaml"
     shown = Path(folder) / "job.yaml"
@@ -188,12 +259,12 @@ def load_job(folder: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
     data = _read_yaml(file, str(shown))
     if not isinstance(data, dict):
         raise SpecError(f"{shown}: it must hold keys and values, not {_kind(data)}")
-    data |= dict(_override(text) for text in overrides)
-    program = root / str(data.get("program", "program.py"))
-    job = job_of(data, program, str(shown))
-    if not program.is_file():
-        raise SpecError(f"{Path(folder) / program.name}: no such file; a job folder needs a program.py that defines `program`")
-    return job
+    return data | overridden(overrides), str(shown)
+
+
+def overridden(overrides: Iterable[str]) -> dict[str, Any]:
+    """'key=value' texts as keys and values. Raises SpecError."""
+    return dict(_override(text) for text in overrides)
 
 
 def job_of(data: Mapping[str, Any], program: Path, where: str = "job") -> JobSpec:
@@ -238,18 +309,29 @@ def check_fit(job: JobSpec, pools: Sequence[Pool]) -> None:
         )
     if job.min_workers > n_workers:
         raise SpecError(f"{job.name}: min_workers={job.min_workers}; the pools give at most {n_workers} ({listed})")
+    _check_float8(job, pools)
     names = [pool.name for pool in pools]
     for entry in job.drill:
         if entry.add is not None and entry.add not in names:
             raise SpecError(f"{job.name}: the drill adds to pool '{entry.add}'; the pools are {', '.join(names)}")
 
 
+def _check_float8(job: JobSpec, pools: Sequence[Pool]) -> None:
+    kinds = list(dict.fromkeys(pool.accelerator_type for pool in pools))
+    if job.float8 and kinds == ["CPU"]:
+        raise SpecError(
+            f"{job.name}: float8: true needs GPUs that compute in float8 (H100, H200, B200, L4, L40S); there are none"
+        )
+    if job.float8 and len(kinds) > 1:
+        raise SpecError(f"{job.name}: float8: true needs GPUs of one kind, the pools have {' and '.join(kinds)}")
+
+
 def layout_for(job: JobSpec, n_workers: int) -> Layout | None:
     """The layout that the job asks for when it has `n_workers`; None = search."""
     if not isinstance(job.layout, dict):
-        return None if job.layout == "auto" else parse_layout(job.layout)
+        return None if job.layout == "auto" else parse_layout(job.layout, job.plain())
     fitting = [int(key) for key in job.layout if int(key) <= n_workers]
-    return parse_layout(job.layout[str(max(fitting))]) if fitting else None
+    return parse_layout(job.layout[str(max(fitting))], job.plain()) if fitting else None
 
 
 def _read_yaml(path: Path, shown: str) -> Any:
@@ -300,12 +382,13 @@ def _first(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _dotted(path: Iterable[str | int]) -> str:
-    return ".".join(str(part) for part in path)
+    return ".".join(str(part) for part in path if part != "")
 
 
 def _nearest(path: Sequence[str | int], model: type[BaseModel]) -> str:
-    owners: dict[str, type[BaseModel]] = {"pools": PoolSpec, "drill": DrillSpec}
-    owner = owners.get(str(path[0]), model) if len(path) > 1 else model
+    owners: dict[str, type[BaseModel]] = {"pools": PoolSpec, "drill": DrillSpec, "data": DataSpec, **OWNERS}
+    owner = next((owners[str(part)] for part in reversed(path[:-1]) if part in owners), model)
+    owner = SourceSpec if owner is DataSpec and len(path) > 2 else owner
     names = [name for name in owner.__pydantic_fields__ if name != "folder"]
     found = difflib.get_close_matches(str(path[-1]), names, n=1, cutoff=0.5)
     return f"; did you mean '{found[0]}'?" if found else f"; keys are {', '.join(names)}"

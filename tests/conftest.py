@@ -1,6 +1,77 @@
-"""Settings that must stand before anything imports torch."""
+"""Settings that must stand before anything imports torch, and an S3 server for whoever asks for one."""
+
+from __future__ import annotations
 
 import os
+import secrets
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+if TYPE_CHECKING:
+    from storage.faulty_proxy import FaultyProxy
+
+    from elastic.storage.s3 import S3Storage
+
+
+@pytest.fixture(scope="module")
+def server_port() -> Iterator[int]:
+    """An S3 server on loopback; see tests/storage/s3_server.py."""
+    from storage.s3_server import running_s3
+
+    with running_s3() as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def one_proxy(server_port: int) -> Iterator[FaultyProxy]:
+    from storage.faulty_proxy import FaultyProxy
+
+    with FaultyProxy(server_port) as found:
+        yield found
+
+
+@pytest.fixture
+def proxy(one_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """Every S3 request of the test, and of processes that it starts, goes through it."""
+    one_proxy.reset()
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", one_proxy.url)
+    yield one_proxy
+    one_proxy.reset()
+
+
+@pytest.fixture
+def quick_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`open_storage` is as impatient as a test."""
+    from storage.s3_server import QUICK
+
+    from elastic.storage import s3_calls
+
+    monkeypatch.setattr(s3_calls, "DEFAULT", QUICK)
+
+
+@pytest.fixture
+def s3(proxy: FaultyProxy, quick_s3: None) -> S3Storage:
+    """A fresh prefix."""
+    from storage.s3_server import BUCKET
+
+    from elastic.storage.s3 import S3Storage
+
+    return S3Storage(f"s3://{BUCKET}/team/{secrets.token_hex(4)}")
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Parts and ranges so small that little data makes many."""
+    from storage.s3_server import PART_BYTES
+
+    from elastic.storage import s3 as s3_module
+    from elastic.storage import s3_upload
+
+    monkeypatch.setattr(s3_upload, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(s3_module, "RANGE_BYTES", 2 * PART_BYTES // 5)
+    return PART_BYTES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,10 @@ def inputs_of(program: Program, batch: Batch) -> Any:
     return batch["input"] if "input" in batch else batch["input_ids"]
 
 
+def output_of(program: Program, model: torch.nn.Module, batch: Batch) -> Any:
+    return model(inputs_of(program, batch), **(program.keywords(batch) if program.keywords is not None else {}))
+
+
 def build(program: Program, seed: int) -> torch.nn.Module:
     """The model on the CPU, initialised under the job's seed."""
     torch.manual_seed(seed)
@@ -54,26 +58,32 @@ def build(program: Program, seed: int) -> torch.nn.Module:
     return model.train()
 
 
-def train_step(run: Reference, program: Program, batch: Batch, clip: float | None) -> None:
+def train_step(run: Reference, program: Program, batch: Batch, clip: float | None, update: bool = True) -> None:
     run.optimizer.zero_grad()
     tokens = count_tokens(program, batch)
-    loss = program.loss(run.model(inputs_of(program, batch)), batch)
+    loss = program.loss(output_of(program, run.model, batch), batch)
     (loss / tokens).backward()
     grads = [p.grad for p in run.model.parameters() if p.grad is not None]
     norm = float(torch.stack([g.double().pow(2).sum() for g in grads]).sum().sqrt())
     if clip is not None:
         for grad in grads:
             grad.mul_(min(1.0, clip / (norm + 1e-6)))
-    run.optimizer.step()
+    if update:
+        run.optimizer.step()
     run.losses.append(float(loss.detach()) / tokens)
     run.grad_norms.append(norm)
     run.tokens.append(tokens)
 
 
 def train(
-    program: Program, job: Mapping[str, Any], steps: int, after_step: Callable[[int, Reference], None] | None = None
+    program: Program,
+    job: Mapping[str, Any],
+    steps: int,
+    after_step: Callable[[int, Reference], None] | None = None,
+    skipped: Collection[int] = (),
 ) -> Reference:
-    """Train for `steps` optimizer steps under `job` ("seed", "global_batch", "clip_grad_norm")."""
+    """Train for `steps` optimizer steps under `job` ("seed", "global_batch", "clip_grad_norm"); the updates of the steps
+    `skipped` (the first is 1) are left out."""
     dataset: Any = program.dataset()
     model = build(program, job["seed"])
     run = Reference(model, program.optimizer(list(model.named_parameters())))
@@ -83,7 +93,7 @@ def train(
         for group, lr in zip(run.optimizer.param_groups, base, strict=True):
             group["lr"] = lr * factor
         ids = sample_ids(len(dataset), job["global_batch"], job["seed"], step)
-        train_step(run, program, collate(dataset, ids), job.get("clip_grad_norm"))
+        train_step(run, program, collate(dataset, ids), job.get("clip_grad_norm"), step + 1 not in skipped)
         if after_step is not None:
             after_step(step + 1, run)
     return run
@@ -99,4 +109,4 @@ def evaluate(program: Program, model: torch.nn.Module, n_samples: int) -> float:
     """Mean validation loss over the first `n_samples` samples."""
     dataset: Any = program.validation() if program.validation is not None else []
     batch = collate(dataset, range(min(n_samples, len(dataset))))
-    return float(program.loss(model.eval()(inputs_of(program, batch)), batch)) / count_tokens(program, batch)
+    return float(program.loss(output_of(program, model.eval(), batch), batch)) / count_tokens(program, batch)

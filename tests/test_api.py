@@ -10,13 +10,27 @@ import pytest
 
 import elastic
 from elastic import api
+from elastic.api import checks, running
 from elastic.cluster.lease import Lease
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line
 from elastic.program import Program, load_program
+from elastic.spec import drill_entry
 from elastic.storage import open_storage
-from elastic.types import Decision, DriverStarted, ModelProfile, PlanEntered, StepDone, Stop, TensorSpec
+from elastic.types import (
+    Copy,
+    CopyStored,
+    Decision,
+    DriverStarted,
+    Layout,
+    ModelProfile,
+    PlanEntered,
+    Pool,
+    StepDone,
+    Stop,
+    TensorSpec,
+)
 
 PROGRAM = """
 import elastic
@@ -38,8 +52,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return job
 
 
-def prepared(folder: Path, **options: object) -> api._Run:
-    return api._Run(api._job(folder, None, api.Options()), api.Options(**options))  # type: ignore[arg-type]
+def prepared(folder: Path, **options: object) -> running._Run:
+    return running._Run(running._job(folder, None, api.Options()), api.Options(**options))  # type: ignore[arg-type]
 
 
 def steps(numbers: list[int], n_samples: int = 100, generation: int = 1) -> list[tuple[float, StepDone]]:
@@ -84,17 +98,44 @@ def test_a_cluster_is_drilled_only_when_asked(folder: Path, tmp_path: Path, monk
 
 def test_a_program_is_found_by_its_file(folder: Path) -> None:
     program = load_program(folder / "program.py")
-    job = api._job(program, {"steps": 2, "global_batch": 4}, api.Options())
+    job = running._job(program, {"steps": 2, "global_batch": 4}, api.Options())
     assert (job.program, job.steps) == (str(folder / "program.py"), 2)
-    job = api._job(program, folder, api.Options(overrides=("steps=9",)))
+    job = running._job(program, folder, api.Options(overrides=("steps=9",)))
     assert (job.program, job.steps) == (str(folder / "program.py"), 9)
     with pytest.raises(SpecError, match="give job="):
-        api._job(program, None, api.Options())
+        running._job(program, None, api.Options())
     with pytest.raises(SpecError, match="a job folder has its own job.yaml"):
-        api._job(folder, {"steps": 2}, api.Options())
+        running._job(folder, {"steps": 2}, api.Options())
     nowhere = Program(eval("lambda: None"), program.optimizer, program.dataset, program.loss)
     with pytest.raises(SpecError, match="in a file"):
         elastic.run(nowhere, {"steps": 2, "global_batch": 4})
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (
+            {"kill": "spot-3"},
+            "the drill, at_step 5: there is never a node 'spot-3'; nodes here are spot-1 to spot-2, od-1; or give",
+        ),
+        ({"notice": ["any", "spot"]}, "there is never a node 'spot'"),
+        ({"hang": "od-1-1"}, "there is never a node 'od-1-1'"),
+        ({"kill": "rank:3"}, "'rank:3', but there are at most 3 workers, rank:0 to rank:2"),
+    ],
+)
+def test_a_drill_names_nodes_that_there_can_be(entry: dict[str, object], said: str) -> None:
+    spot, on_demand = Pool("spot", "CPU", 1, "spot", max_nodes=2), Pool("od", "CPU", 1, "on-demand", max_nodes=1)
+    wrong = drill_entry({"at_step": 5, **entry})
+    good = drill_entry({"at_step": 1, "kill": ["spot-2", "od-1", "any-spot", "partner", "rank:2", "any"]})
+    with pytest.raises(SpecError, match=said):
+        checks.check_drill([good, wrong], (spot, on_demand), embedded=True)
+    checks.check_drill([good], (spot, on_demand), embedded=True)
+    if "rank" not in said:
+        checks.check_drill([wrong], (spot, on_demand), embedded=False)
+    with pytest.raises(SpecError, match=r"'any-spot', but no pool is of the spot market \(od is on-demand\); take any"):
+        checks.check_drill([drill_entry({"at_step": 1, "kill": "any-spot"})], (on_demand,), embedded=False)
+    more = [drill_entry({"at_step": 1, "add": "spot"}), drill_entry({"at_step": 2, "kill": "spot-3"})]
+    checks.check_drill(more, (spot, on_demand), embedded=True)
 
 
 def test_a_run_that_is_done_is_not_run_again(folder: Path) -> None:
@@ -102,29 +143,49 @@ def test_a_run_that_is_done_is_not_run_again(folder: Path) -> None:
     journal = Journal(one.journal_path, 1)
     journal.append(0.0, [(0.0, START)], None)
     journal.close()
-    assert len(one._before()) == 1
+    assert len(one._before()[0]) == 1
     journal = Journal(one.journal_path, 2)
+    stored = Copy(20, "durable", 1, Layout(), uri=str(folder))
+    journal.append(8.0, [(8.0, CopyStored(stored))], None)
     journal.append(9.0, [], Decision((Stop("succeeded", "done"),), "done"))
     journal.close()
-    with pytest.raises(SpecError, match="run 'done' is done"):
+    one.spec = one.spec.model_copy(update={"steps": 20})
+    with pytest.raises(SpecError, match=r"run 'done' is done \(20 steps\); --set steps=N with more of them lets it go on"):
         one._before()
+    one.spec = one.spec.model_copy(update={"steps": 21})
+    assert len(one._before()[0]) == 3
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"job": {**START.job, "global_batch": 4}}, "started with global_batch=8, the job says 4"),
-        ({"job": {**START.job, "seed": 4}}, "started with seed=3, the job says 4"),
+        ({"job": {**START.job, "global_batch": 4}}, "was started with global_batch=8, the job says 4: .* change it back"),
+        ({"job": {**START.job, "seed": 4}}, r"started with other values: seed \(3, now 4\)"),
         ({"model": replace(MODEL, specs=(TensorSpec("w", (2, 3), "float32"),))}, r"w was \[2, 2\], it is \[2, 3\]"),
         ({"model": replace(MODEL, specs=(*MODEL.specs, TensorSpec("b", (2,), "float32")))}, r"b was not there, it is \[2\]"),
     ],
 )
 def test_a_run_goes_on_as_it_began(change: dict[str, object], said: str) -> None:
     before = [Line(0.0, 1, ((0.0, START),))]
-    api._check_same(before, replace(START, epoch=2, job={**START.job, "steps": 9}))
-    api._check_same([], replace(START, **change))
+    checks.check_same(before, replace(START, epoch=2, job={**START.job, "steps": 9}), {})
+    checks.check_same([], replace(START, **change), {})
     with pytest.raises(SpecError, match=said):
-        api._check_same(before, replace(START, **change))
+        checks.check_same(before, replace(START, **change), {})
+
+
+def test_a_changed_program_is_refused_unless_it_is_accepted() -> None:
+    def started(code: str) -> DriverStarted:
+        return replace(START, job={**START.job, "fingerprint": {"program": code, "seed": 3}})
+
+    before = [Line(0.0, 1, ((0.0, started("a")),))]
+    checks.check_same(before, started("a"), {})
+    with pytest.raises(SpecError, match=r"other values: the code of its program\.py; .* --allow-changed"):
+        checks.check_same(before, started("b"), {})
+    checks.check_same(before, started("b"), {}, allow_changed=True)
+    accepted = [*before, Line(1.0, 2, ((1.0, started("b")),))]
+    checks.check_same(accepted, started("b"), {})
+    with pytest.raises(SpecError, match="program"):  # without a journal, its newest checkpoint knows
+        checks.check_same([], started("b"), {"fingerprint": {"program": "a"}})
 
 
 def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:
@@ -138,6 +199,8 @@ def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:
     assert exact(*steps([1, 2, 4])) is False
     assert exact(*steps([1, 2, 3])) is False
     assert exact(*steps([1, 2, 3]), *steps([4], n_samples=90)) is False
+    imported = replace(START, durable=(Copy(2, "durable", 0, Layout()),))
+    assert one._samples_exact([Line(0.0, 1, ((0.0, imported),)), Line(9.0, 1, tuple(steps([3, 4])))]) is True
 
 
 def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:
@@ -151,7 +214,7 @@ def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:
 
 def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
     def check(layout: str, profile: ModelProfile) -> None:
-        api._check_layouts(SimpleNamespace(layouts=lambda: [layout]), profile)  # type: ignore[arg-type]
+        checks.check_layouts(SimpleNamespace(layouts=lambda: [layout], plain=dict), profile)  # type: ignore[arg-type]
 
     plain = ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=1)
     with pytest.raises(SpecError, match="tp=2, but tp must divide 1 for this model; give Program.tp"):

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from elastic import api
+from elastic.api import orders
 from elastic.cli import main
 from elastic.driver import drive
 from elastic.ledger.journal import Journal
-from elastic.sim.backend import Delays, Fault, SimBackend
-from elastic.storage import Storage
+from elastic.observe import runs
+from elastic.sim.backend import SimBackend
+from elastic.sim.faults import Delays, Fault
+from elastic.storage import LocalStorage
 from elastic.types import DriverStarted, ModelProfile, Pool, TensorSpec
 
 MODEL = ModelProfile(4, 1000, (TensorSpec("w", (100, 10), "float32", 0, 1),), ("exp_avg",), ("step",), tp_limit=2)
@@ -39,12 +41,12 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "holder", lambda run: "somebody")
+    monkeypatch.setattr(orders, "holder", lambda run: "somebody")
 
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "holder", lambda run: "")
+    monkeypatch.setattr(orders, "holder", lambda run: "")
 
 
 def called(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -116,12 +118,33 @@ def test_orders_reach_the_inbox(storage: Path, capsys: pytest.CaptureFixture[str
     assert called(capsys, "stop", "tiny-1", "--reason", "enough")[0] == 0
     assert as_json(capsys, "drill", "tiny-1", "kill=any-spot,partner")["drill"] == {"kill": ["any-spot", "partner"]}
     assert called(capsys, "drill", "tiny-1", "notice=any", "deadline_s=5", "at_step=9")[0] == 0
-    run = Storage(storage / "tiny-1")
+    run = LocalStorage(storage / "tiny-1")
     assert [json.loads(run.get(key)) for key in run.list("inbox/")] == [
         {"stop": "enough"},
         {"drill": {"kill": ["any-spot", "partner"]}},
         {"drill": {"notice": "any", "deadline_s": 5.0, "at_step": 9}},
     ]
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_run_by_the_name_of_its_job_or_by_how_it_begins(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def named(word: str) -> str:
+        code, out, err = called(capsys, "status", word, "--json")
+        return err if code else str(runs.open_run(word).name)
+
+    for name in ("tiny-20250101-000000", "tiny-20250102-000000", "tiny-3-20250103-000000"):
+        (storage / name).mkdir()
+        (storage / name / "journal.jsonl").write_bytes((storage / "tiny-1" / "journal.jsonl").read_bytes())
+    assert named("tiny") == "tiny-20250102-000000", "the newest of the job's, not of those of the job tiny-3"
+    assert named("tiny-3") == "tiny-3-20250103-000000"
+    assert named("tiny-1") == "tiny-1"
+    assert named("tiny-20250101") == "tiny-20250101-000000"
+    assert "no run 'tiny-2' here or in" in named("tiny-2")
+    assert named("tiny-2").rstrip().endswith("several begin so: tiny-20250101-000000, tiny-20250102-000000")
+    assert "runs there: tiny-" in named("iny")
+    assert "no run 'tiny'" in called(capsys, "checkpoint", "rm", "tiny", "--step", "3")[2], (
+        "what removes asks for the whole name"
+    )
 
 
 @pytest.mark.usefixtures("storage", "idle")
@@ -139,8 +162,10 @@ def test_orders_to_a_run_that_nobody_drives(words: tuple[str, ...], capsys: pyte
         (("drill", "tiny-1", "kill"), "'kill' must be key=value"),
         (("drill", "tiny-1", "kil=any"), "unknown key 'kil'; did you mean 'kill'?"),
         (("drill", "tiny-1", "kill=any", "add=spot"), "exactly one of"),
+        (("drill", "tiny-1", "kill=spot-77"), "drill: 'spot-77' is no node; standing are "),
+        (("drill", "tiny-1", "add=spto"), "drill: there is no pool 'spto'; the pools are spot"),
         (("run", "nowhere"), "nowhere: no such folder"),
-        (("status", "s3://bucket/run"), "object storage (s3://) is not in this version"),
+        (("status", "s3://Bucket_/run"), "no name of a bucket; use s3://bucket/prefix"),
     ],
 )
 def test_bad_input_is_one_line(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

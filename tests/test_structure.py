@@ -111,3 +111,9 @@ def test_the_block_blocks() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED, "torch"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode != 0
     assert "blocked: torch" in done.stderr
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their names alone."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names)), f"twice: {sorted({name for name in names if names.count(name) > 1})}"

@@ -6,7 +6,9 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -16,7 +18,7 @@ for word in "$@"; do case "$word" in
 --session-dir=*) session=${word#*=} ;;
 */ray/dashboard/dashboard.py) exit 1 ;;
 */ray/dashboard/agent.py) names="metrics_agent_port metrics_export_port dashboard_agent_listen_port" ;;
-*/ray/_private/runtime_env/agent/main.py) names=runtime_env_agent_port ;;
+*/ray/_private/runtime_env/agent/main.py) names=@RUNTIME_ENV@ ;;
 esac; done
 test -n "$names" || exec @PYTHON@ "$@"
 for name in $names; do
@@ -53,14 +55,15 @@ def mute_errors() -> None:
     global_worker.gcs_error_subscriber.close()  # type: ignore[attr-defined]
 
 
-def lean_python(folder: str) -> str:
-    """A Python for a cluster on one machine that needs no dashboard, no metrics and no runtime environments.
+def lean_python(folder: str, environments: bool = False) -> str:
+    """A Python for a cluster on one machine that needs no dashboard and no metrics, and no runtime environments unless asked.
 
     It naps where Ray starts its agents (two processes, 3 s of CPU and 200 MB per node; a raylet ends itself when they are not
     up within 15 s), after saying as they would that they offer nothing (port -1). Where Ray names them otherwise they just run.
     """
     script = Path(folder, "python")
-    script.write_text(_LEAN_PYTHON.replace("@PYTHON@", shlex.quote(sys.executable)))
+    text = _LEAN_PYTHON.replace("@PYTHON@", shlex.quote(sys.executable))
+    script.write_text(text.replace("@RUNTIME_ENV@", "" if environments else "runtime_env_agent_port"))
     script.chmod(0o755)
     return str(script) if os.access(script, os.X_OK) else sys.executable
 
@@ -68,3 +71,28 @@ def lean_python(folder: str) -> str:
 def connect(address: str, namespace: str, host: str) -> None:
     """ray.init to the node on `host`, an address of this machine that is not its outer one (`_node_ip_address`)."""
     ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, _node_ip_address=host)
+
+
+def count_nodes_again() -> None:
+    """Makes Ray Train's view of the nodes fresh, which it renews only every 20 s by itself. Does not wait."""
+    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
+
+    coordinator: Any = get_or_create_autoscaling_coordinator()
+    coordinator.get_reserved_resources.remote("elastic", recompute=True)
+
+
+def answer_preemption_info(ask: Callable[[], dict[str, Any] | None]) -> None:
+    """From now on `ray.train.get_preemption_info()` answers in this process, which is none of Ray Train's, what `ask` says:
+    None, or {"deadline_ms", "ranks": {node id: ranks}}."""
+    from ray.train import PreemptionInfo
+    from ray.train.v2._internal.execution.train_fn_utils import set_train_fn_utils
+
+    class Answers:
+        def get_preemption_info(self) -> PreemptionInfo | None:
+            found = ask()
+            return None if found is None else PreemptionInfo(found["deadline_ms"], found["ranks"])
+
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(f"ray.train: '{name}' is not there for a script; only get_preemption_info() is")
+
+    set_train_fn_utils(Answers())

@@ -15,8 +15,10 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elastic.cluster import processes
+from elastic.cluster.output import Output
 from elastic.errors import ElasticError, SpecError
-from elastic.types import Event, NodePrepared, Quiesced, StepDone, WorkerId
+from elastic.types import Event, NodePrepared, Quiesced, Rehearsal, StepDone, WorkerId
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +34,8 @@ ENVIRONMENT = {  # must stand before torch is imported; the same as elastic.work
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What an actor needs to build its session. `outlives`: the actor is detached and ends itself when orphaned."""
+    """What an actor needs to build its session. `outlives`: the actor is detached and ends itself when orphaned. `logs`: a
+    folder for what it prints; None = where Ray puts it."""
 
     me: WorkerId
     incarnation: int
@@ -44,6 +47,7 @@ class WorkerSetup:
     python_path: tuple[str, ...] = ()
     orphan_lease_s: float = 900.0
     outlives: bool = False
+    logs: str | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class Worker:
         for folder in reversed((setup.job.get("folder", ""), *setup.python_path)):
             if folder and folder not in sys.path:
                 sys.path.insert(0, folder)
+        self.output = _output(setup)
+        self.stands_back = not setup.outlives and processes.stand_back()  # embedded: the others train on the same cores
         module, _, name = setup.session.partition(":")
         self.setup, self.epoch = setup, setup.epoch
         self.session = getattr(importlib.import_module(module), name)(setup.me, setup.job, setup.run_uri, None)
@@ -84,15 +90,20 @@ class Worker:
         setup = self.setup
         return Passport(setup.me, setup.incarnation, setup.pool, os.getpid(), self.prepared, self.ordered)
 
-    def prepare(self, epoch: int) -> None:
+    def prepare(self, epoch: int, rehearsals: tuple[Rehearsal, ...] = ()) -> None:
         self._fence(epoch)
-        self.session.prepare()
+        self.session.prepare(rehearsals)
 
     def enter(self, epoch: int, order: Any) -> None:
         """An order that comes twice counts once."""
         self._fence(epoch)
         if order.plan.generation > self.ordered:
             self.ordered = order.plan.generation
+            if self.output is not None:
+                self.output.begin(*_part(self.setup.me, order.plan))
+            if self.stands_back:
+                self.stands_back = False
+                processes.step_forward()
             self.session.enter(order)
 
     def quiesce(self, epoch: int, generation: int, save: bool) -> None:
@@ -103,15 +114,29 @@ class Worker:
         self._fence(epoch)
         self.session.store_copy(generation)
 
+    def set_cadence(self, epoch: int, generation: int, peer_every: int, durable_every: int) -> None:
+        self._fence(epoch)
+        self.session.set_cadence(generation, peer_every, durable_every)
+
+    def write_for(self, epoch: int, plan: Any, step: int, rank: int) -> None:
+        self._fence(epoch)
+        self.session.write_for(plan, step, rank)
+
     def abort(self, epoch: int, generation: int) -> None:
         self._fence(epoch)
         self.session.abort(generation)
+
+    def roll_forward(self, epoch: int, generation: int, step: int, commit: tuple[float, ...]) -> None:
+        self._fence(epoch)
+        self.session.roll_forward(generation, step, commit)
 
     def poll(self, epoch: int, ack: int, wait_s: float) -> Any:
         """The session's Beat. A driver writes steps down up to a second late: its successor hears the newest ones again."""
         self._fence(epoch)
         beat = self.session.poll(ack, wait_s)
         self.polled_at = time.monotonic()
+        if self.output is not None and (said := self.output.take()):
+            beat = replace(beat, said=said)
         for _, event in beat.messages:
             self.prepared |= isinstance(event, NodePrepared)
             if isinstance(event, Quiesced):
@@ -175,3 +200,21 @@ class Worker:
             return
         if uri:
             log.warning("no driver for %.0f s: the state was stored as %s", self.setup.orphan_lease_s, uri)
+
+
+def _output(setup: WorkerSetup) -> Output | None:
+    """None: it stays where Ray puts it, since that was asked for, or since the folder cannot be written from here."""
+    if setup.logs is None:
+        return None
+    try:
+        return Output(setup.logs, str(setup.me))
+    except OSError as error:
+        log.warning("%s cannot be written (%s): what this worker prints stays in Ray's own log", setup.logs, error)
+        return None
+
+
+def _part(me: WorkerId, plan: Any) -> tuple[str, bool]:
+    """What a worker is in a plan, and whether it speaks for all."""
+    rank = plan.ranks.index(me) if me in plan.ranks else -1
+    what = f"rank {rank} of {len(plan.ranks)}" if rank >= 0 else "gives its state to the others"
+    return f"generation {plan.generation} after step {plan.resume.step}: {what}", rank == 0

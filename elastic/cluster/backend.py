@@ -13,21 +13,24 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from elastic.cluster import _ray_private, drills
 from elastic.cluster.actors import SESSION, WorkerSetup
+from elastic.cluster.copies import Commit, DurableCopies, holders_of
 from elastic.cluster.crew import POLL_S, Answer, Berth, Broken, Crew
 from elastic.cluster.drilling import Drilling
 from elastic.cluster.lease import Lease
-from elastic.cluster.local import ENVIRONMENT, HOST, LocalCluster
+from elastic.cluster.local import ENVIRONMENT, HOST, LAST_WORDS, LocalCluster
 from elastic.cluster.nodes import ClusterNodes, EmbeddedNodes, NodeProvider, Survey
 from elastic.cluster.notices import Drains
+from elastic.cluster.output import last_words
 from elastic.cluster.silence import Silence
 from elastic.errors import InternalError, SpecError
+from elastic.fingerprint import KEY
 from elastic.storage import open_storage
 from elastic.types import (
     Abort,
@@ -45,7 +48,10 @@ from elastic.types import (
     Quarantine,
     Quiesce,
     ReleaseNode,
+    RemoveCopy,
     RequestNodes,
+    RollForward,
+    SetCadence,
     StepDone,
     Stop,
     StopAsked,
@@ -60,16 +66,15 @@ SLICE_S = 0.05  # how long one look for answers waits
 LOOK_S = 0.25  # between looks at the inbox, deadlines, notices and silence
 TIMEOUT_LEAST_S, TIMEOUT_STEPS = 60.0, 20.0  # of a generation's groups: the last resort
 
-Commit = Callable[[Plan, int, int], str]
-
 
 @dataclass(frozen=True)
 class RayRun:
     """What the backend needs to know of a run.
 
     `uri`: the run's folder. `address`: of an existing cluster, as ray.init takes it; without meaning for the embedded one.
+    `spared`: drills leave the nodes of an existing cluster alone and take their workers only.
     `attach`: a driver was here before, its actors may live; `plans`: those that they may still run, the newest last; `step`:
-    the last one of them that is written down.
+    the last one of them that is written down. `logs`: a folder for what the workers print; None = where Ray puts it.
     """
 
     name: str
@@ -83,6 +88,8 @@ class RayRun:
     step: int = 0
     session: str = SESSION
     python_path: tuple[str, ...] = ()
+    logs: str | None = None
+    spared: bool = False
 
     @property
     def namespace(self) -> str:
@@ -93,13 +100,14 @@ class RayRun:
 class RayBackend:
     """`cluster`: the embedded one, ended by `close`; None = an existing cluster. `lease`: released by `close`.
 
-    `commit`: makes the stored parts of a durable copy a checkpoint and returns its uri.
+    `commit`: makes the stored parts of a durable copy a checkpoint and returns its uri. `show`: takes what rank 0 prints.
     """
 
     run: RayRun
     cluster: LocalCluster | None = None
     lease: Lease | None = None
     commit: Commit | None = None
+    show: Callable[[str], None] | None = None
     nodes: dict[str, Node] = field(init=False, default_factory=dict)
     provider: NodeProvider = field(init=False)
     _early: list[Event] = field(init=False, default_factory=list)
@@ -118,24 +126,28 @@ class RayBackend:
         self._anchor_s = time.time() - time.monotonic()
         self._connected = self._connect()
         self.storage = open_storage(run.uri)
+        self.inbox = drills.Inbox(self.storage)
         outlives = self.cluster is None
         nobody = WorkerId("", 0)
         setup = WorkerSetup(
             nobody, 0, "", dict(run.job), self.storage.uri, run.epoch, run.session, run.python_path,
-            float(run.job.get("orphan_lease_s") or 900.0), outlives,
+            float(run.job.get("orphan_lease_s") or 900.0), outlives, run.logs,
         )  # fmt: skip
         self.crew = Crew(setup, run.namespace, local=self.cluster is not None)
-        self.gather = Gather(self.commit or self._commit, self._workers_of)
+        self.copies = DurableCopies(self.storage, run.epoch, {"run": run.name, KEY: run.job.get(KEY)}, self.commit)
+        self.gather = Gather(self.copies.commit, self._workers_of)
         self.silence = Silence(POLL_S, run.job.get("max_silence_s"))
         self.drains = Drains()
         self.survey = Survey()
-        self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else ClusterNodes(run.pools)
+        self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else ClusterNodes(run.pools, run.spared)
         schedule = drills.Schedule(run.job.get("drill") or (), self.storage)
         self.drilling = Drilling(schedule, self.provider, self.crew, self.nodes, run.pools)
         for plan in run.plans:
             self.gather.expect(plan)
             self._plan = plan
         self._passports = self.crew.adopt(run.attach) if outlives else []
+        if not run.attach:
+            self.copies.clean()
         self._early = self._arrivals()
         self._end([passport.me for passport in self._passports if passport.me.node_id not in self.nodes])
 
@@ -170,6 +182,8 @@ class RayBackend:
             return
         self._closed = True
         self.survey.close()
+        self.inbox.close()
+        self.copies.close()
         self.crew.close(end=self.cluster is None and not self._let_go)
         self._stores.clear()
         if self._connected:
@@ -206,14 +220,14 @@ class RayBackend:
         for k in range(node.gpus):
             me = WorkerId(node.node_id, k)
             if me in there:
-                self.crew.call(me, "prepare")
+                self.crew.call(me, "prepare", action.rehearse)
             else:
-                self.crew.start(me, Berth(ray_id, node.pool, pool.accelerator_type != "CPU"))
+                self.crew.start(me, Berth(ray_id, node.pool, pool.accelerator_type != "CPU"), action.rehearse)
 
     def _enter(self, action: EnterPlan) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        from elastic.worker.generation import EnterOrder
+        from elastic.worker.workplace import EnterOrder
 
         plan = action.plan
         senders = [h.worker for h in plan.resume.holdings if h.worker not in plan.ranks]
@@ -236,6 +250,17 @@ class RayBackend:
         for worker in self.crew.workers():
             self.crew.call(worker, "store_copy", action.generation)
 
+    def _set_cadence(self, action: SetCadence) -> None:
+        for worker in self.crew.workers():
+            self.crew.call(worker, "set_cadence", action.generation, action.peer_every, action.durable_every)
+
+    def _roll_forward(self, action: RollForward) -> None:
+        for worker in self.crew.workers():
+            self.crew.call(worker, "roll_forward", action.generation, action.step, action.commit)
+
+    def _remove_copy(self, action: RemoveCopy) -> None:
+        self.copies.remove(action.uri)
+
     def _abort(self, action: Abort) -> None:
         """First the processes that do not answer (their sockets close and free the others), then the store, then the rest."""
         self._end(action.kill)
@@ -254,6 +279,7 @@ class RayBackend:
             events += self._heard(answer) if isinstance(answer, Answer) else self._broke(answer)
         events += self._arrivals()
         events += self._losses()
+        events += self.copies.news()
         if self.now_s() - self._looked_s >= LOOK_S:
             self._looked_s = self.now_s()
             events += self._look()
@@ -261,16 +287,14 @@ class RayBackend:
 
     def _heard(self, answer: Answer) -> list[Event]:
         self.silence.answered(answer.worker, answer.beat)
+        if self.show is not None:
+            for line in answer.beat.said:
+                self.show(f"[rank 0] {line}")
         events: list[Event] = []
         for message in answer.messages:
             if self._is_known(message):
                 continue
-            try:
-                gathered = self.gather.add(answer.worker, message)
-            except OSError as error:
-                log.warning("a durable copy could not be committed: %s", error)
-                continue
-            for event in gathered:
+            for event in self.gather.add(answer.worker, message, time.monotonic()):
                 events.append(event)
                 events += self._follow(event)
         return events
@@ -304,12 +328,18 @@ class RayBackend:
         self._end([worker])
         ray_id = self.provider.ray_id(worker.node_id)
         why = self.survey.check(ray_id) if ray_id else ""
-        last_words = self.cluster.last_words(broken.pid) if self.cluster and broken.pid else ""
-        failed = WorkerFailed(worker, 0, "process", broken.error + last_words)
+        failed = WorkerFailed(worker, 0, "process", broken.error + self._last_words(broken.pid))
         if why:
             return [failed, *self._lose(worker.node_id, why)]
         self._suspect([worker.node_id])
         return [failed]
+
+    def _last_words(self, pid: int) -> str:
+        """Of a process, as `; it wrote: ...`; '' = it wrote nothing, or not where this driver can read."""
+        words = last_words(self.run.logs, pid) if self.run.logs and pid else ""
+        if not words and self.cluster is not None and pid:
+            words = self.cluster.last_words(pid)
+        return f"; it wrote: {words[-LAST_WORDS:]}" if words else ""
 
     def _arrivals(self) -> list[Event]:
         return [event for news in self.provider.news(self.survey.alive) for event in self._arrived(news)]
@@ -329,7 +359,15 @@ class RayBackend:
         for passport in found:
             if passport.prepared:
                 events += self.gather.add(passport.me, NodePrepared(node.node_id, (passport.pid,)))
-        return events
+        return events + self._missed(node.node_id)
+
+    def _missed(self, node_id: str) -> list[Event]:
+        """Workers that the last driver's plan names on this node and that did not outlive it."""
+        if not self.run.plans:
+            return []
+        there = self.crew.workers(node_id)
+        gone = [w for w in self.run.plans[-1].ranks if w.node_id == node_id and w not in there]
+        return [WorkerFailed(worker, 0, "process", "it was gone when the driver came back") for worker in gone]
 
     def _losses(self) -> list[Event]:
         gone = self.survey.gone
@@ -350,16 +388,26 @@ class RayBackend:
     def _look(self) -> list[Event]:
         events: list[Event] = list(self.silence.look(time.monotonic()))
         self._suspect(worker.node_id for worker in self.silence.late())
-        orders = drills.read_inbox(self.storage)
+        orders = self.inbox.take()
         now_s = self.now_s()
         events += [event for entry in orders.drills for event in self.drilling.carry_out(entry, self._plan, now_s)]
         if orders.stop is not None:
             events.append(StopAsked(orders.stop))
         events += self._stuck_generation()
+        self._write_late_parts()
         self.drilling.pass_deadlines(now_s)
         by_ray_id = {self.provider.ray_id(node_id): node_id for node_id in self.nodes}
         draining = {by_ray_id[r]: at_s for r, at_s in self.survey.draining.items() if r in by_ray_id}
         return [*events, *self.drains.news(draining, now_s)]
+
+    def _write_late_parts(self) -> None:
+        """Parts of a durable copy that are long overdue are written by others that hold the same boxes."""
+        for parts, rank in self.gather.late(time.monotonic()):
+            holders = [worker for worker in holders_of(parts, rank) if worker in self.crew.workers()]
+            if holders:
+                other = holders[(parts.asked[rank] - 1) % len(holders)]
+                log.info("step %d: %s is asked to write the part of rank %d, which is late", parts.step, other, rank)
+                self.crew.call(other, "write_for", parts.plan, parts.step, rank)
 
     def _stuck_generation(self) -> list[Event]:
         """All workers answer and none gets on: broken off, so that the one that does not obey is found."""
@@ -423,16 +471,10 @@ class RayBackend:
         for number in [number for number in self._stores if number <= generation]:
             del self._stores[number]
 
-    def _commit(self, plan: Plan, step: int, digest: int) -> str:
-        from elastic.worker import durable
-
-        meta = {"run": self.run.name, "layout": asdict(plan.layout), "layers": list(plan.layers), "samples": list(plan.samples)}
-        meta["digest"] = str(digest)
-        return durable.commit(self.storage, step, plan.generation, len(plan.ranks), self.run.epoch, meta)
-
 
 _ORDERS: dict[type, Callable[[RayBackend, Any], None]] = {
     RequestNodes: RayBackend._request, ReleaseNode: RayBackend._release, Quarantine: RayBackend._quarantine,
     Prepare: RayBackend._prepare, EnterPlan: RayBackend._enter, Quiesce: RayBackend._quiesce,
-    StoreCopy: RayBackend._store_copy, Abort: RayBackend._abort, Stop: RayBackend._stop,
+    StoreCopy: RayBackend._store_copy, RemoveCopy: RayBackend._remove_copy, Abort: RayBackend._abort, Stop: RayBackend._stop,
+    RollForward: RayBackend._roll_forward, SetCadence: RayBackend._set_cadence,
 }  # fmt: skip

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster.actors import MAX_CONCURRENCY, Passport, Worker, WorkerSetup
 from elastic.cluster.nodes import signal_there
 from elastic.errors import SpecError
-from elastic.types import WorkerId
+from elastic.types import Rehearsal, WorkerId
 
 POLL_S = 0.5  # how long a worker without news holds a poll
 PASSPORT_MOST_S = 10.0
@@ -95,14 +95,14 @@ class Crew:
         member = self._members.get(worker)
         return member.generation if member else 0
 
-    def start(self, me: WorkerId, berth: Berth) -> None:
+    def start(self, me: WorkerId, berth: Berth, rehearsals: tuple[Rehearsal, ...] = ()) -> None:
         """Starts an actor in the background and lets it prepare."""
         with self._lock:
             self._incarnations[me] = self._incarnations.get(me, 0) + 1
             incarnation = self._incarnations[me]
-        self._starter.submit(self._start, me, berth, incarnation)
+        self._starter.submit(self._start, me, berth, incarnation, rehearsals)
 
-    def _start(self, me: WorkerId, berth: Berth, incarnation: int) -> None:
+    def _start(self, me: WorkerId, berth: Berth, incarnation: int, rehearsals: tuple[Rehearsal, ...]) -> None:
         setup = replace(self.setup, me=me, incarnation=incarnation, pool=berth.pool)
         need: dict[str, Any] = {"num_cpus": 0, "num_gpus": 1} if berth.on_gpu else {"num_cpus": 1}
         actor_class: Any = ray.remote(Worker)
@@ -120,7 +120,7 @@ class Crew:
                 _kill(actor)
                 return
             self._members[me] = _Member(actor, berth.ray_id, incarnation)
-        self.call(me, "prepare")
+        self.call(me, "prepare", rehearsals)
 
     def adopt(self, keep: bool) -> list[Passport]:
         """Finds the run's living actors, of each worker the newest; the others end. Not `keep`: all of them end."""
@@ -204,13 +204,13 @@ class Crew:
             beat = ray.get(ref)
         except ActorUnavailableError:
             return None  # the connection broke; it may come back, and silence is measured on
-        except RayActorError as error:
+        except RayTaskError as error:
+            return Broken(worker, "replaced" if isinstance(error, SpecError) else "infrastructure", _short(error))
+        except RayError as error:  # ActorDiedError, OutOfMemoryError of the memory monitor, NodeDiedError ...
             if member is None:
                 return None
             self.forget(worker)
-            return Broken(worker, "process", f"its process is gone: {_short(error)}", member.pid)
-        except RayTaskError as error:
-            return Broken(worker, "replaced" if isinstance(error, SpecError) else "infrastructure", _short(error))
+            return Broken(worker, "process", f"its process is gone: {_why_gone(error)}", member.pid)
         if not is_poll or member is None:
             return None
         messages = tuple(event for number, event in beat.messages if number > member.seen)
@@ -266,6 +266,12 @@ def _kill(actor: Any) -> None:
         ray.kill(actor, no_restart=True)
     except (RayError, ValueError):
         pass
+
+
+def _why_gone(error: RayError) -> str:
+    if isinstance(error, OutOfMemoryError):  # its own text is a report of many lines, a listing of processes among them
+        return "Ray's memory monitor killed it, since the host's memory was nearly used up"
+    return _short(error)
 
 
 def _short(error: BaseException) -> str:

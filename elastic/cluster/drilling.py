@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from elastic.cluster import drills
-from elastic.cluster.crew import Crew
 from elastic.cluster.nodes import NodeProvider
 from elastic.errors import SpecError
-from elastic.types import DrillAsked, Event, Node, Notice, Plan, Pool
+from elastic.types import DrillAsked, Event, Node, Notice, Plan, Pool, WorkerId
+
+
+class Hands(Protocol):
+    """What is used of a Crew."""
+
+    def workers(self, node_id: str | None = None) -> list[WorkerId]: ...
+    def pid(self, worker: WorkerId) -> int: ...
+    def signal(self, workers: Iterable[WorkerId], number: int) -> None: ...
 
 
 @dataclass
@@ -21,7 +28,7 @@ class Drilling:
 
     schedule: drills.Schedule
     provider: NodeProvider
-    crew: Crew
+    crew: Hands
     nodes: Mapping[str, Node]
     pools: Sequence[Pool]
     die: bool = False

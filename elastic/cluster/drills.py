@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 from elastic.cluster.lease import Store
 from elastic.errors import SpecError
-from elastic.mesh import partners
 from elastic.spec import drill_entry
+from elastic.storage import Storage
 from elastic.types import MarketType, Plan
 
 INBOX, REJECTED, DONE = "inbox/", "inbox/rejected/", "inbox/done/"
+REMOTE_EVERY_S = 2.0
 ON_NODES = ("notice", "kill", "hang")
 
 
@@ -70,10 +74,10 @@ def _of_rank(rank: int, scene: Scene) -> str:
 def _partner(before: Sequence[str], scene: Scene) -> str:
     ranks = scene.plan.ranks if scene.plan else ()
     mine = [rank for rank, worker in enumerate(ranks) if before and worker.node_id == before[-1]]
-    kept_by = partners(ranks)
-    if not mine or not kept_by:
+    kept_by = scene.plan.copies_to if scene.plan else ()
+    if not mine or not kept_by or not kept_by[mine[0]]:
         raise SpecError(f"drill: 'partner' needs a node of the plan before it and a second node; the list is {_listed(before)}")
-    return ranks[kept_by[mine[0]]].node_id
+    return ranks[kept_by[mine[0]][0]].node_id
 
 
 def _listed(nodes: Sequence[str]) -> str:
@@ -109,24 +113,71 @@ class Orders:
     stop: str | None = None
 
 
-def read_inbox(storage: Store) -> Orders:
-    """Takes the orders out of the inbox. One that cannot be read goes to inbox/rejected with the reason."""
+def read_inbox(storage: Store, taken: set[str] | None = None) -> Orders:
+    """Takes the orders out of the inbox. One that cannot be read goes to inbox/rejected with the reason.
+
+    `taken`: keys of orders that were given out before and could not be removed; kept by the caller. Where storage fails on the
+    way, what was read until then is returned; it raises OSError when that is nothing.
+    """
+    taken = set() if taken is None else taken
     drills: list[dict[str, Any]] = []
     stop: str | None = None
-    for key in storage.list(INBOX):
-        if key.count("/") != 1 or not key.endswith(".json"):
-            continue
-        text = storage.get(key)
-        try:
-            order = json.loads(text)
-            if not isinstance(order, dict) or len(order) != 1 or next(iter(order)) not in ("drill", "stop"):
-                raise SpecError('an order is {"drill": {...}} or {"stop": "reason"}')
-            if "drill" in order:
-                drills.append(drill_entry(order["drill"], "drill").plain())
-            else:
-                stop = str(order["stop"])
-        except (ValueError, SpecError) as error:
-            why = {"order": text.decode(errors="replace"), "why": str(error)}
-            storage.put(f"{REJECTED}{key[len(INBOX) :]}", json.dumps(why).encode())
-        storage.delete(key)
+    try:
+        for key in storage.list(INBOX):
+            if key.count("/") != 1 or not key.endswith(".json"):
+                continue
+            order = {} if key in taken else _order(storage, key)
+            taken.add(key)
+            drills += [order["drill"]] if "drill" in order else []
+            stop = order.get("stop", stop)
+            storage.delete(key)
+    except OSError:
+        if not drills and stop is None:
+            raise
     return Orders(tuple(drills), stop)
+
+
+def _order(storage: Store, key: str) -> dict[str, Any]:
+    """{"drill": {...}}, {"stop": "reason"}, or {} for one that was rejected."""
+    text = storage.get(key)
+    try:
+        order = json.loads(text)
+        if not isinstance(order, dict) or len(order) != 1 or next(iter(order)) not in ("drill", "stop"):
+            raise SpecError('an order is {"drill": {...}} or {"stop": "reason"}')
+        if "drill" in order:
+            return {"drill": drill_entry(order["drill"], "drill").plain()}
+        return {"stop": str(order["stop"])}
+    except (ValueError, SpecError) as error:
+        why = {"order": text.decode(errors="replace"), "why": str(error)}
+        storage.put(f"{REJECTED}{key[len(INBOX) :]}", json.dumps(why).encode())
+        return {}
+
+
+class Inbox:
+    """Orders as they come. Object storage is asked by a thread every REMOTE_EVERY_S: the driver never waits for it."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._taken: set[str] = set()
+        self._found: SimpleQueue[Orders] = SimpleQueue()
+        self._done = threading.Event()
+        if storage.remote:
+            threading.Thread(target=self._follow, name="inbox", daemon=True).start()
+
+    def take(self) -> Orders:
+        """What has come since the last call."""
+        if not self._storage.remote:
+            return read_inbox(self._storage, self._taken)
+        found: list[Orders] = []
+        while not self._found.empty():
+            found.append(self._found.get())
+        stops = [orders.stop for orders in found if orders.stop is not None]
+        return Orders(tuple(drill for orders in found for drill in orders.drills), stops[-1] if stops else None)
+
+    def close(self) -> None:
+        self._done.set()
+
+    def _follow(self) -> None:
+        while not self._done.wait(REMOTE_EVERY_S):
+            with suppress(OSError):  # looked at again the next time; that storage is out of reach is the lease's to say
+                self._found.put(read_inbox(self._storage, self._taken))

@@ -2,6 +2,9 @@
 
 `lease/<epoch>-<n>.json` is the n-th sign of life of the driver of that epoch. A driver takes the run over by creating object 0
 of the next epoch; of several that try, storage lets one win. The epoch fences whatever the older driver still tries to do.
+
+Clocks of two machines are never trusted: a holder counts its own seconds since its last sign of life, and one
+that looks expired from elsewhere is watched for its whole time to live before it is replaced.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import json
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -17,6 +21,7 @@ from elastic.cluster import processes
 from elastic.errors import SpecError
 
 PREFIX = "lease/"
+GRACE_S = 1.0
 
 
 class Store(Protocol):
@@ -64,8 +69,9 @@ class Lease:
     def __init__(self, storage: Store, run: str, times: Times = Times()) -> None:
         self.storage, self.run, self.times = storage, run, times
         self._lost = threading.Event()
+        self._good_s = time.monotonic()  # when the last sign of life that was given began to be written
+        self._since_s: float | None = None  # when the renewals that have not succeeded yet began
         self._done = threading.Event()
-        self._lock = threading.Lock()
         place = processes.Place.here()
         now_s = time.time()
         me: dict[str, Any] = {
@@ -80,6 +86,8 @@ class Lease:
         if not self._write(self.sign):
             winner = newest(storage)
             raise SpecError(self._refusal(winner) if winner else f"run '{run}': another driver took its lease just now")
+        if self._write(self.sign):
+            raise SpecError(f"{storage.uri}: it overwrites what must not be (no If-None-Match); no run can be kept safe there")
         for key in storage.list(PREFIX):
             if key < self.sign.key:
                 storage.delete(key)
@@ -92,8 +100,8 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Another driver has taken the run over: this one may do nothing more."""
-        return self._lost.is_set()
+        """Another driver has taken the run over, or may have: this one may do nothing more."""
+        return self._lost.is_set() or self._overdue()
 
     def give_up(self) -> None:
         """Another driver was heard of."""
@@ -101,20 +109,27 @@ class Lease:
         self._done.set()
 
     def release(self) -> None:
-        """The next driver need not wait."""
+        """The next driver need not wait. Where storage is out of reach, it must."""
         self._done.set()
-        self._thread.join()
-        with self._lock:
-            if not self.lost:
-                self._write(self._next(released=True))
+        self._thread.join(timeout=self.times.ttl_s)
+        if self._thread.is_alive() or self.lost:
+            return
+        with suppress(OSError):
+            self._write(self._next(released=True))
 
     def _refuse_living(self, before: Sign) -> None:
         if before.released or self._dead_here(before):
             return
-        if time.time() - before.at_s <= before.ttl_s:
+        if 0.0 <= time.time() - before.at_s <= before.ttl_s:
             raise SpecError(self._refusal(before))
-        if before.boot != processes.Place.here().boot:  # its clock may be behind ours: does it still give signs?
-            time.sleep(2 * self.times.renew_s)
+        if before.boot != processes.Place.here().boot:  # its clock may be behind or ahead of ours: does it still give signs?
+            self._watch(before)
+
+    def _watch(self, before: Sign) -> None:
+        """Raises SpecError when a new sign of life comes while the last one expires by our own clock."""
+        until_s = time.monotonic() + before.ttl_s
+        while time.monotonic() < until_s:
+            time.sleep(min(self.times.renew_s, before.ttl_s))
             after = newest(self.storage)
             if after is not None and after.key != before.key and not after.released:
                 raise SpecError(self._refusal(after))
@@ -135,26 +150,42 @@ class Lease:
     def _write(self, sign: Sign) -> bool:
         return self.storage.put(sign.key, json.dumps(asdict(sign)).encode(), if_absent=True)
 
+    def _overdue(self) -> bool:
+        """Others may take over by now. A process that was stopped for a while (Ctrl-Z) may first look whether they did."""
+        since_s, now_s = self._since_s, time.monotonic()
+        grace_s = min(GRACE_S, self.times.renew_s)
+        return since_s is not None and now_s - since_s > grace_s and now_s - self._good_s > self.times.ttl_s - grace_s
+
     def _renew(self) -> None:
         while not self._done.wait(self.times.renew_s):
+            begun_s = time.monotonic()
+            self._since_s = begun_s if self._since_s is None else self._since_s
             try:
                 if not self._renewed():
                     self._lost.set()
                     return
-            except OSError:
-                if time.time() - self.sign.at_s > self.times.ttl_s:  # storage is out of reach: others may take over
+                self._good_s, self._since_s = begun_s, None
+            except OSError:  # storage is out of reach
+                if self._overdue():
                     self._lost.set()
                     return
 
     def _renewed(self) -> bool:
-        with self._lock:
-            after = newest(self.storage)
-            sign = self._next()
-            if (after is not None and after.epoch > self.epoch) or not self._write(sign):
-                return False
-            before, self.sign = self.sign, sign
-            self.storage.delete(before.key)
-            return True
+        after = newest(self.storage)
+        if after is not None and after.epoch > self.epoch:
+            return False
+        if after is not None and after.n > self.sign.n and self._mine(after):
+            self.sign = after  # it was written, and the answer was lost
+        sign = self._next()
+        if not self._write(sign):
+            return False
+        before, self.sign = self.sign, sign
+        self.storage.delete(before.key)
+        return True
+
+    def _mine(self, sign: Sign) -> bool:
+        me = self.sign
+        return (sign.epoch, sign.boot, sign.pid, sign.since_s) == (me.epoch, me.boot, me.pid, me.since_s)
 
 
 def newest(storage: Store) -> Sign | None:

@@ -34,6 +34,7 @@ SYSTEM_CONFIG = {  # a node that does not answer is dead after about 2 s
     "health_check_failure_threshold": 3,
 }  # fmt: skip
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # of the driver and of all nodes
+ENVIRONMENTS = "ELASTIC_RUNTIME_ENVIRONMENTS"  # set where the nodes must offer them
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 LAST_WORDS = 400
 LOG_TAIL = 2000  # bytes of the cluster process's log that go into an error
@@ -62,16 +63,18 @@ class LocalCluster:
     """The driver's side. The constructor returns at once; `address` waits until the head is up.
 
     `python_path`: folders that the workers can import from, besides this package's and this process's own PYTHONPATH.
+    `environments`: actors may have a runtime_env of their own (Ray Train's have); costs a process per node.
     """
 
-    def __init__(self, python_path: Sequence[str] = ()) -> None:
+    def __init__(self, python_path: Sequence[str] = (), environments: bool = False) -> None:
         self._answers: dict[int, Future[dict[str, Any]]] = {0: Future()}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._ended = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "elastic.cluster.keeper"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=_environment(python_path), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True,
+            env=_environment(python_path) | ({ENVIRONMENTS: "1"} if environments else {}),
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, name="embedded-cluster", daemon=True)
         self._reader.start()
@@ -112,11 +115,10 @@ class LocalCluster:
         return [self.pid, *processes.descendants(self.pid)]
 
     def last_words(self, pid: int) -> str:
-        """The end of what a worker process has written to its standard error, as `; it wrote: ...`."""
+        """The end of what a worker process has written to its standard error, in one line."""
         files = Path(self.folder).glob(f"ray/session_latest/logs/worker-*-{pid}.err")
         lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
-        text = " ".join(" ".join(line for line in lines if not line.startswith(":")).split())  # ":actor_name:..." is Ray's
-        return f"; it wrote: {text[-LAST_WORDS:]}" if text else ""
+        return " ".join(" ".join(line for line in lines if not line.startswith(":")).split())  # ":actor_name:..." is Ray's
 
     def close(self) -> None:
         """Ends every process of the cluster and removes its folder."""
@@ -196,7 +198,7 @@ class _Nodes:
         from elastic.cluster._ray_private import lean_python
 
         self.folder, self.out = folder, out
-        sys.executable = lean_python(folder)  # what Ray starts its processes with
+        sys.executable = lean_python(folder, ENVIRONMENTS in os.environ)  # what Ray starts its processes with
         self.cluster = Cluster(shutdown_at_exit=False)
         self.raylets: dict[str, int] = {}
         self.numbers = itertools.count()

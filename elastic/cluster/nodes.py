@@ -57,6 +57,7 @@ class RayNode:
     cpus: int
     gpus: int
     head: bool
+    memory_bytes: int = 0  # of the host, as Ray measured or was told; 0 = not known
 
 
 @dataclass
@@ -94,11 +95,13 @@ class EmbeddedNodes:
             return f"there is no pool '{name}'"
         used = sum(1 for p in self._names.values() if p == name)
         if used >= self._capacity[name]:
-            return f"no capacity: pool '{name}' gives {self._capacity[name]} nodes and {used} are in use"
+            taken = pool.max_nodes - self._capacity[name]
+            by_drills = f"{taken} of its {pool.max_nodes} nodes were taken by drills, " if taken > 0 else ""
+            return f"no capacity: {by_drills}{used} of {self._capacity[name]} in use"
         gpus: tuple[int, ...] = ()
         if pool.accelerator_type != "CPU":
-            taken = {g for held in self._gpus.values() for g in held}
-            free = [g for g in visible_gpus() if g not in taken]
+            held = {gpu for gpus in self._gpus.values() for gpu in gpus}
+            free = [gpu for gpu in visible_gpus() if gpu not in held]
             if len(free) < pool.gpus_per_node:
                 return f"no capacity: a node of '{name}' has {pool.gpus_per_node} GPUs and {len(free)} are free on this machine"
             gpus = tuple(free[: pool.gpus_per_node])
@@ -123,7 +126,8 @@ class EmbeddedNodes:
                 continue
             self._ray_ids[node_id] = answer.result()["ray_id"]
             gpus = next(p.gpus_per_node for p in self.pools if p.name == pool)
-            events.append(NodeReady(Node(node_id, pool, gpus)))
+            most = sum(self._capacity.values())  # nodes that share this machine
+            events.append(NodeReady(Node(node_id, pool, gpus, host_memory_bytes=machine_bytes() // max(1, most))))
         return events
 
     def release(self, node_id: str) -> None:
@@ -151,9 +155,11 @@ class ClusterNodes:
 
     A node belongs to the pool that its label elastic-pool, pool or ray.io/node-group names; else to the first pool of its
     market type and accelerator type. Released nodes stay in the cluster and come back when they are asked for again.
+    `spared`: a drill takes the workers of a node and leaves the node itself alone.
     """
 
     pools: Sequence[Pool]
+    spared: bool = False
     _capacity: dict[str, int] = field(init=False)
     _ours: dict[str, tuple[str, str]] = field(default_factory=dict)  # node id -> pool, Ray id
     _released: dict[str, str] = field(default_factory=dict)  # Ray id -> pool
@@ -183,7 +189,7 @@ class ClusterNodes:
             events.append(self._welcome(found, pool))
         for name, missing, request_id in self._asked:
             if missing > 0:
-                why = f"no capacity: the cluster has {self._used(name)} suitable nodes of pool '{name}', all in use"
+                why = f"no capacity: all that the cluster has of it are in use ({self._used(name)})"
                 events.append(RequestFailed(name, request_id, why))
         self._asked.clear()
         return events
@@ -192,7 +198,7 @@ class ClusterNodes:
         self._released.pop(found.ray_id, None)
         node_id = found.labels.get(NODE_LABEL) or f"{pool.name}-{found.ray_id[:8]}"
         self._ours[node_id] = (pool.name, found.ray_id)
-        return NodeReady(Node(node_id, pool.name, workers_of(found, pool)))
+        return NodeReady(Node(node_id, pool.name, workers_of(found, pool), host_memory_bytes=found.memory_bytes))
 
     def _used(self, pool: str) -> int:
         return sum(1 for name, _ in self._ours.values() if name == pool)
@@ -205,7 +211,7 @@ class ClusterNodes:
     def kill(self, node_id: str, pids: Sequence[int]) -> None:
         ray_id = self.ray_id(node_id)
         if ray_id is not None:
-            signal_there(ray_id, pids, signal.SIGKILL, raylet=True)
+            signal_there(ray_id, pids, signal.SIGKILL, raylet=not self.spared)
 
     def lost(self, node_id: str) -> None:
         _, ray_id = self._ours.pop(node_id, ("", ""))
@@ -304,7 +310,7 @@ class Survey:
                     self._suspects[ray_id] = (until_s, time.monotonic())
 
     def _look(self) -> None:
-        found = [_ray_node(entry) for entry in ray.nodes() if entry["Alive"]]
+        found = living()
         for ray_id in set(self.alive) - {node.ray_id for node in found}:
             self._lose(ray_id, "Ray lists it as dead")
         with self._lock:
@@ -317,12 +323,28 @@ class Survey:
             self.alive = {known: node for known, node in self.alive.items() if known != ray_id}
 
 
+def living() -> list[RayNode]:
+    """The nodes that Ray lists as alive."""
+    return [_ray_node(entry) for entry in ray.nodes() if entry["Alive"]]
+
+
 def _ray_node(entry: Mapping[str, Any]) -> RayNode:
     resources = entry["Resources"]
     return RayNode(
         entry["NodeID"], entry["NodeManagerAddress"], entry["NodeManagerPort"], entry["Labels"], int(resources.get("CPU", 0)),
-        int(resources.get("GPU", 0)), "node:__internal_head__" in resources,
+        int(resources.get("GPU", 0)), "node:__internal_head__" in resources, _host_bytes(resources),
     )  # fmt: skip
+
+
+def _host_bytes(resources: Mapping[str, float]) -> int:
+    """Ray gives tasks what is left of the host's memory beside its object store: the sum is the host's, or a little less."""
+    memory = resources.get("memory", 0.0)
+    return int(memory + resources.get("object_store_memory", 0.0)) if memory else 0
+
+
+def machine_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def reaches(address: str, port: int) -> bool | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import socket
 import time
@@ -11,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+STAND_BACK = 4  # nice value of what prepares beside others that train on the same cores
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -65,11 +67,12 @@ def send(pids: Iterable[int], number: int = signal.SIGKILL) -> list[int]:
 
 
 def end_tree(root: int, with_root: bool = True) -> list[int]:
-    """SIGKILL for everything below `root` (which starts nothing any more); returns the pids. Does not wait for them."""
+    """SIGKILL for everything below `root` (whose children start nothing any more); returns the pids. Does not wait for them."""
     ended: list[int] = []
     if with_root:
+        send([root], signal.SIGSTOP)  # so that it starts nothing between the look and its end
         below = descendants(root)
-        ended += send([root])  # first, so that it starts no new ones
+        ended += send([root])
         ended += send(below)
         return ended
     deadline = time.monotonic() + 5.0
@@ -98,6 +101,11 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def die_with_parent() -> None:
+    """SIGKILL when the thread that started this process ends, whatever this one does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a process id means something: one boot of one machine, one pid namespace."""
@@ -109,3 +117,26 @@ class Place:
     def here(cls) -> Place:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return cls(socket.gethostname(), f"{boot}/{os.readlink('/proc/self/ns/pid')}")
+
+
+def stand_back() -> bool:
+    """Lets others on this machine go first, until `step_forward`. False: it could not be undone, so nothing is changed."""
+    allowed = 20 - resource.getrlimit(resource.RLIMIT_NICE)[0]  # the lowest nice value that an ordinary user may ask for
+    if os.geteuid() != 0 and allowed > os.getpriority(os.PRIO_PROCESS, 0):
+        return False
+    _set_nice(STAND_BACK)
+    return True
+
+
+def step_forward() -> None:
+    """The inverse of `stand_back`."""
+    _set_nice(0)
+
+
+def _set_nice(value: int) -> None:
+    """For every thread of this process: each has its own, which the threads that it starts inherit."""
+    for name in os.listdir("/proc/self/task"):
+        try:
+            os.setpriority(os.PRIO_PROCESS, int(name), value)
+        except ProcessLookupError:  # it has just ended
+            continue

@@ -7,7 +7,8 @@ from typing import Protocol
 
 from elastic.types import Silent, WorkerId
 
-STEPPING_LEAST_S, STEP_TIMES = 3.0, 10.0
+STEPPING_LEAST_S, STEP_TIMES = 1.0, 5.0
+LATE_TIMES, LATE_KEPT = 4.0, 0.98  # of the worst answer lately: a machine under load answers late without being silent
 LATE_S = 0.25
 STUCK_LEAST_S, STUCK_TIMES = 30.0, 3.0  # all answer and none gets on
 BOUNDS_S = {"idle": 10.0, "starting": 120.0}
@@ -46,6 +47,7 @@ class Silence:
     step_time_s: dict[int, float] = field(default_factory=dict)  # generation -> newest
     _workers: dict[WorkerId, _Seen] = field(default_factory=dict)
     _looked_at_s: float | None = None
+    _late_s: float = 0.0  # by how much answers have come late, the worst lately
 
     def called(self, worker: WorkerId) -> None:
         """A call to the worker is open now."""
@@ -55,6 +57,8 @@ class Silence:
 
     def answered(self, worker: WorkerId, beat: BeatLike) -> None:
         seen = self._workers.setdefault(worker, _Seen())
+        late_s = max(0.0, seen.waited_s - self.wait_s) if seen.open and not seen.told else 0.0
+        self._late_s = max(late_s, LATE_KEPT * self._late_s)
         moved = (beat.generation, beat.phase, beat.progress) != (seen.generation, seen.phase, seen.progress)
         if moved or beat.phase == "idle":
             seen.still_s = 0.0
@@ -77,7 +81,8 @@ class Silence:
         """How long a worker may be silent in this phase."""
         bound_s = BOUNDS_S.get(phase, OTHER_BOUND_S)
         if phase == "stepping":
-            bound_s = max(STEPPING_LEAST_S, STEP_TIMES * self.step_time_s.get(generation, OTHER_BOUND_S / STEP_TIMES))
+            step_s = self.step_time_s.get(generation, OTHER_BOUND_S / STEP_TIMES)
+            bound_s = max(STEPPING_LEAST_S, STEP_TIMES * step_s, LATE_TIMES * self._late_s)
         return min(bound_s, self.most_s) if self.most_s is not None else bound_s
 
     def look(self, now_s: float) -> list[Silent]:

@@ -1,16 +1,18 @@
-"""Batches of the coming steps, read ahead by one background thread."""
+"""Batches of the coming steps, read ahead by a background thread, or by loader processes."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from elastic.data.batches import Unread, batch_of, check_shapes, collated, stack_arrays
+from elastic.data.readers import LoaderLost, Reader, Readers
 from elastic.errors import InternalError, ProgramError
 
 Batch = dict[str, Tensor]
@@ -21,47 +23,71 @@ def collate(items: Sequence[Mapping[str, Any]]) -> Batch:
 
     Raises ProgramError naming the key and the shapes that differ.
     """
-    if not items:
-        raise ProgramError("a batch needs at least one item")
-    for item in items:
-        if not isinstance(item, Mapping):
-            raise ProgramError(f"an item of the dataset must be a dict of tensors, not {type(item).__name__}")
-        if item.keys() != items[0].keys():
-            raise ProgramError(f"items of one batch differ in their keys: {sorted(items[0])} and {sorted(item)}")
-    return {key: _stack(key, [item[key] for item in items]) for key in items[0]}
+    return collated(items, _stack)
 
 
 def _stack(key: str, values: list[Any]) -> Tensor:
-    shapes = {tuple(getattr(value, "shape", ())) for value in values}
-    if len(shapes) > 1:
-        first, second = sorted(map(list, shapes))[:2]
-        raise ProgramError(f"items of one batch differ in the shape of '{key}': {first} and {second}")
+    check_shapes(key, values)
     if all(isinstance(value, Tensor) for value in values):
         return torch.stack(values)
     if any(isinstance(value, Tensor) for value in values):
         return torch.stack([torch.as_tensor(value) for value in values])
+    return _tensor(key, stack_arrays(key, values))
+
+
+def _tensor(key: str, values: Any) -> Tensor:
+    if isinstance(values, Tensor):
+        return values
     try:
-        return torch.from_numpy(np.stack([np.asarray(value) for value in values]))  # a copy: memory maps may be read-only
+        return torch.from_numpy(values)
     except TypeError as error:
         raise ProgramError(f"'{key}' of an item cannot become a tensor: {error}") from error
 
 
-class Loader:
-    """Reads the batches of the steps `first_step`, `first_step` + 1, ... at most `depth` steps ahead.
+@dataclass(frozen=True)
+class Ahead:
+    """How far a loader reads ahead: steps (those being read included), and bytes of what is ready and being read; one batch may
+    be larger."""
 
-    dataset: map-style. ids_of_step: step -> the sample ids that this rank reads in it (none: tensors of length 0). What the
-    dataset raises comes out of `take` as ProgramError with the sample id. `take` and `restart` belong to one thread; `close`
-    may come from any, and frees a `take` that waits.
+    steps: int = 2
+    most_bytes: int = 1 << 30
+
+    @classmethod
+    def of(cls, job: Mapping[str, Any]) -> Ahead:
+        data = job.get("data") or {}
+        return cls(int(data.get("prefetch_steps") or cls.steps), int(float(data.get("prefetch_mb") or 1024) * 1e6))
+
+
+class Loader:
+    """Reads the batches of the steps `first_step`, `first_step` + 1, ... ahead.
+
+    dataset: map-style; with `readers` they read it, each a batch at a time. ids_of_step: step -> the sample ids that this rank
+    reads in it (none: tensors of length 0). What the dataset raises comes out of `take` as ProgramError with the sample id, the
+    end of a loader process as LoaderLost. `take` and `restart` belong to one thread; `close` may come from any, and frees a
+    `take` that waits.
     """
 
-    def __init__(self, dataset: Any, ids_of_step: Callable[[int], Sequence[int]], first_step: int, depth: int = 2) -> None:
-        self._dataset, self._ids_of_step, self._depth = dataset, ids_of_step, max(1, depth)
+    def __init__(
+        self,
+        dataset: Any,
+        ids_of_step: Callable[[int], Sequence[int]],
+        first_step: int,
+        ahead: Ahead | int = 2,
+        readers: Readers | None = None,
+    ) -> None:
+        self._dataset, self._ids_of_step = dataset, ids_of_step
+        each: tuple[Reader | None, ...] = readers.each if readers is not None else (None,)
+        ahead = Ahead(ahead) if isinstance(ahead, int) else ahead
+        self._steps, self._most_bytes = max(1, ahead.steps, len(each) if readers is not None else 1), ahead.most_bytes
         self._changed = threading.Condition()
-        self._ready: dict[int, Batch | ProgramError] = {}
+        self._ready: dict[int, Batch | Exception] = {}
+        self._reading: set[int] = set()  # steps of this round
+        self._batch_bytes = 0  # of the largest so far
         self._next, self._round, self._closed = first_step, 0, False
         self._wanted = first_step  # the step that will be taken next
-        self._thread = threading.Thread(target=self._run, name="elastic-loader", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, args=(one,), name="elastic-loader", daemon=True) for one in each]
+        for thread in self._threads:
+            thread.start()
 
     def take(self, step: int) -> tuple[Batch, float]:
         """The batch of `step` and the seconds that it was waited for. A step out of turn starts reading there anew."""
@@ -73,7 +99,7 @@ class Loader:
             if self._closed:
                 raise InternalError(f"the loader was closed while step {step} was waited for")
             found = self._ready[step]
-            if isinstance(found, ProgramError):
+            if isinstance(found, Exception):
                 raise found
             del self._ready[step]
             self._wanted = step + 1
@@ -84,51 +110,67 @@ class Loader:
         """Forgets what was read ahead and reads from `step` on: for a rank whose share of the samples has changed."""
         with self._changed:
             self._ready.clear()
+            self._reading.clear()
             self._next = self._wanted = step
             self._round += 1
             self._changed.notify_all()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Ends the thread; False when the dataset has not come back within `timeout_s` (the thread ends when it does)."""
+        """Ends the threads; False when the dataset has not come back within `timeout_s` (they end when it does)."""
         with self._changed:
             self._closed = True
             self._ready.clear()
             self._changed.notify_all()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        until_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
-    def _run(self) -> None:
+    def _may_read(self) -> bool:
+        if self._next >= self._wanted + self._steps:
+            return False
+        if self._next == self._wanted:
+            return True
+        ready = sum(_n_bytes(batch) for batch in self._ready.values() if isinstance(batch, dict))
+        unknown = not self._batch_bytes  # until the first batch is there nobody knows how large they are: one for each reader
+        others = len(self._reading) + 1
+        return ready + others * self._batch_bytes <= self._most_bytes if not unknown else others <= len(self._threads)
+
+    def _run(self, reader: Reader | None) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._next < self._wanted + self._depth)
+                self._changed.wait_for(lambda: self._closed or self._may_read())
                 if self._closed:
                     return
                 step, current = self._next, self._round
                 self._next += 1
-            batch = self._load(step)
+                self._reading.add(step)
+            batch = self._load(step, reader)
             with self._changed:
                 if current == self._round and not self._closed:
                     self._ready[step] = batch
+                    self._reading.discard(step)
+                    self._batch_bytes = max(self._batch_bytes, _n_bytes(batch) if isinstance(batch, dict) else 0)
                     self._changed.notify_all()
 
-    def _load(self, step: int) -> Batch | ProgramError:
-        sample: int | None = None
-        items = []
+    def _load(self, step: int, reader: Reader | None) -> Batch | Exception:
         try:
             ids = self._ids_of_step(step)
-            for sample in ids if len(ids) else (0,):  # a rank without samples still needs the keys, shapes and dtypes
-                items.append(self._dataset[sample])
-            sample = None
-            batch = collate(items)
-            return batch if len(ids) else {key: value[:0] for key, value in batch.items()}
-        except Exception as error:  # noqa: BLE001 - a boundary: the user's dataset may raise anything; `take` raises it
-            where = f"sample {sample} of step {step}" if sample is not None else f"the batch of step {step}"
-            return _named(error, where)
+            if reader is None:
+                return batch_of(self._dataset, ids, collate)
+            return {key: _tensor(key, values) for key, values in reader.load(ids).items()}
+        except LoaderLost as error:
+            return LoaderLost(f"{error} (step {step})")
+        except Unread as error:
+            named = error.at(step)
+            named.__cause__ = error.__cause__
+            return named
+        except Exception as error:  # noqa: BLE001 - a boundary: `take` raises it
+            named = Unread(None, f"{type(error).__name__}: {error}").at(step)
+            named.__cause__ = error
+            return named
 
 
-def _named(error: Exception, where: str) -> ProgramError:
-    text = str(error) if isinstance(error, ProgramError) else f"{type(error).__name__}: {error}"
-    named = ProgramError(f"the dataset failed at {where}: {text}")
-    named.__cause__ = error
-    return named
+def _n_bytes(batch: Batch) -> int:
+    return sum(value.numel() * value.element_size() for value in batch.values())

@@ -26,7 +26,7 @@ def sample_ids(n_samples: int, global_batch: int, seed: int, step: int) -> list[
     if n_samples < 1 or global_batch < 1 or step < 0:
         raise SpecError(f"step {step} of {global_batch} samples from a dataset of {n_samples}: all must be positive")
     first = step * global_batch
-    return [_at(n_samples, seed, *divmod(position, n_samples)) for position in range(first, first + global_batch)]
+    return [permuted(n_samples, seed, *divmod(position, n_samples)) for position in range(first, first + global_batch)]
 
 
 def share(samples: tuple[int, ...], dp: int) -> slice:
@@ -51,8 +51,8 @@ def digest_text(pair: Sequence[int | float]) -> str:
     return f"{one:014x}{two:014x}"
 
 
-def _at(n: int, seed: int, epoch: int, index: int) -> int:
-    """The id at place `index` of the order of `epoch`."""
+def permuted(n: int, seed: int, epoch: int, index: int) -> int:
+    """The id at place `index` of the order of `epoch`: a permutation of 0 .. n-1 for each (seed, epoch)."""
     high = isqrt(n - 1) + 1  # ceil of the root
     low = -(-n // high)
     keys = _keys(seed, epoch)

@@ -21,6 +21,7 @@ from elastic.types import (
     DriverStarted,
     EnterPlan,
     Event,
+    GroupRan,
     Node,
     NodeLost,
     NodePrepared,
@@ -208,6 +209,8 @@ class _Books:
             self.usd_per_node_h[event.pool] = event.usd_per_node_h
         elif isinstance(event, StepDone):
             self._step(event, at_s)
+        elif isinstance(event, GroupRan) and self.plan is not None and event.generation == self.plan.generation:
+            self.sums["productive"].add(self.group.taken())
         elif isinstance(event, PlanEntered):
             self._entered(event, at_s)
         elif isinstance(event, CopyStored) and event.copy.kind == "durable":

@@ -24,9 +24,11 @@ from typing import Any
 
 from elastic import types
 from elastic.errors import InternalError, SpecError
-from elastic.types import Decision, Event, StepDone
+from elastic.ledger.segments import Segments
+from elastic.types import Decision, EnterPlan, Event, RollForward, StepDone, Stop
 
 VERSION = 1
+PLAN_CHANGES = (EnterPlan, RollForward, Stop)  # a line with one of these is stored before it is carried out
 MERGE_S = 1.0  # ticks that hold only StepDone become at most one line in this time
 _SECRET = re.compile(r"(^|_)(token|key|secret|password)s?($|_)", re.IGNORECASE)
 
@@ -91,7 +93,7 @@ def _names(cls: type) -> tuple[str, ...]:
 @cache
 def _reader_of(cls: type) -> Callable[[dict[str, Any]], Any]:
     """A function that builds `cls` from plain data, with one reader per field."""
-    hints = typing.get_type_hints(cls, vars(types))
+    hints = typing.get_type_hints(cls)
     readers = {name: _reader(hints[name]) for name in _names(cls)}
 
     def build(data: dict[str, Any]) -> Any:
@@ -166,40 +168,49 @@ def read(path: str | Path) -> list[Line]:
     A torn last line (of the file, or of a driver before a newer one took over) is left out. Lines of an older epoch
     after a line of a newer one are ignored: their driver had lost its lease.
     """
-    texts = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    return read_text(Path(path).read_bytes(), str(path))
+
+
+def read_text(text: bytes, where: str) -> list[Line]:
+    """The lines of a journal's text, as `read`; `where` is for messages."""
+    texts = text.decode("utf-8", errors="replace").split("\n")
     lines: list[Line] = []
     torn: tuple[int, int] | None = None  # line number, epoch before it
-    for number, text in enumerate(texts, start=1):
-        if not text.strip():
+    for number, one in enumerate(texts, start=1):
+        if not one.strip():
             continue
         epoch = lines[-1].epoch if lines else 0
         try:
-            line = parse_line(text)
+            line = parse_line(one)
         except (ValueError, KeyError, TypeError):
             if torn:
-                raise _damaged(path, torn[0]) from None
+                raise _damaged(where, torn[0]) from None
             torn = (number, epoch)
             continue
         if torn and line.epoch <= torn[1]:
-            raise _damaged(path, torn[0])
+            raise _damaged(where, torn[0])
         torn = None
         if line.epoch >= epoch:
             lines.append(line)
     return lines
 
 
-def _damaged(path: str | Path, number: int) -> InternalError:
+def _damaged(where: str, number: int) -> InternalError:
     return InternalError(
-        f"{path}, line {number}: not a journal line, and the same driver wrote on after it; the file was altered"
+        f"{where}, line {number}: not a journal line, and the same driver wrote on after it; the file was altered"
     )
 
 
 class Journal:
-    """Appends to the journal file of a run. Lines that hold actions reach the disk before `append` returns."""
+    """Appends to the journal file of a run. Lines that hold actions reach the disk before `append` returns.
+
+    `segments`: where the run is in object storage, they take the lines there.
+    """
 
     def __init__(self, path: str | Path, epoch: int) -> None:
         self.path = Path(path)
         self.epoch = epoch
+        self.segments: Segments | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab")
         self._pending: list[tuple[float, Event]] = []
@@ -236,12 +247,20 @@ class Journal:
         if not self._file.closed:
             self.flush()
             self._file.close()
+            if self.segments is not None:
+                self.segments.close()
 
     def _write(self, line: Line, sync: bool) -> None:
         self._file.write(write_line(line).encode() + b"\n")
         self._file.flush()
         if sync:
             os.fsync(self._file.fileno())
+        if self.segments is None:
+            return
+        if line.decision is not None and any(isinstance(action, PLAN_CHANGES) for action in line.decision.actions):
+            self.segments.store()
+        elif sync:
+            self.segments.soon()
 
     def _ends_with_newline(self) -> bool:
         with self.path.open("rb") as file:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic.errors import SpecError
+from elastic.models.attention import attention, positions, where
 
 INIT_STD = 0.02
 
@@ -50,18 +51,19 @@ class LlamaConfig:
 
 
 @lru_cache(maxsize=16)
-def _rotary_table(seq: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [seq, head_dim]; RoFormer (Su et al. 2021), section 3.2.2, halves turned as in the public Llama weights."""
+def _rotary_table(seq: int, head_dim: int, theta: float, device: torch.device, part: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """cos and sin [seq, head_dim]; RoFormer (Su et al. 2021), section 3.2.2, halves turned as in the public Llama weights.
+    `part`: of the sequence, as `elastic.models.attention.where` says; `positions` are its own."""
     with torch.inference_mode(False), torch.no_grad():  # a table first made while evaluating also serves training
         inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
-        angle = torch.outer(torch.arange(seq, dtype=torch.float64, device="cpu"), inverse)
+        angle = torch.outer(positions(seq, torch.device("cpu")).double(), inverse)
         table = torch.cat((angle, angle), dim=-1)
         return table.cos().float().to(device), table.sin().float().to(device)
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:
     """Turn each pair (i, i + head_dim/2) of x [batch, heads, seq, head_dim] by its position's angle."""
-    cos, sin = _rotary_table(x.shape[-2], x.shape[-1], theta, x.device)
+    cos, sin = _rotary_table(x.shape[-2], x.shape[-1], theta, x.device, where())
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x * cos + turned * sin).to(x.dtype)
@@ -85,13 +87,12 @@ class Attention(nn.Module):
             raise SpecError(f"tensor parallelism cuts a head: {x.shape[-1]} columns per rank, head_dim={self.head_dim}")
         return x.view(x.shape[0], x.shape[1], heads, self.head_dim).transpose(1, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, hidden]."""
         q = rotate(self._heads(self.wq(x)), self.theta)
         k = rotate(self._heads(self.wk(x)), self.theta)
         v = self._heads(self.wv(x))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        out = out.transpose(1, 2)
+        out = attention(q, k, v, documents=documents).transpose(1, 2)
         return self.wo(out.reshape(out.shape[0], out.shape[1], q.shape[1] * self.head_dim))  # type: ignore[no-any-return]
 
 
@@ -118,13 +119,14 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.attn_norm(x))
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), documents=documents)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
 class Llama(nn.Module):
-    """Token ids [batch, seq] -> logits [batch, seq, vocab]."""
+    """Token ids [batch, seq] -> logits [batch, seq, vocab]. `documents`: ids [batch, seq] of packed documents, which do not see
+    each other (`Program.keywords` gives them)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -141,10 +143,10 @@ class Llama(nn.Module):
         """Of the whole model at max_seq, also when this object is only a pipeline stage of it."""
         return flop_per_token(self.config)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, documents)
         x = self.norm(x)
         return self.head(x)  # type: ignore[no-any-return]
 
@@ -167,12 +169,19 @@ def init_weights(model: Llama) -> None:
         parameter.normal_(0.0, INIT_STD * ((2 * config.n_layers) ** -0.5 if residual else 1.0))
 
 
-def tp_plan(vocab: bool = False) -> dict[str, str]:
+def tp_plan(vocab: bool = False, sequence: bool = False) -> dict[str, str]:
     """Patterns for Program.tp; tp may be any divisor of n_kv_heads. `vocab` also cuts embedding and head by vocabulary rows
-    (both or neither, so that it holds for a tied head too)."""
+    (both or neither, so that it holds for a tied head too). `sequence`: between the cut modules each tp rank has a part of the
+    sequence only (Korthikanti et al. 2022, section 4.2.2); with `vocab` the logits stay cut for the loss."""
     plan = {f"layers.*.attn.{name}": "colwise" for name in ("wq", "wk", "wv")} | {"layers.*.attn.wo": "rowwise"}
     plan |= {"layers.*.mlp.w1": "colwise", "layers.*.mlp.w3": "colwise", "layers.*.mlp.w2": "rowwise"}
-    return plan | ({"embed": "vocab", "head": "colwise_gather"} if vocab else {})
+    if not sequence:
+        return plan | ({"embed": "vocab", "head": "colwise_gather"} if vocab else {})
+    plan |= {"layers.*.attn.wo": "rowwise_scatter", "layers.*.mlp.w2": "rowwise_scatter", "norm": "sequence"}
+    for name in ("attn", "mlp"):
+        plan |= {f"layers.*.{name}_norm": "sequence", f"layers.*.{name}": "gather"}
+    ends = {"embed": "vocab_scatter", "head": "sequence_colwise_loss"} if vocab else {"embed": "scatter", "head": "gather"}
+    return plan | ends
 
 
 def n_params(config: LlamaConfig) -> int:

@@ -12,8 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from elastic.errors import StorageFailed, StorageRefused
 from elastic.observe.sentences import size
 from elastic.observe.view import View
+from elastic.storage import Storage, open_storage
 
 Verdict = Literal["ok", "look", "bad"]
 BOUNDS = {"torch": ((2, 11), (2, 14)), "ray": ((2, 55), (3, 0))}  # as in pyproject.toml
@@ -23,7 +25,8 @@ MIN_DISK_BYTES = 2 << 30
 MIN_FILES = 4096
 TROUBLES = {
     "NodeLost": "nodes lost", "WorkerFailed": "worker failures", "Silent": "silent workers", "PlanFailed": "failed plans",
-    "DigestChecked": "content that differs", "RequestFailed": "requests without a node",
+    "DigestChecked": "content that differs", "CopyFailed": "durable copies not made", "CopyDamaged": "damaged copies",
+    "RequestFailed": "requests without a node",
 }  # fmt: skip
 
 
@@ -49,9 +52,7 @@ def machine(storage: str = ".") -> list[Check]:
 
 def run_troubles(view: View) -> list[Check]:
     """What a journal shows that a person should know."""
-    checks = [
-        Check("phase", f"{view.phase} at step {view.step} of {view.steps}", "bad" if view.phase == "failed" else "ok", "")
-    ]
+    checks = [Check("phase", f"{view.phase} at step {view.progress}", "bad" if view.phase == "failed" else "ok", "")]
     for kind, name in TROUBLES.items():
         notes = [note for note in view.notes if note.kind == kind]
         if kind == "NodeLost":
@@ -62,7 +63,7 @@ def run_troubles(view: View) -> list[Check]:
     lost = len(view.points) - len(view.curve())
     if lost:
         checks.append(Check("steps trained again", str(lost), "look", "elastic ledger shows their price (wasted_progress)"))
-    if view.saved_step is None and view.step:
+    if view.saved_step is None and view.step and not view.job.get("restarted"):  # a script keeps its own copies
         checks.append(Check("durable copy", "none", "look", "set durable_every, or the loss of all nodes ends the run"))
     return checks
 
@@ -125,11 +126,18 @@ def _shm() -> Check:
 
 
 def _disk(storage: str) -> Check:
-    at = Path(storage).resolve()
-    while not at.exists():
-        at = at.parent
-    free = shutil.disk_usage(at).free
-    return _checked(f"disk free at {at}", size(free), free >= MIN_DISK_BYTES, "checkpoints need room")
+    place = open_storage(storage)
+    free = place.free_bytes()
+    if free is None:
+        return _answers(place)
+    return _checked(f"disk free at {place.uri}", size(free), free >= MIN_DISK_BYTES, "checkpoints need room")
+
+
+def _answers(place: Storage) -> Check:
+    try:
+        return Check(f"storage {place.uri}", f"answers; holds {len(place.folders())} folders")
+    except (StorageRefused, StorageFailed) as error:
+        return Check(f"storage {place.uri}", str(error), "bad")
 
 
 def _ports() -> Check:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from string import ascii_uppercase
 
-from elastic.mesh import stage_ranks
+from elastic.mesh import stage_ranks, stages_at
 from elastic.types import Plan
 
 
@@ -21,7 +21,8 @@ def draw(plan: Plan, names: dict[str, str]) -> list[str]:
         workers = [plan.ranks[rank] for rank in stage_ranks(layout, stage)]
         labels = [f"{names.get(worker.node_id, '?')}{worker.local_rank}" for worker in workers]
         cells = [labels[i : i + layout.tp] for i in range(0, len(labels), layout.tp)]
-        blocks = f"  {plan.layers[stage]} blocks" if layout.pp > 1 and stage < len(plan.layers) else ""
+        layers = "+".join(str(plan.layers[i]) for i in stages_at(layout, stage) if i < len(plan.layers))
+        blocks = f"  {layers} blocks" if layout.pp > 1 and layers else ""
         head = f"stage {stage}  " if layout.pp > 1 else ""
         lines.append(head + " ".join(f"[{' '.join(cell)}]" for cell in cells) + blocks)
     return lines

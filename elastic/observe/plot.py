@@ -33,7 +33,7 @@ def save_loss(view: View, path: str | Path) -> Path:
     _lost(axes, view)
     _marks(axes, view)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss per token")
+    axes.set_ylabel(f"loss per {view.unit.removesuffix('s')}")
     axes.set_title(f"{view.run}: {view.step} steps, {len(view.entered)} generations", loc="left", fontsize=11, pad=12)
     axes.grid(alpha=0.25)
     axes.margins(x=0.01, y=0.14)

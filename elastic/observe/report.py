@@ -9,25 +9,28 @@ from typing import Any
 
 from elastic.ledger.accounts import Account, Transition, account
 from elastic.ledger.journal import Line
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe.noise import advice, estimate
 from elastic.observe.plot import save_loss
-from elastic.observe.runs import lines_of
 from elastic.observe.sentences import size
 from elastic.observe.tables import columns
 from elastic.observe.view import View, view_of
-from elastic.storage import Storage
 
 FILE, PLOT = "report.json", "loss.png"
 EXTRAS = ("launch_to_first_step_s", "samples_exact", "sample")  # known to the driver only: kept when a report is written again
+MUCH = 0.1  # of the steps' time in which they wait, or of tokens that one rank has more: worth a line
 
 
-def write(run: Storage, extras: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], list[str]]:
+def write(run: RunFolder, extras: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], list[str]]:
     """Write report.json and loss.png of a run; returns the data and the lines to print. `extras`: see EXTRAS."""
-    lines = lines_of(run)
+    lines = run.lines()
     view, books = view_of(lines), account(lines)
     data = summary(view, books) | {name: value for name, value in (extras or _kept(run)).items() if name in EXTRAS}
-    save_loss(view, run.root / PLOT)
-    run.put(FILE, json.dumps(data | {"ledger": _plain(books)}, indent=1).encode())
-    return data, text(view, books, data) + ["", f"curve: {run.root / PLOT}", f"data:  {run.root / FILE}"]
+    run.folder.mkdir(parents=True, exist_ok=True)
+    save_loss(view, run.folder / PLOT)
+    run.keep(PLOT)
+    run.storage.put(FILE, json.dumps(data | {"ledger": _plain(books)}, indent=1).encode())
+    return data, text(view, books, data) + ["", f"curve: {run.folder / PLOT}", f"data:  {run.storage.uri_of(FILE)}"]
 
 
 def summary(view: View, books: Account) -> dict[str, Any]:
@@ -40,13 +43,18 @@ def summary(view: View, books: Account) -> dict[str, Any]:
         "steps": totals.steps,
         "final_loss": totals.final_loss,
         "validation_loss": _validation_loss(view),
+        "copies_failed": view.copies_failed,
+        **_noise(view),
         "tokens": totals.tokens,
+        "unit": view.unit,
         "wall_s": round(totals.wall_s, 3),
         "tokens_per_s": round(totals.tokens_per_s, 1),
         "goodput": round(totals.goodput, 4),
         "usd": round(totals.usd, 6),
         "launch_to_first_step_s": totals.launch_to_first_step_s,
         "samples_exact": None,
+        "data_wait": _data_wait(books),
+        "token_imbalance": _imbalance(view),
         "transitions": [_transition(t) for t in books.transitions],
     }
 
@@ -98,11 +106,12 @@ def _head(data: Mapping[str, Any]) -> list[str]:
     def shown(name: str) -> str:
         return "-" if data[name] is None else f"{data[name]:.4f}"
 
+    unit = data["unit"]
     rows = [
         ("run", f"{data['run']}: {data['outcome']} ({data['reason']})"),
         (
             "steps",
-            f"{data['steps']}, {data['tokens']:,} tokens in {data['wall_s']:.1f} s: {data['tokens_per_s']:,.0f} tokens/s",
+            f"{data['steps']}, {data['tokens']:,} {unit} in {data['wall_s']:.1f} s: {data['tokens_per_s']:,.0f} {unit}/s",
         ),
         ("train_loss", f"{shown('final_loss')}   validation {shown('validation_loss')}"),
         (
@@ -113,9 +122,44 @@ def _head(data: Mapping[str, Any]) -> list[str]:
     if data["samples_exact"] is not None:
         words = {True: "every step trained on exactly its own samples", False: "DIFFER from the order of the job"}
         rows.append(("samples", words[data["samples_exact"]]))
+    if data.get("noise_scale"):
+        rows.append(("noise scale", data["noise_scale"]["advice"]))
+    if data["copies_failed"]:
+        rows.append(("copies", f"{data['copies_failed']} durable copies not made or not readable: elastic why {data['run']}"))
+    if data["data_wait"] > MUCH:
+        more = "more data.loader_workers, or more data.prefetch_steps"
+        rows.append(("data", f"steps waited {100 * data['data_wait']:.0f} % of their time for data: {more} (docs/data.md)"))
+    if data["token_imbalance"] is not None and data["token_imbalance"] > 1 + MUCH:
+        most = (
+            f"the fullest rank of a step has {100 * (data['token_imbalance'] - 1):.0f} % more tokens per sample than the mean"
+        )
+        rows.append(("tokens", f"{most}: the others wait for it; pack evens it out (docs/data.md)"))
     if data["launch_to_first_step_s"] is not None:
         rows.append(("first step", f"{data['launch_to_first_step_s']:.1f} s after the launch"))
     return columns(rows)
+
+
+def _data_wait(books: Account) -> float:
+    """Share of the steps' time in which some rank waited for data."""
+    data_s, productive_s = books.gpu_seconds["data_loading"], books.gpu_seconds["productive"]
+    return round(data_s / (data_s + productive_s), 4) if data_s else 0.0
+
+
+def _imbalance(view: View) -> float | None:
+    """Mean over the steps of: tokens per sample of the rank that had the most, over the mean of all."""
+    found = [point.imbalance for point in view.curve() if point.imbalance]
+    return round(sum(found) / len(found), 4) if found else None
+
+
+def _noise(view: View) -> dict[str, Any]:
+    """The gradient noise scale, where the job has it measured."""
+    if not view.job.get("noise_scale"):
+        return {}
+    found = estimate(view.noise)
+    if found is None:
+        text = f"measured in {len(view.noise)} steps only (the layouts that ran may give no two batch sizes): too few to say"
+        return {"noise_scale": {"samples": None, "low": None, "high": None, "n_steps": len(view.noise), "advice": text}}
+    return {"noise_scale": {**asdict(found), "advice": advice(found, int(view.job["global_batch"]))}}
 
 
 def _validation_loss(view: View) -> float | None:
@@ -137,10 +181,10 @@ def _plain(books: Account) -> dict[str, Any]:
     }
 
 
-def _kept(run: Storage) -> dict[str, Any]:
+def _kept(run: RunFolder) -> dict[str, Any]:
     """The extras of the report that is there."""
     try:
-        found = json.loads(run.get(FILE))
+        found = json.loads(run.storage.get(FILE))
     except (FileNotFoundError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import time
-from pathlib import Path
 from typing import Any
 
 from elastic.errors import SpecError
-from elastic.ledger.journal import Line, read
+from elastic.ledger.journal import Line
+from elastic.ledger.run_folder import DEFAULT_STORAGE, JOURNAL, RunFolder
 from elastic.observe.view import View, view_of
 from elastic.storage import Storage, open_storage
 
-DEFAULT_STORAGE = "elastic_runs"
-JOURNAL = "journal.jsonl"
+__all__ = [
+    "DEFAULT_STORAGE", "JOURNAL", "RunFolder", "age_s", "all_runs", "lines_of", "open_run",
+    "open_storage_of", "order", "storage_uri", "view",
+]  # fmt: skip
+
+
+DATED = re.compile(r"-\d{8}-\d{6}")  # what the name of a run adds to that of its job, where none was given
 
 
 def storage_uri(asked: str | None) -> str:
@@ -23,37 +29,59 @@ def storage_uri(asked: str | None) -> str:
     return open_storage(asked or os.environ.get("ELASTIC_STORAGE") or DEFAULT_STORAGE).uri
 
 
-def open_run(run: str, storage: str | None = None) -> Storage:
-    """The storage of a run that is there. Raises SpecError."""
-    for place in (open_storage(run), open_storage(f"{storage_uri(storage)}/{run}")):
-        if (place.root / JOURNAL).is_file():
-            return place
-    known = [name for name, _ in all_runs(storage)]
-    listed = f"; runs there: {', '.join(known[-8:])}" if known else ""
-    raise SpecError(f"no run '{run}' here or in {storage_uri(storage)}{listed}")
+def open_run(run: str, storage: str | None = None, exact: bool = False) -> RunFolder:
+    """A run that is there; unless `exact` also by the name of its job, the newest one, or by how its name begins. Raises
+    SpecError."""
+    places = [run] if "://" in run else [run, f"{storage_uri(storage)}/{run}"]
+    for place in places:
+        found = RunFolder.of(open_storage(place))
+        if found.exists():
+            return found
+    known = dict(all_runs(storage))
+    alike = [] if exact else _alike(run, list(known))
+    if len(alike) == 1:
+        return known[alike[0]]
+    what = f"; several begin so: {', '.join(alike[-8:])}" if alike else ""
+    listed = f"; runs there: {', '.join(list(known)[-8:])}" if known and not alike else ""
+    raise SpecError(f"no run '{run}' here or in {storage_uri(storage)}{what}{listed}")
 
 
-def lines_of(run: Storage) -> list[Line]:
+def _alike(run: str, known: list[str]) -> list[str]:
+    """The newest run of the job of that name; else all that begin so."""
+    of_job = [name for name in known if DATED.fullmatch(name.removeprefix(run)) and name.startswith(run)]
+    return [max(of_job)] if of_job else [name for name in known if run and name.startswith(run)]
+
+
+def open_storage_of(run: str, storage: str | None = None, exact: bool = False) -> Storage:
+    """The storage of a run, also of one that has checkpoints but no journal yet (imported). Raises SpecError."""
+    places = [run] if "://" in run else [run, f"{storage_uri(storage)}/{run}"]
+    for place in places:
+        found = RunFolder.of(open_storage(place))
+        if not found.exists() and found.storage.list("checkpoints/"):
+            return found.storage
+    return open_run(run, storage, exact).storage
+
+
+def lines_of(run: RunFolder) -> list[Line]:
     """The journal of a run."""
-    return read(run.root / JOURNAL)
+    return run.lines()
 
 
-def view(run: Storage) -> View:
-    return view_of(lines_of(run))
+def view(run: RunFolder) -> View:
+    return view_of(run.lines())
 
 
-def age_s(run: Storage) -> float:
+def age_s(run: RunFolder) -> float:
     """Seconds since the journal was last written."""
-    return max(0.0, time.time() - (run.root / JOURNAL).stat().st_mtime)
+    return run.age_s()
 
 
-def all_runs(storage: str | None = None) -> list[tuple[str, Storage]]:
+def all_runs(storage: str | None = None) -> list[tuple[str, RunFolder]]:
     """Runs of a storage folder, by name, in order of their last news."""
-    root = Path(storage_uri(storage))
-    if not root.is_dir():
-        return []
-    found = [folder for folder in root.iterdir() if (folder / JOURNAL).is_file()]
-    return [(f.name, open_storage(f)) for f in sorted(found, key=lambda f: (f / JOURNAL).stat().st_mtime)]
+    root = open_storage(storage_uri(storage))
+    found = [RunFolder.of(open_storage(root.uri_of(name))) for name in root.folders()]
+    there = [run for run in found if run.exists()]
+    return [(run.name, run) for run in sorted(there, key=lambda run: -run.age_s())]
 
 
 def order(run: Storage, data: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ def of(event: Event, view: View) -> str | None:
         case types.NodeLost():
             return f"{node_name(event.node_id, view)} was {'released' if event.cause == 'released' else f'lost: {event.cause}'}"
         case types.RequestFailed():
-            return f"pool {event.pool} gives no node: {event.reason}"
+            return f"pool {event.pool} has no other node now: {event.reason.removeprefix('no capacity: ')}"
         case types.PlanEntered():
             return _entered(event, view)
         case types.PlanFailed():
@@ -42,6 +42,14 @@ def of(event: Event, view: View) -> str | None:
 
 def _trouble(event: Event) -> str | None:
     match event:
+        case types.GuardTripped():
+            return f"guard {event.guard} ({event.do}): {event.reason}"
+        case types.CopyFailed():
+            return f"no durable copy of step {event.step}: {event.reason}; training goes on, the copies before it stay"
+        case types.CopyDamaged():
+            return f"a durable copy cannot be read: {event.reason}"
+        case types.CopyRemoved():
+            return f"removed {event.uri}"
         case types.WorkerFailed():
             return f"worker {event.worker} failed ({event.kind}): {first_line(event.error)}"
         case types.Silent():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from elastic.observe.grid import draw, letters
-from elastic.observe.sentences import duration, n_of
+from elastic.observe.sentences import duration, n_of, size
 from elastic.observe.view import View
 
 
@@ -43,6 +43,15 @@ def columns(rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> list[st
     return lines
 
 
+def checkpoint(item: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row of `elastic checkpoint ls`."""
+    age = "-" if item["age_s"] is None else duration(item["age_s"])
+    committed = "yes" if item["committed"] else "no"
+    ranks = str(item["world_size"]) if item["committed"] else "-"
+    layout = item["layout"] or "-"
+    return (str(item["step"]), str(item["generation"]), committed, layout, ranks, size(item["n_bytes"]), age, item["uri"])
+
+
 def phase(view: View, live: bool) -> str:
     """A run whose journal does not say that it ended, but that nobody drives, was interrupted."""
     return view.phase if live or view.ended else "interrupted"
@@ -59,7 +68,7 @@ def ls(rows: Sequence[Row]) -> list[str]:
     for row in sorted(rows, key=lambda row: row.age_s):
         data = row.plain()
         shown = "-" if data["train_loss"] is None else f"{data['train_loss']:.4f}"
-        body.append((data["run"], data["phase"], f"{data['step']}/{data['steps']}", shown, f"{duration(row.age_s)} ago"))
+        body.append((data["run"], data["phase"], row.view.progress.replace(" of ", "/"), shown, f"{duration(row.age_s)} ago"))
     return columns([head, *body], right=(2, 3))
 
 
@@ -69,14 +78,14 @@ def status(view: View, holder: str = "") -> list[str]:
     rows = [
         ("run", f"{view.run} (job {view.job.get('name', '-')}, epoch {view.epoch})"),
         ("phase", phase(view, bool(holder)) + (f", driven by {holder}" if holder else "")),
-        ("step", f"{view.step} of {view.steps}" + (f", ETA {duration(view.eta_s())}" if not view.ended else "")),
+        ("step", view.progress + (f", ETA {duration(view.eta_s())}" if view.steps and not view.ended else "")),
         ("train_loss", "-" if now is None else f"{now:.4f}"),
         *(
             (name, f"{value:.4f} at step {step}")
             for step, found in list(view.evaluations.items())[-1:]
             for name, value in found.items()
         ),
-        ("durable copy", "none" if view.saved_step is None else f"step {view.saved_step}"),
+        ("durable copy", _durable(view)),
         ("reason", view.reason or "-"),
     ]
     lines = columns(rows)
@@ -94,7 +103,7 @@ def nodes(view: View) -> list[str]:
     rows = []
     for node in view.nodes.values():
         market = view.pools[node.pool].market_type if node.pool in view.pools else "-"
-        rows.append((names[node.node_id], node.node_id, node.pool, market, node.gpus, node.status))
+        rows.append((names[node.node_id], node.node_id, node.pool, market, node.gpus, view.status(node)))
     return columns([head, *rows])
 
 
@@ -110,12 +119,14 @@ def status_plain(view: View, holder: str = "") -> dict[str, Any]:
         "train_loss": loss(view),
         "evaluations": {str(step): metrics for step, metrics in view.evaluations.items()},
         "durable_step": view.saved_step,
+        "copies_failed": view.copies_failed,
         "eta_s": None if view.ended else view.eta_s(),
         "tokens_per_s": view.tokens_per_s(),
+        "unit": view.unit,
         "generation": view.plan.generation if view.plan else 0,
         "layout": str(view.plan.layout) if view.plan else None,
         "nodes": [
-            {"node_id": n.node_id, "pool": n.pool, "workers": n.gpus, "status": n.status, "deadline_s": n.deadline_s}
+            {"node_id": n.node_id, "pool": n.pool, "workers": n.gpus, "status": view.status(n), "deadline_s": n.deadline_s}
             for n in view.nodes.values()
         ],
         "reason": view.reason,
@@ -135,3 +146,12 @@ def why_plain(view: View, last: int = 0) -> list[dict[str, Any]]:
     """The same as data: events and decisions in order."""
     notes = view.notes[-last:] if last else view.notes
     return [{"at_s": round(n.at_s - view.started_at_s, 3), "step": n.step, "kind": n.kind, "text": n.text} for n in notes]
+
+
+def _durable(view: View) -> str:
+    """`step 40; 1 failed: no durable copy of step 60: ...`."""
+    if view.job.get("restarted"):
+        return "the script's own affair: it is restarted, not changed live"
+    newest = "none" if view.saved_step is None else f"step {view.saved_step}"
+    failed = [note.text for note in view.notes if note.kind in ("CopyFailed", "CopyDamaged")]
+    return newest + (f"; {len(failed)} failed, the last: {failed[-1]}" if failed else "")

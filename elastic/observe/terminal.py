@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from pathlib import Path
 from typing import TextIO
 
@@ -20,10 +21,11 @@ from elastic.observe.view import Note, Tail, View
 LOOK_S = 0.25
 PLAIN_EVERY_S = 5.0  # between two progress lines where there is no terminal
 N_NOTES, N_LOST = 10, 3
+MOST_LINES = 2000  # of the workers' output that wait to be shown
 STYLES = {
     "Decision": "cyan", "Notice": "yellow", "NodeLost": "red", "WorkerFailed": "red", "Silent": "red", "PlanFailed": "red",
     "DigestChecked": "bold red", "DrillAsked": "magenta", "PlanEntered": "bold green", "Evaluated": "blue",
-    "RequestFailed": "yellow", "StopAsked": "yellow",
+    "RequestFailed": "yellow", "CopyFailed": "red", "CopyDamaged": "bold red", "StopAsked": "yellow",
 }  # fmt: skip
 STATUS_STYLES = {"prepared": "green", "ready": "cyan", "draining": "yellow", "quarantined": "red", "lost": "dim strike"}
 
@@ -38,6 +40,17 @@ class Terminal:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="elastic-terminal", daemon=True)
         self._said_at_s = 0.0
+        self._lines: deque[str] = deque(maxlen=MOST_LINES)
+        self._kept: deque[str] = deque(maxlen=50)
+
+    def say(self, line: str) -> None:
+        """A line of the workers' output, shown soon."""
+        self._lines.append(line)
+        self._kept.append(line)
+
+    def has_said(self, text: str) -> bool:
+        """Was one of the last lines of the workers' output this text?"""
+        return any(line.endswith(text) for line in self._kept)
 
     def start(self, skip: bool = True) -> None:
         """`skip`: what the journal holds already is taken in silently (an earlier driver showed it)."""
@@ -58,7 +71,9 @@ class Terminal:
             with Live(console=self._console, refresh_per_second=4, transient=False, get_renderable=lambda: render(self.view)):
                 while not self._stopping.wait(LOOK_S):
                     self._take()
+                    self._told()
                 self._take()
+                self._told()
         else:
             while not self._stopping.wait(LOOK_S):
                 self._plain()
@@ -67,10 +82,15 @@ class Terminal:
     def _plain(self, last: bool = False) -> None:
         for note in self._take():
             self._print(plain_note(self.view, note))
+        self._told()
         view = self.view
         if view.points and (last or view.at_s - self._said_at_s >= PLAIN_EVERY_S) and view.points[-1].at_s > self._said_at_s:
             self._said_at_s = view.at_s
             self._print(progress_line(view))
+
+    def _told(self) -> None:
+        for _ in range(len(self._lines)):
+            self._print(self._lines.popleft())
 
     def _print(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
@@ -88,7 +108,7 @@ def progress_line(view: View) -> str:
     speed = view.tokens_per_s()
     return (
         f"{view.at_s - view.started_at_s:8.1f} s  step {view.step}/{view.steps}  train_loss {point.train_loss:.4f}  "
-        f"{speed or 0:,.0f} tokens/s  {view.plan.layout if view.plan else '-'}  ETA {duration(view.eta_s())}"
+        f"{speed or 0:,.0f} {view.unit}/s  {view.plan.layout if view.plan else '-'}  ETA {duration(view.eta_s())}"
     )
 
 
@@ -111,7 +131,7 @@ def _progress(view: View) -> RenderableType:
     table.add_row("", ProgressBar(total=max(1, view.steps), completed=min(view.step, view.steps), width=30))
     table.add_row("step", f"{view.step} / {view.steps or '-'}   ({view.phase})")
     table.add_row("train_loss", loss + (f"   validation {validation:.4f}" if validation is not None else ""))
-    table.add_row("speed", f"{speed:,.0f} tokens/s" if speed else "-")
+    table.add_row("speed", f"{speed:,.0f} {view.unit}/s" if speed else "-")
     table.add_row("durable copy", f"step {view.saved_step}" if view.saved_step is not None else "none yet")
     table.add_row("ETA", duration(view.eta_s()))
     return table
@@ -136,7 +156,7 @@ def _nodes(view: View) -> RenderableType:
     for node in [node for node in view.nodes.values() if node not in lost[:-N_LOST]]:
         pool = view.pools.get(node.pool)
         left = f" {max(0.0, node.deadline_s - view.at_s):.0f} s" if node.deadline_s is not None else ""
-        status = Text(node.status + left, style=STATUS_STYLES.get(node.status, ""))
+        status = Text(view.status(node) + left, style=STATUS_STYLES.get(node.status, ""))
         cells = (names[node.node_id], node.node_id, node.pool, pool.market_type if pool else "-", str(node.gpus))
         table.add_row(*(Text(cell) for cell in cells), status)
     for name, count in view.wanted.items():

@@ -22,6 +22,7 @@ from elastic.types import (
     NodeLost,
     NodePrepared,
     NodeReady,
+    NoiseSeen,
     Notice,
     NoticeWithdrawn,
     Plan,
@@ -48,6 +49,7 @@ class Point:
     tokens: int
     step_time_s: float
     digest: str = ""  # of the sample ids
+    imbalance: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,11 @@ class View:
     run: str = ""
     epoch: int = 0
     job: dict[str, Any] = field(default_factory=dict)
+    noise: dict[int, tuple[float, float]] = field(default_factory=dict)  # step -> of the gradient, see NoiseSeen
     pools: dict[str, Pool] = field(default_factory=dict)
     model: ModelProfile | None = None
     nodes: dict[str, Node] = field(default_factory=dict)
+    released: set[str] = field(default_factory=set)  # of those that are gone: given back
     planned: dict[int, Plan] = field(default_factory=dict)
     plan: Plan | None = None
     phase: str = "waiting"
@@ -90,8 +94,18 @@ class View:
         return int(self.job.get("steps", 0))
 
     @property
+    def progress(self) -> str:
+        """`40 of 300`; of a script that is restarted, whose end nobody knows, `40`."""
+        return f"{self.step} of {self.steps}" if self.steps else str(self.step)
+
+    @property
     def ended(self) -> bool:
         return self.phase in ("succeeded", "failed", "stopped")
+
+    @property
+    def copies_failed(self) -> int:
+        """Durable copies that were not made, or could not be read."""
+        return sum(note.kind in ("CopyFailed", "CopyDamaged") for note in self.notes)
 
     @property
     def saved_step(self) -> int | None:
@@ -112,6 +126,12 @@ class View:
         points = self.recent()
         seconds = sum(p.step_time_s for p in points)
         return sum(p.tokens for p in points) / seconds if seconds > 0 else None
+
+    @property
+    def unit(self) -> str:
+        """What the losses are summed over. Where each step counts as many as it has samples, it counts samples."""
+        batch = self.job.get("global_batch")
+        return "samples" if self.points and all(p.tokens == batch for p in self.points[-RECENT:]) else "tokens"
 
     def eta_s(self) -> float | None:
         each = self.step_time_s()
@@ -152,6 +172,10 @@ class View:
             elif isinstance(action, Stop):
                 self.phase = action.outcome
 
+    def status(self, node: Node) -> str:
+        """In a word, for a person."""
+        return "released" if node.status == "lost" and node.node_id in self.released else node.status
+
     def _node(self, node_id: str, **changes: Any) -> None:
         if node_id in self.nodes:
             self.nodes[node_id] = replace(self.nodes[node_id], **changes)
@@ -166,6 +190,7 @@ class View:
                 self._started(event)
             case NodeReady(node):
                 self.nodes[node.node_id] = node
+                self.released.discard(node.node_id)
                 self.wanted[node.pool] = max(0, self.wanted.get(node.pool, 0) - 1)
             case NodePrepared(node_id):
                 if node_id in self.nodes and self.nodes[node_id].status in ("pending", "ready"):
@@ -174,13 +199,17 @@ class View:
                 self._node(node_id, status="draining", deadline_s=deadline_s)
             case NoticeWithdrawn(node_id):
                 self._node(node_id, status="prepared", deadline_s=None)
-            case NodeLost(node_id):
+            case NodeLost(node_id, cause):
+                if cause == "released":
+                    self.released.add(node_id)
                 self._node(node_id, status="lost", deadline_s=None)
             case PlanEntered():
                 self.plan = self.planned.get(event.generation, self.plan)
                 self.step = event.step
                 self.phase = "running"
                 self.entered.append((self.at_s, event))
+            case NoiseSeen():
+                self.noise[event.step] = (event.trace, event.square_norm)
             case Evaluated():
                 self.evaluations[event.step] = event.metrics
             case CopyStored(copy):
@@ -191,7 +220,7 @@ class View:
                 pass
 
     def _point(self, done: StepDone) -> Point:
-        numbers = (done.generation, done.tokens, done.step_time_s, done.digest)
+        numbers = (done.generation, done.tokens, done.step_time_s, done.digest, done.imbalance)
         return Point(done.step, done.train_loss, self.at_s, *numbers)
 
     def _started(self, event: DriverStarted) -> None:

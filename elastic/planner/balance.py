@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
+from elastic import mesh
 from elastic.errors import InfeasiblePlan
 from elastic.types import Layout
 
@@ -28,12 +29,12 @@ def shares(n_units: int, speeds: Sequence[float], unit: int = 1) -> tuple[int, .
     return tuple(n * unit for n in units)
 
 
-def stage_layers(n_blocks: int, pp: int) -> tuple[int, ...]:
+def stage_layers(n_blocks: int, n_stages: int) -> tuple[int, ...]:
     """Blocks per stage, as equal as possible; the earlier stages take one more (the last one also has the head)."""
-    if not 1 <= pp <= max(1, n_blocks):
-        raise InfeasiblePlan(f"pp={pp} needs at least {pp} blocks, the model has {n_blocks}")
-    base, more = divmod(n_blocks, pp)
-    return tuple(base + (stage < more) for stage in range(pp))
+    if not 1 <= n_stages <= max(1, n_blocks):
+        raise InfeasiblePlan(f"{n_stages} pipeline stages need at least {n_stages} blocks, the model has {n_blocks}")
+    base, more = divmod(n_blocks, n_stages)
+    return tuple(base + (stage < more) for stage in range(n_stages))
 
 
 def microbatches(global_batch: int, layout: Layout) -> int:
@@ -43,6 +44,7 @@ def microbatches(global_batch: int, layout: Layout) -> int:
     is at most 2 pp (from pp on the pipeline is full) and leaves each data-parallel rank a sample per microbatch.
     """
     divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0 and global_batch // d >= layout.dp]
+    divisors = [d for d in divisors if mesh.fills_rounds(layout, d)]
     if not divisors:
         raise InfeasiblePlan(f"a global batch of {global_batch} samples cannot feed {layout.dp} data-parallel ranks")
     if layout.microbatch_size:

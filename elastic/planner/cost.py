@@ -15,21 +15,34 @@ def parameter_bytes(model: ModelProfile) -> int:
     return found or model.n_params * 4
 
 
+def trained_bytes(model: ModelProfile) -> int:
+    """Of the parameters that have gradients and optimizer state."""
+    frozen = sum(
+        prod(spec.shape) * DTYPE_BYTES.get(spec.dtype, 4)
+        for spec in model.specs
+        if spec.tied_to is None and not spec.buffer and not spec.trainable
+    )
+    return parameter_bytes(model) - frozen
+
+
 def memory_bytes(model: ModelProfile, layout: Layout) -> int:
-    """Bytes that a rank holds: its shard of parameters, gradients and optimizer entries; where they are sharded, also one
-    gathered block twice (the running one and the prefetched one), as in ZeRO (Rajbhandari et al. 2020, section 3). Activations
+    """Bytes that a rank holds: its shard of parameters, gradients and optimizer entries (with `offload` in host memory: not
+    counted); where they are sharded, also what is gathered, as in ZeRO (Rajbhandari et al. 2020, section 3): at stage 3 one
+    block twice (the running one and the prefetched one), at stage 2 all parameters, at stage 1 all gradients too. Activations
     are not known here."""
     parameters = parameter_bytes(model)
     cut = layout.tp * layout.pp
-    states = parameters * (2 + len(model.optimizer_entries))
-    sharded = layout.dp_shard * layout.cp > 1
-    gathered = 2 * parameters / max(1, model.n_blocks) / layout.tp if sharded else 0
-    return int(states / (cut * layout.dp_shard * layout.cp) + gathered)
+    states = parameters + trained_bytes(model) * (1 + len(model.optimizer_entries))
+    sharded = layout.dp_shard * layout.cp > 1 or layout.offload
+    two_blocks = 2 * parameters / max(1, model.n_blocks) / layout.tp
+    gathered = {3: two_blocks, 2: parameters / cut, 1: 2 * parameters / cut}[layout.zero_stage] if sharded else 0
+    return int((0 if layout.offload else states / (cut * layout.dp_shard * layout.cp)) + gathered)
 
 
 def bubble(layout: Layout, n_microbatches: int) -> float:
-    """Idle part of a pipeline, as a share of the useful time: (pp - 1) / m (Narayanan et al. 2021, section 2.2)."""
-    return (layout.pp - 1) / max(1, n_microbatches)
+    """Idle part of a pipeline, as a share of the useful time: (pp - 1) / (v m) for v stages per rank (Narayanan et al. 2021,
+    section 2.2)."""
+    return (layout.pp - 1) / max(1, n_microbatches) * layout.pp / layout.n_stages
 
 
 def relative_time(layout: Layout, n_microbatches: int, largest_share: int, global_batch: int) -> float:

@@ -8,12 +8,12 @@ never leaves its node.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner import balance, cost
-from elastic.types import Layout, ModelProfile, Node, WorkerId, parse_layout
+from elastic.types import Layout, ModelProfile, Node, WorkerId, layout_options, parse_layout
 
 SHOWN = 6  # rejections that an error message names
 
@@ -51,7 +51,7 @@ def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Nod
     minimum = int(job.get("min_workers") or 1)
     if n_workers < minimum:
         raise InfeasiblePlan(f"{n_workers} of the at least {minimum} workers (min_workers) are there")
-    named = layout_for(job.get("layout", "auto"), n_workers)
+    named = layout_for(job, n_workers)
     if named is not None:
         choice = _try(model, job, nodes, named, rejected)
         if choice and not _too_big(model, choice, limits, rejected, exact=True):
@@ -59,7 +59,8 @@ def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Nod
         if not isinstance(job.get("layout"), Mapping):
             raise InfeasiblePlan(_why(n_workers, rejected))
     best: Choice | None = None
-    for layout in _layouts(model, nodes, n_workers):
+    options = layout_options(job)
+    for layout in (replace(axes, **options) for axes in _layouts(model, nodes, n_workers)):
         if best and (layout.world_size < best.layout.world_size or _cut(layout) > _cut(best.layout)):
             break
         choice = _try(model, job, nodes, layout, rejected)
@@ -76,12 +77,13 @@ def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Nod
     return _with(best, rejected)
 
 
-def layout_for(wanted: Any, n_workers: int) -> Layout | None:
+def layout_for(job: Mapping[str, Any], n_workers: int) -> Layout | None:
     """The layout that the job names for this many workers; None = free choice."""
+    wanted = job.get("layout", "auto")
     if isinstance(wanted, Mapping):
         fitting = [key for key in wanted if int(key) <= n_workers]
-        return parse_layout(wanted[max(fitting, key=int)]) if fitting else None
-    return None if wanted in ("auto", None, "") else parse_layout(str(wanted))
+        return parse_layout(wanted[max(fitting, key=int)], job) if fitting else None
+    return None if wanted in ("auto", None, "") else parse_layout(str(wanted), job)
 
 
 def most_workers(job: Mapping[str, Any]) -> int | None:
@@ -99,7 +101,8 @@ def _layouts(model: ModelProfile, nodes: Sequence[Node], n_workers: int) -> Iter
     """Candidates, largest world first, then those that cut the model least; data-parallel ranks fill the world."""
     largest_node = max((node.gpus for node in nodes), default=0)
     tps = [tp for tp in range(1, min(model.tp_limit, largest_node) + 1) if model.tp_limit % tp == 0]
-    shapes = [(tp, pp) for tp in tps for pp in range(1, max(1, min(model.n_blocks, n_workers)) + 1)]
+    most_pp = max(1, min(model.n_blocks, n_workers)) if model.pipeline else 1
+    shapes = [(tp, pp) for tp in tps for pp in range(1, most_pp + 1)]
     shapes.sort(key=lambda shape: shape[0] * shape[1])
     for world in range(n_workers, 0, -1):
         for tp, pp in shapes:
@@ -118,7 +121,13 @@ def _try(
             raise InfeasiblePlan(
                 f"tp={layout.tp} must divide {model.tp_limit}, the most that the model's tensor-parallel plan allows"
             )
-        layers = balance.stage_layers(model.n_blocks, layout.pp)
+        if layout.tp > 1 and job.get("float8"):
+            raise InfeasiblePlan(f"tp={layout.tp} does not go with float8: true")
+        if layout.cp > 1 and job.get("compile"):
+            raise InfeasiblePlan(f"cp={layout.cp} does not go with compile: true")
+        if layout.pp > 1 and not model.pipeline:
+            raise InfeasiblePlan(f"pp={layout.pp}, but this program cannot be spread over pipeline stages")
+        layers = balance.stage_layers(model.n_blocks, layout.n_stages)
         if layout.dp > global_batch:
             raise InfeasiblePlan(f"{layout.dp} data-parallel ranks are more than the {global_batch} samples of a step")
         n_microbatches = balance.microbatches(global_batch, layout)

@@ -1,4 +1,4 @@
-"""When to copy to peers and when to durable storage."""
+"""When to copy to peers and when to durable storage; and when a running plan should change that."""
 
 from __future__ import annotations
 
@@ -6,26 +6,48 @@ from collections.abc import Sequence
 from math import ceil, sqrt
 
 from elastic.policy.known import State
-from elastic.types import Node
+from elastic.policy.placement import Copies
+from elastic.types import Decision, Node, SetCadence
 
 PEER_SHARE = 0.01  # of the step time
-PEER_UNMEASURED, PEER_MOST = 5, 50
+PEER_UNMEASURED = 5
+BURST_BYTES = 8 << 20  # go unpaced (elastic/worker/copy_stream.py)
 DURABLE_LEAST, DURABLE_UNMEASURED, DURABLE_ALONE, DURABLE_COPIES = 20, 20, 10, 4
 LOSSES_PER_NODE_H = {"spot": 0.05, "on-demand": 0.002, "reserved": 0.002, "owned": 0.002}  # prior: one per 20 and 500 h
 PRIOR_NODE_H = 20.0  # weight of the prior against what the run sees
 STALL_UNMEASURED_S = 0.5
+CHANGE_FACTOR = 1.5  # another cadence is ordered when the best one differs by more
+CHANGE_COPIES, CHANGE_WAIT_S = 3, 10.0  # measured, and passed, since the plan was entered or changed last
 
 
-def peer_every(state: State, n_nodes: int) -> int:
-    """Steps between peer copies: the smallest number that keeps them under 1 % of the step time; 0 on a single node."""
-    wanted = state.job.get("peer_every", "auto")
-    if n_nodes < 2:
+def peer_every(state: State, nodes: Sequence[Node], copies: Copies) -> int:
+    """Steps between peer copies of a new plan; 0 when nobody keeps them."""
+    if not copies.to:
         return 0
+    wanted = state.job.get("peer_every", "auto")
     if wanted != "auto":
         return int(wanted)
-    if not state.copy_stall_s or not state.step_time_s:
+    flight_s = max(0, copies.n_bytes - BURST_BYTES) / copies.bytes_per_s if copies.bytes_per_s else 0.0
+    return best_every(state, nodes, copy_cost_s(state), flight_s)
+
+
+def copy_cost_s(state: State) -> float:
+    """What a peer copy costs the run, as measured: steps that waited for it, and steps that ran slower; 0 = not measured."""
+    return state.copy_stall_s + state.copy_slowed_s
+
+
+def best_every(state: State, nodes: Sequence[Node], cost_s: float, flight_s: float) -> int:
+    """The smallest number of steps that keeps copies under 1 % of the step time, but no more than the losses to be expected
+    make worth while: sqrt(2 x cost x mean time between losses) (Young 1974); and not before a copy has crossed the wire."""
+    step_s = state.step_time_s
+    if not step_s:
         return PEER_UNMEASURED
-    return min(PEER_MOST, max(1, ceil(state.copy_stall_s / (PEER_SHARE * state.step_time_s))))
+    wire = ceil(flight_s / step_s)
+    if not cost_s:
+        return max(PEER_UNMEASURED, wire)
+    share = ceil(cost_s / (PEER_SHARE * step_s) - 1e-9)
+    worth = round(sqrt(2 * cost_s * 3600 / max(1e-9, losses_per_h(state, nodes))) / step_s)
+    return max(1, wire, min(share, worth))
 
 
 def losses_per_h(state: State, nodes: Sequence[Node]) -> float:
@@ -37,9 +59,9 @@ def losses_per_h(state: State, nodes: Sequence[Node]) -> float:
     return len(nodes) * (per_node_prior * PRIOR_NODE_H + state.n_losses) / (PRIOR_NODE_H + seen_h)
 
 
-def durable_every(state: State, nodes: Sequence[Node]) -> int:
+def durable_every(state: State, nodes: Sequence[Node], alone: bool = False) -> int:
     """Steps between durable copies: sqrt(2 x stall x mean time between losses) (Young 1974, Daly 2006), at least 20 steps
-    and at most a quarter of the job; at most 10 when there is no second node to hold peer copies."""
+    and at most a quarter of the job; at most 10 when no other node holds a copy (`alone`, or there is one node only)."""
     wanted = state.job.get("durable_every", "auto")
     if wanted != "auto":
         return int(wanted)
@@ -48,4 +70,40 @@ def durable_every(state: State, nodes: Sequence[Node]) -> int:
         stall_s = state.durable_stall_s or STALL_UNMEASURED_S
         interval_s = sqrt(2 * stall_s * 3600 / max(1e-9, losses_per_h(state, nodes)))
         every = max(DURABLE_LEAST, min(round(interval_s / state.step_time_s), state.steps // DURABLE_COPIES))
-    return min(every, DURABLE_ALONE) if len({node.node_id for node in nodes}) < 2 else every
+    return min(every, DURABLE_ALONE) if alone or len({node.node_id for node in nodes}) < 2 else every
+
+
+# ------------------------------------------------------------------------------------------------ while a plan runs
+
+
+def adjust(state: State, now_s: float) -> Decision | None:
+    """Another number of steps between peer copies for the running plan, when the measured cost says so clearly."""
+    plan = state.plan
+    if plan is None or not plan.copies_to or not plan.peer_every or state.job.get("peer_every", "auto") != "auto":
+        return None
+    if state.n_copies_timed < CHANGE_COPIES or not state.step_time_s or not copy_cost_s(state):
+        return None
+    since_s = max(state.entered_at_s, state.cadence_at_s)
+    if now_s < since_s + CHANGE_WAIT_S:
+        return None
+    nodes = [node for name in plan.nodes if (node := state.nodes.get(name))]
+    new = _clearly_better(state, nodes, plan.peer_every)
+    if new is None or state.steps - state.step <= max(new, plan.peer_every):
+        return None
+    cost_s = copy_cost_s(state)
+    share = cost_s / (plan.peer_every * state.step_time_s)
+    why = (
+        f"peer copies every {new} steps instead of {plan.peer_every}: a copy costs {cost_s * 1000:.3g} ms and takes "
+        f"{state.copy_flight_s:.3g} s to cross, a step {state.step_time_s:.3g} s ({share:.1%} spent on copies)"
+    )
+    return Decision((SetCadence(plan.generation, new, plan.durable_every),), why)
+
+
+def _clearly_better(state: State, nodes: Sequence[Node], every: int) -> int | None:
+    """A cadence that differs by more than the factor; for more copies also if each cost half as much again."""
+    cost_s, flight_s = copy_cost_s(state), state.copy_flight_s
+    fewer = best_every(state, nodes, cost_s, flight_s)
+    if fewer > CHANGE_FACTOR * every:
+        return fewer
+    more = best_every(state, nodes, CHANGE_FACTOR * cost_s, CHANGE_FACTOR * flight_s)
+    return more if CHANGE_FACTOR * more < every else None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import ceil, inf
 
 from elastic.planner.search import most_workers
+from elastic.policy import drain
 from elastic.policy.known import State
 from elastic.policy.retries import worn_out
 from elastic.types import Action, Decision, Node, Pool, Prepare, Quarantine, ReleaseNode, RequestNodes
@@ -59,6 +60,7 @@ def _release(state: State, now_s: float) -> Decision:
     wake_at_s = state.entered_at_s + LEAVE_MOST_S if leaving else None
     needed |= leaving
     if state.phase == "waiting":
+        needed |= {node.node_id for node in drain.kept(state, now_s)}
         needed |= {worker.node_id for worker in state.holdings}
         needed |= {worker.node_id for worker in state.aborting.owing} if state.aborting else set()
     done = [n for n in state.nodes.values() if n.status == "draining" and n.node_id not in needed | state.releasing]

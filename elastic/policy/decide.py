@@ -5,25 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic.errors import ElasticError, InfeasiblePlan
-from elastic.planner.search import Choice, Limits, plan_layout
-from elastic.policy import cadence, recovery, retries
+from elastic.policy import cadence, drain, moves, recovery, retries
 from elastic.policy.capacity import capacity, missing_capacity, potential, together
 from elastic.policy.known import ENDED, State, StopWish
-from elastic.types import (
-    Abort,
-    Action,
-    Cause,
-    Decision,
-    EnterPlan,
-    Node,
-    Plan,
-    Quarantine,
-    Quiesce,
-    ReleaseNode,
-    Resume,
-    Stop,
-    StoreCopy,
-)  # fmt: skip
+from elastic.policy.plans import choice_of, count, enter, from_where, with_rehearsals
+from elastic.policy.retention import COPY_TRIES, COPY_WAIT_S, removal, retention
+from elastic.types import Abort, Cause, Decision, Node, Quarantine, Quiesce, ReleaseNode, Stop, StoreCopy  # fmt: skip
 
 QUIESCED_MOST_S = 5.0  # a survivor that has not answered an abort by then is treated as a dead process
 STOP_MOST_S = 60.0
@@ -43,7 +30,7 @@ def decide(state: State, now_s: float) -> Decision:
         return _attaching(state, now_s)
     if state.repeat:
         return Decision(tuple(state.repeat), "the driver is back: its last orders are given again")
-    for rule in (_ending, _breaking_off, _waiting_for_survivors, _stopping, _entering, _starting, _running):
+    for rule in (_ending, _breaking_off, _waiting_for_survivors, _rolling_forward, _stopping, _entering, _starting, _running):
         found = rule(state, now_s)
         if found is not None:
             break
@@ -56,7 +43,8 @@ def decide(state: State, now_s: float) -> Decision:
         return together(found, Decision(wake_at_s=wish.at_s + STOP_MOST_S))
     if state.phase == "running" and state.step >= state.steps:
         return found
-    return together(found, capacity(state, now_s), _budget_wake(state, now_s))
+    found = together(found, retention(state))
+    return together(found, with_rehearsals(state, capacity(state, now_s)), _budget_wake(state, now_s))
 
 
 # ------------------------------------------------------------------------------------------------ ends
@@ -66,7 +54,8 @@ def _ending(state: State, now_s: float) -> Decision | None:
     if state.fatal:
         return _stop("failed", state.fatal)
     if state.steps and state.saved_step >= state.steps:
-        return _stop("succeeded", f"all {state.steps} steps are done and the copy of the last one is stored")
+        done = f"all {state.steps} steps are done and the copy of the last one is stored"
+        return Decision((*removal(state).actions, Stop("succeeded", done)), done)
     why = retries.gave_up(state)
     return _stop("failed", why) if why else None
 
@@ -102,6 +91,8 @@ def _stopping(state: State, now_s: float) -> Decision | None:
     left = state.quiesced >= set(state.plan.ranks)
     if left and (state.saved_step >= state.step or not state.step):
         return _stop("stopped", f"{wish.reason}; {saved}")
+    if left and state.copy_failed and state.copy_failed.step == state.step:
+        return _stop("stopped", f"{wish.reason}; {saved}: {state.copy_failed.reason}")
     return Decision((), f"{wish.reason}: waits for the copy of step {state.step}", bound_s)
 
 
@@ -155,6 +146,22 @@ def _waiting_for_survivors(state: State, now_s: float) -> Decision | None:
     return Decision((Abort(state.aborting.generation, kill=owing),), text)
 
 
+def _rolling_forward(state: State, now_s: float) -> Decision | None:
+    """Survivors that missed the commit of a step apply it, where that makes the step whole."""
+    aborting = state.aborting
+    if aborting is None or aborting.forward or aborting.failure.cause == "rollback" or state.phase != "waiting":
+        return None
+    order = recovery.forward(state)
+    if order is None:
+        return None
+    n_pending = sum(step == order.step for step in state.pending.values())
+    text = (
+        f"step {order.step} was committed, and {count(n_pending, 'worker')} did not see it: they apply it to the gradients "
+        f"that they hold, so that every part of step {order.step} has a holder"
+    )
+    return Decision((order,), text, now_s + QUIESCED_MOST_S)
+
+
 # ------------------------------------------------------------------------------------------------ generations
 
 
@@ -177,7 +184,7 @@ def _starting(state: State, now_s: float) -> Decision | None:
         if now_s < at_s:
             return Decision((), f"attempt {state.retries + 2} after {retries.wait_s(state):.0f} s: {failure.reason}", at_s)
     try:
-        choice = _choice(state, state.available)
+        choice = choice_of(state, drain.usable(state, now_s))
     except InfeasiblePlan as error:
         return _not_yet(state, error)
     if failure is None and state.generation == 0 and _others_coming(state) and now_s < state.prepared_at_s + START_WAIT_S:
@@ -188,9 +195,10 @@ def _starting(state: State, now_s: float) -> Decision | None:
     except ElasticError as error:
         return _stop("failed", f"{type(error).__name__}: {error}")
     cause = CAUSES[failure.cause] if failure else "start"
-    why = failure.reason if failure else _count(len(state.available), "node") + " prepared"
+    why = failure.reason if failure else count(len(state.available), "node") + " prepared"
+    why = f"rolled back: {why}" if cause == "rollback" else why
     back = f", {state.best_step - resume.step} steps back" if state.best_step > resume.step else ""
-    return _enter(state, choice, resume, cause, f"{why}: {_from(resume)}{back}")
+    return enter(state, choice, resume, cause, f"{why}: {from_where(resume)}{back}")
 
 
 def _others_coming(state: State) -> bool:
@@ -200,7 +208,7 @@ def _others_coming(state: State) -> bool:
 def _not_yet(state: State, error: InfeasiblePlan) -> Decision:
     """Too few nodes: wait, unless no number of nodes would do."""
     try:
-        _choice(state, potential(state))
+        choice_of(state, potential(state))
     except InfeasiblePlan as never:
         return _stop("failed", f"InfeasiblePlan: {never}")
     parts = (f"waits for nodes: {error}", missing_capacity(state))
@@ -215,34 +223,61 @@ def _running(state: State, now_s: float) -> Decision | None:
         return _finishing(state, now_s)
     leaving = [node for name in plan.nodes if (node := state.nodes.get(name)) and node.status == "draining"]
     if leaving:
-        return _without_leaving(state, now_s, leaving)
+        return _with_notice(state, now_s, leaving)
     if state.quiescing:
         done = state.quiesced >= set(plan.ranks)
         return Decision((Abort(state.generation),), "the notice was withdrawn: goes on") if done else Decision()
-    return _growing(state, now_s)
+    return _growing(state, now_s) or cadence.adjust(state, now_s)
 
 
 def _finishing(state: State, now_s: float) -> Decision:
+    """All steps are done: the copy of the last one is stored, tried again where it fails, and without it the run has failed."""
+    bad = state.copy_failed
+    if bad is not None and bad.step >= state.steps:
+        if state.copy_failures >= COPY_TRIES:
+            return _stop("failed", f"the copy of the last step could not be stored in {COPY_TRIES} tries: {bad.reason}")
+        again_s = state.copy_failed_at_s + COPY_WAIT_S
+        text = f"the copy of the last step was not stored ({bad.reason})"
+        if now_s < again_s:
+            return Decision((), f"{text}: tried again in {COPY_WAIT_S:.0f} s", again_s)
+        if bad.generation == state.generation:
+            return Decision((Abort(state.generation),), f"{text}: tried again")
     bound_s = state.last_step_at_s + LAST_COPY_MOST_S
     if now_s < bound_s:
         return Decision((), f"all {state.steps} steps are done: waits for the durable copy of the last one", bound_s)
     return Decision((Abort(state.generation),), f"the copy of step {state.step} was not stored within {LAST_COPY_MOST_S:.0f} s")
 
 
-def _without_leaving(state: State, now_s: float, leaving: Sequence[Node]) -> Decision:
+def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decision:
+    """Nodes of the plan will be taken. They train on until a transition must begin; that one leaves them, and takes in whoever
+    has been prepared by then. Nodes with a later deadline stay where that is worth one more transition."""
+    assert state.plan is not None
     names = ", ".join(node.node_id for node in leaving)
     deadline_s = min(node.deadline_s or now_s for node in leaving)
     left = f"{names} will be taken in {max(0.0, deadline_s - now_s):.0f} s"
-    assert state.plan is not None
-    if state.quiescing is None:
-        try:
-            choice = _choice(state, state.available)
-        except InfeasiblePlan as error:
-            return _save_before(state, now_s, deadline_s, f"{left}; {error}")
-        return _enter(
-            state, choice, recovery.live(state), "notice", f"{left}: the state moves from live memory at the next step"
-        )
-    return Decision((), f"{left}; generation {state.plan.generation} is saved and waits for other nodes")
+    if state.quiescing:
+        return Decision((), f"{left}; generation {state.plan.generation} is saved and waits for other nodes")
+    act_s = drain.act_at_s(state, leaving, now_s)
+    stay = drain.kept(state, max(now_s, act_s))
+    try:
+        choice = choice_of(state, (*state.available, *stay))
+    except InfeasiblePlan as error:
+        return _save_before(state, now_s, deadline_s, f"{left}; {error}")
+    lead = drain.lead_of(state)
+    near_s = deadline_s - drain.NEAR * lead.seconds
+    if near_s <= now_s < act_s:
+        live = recovery.live(state)
+        move = moves.predicted(state, moves.placed(state, choice, live), live)
+        lead = drain.lead_of(state, move.seconds if move else 0.0)
+        act_s = deadline_s - lead.seconds
+    if now_s < act_s:
+        text = f"{names} will be taken: trains on until {lead.seconds:.1f} s before ({lead})"
+        wait = Decision((), text, near_s if now_s < near_s else act_s)
+        return _growing(state, now_s, act_s) or wait
+    more = f", but {', '.join(node.node_id for node in stay)} stays for a while" if stay else ""
+    return enter(
+        state, choice, recovery.live(state), "notice", f"{left}: the state moves from live memory at the next step{more}"
+    )
 
 
 def _save_before(state: State, now_s: float, deadline_s: float, why: str) -> Decision:
@@ -256,84 +291,32 @@ def _save_before(state: State, now_s: float, deadline_s: float, why: str) -> Dec
     return Decision((), f"{why}; goes on until {DEADLINE_MARGIN_S:.0f} s before", last_s)
 
 
-def _growing(state: State, now_s: float) -> Decision | None:
-    """Nodes were prepared while the plan runs: one transition for all that are there."""
+def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision | None:
+    """Nodes were prepared while the plan runs: one transition for all that are there. `act_s`: when nodes with notice are going
+    to be left; the new ones wait for that, unless it costs more than one more pause."""
     plan, nodes = state.plan, state.available
     assert plan is not None
     if tuple(node.node_id for node in nodes) == state.considered or state.steps - state.step <= 1:
         return None
-    if sum(node.gpus for node in nodes) <= plan.layout.world_size:
+    nodes = drain.usable(state, now_s)
+    new = [node.node_id for node in nodes if node.node_id not in plan.nodes]
+    if not new or sum(node.gpus for node in nodes) <= plan.layout.world_size:
         return None
     if state.preparing and now_s < state.prepared_at_s + GROWTH_WAIT_S:
-        return Decision(wake_at_s=state.prepared_at_s + GROWTH_WAIT_S)
+        bound_s = state.prepared_at_s + GROWTH_WAIT_S
+        return Decision(wake_at_s=bound_s if act_s is None else min(act_s, bound_s))
     try:
-        choice = _choice(state, nodes)
+        choice = choice_of(state, nodes)
     except InfeasiblePlan:
         return None
-    if choice.layout.world_size <= plan.layout.world_size:
+    gpus = choice.layout.world_size
+    if gpus <= plan.layout.world_size:
         return None
-    new = [node.node_id for node in nodes if node.node_id not in plan.nodes]
-    return _enter(state, choice, recovery.live(state), "growth", f"{', '.join(new)} can join {len(plan.ranks)} workers")
-
-
-# ------------------------------------------------------------------------------------------------ plans
-
-
-def _choice(state: State, nodes: Sequence[Node]) -> Choice:
-    """The planner's answer for these nodes; those of the newest plan come first, so that ranks stay where they are."""
-    assert state.model is not None
-    newest = state.plans.get(state.generation)
-    place = {name: i for i, name in enumerate(newest.nodes)} if newest else {}
-    ordered = sorted(nodes, key=lambda node: place.get(node.node_id, len(place)))
-    known = [pool.memory_bytes_per_gpu for pool in state.pools if pool.name in {node.pool for node in nodes}]
-    memory_bytes = min(known) if known and all(known) else 0
-    return plan_layout(state.model, state.job, ordered, Limits(memory_bytes, state.infeasible))
-
-
-def _enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) -> Decision:
-    used = {worker.node_id for worker in choice.ranks}
-    nodes = [node for node in state.available if node.node_id in used]
-    prices = {pool.name: pool.usd_per_node_h for pool in state.pools}
-    plan = Plan(
-        generation=state.generation + 1,
-        layout=choice.layout,
-        ranks=choice.ranks,
-        samples=choice.samples,
-        layers=choice.layers,
-        n_microbatches=choice.n_microbatches,
-        resume=resume,
-        cause=cause,
-        peer_every=cadence.peer_every(state, len(nodes)),
-        durable_every=cadence.durable_every(state, nodes),
-        predicted_step_time_s=_expected_step_s(state, choice),
-        memory_bytes=choice.memory_bytes,
-        usd_per_h=sum(prices.get(node.pool, 0.0) for node in nodes),
-    )
-    actions: tuple[Action, ...] = (EnterPlan(plan),)
-    where = f"{_count(len(choice.ranks), 'worker')} of {_count(len(nodes), 'node')}"
-    text = (
-        f"{why}; generation {plan.generation}: {choice.layout} on {where}, "
-        f"${plan.usd_per_h:.2f}/h, {_every('peer', plan.peer_every)}, {_every('durable', plan.durable_every)}"
-    )
-    return Decision(actions, text)
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
-def _every(kind: str, steps: int) -> str:
-    return f"{kind} copies every {_count(steps, 'step')}" if steps else f"no {kind} copies on the way"
-
-
-def _expected_step_s(state: State, choice: Choice) -> float:
-    """The measured step time, scaled by the number of ranks; 0 before the first measurement."""
-    newest = state.plans.get(state.generation)
-    if newest is None or not state.step_time_s:
-        return 0.0
-    return state.step_time_s * newest.layout.world_size / choice.layout.world_size
-
-
-def _from(resume: Resume) -> str:
-    place = {"fresh": "from the beginning", "peer": "from memory", "live": "from live memory", "durable": "from storage"}
-    return f"step {resume.step} {place[resume.source]}"
+    why = f"{', '.join(new)} can join {len(plan.ranks)} workers"
+    if act_s is not None:
+        gain, price = (gpus - plan.layout.world_size) * (act_s - now_s), drain.price_gpu_s(state, gpus)
+        if gain <= price:
+            text = f"{why} when the nodes with notice are left: sooner would gain {gain:.0f} GPU-seconds and cost {price:.0f}"
+            return Decision((), text, act_s)
+        why = f"{why} now: {gain:.0f} GPU-seconds gained until the nodes with notice are left, for {price:.0f}"
+    return enter(state, choice, recovery.live(state), "growth", why)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from elastic.types import (
     Abort,
     Copy,
+    CopyFailed,
     EnterPlan,
     HardwareProfile,
     Holding,
@@ -18,6 +19,7 @@ from elastic.types import (
     Plan,
     Pool,
     Quiesce,
+    RollForward,
     StepDone,
     WorkerId,
 )  # fmt: skip
@@ -65,6 +67,7 @@ class Aborting:
     at_s: float
     owing: frozenset[WorkerId]
     failure: Failure
+    forward: RollForward | None = None  # the step that those who missed its commit were told to apply; at most once
 
 
 @dataclass(frozen=True)
@@ -120,12 +123,25 @@ class State:
     entered_step: int = 0
     last_step: StepDone | None = None
     last_step_at_s: float = 0.0
+    move_pace: float = 1.0  # measured by predicted seconds of moves between memories
     step_time_s: float = 0.0  # running mean; 0 = not measured
+    pauses_s: tuple[float, ...] = ()  # of the newest live transitions: from step to step, less an ordinary one
     copy_stall_s: float = 0.0  # of a peer copy; 0 = not measured
+    copy_slowed_s: float = 0.0  # by which a peer copy made the steps of its flight longer
+    copy_flight_s: float = 0.0  # from its boundary until it was stored
+    n_copies_timed: int = 0  # since the plan was entered or its cadence changed
+    cadence_at_s: float = 0.0  # when the running plan's cadence was changed
     durable_stall_s: float = 0.0
     peer: Copy | None = None  # the newest acknowledged peer copy
     durable: tuple[Copy, ...] = ()  # newest first
+    damaged: Mapping[str, str] = field(default_factory=dict)  # durable copies that could not be read: URI -> what is wrong
+    copy_failed: CopyFailed | None = None  # the newest durable copy that was not made
+    copy_failed_at_s: float = 0.0
+    copy_failures: int = 0  # in a row
+    validation: Mapping[int, float] = field(default_factory=dict)  # step -> validation_loss
     holdings: Mapping[WorkerId, tuple[Holding, ...]] = field(default_factory=dict)  # as last reported by Quiesced
+    commits: Mapping[WorkerId, tuple[float, ...]] = field(default_factory=dict)  # that of the live step there, likewise
+    pending: Mapping[WorkerId, int] = field(default_factory=dict)  # step whose gradients are there, its commit was not seen
     distrusted: frozenset[int] = frozenset()  # generations whose content was found wrong
     below_step: int | None = None  # recover only to copies of less than this step (NaN)
     infeasible: Mapping[Layout, int] = field(default_factory=dict)  # layout -> measured bytes
@@ -133,6 +149,8 @@ class State:
     retries: int = 0  # infrastructure errors in a row without progress
     retry_step: int = -1
     rollbacks: int = 0
+    rolled_back: tuple[tuple[str, int], ...] = ()  # guards and the steps that were rolled back for
+    n_skipped: int = 0  # steps that a guard has skipped
     n_losses: int = 0
     n_notices: int = 0
     node_s: float = 0.0  # node-seconds so far

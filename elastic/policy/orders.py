@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from elastic.policy.facts import process_failed, set_status, without
+from elastic.policy.failing import process_failed, set_status, without
 from elastic.policy.known import Aborting, Failure, Request, State
+from elastic.policy.retention import ordered_removal
 from elastic.types import (
     Abort,
     EnterPlan,
@@ -15,7 +16,10 @@ from elastic.types import (
     Quarantine,
     Quiesce,
     ReleaseNode,
+    RemoveCopy,
     RequestNodes,
+    RollForward,
+    SetCadence,
     Stop,
     StoreCopy,
     WorkerId,
@@ -84,12 +88,27 @@ def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
     return state
 
 
+def _ordered_forward(state: State, action: RollForward, at_s: float) -> State:
+    if state.aborting is None:
+        return state
+    owing = frozenset(worker for worker, step in state.pending.items() if step == action.step and state.lives(worker))
+    return replace(state, aborting=replace(state.aborting, forward=action, owing=owing, at_s=at_s))
+
+
 def _ordered_quiesce(state: State, action: Quiesce, at_s: float) -> State:
     return replace(state, quiescing=(action.generation, at_s), repeat=())
 
 
 def _ordered_copy(state: State, action: StoreCopy, at_s: float) -> State:
     return replace(state, stored_generation=action.generation)
+
+
+def _ordered_cadence(state: State, action: SetCadence, at_s: float) -> State:
+    plan = state.plan
+    if plan is None or plan.generation != action.generation:
+        return state
+    plan = replace(plan, peer_every=action.peer_every, durable_every=action.durable_every)
+    return replace(state, plan=plan, plans={**state.plans, plan.generation: plan}, cadence_at_s=at_s, n_copies_timed=0)
 
 
 def _ordered_stop(state: State, action: Stop, at_s: float) -> State:
@@ -99,4 +118,6 @@ def _ordered_stop(state: State, action: Stop, at_s: float) -> State:
 ORDERS: dict[type, Callable[[State, Any, float], State]] = {
     RequestNodes: _ordered_nodes, ReleaseNode: _ordered_release, Quarantine: _ordered_quarantine, Prepare: _ordered_prepare,
     EnterPlan: _ordered_plan, Abort: _ordered_abort, Quiesce: _ordered_quiesce, StoreCopy: _ordered_copy, Stop: _ordered_stop,
+    SetCadence: _ordered_cadence, RemoveCopy: ordered_removal,
+    RollForward: _ordered_forward,
 }  # fmt: skip

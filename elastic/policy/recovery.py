@@ -5,24 +5,53 @@ from __future__ import annotations
 from elastic.errors import StateLost
 from elastic.mesh import replica_key
 from elastic.policy.known import State
-from elastic.types import Holding, Plan, Resume
+from elastic.types import Copy, Holding, Plan, Resume, RollForward
 
 REDO_S = 600.0  # work up to this long is done again from the start when nothing was ever stored
 
 
-def from_memory(state: State) -> Resume | None:
-    """The newest step of which every replica group of its generation has a living holder; None when there is none."""
+def from_memory(state: State, below: int | None = None) -> Resume | None:
+    """The newest step of which every replica group of its generation has a living holder; None when there is none.
+
+    `below`: only steps of less than that.
+    """
+    for (step, generation), held_there in sorted(_held(state).items(), reverse=True):
+        plan = state.plans[generation]
+        if (below is None or step < below) and covered(plan, held_there):
+            chosen = _chosen(state, plan, held_there)
+            return Resume("peer", step, generation, plan.layout, plan.layers, chosen)
+    return None
+
+
+def _held(state: State) -> dict[tuple[int, int], list[Holding]]:
+    """(step, generation) -> what living workers hold of it; nothing of generations that are forgotten or not to be trusted."""
     found: dict[tuple[int, int], list[Holding]] = {}
     for worker, held in state.holdings.items():
         for holding in held if state.lives(worker) else ():
-            below = state.below_step is None or holding.step < state.below_step
-            if holding.generation in state.plans and holding.generation not in state.distrusted and below:
+            if holding.generation in state.plans and holding.generation not in state.distrusted:
                 found.setdefault((holding.step, holding.generation), []).append(holding)
-    for (step, generation), held_there in sorted(found.items(), reverse=True):
+    return found
+
+
+def forward(state: State) -> RollForward | None:
+    """The step that some survivors have committed and others can still apply, if with these every box of it has a holder and
+    without them it has not.
+
+    That is safe: a rank has the result of a commit only when every rank had put its part in, and each does so after all of its
+    gradients are summed. So whoever missed it holds the gradients of just this step beside the state before it, and nothing
+    that the broken collective may have left half-done.
+    """
+    held = _held(state)
+    for (step, generation), there in sorted(held.items(), reverse=True):
         plan = state.plans[generation]
-        if covered(plan, held_there):
-            chosen = _chosen(state, plan, held_there)
-            return Resume("peer", step, generation, plan.layout, plan.layers, chosen)
+        if covered(plan, there):
+            return None
+        done = [h for h in there if h.kind == "live"]
+        commit = next((state.commits[h.worker] for h in done if state.commits.get(h.worker)), None)
+        before = held.get((step - 1, generation), [])
+        waiting = [h for h in before if h.kind == "live" and state.pending.get(h.worker) == step]
+        if commit and waiting and covered(plan, [*done, *waiting]):
+            return RollForward(generation, step, commit)
     return None
 
 
@@ -47,12 +76,18 @@ def newest(state: State) -> Resume:
 
     A run that has stored nothing yet starts again at step 0 when no more than REDO_S of steps are lost by that.
     """
-    memory = from_memory(state)
-    durable = next((c for c in state.durable if state.below_step is None or c.step < state.below_step), None)
+    memory, durable = _below(state, state.below_step)
+    if state.below_step and memory is None and durable is None:
+        memory, durable = _below(state, None)  # nothing older is left: the same state again
     if memory and (durable is None or memory.step >= durable.step):
         return memory
     if durable:
         return Resume("durable", durable.step, durable.generation, durable.layout, durable.layers, uri=durable.uri)
+    if state.damaged:
+        raise StateLost(
+            f"no durable copy can be read: {'; '.join(state.damaged.values())}; mend one, or remove them all to start anew "
+            "(elastic checkpoint rm)"
+        )
     lost_s = state.best_step * state.step_time_s
     if lost_s <= REDO_S or not state.best_step:
         return Resume("fresh")
@@ -60,6 +95,11 @@ def newest(state: State) -> Resume:
         f"no copy of the training state is left: step {state.best_step} was reached ({lost_s:.0f} s of steps), no durable copy "
         f"was ever stored, and the workers that still live hold no whole copy; set durable_every and start again"
     )
+
+
+def _below(state: State, below: int | None) -> tuple[Resume | None, Copy | None]:
+    """The newest in memory and in storage, of less than that step."""
+    return from_memory(state, below), next((c for c in state.durable if below is None or c.step < below), None)
 
 
 def live(state: State) -> Resume:

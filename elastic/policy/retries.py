@@ -21,7 +21,7 @@ def gave_up(state: State) -> str:
         return ""
     if failure.cause == "infrastructure" and state.retries >= INFRASTRUCTURE_MOST:
         return f"{state.retries} attempts in a row got no further than step {state.best_step}; the last one: {failure.reason}"
-    if failure.cause == "rollback" and state.rollbacks > ROLLBACKS_MOST:
+    if failure.cause == "rollback" and state.rollbacks - len(state.rolled_back) > ROLLBACKS_MOST:  # guards count for themselves
         return f"{state.rollbacks} roll-backs; the last one: {failure.reason}"
     return ""
 

@@ -6,6 +6,7 @@ merged axis) along dimension 0. Pieces may be empty. Buffers and 0-dim tensors a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from elastic.errors import SpecError
@@ -13,6 +14,8 @@ from elastic.mesh import coordinates, stage_blocks
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
 
 RNG = "elastic.rng"
+LOSS_SCALE = "elastic.loss_scale"
+EXTRA = "extra."  # what the names of extra_state's boxes begin with
 
 Span = tuple[int, int]  # offset and size along one dimension
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
@@ -41,7 +44,7 @@ class Placed:
 
 
 def state_specs(model: ModelProfile) -> tuple[TensorSpec, ...]:
-    """Every tensor of the training state: `model.<fqn>`, `optim.<entry>.<fqn>`, `elastic.rng`; tied ones once."""
+    """All of the training state: `model.<fqn>`, `optim.<entry>.<fqn>` (tied ones once), `extra.<name>`, `elastic.rng`."""
     return tuple(placed.spec for placed in placements(model))
 
 
@@ -49,6 +52,8 @@ def placements(model: ModelProfile) -> tuple[Placed, ...]:
     """The training state with the blocks that need each tensor, in the order of the model's specs."""
     out: list[Placed] = []
     for spec, blocks in _canonical(model):
+        if spec.reread:
+            continue
         out.append(Placed(replace(spec, fqn=f"model.{spec.fqn}"), blocks))
         if spec.buffer or not spec.trainable:
             continue
@@ -57,37 +62,45 @@ def placements(model: ModelProfile) -> tuple[Placed, ...]:
         for entry in model.optimizer_scalars:
             scalar = TensorSpec(f"optim.{entry}.{spec.fqn}", (), "float32", block=spec.block)
             out.append(Placed(scalar, blocks))
+    out += [Placed(spec, (None,)) for spec in model.extra]
     out.append(Placed(TensorSpec(RNG, (2,), "int64", trainable=False, buffer=True), (None,)))
     return tuple(out)
 
 
 def boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int) -> tuple[Box, ...]:
     """What `rank` holds, empty boxes left out; `layers[i]` = number of blocks of stage i."""
-    return _boxes(model, layout, layers, rank, owned_only=False)
+    return _boxes(model, (layout, layers, rank), placements(model), owned_only=False)
+
+
+def reread_boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int) -> tuple[Box, ...]:
+    """What `rank` holds besides the training state: frozen weights."""
+    frozen = [Placed(replace(spec, fqn=f"model.{spec.fqn}"), blocks) for spec, blocks in _canonical(model) if spec.reread]
+    return _boxes(model, (layout, layers, rank), frozen, owned_only=False)
 
 
 def owned_boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int) -> tuple[Box, ...]:
     """The part of `boxes` that `rank` answers for: over all ranks every element of the state exactly once."""
-    return _boxes(model, layout, layers, rank, owned_only=True)
+    return _boxes(model, (layout, layers, rank), placements(model), owned_only=True)
 
 
 def stages_of(blocks: tuple[int | None, ...], model: ModelProfile, layout: Layout, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Pipeline stages that hold a tensor which these blocks need, in ascending order."""
+    """Places on the pp axis whose ranks hold a tensor which these blocks need, in ascending order."""
     if layout.pp == 1:
         return (0,)
     if None in blocks:
         return tuple(range(layout.pp))
-    return tuple(sorted({_stage_of(block, model.n_blocks, layers) for block in blocks if block is not None}))
+    return tuple(sorted({_stage_of(block, model.n_blocks, layers) % layout.pp for block in blocks if block is not None}))
 
 
 def check_layers(model: ModelProfile, layout: Layout, layers: tuple[int, ...]) -> None:
     """Raises SpecError unless `layers` spreads all blocks over the stages (one stage needs no list)."""
     if layout.pp == 1 and not layers:
         return
-    if len(layers) != layout.pp or sum(layers) != model.n_blocks or min(layers) < 0:
+    if len(layers) != layout.n_stages or sum(layers) != model.n_blocks or min(layers) < 0:
+        stages = f"pp={layout.pp}" + (f" with {layout.n_stages} stages" if layout.n_stages > layout.pp else "")
         raise SpecError(
-            f"layers per stage {list(layers)} do not fit pp={layout.pp} and {model.n_blocks} blocks; "
-            f"{layout.pp} numbers with the sum {model.n_blocks} are needed"
+            f"layers per stage {list(layers)} do not fit {stages} and {model.n_blocks} blocks; "
+            f"{layout.n_stages} numbers with the sum {model.n_blocks} are needed"
         )
 
 
@@ -123,14 +136,17 @@ def meet(one: Region, two: Region) -> Region | None:
     return tuple(offsets), tuple(sizes)
 
 
-def _boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int, owned_only: bool) -> tuple[Box, ...]:
+def _boxes(
+    model: ModelProfile, place: tuple[Layout, tuple[int, ...], int], state: Iterable[Placed], owned_only: bool
+) -> tuple[Box, ...]:
+    layout, layers, rank = place
     check_layers(model, layout, layers)
     at = coordinates(layout, rank)
     tp, fsdp = (at.tp, layout.tp), (at.fsdp(layout), layout.dp_shard * layout.cp)
     if owned_only and at.dp_replicate:
         return ()
     out = []
-    for placed in placements(model):
+    for placed in state:
         stages = stages_of(placed.blocks, model, layout, layers)
         if at.pp not in stages:
             continue

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.driver import Decide, decided
+from elastic.errors import SpecError
 from elastic.ledger.journal import Line
 from elastic.policy.decide import decide as decide_by_default
 from elastic.policy.state import State, fold
-from elastic.types import Decided, Decision
+from elastic.types import Decided, Decision, DriverStarted
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,19 @@ class Replay:
 
 
 def replay(lines: Iterable[Line], decide: Decide = decide_by_default) -> Replay:
-    """Folds what is recorded, events and decisions, and compares each decision with the one that `decide` takes now."""
+    """Folds what is recorded, events and decisions, and compares each decision with the one that `decide` takes now.
+
+    Raises SpecError for a script that is restarted: Ray Train decides there.
+    """
     state = State()
     n_decisions = 0
     first: Difference | None = None
     for line in lines:
         for at_s, event in line.events:
+            if isinstance(event, DriverStarted) and event.job.get("restarted"):
+                raise SpecError(
+                    f"run '{event.run}' restarts a script through Ray Train: no policy decided there; see elastic why"
+                )
             state = fold(state, event, at_s)
         if line.decision is None:
             continue

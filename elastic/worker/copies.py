@@ -1,127 +1,243 @@
-"""Peer copies: each rank's boxes in the host memory of a worker on another node, sent behind the next steps.
+"""Peer copies: each rank's boxes in the host memory of workers in other failure domains, taken and sent behind the next steps.
 
-A copy is taken at the same step by all ranks, and counts once every rank has seen in a commit that all parts are stored; until
-then the copy before it is kept. While one is in flight no other is started.
+A copy is taken at the same step by all ranks. It counts once every rank has seen in a commit that all parts are stored, their
+sums compared; until then the copy before it is kept. While one is in flight no other is started. Whether one starts, counts or
+is given up follows from commits alone, so all ranks do the same.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
-import torch
-import torch.distributed as dist
-
-from elastic.mesh import partners
+from elastic.errors import InternalError
 from elastic.reshard.shards import boxes
-from elastic.types import Box, Copy, Holding, ModelProfile, Plan
+from elastic.types import Copy, CopyStored, Holding, ModelProfile, Plan
+from elastic.worker.copy_stream import Pace, Wire, receive_boxes, send_boxes
+from elastic.worker.host_copy import Hands, HostCopies, HostCopy, Lease, flat_bytes, flat_views
 from elastic.worker.train_state import Held, Tensors
 
-ALIGN = 8
-
-
-def flat_views(mine: Sequence[Box]) -> tuple[torch.Tensor, Tensors]:
-    """One host buffer and a view of it per box, each at a multiple of 8 bytes."""
-    starts, at = [], 0
-    for box in mine:
-        starts.append(at)
-        at += -(-box.n_bytes // ALIGN) * ALIGN
-    buffer = torch.empty(at, dtype=torch.uint8)
-    views: Tensors = {}
-    for box, start in zip(mine, starts, strict=True):
-        part = buffer[start : start + box.n_bytes]
-        views[box.fqn] = (box, part.view(getattr(torch, box.dtype)).view(box.sizes))
-    return buffer, views
+GAVE_UP = -float(1 << 30)  # a rank's say when its part cannot be stored: the sum over the ranks is negative
+TIMED_STEPS = 64
+TOLD_APART = 8  # steps of either kind that are needed to tell what copying slows
+QUIT_MOST_S = 5.0
 
 
 @dataclass
 class _Flight:
-    step: int
-    held: list[Held]
-    done: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
+    """A copy that is not acknowledged. Its parts: what is sent, and what comes from each rank whose boxes are kept here."""
 
-
-class PeerCopies:
-    """The peer copies of one generation on one rank."""
-
-    def __init__(self, profile: ModelProfile, plan: Plan, rank: int, group: dist.ProcessGroup | None) -> None:
-        self.profile, self.plan, self.rank, self.group = profile, plan, rank, group
-        to = partners(plan.ranks) if plan.peer_every else ()
-        self.to = to
-        self.senders = [r for r, partner in enumerate(to) if partner == rank]
-        self.flight: _Flight | None = None
-        self.acknowledged: list[Held] = []
-        self.acknowledged_step = -1
-        self._base = 0
+    number: int
+    own: HostCopy
+    incoming: dict[int, tuple[Lease, Tensors]]
+    began_s: float
+    pace: Pace
+    quit: threading.Event = field(default_factory=threading.Event)
+    problems: list[str] = field(default_factory=list)
+    left: int = 0  # parts under way
+    over: threading.Event = field(default_factory=threading.Event)
+    stored_s: float = 0.0
+    stall_s: float = 0.0
+    n_steps: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def on(self) -> bool:
-        return bool(self.to) and self.group is not None
+    def step(self) -> int:
+        return self.own.step
 
-    def due(self, step: int) -> bool:
-        """The same answer on all ranks: it depends on commits only."""
-        return self.on and self.flight is None and (step - self._base) % self.plan.peer_every == 0
-
-    def start(self, step: int, tensors: Tensors) -> Tensors:
-        """Takes the host copy now and sends it in the background. Returns the host copy."""
-        if self.acknowledged_step < 0 and self.flight is None:
-            self._base = step
-        buffer, own = flat_views([box for box, _ in tensors.values()])
-        for fqn, (_, view) in own.items():
-            view.copy_(tensors[fqn][1])
-        flight = _Flight(step, [self._held(self.rank, step, own)])
-        self.flight = flight
-        threading.Thread(target=self._exchange, args=(flight, buffer), name="peer-copy", daemon=True).start()
-        return own
-
-    def _held(self, rank: int, step: int, tensors: Tensors) -> Held:
-        return Held(self.plan.generation, rank, step, "peer", self.plan.layout, self.plan.layers, tensors)
-
-    def _exchange(self, flight: _Flight, buffer: torch.Tensor) -> None:
-        try:
-            works = [dist.isend(buffer, group=self.group, group_dst=self.to[self.rank])]
-            incoming = []
-            for sender in self.senders:
-                theirs = boxes(self.profile, self.plan.layout, self.plan.layers, sender)
-                into, views = flat_views(theirs)
-                works.append(dist.irecv(into, group=self.group, group_src=sender))
-                incoming.append(self._held(sender, flight.step, views))
-            for work in works:
-                if work is not None:
-                    work.wait()
-            flight.held += incoming
-        except (RuntimeError, ValueError) as error:  # the group broke: the next collective of this rank says so
-            flight.error = error
-            return
-        flight.done.set()
+    @property
+    def ended(self) -> bool:
+        return self.left == 0
 
     @property
     def stored(self) -> bool:
-        """Is this rank's part of the copy in flight stored at both ends?"""
-        return self.flight is not None and self.flight.done.is_set()
+        """Is this rank's part stored at both ends?"""
+        return self.ended and not self.problems
 
-    def acknowledge(self) -> int:
-        """All parts are stored: the copy in flight takes the place of the one before. Returns its step."""
-        assert self.flight is not None
-        self.acknowledged, self.acknowledged_step = self.flight.held, self.flight.step
-        self.flight = None
-        return self.acknowledged_step
 
-    def settle(self, timeout_s: float) -> None:
-        """Waits for the exchange in flight, so that its group can be taken down at a clean boundary."""
+class PeerCopies:
+    """The peer copies of one generation on one rank. `wire(n)`: messages of the n-th copy; None = there is nobody else."""
+
+    def __init__(
+        self, profile: ModelProfile, plan: Plan, rank: int, host: HostCopies, wire: Callable[[int], Wire] | None
+    ) -> None:
+        self.plan, self.rank, self.host, self.wire = plan, rank, host, wire
+        self.to = plan.copies_to[rank] if plan.copies_to else ()
+        self.every = plan.peer_every if plan.copies_to else 0
+        senders = [r for r, keepers in enumerate(plan.copies_to) if rank in keepers]
+        self.kept = {r: boxes(profile, plan.layout, plan.layers, r) for r in senders}
+        self.flight: _Flight | None = None
+        self.acknowledged: list[Held] = []
+        self.acknowledged_step = -1
+        self.n_started = self.n_given_up = 0
+        self._next = 0
+        self._hands = Hands(1 + len(self.kept), "peer-copy") if self.on else None
+        self._busy_s: list[float] = []
+        self._calm_s: list[float] = []
+
+    @property
+    def on(self) -> bool:
+        return self.every > 0 and self.wire is not None
+
+    # ------------------------------------------------------------------------------------------ what commits carry
+
+    @property
+    def done(self) -> float:
+        """This rank's say on the copy in flight: 1 = my part is stored, GAVE_UP = it will not be, 0 = not yet."""
+        flight = self.flight
+        if flight is None or not flight.ended:
+            return 0.0
+        return 1.0 if flight.stored else GAVE_UP
+
+    @property
+    def free(self) -> bool:
+        """Could this rank take another copy at the next boundary?"""
+        return self.on and self.host.available
+
+    def due(self, step: int, n_free: int) -> bool:
+        """The same answer on all ranks. `n_free`: ranks that said that they are free."""
+        return self.on and self.flight is None and step >= self._next and n_free == len(self.plan.ranks)
+
+    def set_every(self, step: int, every: int) -> None:
+        """Another cadence from this step on."""
+        if self.plan.copies_to:
+            newest = max(self.acknowledged_step, self.flight.step if self.flight else -1)
+            self.every, self._next = every, max(step, newest + every) if newest >= 0 else step + every
+
+    # ------------------------------------------------------------------------------------------ a copy
+
+    def start(self, step: int) -> None:
+        """Takes the copy of this boundary and sends it, all in the background. Called by all ranks at the same step."""
+        assert self.wire is not None
+        began_s = time.monotonic()
+        own = self.host.take(step)
+        if own is None:
+            raise InternalError(f"rank {self.rank} said that it could copy step {step}, and has no free buffer")
+        incoming = {}
+        for sender, theirs in self.kept.items():
+            lease = self.host.memory.lease(flat_bytes(theirs))
+            incoming[sender] = (lease, flat_views(theirs, lease.buffer))
+        if self.n_started < 2:
+            self.host.memory.trim()  # what the generation before has left and this one cannot use
+        flight = _Flight(self.n_started, own, incoming, began_s, Pace(self.plan.copy_bytes_per_s))
+        self.flight = flight
+        self._next, self.n_started = step + self.every, self.n_started + 1
+        wire = self.wire(flight.number)
+        flight.left = 1 + len(incoming)
+        self._begin(flight, lambda: self._send(flight, wire))
+        for sender, (lease, _) in incoming.items():
+            self._begin(flight, lambda lease=lease, sender=sender: receive_boxes(lease.buffer, wire, sender))  # type: ignore[misc]
+        flight.stall_s = time.monotonic() - began_s
+
+    def _begin(self, flight: _Flight, work: Callable[[], str]) -> None:
+        def run() -> None:
+            try:
+                problem = work()
+            except (RuntimeError, ValueError) as error:  # the group broke: the next collective of this rank says so
+                problem = str(error) or type(error).__name__
+            with flight.lock:
+                if problem:
+                    flight.problems.append(problem)
+                flight.stored_s = time.monotonic()
+                flight.left -= 1
+                if flight.ended:
+                    flight.over.set()
+
+        assert self._hands is not None
+        self._hands.do(run)
+
+    def _send(self, flight: _Flight, wire: Wire) -> str:
+        problem = ""
+        try:
+            flight.own.wait()
+        except InternalError as error:
+            problem = str(error)
+            flight.quit.set()
+        whole = send_boxes(flight.own.lease.buffer, wire, self.to, flight.pace, flight.quit) if self.to else True
+        return problem or ("" if whole else "given up")
+
+    def stalled(self, seconds: float) -> None:
+        """A step waited for the copy."""
         if self.flight is not None:
-            self.flight.done.wait(timeout_s)
+            self.flight.stall_s += seconds
+
+    def timed(self, step_s: float, busy: bool) -> None:
+        """How long a step took, waiting for data and copies left out; `busy`: a copy was in flight."""
+        kept = self._busy_s if busy else self._calm_s
+        kept.append(step_s)
+        del kept[:-TIMED_STEPS]
+        if busy and self.flight is not None:
+            self.flight.n_steps += 1
+
+    # ------------------------------------------------------------------------------------------ how it ends
+
+    def heard(self, n_done: float) -> CopyStored | None:
+        """After a commit: the copy in flight counts when all ranks have stored their parts, and is dropped when one cannot."""
+        flight = self.flight
+        if flight is None:
+            return None
+        if n_done < 0:
+            self.n_given_up += 1
+            self.drop()
+            return None
+        if n_done < len(self.plan.ranks):
+            return None
+        self.acknowledged = self._held(flight)
+        self.acknowledged_step, self.flight = flight.step, None
+        slowed_s = flight.n_steps * slowdown(self._busy_s, self._calm_s)
+        return CopyStored(self.copy(flight.step), flight.stored_s - flight.began_s, flight.stall_s, slowed_s)
+
+    def _held(self, flight: _Flight) -> list[Held]:
+        own = self._holds(self.rank, flight.step, flight.own.wait(), flight.own.lease)
+        return [own, *(self._holds(r, flight.step, views, lease) for r, (lease, views) in flight.incoming.items())]
+
+    def _holds(self, rank: int, step: int, tensors: Tensors, lease: Lease) -> Held:
+        plan = self.plan
+        return Held(plan.generation, rank, step, "peer", plan.layout, plan.layers, tensors, lease=lease)
+
+    def drop(self) -> None:
+        """Gives up the copy in flight, at a boundary at which all ranks do; both ends of a stream stop after the same chunk."""
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return
+        flight.quit.set()
+        flight.pace.hurry.set()
+        if flight.over.wait(QUIT_MOST_S):  # else a thread still writes: the buffers are left to the garbage collector
+            flight.own.release()
+            for lease, _ in flight.incoming.values():
+                lease.release()
+
+    def close(self) -> None:
+        if self._hands is not None:
+            self._hands.close()
+
+    def unacknowledged(self) -> list[Held]:
+        """The copy in flight, if this rank's part is stored: others may have seen the commit that acknowledges it and have
+        dropped the one before. It is handed out once."""
+        flight, self.flight = self.flight, None
+        return self._held(flight) if flight is not None and flight.stored else []
 
     def copy(self, step: int) -> Copy:
         """The acknowledged copy of `step`, with everyone's holdings."""
-        ranks = self.plan.ranks
-        holdings = []
-        n_bytes = 0
-        for rank, partner in enumerate(self.to):
-            for worker in (ranks[rank], ranks[partner]):
-                holdings.append(Holding(worker, self.plan.generation, rank, step, "peer"))
-        for held in self.acknowledged:
-            n_bytes += sum(box.n_bytes for box, _ in held.tensors.values())
-        return Copy(step, "peer", self.plan.generation, self.plan.layout, self.plan.layers, tuple(holdings), "", n_bytes)
+        plan = self.plan
+        keeping = [(rank, keeper) for rank in range(len(plan.ranks)) for keeper in (rank, *plan.copies_to[rank])]
+        holdings = tuple(Holding(plan.ranks[keeper], plan.generation, rank, step, "peer") for rank, keeper in keeping)
+        n_bytes = sum(box.n_bytes for held in self.acknowledged for box, _ in held.tensors.values())
+        return Copy(step, "peer", plan.generation, plan.layout, plan.layers, holdings, "", n_bytes)
+
+
+def slowdown(busy_s: Sequence[float], calm_s: Sequence[float]) -> float:
+    """Seconds by which a step is longer while a copy is in flight: the difference of the medians, 0 unless it is more than
+    twice its standard error (1.2533 sigma / sqrt(n) for a median of normal values, sigma = 1.4826 x the median deviation)."""
+    if min(len(busy_s), len(calm_s)) < TOLD_APART:
+        return 0.0
+    variance = 0.0
+    for times in (busy_s, calm_s):
+        middle = median(times)
+        sigma = 1.4826 * median(abs(t - middle) for t in times)
+        variance += (1.2533 * sigma) ** 2 / len(times)
+    difference = median(busy_s) - median(calm_s)
+    return difference if difference > 2 * variance**0.5 else 0.0

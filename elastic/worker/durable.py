@@ -1,20 +1,20 @@
 """Durable checkpoints: every rank writes its boxes, then one commit marker makes them a checkpoint.
 
-No process group is used. The files are those of durable_format.py. The reader takes its own JSON index and reads tensor blobs
-with torch.load(weights_only=True): nothing in a checkpoint is ever executed.
+No process group is used. The files are those of durable_format.py. The reader takes its own JSON index and the tensors' memory
+where it lies in the blobs: nothing in a checkpoint is ever executed.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from hashlib import sha256
 from math import prod
 from typing import Any, BinaryIO, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from elastic.storage import Storage
 from elastic.types import Box
 from elastic.worker import durable_dcp
 from elastic.worker.durable_blob import alone
+from elastic.worker.durable_digest import Xxh3
 from elastic.worker.durable_format import (
     MARKER,
     METADATA,
@@ -39,39 +40,51 @@ from elastic.worker.durable_format import (
     folder_of,
     manifest_name,
     note_of,
+    root_of,
     shard_name,
 )
-from elastic.worker.durable_read import Checkpoint, Found, find, find_valid, open_checkpoint, read_marker, remove, verify
+from elastic.worker.durable_load import Checkpoint
+from elastic.worker.durable_read import (
+    Found,
+    clean,
+    find,
+    find_valid,
+    open_checkpoint,
+    read_marker,
+    remove,
+    remove_copy,
+    verify,
+)
 
 __all__ = [
-    "Checkpoint", "Damaged", "Fenced", "Found", "commit", "find", "find_valid", "open_checkpoint", "remove", "verify",
-    "write_shard",
+    "Checkpoint", "Damaged", "Fenced", "Found", "clean", "commit", "find", "find_valid", "open_checkpoint", "remove",
+    "remove_copy", "verify", "write_shard",
 ]  # fmt: skip
 
-CHUNK_BYTES = 64 << 20  # a box is written in blobs of at most this size, cut along dimension 0
-ALONGSIDE_BYTES = 1 << 20  # writes from here on are hashed in a second thread
+CHUNK_BYTES = 16 << 20  # a box is written in blobs of at most this size, cut along dimension 0
+PIECE_BYTES = 1 << 20  # written, then hashed while it is in the cache
+SYNC_BYTES = 64 << 20  # of a local file are synced at a time, behind the writing
 
 
 def write_shard(storage: Storage, step: int, generation: int, rank: int, items: Iterable[tuple[Box, Tensor]]) -> int:
     """Writes the boxes of one rank and its manifest; returns the bytes. Items may come from an iterator, one at a time.
 
-    Memory: one blob. Where the checkpoint is committed already, nothing is written. Empty boxes are left out.
+    Memory: nothing beyond the items where they are contiguous and on the CPU, else one blob. Where the checkpoint is committed
+    already, nothing is written. Empty boxes are left out. Two writers of the same items write the same bytes.
     """
     folder = folder_of(step, generation)
     if read_marker(storage, folder) is not None:
         return storage.size(f"{folder}/{shard_name(rank)}")
     entries = []
     with storage.create(f"{folder}/{shard_name(rank)}") as file, _without_crc(), ThreadPoolExecutor(1) as pool:
-        sink = _Sink(file, pool)
+        sink = _Sink(file, pool, behind=not storage.remote)
         for box, tensor in items:
             if tuple(tensor.shape) != box.sizes or tensor.dtype != getattr(torch, box.dtype):
                 raise InternalError(f"{box.fqn}: box {box.sizes} {box.dtype} holds {tuple(tensor.shape)} {tensor.dtype}")
             for part, rows in _parts(box, tensor.detach()):
-                start = sink.n_bytes
-                sink.crc32 = 0
-                torch.save(alone(rows), cast(BinaryIO, sink))
-                entries.append(Entry(part, start, sink.n_bytes - start, sink.crc32))
-    manifest = Manifest(rank, sink.n_bytes, sink.sha256.hexdigest(), tuple(entries))
+                entries.append(sink.add(part, alone(rows)))
+        sink.wait()
+    manifest = Manifest(rank, sink.n_bytes, root_of(entries), tuple(entries))
     storage.put(f"{folder}/{manifest_name(rank)}", encode_manifest(manifest))
     return sink.n_bytes
 
@@ -105,29 +118,43 @@ def commit(storage: Storage, step: int, generation: int, world_size: int, epoch:
 
 
 class _Sink:
-    """What torch.save writes to: the file, its SHA-256, and the CRC-32 of the blob that is being written."""
+    """What torch.save writes to: the file, and the digest of the blob that is being written.
 
-    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
-        self._file, self._pool = file, pool
-        self.n_bytes = self.crc32 = 0
-        self.sha256 = sha256()
+    Bytes are hashed while they are in the processor's cache; on a local disk, what was written is synced behind the writing.
+    """
+
+    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor, behind: bool) -> None:
+        self._file, self._pool, self._behind = file, pool, behind
+        self._hasher = Xxh3()
+        self._memory = self._data_at = self._start = self._synced = self.n_bytes = 0
+        self._syncing: Future[None] | None = None
+
+    def add(self, box: Box, tensor: Tensor) -> Entry:
+        """Writes the tensor as the next blob. `tensor` is alone in its memory."""
+        self._hasher, self._start, self._memory, self._data_at = Xxh3(), self.n_bytes, tensor.data_ptr(), -1
+        torch.save(tensor, cast(BinaryIO, self))
+        if self._data_at < 0:
+            raise InternalError(f"{box.fqn}: torch.save did not write the tensor's memory as it is")
+        return Entry(box, self._start, self.n_bytes - self._start, self._hasher.text(), self._data_at)
 
     def write(self, data: bytes | memoryview) -> int:
-        if len(data) < ALONGSIDE_BYTES:
-            self.sha256.update(data)
-            self._take(data)
-        else:
-            hashing = self._pool.submit(self.sha256.update, data)
-            try:
-                self._take(data)
-            finally:
-                hashing.result()  # `data` belongs to torch.save and is gone when this returns
-        self.n_bytes += len(data)
-        return len(data)
+        view = memoryview(data)
+        if len(view) and np.frombuffer(view, dtype=np.uint8).ctypes.data == self._memory:
+            self._data_at = self.n_bytes - self._start
+        for at in range(0, len(view), PIECE_BYTES):
+            self._file.write(view[at : at + PIECE_BYTES])
+            self._hasher.update(view[at : at + PIECE_BYTES])
+        self.n_bytes += len(view)
+        if self._behind and self.n_bytes - self._synced >= SYNC_BYTES and (self._syncing is None or self._syncing.done()):
+            self.wait()
+            self._synced = self.n_bytes
+            self._syncing = self._pool.submit(os.fdatasync, self._file.fileno())
+        return len(view)
 
-    def _take(self, data: bytes | memoryview) -> None:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self._file.write(data)
+    def wait(self) -> None:
+        """For the sync under way. Raises what it raised."""
+        if self._syncing is not None:
+            self._syncing.result()
 
     def flush(self) -> None:
         """torch.save calls it."""

@@ -18,17 +18,31 @@ from elastic.types import Box
 
 LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: lengths of its name and of its extra field
 
+ZIP_RECORD, DATA_RECORD = b"PK\x03\x04", b"/data/0"
+
 
 def alone(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, and the only user of its memory: torch.save writes the whole storage of a view."""
+    """On the CPU, contiguous, and the only user of its memory as torch sees it: torch.save writes the whole storage of a view.
+
+    Nothing is copied where the tensor is contiguous and on the CPU.
+    """
     out = tensor.to("cpu").contiguous()
-    return out if out.untyped_storage().nbytes() == out.nbytes else out.clone()
+    if out.untyped_storage().nbytes() == out.nbytes:
+        return out
+    memory = torch.from_numpy(out.reshape(-1).view(torch.uint8).numpy())
+    return memory.view(out.dtype).reshape(out.shape)
 
 
-def decode_blob(data: memoryview, box: Box) -> Tensor:
-    """The tensor of `box`; it may look into `data`. Raises ValueError for anything but a tensor of that shape and dtype."""
+def decode_blob(data: memoryview, box: Box, start: int | None = -1) -> Tensor:
+    """The tensor of `box`; it may look into `data`. `start`: where its memory begins there, -1 = to be found.
+
+    Raises ValueError for anything but a tensor of that shape and dtype.
+    """
     dtype: torch.dtype = getattr(torch, box.dtype)
-    start = find_data(data, box.n_bytes)
+    if start == -1:
+        start = find_data(data, box.n_bytes)
+    elif start is not None:
+        check_head(data[:start])
     if start is not None:
         return torch.frombuffer(data, dtype=dtype, count=box.n_elements, offset=start).reshape(box.sizes)
     try:
@@ -38,6 +52,12 @@ def decode_blob(data: memoryview, box: Box) -> Tensor:
     if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (box.sizes, dtype):
         raise ValueError("it holds something else")
     return tensor
+
+
+def check_head(head: memoryview) -> None:
+    """Raises ValueError unless these bytes, up to the tensor's memory, begin as torch.save begins a blob."""
+    if head[:4] != ZIP_RECORD or DATA_RECORD not in bytes(head):
+        raise ValueError("it does not begin as torch.save writes it")
 
 
 def find_data(data: memoryview, n_bytes: int) -> int | None:

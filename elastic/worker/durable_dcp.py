@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from elastic.worker.durable_format import Entry, Manifest, shard_name
 
+OPTIM = "optim."
+
 
 def metadata(manifests: Sequence[Manifest], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-    """The pickle of DCP's Metadata over all ranks' blobs; the first of equal boxes counts."""
+    """The pickle of DCP's Metadata over all ranks' blobs; the first of equal boxes counts.
+
+    Optimizer state has two names, ours and that of torch's `get_optimizer_state_dict` (`optim.state.<parameter>.<entry>`).
+    """
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # slow to import, and only a committer needs it
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -31,9 +36,17 @@ def metadata(manifests: Sequence[Manifest], shapes: Mapping[str, tuple[int, ...]
             if index not in storage:
                 chunks[entry.box.fqn].append(entry)
                 storage[index] = _StorageInfo(shard_name(manifest.rank), entry.offset, entry.length)
-    names = {fqn: (fqn,) for fqn in shapes}  # a flat state dict
-    out = Metadata({fqn: _tensor(shape, chunks[fqn]) for fqn, shape in shapes.items()}, names, storage)
-    return pickle.dumps(out)
+    names: dict[str, tuple[str, ...]] = {fqn: (fqn,) for fqn in shapes}  # a flat state dict
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for fqn, shape in shapes.items():
+        tensors[fqn] = whole = _tensor(shape, chunks[fqn])
+        if fqn.startswith(OPTIM):
+            kind, parameter = fqn.removeprefix(OPTIM).split(".", 1)
+            alias = f"{OPTIM}state.{parameter}.{kind}"
+            names[alias], tensors[alias] = ("optim", "state", parameter, kind), whole
+            for chunk in whole.chunks:
+                storage[MetadataIndex(alias, chunk.offsets)] = storage[MetadataIndex(fqn, chunk.offsets)]
+    return pickle.dumps(Metadata(tensors, names, storage))
 
 
 def _tensor(shape: tuple[int, ...], entries: list[Entry]) -> TensorStorageMetadata:

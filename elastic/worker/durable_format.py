@@ -1,28 +1,32 @@
 """The files of a durable checkpoint and their JSON, checked while it is read: nothing in it is trusted.
 
 checkpoints/step-00000040.g0003/
-    __0_0.distcp   boxes of rank 0, one torch.save blob after the other (DCP's file format)
-    rank-0.json    what lies where in it, a CRC-32 of each blob, the SHA-256 of the file
+    __0_0.distcp   boxes of rank 0, one torch.save blob after the other without gaps (DCP's file format)
+    rank-0.json    what lies where in it, a digest of each blob, the SHA-256 of all those digests
     .metadata      DCP's index, a pickle: written for torch.distributed.checkpoint.load, never read here
     commit.json    the marker, written last: size and SHA-256 of every other file, and of itself
+
+Version 1 (still readable) has a CRC-32 per blob and the SHA-256 of each shard's bytes. docs/checkpoints.md is the reference.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
 
 from elastic.errors import ElasticError, StateLost
 from elastic.types import DTYPE_BYTES, Box
+from elastic.worker.durable_digest import hasher_for
 
 FOLDER = "checkpoints"
 MARKER = "commit.json"
 METADATA = ".metadata"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
 FOLDER_NAME = re.compile(r"step-(\d{8,})\.g(\d{4,})")
 
 T = TypeVar("T")
@@ -38,22 +42,27 @@ class Fenced(ElasticError):
 
 @dataclass(frozen=True)
 class Entry:
-    """A box (or some rows of one) as a blob of `length` bytes at `offset` of its rank's file."""
+    """A box (or some rows of one) as a blob of `length` bytes at `offset` of its rank's file.
+
+    The tensor's memory lies at `data` of the blob; -1 = not known (version 1). `digest` is that of the whole blob.
+    """
 
     box: Box
     offset: int
     length: int
-    crc32: int
+    digest: str
+    data: int = -1
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What rank `rank` has written."""
+    """What rank `rank` has written. `sha256`: of the blobs' digests (version 1: of the shard's bytes)."""
 
     rank: int
     n_bytes: int
     sha256: str
     entries: tuple[Entry, ...]
+    version: int = VERSION
 
 
 @dataclass(frozen=True)
@@ -89,21 +98,30 @@ def note_of(name: str, data: bytes) -> FileNote:
     return FileNote(name, len(data), sha256(data).hexdigest())
 
 
+def root_of(entries: Iterable[Entry]) -> str:
+    """One SHA-256 for all blobs of a shard: as they lie one after the other, it speaks for every byte of the file."""
+    return sha256("\n".join(entry.digest for entry in entries).encode()).hexdigest()
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     rows = [
-        {**asdict(entry.box), "offset": entry.offset, "length": entry.length, "crc32": entry.crc32}
-        for entry in manifest.entries
+        {**asdict(e.box), "offset": e.offset, "length": e.length, "data": e.data, "digest": e.digest} for e in manifest.entries
     ]
     data = {"version": VERSION, "rank": manifest.rank, "n_bytes": manifest.n_bytes, "sha256": manifest.sha256, "boxes": rows}
     return json.dumps(data, separators=(",", ":")).encode()
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
-    """Raises Damaged, naming `where`, for anything but a manifest whose blobs lie inside the file."""
+    """Raises Damaged, naming `where`, for anything but a manifest whose blobs fill the file."""
 
     def build(raw: dict[str, Any]) -> Manifest:
-        n_bytes = _natural(raw["n_bytes"])
-        return Manifest(_natural(raw["rank"]), n_bytes, _text(raw["sha256"]), tuple(_entry(r, n_bytes) for r in raw["boxes"]))
+        version, n_bytes = raw["version"], _natural(raw["n_bytes"])
+        entries = tuple(_entry(row, n_bytes, version) for row in raw["boxes"])
+        if version > 1:
+            _check_tiling(entries, n_bytes)
+            if root_of(entries) != raw["sha256"]:
+                raise ValueError("its SHA-256 is not that of the blobs' digests")
+        return Manifest(_natural(raw["rank"]), n_bytes, _text(raw["sha256"]), entries, version)
 
     return _decode(data, where, build)
 
@@ -126,23 +144,39 @@ def decode_marker(data: bytes, where: str) -> Marker:
     return _decode(data, where, build)
 
 
-def _entry(raw: dict[str, Any], n_bytes: int) -> Entry:
+def _entry(raw: dict[str, Any], n_bytes: int, version: int) -> Entry:
     offsets, sizes = (tuple(_natural(value) for value in raw[key]) for key in ("offsets", "sizes"))
     if raw["dtype"] not in DTYPE_BYTES or len(offsets) != len(sizes):
         raise ValueError(f"the box of {raw['fqn']} makes no sense")
-    entry = Entry(
-        Box(_text(raw["fqn"]), offsets, sizes, raw["dtype"]), *(_natural(raw[k]) for k in ("offset", "length", "crc32"))
-    )
-    if entry.offset + entry.length > n_bytes:
-        raise ValueError(f"the box of {entry.box.fqn} lies beyond the end of the file")
-    return entry
+    box, offset, length = Box(_text(raw["fqn"]), offsets, sizes, raw["dtype"]), _natural(raw["offset"]), _natural(raw["length"])
+    if offset + length > n_bytes:
+        raise ValueError(f"the box of {box.fqn} lies beyond the end of the file")
+    if version == 1:
+        return Entry(box, offset, length, f"crc32:{_natural(raw['crc32']):08x}")
+    hasher_for(_text(raw["digest"]))
+    if not raw["digest"].startswith("xxh3:"):
+        raise ValueError(f"the digest of {box.fqn} is {raw['digest']!r}")
+    data = _natural(raw["data"])
+    if data + box.n_bytes > length:
+        raise ValueError(f"the box of {box.fqn} lies beyond the end of its blob")
+    return Entry(box, offset, length, raw["digest"], data)
+
+
+def _check_tiling(entries: Iterable[Entry], n_bytes: int) -> None:
+    at = 0
+    for entry in entries:
+        if entry.offset != at:
+            raise ValueError(f"the blob of {entry.box.fqn} does not begin where the one before ends")
+        at += entry.length
+    if at != n_bytes:
+        raise ValueError(f"its blobs have {at} bytes, the file {n_bytes}")
 
 
 def _decode(data: bytes, where: str, build: Callable[[dict[str, Any]], T]) -> T:
     try:
         raw = json.loads(data)
-        if raw["version"] != VERSION:
-            raise ValueError(f"version {raw['version']} is not known (this program writes {VERSION})")
+        if raw["version"] not in READABLE:
+            raise ValueError(f"version {raw['version']} is not known (this program writes {VERSION}, reads {READABLE})")
         return build(raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{where}: not readable ({type(error).__name__}: {error})") from error

@@ -11,6 +11,8 @@ from elastic.errors import StateLost
 from elastic.program import Program
 from elastic.types import Box
 from elastic.worker.durable import open_checkpoint
+from elastic.worker.model_profile import trace
+from elastic.worker.weights import fill
 
 
 def load_model(program: Program, uri: str) -> nn.Module:
@@ -25,9 +27,21 @@ def load_model(program: Program, uri: str) -> nn.Module:
                 shape, dtype = checkpoint.tensors[fqn]
                 tensor.copy_(checkpoint.read(Box(fqn, (0,) * len(shape), shape, dtype)))
                 n_read += 1
+        if program.weights is not None:
+            _read_frozen(program, model)
     if not n_read:
         raise StateLost(f"{uri}: it holds no tensor of this program's model")
     return model.eval()
+
+
+def _read_frozen(program: Program, model: nn.Module) -> None:
+    specs = trace(program).specs
+    there = {
+        "model." + s.fqn: (Box("model." + s.fqn, (0,) * len(s.shape), s.shape, s.dtype), model.get_parameter(s.fqn))
+        for s in specs
+        if s.reread and s.tied_to is None
+    }
+    fill(program, specs, there, 0)
 
 
 def sample_text(program: Program, uri: str) -> str | None:

@@ -5,22 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastic.types import Copy, CopyStored, DigestChecked, DigestPart, Event, NodePrepared, Plan, ShardStored, WorkerId
+from elastic.types import CopyFailed, DigestChecked, DigestPart, Event, NodePrepared, Plan, ShardStored, WorkerId
+from elastic.worker.commit import Told
 
-Commit = Callable[
-    [Plan, int, int], str
-]  # (plan, step, digest of the state) -> uri: writes a durable copy's metadata and marker
+OPEN_COPIES = 4  # durable copies whose parts are waited for; of older ones the rest will not come
+LATE_LEAST_S, LATE_FACTOR = 10.0, 3.0  # a part is late after 3 x the time that the slowest of the others took
+RANKS_ASKED = 2  # other holders that are asked, one after the other, for a part that is late
+
+
+@dataclass
+class Parts:
+    """A durable copy whose parts are coming in."""
+
+    plan: Plan
+    step: int
+    stored: dict[int, ShardStored] = field(default_factory=dict)
+    newest_at_s: float = 0.0  # when the newest part came
+    asked: dict[int, int] = field(default_factory=dict)  # rank -> how many others were asked to write for it
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in range(len(self.plan.ranks)) if rank not in self.stored]
+
+    @property
+    def bound_s(self) -> float:
+        """From the newest part on; what is not there then is late."""
+        return max(LATE_LEAST_S, LATE_FACTOR * max((part.seconds for part in self.stored.values()), default=0.0))
 
 
 @dataclass
 class Gather:
-    """`commit` is called when every rank of a plan has stored its part of a durable copy."""
+    """`complete` is called, with all parts, when every rank of a plan has stored its part of a durable copy."""
 
-    commit: Commit
+    complete: Callable[[Parts], None]
     workers_of: Callable[[str], int]  # node id -> workers that must report before the node counts as prepared
     plans: dict[int, Plan] = field(default_factory=dict)
+    _told: Told = field(default_factory=Told)
     _pids: dict[str, dict[WorkerId, int]] = field(default_factory=dict)
-    _shards: dict[tuple[int, int], dict[int, ShardStored]] = field(default_factory=dict)
+    _copies: dict[tuple[int, int], Parts] = field(default_factory=dict)  # by generation and step, oldest first
+    _failed: set[tuple[int, int]] = field(default_factory=set)
     _digests: dict[int, dict[int, DigestPart]] = field(default_factory=dict)
 
     def expect(self, plan: Plan) -> None:
@@ -31,15 +54,31 @@ class Gather:
         """A node is gone or starts anew."""
         self._pids.pop(node_id, None)
 
-    def add(self, worker: WorkerId, event: Event) -> list[Event]:
+    def add(self, worker: WorkerId, event: Event, at_s: float = 0.0) -> list[Event]:
         """Events for the policy that this message completes."""
-        if isinstance(event, NodePrepared):
-            return self._prepared(worker, event)
-        if isinstance(event, ShardStored):
-            return self._stored(event)
-        if isinstance(event, DigestPart):
-            return self._digest(event)
-        return [event]
+        match event:
+            case NodePrepared():
+                return self._prepared(worker, event)
+            case ShardStored():
+                self._stored(event, at_s)
+                return []
+            case CopyFailed():
+                return self._copy_failed(event)
+            case DigestPart():
+                return self._digest(event)
+            case _:
+                return self._told.add(event)
+
+    def late(self, at_s: float) -> list[tuple[Parts, int]]:
+        """Parts of durable copies that others should write now: (copy, rank); each is named RANKS_ASKED times at most."""
+        found = []
+        for parts in self._copies.values():
+            if parts.stored and at_s - parts.newest_at_s > parts.bound_s:
+                ranks = [rank for rank in parts.missing if parts.asked.get(rank, 0) < RANKS_ASKED]
+                found += [(parts, rank) for rank in ranks]
+                parts.newest_at_s = at_s  # the others get as long again
+                parts.asked.update({rank: parts.asked.get(rank, 0) + 1 for rank in ranks})
+        return found
 
     def _prepared(self, worker: WorkerId, event: NodePrepared) -> list[Event]:
         pids = self._pids.setdefault(worker.node_id, {})
@@ -48,19 +87,28 @@ class Gather:
             return []
         return [NodePrepared(worker.node_id, tuple(pids[w] for w in sorted(pids)))]
 
-    def _stored(self, event: ShardStored) -> list[Event]:
-        plan = self.plans.get(event.generation)
-        if plan is None:
+    def _stored(self, event: ShardStored, at_s: float) -> None:
+        plan, key = self.plans.get(event.generation), (event.generation, event.step)
+        if plan is None or key in self._failed or not 0 <= event.rank < len(plan.ranks):
+            return
+        parts = self._copies.setdefault(key, Parts(plan, event.step))
+        parts.stored.setdefault(event.rank, event)
+        parts.newest_at_s = at_s
+        if not parts.missing:
+            self._copies = {known: other for known, other in self._copies.items() if known[1] > event.step}  # no use any more
+            self.complete(parts)
+        for old in list(self._copies)[:-OPEN_COPIES]:
+            del self._copies[old]
+
+    def _copy_failed(self, event: CopyFailed) -> list[Event]:
+        """The first word counts, unless another holder was asked in vain: the part's own writer may still finish."""
+        key = (event.generation, event.step)
+        parts = self._copies.get(key)
+        if key in self._failed or (parts is not None and parts.asked):
             return []
-        parts = self._shards.setdefault((event.generation, event.step), {})
-        parts[event.rank] = event
-        if len(parts) < len(plan.ranks):
-            return []
-        del self._shards[(event.generation, event.step)]
-        uri = self.commit(plan, event.step, sum(p.digest for p in parts.values()) % (1 << 64))
-        n_bytes = sum(p.n_bytes for p in parts.values())
-        copy = Copy(event.step, "durable", plan.generation, plan.layout, plan.layers, (), uri, n_bytes)
-        return [CopyStored(copy, max(p.seconds for p in parts.values()), max(p.stall_s for p in parts.values()))]
+        self._copies.pop(key, None)
+        self._failed = {known for known in self._failed if known[0] >= event.generation - 1} | {key}
+        return [event]
 
     def _digest(self, event: DigestPart) -> list[Event]:
         parts = self._digests.setdefault(event.generation, {})

@@ -13,13 +13,17 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
+from itertools import combinations
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# The private names of torch, each with a test in test_groups.py. DTensor caches what it has worked out about a mesh, and meshes
+# compare equal without their groups: a cached mesh finds its groups by the names that it was made with.
+from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
-
-# the one private name of torch: DTensor caches specs by meshes that compare equal without their groups (test_groups.py)
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from elastic.mesh import axis_groups, coordinates, stage_ranks
@@ -84,19 +88,53 @@ def _listening_ports(skip: set[int]) -> list[int]:
     return ports
 
 
+Key = tuple[tuple[int, ...], tuple[str, ...], str]  # a mesh by its ranks and axes, and one of these axes
+_known_names: dict[Key, set[Any]] = {}  # the names by which cached meshes look for their group: those of every generation
+
+
+def keep_names(mesh: DeviceMesh) -> bool:
+    """Lets the groups of this mesh answer to the names that equal meshes of earlier generations know, so that what DTensor has
+    cached stays right. False: such a name is another group's now; the cache was cleared instead."""
+    names = mesh.mesh_dim_names or ()
+    mine: dict[Key, dist.ProcessGroup] = {}
+    for n in range(1, len(names) + 1):
+        for axes in combinations(names, n):
+            part = mesh if axes == names else mesh[axes]
+            ranks = tuple(part.mesh.flatten().tolist())
+            mine.update({(ranks, axes, axis): mesh.get_group(axis) for axis in axes})
+    for key, group in mine.items():
+        known = _known_names.setdefault(key, set())
+        known.add(group.group_name)
+        for name in known:
+            try:
+                found = _resolve_process_group(name)
+            except RuntimeError:
+                _register_process_group(name, group)
+                continue
+            if found is not group:
+                _known_names.clear()
+                _known_names.update({k: {g.group_name} for k, g in mine.items()})
+                _clear_sharding_prop_cache()
+                return False
+    return True
+
+
 class Groups:
     """The groups of one generation as one rank sees them.
 
     `world` spans all participants (ranks of the plan first, then workers that only send); `plan` the ranks of the plan;
-    `mesh` this rank's pipeline stage with the axes dp_replicate, fsdp (= dp_shard x cp), tp that are larger than 1.
+    `mesh` this rank's pipeline stage with the axes dp_replicate, fsdp (= dp_shard x cp), tp that are larger than 1; with `fsdp`
+    that axis is there in any case.
     """
 
-    def __init__(self, generation: int, layout: Layout, device: torch.device) -> None:
+    def __init__(self, generation: int, layout: Layout, device: torch.device, fsdp: bool = False) -> None:
         self.generation = generation
+        self.fsdp = fsdp
         self.layout = layout
         self.device = device
         self.mesh: DeviceMesh | None = None
         self.pp: dist.ProcessGroup | None = None
+        self.cp: dist.ProcessGroup | None = None  # ranks that have the parts of one sequence
         self.plan: dist.ProcessGroup | None = None
         self.copies: dist.ProcessGroup | None = None
         self.tie: dist.ProcessGroup | None = None  # first and last stage of this rank's pipeline
@@ -109,6 +147,10 @@ class Groups:
     @property
     def world(self) -> dist.ProcessGroup:
         return dist.distributed_c10d.GroupMember.WORLD  # type: ignore[return-value]
+
+    @property
+    def aborted(self) -> bool:
+        return self._aborted
 
     def join(self, store: tuple[str, int], me: int, n_participants: int, timeout_s: float) -> None:
         """Meets the other participants and makes all groups. Blocks until everyone is there; `abort` frees it."""
@@ -127,16 +169,21 @@ class Groups:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._store, rank=me, world_size=n_participants, timeout=timeout)
         if me < self.layout.world_size:
-            self._make_groups(me, n_participants, timeout)
+            self._make_groups(me, timeout)
         self._share_ports(me, n_participants)
-        _clear_sharding_prop_cache()
 
-    def _make_groups(self, rank: int, n_participants: int, timeout: timedelta) -> None:
+    def pretend(self, rank: int) -> None:
+        """Groups of a layout without the other ranks: collectives return at once and move nothing. For rehearsals."""
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend "fake"
+
+        n = self.layout.world_size
+        dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=n)
+        self._make_groups(rank, timedelta(seconds=CONNECT_S))
+
+    def _make_groups(self, rank: int, timeout: timedelta) -> None:
         layout = self.layout
         everyone = list(range(layout.world_size))
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        if n_participants == layout.world_size:
-            made[tuple(everyone)] = self.world
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}  # never the default group: its name means another set each time
 
         def group(ranks: list[int]) -> dist.ProcessGroup:
             key = tuple(ranks)
@@ -156,7 +203,7 @@ class Groups:
         axes: list[tuple[str, tuple[str, ...], int]] = []
         if layout.dp_replicate > 1:
             axes.append(("dp_replicate", ("dp_replicate",), layout.dp_replicate))
-        if fsdp > 1 or layout.dp_replicate > 1:
+        if fsdp > 1 or layout.dp_replicate > 1 or self.fsdp:
             axes.append(("fsdp", ("dp_shard", "cp"), fsdp))
         if layout.tp > 1:
             axes.append(("tp", ("tp",), layout.tp))
@@ -166,6 +213,9 @@ class Groups:
             names = tuple(name for name, _, _ in axes)
             source = groups[0] if len(groups) == 1 else groups
             self.mesh = DeviceMesh.from_group(source, self.device.type, mesh=ranks, mesh_dim_names=names)
+            keep_names(self.mesh)
+        if layout.cp > 1:
+            self.cp = group(mine(("cp",)))
         if layout.pp > 1:
             line = mine(("pp",))
             if rank in (line[0], line[-1]):  # made last: group names count the groups made before
@@ -196,7 +246,9 @@ class Groups:
         if dist.is_initialized():
             with suppress(AssertionError, RuntimeError):
                 dist.destroy_process_group()
-        self.mesh = self.pp = self.plan = self.copies = self.tie = None
+        if self.mesh is not None:
+            self.mesh._pg_registry.clear()  # cached meshes must not keep the sockets of groups that are gone
+        self.mesh = self.pp = self.cp = self.plan = self.copies = self.tie = None
         self._store = None
 
 

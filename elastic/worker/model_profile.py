@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterable
@@ -12,6 +13,9 @@ from torch import nn
 from elastic.errors import ProgramError
 from elastic.program import Program
 from elastic.types import ModelProfile, TensorSpec
+from elastic.worker.extra_state import ExtraState
+from elastic.worker.optimizers import what_it_keeps
+from elastic.worker.weights import check_weights
 
 # tensor-parallel style -> dimension that is cut, per parameter name
 CUT = {
@@ -19,6 +23,14 @@ CUT = {
     "colwise_gather": {"weight": 0, "bias": 0},
     "rowwise": {"weight": 1},
     "vocab": {"weight": 0},
+    "summed": {},
+    "sequence": {},
+    "gather": {},
+    "scatter": {},
+    "rowwise_scatter": {"weight": 1},
+    "vocab_scatter": {"weight": 0},
+    "sequence_colwise_gather": {"weight": 0, "bias": 0},
+    "sequence_colwise_loss": {"weight": 0, "bias": 0},
 }
 
 
@@ -35,15 +47,30 @@ def block_names(model: nn.Module, pattern: str) -> list[str]:
 
 
 def tp_styles(model: nn.Module, program: Program) -> dict[str, str]:
-    """Module name -> style. Raises ProgramError for a pattern that matches nothing."""
+    """Module name -> style, of the modules that are there: a pipeline stage has not all of them."""
     styles: dict[str, str] = {}
     for pattern, style in program.tp.items():
-        regex = pattern_regex(pattern)
-        found = [name for name, _ in model.named_modules() if regex.match(name)]
-        if not found:
-            raise ProgramError(f"Program.tp: no module is named like '{pattern}'; patterns take module names, not parameters")
-        styles.update(dict.fromkeys(found, style))
+        styles.update(dict.fromkeys(block_names(model, pattern), style))
     return styles
+
+
+def check_patterns(model: nn.Module, program: Program) -> None:
+    """Raises ProgramError for a pattern that matches no module of the whole model, with the names that are near it."""
+    patterns = {pattern: f"Program.tp['{pattern}']" for pattern in program.tp}
+    if program.blocks != Program.blocks:  # where the default matches nothing the model has no blocks
+        patterns[program.blocks] = f"Program.blocks='{program.blocks}'"
+    for pattern, where in patterns.items():
+        if not block_names(model, pattern):
+            raise ProgramError(f"{where}: no module is named like this{near(pattern, model)}; a pattern names modules")
+
+
+def near(pattern: str, model: nn.Module) -> str:
+    """Module names like the pattern, numbers written as `*`; that of a parameter's module first."""
+    names = dict.fromkeys(re.sub(r"\.[0-9]+(?=\.|$)", ".*", name) for name, _ in model.named_modules() if name)
+    owner = pattern.rpartition(".")[0]
+    found = [owner] if owner in names else []
+    found += [name for name in difflib.get_close_matches(pattern, list(names), 3, 0.5) if name not in found]
+    return f"; near it: {', '.join(found)}" if found else f"; there are {', '.join(list(names)[:6])}"
 
 
 def build_meta(program: Program) -> nn.Module:
@@ -58,23 +85,30 @@ def build_meta(program: Program) -> nn.Module:
 def trace(program: Program) -> ModelProfile:
     """Parameters, buffers, blocks, tp cuts and optimizer entries of a Program.
 
-    Raises ProgramError when the optimizer is not element-wise or a pattern matches nothing.
+    Raises ProgramError when the optimizer is not element-wise or a pattern matches nothing, SpecError when the program's
+    weights are not those of its model (their headers are read).
     """
     model = build_meta(program)
+    check_patterns(model, program)
     blocks = block_names(model, program.blocks)
     styles = tp_styles(model, program)
-    specs = _specs(model, blocks, styles)
-    entries, scalars = optimizer_entries(program, specs)
-    trainable = [s for s in specs if not s.buffer and s.tied_to is None]
-    n_params = sum(math.prod(s.shape) for s in trainable)
+    specs = _specs(model, blocks, styles, program.weights is not None)
+    check_weights(program, specs)
+    kept = what_it_keeps(program, specs)
+    n_params = sum(math.prod(s.shape) for s in specs if not s.buffer and s.tied_to is None)
     limit = program.tp_limit if styles else 1
     for spec in specs:
         if spec.tp_dim is not None:
             limit = math.gcd(limit, spec.shape[spec.tp_dim])
-    return ModelProfile(len(blocks), n_params, specs, entries, scalars, 6.0 * n_params, max(1, limit))
+    extra = ExtraState(program.extra_state).specs()
+    stages = program.pipeline and program.evaluate is None
+    return ModelProfile(
+        len(blocks), n_params, specs, kept.entries, kept.scalars, 6.0 * n_params, max(1, limit), extra, stages,
+        optimizer_first=kept.first,
+    )  # fmt: skip
 
 
-def _specs(model: nn.Module, blocks: list[str], styles: dict[str, str]) -> tuple[TensorSpec, ...]:
+def _specs(model: nn.Module, blocks: list[str], styles: dict[str, str], reread: bool) -> tuple[TensorSpec, ...]:
     specs: list[TensorSpec] = []
     first_name: dict[int, str] = {}
     seen_block = False
@@ -89,8 +123,22 @@ def _specs(model: nn.Module, blocks: list[str], styles: dict[str, str]) -> tuple
         tp_dim = CUT[styles[module]].get(leaf) if module in styles and not buffer else None
         trainable = not buffer and tensor.requires_grad
         dtype = str(tensor.dtype).removeprefix("torch.")
-        specs.append(TensorSpec(fqn, tuple(tensor.shape), dtype, tp_dim, block, tied_to, trainable, buffer))
+        frozen = reread and not buffer and not trainable
+        specs.append(TensorSpec(fqn, tuple(tensor.shape), dtype, tp_dim, block, tied_to, trainable, buffer, frozen))
     return tuple(specs)
+
+
+def fresh_buffers(program: Program, seed: int) -> dict[str, torch.Tensor]:
+    """Values of the persistent buffers of a model that was just initialised, and of extra_state; builds it on the CPU."""
+    torch.manual_seed(seed)
+    model = program.model()
+    if program.init is not None:
+        program.init(model)
+    buffers = {fqn: tensor.detach() for fqn, tensor, buffer in _named_tensors(model) if buffer}
+    extra = ExtraState(program.extra_state)
+    boxes = {spec.fqn: (None, torch.zeros(spec.shape, dtype=torch.uint8)) for spec in extra.specs()}
+    extra.fresh(boxes)
+    return buffers | {fqn: tensor for fqn, (_, tensor) in boxes.items()}
 
 
 def _named_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor, bool]]:
@@ -107,31 +155,3 @@ def _block_of(fqn: str, blocks: list[str]) -> int | None:
         if fqn.startswith(name + "."):
             return i
     return None
-
-
-def optimizer_entries(program: Program, specs: tuple[TensorSpec, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the optimizer's state entries: (of the parameter's shape, scalar), found by one step on a tiny replica."""
-    named = [
-        (s.fqn, nn.Parameter(torch.zeros([min(d, 2) + 1 for d in s.shape]))) for s in specs if s.trainable and s.tied_to is None
-    ]
-    optimizer = program.optimizer(named)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ProgramError(f"Program.optimizer must return one torch.optim.Optimizer, not {type(optimizer).__name__}")
-    for _, parameter in named:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    found: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
-    for fqn, parameter in named:
-        state = optimizer.state.get(parameter, {})
-        like = tuple(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape)
-        scalar = tuple(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.ndim == 0)
-        odd = [k for k, v in state.items() if k not in like and k not in scalar and v is not None]
-        if odd:
-            raise ProgramError(
-                f"optimizer {type(optimizer).__name__}: state '{odd[0]}' of {fqn} is neither a scalar tensor nor of the "
-                "parameter's shape; only element-wise optimizers can be moved between layouts"
-            )
-        found.add((like, scalar))
-    if len(found) > 1:
-        raise ProgramError(f"optimizer {type(optimizer).__name__} keeps different entries for different parameters: {found}")
-    return found.pop() if found else ((), ())

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from elastic.program import Program
 from elastic.types import ModelProfile
 from elastic.worker.model_profile import block_names, tp_styles
+from elastic.worker.options import Options
 
 
-def parallelize(model: nn.Module, program: Program, profile: ModelProfile, mesh: DeviceMesh | None) -> nn.Module:
+def parallelize(
+    model: nn.Module, program: Program, profile: ModelProfile, mesh: DeviceMesh | None, options: Options
+) -> nn.Module:
     """Cuts the module's parameters for this rank's stage mesh (axes among dp_replicate, fsdp, tp); None = a single rank."""
-    if mesh is None:
-        return model
-    names = mesh.mesh_dim_names or ()
-    blocks = block_names(model, program.blocks)
-    if "tp" in names:
+    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+    found = [model.get_submodule(name) for name in block_names(model, program.blocks)]
+    blocks = [block for block in found if next(block.parameters(), None) is not None]  # without those of other stages
+    if mesh is not None and "tp" in names:
         _apply_tp(model, program, mesh["tp"])
-        _tie_again(model, profile)
-    if "fsdp" in names:
+        tie_again(model, profile)
+    options.wrap(blocks)
+    if mesh is not None and "fsdp" in names:
         dp_mesh = mesh["dp_replicate", "fsdp"] if "dp_replicate" in names else mesh["fsdp"]
-        for name in blocks:
-            block = model.get_submodule(name)
-            if next(block.parameters(), None) is not None:
-                fully_shard(block, mesh=dp_mesh)
-        fully_shard(model, mesh=dp_mesh)
+        for block in blocks:
+            fully_shard(block, mesh=dp_mesh, **options.of_block())
+        fully_shard(model, mesh=dp_mesh, **options.of_root())
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # plain sums: the loss is divided by the step's global token count after the commit all-reduce
@@ -39,27 +49,39 @@ def parallelize(model: nn.Module, program: Program, profile: ModelProfile, mesh:
 
 
 def _apply_tp(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
+    named = tp_styles(model, program)
     styles: dict[str, ParallelStyle] = {}
-    for name, style in tp_styles(model, program).items():
-        module = model.get_submodule(name)
-        if next(module.parameters(recurse=False), None) is not None:  # a pass-through of another stage has none
-            styles[name] = _style(style)
+    for name, style in named.items():
+        # without those that are whole on each rank, and pass-throughs of other stages
+        if style not in WHOLE and next(model.get_submodule(name).parameters(), None) is not None:
+            inside = any(other.startswith(f"{name}.") and "colwise" in how for other, how in named.items())
+            styles[name] = _gather(inside) if style == "gather" else STYLES[style]()
     if styles:
         parallelize_module(model, mesh, styles)
 
 
-def _style(name: str) -> ParallelStyle:
-    if name == "colwise":
-        return ColwiseParallel()
-    if name == "colwise_gather":
-        return ColwiseParallel(output_layouts=Replicate())
-    if name == "vocab":
-        return RowwiseParallel(input_layouts=Replicate())
-    return RowwiseParallel()
+WHOLE = {"summed", "sequence"}  # gradients of these are summed over the tp ranks: see Stepper
+SEQUENCE = Shard(1)
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "colwise_gather": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "vocab": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise": RowwiseParallel,
+    "rowwise_scatter": lambda: RowwiseParallel(output_layouts=SEQUENCE),
+    "vocab_scatter": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
+    "scatter": lambda: PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=SEQUENCE),
+    "sequence_colwise_gather": lambda: ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Replicate()),
+    "sequence_colwise_loss": lambda: ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Shard(-1), use_local_output=False),
+}
 
 
-def _tie_again(model: nn.Module, profile: ModelProfile) -> None:
-    """Cutting two tied parameters leaves two tensors: make them one again."""
+def _gather(for_cut_modules: bool) -> ParallelStyle:
+    """Modules that are cut by columns take a DTensor: the gradients of their input are then reduced and scattered at once."""
+    return PrepareModuleInput(input_layouts=SEQUENCE, desired_input_layouts=Replicate(), use_local_output=not for_cut_modules)
+
+
+def tie_again(model: nn.Module, profile: ModelProfile) -> None:
+    """Cutting two tied parameters, or giving a plain module memory, leaves two tensors: make them one again."""
     present = dict(model.named_parameters(remove_duplicate=False))
     for spec in profile.specs:
         if spec.tied_to and spec.fqn in present and spec.tied_to in present:

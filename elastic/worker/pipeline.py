@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from elastic.mesh import stage_blocks
+from elastic.mesh import stage_blocks, stages_at
 from elastic.program import Program
-from elastic.types import ModelProfile
+from elastic.types import ModelProfile, Plan
 from elastic.worker.model_profile import block_names
 
 
@@ -45,39 +44,49 @@ def cut_stage(model: nn.Module, program: Program, profile: ModelProfile, layers:
 
 
 class Pipeline:
-    """This rank's stage under a 1F1B schedule (GPipe where there are fewer microbatches than stages)."""
+    """This rank's stages under the layout's schedule: 1F1B (GPipe where there are fewer microbatches than stages), GPipe, or
+    interleaved 1F1B, where a rank has several stages (Narayanan et al. 2021, section 2.2)."""
 
-    def __init__(self, stage_module: nn.Module, group: ProcessGroup, n_microbatches: int, device: torch.device) -> None:
-        self.stage_index = group.rank()
-        self.n_stages = group.size()
-        self.group = group
-        self.n_microbatches = n_microbatches
-        self.module = stage_module
+    def __init__(self, stage_modules: Sequence[nn.Module], group: ProcessGroup, plan: Plan, device: torch.device) -> None:
+        layout, me = plan.layout, group.rank()
         self.device = device
-        self.is_first = self.stage_index == 0
-        self.is_last = self.stage_index == self.n_stages - 1
+        self.is_first = me == 0
+        self.is_last = me == layout.pp - 1
         self._loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
-        stage = PipelineStage(stage_module, self.stage_index, self.n_stages, device, group=group)
-        kind: type[PipelineScheduleSingle] = Schedule1F1B if n_microbatches >= self.n_stages else ScheduleGPipe
-        self.schedule = kind(stage, n_microbatches, loss_fn=self._loss_of, scale_grads=False)
+        numbers = stages_at(layout, me)
+        stages = [
+            PipelineStage(module, number, layout.n_stages, device, group=group)
+            for number, module in zip(numbers, stage_modules, strict=True)
+        ]
+        n = plan.n_microbatches
+        self.schedule: ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
+        if len(stages) > 1:
+            self.schedule = ScheduleInterleaved1F1B(list(stages), n, loss_fn=self._loss_of, scale_grads=False)
+        else:
+            kind = ScheduleGPipe if layout.schedule == "gpipe" or n < layout.pp else Schedule1F1B
+            self.schedule = kind(stages[0], n, loss_fn=self._loss_of, scale_grads=False)
 
     def _loss_of(self, output: Any, rows: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
         return self._loss(output, rows)
 
-    def run(self, inputs: Any, n_rows: int, loss: Callable[[Any, torch.Tensor], torch.Tensor], train: bool) -> torch.Tensor:
-        """Forward (and backward) of `n_rows` samples; `loss(output, rows)` gets the row numbers of a microbatch.
+    def run(
+        self, given: tuple[Any, dict[str, Any]], n_rows: int, loss: Callable[[Any, torch.Tensor], torch.Tensor], train: bool
+    ) -> torch.Tensor:
+        """Forward (and backward) of `n_rows` samples; `given`: the first stage's input and every stage's keyword arguments;
+        `loss(output, rows)` gets the row numbers of a microbatch.
 
         Returns the loss sum on the last stage, zero elsewhere.
         """
         self._loss = loss
         losses: list[torch.Tensor] = []
+        inputs, keywords = given
         arguments = (inputs,) if self.is_first else ()
         call = self.schedule.step if train else self.schedule.eval
         if self.is_last:
-            call(*arguments, target=torch.arange(n_rows, device=self.device), losses=losses)
+            call(*arguments, target=torch.arange(n_rows, device=self.device), losses=losses, **keywords)
         else:
-            call(*arguments)
+            call(*arguments, **keywords)
         total = torch.zeros((), device=self.device)
         for value in losses:
             total = total + value.detach()

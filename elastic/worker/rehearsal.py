@@ -1,6 +1,11 @@
-"""Prepare in the shadow: one forward and backward pass on one sample, so that kernels and imports are warm before the cut."""
+"""Prepare in the shadow: what a new process does slowly the first time is done before the cut, while others train."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed.fsdp
@@ -10,31 +15,153 @@ from torch import nn
 
 from elastic.data.loader import collate
 from elastic.errors import ProgramError
-from elastic.worker.generation import Workplace
-from elastic.worker.step import inputs_of, loss_of
+from elastic.mesh import stage_blocks, stages_at
+from elastic.types import Plan, Rehearsal
+from elastic.worker.calls import call_model, inputs_of, keywords_of, loss_of
+from elastic.worker.groups import Groups
+from elastic.worker.model_profile import block_names, build_meta
+from elastic.worker.options import needs_fsdp
+from elastic.worker.sequence import check_loss, largest_cp
+from elastic.worker.step import Stepper
+from elastic.worker.train_state import TrainState
+from elastic.worker.transfer import warm_staging
+from elastic.worker.workplace import Workplace
+
+log = logging.getLogger(__name__)
+
+WHOLE_MOST_PARAMETERS = 1 << 30  # a larger model is not built whole, not even once; nor is one that is read from files
 
 
 def rehearse(place: Workplace) -> None:
-    """Runs the program once on the CPU or GPU of this worker. Raises what the program raises."""
+    """Runs the program once on the CPU or GPU of this worker, where it is small enough, else on the meta device. Raises what
+    the program raises."""
+    warm_staging()
+    if place.script is not None:  # its loss is computed in its loop, which is not entered for a rehearsal
+        return
+    if place.profile.n_params > WHOLE_MOST_PARAMETERS or place.program.weights is not None:
+        _rehearse_on_meta(place)
+        return
     torch.manual_seed(0)
     model = place.program.model().to(place.device)
     if place.program.init is not None:
         place.program.init(model)
-    _loss(place, model, 1).backward()
-    _refuse_a_mean(place, model)
+    with _noting_inputs(place, model):
+        _loss(place, model, 1).backward()
+    model.eval()
+    with torch.no_grad():
+        _refuse_a_mean(float(_loss(place, model, 1)), float(_loss(place, model, 2)))
+    if (cp := largest_cp(place.job)) > 1:
+        check_loss(place.program, model, _batch(place, 1, place.device), cp)
+
+
+def _rehearse_on_meta(place: Workplace) -> None:
+    """Shapes only; then the loss of made-up outputs of that shape. A model that wants values is not rehearsed."""
+    model = build_meta(place.program)
+    try:
+        with _noting_inputs(place, model), torch.no_grad():
+            once, twice = (call_model(place.program, model, _batch(place, n, "meta")) for n in (1, 2))
+    except (NotImplementedError, RuntimeError) as error:
+        log.info("not rehearsed: %s", " ".join(str(error).split())[:200])
+        return
+    torch.manual_seed(0)
+    outputs = ((1, once), (2, twice))
+    _refuse_a_mean(*(float(loss_of(place.program, _made_up(out), _batch(place, n, "cpu"))) for n, out in outputs))
+
+
+def _made_up(output: Any) -> Any:
+    """Numbers in the shape of an output on the meta device; every row is the same."""
+    if isinstance(output, torch.Tensor):
+        torch.manual_seed(0)
+        row = torch.randn(output.shape[1:]).to(output.dtype)
+        return row.expand(output.shape).contiguous() if output.ndim else torch.ones((), dtype=output.dtype)
+    if isinstance(output, Mapping):
+        return type(output)(**{key: _made_up(value) for key, value in output.items()})
+    return type(output)([_made_up(value) for value in output]) if isinstance(output, list | tuple) else output
+
+
+@contextmanager
+def _noting_inputs(place: Workplace, model: nn.Module) -> Iterator[None]:
+    """Keeps what each block is called with for one sample: a later pipeline stage begins with that."""
+    notes: list[torch.Tensor | None] = []
+
+    def note(module: nn.Module, arguments: tuple[object, ...]) -> None:
+        first = arguments[0] if arguments else None
+        if isinstance(first, torch.Tensor):
+            notes.append(torch.zeros(first[:1].shape, dtype=first.dtype, device=place.device))
+        else:
+            notes.append(None)
+
+    blocks = [model.get_submodule(name) for name in block_names(model, place.program.blocks)]
+    hooks = [block.register_forward_pre_hook(note) for block in blocks]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    place.block_inputs = notes[: len(blocks)] if len(notes) in (len(blocks), 2 * len(blocks)) else []
+
+
+def rehearse_plan(place: Workplace, rehearsal: Rehearsal) -> bool:
+    """One step of this worker's part of a coming plan, on the first sample, with collectives that move nothing: builds the
+    model, cuts it, lets DTensor work out its shardings, warms kernels and optimizer. The numbers are thrown away. False: the
+    plan has no part for this worker. Raises what the program raises."""
+    layout = rehearsal.layout
+    rank = rehearsal.ranks[place.me.local_rank]
+    if rank < 0:
+        return False
+    samples = (rehearsal.n_samples,) * layout.dp
+    plan = Plan(0, layout, (place.me,) * layout.world_size, samples, rehearsal.layers, rehearsal.n_microbatches)
+    groups = Groups(0, layout, place.device, needs_fsdp(place.job, layout))
+    try:
+        groups.pretend(rank)
+        state = TrainState(place.program, place.profile, groups, (plan.layout, plan.layers, rank), place.job)
+        state.fill_zeros()
+        stepper = Stepper(place.program, place.job, plan, state, groups)
+        n_rows = plan.samples[stepper.dp]
+        if plan.layout.pp == 1:
+            stepper.forward_backward(collate([place.dataset[0]] * n_rows), train=True)
+        elif not _pass_through_stages(place, stepper, n_rows // plan.n_microbatches):
+            return True  # built, and no more: nothing is known of what its stage is called with
+        gradients = state.gradients()
+        state.square_norm(gradients)
+        state.apply(gradients, 0.0)
+    finally:
+        groups.close()
+    return True
+
+
+def _pass_through_stages(place: Workplace, stepper: Stepper, n_rows: int) -> bool:
+    """One microbatch forward and backward through each of this worker's stages. False: the input of one is not known."""
+    plan, sequence = stepper.plan, stepper.sequence
+    batch = sequence.cut(_batch(place, n_rows, place.device))
+    keywords = keywords_of(place.program, batch)
+    with sequence.running(blocks_here=False):
+        for stage, model in zip(stages_at(plan.layout, stepper.at.pp), stepper.state.models, strict=True):
+            first_block = stage_blocks(plan.layers, stage).start
+            if stage == 0:
+                output = model(inputs_of(place.program, batch), **keywords)
+            elif first_block < len(place.block_inputs) and (noted := place.block_inputs[first_block]) is not None:
+                hidden = noted if sequence.shard is None else sequence.shard.take(noted)
+                output = model(hidden.expand(n_rows, *hidden.shape[1:]).contiguous().requires_grad_(), **keywords)
+            else:
+                return False
+            last = stage == plan.layout.n_stages - 1
+            (loss_of(place.program, output, batch) if last else output.sum()).backward()
+    return True
+
+
+def _batch(place: Workplace, times: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """The first sample, `times` over."""
+    return {k: v.to(device) for k, v in collate([place.dataset[0]] * times).items()}
 
 
 def _loss(place: Workplace, model: nn.Module, times: int) -> torch.Tensor:
-    """Of the first sample, `times` over."""
-    batch = {k: v.to(place.device) for k, v in collate([place.dataset[0]] * times).items()}
-    return loss_of(place.program, model(inputs_of(place.program, batch)), batch)
+    batch = _batch(place, times, place.device)
+    return loss_of(place.program, call_model(place.program, model, batch), batch)
 
 
-def _refuse_a_mean(place: Workplace, model: nn.Module) -> None:
+def _refuse_a_mean(once: float, twice: float) -> None:
     """The same sample twice must double the loss. Raises ProgramError for a mean: its scale would change with the layout."""
-    model.eval()
-    with torch.no_grad():
-        once, twice = float(_loss(place, model, 1)), float(_loss(place, model, 2))
     if once and abs(twice - once) < 1e-3 * abs(once):
         raise ProgramError(
             f"Program.loss returned {once:.4f} for one sample and {twice:.4f} for the same sample twice: a mean, it seems; "

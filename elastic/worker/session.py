@@ -5,6 +5,8 @@ One thread does all the training work; the calls only leave orders for it or bre
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import re
 import threading
@@ -12,20 +14,35 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from elastic.errors import ElasticError, ProgramError, SpecError, StateLost
+from elastic.data.opening import dataset_of, validation_of
+from elastic.data.readers import readers_of
+from elastic.data.streams import with_stream
+from elastic.errors import ElasticError, ProgramError, SpecError, StateLost, StorageFailed
 from elastic.program import load_program
 from elastic.storage import open_storage
-from elastic.types import Event, FailureKind, NodePrepared, Quiesced, WorkerFailed, WorkerId
+from elastic.types import CopyDamaged, Event, FailureKind, NodePrepared, Plan, Quiesced, Rehearsal, WorkerFailed, WorkerId
 from elastic.worker import durable
-from elastic.worker.generation import EnterOrder, Generation, Workplace, live_step
+from elastic.worker.allocator import settle_allocator, settle_cuda_allocator
+from elastic.worker.compiled import settle_compiler
+from elastic.worker.durable import Damaged
+from elastic.worker.float8 import check_float8
+from elastic.worker.generation import Generation
 from elastic.worker.groups import is_collective_error
-from elastic.worker.model_profile import trace
-from elastic.worker.rehearsal import rehearse
+from elastic.worker.job_program import with_job
+from elastic.worker.loss_scale import profile_of
+from elastic.worker.offender import Tripped
+from elastic.worker.rehearsal import rehearse, rehearse_plan
+from elastic.worker.script import Script, Source
+from elastic.worker.workplace import EnterOrder, Workplace, live_step
+
+log = logging.getLogger(__name__)
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True)
@@ -38,22 +55,31 @@ class Beat:
     step: int
     progress: int
     pid: int
+    said: tuple[str, ...] = ()  # lines that rank 0 has printed; put in by the actor's shell
 
 
 class Session:
     """See the module. `job` is the plain job; `run_uri` the run's folder in its storage; `orphan` is called once when the
-    worker has ended its work after the driver was gone (the shell decides when that is)."""
+    worker has ended its work after the driver was gone (the shell decides when that is). `device`: to train on, where it is
+    not the only GPU that this process sees."""
+
+    device: torch.device | None = None
 
     def __init__(self, me: WorkerId, job: dict[str, Any], run_uri: str, orphan: Callable[[], None] | None = None) -> None:
+        settle_allocator()
+        settle_cuda_allocator()
         self.me, self.job, self.run_uri, self.orphan = me, dict(job), run_uri, orphan
         self._lock = threading.Condition()
         self._outbox: list[tuple[int, Event]] = []
         self._sequence = 0
         self._orders: list[EnterOrder] = []
-        self._prepare_asked = False
+        self._prepare_asked: tuple[Rehearsal, ...] | None = None
         self._closed = False
         self._phase, self._step, self._progress = "idle", 0, 0
         self._generation: Generation | None = None
+        self._broken: Generation | None = None  # left with gradients whose commit was not seen; until another is entered
+        self._commit: tuple[float, ...] = ()  # of the newest step done in the generation left last
+        self._forward: tuple[int, int, tuple[float, ...]] | None = None  # generation, step, commit: to be applied
         self._aborted = 0  # generations up to this one are broken off
         self._stop_at, self._save_at = 0, 0  # generations up to this one stop (save) at their next boundary
         self._place: Workplace | None = None
@@ -63,10 +89,11 @@ class Session:
 
     # ------------------------------------------------------------------------------------------ orders (any thread)
 
-    def prepare(self) -> None:
-        """Import the program, build it on the meta device, open its data -> NodePrepared or WorkerFailed(program)."""
+    def prepare(self, rehearsals: tuple[Rehearsal, ...] = ()) -> None:
+        """Import the program, build it on the meta device, open its data, rehearse the first of the plans that may come ->
+        NodePrepared or WorkerFailed(program); then, while idle, the others."""
         with self._lock:
-            self._prepare_asked = True
+            self._prepare_asked = rehearsals
             self._lock.notify_all()
 
     def enter(self, order: EnterOrder) -> None:
@@ -88,6 +115,18 @@ class Session:
         with self._lock:
             self._save_at = max(self._save_at, generation)
 
+    def write_for(self, plan: Plan, step: int, rank: int) -> None:
+        """Write another rank's part of a durable copy -> ShardStored, or CopyFailed where its boxes are not held here."""
+        if self._place is not None:
+            self._place.saving.write_for(plan, step, rank)
+
+    def set_cadence(self, generation: int, peer_every: int, durable_every: int) -> None:
+        """Other steps between copies, from the next boundary on. Rank 0 tells the others."""
+        with self._lock:
+            running = self._generation
+            if running is not None and running.number == generation:
+                running.new_cadence = (peer_every, durable_every)
+
     def abort(self, generation: int) -> None:
         """Break off every generation up to this one -> Quiesced, also when the worker was idle."""
         with self._lock:
@@ -98,6 +137,12 @@ class Session:
                 self._put(self._quiesced(generation))
         if running is not None and running.number <= generation:
             running.groups.abort()
+
+    def roll_forward(self, generation: int, step: int, commit: tuple[float, ...]) -> None:
+        """Apply the step of a generation that was left, by the commit that others have seen -> Quiesced, whatever was here."""
+        with self._lock:
+            self._forward = (generation, step, tuple(commit))
+            self._lock.notify_all()
 
     def poll(self, ack: int, wait_s: float) -> Beat:
         """Messages after `ack`, as soon as there are any; older ones are forgotten."""
@@ -118,16 +163,25 @@ class Session:
         if running is not None:
             self.abort(running.number)
         self._pool.shutdown(wait=False)
+        if self._place is not None:
+            self._place.saving.close()
+            if self._place.readers is not None:
+                self._place.readers.close()
+
+    @property
+    def place(self) -> Workplace | None:
+        """The open program, data and storage; None until `prepare` has succeeded."""
+        return self._place
 
     def store_alone(self, epoch: int, wait_s: float) -> str | None:
         """Without a driver: waits for this rank's part of the last durable copy; the lowest rank commits the whole under the
         last driver's epoch. Returns the copy's uri where it was committed. Raises Fenced when a newer driver has committed."""
         place = self._place
-        if place is None or place.saving is None or place.saved is None:
+        if place is None or place.saving.writing is None or place.saving.of is None:
             return None
         deadline = time.monotonic() + wait_s
-        place.saving.result(wait_s)
-        plan, step, rank = place.saved
+        place.saving.writing.result(wait_s)
+        plan, step, rank = place.saving.of
         meta = {"layout": asdict(plan.layout), "layers": list(plan.layers), "samples": list(plan.samples), "orphan": True}
         while rank == 0:
             try:
@@ -153,42 +207,87 @@ class Session:
     def _work(self) -> None:
         while True:
             with self._lock:
-                while not (self._closed or self._orders or self._prepare_asked):
+                while not (self._closed or self._orders or self._prepare_asked is not None or self._forward):
                     self._lock.wait()
                 if self._closed:
                     return
-                preparing, self._prepare_asked = self._prepare_asked, False
-                order = None if preparing else self._orders.pop(0)
-            if order is None:
-                self._prepare()
-            else:
+                forward, self._forward = self._forward, None
+                rehearsals = None
+                if not forward:
+                    rehearsals, self._prepare_asked = self._prepare_asked, None
+                order = self._orders.pop(0) if not forward and rehearsals is None else None
+            if forward:
+                self._roll_forward(*forward)
+            elif order is not None:
                 self._live(order)
+            else:
+                self._prepare(rehearsals or ())
             self._at_phase("idle", self._step)
 
-    def _prepare(self) -> None:
+    def _roll_forward(self, number: int, step: int, commit: tuple[float, ...]) -> None:
+        broken = self._broken
+        if broken is not None and broken.number == number and broken.pending_step == step:
+            self._at_phase("stepping", step - 1)
+            try:
+                broken.roll_forward(step, commit)
+                self._commit = commit
+            except Exception as error:  # noqa: BLE001 - the worker's boundary: the state is no whole step then, and says so
+                self._put(WorkerFailed(self.me, number, "infrastructure", _text(error)))
+            self._broken = None
+        with self._lock:
+            self._put(self._quiesced(number))
+
+    def _prepare(self, rehearsals: tuple[Rehearsal, ...] = ()) -> None:
         self._at_phase("preparing", 0)
         try:
             if self._place is None:
-                self._place = self._open()
-                rehearse(self._place)
+                place = self._open()
+                rehearse(place)
+                self._place = place
+                gc.collect()
+                gc.freeze()  # what stays for good need not be looked at again: see Workplace.keep
+            for i, rehearsal in enumerate(rehearsals):
+                if i == 1:
+                    self._put(NodePrepared(self.me.node_id, (os.getpid(),)))
+                if not self._orders:  # a real plan that is here is better than any rehearsal
+                    self._at_phase("preparing", 0)
+                    self._rehearse(self._place, rehearsal)
         except Exception as error:  # noqa: BLE001 - the worker's boundary: whatever the program raises becomes a message
+            _print(error)
             self._put(WorkerFailed(self.me, 0, _kind_of(error), _text(error)))
             return
-        self._put(NodePrepared(self.me.node_id, (os.getpid(),)))
+        if len(rehearsals) < 2:
+            self._put(NodePrepared(self.me.node_id, (os.getpid(),)))
+
+    def _rehearse(self, place: Workplace, rehearsal: Rehearsal) -> None:
+        """Its numbers are garbage, so what the program says of them is no reason to stop: the first step will be slower."""
+        try:
+            rehearse_plan(place, rehearsal)
+        except Exception as error:  # noqa: BLE001 - the worker's boundary
+            log.warning("rehearsal of %s was broken off: %s", rehearsal.layout, _text(error))
 
     def _open(self) -> Workplace:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        program = load_program(self.job["program"])
-        profile = trace(program)
-        dataset: Any = program.dataset()
+        device = self.device or (torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+        if self.job.get("compile"):
+            settle_compiler(device)
+        if self.job.get("float8"):
+            check_float8(device)
+        script = Script(Source.of(self.job), device) if self.job.get("script") else None
+        program = with_job(load_program(self.job["program"]) if script is None else script.start(), self.job)
+        dataset: Any = dataset_of(program, self.job)
+        program = with_stream(program, dataset, self.job)
+        profile = profile_of(program, self.job)
         self.job["n_samples"] = len(dataset)
-        validation = program.validation() if program.validation is not None else None
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        validation = validation_of(program, self.job)
         storage = open_storage(self.run_uri)
         behind = self._pool.submit
         return Workplace(
-            self.me, program, profile, self.job, dataset, validation, storage, device, self._put, self._at_phase, behind
-        )
+            self.me, program, profile, self.job, dataset, validation, storage, device, self._put, self._at_phase, behind,
+            script=script, readers=readers_of(self.job),
+        )  # fmt: skip
 
     def _words(self, number: int) -> tuple[bool, bool]:
         superseded = any(o.plan.generation > number for o in self._orders)
@@ -212,8 +311,9 @@ class Session:
             self._generation = generation
         try:
             generation.enter()
+            self._broken, self._commit = None, ()
             if generation.rank is None:
-                place.held = []
+                place.keep([])
             else:
                 generation.run()
         except Exception as error:  # noqa: BLE001 - the worker's boundary
@@ -221,6 +321,9 @@ class Session:
         finally:
             generation.take_along()
             generation.close()
+            if generation.stepper is not None:
+                self._commit = generation.stepper.committed
+                self._broken = generation if generation.pending_step >= 0 else None
             with self._lock:
                 self._generation = None
                 self._put(self._quiesced(number))
@@ -228,26 +331,35 @@ class Session:
                     self._put(self._quiesced(self._aborted))
 
     def _failed(self, generation: Generation, error: Exception) -> None:
-        """Free the others first: they wait for this rank."""
-        generation.groups.abort()
+        """Free the others first: they wait for this rank. (Not where all of them say the same at the same point.)"""
         number = generation.number
         kind = _kind_of(error)
+        trip = error.trip if isinstance(error, Tripped) else None
+        if trip is None:
+            generation.groups.abort()
         if kind == "collective" and number <= self._aborted:
             return
+        if isinstance(error, Damaged):
+            self._put(CopyDamaged(generation.plan.resume.uri, str(error)))
+        _print(error)
         memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _resident_bytes()
-        self._put(WorkerFailed(self.me, number, kind, _text(error), memory if kind == "out_of_memory" else 0))
+        failed = WorkerFailed(self.me, number, kind, _text(error), memory if kind == "out_of_memory" else 0)
+        self._put(failed if trip is None else replace(failed, step=trip.step, guard=trip.guard, do=trip.do))
 
     def _quiesced(self, number: int) -> Quiesced:
         held = self._place.held if self._place is not None else []
         step = live_step(held, number)
-        return Quiesced(self.me, number, step, tuple(h.holding(self.me) for h in held))
+        pending_step = self._broken.pending_step if self._broken is not None else -1
+        return Quiesced(self.me, number, step, tuple(h.holding(self.me) for h in held), self._commit, pending_step)
 
 
 def _kind_of(error: BaseException) -> FailureKind:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "out_of_memory"
-    if isinstance(error, StateLost):
+    if isinstance(error, StateLost | StorageFailed):
         return "infrastructure"
+    if isinstance(error, Tripped):
+        return "not_finite" if error.trip.guard == "not_finite" else "guard"
     if isinstance(error, ElasticError):
         return "program"
     if is_collective_error(error):
@@ -257,8 +369,19 @@ def _kind_of(error: BaseException) -> FailureKind:
     return "program"
 
 
+def _print(error: BaseException) -> None:
+    """The traceback of an error of the program, to standard error. What ours say in one line is all."""
+    if _kind_of(error) == "program" and (not isinstance(error, ElasticError) or error.__cause__ is not None):
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace or error.__traceback__)  # from the program's own first frame on
+
+
 def _text(error: BaseException) -> str:
     """One line with the innermost cause, and for errors of the program the place in the user's file."""
+    if isinstance(error, StateLost):
+        return str(error)  # it names the file, its cause does not
     while error.__cause__ is not None:
         error = error.__cause__
     line = " ".join(f"{type(error).__name__}: {error}".split())

@@ -3,38 +3,55 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.parallel import loss_parallel
 
-from elastic.data.order import digest, digest_text, sample_ids, share
+from elastic.data.order import digest, sample_ids, share
 from elastic.errors import InternalError, ProgramError
-from elastic.mesh import coordinates
+from elastic.mesh import coordinates, stages_at
 from elastic.program import Program
+from elastic.reshard.shards import LOSS_SCALE
 from elastic.types import Plan
+from elastic.worker.calls import call_model, count_of, inputs_of, keywords_of, loss_of, rows_of
+from elastic.worker.commit import Commit, power_of_tokens, power_of_wait
 from elastic.worker.groups import Groups
+from elastic.worker.guards import Memory, Trip, judge, rules_of, trip_of
+from elastic.worker.local_gradients import LocalGradients, cannot, noise, parts_of
+from elastic.worker.loop_program import LoopProgram
+from elastic.worker.loss_scale import LossScale
+from elastic.worker.offender import Offender, Tripped, find_offender
+from elastic.worker.options import begin_microbatch
 from elastic.worker.parallelize import local
 from elastic.worker.pipeline import Pipeline
+from elastic.worker.sequence import Sequence
+from elastic.worker.sums import Sums
 from elastic.worker.train_state import TrainState
 
+if TYPE_CHECKING:
+    from elastic.worker.script import Script
+
 Batch = dict[str, torch.Tensor]
+Gradients = dict[str, torch.Tensor]
 CLIP_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
-class Commit:
-    """What all ranks know after the commit all-reduce of a step (sums over the generation)."""
+class Pending:
+    """Gradients of `step`, summed over all ranks that share them, which no commit has been seen for."""
 
-    square_norm: float
-    loss_sum: float
-    tokens: float
-    stop: bool
-    save: bool
-    copies_done: bool  # every rank's part of the peer copy in flight is stored
-    digest: str
+    step: int
+    gradients: Gradients
+    loss_sum: float  # of this rank's part of its samples; 0 where it does not speak for them
+    square_norm: float  # of the elements that this rank owns
+    tokens: int = 0  # that `loss_sum` is of
+    block_square_norms: tuple[float, ...] = ()  # the same by block, where a guard looks at them in this step
+    small: tuple[float, ...] = ()  # square norms of the gradients of its single microbatches, where they are measured
 
 
 @dataclass(frozen=True)
@@ -43,35 +60,14 @@ class Words:
 
     stop: bool = False
     save: bool = False
-    copy_done: bool = False
+    copy_done: float = 0.0  # 1 = this rank's part of the peer copy in flight is stored, far below 0 = it cannot be
+    copy_free: bool = False  # could another one be taken at this boundary?
+    cadence: tuple[int, int] | None = None  # steps between peer and durable copies from now on; only rank 0 says so
+    data_s: float = 0.0  # for which this rank has waited for its batch
 
 
-def inputs_of(program: Program, batch: Batch) -> Any:
-    """What the model is called with."""
-    if program.inputs is not None:
-        return program.inputs(batch)
-    for key in ("input", "input_ids"):
-        if key in batch:
-            return batch[key]
-    raise ProgramError(f"a sample has the keys {sorted(batch)}; name one of them 'input', or give Program.inputs")
-
-
-def count_of(program: Program, batch: Batch) -> int:
-    """Tokens (or samples) that the loss sums over."""
-    if program.count is not None:
-        return int(program.count(batch))
-    if "target" in batch and not batch["target"].is_floating_point():
-        return int((batch["target"] != -100).sum())
-    return int(next(iter(batch.values())).shape[0])
-
-
-def loss_of(program: Program, output: Any, batch: Batch) -> torch.Tensor:
-    """The program's loss, a scalar. Raises ProgramError when it is none."""
-    value = program.loss(output, batch)
-    if not isinstance(value, torch.Tensor) or value.ndim:
-        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ProgramError(f"Program.loss returned {found}; it must return the sum over the batch, a scalar tensor")
-    return value
+def _every(job: Mapping[str, Any]) -> int:
+    return int((job.get("noise_scale") or {}).get("every", 0))
 
 
 class Stepper:
@@ -86,113 +82,311 @@ class Stepper:
         self.device = groups.device
         self.pipeline: Pipeline | None = None
         if groups.pp is not None:
-            self.pipeline = Pipeline(state.model, groups.pp, plan.n_microbatches, self.device)
+            stages = state.models
+            if program.stage is not None:
+                numbers = stages_at(plan.layout, self.at.pp)
+                stages = [program.stage(model, i, plan.layout.n_stages) for i, model in zip(numbers, stages, strict=True)]
+            self.pipeline = Pipeline(stages, groups.pp, plan, self.device)
         last_stage = self.at.pp == plan.layout.pp - 1
-        self.counts = last_stage and self.at.tp == 0 and self.at.cp == 0  # this rank speaks for its samples
+        self.speaks = last_stage and self.at.tp == 0  # for the loss of its part of the sequences of its samples
+        self.counts = self.speaks and self.at.cp == 0  # its samples and their tokens
+        self.sequence = Sequence(program, plan.layout, self.at, groups)
+        self.has_blocks = not plan.layers or any(plan.layers[stage] for stage in stages_at(plan.layout, self.at.pp))
+        cut = plan.layout.tp > 1 and "sequence_colwise_loss" in program.tp.values()
+        self.cut_loss: Callable[[], AbstractContextManager[None]] = loss_parallel if cut else nullcontext
         self.first_step = True
+        self._metrics: Sums | None = None  # while evaluating
+        self.pending: Pending | None = None
+        box = state.tensors.get(LOSS_SCALE)
+        self.loss_scale = LossScale(box[1] if box is not None else None)
+        self.script: Script | None = None  # whose loop computes the gradients
+        self.clip_grad_norm: float | None = job.get("clip_grad_norm")
+        self.tokens_per_sample = 0.0  # of the step before, on average over all ranks
+        self.imbalance = 0.0  # of the step before: the same of the rank that had the most, over that
+        self.committed: tuple[float, ...] = ()  # what the commit of the newest step that was done gave
+        self.rules = rules_of(job)
+        self.memory: Memory | None = None  # of the guards, in the training state
+        self.trip: Trip | None = None  # of the newest step, where a guard has skipped it
+        self.noise_every = 0 if cannot(plan, state.profile, isinstance(program, LoopProgram)) else _every(job)
+        self.local = LocalGradients(state.models) if self.noise_every else None
+        self.noise: tuple[float, float] | None = None  # of the newest step, where it was measured
+        self._told: Pending | None = None  # what this rank has put into the newest commit
 
     # ------------------------------------------------------------------------------------------ forward and backward
 
     def forward_backward(self, batch: Batch, train: bool, valid: int | None = None) -> tuple[float, int]:
         """Loss sum and token count of this rank's samples; `valid`: only the first rows count (the rest is filling)."""
         batch = {k: v.to(self.device) for k, v in batch.items()}
+        if isinstance(self.program, LoopProgram):
+            return self._by_script(batch, train, valid)
         n_rows = int(next(iter(batch.values())).shape[0])
         valid = n_rows if valid is None else valid
         counted = {k: v[:valid] for k, v in batch.items()}
+        tokens = count_of(self.program, counted) if valid else 0
+        batch = self.sequence.cut(batch)
 
         def loss(output: Any, rows: torch.Tensor) -> torch.Tensor:
-            keep = rows < valid
-            if bool(keep.all()):
-                return loss_of(self.program, output, {k: v[rows] for k, v in batch.items()})
-            kept = rows[keep]
-            return loss_of(self.program, output[keep], {k: v[kept] for k, v in batch.items()})
+            value = unscaled(output, rows)
+            return value if scale == 1.0 else value * scale
 
-        tokens = count_of(self.program, counted) if valid else 0
+        def unscaled(output: Any, rows: torch.Tensor) -> torch.Tensor:
+            keep = rows < valid
+            if not bool(keep.all()):
+                output, rows = rows_of(output, keep), rows[keep]
+            chosen = {k: v[rows] for k, v in batch.items()}
+            if self._metrics is not None and self.program.metrics is not None and self.speaks and len(rows):
+                self._metrics.add(self.program.metrics(output, chosen), "Program.metrics")
+            return loss_of(self.program, output, chosen)
+
+        scale = self.loss_scale.value if train else 1.0
+        with self.sequence.running(blocks_here=self.has_blocks), self.cut_loss():
+            return self._passes(batch, n_rows, loss, train) / scale, tokens
+
+    def _passes(self, batch: Batch, n_rows: int, loss: Callable[[Any, torch.Tensor], torch.Tensor], train: bool) -> float:
+        """Forward (and backward) of every microbatch: the loss sum, 0 where another stage has it."""
         if self.pipeline is not None:
-            value = self.pipeline.run(inputs_of(self.program, batch), n_rows, loss, train)
-            return float(value), tokens
+            keywords = keywords_of(self.program, batch)
+            return float(self.pipeline.run((inputs_of(self.program, batch), keywords), n_rows, loss, train))
         total = 0.0
-        for rows in torch.arange(n_rows, device=self.device).tensor_split(self.plan.n_microbatches):
-            output = self.state.model(inputs_of(self.program, {k: v[rows] for k, v in batch.items()}))
-            value = loss(output, rows)
+        n = self.plan.n_microbatches
+        for i, rows in enumerate(torch.arange(n_rows, device=self.device).tensor_split(n)):
+            if train and n > 1:
+                begin_microbatch(self.state.model, self.plan.layout.zero_stage, i == n - 1)
+            value = loss(call_model(self.program, self.state.model, {k: v[rows] for k, v in batch.items()}), rows)
             if train:
                 value.backward()
             total += float(value.detach())
-        return total, tokens
+        return total
+
+    def _by_script(self, batch: Batch, train: bool, valid: int | None) -> tuple[float, int]:
+        """The same where a script computes the loss; in a rehearsal nobody does."""
+        if train:
+            epoch = self.state.step * int(self.job["global_batch"]) // int(self.job["n_samples"])
+            return self.script.compute(batch, self.state.step, epoch) if self.script is not None else (0.0, 0)
+        evaluation = self.program.evaluation  # type: ignore[attr-defined]
+        kept = {k: v[: max(1, valid) if valid is not None else None] for k, v in batch.items()}
+        value = evaluation(self.state.model, kept)  # on every rank: its collectives need all of them
+        return (float(value), count_of(self.program, kept)) if valid != 0 else (0.0, 0)
+
+    def _check_loop(self) -> None:
+        """The optimizer step is about to come: what the script has told with it, and whether it has trained this model."""
+        assert self.script is not None
+        self.clip_grad_norm = self.script.clip_grad_norm or self.job.get("clip_grad_norm")
+        if all(parameter.grad is None for parameter in self.state.parameters.values()):
+            raise ProgramError(
+                "the loss given to run.backward does not depend on run.model: call run.model(...), not the model that was "
+                "given to elastic.loop"
+            )
 
     # ------------------------------------------------------------------------------------------ one step
 
     def run(self, batch: Batch, words: Words) -> Commit:
-        """Gradients, commit, update. Raises ProgramError for a loss that is not finite; the state then stays as it was."""
+        """Gradients, commit, update; or no update, where a guard says so (`trip`). Raises Tripped where a guard wants to go
+        back or to stop; the state then stays as it was.
+
+        The gradients are whole before the commit begins: every collective that adds them up has returned on this rank. A commit
+        that breaks off leaves only its own vector in an unknown state, and that is thrown away; `pending` and the state are
+        those of a rank that waits for the word to go on (`roll_forward`), or that never heard of this step.
+        """
         step = self.state.step
-        torch.manual_seed((int(self.job["seed"]) * 1_000_003 + step) * 65_537 + self.dp)
+        torch.manual_seed((int(self.job["seed"]) * 1_000_003 + step) * 65_537 + self.dp * self.plan.layout.cp + self.at.cp)
+        local = self.local if self._measures_noise(step + 1) else None
+        if local is not None:
+            local.begin()
         loss_sum, tokens = self.forward_backward(batch, train=True)
+        small = (local.end() / self.loss_scale.value**2,) if local is not None else ()
+        if self.script is not None:
+            self._check_loop()
         if self.first_step:
             self.state.check_storage()
             self.first_step = False
         gradients = self.state.gradients()
         self._add_tied(gradients)
-        commit = self._commit(step, self.state.square_norm(gradients), (loss_sum, tokens), words)
-        norm = math.sqrt(commit.square_norm) / commit.tokens if commit.tokens else 0.0
-        if not (math.isfinite(commit.loss_sum) and math.isfinite(norm)):
-            raise ProgramError(
-                f"step {step + 1}: train_loss {commit.loss_sum / max(1.0, commit.tokens)}, gradient norm {norm}: not finite; "
-                "lower the learning rate or look at the samples of this step"
-            )
-        clip = self.job.get("clip_grad_norm")
-        factor = min(1.0, float(clip) / (norm + CLIP_EPSILON)) if clip else 1.0
-        self.state.apply(gradients, factor / max(1.0, commit.tokens))
+        self._add_summed(gradients)
+        loss_sum, tokens = loss_sum if self.speaks else 0.0, tokens if self.counts else 0
+        scale = self.loss_scale.value**2
+        norms = self.state.block_square_norms(gradients) if self._looks_at_blocks(step + 1) else ()
+        squares = tuple(square / scale for square in norms)
+        self.pending = Pending(step + 1, gradients, loss_sum, self.state.square_norm(gradients) / scale, tokens, squares, small)
+        self._told = replace(self.pending, gradients={})
+        commit = self._commit(self.pending, words)
+        self.trip = self._judged(commit)
+        if self.trip is not None and self.trip.do != "skip":
+            self.pending = None
+            raise Tripped(self.trip, self.offender(self.trip))
+        self._done(commit)
+        self.noise = self._noise(commit) if small and commit.finite and not commit.overflowed else None
         return commit
+
+    def roll_forward(self, step: int, vector: tuple[float, ...]) -> None:
+        """Applies the pending gradients of `step` by the commit that another rank has seen. Needs no group.
+
+        Raises InternalError when this rank has no such gradients, or the vector is not that of the step.
+        """
+        if self.pending is None or self.pending.step != step:
+            have = self.pending.step if self.pending else "none"
+            raise InternalError(f"told to apply step {step}; the gradients here are those of step {have}")
+        commit = Commit(vector)
+        self._check_samples(commit)
+        self.trip = self._judged(commit)
+        if self.trip is not None and self.trip.do != "skip":
+            raise InternalError(f"told to apply step {step}, which no rank can have applied: {self.trip.reason}")
+        self._done(commit)
+
+    def _measures_noise(self, step: int) -> bool:
+        return self.noise_every > 0 and step % self.noise_every == 0
+
+    def _noise(self, commit: Commit) -> tuple[float, float]:
+        return noise(commit.vector[-1], commit.square_norm, parts_of(self.plan.samples, self.plan.n_microbatches))
+
+    def _looks_at_blocks(self, step: int) -> bool:
+        rule = self.rules.get("block_norm")
+        return bool(rule) and step % int((rule or {})["every"]) == 0
+
+    def _judged(self, commit: Commit) -> Trip | None:
+        """What the guards say of the step that is being done: a function of the commit, the training state and the plan."""
+        step, n_blocks = self.state.step + 1, self.state.profile.n_blocks
+        names = ["what is before the blocks", *(f"block {i}" for i in range(n_blocks)), "what is after the blocks"]
+        norms = commit.block_norms(len(names)) if self._looks_at_blocks(step) else []
+        if commit.overflowed and commit.finite and not self.loss_scale.exhausted:
+            return None  # no more than a loss scale that was too large
+        found = judge(self.rules, self.memory, commit, dict(zip(names, norms, strict=False)))
+        if found is None:
+            return None
+        in_a_row = self.memory.in_a_row if self.memory is not None else 0
+        return trip_of(found, self.rules[found[0]], step, self.plan.rolled_back, in_a_row)
+
+    def offender(self, trip: Trip) -> Offender:
+        """Which rank it was; all ranks take part here."""
+        assert self._told is not None
+        told = self._told
+        mine = (told.loss_sum, float(told.tokens), told.square_norm)
+        ids = sample_ids(int(self.job["n_samples"]), int(self.job["global_batch"]), int(self.job["seed"]), trip.step - 1)
+        return find_offender(trip, mine, ids, self.plan, (self.groups, self.rank))
+
+    def _done(self, commit: Commit) -> None:
+        if self.trip is None:
+            self._apply(commit)
+        else:
+            self.pending = None
+            self.state.skip()
+            self.loss_scale.after(commit.overflowed)
+            self.committed = commit.vector
+        if self.memory is not None and self.trip is not None:
+            self.memory.skipped()
+        elif self.memory is not None and not commit.overflowed:
+            self.memory.applied(commit)
+
+    def _apply(self, commit: Commit) -> None:
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
+        clip = self.clip_grad_norm
+        factor = min(1.0, float(clip) / (commit.grad_norm + CLIP_EPSILON)) if clip else 1.0
+        if commit.overflowed:
+            self.state.skip()
+        else:
+            self.state.apply(pending.gradients, factor / max(1.0, commit.tokens) / self.loss_scale.value)
+        self.loss_scale.after(commit.overflowed)
+        self.committed = commit.vector
 
     def _add_tied(self, gradients: dict[str, torch.Tensor]) -> None:
         """A tensor that stands on the first and on the last stage (tied head) gets the sum of both gradients."""
         if self.groups.tie is None:
             return
-        for fqn in sorted({s.tied_to for s in self.state.profile.specs if s.tied_to is not None}):
+        for fqn in sorted({s.tied_to for s in self.state.profile.specs if s.tied_to is not None and s.trainable}):
             if fqn in self.state.parameters:
                 gradient = gradients.get(fqn)
                 if gradient is None:
                     gradient = gradients[fqn] = torch.zeros_like(local(self.state.parameters[fqn]))
                 dist.all_reduce(gradient, group=self.groups.tie)
 
-    def _commit(self, step: int, square_norm: float, loss: tuple[float, int], words: Words) -> Commit:
+    def _add_summed(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Parameters of style "summed" are used for a part of the heads on each tp rank: one all-reduce for all of them."""
+        mine = [gradients[fqn] for fqn in sorted(self.state.summed) if fqn in gradients]
+        mesh = self.groups.mesh
+        if not mine or mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
+            return
+        flat = torch.cat([gradient.flatten() for gradient in mine])
+        dist.all_reduce(flat, group=mesh.get_group("tp"))
+        for gradient, part in zip(mine, flat.split([gradient.numel() for gradient in mine]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def _commit(self, pending: Pending, words: Words) -> Commit:
         """The one float64 all-reduce of the generation. Raises InternalError when the samples were not those of the step."""
-        job, layout = self.job, self.plan.layout
-        ids = sample_ids(int(job["n_samples"]), int(job["global_batch"]), int(job["seed"]), step)
-        mine = digest(ids[self.share]) if self.counts else (0, 0)
-        loss_sum, tokens = loss if self.counts else (0.0, 0)
-        vector = torch.tensor(
-            [square_norm, loss_sum, tokens, words.stop, words.save, words.copy_done, mine[0], mine[1]], dtype=torch.float64
-        )
-        if layout.world_size > 1:
+        mine = digest(self._ids()[self.share]) if self.counts else (0, 0)
+        said = (words.stop, words.save, words.copy_done)
+        cadence = tuple(every + 1 for every in words.cadence) if words.cadence else (0, 0)
+        overflowed = self.loss_scale.on and not math.isfinite(pending.square_norm)
+        square_norm = 0.0 if overflowed else pending.square_norm
+        numbers = [square_norm, pending.loss_sum, pending.tokens, *said, *mine, words.copy_free, *cadence, overflowed]
+        numbers += [power_of_wait(words.data_s), self._fullness(pending)]
+        vector = torch.tensor([*numbers, *pending.block_square_norms, *pending.small], dtype=torch.float64)
+        if self.plan.layout.world_size > 1:
             dist.all_reduce(vector, group=self.groups.plan)
-        values = vector.tolist()
-        seen, expected = (int(values[6]), int(values[7])), digest(ids)
-        if seen != expected:
+        commit = Commit(tuple(vector.tolist()))
+        self._check_samples(commit)
+        self._weigh(commit)
+        return commit
+
+    def _fullness(self, pending: Pending) -> float:
+        """This rank's tokens per sample, in the mean of the step before."""
+        n_samples = self.plan.samples[self.dp]
+        if not (self.counts and n_samples and self.tokens_per_sample):
+            return 0.0
+        return power_of_tokens(pending.tokens / n_samples / self.tokens_per_sample)
+
+    def _weigh(self, commit: Commit) -> None:
+        mean = commit.tokens / int(self.job["global_batch"])
+        self.imbalance = commit.fullest * self.tokens_per_sample / mean if mean else 0.0
+        self.tokens_per_sample = mean
+
+    def _ids(self) -> list[int]:
+        """Sample ids of the step that is being done, of all ranks."""
+        job = self.job
+        return sample_ids(int(job["n_samples"]), int(job["global_batch"]), int(job["seed"]), self.state.step)
+
+    def _check_samples(self, commit: Commit) -> None:
+        expected = digest(self._ids())
+        if commit.samples != expected:
             raise InternalError(
-                f"step {step + 1}: the ranks trained on other samples ({seen}) than the order says ({expected})"
+                f"step {self.state.step + 1}: the ranks trained on other samples ({commit.samples}) than the order says "
+                f"({expected})"
             )
-        done = int(values[5]) == layout.world_size
-        return Commit(values[0], values[1], values[2], values[3] > 0, values[4] > 0, done, digest_text(seen))
 
     # ------------------------------------------------------------------------------------------ validation
 
     def evaluate(self, dataset: Any, collate: Any, n_samples: int) -> dict[str, float]:
-        """Validation loss per token over `n_samples` samples spread evenly over the set; every rank gets the result."""
+        """Validation loss and the program's metrics, per token, and what its `evaluate` sums, per its own count, over
+        `n_samples` samples spread evenly over the set; every rank gets the result."""
         total = len(dataset)
         n_samples = min(n_samples or total, total)
         ids = [i * total // n_samples for i in range(n_samples)]
         size, per_call = self.plan.samples[self.dp], sum(self.plan.samples)
         sums = torch.zeros(2, dtype=torch.float64)
-        self.state.model.eval()
+        self._metrics, own = Sums(), Sums()
+        self.state.train(False)
         with torch.no_grad():
             for start in range(0, n_samples, per_call):
                 mine = ids[start : start + per_call][self.share]
                 rows = mine + [ids[0]] * (size - len(mine))
-                value, tokens = self.forward_backward(collate([dataset[i] for i in rows]), train=False, valid=len(mine))
-                if self.counts:
-                    sums += torch.tensor([value, tokens], dtype=torch.float64)
-        self.state.model.train()
+                batch = collate([dataset[i] for i in rows])
+                value, tokens = self.forward_backward(batch, train=False, valid=len(mine))
+                self._evaluate_own(own, batch, len(mine))
+                sums[0] += value if self.speaks else 0.0
+                sums[1] += tokens if self.counts else 0
+        self.state.train()
         if self.plan.layout.world_size > 1:
             dist.all_reduce(sums, group=self.groups.plan)
-        return {"validation_loss": float(sums[0] / sums[1].clamp(min=1))}
+        n_tokens = float(sums[1].clamp(min=1))
+        metrics, self._metrics = self._metrics.over(self.groups.plan), None
+        found = {key: value / n_tokens for key, value in metrics.items()} | own.over(self.groups.plan).means()
+        return {"validation_loss": float(sums[0]) / n_tokens} | found
+
+    def _evaluate_own(self, sums: Sums, batch: Batch, valid: int) -> None:
+        """Program.evaluate on the rows that count; ranks without any call it too, since its collectives need all of them."""
+        if self.program.evaluate is None:
+            return
+        kept = {key: value[: max(1, valid)].to(self.device) for key, value in batch.items()}
+        found = self.program.evaluate(self.state.model, kept)
+        if valid and self.counts:
+            sums.add(found, "Program.evaluate")

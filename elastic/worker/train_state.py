@@ -6,24 +6,28 @@ is cut exactly like the parameters.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
 from elastic.errors import InternalError, ProgramError
-from elastic.mesh import coordinates, replica_key
+from elastic.mesh import coordinates, replica_key, stages_at
 from elastic.program import Program
-from elastic.reshard.shards import RNG, boxes, owned_boxes
+from elastic.reshard.shards import RNG, boxes, owned_boxes, reread_boxes
 from elastic.types import Box, Holding, Layout, ModelProfile, Transfer, WorkerId
+from elastic.worker.content import digest as digest
 from elastic.worker.groups import Groups
-from elastic.worker.model_profile import build_meta
-from elastic.worker.parallelize import local, parallelize
+from elastic.worker.model_profile import build_meta, fresh_buffers, tp_styles
+from elastic.worker.options import Options, to_empty
+from elastic.worker.parallelize import WHOLE, local, parallelize, tie_again
 from elastic.worker.pipeline import cut_stage
+from elastic.worker.weights import cut, fill
+
+if TYPE_CHECKING:
+    from elastic.worker.host_copy import Lease
 
 Tensors = dict[str, tuple[Box, torch.Tensor]]
 
@@ -34,7 +38,8 @@ def region(tensors: Mapping[str, tuple[Box, torch.Tensor]], transfer: Transfer) 
         raise InternalError(f"{transfer.fqn}: a transfer names it, but it is not held here")
     box, view = tensors[transfer.fqn]
     for dim, (offset, size) in enumerate(zip(transfer.offsets, transfer.sizes, strict=True)):
-        view = view.narrow(dim, offset - box.offsets[dim], size)
+        if size != box.sizes[dim]:
+            view = view.narrow(dim, offset - box.offsets[dim], size)
     return view
 
 
@@ -49,6 +54,9 @@ class Held:
     layout: Layout
     layers: tuple[int, ...]
     tensors: Tensors
+    on_host: bool = False  # live boxes that made room on the device
+
+    lease: Lease | None = None  # of the host buffer that the boxes lie in
 
     def holding(self, me: WorkerId) -> Holding:
         return Holding(me, self.generation, self.rank, self.step, self.kind)
@@ -63,30 +71,57 @@ class Held:
 class TrainState:
     """Model and optimizer of one rank in one generation, built on the meta device, filled by transfer, file or init."""
 
-    def __init__(self, program: Program, profile: ModelProfile, groups: Groups, place: tuple[Layout, tuple[int, ...], int]):
+    def __init__(
+        self, program: Program, profile: ModelProfile, groups: Groups, place: tuple[Layout, tuple[int, ...], int],
+        job: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         self.program, self.profile = program, profile
         self.layout, self.layers, self.rank = place
         self.step = 0
         self.dirty = False  # an optimizer step is under way: the tensors belong to no step
-        model = cut_stage(build_meta(program), program, profile, self.layers, coordinates(self.layout, self.rank).pp)
-        self.model = parallelize(model, program, profile, groups.mesh)
-        self.model.to_empty(device=groups.device)
-        _fill_plain_buffers(self.model, program)
+        self.models = [
+            self._stage(stage, groups, job) for stage in stages_at(self.layout, coordinates(self.layout, self.rank).pp)
+        ]
+        self.model = self.models[0]  # all of it, where there is no pipeline
         self.parameters = self._present_parameters()
+        styles: dict[str, str] = {}
+        for model in self.models if WHOLE & set(program.tp.values()) else ():
+            styles |= tp_styles(model, program)
+        self.summed = {fqn for fqn in self.parameters if styles.get(fqn.rpartition(".")[0]) in WHOLE}
         self.local = {fqn: nn.Parameter(local(p), requires_grad=p.requires_grad) for fqn, p in self.parameters.items()}
         trainable = [(fqn, p) for fqn, p in self.local.items() if p.requires_grad]
+        assert program.optimizer is not None
         self.optimizer = program.optimizer(trainable)
         self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
+        self.extra = {spec.fqn: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in profile.extra}
         self.rng = torch.zeros(2, dtype=torch.int64)
+        self.before_change: Callable[[], object] = lambda: None  # waits until nobody copies the tensors any more
         self._make_optimizer_state(trainable)
         self.tensors = self._boxed(boxes(profile, self.layout, self.layers, self.rank))
+        self.frozen = self._boxed(reread_boxes(profile, self.layout, self.layers, self.rank))
         owned = {box.fqn for box in owned_boxes(profile, self.layout, self.layers, self.rank)}
         self.owned = owned
         self.owned_parameters = [fqn for fqn, _ in trainable if "model." + fqn in owned]
 
+    def _stage(self, stage: int, groups: Groups, job: Mapping[str, Any]) -> nn.Module:
+        """One pipeline stage's module, cut for this rank, with memory."""
+        options = replace(Options.of(job, self.layout, self.rank), gives_output=stage == self.layout.n_stages - 1)
+        model = cut_stage(build_meta(self.program), self.program, self.profile, self.layers, stage)
+        model = parallelize(model, self.program, self.profile, groups.mesh, options)
+        to_empty(model, groups.device, self.layout.offload)
+        if groups.mesh is None:
+            tie_again(model, self.profile)
+        _fill_plain_buffers(model, self.program)
+        return model
+
+    def train(self, mode: bool = True) -> None:
+        """Training or evaluation mode of all modules."""
+        for model in self.models:
+            model.train(mode)
+
     def _present_parameters(self) -> dict[str, nn.Parameter]:
-        """Canonical fqn -> the module's parameter, of those on this stage."""
-        present = dict(self.model.named_parameters(remove_duplicate=False))
+        """Canonical fqn -> the module's parameter, of those on this rank's stages."""
+        present = {fqn: p for model in self.models for fqn, p in model.named_parameters(remove_duplicate=False)}
         found: dict[str, nn.Parameter] = {}
         for spec in self.profile.specs:
             if not spec.buffer and spec.fqn in present:
@@ -94,21 +129,28 @@ class TrainState:
         return found
 
     def _make_optimizer_state(self, trainable: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Not filled: whatever fills the state covers it, and memory that is not touched here costs no time."""
+        scalars_on = {  # fused kernels read them on the device
+            parameter: parameter.device
+            for group in self.optimizer.param_groups
+            if group.get("fused") or group.get("capturable")
+            for parameter in group["params"]
+        }
         for _, parameter in trainable:
             state: dict[str, Any] = self.optimizer.state[parameter]
             for entry in self.profile.optimizer_scalars:
-                state[entry] = torch.zeros((), dtype=torch.float32)
+                state[entry] = torch.empty((), dtype=torch.float32, device=scalars_on.get(parameter))
             for entry in self.profile.optimizer_entries:
-                state[entry] = torch.zeros_like(parameter, requires_grad=False)
+                state[entry] = torch.empty_like(parameter, requires_grad=False)
 
     def _boxed(self, mine: Iterable[Box]) -> Tensors:
         """State fqn -> (box, local tensor). Raises InternalError where torch cut a tensor otherwise than the integers say."""
-        have: dict[str, torch.Tensor] = {RNG: self.rng}
+        have: dict[str, torch.Tensor] = {RNG: self.rng, **self.extra}
         for fqn, parameter in self.local.items():
             have["model." + fqn] = parameter.detach()
             for entry, value in self.optimizer.state.get(parameter, {}).items():
                 have[f"optim.{entry}.{fqn}"] = value
-        kept = self.model.state_dict()
+        kept = {fqn: value for model in self.models for fqn, value in model.state_dict().items()}
         for spec in self.profile.specs:
             if spec.buffer and spec.fqn in kept:
                 have["model." + spec.fqn] = kept[spec.fqn]
@@ -124,7 +166,16 @@ class TrainState:
         return out
 
     def fill_fresh(self, seed: int) -> None:
-        """Step 0: every rank initialises the whole model on the CPU under the job's seed and keeps its own boxes."""
+        """Step 0: every rank reads its own boxes of the program's weights; without any it initialises the whole model on the
+        CPU under the job's seed and keeps its own boxes."""
+        self.rng[0], self.rng[1] = seed, 0
+        first = dict(self.profile.optimizer_first)
+        for fqn, (_, tensor) in self.tensors.items():
+            if fqn.startswith("optim."):
+                tensor.fill_(first.get(fqn.split(".")[1], 0.0))
+        if self.program.weights is not None:
+            self._fill_from_weights(seed)
+            return
         torch.manual_seed(seed)
         whole = self.program.model()
         if self.program.init is not None:
@@ -134,11 +185,24 @@ class TrainState:
         with torch.no_grad():
             for fqn, (box, tensor) in self.tensors.items():
                 if fqn.startswith("model."):
-                    view = source[fqn.removeprefix("model.")].detach()
-                    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                        view = view.narrow(dim, offset, size)
-                    tensor.copy_(view)
-        self.rng[0], self.rng[1] = seed, 0
+                    tensor.copy_(cut(source[fqn.removeprefix("model.")].detach(), box))
+
+    def _fill_from_weights(self, seed: int) -> None:
+        mine = {fqn: held for fqn, held in self.tensors.items() if fqn.startswith("model.")}
+        left = fill(self.program, self.profile.specs, mine, seed)
+        made = fresh_buffers(self.program, seed) if left else {}  # a whole model, on the CPU
+        for fqn in left:
+            mine["model." + fqn][1].copy_(made[fqn])
+
+    def read_frozen(self) -> None:
+        """What no other rank sends: frozen weights, from where they lie."""
+        if self.frozen:
+            fill(self.program, self.profile.specs, self.frozen, 0)
+
+    def fill_zeros(self) -> None:
+        """For a rehearsal: numbers that mean nothing and break nothing."""
+        for _, tensor in (*self.tensors.values(), *self.frozen.values()):
+            tensor.zero_()
 
     def held(self, generation: int) -> Held:
         """The live boxes, sharing memory with the model."""
@@ -167,11 +231,24 @@ class TrainState:
         norms = [torch.linalg.vector_norm(gradients[fqn]) for fqn in self.owned_parameters if fqn in gradients]
         return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 
+    def block_square_norms(self, gradients: Mapping[str, torch.Tensor]) -> list[float]:
+        """The same by block: what stands before the blocks, each block, what stands after them."""
+        block = {spec.fqn: spec.block for spec in self.profile.specs}
+        sums = torch.zeros(self.profile.n_blocks + 2, dtype=torch.float64)
+        found = [fqn for fqn in self.owned_parameters if fqn in gradients]
+        if found:
+            norms = torch.stack([torch.linalg.vector_norm(gradients[fqn]) for fqn in found]).double().square().cpu()
+            places = torch.tensor([(block[fqn] or 0) + 1 for fqn in found])
+            sums.index_add_(0, places, norms)
+        return sums.tolist()
+
     def apply(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
         """One optimizer step with gradients times `scale`."""
-        factor = self.program.lr_factor(self.step) if self.program.lr_factor is not None else 1.0
-        for group, lr in zip(self.optimizer.param_groups, self.base_lr, strict=True):
-            group["lr"] = lr * factor
+        self.before_change()
+        if self.program.lr_factor is not None:
+            factor = self.program.lr_factor(self.step)
+            for group, lr in zip(self.optimizer.param_groups, self.base_lr, strict=True):
+                group["lr"] = lr * factor
         self.dirty = True
         for fqn, gradient in gradients.items():
             self.local[fqn].grad = gradient.mul_(scale)
@@ -179,6 +256,13 @@ class TrainState:
         self.step += 1
         self.rng[1] = self.step
         self.dirty = False
+        self.clear_gradients()
+
+    def skip(self) -> None:
+        """A step that changes neither parameters nor optimizer."""
+        self.before_change()
+        self.step += 1
+        self.rng[1] = self.step
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
@@ -192,54 +276,19 @@ class TrainState:
                 raise InternalError(f"{fqn}: torch moved the local shard to other memory after the state was bound to it")
 
 
+_plain_buffers: dict[str, Any] = {}  # of the program that was asked for last
+
+
 def _fill_plain_buffers(model: nn.Module, program: Program) -> None:
     """Non-persistent buffers are no part of the state: they are taken from a freshly built module."""
     kept = set(model.state_dict())
     names = [name for name, _ in model.named_buffers() if name not in kept]
-    if not names:
+    if not names or (program.buffers is not None and program.buffers(model)):
         return
-    source = dict(program.model().named_buffers())
+    if _plain_buffers.get("of") is not program:  # a whole model is built for them: once
+        _plain_buffers.update(of=program, values=dict(program.model().named_buffers()))
+    source = _plain_buffers["values"]
     for name in names:
         if source[name].is_meta:
             raise ProgramError(f"buffer {name}: it is on the meta device after Program.model() on the CPU")
         model.get_buffer(name).copy_(source[name])
-
-
-# ---------------------------------------------------------------------------------------------- digests
-
-_MASK = (1 << 64) - 1
-_ODD = np.uint64(0x9E3779B97F4A7C15)
-_MIX = np.uint64(0xBF58476D1CE4E5B9)
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-ROWS = 1 << 18  # elements per pass
-
-
-def digest(tensors: Mapping[str, tuple[Box, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> int:
-    """Position-keyed 64-bit digest of the named boxes: a sum (mod 2**64) of one hash per element of its logical position
-    and its bits, so that any cut of the same logical tensors adds up to the same number."""
-    total = 0
-    for fqn in names:
-        box, tensor = tensors[fqn]
-        seed = int.from_bytes(hashlib.blake2b(fqn.encode(), digest_size=8).digest(), "little")
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        bits = flat.view(_BITS[flat.element_size()]).numpy()
-        positions = _positions(box, shapes[fqn])
-        for start in range(0, bits.size, ROWS):
-            part = bits[start : start + ROWS].astype(np.int64).view(np.uint64)
-            at = positions[start : start + ROWS]
-            mixed = (at + np.uint64(1)) * _ODD ^ part ^ np.uint64(seed)
-            mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX
-            mixed ^= mixed >> np.uint64(27)
-            mixed *= _ODD
-            mixed ^= mixed >> np.uint64(31)
-            total = (total + int(np.add.reduce(mixed, dtype=np.uint64))) & _MASK
-    return total
-
-
-def _positions(box: Box, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Flat positions in the logical tensor of the box's elements, in row-major order of the box."""
-    at = np.zeros((1,), dtype=np.uint64)
-    for offset, size, dim in zip(box.offsets, box.sizes, shape, strict=True):
-        index = np.arange(offset, offset + size, dtype=np.uint64)
-        at = (at[:, None] * np.uint64(dim) + index[None, :]).reshape(-1)
-    return at

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from statistics import median
 from typing import Any
 
 from elastic.ledger.accounts import PHASES, Transition
 from elastic.ledger.journal import Line
-from elastic.types import DriverStarted, NodePrepared, PlanEntered, StepDone
+from elastic.types import DTYPE_BYTES, DriverStarted, EnterPlan, NodePrepared, PlanEntered, StepDone, TensorSpec
 
-RAY_TRAIN_LOSS_S = 78.0  # cited, never measured here: see docs/benchmarks.md
 NAMES = {"kill": "loss", "notice": "notice", "add": "growth", "hang": "hang"}  # of what each drill leads to
+AROUND = 20  # steps before an event and after it that its excess looks at
 TRAINING = ("notice", "growth")  # whose `quiesce` is spent training: it is no part of the pause
 
 
@@ -96,6 +97,87 @@ def cold_restart(lines: Sequence[Line], killed_at_s: float) -> ColdRestart:
     return ColdRestart(round(marks["step"] - killed_at_s, 4), max(before, default=0) - resumed, phases_s)
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Every step that was finished, in order: generation, step, when; and how many ranks each generation has."""
+
+    steps: tuple[tuple[int, int, float], ...]
+    worlds: Mapping[int, int]
+
+    def window(self, began_s: float, generation: int) -> tuple[int, int] | None:
+        """Indices of the step that ended AROUND steps before `began_s` and of the AROUND-th step of `generation`; None where
+        other transitions lie in between or steps are missing."""
+        ended = sum(1 for _, _, at_s in self.steps if at_s <= began_s) - 1
+        own = [i for i, (g, _, _) in enumerate(self.steps) if g == generation]
+        first, last = ended - AROUND, own[AROUND - 1] if len(own) >= AROUND else -1
+        if first < 0 or last < 0 or len({g for g, _, _ in self.steps[first : ended + 1]}) != 1:
+            return None
+        return first, last
+
+    def ordinary_s(self, windows: Sequence[tuple[int, int]]) -> dict[int, float]:
+        """Per number of ranks, the mean time of a step of a running generation that lies in none of the windows."""
+        found: dict[int, list[float]] = {}
+        for i, ((g, _, before_s), (h, _, at_s)) in enumerate(pairwise(self.steps)):
+            if g == h and not any(first <= i < last for first, last in windows):
+                found.setdefault(self.worlds[g], []).append(at_s - before_s)
+        return {world: sum(times) / len(times) for world, times in found.items()}
+
+    def excess_s(self, first: int, last: int, ordinary_s: Mapping[int, float]) -> float | None:
+        """Wall seconds between two steps, less what the progress between them costs at the capacity that there was for it."""
+        old, new = self.steps[first][0], self.steps[last][0]
+        resumed = next(step for generation, step, _ in self.steps if generation == new) - 1
+        worlds = self.worlds[old], self.worlds[new]
+        if not all(world in ordinary_s for world in worlds):
+            return None
+        before, after = resumed - self.steps[first][1], self.steps[last][1] - resumed
+        wall_s = self.steps[last][2] - self.steps[first][2]
+        return wall_s - before * ordinary_s[worlds[0]] - after * ordinary_s[worlds[1]]
+
+
+def pace(lines: Iterable[Line]) -> Pace:
+    steps, worlds = [], {}
+    for line in lines:
+        steps += [(e.generation, e.step, at_s) for at_s, e in line.events if isinstance(e, StepDone)]
+        for action in line.decision.actions if line.decision else ():
+            if isinstance(action, EnterPlan):
+                worlds[action.plan.generation] = len(action.plan.ranks)
+    return Pace(tuple(steps), worlds)
+
+
+def excesses(run: Pace, asked: Sequence[Drill], found: Mapping[str, Sequence[Transition]]) -> dict[str, list[float]]:
+    """Per cause, the excess of each transition; an event begins with the newest drill before its transition."""
+    windows = {}
+    for name, transitions in found.items():
+        kinds = [kind for kind, leads_to in NAMES.items() if leads_to == name]
+        for transition in transitions:
+            began = [drill.at_s for drill in asked if drill.kind in kinds and drill.at_s < transition.at_s]
+            window = run.window(began[-1], transition.generation) if began else None
+            if window is not None:
+                windows[name, transition.generation] = window
+    ordinary_s = run.ordinary_s(list(windows.values()))
+    out: dict[str, list[float]] = {name: [] for name in found}
+    for (name, _), (first, last) in windows.items():
+        seconds = run.excess_s(first, last, ordinary_s)
+        if seconds is not None:
+            out[name].append(seconds)
+    return out
+
+
+def n_bytes(spec: TensorSpec) -> int:
+    """Of one logical tensor."""
+    return prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Intercept and slope of the least-squares line; None for fewer than two different x."""
+    xs = [x for x, _ in points]
+    if len(set(xs)) < 2:
+        return None
+    mean_x, mean_y = sum(xs) / len(xs), sum(y for _, y in points) / len(points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x in xs)
+    return mean_y - slope * mean_x, slope
+
+
 def gaps(lines: Iterable[Line]) -> dict[int, float]:
     """Per generation, from the end of the last step before it to the end of its own first one."""
     steps = [(at_s, e.generation) for line in lines for at_s, e in line.events if isinstance(e, StepDone)]
@@ -116,31 +198,51 @@ def phases(name: str, found: Sequence[Transition], gaps: Mapping[int, float]) ->
     return {phase: round(seconds, 4) for phase, seconds in out.items()}
 
 
-def recovery(
-    found: Mapping[str, Sequence[Transition]], gaps: Mapping[int, float], colds: Sequence[ColdRestart], bare: Changes
-) -> dict[str, Any]:
-    """All figures of the recovery bench but the load of the machine. `found`: see `answers`."""
+@dataclass(frozen=True)
+class Found:
+    """What a run with drills showed. `transitions`: see `answers`; `excess_s`: see `excesses`."""
+
+    transitions: Mapping[str, Sequence[Transition]]
+    gaps: Mapping[int, float]
+    excess_s: Mapping[str, Sequence[float]]
+
+
+def recovery(run: Found, colds: Sequence[ColdRestart], bare: Changes) -> dict[str, Any]:
+    """All figures of the drills but the load of the machine."""
+    found, gaps = run.transitions, run.gaps
     pauses = {name: Spread(tuple(t.pause_s for t in transitions)) for name, transitions in found.items()}
     cold = Spread(tuple(c.seconds for c in colds))
     shrink, grow = Spread(bare.shrink_s), Spread(bare.grow_s)
     out: dict[str, Any] = {f"pause_{name}_s": spread.middle for name, spread in pauses.items()}
+    excess = {name: Spread(tuple(values)) for name, values in run.excess_s.items()}
+    for name, spread in excess.items():
+        out[f"excess_{name}_s"] = spread.middle
     for name, floor in (("notice", shrink), ("growth", grow), ("loss", shrink)):
-        out[f"excess_{name}_s"] = less(pauses[name].middle, floor.middle)
+        out[f"pause_over_bare_{name}_s"] = less(pauses[name].middle, floor.middle)
     for name, transitions in found.items():
         out[f"steps_lost_{name}"] = max((t.steps_lost for t in transitions), default=None)
     out["cold_restart_s"] = cold.middle
     out["cold_restart_steps_lost"] = max((c.steps_lost for c in colds), default=None)
     for name, spread in pauses.items():
         out[f"{name}_vs_cold"] = ratio(spread.middle, cold.middle)
-    out["ray_train_loss_s"] = RAY_TRAIN_LOSS_S
-    out["ray_train_loss_source"] = "cited, not measured in this run"
     out["contents_equal"] = all(t.digest_ok for transitions in found.values() for t in transitions)
     out["bare_shrink_s"], out["bare_grow_s"] = shrink.middle, grow.middle
     out["phases_s"] = {name: phases(name, transitions, gaps) for name, transitions in found.items() if transitions}
     out["phases_s"]["cold_restart"] = _cold_phases(colds)
     spreads = {f"pause_{name}_s": spread for name, spread in pauses.items()}
+    spreads |= {f"excess_{name}_s": spread for name, spread in excess.items()}
     spreads |= {"cold_restart_s": cold, "bare_shrink_s": shrink, "bare_grow_s": grow}
     out["spread"] = {name: spread.plain() for name, spread in spreads.items()}
+    return out
+
+
+def device_bound(run: Found) -> dict[str, Any]:
+    """Pauses and excess of the drills whose steps leave the host free."""
+    pauses = {f"pause_{name}_s": Spread(tuple(t.pause_s for t in found)) for name, found in run.transitions.items()}
+    excess = {f"excess_{name}_s": Spread(tuple(values)) for name, values in run.excess_s.items()}
+    spreads = {f"device_bound_{key}": spread for key, spread in {**pauses, **excess}.items()}
+    out: dict[str, Any] = {key: spread.middle for key, spread in spreads.items()}
+    out["device_bound_spread"] = {key: spread.plain() for key, spread in spreads.items()}
     return out
 
 
@@ -226,14 +328,19 @@ def _between(a: Window, b: Window) -> Window:
 
 def worse(figures: Mapping[str, Any], baselines: Mapping[str, Mapping[str, float]]) -> list[str]:
     """What is much worse than the stored figures, a sentence each. A baseline is {"value", "times"} (a ratio that may grow by
-    that factor) or {"most"} (a promise); a figure that is missing is worse too."""
+    that factor), {"most"} or {"least"} (a promise); a figure that is missing is worse too."""
     found = []
     for name, stored in baselines.items():
         value = figures.get(name)
-        most = stored["most"] if "most" in stored else stored["value"] * stored["times"]
         if value is None:
             found.append(f"{name} was not measured")
-        elif value > most:
+            continue
+        if "least" in stored:
+            if value < stored["least"]:
+                found.append(f"{name} is {value}, less than {stored['least']:g} (promised)")
+            continue
+        most = stored["most"] if "most" in stored else stored["value"] * stored["times"]
+        if value > most:
             known = f"stored is {stored['value']}, allowed {stored['times']} times that" if "value" in stored else "promised"
             found.append(f"{name} is {value}, more than {most:g} ({known})")
     return found

@@ -6,7 +6,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,15 @@ def baselines(bench: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def options(about: str | None, most_s: float) -> argparse.Namespace:
-    """Of a bench's command line; SIGTERM now ends it like Ctrl-C."""
+def options(about: str | None, most_s: float, repeats: int = 2, parts: Sequence[str] = ()) -> argparse.Namespace:
+    """Of a bench's command line; SIGTERM now ends it like Ctrl-C. `parts`: what may be measured by itself."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended by a signal"))  # what was started ends too
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--json", action="store_true", help="only the line of JSON")
-    parser.add_argument("--repeats", type=int, default=2, help="how often each thing is measured (default 2)")
+    parser.add_argument("--repeats", type=int, default=repeats, help=f"how often each thing is measured (default {repeats})")
     parser.add_argument("--most-s", type=float, default=most_s, help=f"bound of the whole bench (default {most_s:.0f})")
+    if parts:
+        parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="only these (default: all)")
     return parser.parse_args()
 
 

@@ -39,6 +39,15 @@ def test_recovery() -> None:
         assert set(found["phases_s"][cause]) >= {"detect", "groups", "build", "transfer", "first_step", "rest"}
 
 
+def test_reshard() -> None:
+    found = bench("reshard")
+    assert found["state_mb"] > 1000 and len(found["pairs"]) >= 6
+    assert found["moved_vs_least"] == 1.0
+    assert found["live_vs_dcp"] > 1
+    for pair in found["pairs"].values():
+        assert pair["gbps"] > 0 and 0 < pair["peak"] <= 1.05
+
+
 def test_overhead() -> None:
     found = bench("overhead")
     assert found["step_time_ratio"] > 0

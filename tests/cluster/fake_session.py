@@ -1,6 +1,6 @@
 """A worker session without torch: steps are naps. Same interface as elastic.worker.session.Session.
 
-Job keys that steer it: `nap_s` (length of a step), `slow_quiesce_s`, `prepare_raises`, `imports`.
+Job keys that steer it: `nap_s` (length of a step), `slow_quiesce_s`, `prepare_raises`, `imports`, `prints`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Beat:
     step: int
     progress: int
     pid: int
+    said: tuple[str, ...] = ()
 
 
 class FakeSession:
@@ -42,7 +43,7 @@ class FakeSession:
             self.outbox.append((self.n, event))
             self.lock.notify_all()
 
-    def prepare(self) -> None:
+    def prepare(self, rehearsals: tuple[object, ...] = ()) -> None:
         if self.job.get("prepare_raises"):
             self.put(WorkerFailed(self.me, 0, "program", "ValueError: the program is wrong"))
         else:
@@ -65,6 +66,8 @@ class FakeSession:
             time.sleep(self.job.get("nap_s", 0.05))
             self.step += 1
             self.progress += 1
+            if self.job.get("prints"):
+                print(f"printed in step {self.step} by {order.me}")
             if first:
                 self.put(StepDone(plan.generation, self.step, 1.0, 8, self.job.get("nap_s", 0.05)))
         if self.stop_at >= plan.generation:
@@ -79,6 +82,15 @@ class FakeSession:
         self.stop_at = max(self.stop_at, generation)
 
     def store_copy(self, generation: int) -> None:
+        return
+
+    def write_for(self, plan: Any, step: int, rank: int) -> None:
+        return
+
+    def set_cadence(self, generation: int, peer_every: int, durable_every: int) -> None:
+        return
+
+    def roll_forward(self, generation: int, step: int, commit: tuple[float, ...]) -> None:
         return
 
     def store_alone(self, epoch: int, wait_s: float) -> str | None:

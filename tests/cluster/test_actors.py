@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from elastic.cluster import processes
 from elastic.cluster.actors import ENVIRONMENT, Worker, WorkerSetup
 from elastic.errors import SpecError
 from elastic.types import NodePrepared, Quiesced, StepDone, WorkerId
@@ -19,7 +20,16 @@ ME = WorkerId("a", 0)
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Worker:
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the shell does about the priority of its process, which is that of the tests here."""
+    calls: list[str] = []
+    monkeypatch.setattr(processes, "stand_back", lambda: calls.append("back") or True)
+    monkeypatch.setattr(processes, "step_forward", lambda: calls.append("forward"))
+    return calls
+
+
+@pytest.fixture
+def worker(tmp_path: Path, said: list[str]) -> Worker:
     return Worker(WorkerSetup(ME, 1, "spot", {"folder": ""}, str(tmp_path), 3, "fake_session:FakeSession"))
 
 
@@ -47,6 +57,41 @@ def test_a_generation_is_entered_once(worker: Worker) -> None:
     for generation in (1, 1, 3, 2, 3, 4):
         worker.enter(3, SimpleNamespace(plan=SimpleNamespace(generation=generation)))
     assert entered == [1, 3, 4]
+
+
+def test_what_prepares_stands_back_until_its_first_generation(
+    worker: Worker, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.session = SimpleNamespace(
+        enter=lambda order: said.append("enter"), prepare=lambda rehearsals: said.append("prepare")
+    )
+    worker.prepare(3)
+    for generation in (1, 2):
+        worker.enter(3, SimpleNamespace(plan=SimpleNamespace(generation=generation)))
+    assert said == ["back", "prepare", "forward", "enter", "enter"]
+    del said[:]
+    monkeypatch.setattr(Worker, "_watch_driver", lambda self: None)  # it ends the process when no driver polls
+    Worker(WorkerSetup(ME, 1, "spot", {"folder": ""}, str(tmp_path), 3, "fake_session:FakeSession", outlives=True))
+    assert said == [], "on a cluster a node has its cores for itself"
+
+
+def test_standing_back_is_undone_for_every_thread() -> None:
+    code = """
+import os, resource, threading
+from elastic.cluster import processes
+values = lambda: {os.getpriority(os.PRIO_PROCESS, int(name)) for name in os.listdir("/proc/self/task")}
+gate = threading.Event()
+threading.Thread(target=gate.wait).start()
+could = processes.stand_back()
+threading.Thread(target=gate.wait).start()
+back = values()
+if could:
+    processes.step_forward()
+print(could, back, values())
+gate.set()
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() in ("True {4} {0}", "False {0} {0}")
 
 
 def test_the_next_driver_hears_the_newest_steps_again(worker: Worker) -> None:

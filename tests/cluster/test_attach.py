@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import time
 from collections.abc import Callable
 
@@ -59,7 +61,7 @@ def test_nodes_that_are_there_are_reported_and_used(stage: Make) -> None:
     workers = prepared(on)
     assert {str(w) for w in workers} == {"x/0", "x/1", "y/0", "y/1"}
     on.backend.execute(RequestNodes("spot", 1, "r1"))
-    assert "2 suitable nodes of pool 'spot', all in use" in on.wait(RequestFailed).reason
+    assert "all that the cluster has of it are in use (2)" in on.wait(RequestFailed).reason
     on.backend.execute(ReleaseNode("y"))
     assert on.wait(NodeLost).cause == "released"
     assert not [e for e in on.backend.poll(on.backend.now_s() + 1.5) if isinstance(e, NodeReady)]
@@ -84,6 +86,24 @@ def test_a_new_driver_finds_the_workers_and_goes_on(stage: Make) -> None:
     assert second.wait(PlanEntered).generation == 2
     second.backend.close()
     wait_gone(pids)
+
+
+def test_workers_that_did_not_outlive_the_driver_are_told_at_once(stage: Make) -> None:
+    first = stage(embedded=False, pools=(POOL,), name="missed")
+    workers = prepared(first)
+    running = plan(1, workers)
+    first.backend.execute(EnterPlan(running))
+    first.wait(StepDone)
+    pids = {worker: first.backend.crew.pid(worker) for worker in workers}
+    drop(first)
+    gone = workers[-1]
+    os.kill(pids[gone], signal.SIGKILL)
+    wait_gone([pids[gone]])
+    second = stage(embedded=False, pools=(POOL,), name="missed", attach=True, epoch=2, plans=(running,))
+    failed = second.wait(lambda e: isinstance(e, WorkerFailed) and e.kind == "process", 3)
+    assert (failed.worker, failed.error) == (gone, "it was gone when the driver came back")
+    second.backend.close()
+    wait_gone(list(pids.values()))
 
 
 def test_attaching_reports_prepared_nodes(stage: Make) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from conftest import Stage, plan, wait_gone
@@ -34,8 +35,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 Make = Callable[..., Stage]
 
 
-def test_from_request_to_step_to_quiesce(stage: Make) -> None:
-    on = stage()
+def test_from_request_to_step_to_quiesce(stage: Make, tmp_path: Path) -> None:
+    on = stage(job={"prints": True}, logs=str(tmp_path / "logs"))
+    told: list[str] = []
+    on.backend.show = told.append
     a, b = on.nodes(2)
     workers = [WorkerId(a, 0), WorkerId(b, 0)]
     on.backend.execute(EnterPlan(plan(1, workers)))
@@ -43,6 +46,10 @@ def test_from_request_to_step_to_quiesce(stage: Make) -> None:
     assert on.wait(StepDone).step == 1
     on.backend.execute(Quiesce(1, save=False))
     assert {on.wait(Quiesced).worker for _ in workers} == set(workers)
+    assert told and told[0] == "[rank 0] printed in step 1 by 0" and not any("by 1" in line for line in told)
+    files = [tmp_path / "logs" / f"{worker.node_id}-0-{on.backend.crew.pid(worker)}.log" for worker in workers]
+    assert set(files) == set((tmp_path / "logs").iterdir())
+    assert all(f"generation 1 after step 0: rank {rank} of 2" in file.read_text() for rank, file in enumerate(files))
     on.backend.execute(EnterPlan(plan(2, workers[:1])))
     assert on.wait(PlanEntered).generation == 2
     on.backend.execute(ReleaseNode(b))
@@ -56,7 +63,7 @@ def test_capacity(stage: Make) -> None:
     on.backend.execute(RequestNodes("spot", 4, "r1"))  # counts once
     failed = on.wait(RequestFailed)
     assert failed.request_id == "r1"
-    assert "3 nodes and 3 are in use" in failed.reason
+    assert failed.reason == "no capacity: 3 of 3 in use"
     ready = {on.wait(NodeReady).node.node_id for _ in range(3)}
     assert ready == {"spot-1", "spot-2", "spot-3"}
     assert not [e for e in on.backend.poll(on.backend.now_s() + 0.5) if isinstance(e, NodeReady | RequestFailed)]
@@ -107,7 +114,7 @@ def test_a_stopped_process_is_silent_once_and_can_be_killed(stage: Make) -> None
     silent = on.wait(Silent)
     took_s = time.monotonic() - at
     assert (silent.worker, silent.generation, silent.phase) == (there, 1, "stepping")
-    assert 3.0 < took_s < 6.0
+    assert 1.0 < took_s < 5.0
     on.backend.execute(Abort(1, kill=(there,)))
     assert on.wait(Quiesced).worker == here
     wait_gone([pid])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import plan
+from storage.faulty_proxy import Fault, FaultyProxy
 
-from elastic.cluster.drills import Scene, Schedule, read_inbox, resolve
+from elastic.cluster import drills
+from elastic.cluster.drills import Inbox, Orders, Scene, Schedule, read_inbox, resolve
 from elastic.errors import SpecError
-from elastic.storage import open_storage
+from elastic.storage import Storage, open_storage
 from elastic.types import WorkerId
 
 WORKERS = [WorkerId(node, k) for node in ("a", "b", "c") for k in (0, 1)]
-SCENE = Scene(plan(1, WORKERS), {"a": "on-demand", "b": "spot", "c": "on-demand", "spare": "spot"})
+PLAN = replace(plan(1, WORKERS), peer_every=5, copies_to=((2,), (3,), (4,), (5,), (0,), (1,)))
+SCENE = Scene(PLAN, {"a": "on-demand", "b": "spot", "c": "on-demand", "spare": "spot"})
 
 
 @pytest.mark.parametrize(
@@ -79,3 +84,48 @@ def test_inbox(tmp_path: Path) -> None:
     assert set(rejected) == {"inbox/rejected/3.json", "inbox/rejected/4.json"}
     assert "explode" in rejected["inbox/rejected/3.json"]
     assert read_inbox(storage) == type(orders)()
+
+
+def test_an_order_that_cannot_be_removed_is_given_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_storage(str(tmp_path))
+    storage.put("inbox/1.json", json.dumps({"drill": {"kill": "any"}}).encode())
+    storage.put("inbox/2.json", json.dumps({"stop": "enough"}).encode())
+
+    def broken(key: str) -> None:
+        raise OSError("out of reach")
+
+    taken: set[str] = set()
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "delete", broken)
+        assert len(read_inbox(storage, taken).drills) == 1
+        with pytest.raises(OSError):
+            read_inbox(storage, taken)
+    orders = read_inbox(storage, taken)
+    assert (orders.drills, orders.stop) == ((), "enough") and storage.list("inbox/") == []
+
+
+def test_the_inbox_in_object_storage_is_looked_at_seldom_and_never_waited_for(
+    s3: Storage, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drills, "REMOTE_EVERY_S", 0.1)
+    inbox = Inbox(s3)
+    proxy.faults.append(Fault("hang", times=3))
+    begun_s = time.monotonic()
+    assert inbox.take() == Orders() and time.monotonic() - begun_s < 0.05
+    for n in range(3):
+        s3.put(f"inbox/{n}.json", json.dumps({"drill": {"kill": f"n{n}"}}).encode())
+    found: list[object] = []
+    while len(found) < 3:
+        found += [entry["kill"] for entry in inbox.take().drills]
+        assert time.monotonic() - begun_s < 20
+        time.sleep(0.01)
+    assert found == ["n0", "n1", "n2"]
+    s3.put("inbox/9.json", json.dumps({"stop": "enough"}).encode())
+    while inbox.take().stop != "enough":
+        assert time.monotonic() - begun_s < 20
+        time.sleep(0.01)
+    inbox.close()
+    n_seen = len(proxy.seen)
+    assert n_seen < 20 + 10 * (time.monotonic() - begun_s)
+    time.sleep(0.3)
+    assert len(proxy.seen) <= n_seen + 1

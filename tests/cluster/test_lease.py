@@ -8,22 +8,27 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from storage.faulty_proxy import Fault, FaultyProxy, unavailable
 
 from elastic.cluster import processes
 from elastic.cluster.lease import Lease, Sign, Times, newest
 from elastic.errors import SpecError
 from elastic.storage import Storage, open_storage
 
-QUICK = Times(renew_s=0.05, ttl_s=0.3)
+QUICK = Times(renew_s=0.05, ttl_s=2.0)
 
 
-@pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return open_storage(str(tmp_path))
+@pytest.fixture(params=["local", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "local":
+        return open_storage(str(tmp_path))
+    found: Storage = request.getfixturevalue("s3")
+    return found
 
 
 def put(storage: Storage, **changes: object) -> Sign:
@@ -126,3 +131,62 @@ def test_of_several_that_take_over_one_wins(storage: Storage) -> None:
     assert len(leases) == 1
     assert len(refused) == 5
     leases[0].release()
+
+
+def test_a_dead_driver_whose_clock_was_ahead_is_replaced(storage: Storage) -> None:
+    put(storage, at_s=time.time() + 3600)
+    begun_s = time.monotonic()
+    lease = Lease(storage, "r", QUICK)
+    assert lease.epoch == 4 and time.monotonic() - begun_s >= 0.3  # it was watched for its time to live
+    lease.release()
+
+
+def test_a_living_driver_whose_clock_is_ahead_is_refused(storage: Storage) -> None:
+    old = put(storage, at_s=time.time() + 3600, ttl_s=5.0)
+    timer = threading.Timer(0.1, lambda: put(storage, n=old.n + 1, at_s=time.time() + 3600, ttl_s=5.0))
+    timer.start()
+    with pytest.raises(SpecError, match="run 'r' is driven by process 4711 on elsewhere"):
+        Lease(storage, "r", QUICK)
+    timer.join()
+
+
+def test_storage_that_overwrites_is_refused(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some servers do not know If-None-Match and answer 200."""
+    put_always = type(storage).put
+    monkeypatch.setattr(type(storage), "put", lambda self, key, data, if_absent=False: put_always(self, key, data))
+    with pytest.raises(SpecError, match="overwrites what must not be"):
+        Lease(storage, "r", QUICK)
+
+
+def test_a_holder_that_cannot_renew_lets_go_before_others_may_take_over(s3: Storage, proxy: FaultyProxy) -> None:
+    """Also while a request hangs, and it gets on when storage is back in time."""
+    times = Times(renew_s=0.1, ttl_s=1.5)
+    lease = Lease(s3, "r", times)
+    proxy.faults.append(unavailable("lease/", times=12))
+    until(lambda: not proxy.faults[0].times and lease.sign.n > 1)
+    assert not lease.lost
+    proxy.faults.append(Fault("hang", "", times=10_000))
+    last = lease.sign
+    until(lambda: lease.lost)
+    assert lease.sign == last and 1.0 < time.time() - last.at_s < times.ttl_s
+    proxy.faults.clear()
+    lease.release()
+
+
+def test_a_renewal_whose_answer_is_lost_for_good_is_not_anothers(s3: Storage, proxy: FaultyProxy) -> None:
+    lease = Lease(s3, "r", Times(renew_s=0.1, ttl_s=30.0))
+    until(lambda: lease.sign.n >= 1)
+    proxy.faults.append(Fault("lost", "PUT .*/lease/", times=5))  # all tries of one renewal
+    until(lambda: not proxy.faults[0].times)
+    n = lease.sign.n
+    until(lambda: lease.sign.n > n + 2)
+    assert not lease.lost
+    lease.release()
+    assert newest(s3).released  # type: ignore[union-attr]
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic.cluster.local import NodeOrder
-from elastic.cluster.nodes import ClusterNodes, EmbeddedNodes, RayNode, pool_of, reaches
+from elastic.cluster.nodes import ClusterNodes, EmbeddedNodes, RayNode, machine_bytes, pool_of, reaches
 from elastic.cluster.notices import Drains
 from elastic.errors import InternalError
 from elastic.types import Node, NodeReady, Notice, NoticeWithdrawn, Pool, RequestFailed
@@ -93,7 +93,7 @@ def test_gpus_of_this_machine_are_shared_out(monkeypatch: pytest.MonkeyPatch) ->
     cluster.answers[0].set_result({"ray_id": "x"})
     cluster.answers[1].set_exception(InternalError("no"))
     ready, lost = nodes.news({})
-    assert ready == NodeReady(Node("gpu-1", "gpu", 2))
+    assert ready == NodeReady(Node("gpu-1", "gpu", 2, host_memory_bytes=machine_bytes() // 9)), "nine may share the machine"
     assert isinstance(lost, RequestFailed)
     nodes.request("gpu", 1, "again")
     assert cluster.orders[-1].gpus == (5, 6)
@@ -101,6 +101,22 @@ def test_gpus_of_this_machine_are_shared_out(monkeypatch: pytest.MonkeyPatch) ->
     nodes.request("gpu", 1, "more")
     assert cluster.orders[-1].gpus == (0, 2)
     assert len({order.name for order in cluster.orders}) == 4
+
+
+def test_why_there_is_no_node() -> None:
+    nodes = EmbeddedNodes(FakeCluster(), (Pool("spot", "CPU", 1, "spot", max_nodes=2),))  # type: ignore[arg-type]
+
+    def why(request_id: str) -> str:
+        nodes.request("spot", 1, request_id)
+        (failed,) = nodes.news({})
+        assert isinstance(failed, RequestFailed)
+        return failed.reason
+
+    nodes.request("spot", 2, "both")
+    assert why("a third") == "no capacity: 2 of 2 in use"
+    nodes.change_capacity("spot", -1)
+    nodes.lost("spot-1")
+    assert why("another") == "no capacity: 1 of its 2 nodes were taken by drills, 1 of 1 in use"
 
 
 def test_a_port_answers_or_refuses() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -53,3 +55,49 @@ def test_no_agent_runs_on_the_embedded_cluster(cluster: LocalCluster) -> None:
             names.append(file.read().replace(b"\0", b" ").decode())
     assert sum(name.startswith("sleep infinity") for name in names) >= 4  # two on the head, two on each node
     assert not [name for name in names if "Agent" in name.split(" ")[0] or "dashboard.py" in " ".join(name.split(" ")[:3])]
+
+
+def test_nodes_are_counted_again_when_asked(cluster: LocalCluster) -> None:
+    """A node that comes is seen by Ray Train's coordinator at once, which by itself looks only every 20 s."""
+    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
+
+    actor = coordinator.get_or_create_autoscaling_coordinator()
+    asked = {"requester_id": "test", "resources": [{"CPU": 1}] * 64, "expire_after_s": 100}
+    ray.get(actor.request_resources.remote(**asked, priority=coordinator.ResourceRequestPriority.HIGH))
+    before = ray.get(actor.get_reserved_resources.remote("test"))
+    ray_id = cluster.add(NodeOrder("counted", 1)).result(60)["ray_id"]
+    assert ray_id not in before
+    deadline = time.monotonic() + 10
+    while ray_id not in ray.get(actor.get_reserved_resources.remote("test")):
+        assert time.monotonic() < deadline
+        _ray_private.count_nodes_again()
+        time.sleep(0.1)
+    ray.get(actor.cancel_request.remote("test"))
+
+
+def test_preemption_info_is_answered_by_us() -> None:
+    text = """
+import ray.train
+from elastic.cluster._ray_private import answer_preemption_info
+answers = [None, {"deadline_ms": 5, "ranks": {"a": [1, 2]}}]
+answer_preemption_info(lambda: answers.pop(0))
+assert ray.train.get_preemption_info() is None
+info = ray.train.get_preemption_info()
+assert (info.deadline_ms, info.preempted_ranks, info.preempted_node_ids) == (5, [1, 2], ["a"])
+try:
+    ray.train.get_checkpoint()
+except RuntimeError as error:
+    assert "only get_preemption_info() is" in str(error)
+else:
+    raise AssertionError("no error")
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_runtime_environments_are_offered_where_they_are_asked_for() -> None:
+    with LocalCluster(environments=True) as own:
+        assert own.address
+        commands = [" ".join(processes.command(pid)) for pid in processes.descendants(own.pid)]
+    assert sum("runtime_env/agent/main.py" in command for command in commands) >= 1
+    assert sum(command.startswith("sleep infinity") for command in commands) == 1  # the other agent of the head

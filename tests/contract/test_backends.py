@@ -107,7 +107,7 @@ def test_same_actions_in_same_order_of_events_out(backend: Backend) -> None:
     assert {type(e) for e in talk.heard} == {NodePrepared}
 
     workers = tuple(WorkerId(name, k) for name in names for k in range(2))
-    first = Plan(1, Layout(dp_shard=4), workers, shares(4), (4,), peer_every=3)
+    first = Plan(1, Layout(dp_shard=4), workers, shares(4), (4,), peer_every=3, copies_to=((2,), (3,), (0,), (1,)))
     talk.order(EnterPlan(first))
     talk.until(lambda: any(e.step >= 8 for e in talk.of(StepDone)) and bool(talk.of(CopyStored)), "eight steps and a copy")
     assert isinstance(talk.heard[0], PlanEntered)

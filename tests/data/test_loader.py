@@ -64,7 +64,7 @@ def test_batches_come_in_order(opened: list[Loader]) -> None:
 
 def test_reading_ahead_is_bounded(opened: list[Loader]) -> None:
     dataset = Squares()
-    loader = Loader(dataset, three, first_step=0, depth=2)
+    loader = Loader(dataset, three, first_step=0, ahead=2)
     opened.append(loader)
     settle(dataset, 6)
     assert dataset.read == list(range(6))

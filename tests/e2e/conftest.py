@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,4 +16,9 @@ from shell import Shell, children, until
 def shell(tmp_path: Path) -> Iterator[Shell]:
     mark = f"mark-{tmp_path.name}-{id(tmp_path)}"
     yield Shell(tmp_path, {"ELASTIC_TEST_MARK": mark})
-    until(lambda: not children(mark), 20.0, "the end of all processes that the test started")
+    try:
+        until(lambda: not children(mark), 20.0, "the end of all processes that the test started")
+    finally:
+        for pid in children(mark):  # a test that failed leaves nothing to the next one
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

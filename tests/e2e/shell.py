@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
+LEFT_OUT = ("RAY_ADDRESS", "ELASTIC_STORAGE", "PYTHONUNBUFFERED")  # what a person's shell has not
 JOB = {
     "steps": 12, "global_batch": 8, "seed": 1, "eval_samples": 8, "peer_every": 2, "durable_every": 5,
     "layout": {"4": "dp_shard=2,tp=2", "2": "dp_shard=2"}, "program": str(PROGRAMS / "tiny.py"),
@@ -38,7 +39,7 @@ class Shell:
         return name
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        inherited = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "ELASTIC_STORAGE")}
+        inherited = {k: v for k, v in os.environ.items() if k not in LEFT_OUT}
         return subprocess.Popen(
             [sys.executable, "-m", "elastic", *words], cwd=self.root, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self.environment},

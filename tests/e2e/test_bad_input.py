@@ -11,6 +11,8 @@ from shell import Shell
 from elastic.ledger.journal import Journal
 from elastic.types import DriverStarted, ModelProfile, TensorSpec
 
+pytestmark = pytest.mark.slow
+
 CORPUS = """
 import elastic
 from elastic.data.sources import TextFolder
@@ -39,7 +41,9 @@ def refused(shell: Shell, said: str, *words: str) -> None:
         ({"layout": "dp_shard=8"}, "layout 'dp_shard=8' needs 8 workers; the pools give at most 4 (spot 2 x 2)"),
         ({"program": "none.py"}, "tiny/none.py: no such file"),
         ({"steps": None}, "tiny/job.yaml: key 'steps' is missing"),
-        ({"storage": "s3://bucket/runs"}, "object storage (s3://) is not in this version"),
+        ({"storage": "/proc/nope"}, "storage /proc/nope/"),
+        ({"storage": "/etc/hostname"}, "cannot be written (Not a directory: /etc/hostname/"),
+        ({"storage": "s3://Bucket_/runs"}, "no name of a bucket; use s3://bucket/prefix"),
     ],
 )
 def test_job(shell: Shell, changes: dict[str, Any], said: str) -> None:

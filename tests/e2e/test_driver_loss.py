@@ -109,6 +109,27 @@ def test_on_a_cluster_a_new_driver_attaches(on_cluster: Shell) -> None:
     until(lambda: not any(processes.started(pid) for pid in pids), 10, "the end of the workers")
 
 
+def test_the_driver_and_a_node_are_lost_at_once(on_cluster: Shell) -> None:
+    """The next driver finds the survivors waiting and goes on from the copies in their memory: nothing was ever stored."""
+    shell = on_cluster
+    name = shell.job(steps=120, program=str(PROGRAMS / "tiny_slow.py"), durable_every=0, peer_every=4)
+    first, _ = start_and_wait(shell, name, "both", 20)
+    there = {e.node_id: e.pids for e in events(shell, "both", NodePrepared)}
+    for pid in there["y"]:
+        os.kill(pid, signal.SIGKILL)
+    kill_driver(first)
+    seen = max(e.step for e in events(shell, "both", StepDone))
+    code, out, err = shell.call("run", name, "--run-name", "both", "--json", timeout_s=150)
+    assert code == 0, err
+    found = last_line(out)
+    assert (found["steps"], found["samples_exact"]) == (120, True)
+    back = found["transitions"][1]
+    assert (back["source"], back["digest_ok"]) == ("peer", True)
+    assert back["at_step"] >= seen - 7, "the copy of a fourth step, and three steps until it counts"
+    pids = {frozenset(e.pids) for e in events(shell, "both", NodePrepared) if e.node_id == "x"}
+    assert pids == {frozenset(there["x"])}, "a survivor was restarted"
+
+
 def test_without_a_driver_the_workers_save_and_leave(on_cluster: Shell) -> None:
     shell = on_cluster
     name = shell.job(steps=100_000, program=str(PROGRAMS / "tiny_slow.py"), durable_every=0, orphan_lease_s=4.0)

@@ -17,7 +17,7 @@ IN_FLIGHT = 3  # a copy counts once it is acknowledged: steps that may pass betw
 
 def test_notice_kill_and_growth_in_one_run(tmp_path: Path) -> None:
     drill = [
-        {"at_step": 20, "notice": "any-spot", "deadline_s": 15},
+        {"at_step": 20, "notice": "any-spot", "deadline_s": 8},
         {"at_step": 50, "kill": "any-spot"},
         {"at_step": 60, "add": "spot"},
     ]
@@ -55,7 +55,7 @@ def test_the_killed_node_held_rank_0(tmp_path: Path) -> None:
 
 def test_loss_during_a_transition(tmp_path: Path) -> None:
     """A node is killed at the step at which another one gets its notice."""
-    drill = [{"at_step": 25, "notice": "rank:2", "deadline_s": 20}, {"at_step": 25, "kill": "rank:4"}]
+    drill = [{"at_step": 25, "notice": "rank:2", "deadline_s": 8}, {"at_step": 25, "kill": "rank:4"}]
     summary, lines = run(job(tmp_path, 60, drill))
     went_on_as_if_nothing_happened(summary, lines, 60)
     ordered = [a.plan for line in lines if line.decision for a in line.decision.actions if hasattr(a, "plan")]

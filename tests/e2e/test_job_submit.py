@@ -77,6 +77,31 @@ def test_a_submitted_job(shell: Shell, dashboard: str) -> None:
     assert not [pid for pid in children(shell.environment["ELASTIC_TEST_MARK"]) if _is_worker(pid)]
 
 
+def test_a_submitted_script_that_is_restarted(shell: Shell, dashboard: str) -> None:
+    (shell.root / "state").mkdir()
+    pools = "pools=[{name: all, max_nodes: 1, gpus_per_node: 2}]"
+    run = [
+        sys.executable,
+        "-m",
+        "elastic",
+        "run",
+        "--script",
+        "tests/programs/plain_ddp.py",
+        "--set",
+        pools,
+        "--run-name",
+        "sent",
+    ]
+    words = [RAY, "job", "submit", "--address", dashboard, "--working-dir", ".", "--", *run, "--json"]
+    words += ["--storage", str(shell.root), "--", str(shell.root / "state"), "15"]
+    done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=240, env={**os.environ, "RAY_ADDRESS": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = last_line(next(line for line in done.stdout.splitlines() if line.startswith('{"run"')))
+    assert (found["outcome"], found["steps"]) == ("succeeded", 15)
+    assert [t["to_layout"] for t in found["transitions"]] == ["dp_replicate=2"]
+    assert (shell.root / "state" / "state.pt").is_file()
+
+
 def _is_worker(pid: int) -> bool:
     try:
         return b"ray::Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -120,4 +120,8 @@ def test_a_program_that_fails_ends_the_run_at_once(shell: Shell) -> None:
     assert found["outcome"] == "failed"
     assert "this loss is not written yet" in found["reason"]
     assert "\n" not in found["reason"]
-    assert "Traceback" not in err
+    shown = err[err.index("Traceback (most recent call last):") :]
+    assert "program.py" in shown.splitlines()[1] and "in loss" in shown.splitlines()[1], "from the program's own frame on"
+    assert "ValueError: this loss is not written yet" in shown.splitlines()
+    code, out, _ = shell.call("logs", "four")
+    assert code == 0 and "ValueError: this loss is not written yet" in out

@@ -87,6 +87,7 @@ def test_size_and_first_loss(job: JobSpec, program: Program) -> None:
     assert count_tokens(program, collate(program.dataset(), range(2))) == 2 * 128
 
 
+@pytest.mark.slow
 def test_sample_is_text_behind_the_prompt(program: Program) -> None:
     model = program.model()
     torch.manual_seed(0)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from elastic import types
 from elastic.errors import InternalError, SpecError
 from elastic.ledger.journal import CLASSES, Journal, Line, decode, encode, parse_line, read, write_line
 from elastic.types import (
@@ -48,7 +47,7 @@ def sample(hint: Any) -> Any:
     if hint is Action:
         return Abort(3, (WorkerId("n", 1),))
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint, vars(types))
+        hints = typing.get_type_hints(hint)
         return hint(**{f.name: sample(hints[f.name]) for f in dataclasses.fields(hint)})
     return {int: 7, float: 1.5, str: "text", bool: True, Any: [1, "x", None]}[hint]
 

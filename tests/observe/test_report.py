@@ -8,8 +8,9 @@ from pathlib import Path
 from small_run import lines
 
 from elastic.ledger.journal import Journal
+from elastic.ledger.run_folder import RunFolder
 from elastic.observe import report, runs
-from elastic.storage import Storage, open_storage
+from elastic.storage import open_storage
 
 LINE_KEYS = {
     "run", "steps", "final_loss", "tokens", "wall_s", "tokens_per_s", "goodput", "usd", "launch_to_first_step_s",
@@ -21,12 +22,12 @@ TRANSITION_KEYS = {
 }  # fmt: skip
 
 
-def stored(folder: Path) -> Storage:
+def stored(folder: Path) -> RunFolder:
     journal = Journal(folder / runs.JOURNAL, 1)
     for line in lines():
         journal.append(line.at_s, line.events, line.decision)
     journal.close()
-    return open_storage(folder)
+    return RunFolder.of(open_storage(folder))
 
 
 def test_report(tmp_path: Path) -> None:
@@ -76,11 +77,11 @@ def test_runs_are_found_by_name_folder_and_storage(tmp_path: Path, monkeypatch) 
     assert [name for name, _ in runs.all_runs()] == ["one"]
     monkeypatch.setenv("ELASTIC_STORAGE", str(tmp_path / "elsewhere"))
     assert runs.all_runs() == []
-    assert runs.open_run("one", str(tmp_path / "elastic_runs")).root.name == "one"
+    assert runs.open_run("one", str(tmp_path / "elastic_runs")).name == "one"
 
 
 def test_orders_lie_in_the_inbox_in_their_order(tmp_path: Path) -> None:
     run = stored(tmp_path)
     for n in range(5):
-        runs.order(run, {"stop": str(n)})
-    assert [json.loads(run.get(key))["stop"] for key in run.list("inbox/")] == ["0", "1", "2", "3", "4"]
+        runs.order(run.storage, {"stop": str(n)})
+    assert [json.loads(run.storage.get(key))["stop"] for key in run.storage.list("inbox/")] == ["0", "1", "2", "3", "4"]

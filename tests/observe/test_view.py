@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import io
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from small_run import PLANS, T0, lines, plan
+from small_run import JOB, PLANS, POOLS, T0, lines, plan, step, tick
 
+from elastic.ledger.accounts import account
 from elastic.ledger.journal import Journal, write_line
-from elastic.observe import doctor
+from elastic.observe import doctor, report, tables
 from elastic.observe.grid import draw, letters
 from elastic.observe.plot import save_loss
 from elastic.observe.sentences import drill, duration, first_line, size
-from elastic.observe.terminal import Terminal, render
+from elastic.observe.terminal import Terminal, progress_line, render
 from elastic.observe.view import Tail, view_of
-from elastic.types import DriverStarted, Layout
+from elastic.types import DriverStarted, Layout, ModelProfile, NodeLost, NodeReady, RequestFailed, StepDone
 
 
 def test_view_of_a_whole_run() -> None:
@@ -46,6 +48,19 @@ def test_rates() -> None:
     assert view_of(line for line in lines() if line.at_s <= T0 + 8.5).eta_s() == 4 * 0.5
 
 
+def test_what_is_counted_is_named() -> None:
+    assert view_of(lines()).unit == view_of([]).unit == "tokens"
+    of_samples = [
+        replace(line, events=tuple((at, replace(e, tokens=8) if isinstance(e, StepDone) else e) for at, e in line.events))
+        for line in lines()
+    ]
+    view = view_of(of_samples)
+    assert view.unit == "samples" and "16 samples/s" in progress_line(view)
+    data = report.summary(view, account(of_samples))
+    assert (data["unit"], data["tokens"]) == ("samples", 96)
+    assert any("12, 96 samples in" in line for line in report.text(view, account(of_samples), data))
+
+
 def test_notes_tell_event_and_reason() -> None:
     texts = [note.text for note in view_of(lines()).notes]
     assert "notice: node b (spot) goes in 30 s" in texts
@@ -53,6 +68,21 @@ def test_notes_tell_event_and_reason() -> None:
     assert "node a (spot) was lost: its process is gone" in texts
     assert "generation 2 entered at step 4: pp=2,dp_shard=2 on 4 workers, state from live, 4.0 kB moved" in texts
     assert "durable copy of step 12 (2.5 MB, 0.30 s)" in texts
+
+
+def test_a_node_that_was_given_back_is_not_lost() -> None:
+    before = [
+        *lines()[:3],
+        tick(3.2, NodeLost("a", "released")),
+        tick(3.3, RequestFailed("spot", "r", "no capacity: 2 of 2 in use")),
+    ]
+    view = view_of(before)
+    assert [view.status(view.nodes[name]) for name in "ab"] == ["released", "prepared"]
+    assert [row.split()[-1] for row in tables.nodes(view)[1:]] == ["released", "prepared", "prepared"]
+    assert tables.status_plain(view)["nodes"][0]["status"] == "released"
+    assert view.notes[-1].text == "pool spot has no other node now: 2 of 2 in use"
+    view = view_of([*before, tick(3.4, NodeReady(view.nodes["a"])), tick(3.5, NodeLost("a", "its process is gone"))])
+    assert view.status(view.nodes["a"]) == "lost"
 
 
 def test_lines_of_a_driver_that_lost_its_lease_are_not_shown() -> None:
@@ -152,6 +182,14 @@ def test_doctor_of_a_run() -> None:
     assert checks["phase"].found == "succeeded at step 12 of 12"
     assert checks["steps trained again"].found == "2"
     assert "its process is gone" in checks["nodes lost"].found
+
+
+def test_a_script_has_no_last_step() -> None:
+    job = {"name": "train", "script": "/train.py", "restarted": True, "pools": JOB.get("pools")}
+    view = view_of([tick(0, DriverStarted("train-1", 1, job, POOLS, ModelProfile(0, 0, ()))), step(1, 250, 1)])
+    assert doctor.run_troubles(view)[0].found == "running at step 250"
+    assert [line.split()[1:] for line in tables.status(view) if line.startswith("step ")] == [["250"]]
+    assert tables.ls([tables.Row(view)])[1].split()[2] == "250"
 
 
 def test_doctor_of_the_machine(tmp_path: Path) -> None:

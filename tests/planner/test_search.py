@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from elastic.errors import InfeasiblePlan
+from elastic.planner.cost import memory_bytes
 from elastic.planner.search import Limits, plan_layout
 from elastic.types import Layout, ModelProfile, Node, TensorSpec, WorkerId
 
@@ -51,6 +52,13 @@ def test_auto_cuts_further_when_memory_is_short() -> None:
         plan_layout(big, job(), nodes(4), Limits(memory_bytes=1000))
 
 
+def test_what_a_rank_holds_at_each_stage() -> None:
+    parameters = 4_000_000
+    found = [memory_bytes(MODEL, Layout(dp_shard=4, zero_stage=stage)) for stage in (3, 2, 1)]
+    assert found == [parameters + parameters // 2, 2 * parameters, 3 * parameters]
+    assert memory_bytes(MODEL, Layout(dp_shard=4, offload=True)) == parameters // 2
+
+
 def test_what_did_not_fit_is_not_tried_again_nor_anything_that_needs_more() -> None:
     first = plan_layout(MODEL, job(), nodes(2, 2))
     second = plan_layout(MODEL, job(), nodes(2, 2), Limits(infeasible={first.layout: 5 << 30}))
@@ -70,7 +78,7 @@ def test_the_layout_of_the_job_is_taken_literally() -> None:
         ("dp_shard=8", (2, 2), "needs 8 workers, there are 4 on 2 nodes"),
         ("tp=4", (2, 2), "0 of them in groups of 4 inside a node"),
         ("tp=3", (3,), "tp=3 must divide 4"),
-        ("pp=5", (5,), "pp=5 needs at least 5 blocks, the model has 4"),
+        ("pp=5", (5,), "5 pipeline stages need at least 5 blocks, the model has 4"),
         ("dp_shard=17", (17,), "17 data-parallel ranks are more than the 16 samples"),
     ],
 )

@@ -12,6 +12,7 @@ from elastic.types import (
     Copy,
     CopyStored,
     Decided,
+    Decision,
     DigestChecked,
     DriverStarted,
     EnterPlan,
@@ -49,6 +50,10 @@ def stopped(story: Story) -> Stop:
     return stop
 
 
+def prepared(decision: Decision) -> list[str]:
+    return [order.node_id for order in orders(decision, Prepare)]
+
+
 def durable(story: Story, step: int) -> CopyStored:
     plan = story.state.plan or story.state.plans[story.state.generation]
     return CopyStored(Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri=f"u{step}"), 0.1)
@@ -61,7 +66,11 @@ def test_a_run_starts_with_requests_then_prepares_then_enters() -> None:
     story = Story()
     assert orders(story.decisions[0], RequestNodes) == [RequestNodes("spot", 4, "spot-1")]
     decision = story.tick(NodeReady(Node("a", "spot")), NodeReady(Node("b", "spot")))
-    assert orders(decision, Prepare) == [Prepare("a"), Prepare("b")]
+    assert prepared(decision) == ["a", "b"]
+    both, alone = Layout(dp_shard=2), Layout(dp_shard=1)
+    assert [[(r.layout, r.n_samples, r.ranks) for r in order.rehearse] for order in orders(decision, Prepare)] == [
+        [(both, 6, (0,)), (alone, 12, (0,))], [(both, 6, (1,)), (alone, 12, (-1,))],
+    ]  # fmt: skip
     story.tick(RequestFailed("spot", "spot-1", "no capacity"))
     assert story.tick(NodePrepared("a")).actions == ()
     plan = plan_of(story.tick(NodePrepared("b")))
@@ -104,7 +113,8 @@ def test_growth_moves_live_and_takes_all_new_nodes_at_once() -> None:
     assert not orders(story.tick(NodePrepared("c")), EnterPlan)  # d is about to be there
     plan = plan_of(story.tick(NodePrepared("d")))
     assert (plan.cause, plan.resume.source, plan.resume.generation) == ("growth", "live", old.generation)
-    assert plan.ranks[:2] == old.ranks and plan.nodes == ("a", "b", "c", "d")
+    assert plan.ranks[0] == old.ranks[0] and plan.ranks[2] == old.ranks[1], "each keeps the quarter that lies in its half"
+    assert set(plan.nodes) == set("abcd")
     assert {(h.worker, h.rank, h.step) for h in plan.resume.holdings} == {(w, r, -1) for r, w in enumerate(old.ranks)}
     assert plan.resume.layout == old.layout and plan.resume.layers == old.layers
 
@@ -126,11 +136,11 @@ def test_no_growth_for_the_last_step_or_for_workers_that_no_layout_can_use() -> 
 def test_a_notice_moves_on_at_once_and_gives_the_node_back_after() -> None:
     story = Story()
     old = story.running("a", "b", "c", steps=3)
-    decision = story.tick(Notice("b", story.now_s + 30))
+    decision = story.tick(Notice("b", story.now_s + 10))
     plan = plan_of(decision)
     assert (plan.cause, plan.resume.source, plan.nodes) == ("notice", "live", ("a", "c"))
     assert {h.worker for h in plan.resume.holdings} == set(old.ranks)
-    assert "30 s" in decision.reason and orders(decision, RequestNodes)
+    assert "10 s" in decision.reason and orders(decision, RequestNodes)
     assert not orders(story.tick(PlanEntered(plan.generation, 4)), ReleaseNode), "its workers may still have something to say"
     senders = [worker for worker in old.ranks if worker.node_id == "b"]
     for worker in senders[:-1]:
@@ -143,15 +153,15 @@ def test_a_notice_moves_on_at_once_and_gives_the_node_back_after() -> None:
 def test_several_notices_become_one_transition() -> None:
     story = Story()
     story.running("a", "b", "c", "d", steps=3)
-    plan = plan_of(story.tick(Notice("a", 99.0), Notice("d", 99.0)))
+    plan = plan_of(story.tick(Notice("a", story.now_s + 10), Notice("d", story.now_s + 10)))
     assert plan.nodes == ("b", "c")
 
 
 def test_a_notice_during_a_transition_waits_for_it_and_then_moves_on() -> None:
     story = Story()
     story.running("a", "b", "c", steps=3)
-    story.tick(Notice("a", 99.0))
-    assert not orders(story.tick(Notice("b", 99.0)), EnterPlan)
+    story.tick(Notice("a", story.now_s + 10))
+    assert not orders(story.tick(Notice("b", story.now_s + 10)), EnterPlan)
     story.entered()
     assert story.state.target is not None and story.state.target.nodes == ("c",)
 
@@ -198,7 +208,7 @@ def test_a_loss_aborts_once_waits_for_every_survivor_and_recovers_from_peers() -
     assert story.state.target is None  # b has not answered yet
     recovery = plan_of(story.quiesced(plan, {"b": [(1, 7, "live"), (1, 5, "peer"), (0, 5, "peer")]}))
     assert (recovery.cause, recovery.resume.source, recovery.resume.step) == ("loss", "peer", 5)
-    assert recovery.nodes == ("a", "b") and "2 steps back" in story.decisions[-1].reason
+    assert set(recovery.nodes) == {"a", "b"} and "2 steps back" in story.decisions[-1].reason
 
 
 def test_a_survivor_that_does_not_answer_is_ended_and_replaced() -> None:
@@ -211,7 +221,7 @@ def test_a_survivor_that_does_not_answer_is_ended_and_replaced() -> None:
     late = story.tick(after_s=QUIESCED_MOST_S)
     assert orders(late, Abort) == [Abort(plan.generation, kill=(WorkerId("b", 0),))]
     after = story.tick()
-    assert plan_of(after).nodes == ("a",) and orders(after, Prepare) == [Prepare("b")]
+    assert plan_of(after).nodes == ("a",) and prepared(after) == ["b"]
 
 
 def test_a_silent_worker_is_ended_with_the_abort() -> None:
@@ -225,7 +235,7 @@ def test_a_silent_worker_is_ended_with_the_abort() -> None:
 def test_a_loss_while_entering_goes_back_to_what_the_old_generation_left() -> None:
     story = Story()
     old = story.running("a", "b", "c", steps=6)
-    target = plan_of(story.tick(Notice("c", story.now_s + 30)))
+    target = plan_of(story.tick(Notice("c", story.now_s + 10)))
     assert orders(story.tick(NodeLost("b")), Abort) == [Abort(target.generation)]
     held = {"a": [(0, 6, "live"), (0, 5, "peer"), (2, 5, "peer")], "c": [(2, 6, "live"), (2, 5, "peer"), (1, 5, "peer")]}
     plan = plan_of(story.quiesced(old, held))
@@ -237,7 +247,7 @@ def test_a_loss_while_entering_goes_back_to_what_the_old_generation_left() -> No
 def test_a_sender_that_goes_away_after_the_state_has_arrived_breaks_nothing() -> None:
     story = Story()
     story.running("a", "b", steps=6)
-    target = plan_of(story.tick(Notice("b", story.now_s + 30)))
+    target = plan_of(story.tick(Notice("b", story.now_s + 10)))
     decision = story.tick(NodeLost("b"), PlanEntered(target.generation, 7))
     assert not orders(decision, Abort) and story.state.phase == "running"
 
@@ -276,7 +286,7 @@ def test_workers_of_a_node_that_fail_together_are_one_failure() -> None:
     story.tick(Silent(WorkerId("b", 3), plan.generation, "stepping", 8.0))
     assert len(story.state.process_failures["b"]) == 1
     assert not any(orders(decision, Quarantine) for decision in story.decisions)
-    assert any(orders(decision, Prepare) == [Prepare("b")] for decision in story.decisions[-2:])
+    assert any(prepared(decision) == ["b"] for decision in story.decisions[-2:])
 
 
 # ------------------------------------------------------------------------------------------ errors
@@ -365,6 +375,31 @@ def test_content_that_differs_rolls_back_to_a_copy_that_is_trusted() -> None:
     assert orders(story.decisions[-1], Abort)
     back = plan_of(story.quiesced(plan, {"a": [(0, 8, "live")], "b": [(1, 8, "live")], "c": [(2, 8, "live")]}))
     assert (back.cause, back.resume.source, back.resume.step) == ("rollback", "durable", 5)
+    assert "the content of generation 2 differs from what was sent" in story.decisions[-1].reason
+    assert "step 5 from storage, 3 steps back" in story.decisions[-1].reason
+
+
+def test_the_way_cost_and_memory_of_a_move_stand_in_the_decision() -> None:
+    story = Story()
+    story.running("a", "b", steps=6)
+    decision = story.nodes("c")
+    move = plan_of(decision).move
+    assert move is not None and move.via == "device" and move.n_bytes + move.own_bytes >= 12_000_000
+    assert f"moves {move.n_bytes / 1e6:.0f} MB between workers and" in decision.reason
+    assert "the old state stays on the device" in decision.reason
+
+
+def test_the_pace_of_moves_is_learned() -> None:
+    """A move of 12 MB took ten times what was told: the next forecast says so."""
+    story = Story()
+    story.running("a", "b", steps=6)
+    first = plan_of(story.nodes("c"))
+    assert first.move is not None
+    story.tick(PlanEntered(first.generation, 6, {"transfer": 0.02 + 10 * (first.move.seconds - 0.02)}))
+    story.steps(6)
+    second = plan_of(story.nodes("d"))
+    assert second.move is not None and story.state.move_pace == pytest.approx(10.0)
+    assert second.move.seconds - 0.02 > 4 * (first.move.seconds - 0.02)
 
 
 # ------------------------------------------------------------------------------------------ ends
@@ -464,7 +499,7 @@ def test_nodes_that_do_not_report_to_the_new_driver_are_lost() -> None:
 def test_a_new_driver_repeats_the_order_that_may_not_have_been_carried_out() -> None:
     story = Story()
     story.running("a", "b", "c", steps=4)
-    target = plan_of(story.tick(Notice("b", story.now_s + 60)))
+    target = plan_of(story.tick(Notice("b", story.now_s + 10)))
     attached(story)
     story.tick(*(NodeReady(Node(name, "spot")) for name in "ab"))
     decision = story.tick(NodeReady(Node("c", "spot")))
@@ -477,7 +512,7 @@ def test_a_new_driver_repeats_the_order_that_may_not_have_been_carried_out() -> 
 def test_decide_is_a_function_of_its_arguments() -> None:
     story = Story()
     story.running("a", "b", steps=4)
-    state = fold(story.state, Notice("b", 99.0), story.now_s)
+    state = fold(story.state, Notice("b", story.now_s + 10), story.now_s)
     first, second = decide(state, story.now_s), decide(state, story.now_s)
     assert first == second and first.actions
     assert fold(state, Decided(first), story.now_s) == fold(state, Decided(second), story.now_s)

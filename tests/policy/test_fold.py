@@ -33,7 +33,7 @@ from elastic.types import (
 def test_messages_of_an_older_generation_change_nothing() -> None:
     story = Story()
     old = story.running("a", "b", "c", steps=3)
-    story.tick(Notice("c", story.now_s + 30))
+    story.tick(Notice("c", story.now_s + 10))
     story.entered()
     state = story.state
     stale = [
@@ -69,7 +69,7 @@ def test_holdings_of_an_older_generation_count() -> None:
 def test_steps_of_the_old_generation_count_until_a_live_one_is_entered() -> None:
     story = Story()
     plan = story.running("a", "b", steps=3)
-    story.tick(Notice("b", story.now_s + 30))
+    story.tick(Notice("b", story.now_s + 10))
     story.tick(StepDone(plan.generation, 4, 1.0, 10, 0.1))
     assert (story.state.step, story.state.phase) == (4, "entering")
     story.tick(PlanEntered(plan.generation, 0))

@@ -9,7 +9,7 @@ import pytest
 from story import SPOT, job
 
 from elastic.errors import StateLost
-from elastic.mesh import partners
+from elastic.policy.placement import keepers
 from elastic.policy.recovery import covered, from_memory, newest
 from elastic.policy.state import State
 from elastic.types import Copy, Holding, Layout, Node, Plan, WorkerId
@@ -54,15 +54,11 @@ def test_replicas_stand_in_for_each_other() -> None:
     assert from_memory(state(layout, {"a": [(0, 9, "live")], "c": [(2, 9, "live")]})) is None
 
 
-def test_every_loss_of_one_node_is_covered_by_partners() -> None:
+def test_every_loss_of_one_node_is_covered_by_keepers() -> None:
     for layout in (Layout(dp_shard=4), Layout(pp=2, dp_shard=2), Layout(dp_shard=2, tp=2)):
         whole = plan(layout)
-        keepers = partners(whole.ranks)
-        holdings = [
-            Holding(keeper, 1, rank, 5, "peer")
-            for rank, worker in enumerate(whole.ranks)
-            for keeper in (worker, whole.ranks[keepers[rank]])
-        ]
+        to = keepers(layout, whole.ranks, {}, 1)
+        holdings = [Holding(whole.ranks[keeper], 1, rank, 5, "peer") for rank in range(len(to)) for keeper in (rank, *to[rank])]
         for lost in NAMES:
             assert covered(whole, [h for h in holdings if h.worker.node_id != lost])
         assert not covered(whole, [h for h in holdings if h.worker.node_id not in ("a", "b")])

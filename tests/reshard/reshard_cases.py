@@ -38,9 +38,9 @@ def random_cut(random: Random, n_blocks: int) -> Cut:
         random.choice(sizes) for sizes in ([1, 1, 2, 3], [1, 2], [1, 2, 3, 4], [1, 1, 2], [1, 1, 2, 3])
     )
     pp = min(pp, n_blocks)
-    bounds = sorted(random.randint(0, n_blocks) for _ in range(pp - 1))  # stages without blocks are allowed
-    layers = tuple(b - a for a, b in zip([0, *bounds], [*bounds, n_blocks]))
-    return Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp), layers
+    layout = Layout(pp, replicate, shard, cp, tp, schedule=random.choice(["gpipe", "interleaved1f1b"]))
+    bounds = sorted(random.randint(0, n_blocks) for _ in range(layout.n_stages - 1))  # stages without blocks are allowed
+    return layout, tuple(b - a for a, b in zip([0, *bounds], [*bounds, n_blocks]))
 
 
 def elements(parts: Iterable[Box | Transfer]) -> Counter[Element]:

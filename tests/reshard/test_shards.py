@@ -101,6 +101,18 @@ def test_stages_hold_their_blocks_and_what_is_tied_to_them() -> None:
     assert owned[2] == ["model.layers.2", "model.norm"] and owned[1] == []
 
 
+def test_several_stages_per_rank() -> None:
+    """Rank p of the pp axis has the stages p and p + pp."""
+    specs = [TensorSpec(f"layers.{i}", (4,), "float32", block=i) for i in range(5)]
+    model = model_of(*specs, TensorSpec("head", (4,), "float32", block=5), n_blocks=5)
+    layout, layers = Layout(pp=2, schedule="interleaved1f1b"), (2, 1, 1, 1)
+    held = [[name for name in names(boxes(model, layout, layers, rank)) if name.startswith("model.")] for rank in range(2)]
+    assert held[0] == ["model.layers.0", "model.layers.1", "model.layers.3"]
+    assert held[1] == ["model.layers.2", "model.layers.4", "model.head"]
+    with pytest.raises(SpecError, match=r"pp=2 with 4 stages and 5 blocks; 4 numbers with the sum 5 are needed"):
+        boxes(model, layout, (3, 2), 0)
+
+
 def test_late_ranks_have_no_box_of_a_short_tensor() -> None:
     model = model_of(TensorSpec("short", (5, 3), "float32", block=0), n_blocks=1)
     held = [[b.sizes for b in boxes(model, Layout(dp_shard=4), (), r) if b.fqn == "model.short"] for r in range(4)]

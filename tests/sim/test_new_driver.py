@@ -14,6 +14,8 @@ from elastic.sim.backend import SimBackend
 from elastic.sim.replay import replay
 from elastic.types import Action, DriverStarted, EnterPlan, Event, NodePrepared, NodeReady
 
+pytestmark = pytest.mark.slow
+
 
 class Died(Exception):
     pass

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from elastic.driver import drive
+from elastic.driver import drive, restored
 from elastic.errors import InternalError
+from elastic.ledger.accounts import account
 from elastic.ledger.journal import Memory
 from elastic.policy.decide import decide
 from elastic.policy.state import State
-from elastic.sim.backend import Fault, SimBackend
+from elastic.sim.backend import SimBackend
+from elastic.sim.faults import Fault
 from elastic.sim.replay import replay
 from elastic.types import (
     Decision,
@@ -118,3 +120,24 @@ def test_the_copy_of_the_last_step_that_is_lost_with_its_node_is_made_again() ->
     state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))
     assert state.phase == "succeeded" and len(plans(journal)) == 2 and not backend.violations
     assert state.best_step == 4 and backend.now_s() < 60
+
+
+def test_a_run_that_is_done_goes_on_when_more_steps_are_asked_for() -> None:
+    """The second driver finds only the durable copies of the first; one journal, whose sums are those of both."""
+    state, backend, journal = run(Fault(20.0, "loss", 1))
+    assert (state.phase, state.step) == ("succeeded", 20)
+    before, first, at_s = restored(journal.lines), account(journal.lines), backend.now_s()
+    more = SimBackend(POOLS, JOB | {"steps": 50}, [])
+    more._now_s = at_s + 3600.0
+    start = DriverStarted("r", 2, JOB | {"steps": 50}, POOLS, MODEL, durable=state.durable)
+    state = drive(more, journal, start, before)
+    assert (state.phase, state.step, more.violations) == ("succeeded", 50, [])
+    assert before is not None and state.usd > before.usd
+    again = replay(journal.lines)
+    assert again.identical and again.state == state, again.first_difference
+    both = account(journal.lines)
+    assert both.totals.steps == 50 and [t.source for t in both.transitions].count("durable") >= 1
+    last = [e.step for line in journal.lines for _, e in line.events if isinstance(e, StepDone)]
+    assert sorted(set(last)) == list(range(1, 51)) and last.count(21) == 1
+    assert both.gpu_seconds["productive"] == pytest.approx(first.gpu_seconds["productive"] * 50 / 20, rel=0.35)
+    assert both.totals.tokens > 2 * first.totals.tokens and both.totals.usd > first.totals.usd

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,11 +23,12 @@ from torch import Tensor
 
 from elastic.errors import InternalError, SpecError, StateLost
 from elastic.reshard.shards import boxes, owned_boxes, state_specs
-from elastic.storage import Storage, open_storage
+from elastic.storage import LocalStorage, Storage, open_storage
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
 from elastic.worker import durable
 from elastic.worker.durable import Damaged, Fenced, commit, find, find_valid, open_checkpoint, remove, verify, write_shard
 from elastic.worker.durable_blob import decode_blob, find_data
+from elastic.worker.durable_digest import digest_of
 
 Cut = tuple[Layout, tuple[int, ...]]
 MODEL = ModelProfile(
@@ -87,6 +90,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ round trips
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", CUTS, ids=lambda cut: str(cut[0]))
 @pytest.mark.parametrize("new", CUTS, ids=lambda cut: str(cut[0]))
 def test_state_comes_back_in_any_layout(storage: Storage, old: Cut, new: Cut) -> None:
@@ -148,6 +152,7 @@ def test_torch_save_keeps_its_setting(storage: Storage) -> None:
 # ------------------------------------------------------------------------------------------------ DCP
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: str(cut[0]))
@@ -227,18 +232,18 @@ def test_commit_refuses_gaps_and_overlaps(storage: Storage, second: Box) -> None
 def test_the_marker_is_written_last(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that dies at any write of a commit leaves no checkpoint, and the next one can still commit."""
     write_shard(storage, 1, 1, 0, [(Box("w", (0,), (2,), "float32"), torch.ones(2))])
-    real, n_puts = Storage.put, 0
+    real, n_puts = LocalStorage.put, 0
     while not find(storage):
         left = n_puts
 
-        def dying(self: Storage, key: str, data: bytes, if_absent: bool = False) -> bool:
+        def dying(self: LocalStorage, key: str, data: bytes, if_absent: bool = False) -> bool:
             nonlocal left
             if left == 0:
                 raise OSError("killed")
             left -= 1
             return real(self, key, data, if_absent)
 
-        monkeypatch.setattr(Storage, "put", dying)
+        monkeypatch.setattr(LocalStorage, "put", dying)
         if n_puts < 2:
             with pytest.raises(OSError, match="killed"):
                 commit(storage, 1, 1, 1, 1, {})
@@ -343,15 +348,118 @@ def test_an_altered_box_is_noticed_while_it_is_read(storage: Storage) -> None:
 def test_only_the_blobs_that_are_needed_are_read(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(save(storage, CUTS[1]))
     read: list[str] = []
-    real = Storage.read_into
+    real = LocalStorage._fill
 
-    def noted(self: Storage, key: str, offset: int, buffer: memoryview) -> int:
+    def noted(self: LocalStorage, key: str, *how: Any) -> int:
         read.append(key)
-        return real(self, key, offset, buffer)
+        return real(self, key, *how)
 
-    monkeypatch.setattr(Storage, "read_into", noted)
+    monkeypatch.setattr(LocalStorage, "_fill", noted)
     checkpoint.read(Box("model.layers.1.up", (1, 0), (2, 4), "float32"))  # rows 1 of rank 0, 2 of rank 1
     assert read == ["__0_0.distcp", "__1_0.distcp"]
+
+
+def as_version_1(uri: Path) -> None:
+    """Rewrites the JSON of a checkpoint as version 1 had it."""
+    sums = {}
+    for path in sorted(uri.glob("rank-*.json")):
+        body = json.loads(path.read_text())
+        shard = (uri / f"__{body['rank']}_0.distcp").read_bytes()
+        for row in body["boxes"]:
+            row["crc32"] = zlib.crc32(shard[row["offset"] : row["offset"] + row["length"]])
+            del row["digest"], row["data"]
+        sums[f"__{body['rank']}_0.distcp"] = body["sha256"] = sha256(shard).hexdigest()
+        path.write_text(json.dumps(body | {"version": 1}))
+        sums[path.name] = sha256(path.read_bytes()).hexdigest()
+
+    def change(body: dict[str, Any]) -> None:
+        body["version"] = 1
+        for note in body["files"]:
+            path = uri / note["name"]
+            note.update(n_bytes=path.stat().st_size, sha256=sums.get(note["name"], note["sha256"]))
+
+    rewrite(uri / "commit.json", change)
+
+
+def test_version_1_is_read(storage: Storage) -> None:
+    uri = save(storage, CUTS[1], step=7)
+    as_version_1(Path(uri))
+    checkpoint = open_checkpoint(uri)
+    assert checkpoint.verify() == []
+    for box in boxes(MODEL, *CUTS[2], 3):
+        assert torch.equal(checkpoint.read(box), part(state(7), box))
+    flip(Path(uri) / "__1_0.distcp")
+    assert len(verify(uri)) == 1 and "__1_0.distcp: altered" in verify(uri)[0]
+
+
+def write_large(storage: Storage) -> tuple[str, Tensor]:
+    """One tensor of 12 MB by two ranks, in blobs that are read straight into their place."""
+    value = torch.randn(3000, 1000)
+    for rank in range(2):
+        rows = value[1500 * rank : 1500 * (rank + 1)]
+        write_shard(storage, 1, 1, rank, [(Box("w", (1500 * rank, 0), (1500, 1000), "float32"), rows)])
+    return commit(storage, 1, 1, 2, 1, {}), value
+
+
+def test_large_blobs_are_read_straight_into_their_place(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "CHUNK_BYTES", 1 << 20)
+    uri, value = write_large(storage)
+    checkpoint = open_checkpoint(uri)
+    assert torch.equal(checkpoint.read(Box("w", (0, 0), (3000, 1000), "float32")), value)
+    assert torch.equal(checkpoint.read(Box("w", (700, 0), (1700, 1000), "float32")), value[700:2400])
+    assert torch.equal(checkpoint.read(Box("w", (100, 250), (2800, 500), "float32")), value[100:2900, 250:750])
+
+
+@pytest.mark.parametrize("at", ["head", "memory", "end"])
+def test_every_part_of_a_large_blob_is_checked(storage: Storage, at: str) -> None:
+    uri, _ = write_large(storage)
+    row = json.loads((Path(uri) / "rank-1.json").read_text())["boxes"][0]
+    place = {"head": 40, "memory": row["data"] + 999, "end": row["length"] - 3}[at]
+    path = Path(uri) / "__1_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[row["offset"] + place] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match=r"__1_0\.distcp: the blob of w .* altered"):
+        open_checkpoint(uri).read(Box("w", (0, 0), (3000, 1000), "float32"))
+
+
+PEAK = """
+import resource, sys, torch
+from elastic.storage import open_storage
+from elastic.types import Box
+from elastic.worker import durable
+torch.set_num_threads(1)
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+box = Box("w", (0, 0), (50_000, 1024), "float32")
+storage = open_storage(sys.argv[1])
+durable.write_shard(storage, 1, 1, 1, [(Box("v", (0,), (3,), "float32"), torch.zeros(3))])  # imports
+value = torch.randn(50_000, 1024)
+before = peak()
+durable.write_shard(storage, 1, 1, 0, [(box, value)])
+saved = peak() - before
+uri = durable.commit(storage, 1, 1, 2, 1, {})
+checkpoint = durable.open_checkpoint(uri)
+before = peak()
+checkpoint.fill([(box, value)])
+straight = peak() - before
+half = torch.zeros(50_000, 512)
+before = peak()
+checkpoint.fill([(Box("w", (0, 512), (50_000, 512), "float32"), half)])
+print(saved, straight, peak() - before, bool(torch.equal(half, value[:, 512:])))
+"""
+
+
+def test_save_and_load_take_one_chunk_of_memory_at_most(storage: Storage) -> None:
+    """205 MB: saved and loaded from and to where they lie, else through 64 MiB of scratch memory for all threads."""
+    done = subprocess.run([sys.executable, "-c", PEAK, storage.uri], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    saved, straight, scratch, equal = done.stdout.split()
+    assert equal == "True"
+    assert int(saved) < 24 << 20 and int(straight) < 24 << 20, done.stdout
+    assert int(scratch) < (64 + 24) << 20, done.stdout
 
 
 BLOBS = [
@@ -400,7 +508,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     [
         lambda body: body["files"].append({"name": "../../../etc/passwd", "n_bytes": 1, "sha256": ""}),
         lambda body: body.update(step=99),
-        lambda body: body.update(version=2),
+        lambda body: body.update(version=3),
         lambda body: body.update(world_size=-1),
         lambda body: body.update(files={}),
     ],
@@ -427,14 +535,17 @@ def test_nothing_of_a_checkpoint_is_executed(storage: Storage, tmp_path: Path, m
     torch.save(Boom(), tmp_path / "evil")
     evil = (tmp_path / "evil").read_bytes()
     (uri / "__0_0.distcp").write_bytes(evil)
-    row.update(offset=0, length=len(evil), crc32=zlib.crc32(evil))
-    manifest.update(boxes=[row], n_bytes=len(evil), sha256=sha256(evil).hexdigest())
+    n_bytes = 4 * prod(row["sizes"])
+    digest = digest_of(memoryview(evil))
+    row.update(offset=0, length=len(evil), digest=digest, data=len(evil) - n_bytes)
+    manifest.update(boxes=[row], n_bytes=len(evil), sha256=sha256(digest.encode()).hexdigest())
     (uri / "rank-0.json").write_text(json.dumps(manifest))
 
     def mend(body: dict[str, Any]) -> None:
         for note in body["files"]:
             data = (uri / note["name"]).read_bytes()
-            note.update(n_bytes=len(data), sha256=sha256(data).hexdigest())
+            shard = note["name"].endswith(".distcp")
+            note.update(n_bytes=len(data), sha256=manifest["sha256"] if shard else sha256(data).hexdigest())
 
     rewrite(uri / "commit.json", mend)
     assert find_valid(storage)[0] is not None

@@ -19,6 +19,7 @@ from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import (
     Box,
+    CopyDamaged,
     CopyStored,
     DigestChecked,
     DigestPart,
@@ -34,7 +35,7 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.worker import durable
-from elastic.worker.gather import Gather
+from elastic.worker.gather import Gather, Parts
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +68,9 @@ def start(pool: Pool, job: dict[str, Any], run: Path, layout: Layout, per_node: 
     return workers, first
 
 
-def recover(pool: Pool, old: Plan, layout: Layout, workers: list[WorkerId], survivors: list[WorkerId]) -> Plan:
+def recover(
+    pool: Pool, old: Plan, layout: Layout, workers: list[WorkerId], survivors: list[WorkerId], peer_every: int = 2
+) -> Plan:
     """What the driver does after a loss: abort, ask what is held, enter the next generation from it."""
     generation = max(pool.stores) + 1
     for worker in survivors:
@@ -75,7 +78,7 @@ def recover(pool: Pool, old: Plan, layout: Layout, workers: list[WorkerId], surv
     pool.stores[generation - 1] = None
     pool.wait(lambda: {e.worker for e in pool.events(Quiesced, generation - 1)} >= set(survivors), "survivors", 20)
     step, holdings = newest_whole(old, [e for e in pool.events(Quiesced) if e.worker in survivors])
-    new = plan(generation, layout, workers, 12, resume=from_copies(old, step, holdings), peer_every=2)
+    new = plan(generation, layout, workers, 12, resume=from_copies(old, step, holdings), peer_every=peer_every)
     pool.enter(new)
     pool.entered(generation)
     return new
@@ -106,6 +109,24 @@ def test_kill_without_notice(pool: Pool, tmp_path: Path, before: Layout, after: 
         assert done - new.resume.step <= 2 + 2, "more was lost than the copies allow"  # interval, and one in flight
         pool.quiesced(2, len(new.ranks))
         assert pool.pids[1:] == pids
+        loss_curve_agrees(pool, job)
+    finally:
+        pool.revive()
+
+
+def test_what_is_left_on_one_node_goes_on_without_copies(pool: Pool, tmp_path: Path) -> None:
+    """Nothing of the old copies is kept where no new ones are taken; their content is compared all the same."""
+    job = job_of("tiny.py", steps=14)
+    workers, first = start(pool, job, tmp_path, Layout(dp_shard=4), per_node=2)
+    try:
+        pool.kill(workers[2])
+        pool.kill(workers[3])
+        pool.wait(lambda: len(pool.events(WorkerFailed, 1)) >= 2, "failures", 10)
+        recover(pool, first, Layout(dp_shard=2), workers[:2], workers[:2], peer_every=0)
+        pool.quiesced(2, 2)
+        parts = pool.events(DigestPart, 2)
+        assert len(parts) == 2
+        assert sum(p.before for p in parts) % 2**64 == sum(p.after for p in parts) % 2**64
         loss_curve_agrees(pool, job)
     finally:
         pool.revive()
@@ -211,7 +232,7 @@ def test_replicas_are_copies_too(pool: Pool, tmp_path: Path) -> None:
 
 
 def digests_agree(pool: Pool, generation: int) -> bool:
-    gather = Gather(lambda plan, step, digest: "", lambda node: 1)
+    gather = Gather(lambda parts: None, lambda node: 1)
     events = [e for part in pool.events(DigestPart, generation) for e in gather.add(WorkerId("", 0), part)]
     assert len(events) == 1
     assert isinstance(events[0], DigestChecked)
@@ -226,15 +247,15 @@ def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
     first = plan(1, Layout(pp=2, dp_shard=2), workers, 12, durable_every=4)
     uris = []
 
-    def commit(plan: Plan, step: int, digest: int) -> str:
-        uris.append(durable.commit(storage, step, plan.generation, len(plan.ranks), 1, {"digest": str(digest)}))
-        return uris[-1]
+    def commit(parts: Parts) -> None:
+        digest = sum(part.digest for part in parts.stored.values()) % (1 << 64)
+        uris.append(durable.commit(storage, parts.step, 1, len(parts.plan.ranks), 1, {"digest": str(digest)}))
 
     gather = Gather(commit, lambda node: 1)
     gather.expect(first)
     pool.enter(first)
-    pool.wait(lambda: len(pool.events(ShardStored)) >= 4, "a durable copy")
-    for part in pool.events(ShardStored)[:4]:
+    pool.wait(lambda: sum(e.step == 4 for e in pool.events(ShardStored)) == 4, "a durable copy")
+    for part in [e for e in pool.events(ShardStored) if e.step == 4]:
         gather.add(WorkerId("", 0), part)
     pool.call(workers[0], "quiesce", 1, False)
     pool.quiesced(1, 4)
@@ -247,6 +268,21 @@ def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
     assert digests_agree(pool, 2)
     alone = train_alone(load_program(job["program"]), job, 12)
     assert [e.train_loss for e in pool.events(StepDone)] == pytest.approx(alone[4:], abs=1e-4)
+
+
+def test_a_damaged_checkpoint_is_told_by_its_uri(pool: Pool, tmp_path: Path) -> None:
+    """So that the policy goes back to the one before."""
+    storage = open_storage(str(tmp_path))
+    durable.write_shard(storage, 4, 1, 0, [(Box("w", (0,), (3,), "float32"), torch.zeros(3))])
+    uri = durable.commit(storage, 4, 1, 1, 1, {})
+    (Path(uri) / "__0_0.distcp").unlink()
+    workers = pool.open(job_of("tiny.py", steps=12), tmp_path)
+    pool.enter(plan(1, Layout(dp_shard=2), workers, 12, resume=Resume("durable", 4, uri=uri)))
+    pool.wait(lambda: pool.events(WorkerFailed), "failure")
+    assert {e.kind for e in pool.events(WorkerFailed)} == {"infrastructure"}
+    damaged = [e for _, _, e in pool.log if isinstance(e, CopyDamaged)]
+    assert damaged[0].uri == uri and "__0_0.distcp: missing" in damaged[0].reason
+    pool.wait(lambda: len({e.worker for e in pool.events(Quiesced)}) == 2, "failure")
 
 
 def test_checkpoint_of_another_model_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is found before a step is paid for: a loss that is a mean, a loss that is no scalar."""
+"""What is found before a step is paid for: a loss that is a mean, a loss that is no scalar. And rehearsals of coming plans."""
 
 from __future__ import annotations
 
@@ -10,18 +10,33 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from elastic.errors import ProgramError
 from elastic.program import Program, load_program
-from elastic.worker.rehearsal import rehearse
+from elastic.types import Layout, Rehearsal, WorkerId
+from elastic.worker.model_profile import trace
+from elastic.worker.rehearsal import rehearse, rehearse_plan
 
 TINY = load_program(Path(__file__).parent.parent / "programs" / "tiny.py")
 
 
 def place(loss: Callable[[Any, Any], Any] | None = None) -> Any:
     program: Program = TINY if loss is None else replace(TINY, loss=loss)
-    return SimpleNamespace(program=program, dataset=program.dataset(), device=torch.device("cpu"))
+    profile = trace(program)
+    job = {"seed": 7, "global_batch": 4, "clip_grad_norm": 1.0}
+    me = WorkerId("node0", 0)
+    return SimpleNamespace(
+        script=None,
+        me=me,
+        program=program,
+        profile=profile,
+        job=job,
+        dataset=program.dataset(),
+        device=torch.device("cpu"),
+        block_inputs=[],
+    )
 
 
 def reduced(how: str) -> Callable[[Any, Any], Any]:
@@ -46,3 +61,43 @@ def test_a_loss_per_token_is_refused_with_its_shape() -> None:
 def test_a_loss_that_is_no_tensor_is_refused() -> None:
     with pytest.raises(ProgramError, match="Program.loss returned float"):
         rehearse(place(lambda output, batch: 1.0))
+
+
+def test_a_big_model_is_not_built_whole() -> None:
+    big = place()
+    big.profile = replace(big.profile, n_params=1 << 40)
+    model = TINY.model
+
+    def on_meta() -> Any:
+        assert torch.get_default_device().type == "meta", "it was built"
+        return model()
+
+    big.program = replace(TINY, model=on_meta)
+    rehearse(big)
+    assert [tuple(t.shape) for t in big.block_inputs] == [(1, 16, 32)] * 4
+    big.program = replace(big.program, loss=reduced("mean"))
+    with pytest.raises(ProgramError, match="a mean, it seems"):
+        rehearse(big)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(
+    ("layout", "layers"),
+    [
+        (Layout(dp_shard=4), (4,)), (Layout(dp_shard=2, tp=2), (4,)), (Layout(dp_replicate=2, dp_shard=2), (4,)),
+        (Layout(pp=2, tp=2), (2, 2)), (Layout(pp=2, dp_shard=2), (3, 1)),
+    ],
+)  # fmt: skip
+def test_every_rank_can_rehearse_alone(layout: Layout, layers: tuple[int, ...], rank: int) -> None:
+    """No other rank is there, and no group is left behind."""
+    there = place()
+    rehearse(there)
+    assert [tuple(t.shape) for t in there.block_inputs] == [(1, 16, 32)] * 4
+    assert rehearse_plan(there, Rehearsal(layout, layers, 2, 4, (rank,)))
+    assert not dist.is_initialized()
+
+
+def test_a_worker_without_a_part_rehearses_nothing() -> None:
+    there = place()
+    there.program = replace(TINY, model=lambda: pytest.fail("it was built"))
+    assert not rehearse_plan(there, Rehearsal(Layout(dp_shard=2), (4,), 1, 2, (-1,)))

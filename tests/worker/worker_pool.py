@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Iterable
@@ -15,12 +16,13 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from elastic.types import Event, Plan, PlanEntered, Quiesced, WorkerFailed, WorkerId
-from elastic.worker.generation import EnterOrder
+from elastic.worker.workplace import EnterOrder
 
 TIMEOUT_S = 60.0
+PREPARE_S = 180.0  # new processes import torch; on a busy machine that takes a minute
 
 
-def _serve(index: int, pipe: Connection) -> None:
+def _serve(pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import threading
 
@@ -29,14 +31,14 @@ def _serve(index: int, pipe: Connection) -> None:
     session: Session | None = None
     lock = threading.Lock()
 
-    def forward(mine: Session) -> None:
+    def forward(mine: Session, serial: int) -> None:
         ack = 0
         while not mine._closed:
             beat = mine.poll(ack, 0.5)
             for number, event in beat.messages:
                 ack = number
                 with lock:
-                    pipe.send((index, mine.me, event))
+                    pipe.send((serial, mine.me, event))
 
     while True:
         try:
@@ -46,10 +48,14 @@ def _serve(index: int, pipe: Connection) -> None:
         if name == "open":
             if session is not None:
                 session.close()
+                session._thread.join(TIMEOUT_S)  # torch's default group is one for the process
+            serial, *arguments = arguments
             session = Session(*arguments)
-            threading.Thread(target=forward, args=(session,), daemon=True).start()
+            threading.Thread(target=forward, args=(session, serial), daemon=True).start()
         elif name == "exit":
             os._exit(0)
+        elif name == "patch":
+            getattr(importlib.import_module(arguments[0]), arguments[1])()
         else:
             getattr(session, name)(*arguments)
 
@@ -61,6 +67,7 @@ class Pool:
     n: int
     pids: list[int] = field(default_factory=list)
     log: list[tuple[float, WorkerId, Event]] = field(default_factory=list)
+    serial: int = 0  # of the sessions now open: what older ones still say is not heard
 
     def __post_init__(self) -> None:
         spawn = get_context("spawn")
@@ -72,7 +79,7 @@ class Pool:
 
     def _start(self, spawn: Any, i: int) -> None:
         mine, theirs = spawn.Pipe()
-        process = spawn.Process(target=_serve, args=(i, theirs), daemon=True)
+        process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         self.pipes.insert(i, mine)
@@ -81,19 +88,23 @@ class Pool:
 
     def open(self, job: dict[str, Any], run: Path, per_node: int = 1, n: int | None = None) -> list[WorkerId]:
         """New sessions for a job; the processes stay."""
-        self.drain()
+        self.serial += 1
         self.log.clear()
         self.stores.clear()
         n = n or self.n
         self.workers = [WorkerId(f"node{i // per_node}", i % per_node) for i in range(n)]
         for pipe, worker in zip(self.pipes, self.workers, strict=False):
-            pipe.send(("open", (worker, job, str(run))))
+            pipe.send(("open", (self.serial, worker, job, str(run))))
             pipe.send(("prepare", ()))
-        self.wait(lambda: sum(type(e).__name__ == "NodePrepared" for _, _, e in self.log) == n, "prepare")
+        self.wait(lambda: sum(type(e).__name__ == "NodePrepared" for _, _, e in self.log) == n, "prepare", PREPARE_S)
         return self.workers
 
     def call(self, worker: WorkerId, name: str, *arguments: Any) -> None:
         self.pipes[self.workers.index(worker)].send((name, arguments))
+
+    def patch(self, worker: WorkerId, function: Any) -> None:
+        """Runs a function of a test module in the worker's process, before any later call."""
+        self.call(worker, "patch", function.__module__, function.__name__)
 
     def enter(self, plan: Plan, leave_out: Iterable[WorkerId] = ()) -> None:
         """Orders the generation; `leave_out`: workers that are not told."""
@@ -111,8 +122,9 @@ class Pool:
         for pipe in wait([p for p in self.pipes if not p.closed], timeout=0.02):
             try:
                 while pipe.poll():
-                    _, worker, event = pipe.recv()
-                    self.log.append((time.monotonic(), worker, event))
+                    serial, worker, event = pipe.recv()
+                    if serial == self.serial:
+                        self.log.append((time.monotonic(), worker, event))
             except (EOFError, ConnectionResetError):
                 pipe.close()
 

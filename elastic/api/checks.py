@@ -1,0 +1,126 @@
+"""What a run refuses before it starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elastic.data.opening import dataset_of
+from elastic.errors import ElasticError, SpecError
+from elastic.fingerprint import JOB_KEYS, KEY, batch_changed, differences
+from elastic.ledger.journal import Line
+from elastic.program import Program
+from elastic.spec import NODE_WORD, NODE_WORDS, DrillSpec, JobSpec
+from elastic.storage import Storage
+from elastic.types import DriverStarted, ModelProfile, Pool, parse_layout
+
+if TYPE_CHECKING:
+    from elastic.cluster.lease import Lease
+
+
+def taken(storage: Storage, run: str) -> Lease:
+    """The run's lease. Raises SpecError where its storage cannot be written."""
+    from elastic.cluster.lease import Lease
+
+    try:
+        return Lease(storage, run)
+    except ElasticError:
+        raise
+    except OSError as error:
+        what = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+        raise SpecError(f"storage {storage.uri} cannot be written ({what}); give a folder, or s3://bucket/prefix") from error
+
+
+def check_drill(drill: Sequence[DrillSpec], pools: Sequence[Pool], embedded: bool) -> None:
+    """Raises SpecError for nodes that there can never be. `embedded`: they are called POOL-1, POOL-2 ..."""
+    added = Counter(entry.add for entry in drill if entry.add is not None)
+    most = {pool.name: pool.max_nodes + added[pool.name] for pool in pools}
+    n_workers = sum(most[pool.name] * pool.gpus_per_node for pool in pools)
+    listed = ", ".join(f"{name}-1" + (f" to {name}-{n}" if n > 1 else "") for name, n in most.items() if n)
+    for entry in drill:
+        where = "the drill" + ("" if entry.at_step is None else f", at_step {entry.at_step}")
+        for name in entry.nodes():
+            check_market(name, pools, where)
+            if name.startswith("rank:") and int(name[5:]) >= n_workers:
+                raise SpecError(f"{where}: '{name}', but there are at most {n_workers} workers, rank:0 to rank:{n_workers - 1}")
+            pool, _, number = name.rpartition("-")
+            known = NODE_WORD.fullmatch(name) or name == "partner"
+            if embedded and not known and not (number.isdigit() and 1 <= int(number) <= most.get(pool, 0)):
+                raise SpecError(f"{where}: there is never a node '{name}'; nodes here are {listed}; or give {NODE_WORDS}")
+
+
+def check_market(name: str, pools: Sequence[Pool], where: str) -> None:
+    """Raises SpecError for `any-spot` where no node is ever of the spot market."""
+    if name == "any-spot" and all(pool.market_type != "spot" for pool in pools):
+        kinds = ", ".join(f"{pool.name} is {pool.market_type}" for pool in pools)
+        raise SpecError(f"{where}: 'any-spot', but no pool is of the spot market ({kinds}); take any")
+
+
+def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
+    """Raises SpecError for a layout that the model cannot be cut into, whatever the nodes."""
+    keys = spec.plain()
+    for layout in (parse_layout(text, keys) for text in spec.layouts()):
+        if model.tp_limit % layout.tp:
+            more = "give Program.tp the modules to cut" if model.tp_limit == 1 else "take a tp that divides it"
+            raise SpecError(f"layout '{layout}': tp={layout.tp}, but tp must divide {model.tp_limit} for this model; {more}")
+        if layout.pp > 1 and not model.pipeline:
+            why = (
+                "its script calls the whole model"
+                if spec.script
+                else "Program.pipeline is False, or Program.evaluate wants the whole model"
+            )
+            raise SpecError(f"layout '{layout}': pp={layout.pp}, but no pipeline stages are possible here: {why}; take pp=1")
+        if layout.microbatch_size and spec.script:
+            raise SpecError(f"layout '{layout}': a script gets its whole share of a step at once; leave microbatch_size out")
+        if layout.cp > 1 and spec.script:
+            raise SpecError(f"layout '{layout}': cp={layout.cp}, but a script gets whole sequences; take cp=1")
+        if layout.n_stages > max(1, model.n_blocks):
+            stages = f"pp={layout.pp}" if layout.n_stages == layout.pp else f"{layout.n_stages} pipeline stages"
+            raise SpecError(f"layout '{layout}': {stages}, but Program.blocks matches only {model.n_blocks} modules")
+
+
+def check_cp(spec: JobSpec, program: Program) -> None:
+    """Raises SpecError for a layout with cp where the model, run on the meta device, cannot have parts of sequences."""
+    cp = max((layout.cp for layout in map(parse_layout, spec.layouts())), default=1)
+    if cp == 1:
+        return
+    from elastic.data.loader import collate
+    from elastic.worker.sequence import check_calls
+
+    check_calls(program, collate([dataset_of(program, spec.plain())[0]]), cp)
+
+
+def check_same(before: list[Line], start: DriverStarted, meta: Mapping[str, Any], allow_changed: bool = False) -> None:
+    """A run goes on with the program, data and mathematics that it had; `meta`: of its newest checkpoint. Raises SpecError that
+    names what differs."""
+    known = [e for line in before for _, e in line.events if isinstance(e, DriverStarted)]
+    was = {key: known[-1].job[key] for key in JOB_KEYS if key in known[-1].job} if known else {}
+    was |= meta.get(KEY) or {}
+    was |= known[-1].job.get(KEY) or {} if known else {}
+    if known:
+        _check_same_model(start.run, known[0].model, start.model)
+    now = start.job.get(KEY) or start.job
+    batch = batch_changed(start.run, was, now)
+    if batch:
+        raise SpecError(batch)
+    changed = differences(was, now)
+    if changed and not allow_changed:
+        raise SpecError(
+            f"run '{start.run}' was started with other values: {changed}; change them back, start another run with "
+            "--run-name, or go on all the same with --allow-changed"
+        )
+
+
+def _check_same_model(run: str, old: ModelProfile, new: ModelProfile) -> None:
+    was, now = ({spec.fqn: spec.shape for spec in model.specs} for model in (old, new))
+    for fqn in {**was, **now}:
+        if was.get(fqn) != now.get(fqn):
+            raise SpecError(
+                f"run '{run}' was started with another model: {fqn} was {_shape(was.get(fqn))}, it is {_shape(now.get(fqn))}; "
+                "start another run with --run-name"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else str(list(shape))

@@ -1,0 +1,70 @@
+"""Orders to a run that is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from elastic.api.checks import check_market
+from elastic.errors import SpecError
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe import runs
+from elastic.observe.view import View
+from elastic.spec import NODE_WORD, NODE_WORDS, DrillSpec, drill_entry
+from elastic.storage import Storage
+
+
+def holder(run: Storage) -> str:
+    """Who drives the run now, as `process 12 on host`; '' = nobody."""
+    from elastic.cluster.lease import newest
+    from elastic.cluster.processes import Place, started
+
+    sign = newest(run)
+    if sign is None or sign.released:
+        return ""
+    here = sign.boot == Place.here().boot
+    alive = started(sign.pid) == sign.started if here else time.time() - sign.at_s <= sign.ttl_s
+    return f"process {sign.pid} on {sign.host}" if alive else ""
+
+
+def stop(run: Storage, reason: str) -> None:
+    """Ask a live run to save its state and stop. Raises SpecError when nobody drives it."""
+    _held(run)
+    runs.order(run, {"stop": reason})
+
+
+def drill(run: Storage, words: Sequence[str]) -> dict[str, Any]:
+    """Let something happen to a live run: words such as 'kill=any'. Returns the entry. Raises SpecError."""
+    data: dict[str, Any] = {}
+    for word in words:
+        key, sign, value = word.partition("=")
+        if not sign:
+            raise SpecError(f"drill: '{word}' must be key=value, as in kill=any")
+        nodes = key in ("notice", "kill", "hang")
+        data[key] = (value.split(",") if "," in value else value) if nodes else yaml.safe_load(value)
+    entry = drill_entry(data)
+    _held(run)
+    _check_nodes(runs.view(RunFolder.of(run)), entry)
+    runs.order(run, {"drill": entry.plain()})
+    return entry.plain()
+
+
+def _check_nodes(view: View, entry: DrillSpec) -> None:
+    """Raises SpecError for nodes and pools that the journal does not know."""
+    standing = [node.node_id for node in view.nodes.values() if node.status != "lost"]
+    for name in entry.nodes():
+        check_market(name, tuple(view.pools.values()), "drill")
+        if not (name in standing or name == "partner" or NODE_WORD.fullmatch(name)):
+            there = ", ".join(standing) or "none"
+            raise SpecError(f"drill: '{name}' is no node; standing are {there}; or give {NODE_WORDS}")
+    if entry.add is not None and entry.add not in view.pools:
+        raise SpecError(f"drill: there is no pool '{entry.add}'; the pools are {', '.join(view.pools)}")
+
+
+def _held(run: Storage) -> None:
+    if not holder(run):
+        view = runs.view(place := RunFolder.of(run))
+        raise SpecError(f"run '{place.name}' is not running ({view.phase} at step {view.step})")

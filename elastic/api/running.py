@@ -1,0 +1,368 @@
+"""run(): a job on a cluster, or on this machine. Picks the backend, starts the observers beside the loop, writes the report."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from elastic.api.checks import check_cp, check_drill, check_layouts, check_same, taken
+from elastic.data.opening import dataset_of
+from elastic.data.order import digest, digest_text, sample_ids
+from elastic.data.streams import N_POSITIONS, SENTENCE
+from elastic.driver import Backend, drive, restored
+from elastic.errors import SpecError, StateLost
+from elastic.fingerprint import KEY, fingerprint
+from elastic.ledger.journal import Line, read
+from elastic.ledger.run_folder import RunFolder
+from elastic.ledger.segments import Stored
+from elastic.observe import report, runs
+from elastic.observe.logs import traceback_of
+from elastic.observe.terminal import Terminal
+from elastic.observe.view import view_of
+from elastic.policy.state import ENDED, State
+from elastic.program import Program, load_program
+from elastic.spec import JobSpec, check_fit, embedded_pools, job_of, load_drill, load_job
+from elastic.storage import Storage, open_storage
+from elastic.types import Copy, DriverStarted, Layout, Outcome, Pool, StepDone, WorkerFailed
+
+if TYPE_CHECKING:
+    from elastic.cluster.lease import Lease
+    from elastic.cluster.local import LocalCluster
+    from elastic.worker.durable import Found
+
+SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit`
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+MOST_COUNTED = 2_000_000  # samples whose order is checked at the end; of longer runs evenly spread steps
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run. None of it changes what is computed."""
+
+    run_name: str | None = None  # of a run that is there: resume it
+    local: bool = False  # the embedded cluster, also where a Ray address is known
+    address: str | None = None  # of the Ray cluster to use; default: $RAY_ADDRESS
+    overrides: tuple[str, ...] = ()  # key=value over job.yaml
+    drill: str | Path | None = None  # a drill file instead of the job's own drill
+    allow_changed: bool = False  # go on although program, data or mathematics are not those that the run began with
+    show: bool = True  # progress while it runs
+    spared: bool = False  # drills on a Ray cluster take the workers of a node and leave the node itself alone
+    stream: TextIO | None = None  # where progress and report go; default: standard output
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. `summary` is the line that `elastic run --json` ends with."""
+
+    run: str
+    outcome: Outcome
+    summary: dict[str, Any]
+    folder: Path
+
+    @property
+    def reason(self) -> str:
+        return str(self.summary["reason"])
+
+    @property
+    def step(self) -> int:
+        return int(self.summary["steps"])
+
+    @property
+    def train_loss(self) -> float | None:
+        return self.summary["final_loss"]  # type: ignore[no-any-return]
+
+    @property
+    def goodput(self) -> float:
+        return float(self.summary["goodput"])
+
+    @property
+    def usd(self) -> float:
+        return float(self.summary["usd"])
+
+
+def run(
+    program: str | Path | Program, job: str | Path | Mapping[str, Any] | None = None, options: Options | None = None
+) -> Result:
+    """Run a job to its end.
+
+    `program`: a job folder; or a Program that stands in a file as `program` (workers import that file), with `job` as a
+    mapping of the keys of job.yaml or as a job folder. Raises SpecError where the input is wrong.
+    """
+    options = options or Options()
+    if not isinstance(program, Program) and job is None:
+        from elastic.api.ways import run_folder
+
+        return run_folder(program, options)
+    spec = _job(program, job, options)
+    return _Run(spec, options).to_the_end()
+
+
+def run_job(spec: JobSpec, options: Options, program: Program | None = None) -> Result:
+    """Run a checked job to its end; `program`: as it was loaded already. Raises SpecError."""
+    return _Run(spec, options, program).to_the_end()
+
+
+def check_run_name(name: str) -> None:
+    """Raises SpecError where it could be no folder of its own."""
+    if not RUN_NAME.fullmatch(name):
+        raise SpecError(f"run name '{name}': letters, digits, '.', '_' and '-' only")
+
+
+def ray_address(options: Options) -> str | None:
+    """The Ray cluster to use: $RAY_ADDRESS (`ray job submit` sets it); None = the embedded default. Raises SpecError where
+    nothing answers there."""
+    if options.local:
+        return None
+    address = options.address or os.environ.get("RAY_ADDRESS") or ("auto" if os.environ.get(SUBMITTED) else None)
+    if address is not None:
+        from elastic.cluster.address import check_reachable
+
+        check_reachable(address)
+    return address
+
+
+def default_storage() -> str | None:
+    """Under `ray job submit` the working directory is a copy that Ray removes: runs go to the home folder instead."""
+    return "~/elastic_runs" if os.environ.get(SUBMITTED) and not os.environ.get("ELASTIC_STORAGE") else None
+
+
+def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
+    """The job's own drill is for nodes that are there to be killed: on a cluster only `--drill` asks for one."""
+    drill = load_drill(options.drill) if options.drill is not None else spec.drill
+    if address is not None and options.drill is None:
+        drill = []
+    pools = spec.pools
+    if address is None and "pools" not in spec.model_fields_set:
+        from elastic.cluster.local import visible_gpus
+
+        pools = embedded_pools(len(visible_gpus()))
+    return spec.model_copy(update={"drill": drill, "pools": pools})
+
+
+def _job(program: str | Path | Program, job: str | Path | Mapping[str, Any] | None, options: Options) -> JobSpec:
+    if not isinstance(program, Program):
+        if job is not None:
+            raise SpecError(f"run('{program}', job=...): a job folder has its own job.yaml; give job only with a Program")
+        return load_job(program, options.overrides)
+    file = file_of(program)
+    if isinstance(job, Mapping):
+        return job_of(job, file)
+    if job is None:
+        raise SpecError("run(program): give job={'steps': ..., 'global_batch': ...} or the folder of a job.yaml")
+    return load_job(job, options.overrides).model_copy(update={"program": str(file), "folder": str(file.parent)})
+
+
+def file_of(program: Program) -> Path:
+    """The file in which a Program stands as `program`: workers import it. Raises SpecError when there is no such file."""
+    files = dict.fromkeys(Path(file) for file, _ in _places(program))
+    if not any(file.is_file() for file in files):
+        raise SpecError("run(program): Program.model must be a function or lambda in a file, so that workers can import it")
+    problem = ""
+    for file in files:
+        try:
+            if file.is_file() and _places(load_program(file)) == _places(program):
+                return file
+            problem = problem or f"none of {', '.join(map(str, files))} defines it as `program`; name it so"
+        except SpecError as error:  # it is defined elsewhere, or this is the reason
+            problem = str(error)
+    raise SpecError(f"run(program): it must stand in a file as `program`, so that workers can import it: {problem}")
+
+
+def _places(program: Program) -> list[tuple[str, int]]:
+    """File and line of each function of a Program."""
+    codes = [getattr(getattr(program, field.name), "__code__", None) for field in fields(program)]
+    return [(str(Path(code.co_filename).resolve()), code.co_firstlineno) for code in codes if code is not None]
+
+
+class _Run:
+    """One `run()`: what is known about it before the driver starts."""
+
+    def __init__(self, spec: JobSpec, options: Options, program: Program | None = None) -> None:
+        self.options = options
+        self.launched_at_s = time.time()
+        self.address = ray_address(options)
+        self.spec = spec = adapted(spec, options, self.address)
+        self.pools: tuple[Pool, ...] = tuple(pool.pool() for pool in spec.pools)
+        check_fit(spec, self.pools)
+        check_drill(spec.drill, self.pools, embedded=self.address is None)
+        self.program = program or load_program(spec.program)
+        name = options.run_name or f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        check_run_name(name)
+        self.name = name
+        self.place = RunFolder.of(open_storage(f"{runs.storage_uri(spec.storage or default_storage())}/{name}"))
+        self.storage: Storage = self.place.storage
+        self.terminal = Terminal(self.place.journal, options.stream) if options.show else None
+
+    @property
+    def journal_path(self) -> Path:
+        return self.place.journal
+
+    def to_the_end(self) -> Result:
+        with ExitStack() as stack:
+            lease = taken(self.storage, self.name)
+            stack.callback(lease.release)
+            before, stored = self._before()
+            cluster = self._cluster(stack)  # its head starts beside what follows
+            start = self._start(lease.epoch, before)
+            backend = self._backend(start, restored(before), cluster, lease)
+            stack.callback(backend.close)
+            self._watch(stack)
+            state = drive(backend, self.place.open_journal(lease.epoch, stored), start, restored(before))
+        return self._result(state)
+
+    def _before(self) -> tuple[list[Line], Stored]:
+        """The journal of earlier drivers of this run. Raises SpecError when the run is done and no more steps are asked for."""
+        lines, stored = self.place.take_over()
+        state = restored(lines)
+        if state is not None and state.phase == "succeeded" and self.spec.steps <= state.saved_step:
+            raise SpecError(
+                f"run '{self.name}' is done ({state.saved_step} steps); --set steps=N with more of them lets it go on; another "
+                "--run-name, or none, starts anew"
+            )
+        return lines, stored
+
+    def _start(self, epoch: int, before: list[Line]) -> DriverStarted:
+        from elastic.worker import durable
+        from elastic.worker.loss_scale import profile_of
+
+        state = restored(before)
+        n_samples = self._n_samples() if self.address is None else None  # an unreadable corpus is found here, once
+        if n_samples == N_POSITIONS and self.options.show:
+            print(SENTENCE, file=self.options.stream or sys.stdout)
+        job, problems = self.spec.plain(), list[str]()
+        model = profile_of(self.program, job)
+        found = durable.find(self.storage, problems)
+        if problems and not found:
+            raise StateLost(f"{problems[0]}; no other checkpoint is whole: mend it, or remove it with elastic checkpoint rm")
+        start = DriverStarted(
+            self.name,
+            epoch,
+            job | {KEY: fingerprint(self.spec.program, job, model, n_samples)},
+            self.pools,
+            model,
+            attached=self.address is not None and state is not None and state.phase not in ENDED,
+            durable=tuple(_copy(item) for item in found),
+        )
+        check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
+        check_layouts(self.spec, start.model)
+        if n_samples is not None:
+            check_cp(self.spec, self.program)
+        return start
+
+    def _cluster(self, stack: ExitStack) -> LocalCluster | None:
+        """The embedded cluster; None where there is a Ray address."""
+        if self.address is not None:
+            return None
+        from elastic.cluster.local import LocalCluster
+
+        cluster = LocalCluster((self.spec.folder,))
+        stack.callback(cluster.close)
+        return cluster
+
+    def _backend(self, start: DriverStarted, before: State | None, cluster: LocalCluster | None, lease: Lease) -> Backend:
+        from elastic.cluster.backend import RayBackend, RayRun
+
+        plans = tuple(before.plans[number] for number in sorted(before.plans)) if before and start.attached else ()
+        run = RayRun(
+            self.name,
+            self.storage.uri,
+            start.job,
+            self.pools,
+            start.epoch,
+            self.address or "",
+            attach=start.attached,
+            plans=plans,
+            step=before.step if before and start.attached else 0,
+            python_path=(self.spec.folder, str(Path(__file__).resolve().parents[2])),
+            logs=str(self.place.logs_of_workers(self.address is None)),
+            spared=self.options.spared,
+        )
+        return RayBackend(run, cluster, lease, show=self.terminal.say if self.terminal is not None else None)
+
+    def _watch(self, stack: ExitStack) -> None:
+        if self.terminal is not None:
+            where = "a Ray cluster on this machine" if self.address is None else f"the Ray cluster at {self.address}"
+            said = f"run {self.name}: uses {where}; its journal is {self.journal_path}"
+            print(said, file=self.options.stream or sys.stdout)
+            self.terminal.start()
+            stack.callback(self.terminal.stop)
+
+    def _result(self, state: State) -> Result:
+        """Writes the report and prints it."""
+        lines = read(self.journal_path)
+        if state.phase == "failed" and self.terminal is not None:
+            self._show_traceback(lines)
+        extras: dict[str, Any] = {"launch_to_first_step_s": self._first_step_s(lines)}
+        if state.phase == "succeeded":
+            extras |= {"samples_exact": self._samples_exact(lines), "sample": self._sample(state)}
+        data, shown = report.write(self.place, extras)
+        if self.options.show:
+            print("\n".join(["", *shown]), file=self.options.stream or sys.stdout)
+        return Result(self.name, _outcome(state), data, self.place.folder)
+
+    def _show_traceback(self, lines: list[Line]) -> None:
+        """Of the program's error, unless rank 0 has told it."""
+        failed = [e for line in lines for _, e in line.events if isinstance(e, WorkerFailed) and e.kind == "program"]
+        found = traceback_of(self.place, str(failed[0].worker)) if failed else []
+        if found and self.terminal is not None and not self.terminal.has_said(found[-1]):
+            print("\n".join(["", *found]), file=self.options.stream or sys.stdout)
+
+    def _first_step_s(self, lines: list[Line]) -> float | None:
+        """Seconds from the launch of this driver to the end of its first step."""
+        times = (at_s for line in lines for at_s, e in line.events if isinstance(e, StepDone) and at_s >= self.launched_at_s)
+        first = next(times, None)
+        return None if first is None else round(first - self.launched_at_s, 3)
+
+    def _samples_exact(self, lines: list[Line]) -> bool | None:
+        """Whether each counted step was trained on exactly the samples that the job's order gives it."""
+        n_samples = self._n_samples()
+        if n_samples == N_POSITIONS:
+            return None
+        curve = view_of(lines).curve()
+        if [point.step for point in curve] != list(range(_begun_at(lines) + 1, self.spec.steps + 1)):
+            return False
+        every = max(1, self.spec.steps * self.spec.global_batch // MOST_COUNTED)
+        return all(
+            point.digest == digest_text(digest(sample_ids(n_samples, self.spec.global_batch, self.spec.seed, point.step - 1)))
+            for point in curve[::every]
+        )
+
+    def _n_samples(self) -> int:
+        try:
+            return len(dataset_of(self.program, self.spec.plain()))
+        except OSError as error:
+            raise SpecError(f"{self.spec.program}: its dataset cannot be read: {error}") from error
+
+    def _sample(self, state: State) -> str | None:
+        """What the program shows of the finished model."""
+        from elastic.worker.finished import sample_text
+
+        return sample_text(self.program, state.durable[0].uri) if state.durable else None
+
+
+def _begun_at(lines: list[Line]) -> int:
+    """The step that the run began at: of a state that was imported, else 0."""
+    first = next((e for line in lines for _, e in line.events if isinstance(e, DriverStarted)), None)
+    return max((copy.step for copy in first.durable), default=0) if first is not None else 0
+
+
+def _copy(found: Found) -> Copy:
+    """A checkpoint as the policy knows it; how it is cut matters to nobody who reads it."""
+    return Copy(
+        found.step, "durable", found.generation, Layout(dp_shard=found.world_size), uri=found.uri, n_bytes=found.n_bytes
+    )
+
+
+def _outcome(state: State) -> Outcome:
+    match state.phase:
+        case "succeeded" | "stopped":
+            return state.phase
+        case _:
+            return "failed"

@@ -1,0 +1,149 @@
+"""A script that does not enter `elastic.loop`: started anew at each change of capacity."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic.api.checks import check_drill, taken
+from elastic.api.running import Options, Result, adapted, check_run_name, default_storage, ray_address
+from elastic.errors import SpecError
+from elastic.ledger.journal import Journal, Line
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe import report, runs
+from elastic.observe.terminal import plain_note
+from elastic.observe.view import View, view_of
+from elastic.spec import JobSpec, check_fit, job_of
+from elastic.storage import open_storage
+from elastic.types import Decision, DriverStarted, Event, ModelProfile, Pool
+
+if TYPE_CHECKING:
+    from elastic.cluster.script_run import ScriptJob
+
+KEYS = ("name", "pools", "min_workers", "max_workers", "max_nodes", "budget_usd", "storage", "drill", "max_silence_s")
+FILLED = {"steps": 1, "global_batch": 1_000_000}  # what a job must have, and nobody reads here
+RAY_TRAIN = re.compile(r"\bray\.train\b|from\s+ray\s+import\s+.*\btrain\b")
+RESTARTED = (
+    "{file} does not enter elastic.loop: this is RESTART, not live. Ray Train starts it on the nodes that are there, and "
+    "starts it anew at each change of capacity; what it goes on from is its own checkpoint, as under torchrun"
+)
+
+
+def run_restarting(file: Path, args: Sequence[str], data: Mapping[str, Any], where: str, options: Options) -> Result:
+    """`data`: keys of a job.yaml and of --set, unchecked; `where` is what an error about them begins with. Raises SpecError."""
+    for key in data:
+        if key not in KEYS and key in JobSpec.__pydantic_fields__:
+            raise SpecError(
+                f"{where}: key '{key}' has no meaning for {file.name}, which does not enter elastic.loop; "
+                f"keys are {', '.join(KEYS)}"
+            )
+    return _ScriptRun(file, tuple(args), job_of(dict(data) | FILLED, file, where), options).to_the_end()
+
+
+@dataclass
+class _Told:
+    """A journal whose notes are also shown to a person, with the script's own output between them."""
+
+    journal: Journal
+    view: View
+    say: Callable[[str], None]
+
+    @property
+    def due_at_s(self) -> float | None:
+        return self.journal.due_at_s
+
+    def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
+        self.journal.append(at_s, events, decision)
+        for note in self.view.add(Line(at_s, self.journal.epoch, tuple(events), decision)):
+            self.say(plain_note(self.view, note))
+
+    def flush(self) -> None:
+        self.journal.flush()
+
+    def close(self) -> None:
+        self.journal.close()
+
+
+class _ScriptRun:
+    """One `elastic run --script`."""
+
+    def __init__(self, file: Path, args: tuple[str, ...], spec: JobSpec, options: Options) -> None:
+        self.file, self.args, self.options = file, args, options
+        self.address = ray_address(options)
+        self.spec = spec = adapted(spec, options, self.address)
+        self.pools: tuple[Pool, ...] = tuple(pool.pool() for pool in spec.pools)
+        check_fit(spec, self.pools)
+        check_drill(spec.drill, self.pools, embedded=self.address is None)
+        self.name = options.run_name or f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        check_run_name(self.name)
+        self.place = RunFolder.of(open_storage(f"{runs.storage_uri(spec.storage or default_storage())}/{self.name}"))
+
+    def to_the_end(self) -> Result:
+        from elastic.cluster.local import LocalCluster
+        from elastic.cluster.script_run import ScriptRun
+
+        with ExitStack() as stack:
+            lease = taken(self.place.storage, self.name)
+            stack.callback(lease.release)
+            before, stored = self.place.take_over()
+            self._check_same(before)
+            self._say(f"run {self.name}: {RESTARTED.format(file=self.file.name)}")
+            cluster = None
+            if self.address is None:
+                cluster = LocalCluster((str(self.file.parent),), environments=True)
+                stack.callback(cluster.close)
+            where = "a Ray cluster on this machine" if self.address is None else f"the Ray cluster at {self.address}"
+            self._say(f"run {self.name}: uses {where}; its journal is {self.place.journal}")
+            journal = _Told(self.place.open_journal(lease.epoch, stored), view_of(before), self._say)
+            run = ScriptRun(self._job(), cluster, lease, journal, self._say, resumed=bool(before))
+            script = run.to_the_end(self._start(lease.epoch))
+        if script.bad_input:
+            raise SpecError(f"{self.file}: {script.reason}")
+        if script.outcome == "failed":
+            self._say("\n".join(["", *script.first_error().splitlines()[-15:]]))
+        data, shown = report.write(self.place, {})
+        self._say("\n".join(["", *shown]))
+        assert script.outcome is not None
+        return Result(self.name, script.outcome, data, self.place.folder)
+
+    def _check_same(self, before: Sequence[Line]) -> None:
+        """The run goes on with the script that it had. Raises SpecError."""
+        if not before:
+            return
+        view = view_of(before)
+        if not view.job.get("restarted"):
+            raise SpecError(f"run '{self.name}' is one that is changed live, not a script's; give another --run-name")
+        was = view.job.get("script")
+        if view.phase == "succeeded":
+            raise SpecError(f"run '{self.name}' is done; give another --run-name, or none, to start anew")
+        if was != str(self.file) and not self.options.allow_changed:
+            raise SpecError(f"run '{self.name}' was started with {was}; give another --run-name, or --allow-changed")
+
+    def _job(self) -> ScriptJob:
+        from elastic.cluster.script_run import ScriptJob
+        from elastic.cluster.script_state import START_S, Needs
+
+        spec = self.spec
+        most = spec.max_workers or sum(pool.max_nodes * pool.gpus_per_node for pool in self.pools)
+        needs = Needs(self.pools, spec.min_workers, max(most, spec.min_workers), spec.max_silence_s or START_S)
+        return ScriptJob(
+            name=self.name, file=str(self.file), args=self.args, cwd=str(Path.cwd()),
+            asks_ray=bool(RAY_TRAIN.search(self.file.read_text(errors="replace"))), needs=needs, uri=self.place.uri,
+            logs=str(self.place.logs), ray_storage=f"{self.place.uri}/ray_train", address=self.address or "",
+            drill=tuple(entry.plain() for entry in spec.drill), max_nodes=spec.max_nodes, budget_usd=spec.budget_usd,
+        )  # fmt: skip
+
+    def _start(self, epoch: int) -> DriverStarted:
+        kept = {key: value for key, value in self.spec.plain().items() if key in KEYS}
+        job = kept | {"script": str(self.file), "args": list(self.args), "restarted": True}
+        return DriverStarted(self.name, epoch, job, self.pools, ModelProfile(0, 0, ()))
+
+    def _say(self, text: str) -> None:
+        if self.options.show:
+            print(text, file=self.options.stream or sys.stdout, flush=True)

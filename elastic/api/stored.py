@@ -1,0 +1,98 @@
+"""The durable checkpoints of a run: list, verify, export, import, remove."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elastic.api.orders import holder
+from elastic.api.running import check_run_name
+from elastic.api.ways import loaded
+from elastic.errors import SpecError
+from elastic.observe import runs
+from elastic.program import Program, load_program
+from elastic.spec import JobSpec
+from elastic.storage import Storage, open_storage
+
+
+def checkpoints(run: Storage) -> tuple[list[dict[str, Any]], list[str]]:
+    """Checkpoints, newest first, those not committed too, and what is wrong with markers that are not whole."""
+    from elastic.worker.checkpoints import listed
+
+    problems: list[str] = []
+    now_s = time.time()
+    found = listed(run, problems)
+    rows = [asdict(item) | {"age_s": None if item.saved_at_s is None else max(0.0, now_s - item.saved_at_s)} for item in found]
+    return rows, problems
+
+
+def verify(run: Storage) -> list[dict[str, Any]]:
+    """Reads every byte of every committed checkpoint: its step, URI and what is wrong with it."""
+    from elastic.worker import durable
+
+    problems: list[str] = []
+    found = durable.find(run, problems)
+    checked = [{"step": item.step, "uri": item.uri, "problems": durable.verify(item.uri)} for item in found]
+    return checked + [{"step": None, "uri": run.uri, "problems": [problem]} for problem in problems]
+
+
+def export(run: Storage, step: int | None, to: str, job: str | None = None, merged: bool = False) -> dict[str, Any]:
+    """The weights of a checkpoint (default: the newest) as safetensors in the folder `to`; with what the program of the folder
+    `job` puts beside them (config.json, a tokenizer). Adapters alone, or `merged` into the weights. Raises SpecError."""
+    from elastic.worker import checkpoints
+
+    if job is None:
+        if merged:
+            raise SpecError("--merged needs --job JOB: the program knows the weights that its adapters belong to")
+        return checkpoints.export(run, step, checkpoints.open_target(to))
+    return checkpoints.export_for(run, step, checkpoints.open_target(to), loaded(job)[1], merged)
+
+
+@dataclass(frozen=True)
+class Import:
+    """Where a state comes from, and which run begins with it. `at_step`: that the run goes on from."""
+
+    source: str
+    into: str
+    job: str
+    storage: str | None = None
+    at_step: int | None = 0  # None: the optimizer's own count of steps
+    ignore_extra: bool = False
+
+
+def import_state(order: Import) -> dict[str, Any]:
+    """Makes a committed checkpoint in a new run from safetensors or plain DCP. Raises SpecError."""
+    spec, program = loaded(order.job)
+    check_run_name(order.into)
+    if order.at_step is not None and order.at_step >= spec.steps:
+        raise SpecError(f"--at-step {order.at_step}: the job ends at step {spec.steps}")
+    run = open_storage(f"{runs.storage_uri(order.storage or spec.storage)}/{order.into}")
+    return import_into(order, spec, run, program)
+
+
+def import_into(order: Import, spec: JobSpec, run: Storage, program: Program | None = None) -> dict[str, Any]:
+    """The same for a job that was read. Raises SpecError when the state there is that of the job's last step already."""
+    from elastic.worker import checkpoints
+    from elastic.worker.job_program import with_job
+    from elastic.worker.loss_scale import fresh_scale, profile_of
+    from elastic.worker.model_profile import fresh_buffers
+
+    job = spec.plain()
+    program = with_job(program or load_program(spec.program), job)
+
+    def buffers() -> dict[str, Any]:
+        return fresh_buffers(program, spec.seed) | fresh_scale(job)
+
+    wanted = checkpoints.Wanted(profile_of(program, job), spec.seed, order.at_step, order.ignore_extra, buffers, spec.steps)
+    return checkpoints.import_state(order.source, run, wanted)
+
+
+def remove(run: Storage, step: int, force: bool) -> list[str]:
+    """Removes the checkpoints of a step; returns their URIs. Raises SpecError for the only good one, or a live run's newest."""
+    from elastic.worker import checkpoints
+
+    newest = max((item.step for item in checkpoints.listed(run) if item.committed), default=-1)
+    if step >= newest and not force and holder(run):
+        raise SpecError(f"step {step} is the newest checkpoint of a run that is driven by {holder(run)}; --force removes it")
+    return checkpoints.remove(run, step, force)

@@ -1,0 +1,225 @@
+"""ElasticTrainer: a job in the words of Ray Train. `elastic.cluster.ray_train` translates its types."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic.api.running import RUN_NAME, Options, Result, file_of, ray_address, run_job
+from elastic.api.stored import Import, import_into
+from elastic.api.ways import run_file
+from elastic.data_spec import DataSpec
+from elastic.errors import SpecError
+from elastic.ledger.journal import Line, read
+from elastic.observe import runs
+from elastic.observe.view import view_of
+from elastic.program import Program
+from elastic.script import enters_loop
+from elastic.spec import JobSpec, PoolSpec, job_data, job_of
+from elastic.storage import Storage, open_storage
+from elastic.types import Evaluated
+
+if TYPE_CHECKING:
+    import ray.train
+
+IMPORTED = "elastic_program_"  # how modules begin that workers make of a program's file
+WHERE = "ElasticTrainer(job=...)"
+
+
+@dataclass(eq=False)
+class ElasticTrainer:
+    """Stands where a `TorchTrainer` stood: the same configurations, the same Result, but survivors of a loss never restart.
+
+    program:                a Program that stands in a file as `program`; a job folder; or a train function that enters
+                            `elastic.loop`, called with `train_loop_config`.
+    job:                    keys of job.yaml, over those of the folder: steps, global_batch ...
+    scaling_config:         num_workers=(least, most); without it `job` says what the nodes are.
+    run_config:             name (a known one is resumed), storage_path, which checkpoints stay.
+    datasets:               "train" and "validation" as ray.data.Dataset: written once as indexed rows into the run's storage.
+    resume_from_checkpoint: of another trainer, saved by torch.distributed.checkpoint; where the run has none of its own.
+    Raises SpecError that names a field which has no meaning here.
+    """
+
+    program: Program | str | Path | Callable[..., None]
+    _: KW_ONLY
+    job: Mapping[str, Any] | None = None
+    train_loop_config: Mapping[str, Any] | None = None
+    scaling_config: ray.train.ScalingConfig | None = None
+    run_config: ray.train.RunConfig | None = None
+    datasets: Mapping[str, Any] | None = None
+    resume_from_checkpoint: ray.train.Checkpoint | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_in_an_import()
+        from elastic.cluster import ray_train
+
+        self._train = _train_function(self.program, self.train_loop_config)
+        self._configs = (self.scaling_config is not None, self.run_config is not None)
+        self._wanted = ray_train.wanted(self.scaling_config, self.run_config)
+        self._data, self._file = _job_of(self.program, self.job or {})
+        if self.datasets and self._data.get("data"):
+            raise SpecError("datasets and job['data'] both say what the run reads: two ways at once; give one")
+        for name, key in (("datasets", "dataset"), ("resume_from_checkpoint", "model")):
+            if self._train is not None and getattr(self, name) is not None:
+                raise SpecError(f"ElasticTrainer({name}=...): a train function gives elastic.loop its own {key}; leave it out")
+
+    def fit(self) -> ray.train.Result:
+        """Trains to the end. Raises ray.train.TrainingFailedError when the run failed, as TorchTrainer.fit does.
+
+        Uses the Ray cluster that this process is connected to, else $RAY_ADDRESS, else an embedded one on this machine.
+        """
+        from elastic.cluster import ray_train
+
+        if self._train is not None and _in_a_script_of_ours():
+            self._train()  # in the driver it ends where the loop is entered, in a worker here: the Result is the driver's
+            raise SystemExit(0)
+        with ray_train.connected(ray_address(Options())) as address:
+            data = self._job(address is not None)
+            name = self._wanted.run_name if self._configs[1] else str(data["name"])
+            if not RUN_NAME.fullmatch(name):
+                raise SpecError(f"RunConfig(name='{name}'): letters, digits, '.', '_' and '-' only")
+            run = open_storage(f"{runs.storage_uri(data.get('storage'))}/{name}")
+            options = Options(run_name=name, local=address is None, address=address, show=self._wanted.show)
+            if self._train is not None:
+                result = run_file(self._file, sys.argv[1:], data, WHERE, options)
+            else:
+                result = run_job(self._prepared(job_of(data, self._file, WHERE), run), options)
+        return self._told(result, run)
+
+    def _job(self, on_cluster: bool) -> dict[str, Any]:
+        """The job's keys with those of the configurations. Raises SpecError where the two disagree."""
+        from elastic.cluster import ray_train
+
+        data = dict(self._data)
+        _agree(data, _said(self._wanted.job, self._configs))
+        if self._configs[0] and "pools" not in data:
+            data["pools"] = ray_train.pools(self._wanted, on_cluster)
+        elif self._configs[0]:
+            kinds = [str(dict(pool).get("accelerator_type", PoolSpec(name="any").accelerator_type)) for pool in data["pools"]]
+            ray_train.check_pools(self._wanted, kinds)
+        return data
+
+    def _prepared(self, spec: JobSpec, run: Storage) -> JobSpec:
+        """Data and state from elsewhere are in the run's storage."""
+        from elastic.cluster import ray_rows, ray_train
+
+        if self.datasets:
+            spec = spec.model_copy(update={"data": DataSpec.model_validate(ray_rows.materialise(self.datasets, run))})
+        if self.resume_from_checkpoint is not None:
+
+            def use(source: str) -> None:
+                import_into(Import(source, run.uri, "", at_step=None), spec, run)
+
+            if not _has_copies(run):
+                ray_train.read_checkpoint(self.resume_from_checkpoint, use)
+        return spec
+
+    def _told(self, result: Result, run: Storage) -> ray.train.Result:
+        from elastic.cluster import ray_train
+        from elastic.worker import durable
+
+        error = result.reason if result.outcome == "failed" else ""
+        copies = [(item.uri, item.step) for item in durable.find(run)]
+        rows = _rows(read(result.folder / "journal.jsonl"))
+        told = ray_train.result_of(ray_train.Told(str(run.uri), result.summary, rows, copies, error))
+        if told.error is not None:
+            raise told.error
+        return told
+
+
+def _train_function(program: Any, config: Mapping[str, Any] | None) -> Callable[[], None] | None:
+    """The train function with its configuration bound; None = a Program or a folder. Raises SpecError."""
+    if isinstance(program, Program | str | Path):
+        if config is not None:
+            raise SpecError("ElasticTrainer(train_loop_config=...): it is for a train function; a program reads its own file")
+        return None
+    if not inspect.isfunction(program):
+        raise SpecError(
+            f"ElasticTrainer({type(program).__name__}): give a Program, the folder of a job, or a train function that enters "
+            "elastic.loop"
+        )
+    file = Path(program.__code__.co_filename)
+    if not file.is_file():
+        raise SpecError("ElasticTrainer: the train function must stand in a file, so that workers can run it")
+    if not enters_loop(file):
+        raise SpecError(
+            f"{file}: {program.__name__} does not enter elastic.loop, so elastic cannot change it live; enter it, or give a "
+            "Program; as it is it can only be restarted: elastic run --script FILE"
+        )
+    takes = inspect.signature(program).parameters
+    return (lambda: program(dict(config or {}))) if takes else program
+
+
+def _in_a_script_of_ours() -> bool:
+    from elastic.worker.loop import here
+
+    return here.host is not None
+
+
+def _refuse_in_an_import() -> None:
+    """Workers import the file that the program stands in: a trainer made at its top level would train in each of them."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith(IMPORTED) and frame.f_code.co_name == "<module>":
+            raise SpecError(
+                f"{frame.f_code.co_filename}:{frame.f_lineno}: workers import this file for its `program`; put ElasticTrainer "
+                "below `if __name__ == '__main__':`"
+            )
+        frame = frame.f_back
+
+
+def _job_of(program: Any, job: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
+    """Unchecked keys of the job with its name, and the program's file. Raises SpecError."""
+    if isinstance(program, Program):
+        file = file_of(program)
+        return {"name": file.parent.name, **job}, file
+    if not isinstance(program, str | Path):
+        file = Path(program.__code__.co_filename).resolve()
+        return {"name": file.stem, **job}, file
+    data, _ = job_data(program)
+    data |= job
+    file = Path(program).resolve() / str(data.pop("program", "program.py"))
+    if not file.is_file():
+        raise SpecError(f"{file}: no such file; a job folder needs a program.py that defines `program`")
+    return {"name": Path(program).resolve().name} | data, file
+
+
+def _said(wanted: Mapping[str, Any], configs: tuple[bool, bool]) -> dict[str, Any]:
+    """The keys that the configurations that were given speak of."""
+    scaling, run = configs
+    return {key: value for key, value in wanted.items() if (scaling if key in ("min_workers", "max_workers") else run)}
+
+
+def _agree(data: dict[str, Any], said: Mapping[str, Any]) -> None:
+    """Adds what the configurations say; where that is a default, the job may say otherwise. Raises SpecError for two ways."""
+    from elastic.cluster import ray_train
+
+    defaults = ray_train.wanted(None, None).job
+    for key, value in said.items():
+        if key not in data:
+            data[key] = value
+        elif value != defaults.get(key) and value != data[key]:
+            raise SpecError(f"job['{key}']={data[key]!r}, and the configurations say {value!r}: two ways at once; give one")
+
+
+def _has_copies(run: Storage) -> bool:
+    from elastic.worker import durable
+
+    return bool(durable.find(run))
+
+
+def _rows(lines: list[Line]) -> list[dict[str, Any]]:
+    """One per step that counts."""
+    evaluated = {e.step: dict(e.metrics) for line in lines for _, e in line.events if isinstance(e, Evaluated)}
+    return [
+        {
+            "step": p.step, "train_loss": p.train_loss, "tokens": p.tokens, "step_time_s": p.step_time_s,
+            "generation": p.generation, "at_s": p.at_s, **evaluated.get(p.step, {}),
+        }
+        for p in view_of(lines).curve()
+    ]  # fmt: skip

@@ -1,0 +1,96 @@
+"""run_script(): a script instead of a Program; changed live where it enters `elastic.loop`, started anew where it does not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, TextIO
+
+from elastic.api import scripts
+from elastic.api.running import Options, Result, run_job
+from elastic.errors import SpecError
+from elastic.program import Program, load_program
+from elastic.script import enters_loop, script_file
+from elastic.spec import JobSpec, job_data, job_of, load_job, overridden
+
+
+def run_script(
+    script: str | Path, args: Sequence[str] = (), job: str | Path | None = None, options: Options | None = None
+) -> Result:
+    """Run `script` with the arguments `args` to its end; `job`: a folder with a job.yaml (and no program). Raises SpecError."""
+    options = options or Options()
+    file = script_file(script)
+    if job is None:
+        return run_file(file, args, {"name": file.stem} | overridden(options.overrides), "--set", options)
+    data, where = job_data(job, options.overrides)
+    for way in ("program", "script"):
+        if way in data:
+            raise SpecError(f"{where}: its key '{way}' and --script {script} are two ways at once; give one of them")
+    if (Path(job) / "program.py").is_file():
+        raise SpecError(f"{Path(job) / 'program.py'} and --script {script} are two ways at once; give one of them")
+    return run_file(file, args, {"name": Path(job).resolve().name} | data, where, options)
+
+
+def run_file(file: Path, args: Sequence[str], data: Mapping[str, Any], where: str, options: Options) -> Result:
+    """The same with the job's keys as they were read."""
+    if not enters_loop(file):
+        return scripts.run_restarting(file, args, data, where, options)
+    spec, program = _loop_job(file, args, data, where, options.stream)
+    return run_job(spec, options, program)
+
+
+def run_folder(folder: str | Path, options: Options) -> Result:
+    """A job folder, whose job.yaml names a `program` (default: program.py) or a `script` with its `args`."""
+    data, where = job_data(folder, options.overrides)
+    if "script" not in data:
+        return run_job(load_job(folder, options.overrides), options)
+    file, args, data = _script_of(folder, data, where)
+    return run_file(file, args, data, where, options)
+
+
+def loaded(folder: str | Path) -> tuple[JobSpec, Program]:
+    """The job of a folder and its program, whichever way it is given. Raises SpecError."""
+    data, where = job_data(folder)
+    if "script" not in data:
+        spec = load_job(folder)
+        return spec, load_program(spec.program)
+    file, args, data = _script_of(folder, data, where)
+    if not enters_loop(file):
+        raise SpecError(f"{where}: {file.name} does not enter elastic.loop: what it trains is not known")
+    return _loop_job(file, args, data, where)
+
+
+def _script_of(folder: str | Path, data: Mapping[str, Any], where: str) -> tuple[Path, list[str], dict[str, Any]]:
+    """A job folder's script, its arguments and the other keys."""
+    if "program" in data:
+        raise SpecError(f"{where}: 'program' and 'script' are two ways at once; give one of them")
+    args = data.get("args") or []
+    if not isinstance(args, list):
+        raise SpecError(f"{where}: key 'args' must be a list of the script's arguments, not {args!r}")
+    rest = {key: value for key, value in data.items() if key not in ("args", "script")}
+    file = script_file(Path(folder) / str(data["script"]))
+    return file, [str(word) for word in args], {"name": Path(folder).resolve().name} | rest
+
+
+def _loop_job(
+    file: Path, args: Sequence[str], data: Mapping[str, Any], where: str, stream: TextIO | None = None
+) -> tuple[JobSpec, Program]:
+    """Runs the script up to its loop, in this process; what it prints goes to `stream`."""
+    from elastic.worker.script import capture
+
+    with redirect_stdout(stream or sys.stdout):
+        program = capture(file, args, _seed(data))
+    data = {**program.settings, **data, "script": str(file), "args": list(args)}
+    for key in ("steps", "global_batch"):
+        if key not in data:
+            raise SpecError(
+                f"{file}: '{key}' is missing; give it to elastic.loop({key}=...), or by --set {key}=N, or in a job.yaml"
+            )
+    return job_of(data, file, where), program
+
+
+def _seed(data: Mapping[str, Any]) -> int:
+    seed = data.get("seed", 0)
+    return seed if isinstance(seed, int) and seed >= 0 else 0  # what it must be is checked with the other keys

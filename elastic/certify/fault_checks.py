@@ -1,0 +1,248 @@
+"""Without Ray: a hung rank, a killed one, one that is announced to leave, and one that joins; on plain worker processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from elastic.certify.alone import losses, program_file, worst_difference
+from elastic.certify.crew import Crew
+from elastic.certify.lab import Lab
+from elastic.certify.planning import N_BLOCKS, job_of, layouts, live, plan_of
+from elastic.certify.result import Bound, Check, judge
+from elastic.certify.tasks import Failed, Limit, Task
+from elastic.policy.recovery import covered
+from elastic.types import (
+    CopyStored,
+    DigestPart,
+    Holding,
+    Layout,
+    NodePrepared,
+    Plan,
+    Quiesced,
+    Resume,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)
+
+SHORT_BLOCKS = 4  # of programs/paced.py
+MANY = 1_000_000  # steps: until it is stopped
+QUIET_S = 1.0
+PEER_EVERY = 4
+TOLD_S = 2.0  # after which a driver knows anyway: a call to a dead Ray actor fails after about that
+FREED = Bound(
+    "freed_s", "shutting gloo's sockets frees a rank in 1 ms, and nothing may wait for the group's timeout of 60 s", most=2.0
+)
+LOSS = Bound(
+    "worst_loss_difference",
+    "tests/e2e/runs.py holds 5e-4 (absolute, float32) over a whole run of AdamW that was resized",
+    most=5e-4,
+)
+NONE_LOST = Bound("steps_lost", "a change that is known beforehand costs no step", most=0)
+KEPT = Bound("steps_before_acknowledged_copy", "a loss costs at most the steps since the last acknowledged peer copy", most=0)
+CONTENT = Bound("content_equal", "position-keyed digests of all tensors before and after the move", least=1)
+
+
+# ------------------------------------------------------------------------------------------------ a hung collective
+
+
+def abort_layouts(n: int) -> list[Layout]:
+    """Sharded data parallelism over all ranks, and the layout that has most axes at once."""
+    mixed = [one for one in layouts(n) if one.dp_replicate == 1]
+    most = max(mixed, key=lambda one: ((one.pp > 1) + (one.tp > 1) + (one.dp_shard > 1), -abs(one.pp - one.tp)))
+    return list(dict.fromkeys([Layout(dp_shard=n), most]))
+
+
+def abort_task(lab: Lab) -> Task:
+    found = abort_layouts(lab.place.ranks)
+    names = tuple(f"abort {layout}" for layout in found)
+    return Task(names, lambda limit: _abort(lab, found, limit), least_s=10.0, weight=1.0, where=lab.place.where)
+
+
+def _abort(lab: Lab, found: list[Layout], limit: Limit) -> Iterator[Check]:
+    for layout in found:
+        with lab.crew(limit) as crew:
+            crew.open(job_of("abort", program_file("small"), MANY), lab.run_folder())
+            yield _hang(crew, layout)
+
+
+def _hang(crew: Crew, layout: Layout) -> Check:
+    plan = plan_of(1, layout, crew.workers, N_BLOCKS)
+    crew.enter(plan)
+    crew.stepped(plan, 3)
+    hung, others = plan.ranks[-1], plan.ranks[:-1]
+    crew.stop(hung)
+    _quiet(crew, plan)
+    asked = time.monotonic()
+    crew.abort(1, others)
+    freed = crew.left(plan, others, broken=True)
+    crew.kill(hung)
+    after = plan_of(2, Layout(dp_shard=len(others)), others, N_BLOCKS)
+    crew.log.clear()
+    crew.enter(after)
+    crew.until(lambda: bool(crew.events(StepDone, 2)), "a step of those that were freed", broken=True)
+    figures = {
+        "freed_s": max(freed.values()) - asked, "ranks_freed": len(others),
+        "stepping_again_s": crew.when(StepDone, 2)[0] - asked,
+    }  # fmt: skip
+    leave(crew, after)
+    return judge(f"abort {layout}", figures, [FREED])
+
+
+def _quiet(crew: Crew, plan: Plan) -> None:
+    """Waits until all ranks hang in a collective: no step has come for a while."""
+
+    def quiet() -> bool:
+        return time.monotonic() - max(crew.when(StepDone, plan.generation)) > QUIET_S
+
+    crew.until(quiet, "a hung collective", most_s=20.0)
+
+
+def leave(crew: Crew, plan: Plan) -> None:
+    for worker in plan.ranks:
+        crew.call(worker, "quiesce", plan.generation, False)
+    crew.left(plan, plan.ranks, broken=True)
+
+
+# ------------------------------------------------------------------------------------------------ kill, growth, notice
+
+
+@dataclass
+class Story:
+    """What happened to one job: its plans, when each event came, and the losses of the steps that were kept."""
+
+    crew: Crew
+    cold_s: float  # from the start of the processes to the first step
+    plans: list[Plan] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+
+    def note(self) -> None:
+        """A step that was done again counts as it was done last."""
+        for event in sorted(self.crew.events(StepDone), key=lambda e: e.generation):
+            self.losses[event.step] = event.train_loss
+
+    def last_step(self, generation: int) -> int:
+        return max(e.step for e in self.crew.events(StepDone, generation))
+
+
+def story_task(lab: Lab) -> Task:
+    return Task(("kill", "growth", "notice"), lambda limit: _story(lab, limit), least_s=20.0, weight=1.5, where=lab.place.where)
+
+
+def _story(lab: Lab, limit: Limit) -> Iterator[Check]:
+    job = job_of("story", program_file("paced"), MANY)
+    run = lab.run_folder()
+    lab.drop()  # so that a cold start is seen
+    with lab.crew(limit) as crew:
+        crew.open(job, run)
+        first = plan_of(1, Layout(dp_shard=crew.n), crew.workers, SHORT_BLOCKS, peer_every=PEER_EVERY)
+        crew.enter(first)
+        crew.stepped(first, 1)
+        story = Story(crew, time.monotonic() - crew.started_s, [first])
+        figures = [_kill(story)]
+        crew.reopen(crew.n - 1, job, run)
+        crew.until(lambda: _prepared_again(crew), "the new worker prepared", broken=True)
+        figures += [_move(story, crew.n), _move(story, crew.n - 1)]
+        leave(crew, story.plans[-1])
+        story.note()
+        alone = losses("unpaced", job, max(story.losses), limit)
+    bounds = (_kill_bounds(), [NONE_LOST, CONTENT, LOSS, _faster()], [NONE_LOST, CONTENT, LOSS, _faster()])
+    for i, name in enumerate(("kill", "growth", "notice")):
+        since = int(figures[i].pop("from_step"))
+        of_its_own = {step: loss for step, loss in story.losses.items() if step > since}
+        figures[i] |= {"worst_loss_difference": worst_difference(of_its_own, alone), "cold_start_s": story.cold_s}
+        figures[i]["pause_vs_cold_start"] = figures[i]["pause_s"] / story.cold_s
+        yield judge(name, figures[i], bounds[i])
+
+
+def _faster() -> Bound:
+    return Bound(
+        "pause_vs_cold_start", "a change must take less than starting the same processes again, seen in the same run", most=1.0
+    )
+
+
+def _kill_bounds() -> list[Bound]:
+    return [KEPT, CONTENT, LOSS, _faster()]
+
+
+def _prepared_again(crew: Crew) -> bool:
+    return len(crew.events(NodePrepared)) > crew.n
+
+
+def _kill(story: Story) -> dict[str, float]:
+    """SIGKILL for the last rank; the others go on from memory."""
+    crew, old = story.crew, story.plans[-1]
+    crew.until(lambda: bool(_acknowledged(crew)), "a peer copy")
+    crew.stepped(old, PEER_EVERY + 2)
+    lost, survivors = old.ranks[-1], old.ranks[:-1]
+    killed = time.monotonic()
+    crew.kill(lost)
+    told_s = killed + TOLD_S
+    crew.until(lambda: bool(crew.events(WorkerFailed, 1)) or time.monotonic() > told_s, "the others notice", broken=True)
+    noticed_s = time.monotonic() - killed
+    crew.abort(1, survivors)
+    crew.left(old, survivors, broken=True)
+    newest, copied = story.last_step(1), max(_acknowledged(crew))
+    resume = _from_memory(crew, old, survivors)
+    plan = plan_of(
+        2, Layout(dp_shard=len(survivors)), survivors, SHORT_BLOCKS, resume=resume, peer_every=PEER_EVERY, cause="loss"
+    )
+    story.plans.append(plan)
+    crew.enter(plan)
+    crew.until(lambda: bool(crew.events(StepDone, 2)), "a step after the kill", broken=True)
+    pause_s = crew.when(StepDone, 2)[0] - killed
+    return {
+        "pause_s": pause_s, "noticed_s": noticed_s, "steps_lost": max(0, newest - resume.step),
+        "steps_before_acknowledged_copy": max(0, copied - resume.step), "content_equal": _content(crew, plan, len(survivors)),
+        "from_step": resume.step,
+    }  # fmt: skip
+
+
+def _acknowledged(crew: Crew) -> list[int]:
+    return [e.copy.step for e in crew.events(CopyStored) if e.copy.kind == "peer"]
+
+
+def _from_memory(crew: Crew, old: Plan, survivors: tuple[WorkerId, ...]) -> Resume:
+    """The newest step whose every box one of the survivors holds."""
+    newest = {e.worker: e for e in crew.events(Quiesced) if e.worker in survivors}
+    held: list[Holding] = [h for q in newest.values() for h in q.holdings if h.generation == old.generation]
+    whole = [step for step in {h.step for h in held} if covered(old, [h for h in held if h.step == step])]
+    if not whole:
+        raise Failed(f"the survivors hold no whole copy of the state; they hold {[(h.kind, h.rank, h.step) for h in held]}")
+    step = max(whole)
+    return Resume("peer", step, old.generation, old.layout, old.layers, tuple(h for h in held if h.step == step))
+
+
+def _move(story: Story, n: int) -> dict[str, float]:
+    """To `n` ranks, live: those that leave only send. From the last step before to the first one after."""
+    crew, old = story.crew, story.plans[-1]
+    crew.until(lambda: len(crew.events(StepDone, old.generation)) >= 3, "steps before the move", broken=True)
+    cause = "growth" if n > len(old.ranks) else "notice"
+    plan = plan_of(
+        old.generation + 1, Layout(dp_shard=n), crew.workers, SHORT_BLOCKS, resume=live(old), peer_every=PEER_EVERY, cause=cause
+    )
+    story.plans.append(plan)
+    crew.enter(plan)
+    crew.until(lambda: len(crew.events(StepDone, plan.generation)) >= 2, f"steps after the {cause}", broken=True)
+    before, after = crew.when(StepDone, old.generation), crew.when(StepDone, plan.generation)
+    first = crew.events(StepDone, plan.generation)[0].step
+    pause_s = after[0] - before[-1] - (after[1] - after[0])
+    return {
+        "pause_s": max(0.0, pause_s), "steps_lost": abs(first - 1 - story.last_step(old.generation)),
+        "content_equal": _content(crew, plan, max(n, len(old.ranks))), "from_step": first - 1,
+    }  # fmt: skip
+
+
+def _content(crew: Crew, plan: Plan, n: int) -> int:
+    """1 = the digests of all tensors before and after the move agree. Waits for them."""
+    number = plan.generation
+    crew.until(lambda: len(crew.events(DigestPart, number)) >= n, f"digests of generation {number}", broken=True)
+    return int(digests_agree(crew.events(DigestPart, number)))
+
+
+def digests_agree(parts: list[DigestPart]) -> bool:
+    before = sum(p.before for p in parts if p.before is not None) % 2**64
+    after = sum(p.after for p in parts if p.after is not None) % 2**64
+    return before == after and any(p.after is not None for p in parts)

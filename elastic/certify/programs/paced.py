@@ -1,0 +1,21 @@
+"""The unpaced program with steps long enough that ranks can come and go between them."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from elastic.certify.programs.unpaced import program as unpaced
+from elastic.models.llama import loss_sum
+
+PACE_S = 0.05
+
+
+def loss(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Waits, so that a run goes on for as long as the events take."""
+    time.sleep(PACE_S)
+    return loss_sum(output, batch)
+
+
+program = replace(unpaced, loss=loss)

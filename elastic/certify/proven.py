@@ -1,0 +1,148 @@
+"""Writes docs/proven.md: each claim of the README, and where it ran, from the results that certify left in docs/certified.
+
+`python -m elastic.certify.proven` in the repository's root; with `--check` it only says whether the file is what it should be.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from elastic.certify.claims import Claim, stated
+from elastic.certify.place import Kind
+from elastic.certify.result import Check, Report, shown
+from elastic.certify.tasks import HERE
+from elastic.errors import SpecError
+
+README, RESULTS, PAGE = "README.md", "docs/certified", "docs/proven.md"
+COLUMNS: Mapping[Kind, str] = {"cpu-gloo": "CPU gloo", "one-gpu": "One GPU", "several-gpus": "Several GPUs"}
+COMMAND = "python -m elastic.certify.proven"
+INTRO = f"""# What was shown where
+
+Each claim of the [README](../README.md), and where `elastic certify` has tried it. Made by `{COMMAND}` from the results in
+[certified/](certified); [certify.md](certify.md) says what each check does and how to run it on your own machine.
+
+- **pass**: every check named for the claim passed there. **part**: those that ran passed, others were not run.
+- **not run**: nobody has run it there, or its minutes were spent; it may work, nothing here says so.
+- **ran**: the claim names figures of one machine. The checks passed their own, wider bounds; what they measured stands beside.
+- A claim that certify has no check for is held by the tests of this repository alone, on the CPU with gloo.
+"""
+
+
+def read_results(folder: Path) -> dict[str, Report]:
+    """File name -> result. Raises SpecError for a file that is none."""
+    out = {}
+    for file in sorted(folder.glob("*.json")):
+        try:
+            out[file.name] = Report.from_plain(json.loads(file.read_text()), str(file))
+        except ValueError as error:
+            raise SpecError(f"{file}: not JSON ({error}); run elastic certify --json again") from error
+    return out
+
+
+def page(readme: str, results: Mapping[str, Report]) -> str:
+    """The text of docs/proven.md."""
+    for name, report in results.items():
+        if report.place.get("kind") not in COLUMNS:
+            raise SpecError(f"{name}: kind '{report.place.get('kind')}' is none of {', '.join(COLUMNS)}")
+    lines = [
+        INTRO,
+        "| claim of the README | " + " | ".join(COLUMNS.values()) + " | tests here |",
+        "|---" * (len(COLUMNS) + 2) + "|",
+    ]
+    for one in stated(readme):
+        cells = [cell(one.claim, [r for r in results.values() if r.place["kind"] == kind]) for kind in COLUMNS]
+        lines.append(f"| {_plain(one.text)} | " + " | ".join(cells) + f" | {', '.join(map(_test, one.claim.tests))} |")
+    for name, report in results.items():
+        lines += ["", *_place(name, report)]
+    return "\n".join(lines) + "\n"
+
+
+def cell(claim: Claim, reports: Sequence[Report]) -> str:
+    """What certify found of the claim in one kind of place."""
+    if not claim.checks:
+        return "no check"
+    found = [check for check in merged(reports) if any(matches(check.name, wanted) for wanted in claim.checks)]
+    failed = [check.name for check in found if check.verdict == "fail"]
+    if failed:
+        return f"**FAIL**: {', '.join(failed)}"
+    passed = [check for check in found if check.verdict == "pass"]
+    if not passed:
+        return "not run"
+    missing = [wanted for wanted in claim.checks if not any(matches(check.name, wanted) for check in passed)]
+    missing += [check.name for check in found if check.verdict == "not run" and check.name not in missing]
+    n = f"{len(passed)} check{'' if len(passed) == 1 else 's'}"
+    word = "part" if missing else "ran" if claim.figures else "pass"
+    rest = f"; not run: {', '.join(missing)}" if missing else ""
+    seen = [f"{check.name}: {_figures(check, claim)}" for check in passed if claim.figures]
+    return "; ".join([f"{word} ({n}{rest})", *seen])
+
+
+def _figures(check: Check, claim: Claim) -> str:
+    return ", ".join(f"{name} {shown(check.figures[name])}" for name in claim.figures if name in check.figures)
+
+
+def matches(name: str, wanted: str) -> bool:
+    return name.startswith(wanted[:-1]) if wanted.endswith("*") else name == wanted
+
+
+def merged(reports: Sequence[Report]) -> list[Check]:
+    """One check per name: a failure counts before a pass, and that before one that was not run."""
+    order = ("fail", "pass", "not run")
+    best: dict[str, Check] = {}
+    for check in (check for report in reports for check in report.checks):
+        known = best.get(check.name)
+        if known is None or order.index(check.verdict) < order.index(known.verdict):
+            best[check.name] = check
+    return list(best.values())
+
+
+def _place(name: str, report: Report) -> list[str]:
+    place = report.place
+    gpus = f", {' and '.join(map(str, place['gpus']))}" if place["gpus"] else ""
+    counts = f"{report.count('pass')} passed, {report.count('fail')} failed, {report.count('not run')} not run"
+    lines = [
+        f"## {COLUMNS[place['kind']]}: [{name}](certified/{name})",
+        "",
+        f"{place['at']}, {place.get('on', HERE)}: {place['ranks']} ranks{gpus}, {place['cpus']} CPU cores (load "
+        f"{place['load_1min']} at the end), torch {place['torch']}, Ray {place['ray']}, Python {place['python']}. {counts}, in "
+        f"{report.seconds:.0f} s of the {report.budget_s / 60:g} minutes given{', interrupted' if report.interrupted else ''}.",
+        "",
+        "| check | verdict | where | numbers | held against |",
+        "|---|---|---|---|---|",
+    ]
+    for check in report.checks:
+        numbers = ", ".join(f"{key} {shown(value)}" for key, value in check.figures.items())
+        text = "; ".join(part for part in (numbers, _plain(check.why)) if part)
+        lines.append(f"| {check.name} | {check.verdict} | {check.where} | {text} | {'; '.join(map(str, check.bounds))} |")
+    return lines
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _test(path: str) -> str:
+    return f"[{Path(path).stem}](../{path})"
+
+
+def main(words: Sequence[str]) -> int:
+    """Returns the exit code."""
+    try:
+        text = page(Path(README).read_text(), read_results(Path(RESULTS)))
+    except (SpecError, FileNotFoundError) as error:
+        print(f"elastic: {error}", file=sys.stderr)
+        return 2
+    if "--check" in words:
+        same = Path(PAGE).is_file() and Path(PAGE).read_text() == text
+        print(f"{PAGE} is what the results say" if same else f"{PAGE} is not what the results say: {COMMAND}")
+        return 0 if same else 1
+    Path(PAGE).write_text(text)
+    print(f"{PAGE} is written")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

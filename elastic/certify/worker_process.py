@@ -1,0 +1,66 @@
+"""One worker process without Ray: a Session behind a pipe. Ends with the process that started it, also when it is stopped."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any
+
+from elastic.cluster.processes import die_with_parent
+
+SESSION = "elastic.worker.session:Session"
+POLL_S = 0.5
+ENVIRONMENT = {  # must stand before torch is imported; the same as elastic.worker.groups.NCCL_ENVIRONMENT
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+    "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+
+
+class Served:
+    """A session for one job after another. Calls come as (name, arguments): 'open' makes one (serial, WorkerId, job, run uri),
+    the others are its methods. `put` gets its messages as (serial, event)."""
+
+    def __init__(self, put: Callable[[Any], None], session_name: str) -> None:
+        module, _, name = session_name.partition(":")
+        self.make = getattr(import_module(module), name)
+        self.put = put
+        self.session: Any = None
+
+    def __call__(self, called: str, arguments: Sequence[Any]) -> None:
+        if called != "open":
+            getattr(self.session, called)(*arguments)
+            return
+        if self.session is not None:
+            self.session.close()
+        serial, *rest = arguments
+        self.session = self.make(*rest)
+        threading.Thread(target=self._forward, args=(self.session, serial), daemon=True).start()
+
+    def _forward(self, session: Any, serial: int) -> None:
+        ack = 0
+        while not session._closed:
+            for number, event in session.poll(ack, POLL_S).messages:
+                ack = number
+                self.put((serial, event))
+
+
+def serve(pipe: Connection, environment: Mapping[str, str], session_name: str) -> None:
+    """Calls come and messages go through the pipe."""
+    die_with_parent()
+    os.environ.update({**ENVIRONMENT, **environment})
+    lock = threading.Lock()
+
+    def put(message: Any) -> None:
+        with lock:
+            pipe.send(message)
+
+    served = Served(put, session_name)
+    while True:
+        try:
+            called, arguments = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        served(called, arguments)

@@ -1,0 +1,115 @@
+"""What a worker process prints, Python or not: into a file of its own, of bounded size; the lines of rank 0 to the driver too.
+
+The file stands at file descriptors 1 and 2 themselves, so that the last words of a process that crashes are in it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+FILE_BYTES = 16 << 20  # then the file becomes FILE.1, in place of an older one
+FILES_KEPT = 256  # in a run's folder: nodes come and go for months
+TELL_BYTES = 64 << 10  # told at once; of more only the newest part
+WORDS_BYTES = 4000  # of which the last words are taken
+MARK = "--- elastic: "  # what the file itself says; not told
+
+
+class Output:
+    """Takes standard output and standard error of this process, from here on. Raises OSError where the file cannot be made at
+    first; later troubles with it (a full disk, a folder that somebody clears) cost output and nothing else."""
+
+    def __init__(self, folder: str, worker: str) -> None:
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", worker)
+        self.path = Path(folder, f"{name}-{os.getpid()}.log")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _prune(self.path.parent)
+        self._lock = threading.Lock()
+        self._file = -1  # also at 1 and 2, unless the program has put something else there
+        self._tells = False
+        self._told_bytes = 0  # up to where the file was told
+        self._left: tuple[str, ...] = ()  # lines of a generation that is over, not told yet
+        self._begin_file(f"the output goes on in {self.path}")
+
+    def begin(self, text: str, tells: bool) -> None:
+        """A generation begins: said in the file; `tells`: from here on `take` gives what is printed."""
+        with self._lock:
+            self._left += self._lines()
+            self._told_bytes, self._tells = os.fstat(self._file).st_size, tells
+        _say(text)
+
+    def take(self) -> tuple[str, ...]:
+        """Whole lines that were printed since the last call, where they are to be told."""
+        with self._lock:
+            lines, self._left = self._left + self._lines(), ()
+            with suppress(OSError):  # tried again at the next call
+                self._renew()
+            return lines
+
+    def _renew(self) -> None:
+        """A new file for one that is full, or that somebody has removed."""
+        state = os.fstat(self._file)
+        if not state.st_nlink:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._begin_file(f"{self.path} was removed")
+        elif state.st_size > FILE_BYTES:
+            os.replace(self.path, f"{self.path}.1")
+            self._begin_file(f"{self.path}.1 is full")
+
+    def _begin_file(self, why: str) -> None:
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        _say(why)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._told_bytes = file, 0
+
+    def _lines(self) -> tuple[str, ...]:
+        try:
+            return self._newest()
+        except OSError:
+            return ()
+
+    def _newest(self) -> tuple[str, ...]:
+        n_bytes = os.fstat(self._file).st_size
+        if not self._tells or n_bytes <= self._told_bytes:
+            return ()
+        begin = max(self._told_bytes, n_bytes - TELL_BYTES)
+        found = os.pread(self._file, n_bytes - begin, begin)
+        if len(found) < TELL_BYTES:  # else a line without an end, which is told in parts
+            found = found[: found.rfind(b"\n") + 1]
+        missed = [f"... {begin - self._told_bytes:,} bytes are in {self.path} only"] if begin > self._told_bytes else []
+        self._told_bytes = begin + len(found)
+        texts = found.decode(errors="replace").split("\n")
+        lines = (text.rstrip("\r").rpartition("\r")[2] for text in (texts if texts[-1] else texts[:-1]))  # a bar's last state
+        return (*missed, *(line for line in lines if not line.startswith(MARK)))
+
+
+def last_words(folder: str, pid: int) -> str:
+    """The end of what a process has printed, in one line; '' = nothing, or its file is not here."""
+    for file in Path(folder).glob(f"*-{pid}.log"):
+        with file.open("rb") as log:
+            log.seek(max(0, file.stat().st_size - WORDS_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return " ".join(" ".join(line for line in lines if not line.startswith(MARK)).split())
+    return ""
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # a full disk
+        os.write(1, f"{MARK}{text}\n".encode())
+
+
+def _prune(folder: Path) -> None:
+    with suppress(FileNotFoundError):  # another worker does the same
+        found = sorted((file.stat().st_mtime, file) for file in folder.glob("*.log*"))
+        for _, file in found[: max(0, len(found) - FILES_KEPT)]:
+            file.unlink()

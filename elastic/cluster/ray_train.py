@@ -1,0 +1,339 @@
+"""ray.train's own types in and out: configurations become keys of a job, a run becomes a `ray.train.Result`.
+
+Public names of `ray.train` only. Each field is mapped or refused by name; a field that a later Ray adds is refused unless it
+has its default.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any
+
+import ray
+import ray.train
+
+from elastic.errors import SpecError
+
+POOL = "workers"  # where the job names none
+POOL_LABELS = {"elastic-pool", "pool", "ray.io/node-group"}
+MARKET_LABEL, ACCELERATOR_LABEL = "ray.io/market-type", "ray.io/accelerator-type"
+DEPRECATED = "DEPRECATED"
+SHOWN_AT = ("DEBUG", "INFO", "NOTSET")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the configurations ask for. `job`: keys of a job; `pool`: what they say of nodes; `show`: progress."""
+
+    job: dict[str, Any]
+    pool: dict[str, Any]
+    gpu: bool
+    run_name: str
+    show: bool = True
+
+
+def wanted(scaling: ray.train.ScalingConfig | None, run: ray.train.RunConfig | None) -> Wanted:
+    """Raises SpecError that names the field that has no meaning here."""
+    scaling = scaling if scaling is not None else ray.train.ScalingConfig()
+    run = run if run is not None else ray.train.RunConfig()
+    _check_kind(scaling, ray.train.ScalingConfig, "scaling_config")
+    _check_kind(run, ray.train.RunConfig, "run_config")
+    pool, gpu = _nodes(scaling)
+    kept = _kept(run.checkpoint_config or ray.train.CheckpointConfig())
+    _check_failures(run.failure_config or ray.train.FailureConfig())
+    _check_run(run)
+    level = str(getattr(getattr(run, "logging_config", None), "log_level", "INFO"))
+    low, high = _workers(scaling)
+    job = {"min_workers": low, "max_workers": high, "storage": str(run.storage_path), **kept}
+    return Wanted(job, pool, gpu, str(run.name), level.upper() in SHOWN_AT)
+
+
+def _check_kind(given: Any, kind: type, name: str) -> None:
+    if not isinstance(given, kind):
+        raise SpecError(f"{name}: it is a {type(given).__name__}; give a ray.train.{kind.__name__}")
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _refuse_others(config: Any, known: Mapping[str, Any], why: Mapping[str, str]) -> None:
+    """Every field that is not in `known` must have its default; `why` says what would be right instead."""
+    name = type(config).__name__
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in known or value == _default(field) or value in (None, {}, [], DEPRECATED):
+            continue
+        reason = why.get(field.name, "this version of elastic does not know what it should mean; leave it out")
+        raise SpecError(f"{name}({field.name}={_short(value)}): {reason}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ------------------------------------------------------------------------------------------------ ScalingConfig
+
+_SCALING_WHY = {
+    "use_tpu": "elastic trains on CPUs and NVIDIA GPUs; leave it out",
+    "topology": "it is that of TPUs; leave it out",
+    "trainer_resources": "the driver is this process and reserves nothing; leave it out",
+    "elastic_resize_monitor_interval_s": "nodes that come or go are heard of at once, nothing is polled; leave it out",
+}
+
+
+def _workers(scaling: Any) -> tuple[int, int]:
+    given = scaling.num_workers
+    low, high = given if isinstance(given, tuple) else (given, given)
+    if low < 1:
+        raise SpecError(
+            f"ScalingConfig(num_workers={given}): 0 is Ray Train's local mode; for one process without Ray run "
+            "python -m elastic.worker JOB, else give at least 1"
+        )
+    return int(low), int(high)
+
+
+def _nodes(scaling: Any) -> tuple[dict[str, Any], bool]:
+    """What is said of the pool, and whether its workers are GPUs."""
+    known = ("num_workers", "use_gpu", "resources_per_worker", "placement_strategy", "accelerator_type", "label_selector")
+    _refuse_others(scaling, dict.fromkeys(known), _SCALING_WHY)
+    gpu = bool(scaling.use_gpu)
+    _check_resources(scaling.resources_per_worker or {}, gpu)
+    if scaling.placement_strategy != "PACK":
+        raise SpecError(
+            f"ScalingConfig(placement_strategy='{scaling.placement_strategy}'): the planner places ranks by the layout (tp and "
+            "cp inside a node), and no placement group is made; leave it out"
+        )
+    pool: dict[str, Any] = {}
+    if scaling.accelerator_type:
+        if not gpu:
+            raise SpecError(f"ScalingConfig(accelerator_type='{scaling.accelerator_type}'): it needs use_gpu=True")
+        pool["accelerator_type"] = scaling.accelerator_type
+    return pool | _by_labels(getattr(scaling, "label_selector", None), gpu), gpu
+
+
+def _check_resources(given: Mapping[str, float], gpu: bool) -> None:
+    own = {"CPU": 1, "GPU": 1} if gpu else {"CPU": 1}
+    for name, value in given.items():
+        if own.get(name) != value:
+            one = "one GPU" if gpu else "one process (use_gpu=False)"
+            raise SpecError(
+                f"ScalingConfig(resources_per_worker={{'{name}': {value}}}): nodes are taken whole, a worker is {one} of "
+                "them and reserves nothing else; leave it out, or describe the nodes in job['pools']"
+            )
+
+
+def _by_labels(selector: Any, gpu: bool) -> dict[str, Any]:
+    if not selector:
+        return {}
+    if not isinstance(selector, Mapping):
+        raise SpecError("ScalingConfig(label_selector=[...]): workers are all alike; give one selector, not one for each")
+    found: dict[str, Any] = {}
+    for label, value in selector.items():
+        if label in POOL_LABELS:
+            found["name"] = value
+        elif label == MARKET_LABEL and value in ("spot", "on-demand"):
+            found["market_type"] = value
+        elif label == ACCELERATOR_LABEL and gpu:
+            found["accelerator_type"] = value
+        else:
+            there = ", ".join(sorted({*POOL_LABELS, MARKET_LABEL, ACCELERATOR_LABEL}))
+            raise SpecError(
+                f"ScalingConfig(label_selector={{'{label}': '{value}'}}): nodes are told apart by {there} (market types spot "
+                "and on-demand, accelerators with use_gpu=True); use one of these"
+            )
+    return found
+
+
+def pools(asked: Wanted, on_cluster: bool) -> list[dict[str, Any]]:
+    """The pool that the configurations describe: nodes of this machine, or those of the cluster that this process is in."""
+    low, high = asked.job["min_workers"], asked.job["max_workers"]
+    if on_cluster:
+        kind = "GPU" if asked.gpu else "CPU"
+        sizes = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
+        each = max(1, min(high, max(sizes, default=1)))
+        n_nodes = high  # the nodes that there are, and those that come, may be smaller
+    else:
+        each = 2 if high >= 4 and not (low % 2 or high % 2) else 1
+        n_nodes = -(-high // each)
+    pool = {"name": POOL, "accelerator_type": "GPU" if asked.gpu else "CPU", "market_type": "owned"} | asked.pool
+    return [pool | {"gpus_per_node": each, "max_nodes": n_nodes}]
+
+
+def check_pools(asked: Wanted, kinds: Sequence[str]) -> None:
+    """The job's own pools, of these accelerator types, and what the configurations say of nodes. Raises SpecError."""
+    if asked.pool:
+        name = next(iter(asked.pool))
+        raise SpecError(f"job['pools'] and ScalingConfig both say what the nodes are ({name}): two ways at once; give one")
+    other = [kind for kind in kinds if (kind == "CPU") == asked.gpu]
+    if other:
+        raise SpecError(f"ScalingConfig(use_gpu={asked.gpu}), but a pool of the job is of {other[0]}s; make them agree")
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[str | None]:
+    """Address of the cluster that this process is connected to, else connected to `address` meanwhile; None = neither."""
+    if ray.is_initialized():
+        yield ray.get_runtime_context().gcs_address
+        return
+    if address is not None:
+        ray.init(address, log_to_driver=False)
+    try:
+        yield address
+    finally:
+        if address is not None:
+            ray.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------ RunConfig
+
+_RUN_WHY = {
+    "storage_filesystem": "give storage_path as a folder or an s3:// URI; credentials and endpoint come from the environment",
+    "callbacks": "nothing calls back into a run; read its journal (elastic status RUN, elastic.observe)",
+    "worker_runtime_env": "workers import what stands beside program.py; set variables where the nodes are started",
+}
+_FAILURE_WHY = {
+    "max_preemption_failures": "a notice or a loss never ends a run; a budget or a deadline of the job can",
+    "controller_failure_limit": "the driver is this process; start it again with the same RunConfig(name) and the run goes on",
+    "relax_collectives_on_preemption": "no collective waits for a rank that is gone; leave it out",
+    "preemption_grace_s": "survivors are not torn down at a deadline; leave it out",
+    "fail_fast": "errors of the program end the run at once; leave it out",
+}
+
+
+def _check_run(run: Any) -> None:
+    known = ("name", "storage_path", "failure_config", "checkpoint_config", "logging_config")
+    _refuse_others(run, dict.fromkeys(known), _RUN_WHY)
+
+
+def _check_failures(failures: Any) -> None:
+    _refuse_others(failures, {"max_failures": None}, _FAILURE_WHY)
+    if failures.max_failures not in (0, -1):
+        raise SpecError(
+            f"FailureConfig(max_failures={failures.max_failures}): losses are not counted and never end a run, errors of the "
+            "program are never retried; give 0 or -1, both mean that"
+        )
+
+
+def _kept(checkpoints: Any) -> dict[str, Any]:
+    """Which durable copies stay."""
+    known = ("num_to_keep", "checkpoint_score_attribute", "checkpoint_score_order")
+    why = {"checkpoint_frequency": "give job['durable_every']", "checkpoint_at_end": "the last step is always stored"}
+    _refuse_others(checkpoints, dict.fromkeys(known), why)
+    n, score, order = checkpoints.num_to_keep, checkpoints.checkpoint_score_attribute, checkpoints.checkpoint_score_order
+    if score is None:
+        return {"keep_every": 1} if n is None else {"keep_last": n}
+    if score != "validation_loss" or order != "min":
+        raise SpecError(
+            f"CheckpointConfig(checkpoint_score_attribute='{score}', checkpoint_score_order='{order}'): copies are kept by "
+            "validation_loss, lowest first; give 'validation_loss' and 'min'"
+        )
+    return {"keep_every": 1} if n is None else {"keep_best": n, "keep_last": 1}
+
+
+# ------------------------------------------------------------------------------------------------ inside a TorchTrainer
+
+
+def train_loop(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `train_loop_per_worker` for an ordinary TorchTrainer: runs a JOB at the fixed layout of its workers.
+
+    train_loop_config: job (a folder that every worker sees), layout, set (keys over job.yaml), storage (shared; the run's own
+    copies, of which each worker group goes on), run_name. Every durable copy is reported, with the metrics of its step; the
+    summary of the run is returned. Raises SpecError, ProgramError; anything else that ends a rank is a RuntimeError.
+    """
+    from elastic.spec import load_job
+    from elastic.worker.alone import Alone, Wishes
+
+    given = dict(config)
+    unknown = sorted(set(given) - {"job", "layout", "set", "storage", "run_name"})
+    if unknown or "job" not in given:
+        what = f"unknown key '{unknown[0]}'" if unknown else "key 'job' is missing"
+        raise SpecError(f"train_loop_config: {what}; keys are job, layout, set, storage, run_name")
+    overrides = [f"{key}={json.dumps(value)}" for key, value in dict(given.get("set") or {}).items()]
+    spec = load_job(given["job"], overrides)
+    if not (given.get("storage") or spec.storage or os.environ.get("ELASTIC_STORAGE")):
+        raise SpecError("train_loop_config: key 'storage' is missing; give a folder or s3:// URI that every worker reaches")
+    said = logging.getLogger("elastic").info
+    wishes = Wishes(
+        given.get("layout"), given.get("run_name"), given.get("storage"), hear=lambda event: said("%s", event), on_copy=_report
+    )
+    ended = Alone(spec, wishes).to_the_end()
+    if ended.outcome != "succeeded":
+        raise RuntimeError(f"{ended.run}: {ended.reason}")
+    return ended.summary()
+
+
+def _report(copy: Any) -> None:
+    """On every worker, in the same order; rank 0 gives the folder."""
+    leads = ray.train.get_context().get_world_rank() == 0
+    ray.train.report(dict(copy.metrics), checkpoint=ray.train.Checkpoint(copy.uri) if leads else None)
+
+
+# ------------------------------------------------------------------------------------------------ Result
+
+
+@dataclass(frozen=True)
+class Told:
+    """A finished run as plain data. `rows`: one per step; `copies`: durable ones (uri, step), newest first."""
+
+    folder: str
+    summary: dict[str, Any]
+    rows: list[dict[str, Any]]
+    copies: list[tuple[str, int]]
+    error: str = ""
+
+
+def result_of(told: Told) -> ray.train.Result:
+    """As `TorchTrainer.fit` gives it; the data frame has a row per step."""
+    import pandas
+
+    by_step = {row["step"]: row for row in told.rows}
+    last = by_step[max(by_step)] if by_step else {}
+    plain = {key: value for key, value in told.summary.items() if isinstance(value, str | int | float) or value is None}
+    best = [(ray.train.Checkpoint(uri), by_step.get(step, {"step": step})) for uri, step in told.copies]
+    return ray.train.Result(
+        metrics={**plain, **last},
+        checkpoint=best[0][0] if best else None,
+        error=failure(told.error) if told.error else None,
+        path=told.folder,
+        metrics_dataframe=pandas.DataFrame(list(by_step.values())),
+        best_checkpoints=best,
+    )
+
+
+def failure(reason: str) -> Exception:
+    """What `fit` raises, as that of Ray Train does."""
+    return ray.train.TrainingFailedError(reason)
+
+
+def read_checkpoint(checkpoint: ray.train.Checkpoint, use: Callable[[str], Any]) -> Any:
+    """Calls `use` with a folder, or an s3:// URI, that holds the checkpoint. Raises SpecError when it is no DCP folder."""
+    if not isinstance(checkpoint, ray.train.Checkpoint):
+        raise SpecError(f"resume_from_checkpoint: it is a {type(checkpoint).__name__}; give a ray.train.Checkpoint")
+    kind = checkpoint.filesystem.type_name if checkpoint.filesystem is not None else "local"
+    if kind == "local":
+        return _used(checkpoint.path, checkpoint.path, use)
+    if kind == "s3":
+        return use(f"s3://{checkpoint.path}")
+    with checkpoint.as_directory() as folder:
+        return _used(folder, f"{kind}:{checkpoint.path}", use)
+
+
+def _used(folder: str, shown: str, use: Callable[[str], Any]) -> Any:
+    from pathlib import Path
+
+    path = Path(folder)
+    if not (path / ".metadata").is_file():
+        found = sorted(entry.name for entry in path.iterdir())[:4] if path.is_dir() else []
+        there = f"it holds {', '.join(found)}" if found else "nothing is there"
+        raise SpecError(
+            f"resume_from_checkpoint {shown}: no folder of torch.distributed.checkpoint ({there}, no .metadata); save it by "
+            "dcp.save({'model': ..., 'optimizer': ...}), the states by get_state_dict"
+        )
+    return use(folder)

@@ -1,0 +1,71 @@
+"""Items of a step -> one batch of NumPy arrays; what is wrong with them in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from elastic.errors import ElasticError, ProgramError
+
+Stack = Callable[[str, list[Any]], Any]
+
+
+def collated(items: Sequence[Mapping[str, Any]], stack: Stack) -> dict[str, Any]:
+    """`stack`(key, values) for each key of the items. Raises ProgramError where they are no dicts of equal keys."""
+    if not items:
+        raise ProgramError("a batch needs at least one item")
+    for item in items:
+        if not isinstance(item, Mapping):
+            raise ProgramError(f"an item of the dataset must be a dict of tensors, not {type(item).__name__}")
+        if item.keys() != items[0].keys():
+            raise ProgramError(f"items of one batch differ in their keys: {sorted(items[0])} and {sorted(item)}")
+    return {key: stack(key, [item[key] for item in items]) for key in items[0]}
+
+
+def check_shapes(key: str, values: list[Any]) -> None:
+    """Raises ProgramError naming the key and the shapes that differ."""
+    shapes = {tuple(getattr(value, "shape", ())) for value in values}
+    if len(shapes) > 1:
+        first, second = sorted(map(list, shapes))[:2]
+        raise ProgramError(f"items of one batch differ in the shape of '{key}': {first} and {second}")
+
+
+def stack_arrays(key: str, values: list[Any]) -> Any:
+    """[items, *shape]; a copy, since memory maps may be read-only."""
+    check_shapes(key, values)
+    found = np.stack([np.asarray(value) for value in values])
+    if found.dtype.kind not in "biufc":
+        raise ProgramError(f"'{key}' of an item cannot become a tensor: it holds {found.dtype}")
+    return found
+
+
+def batch_of(dataset: Any, ids: Sequence[int], collate: Callable[[list[Any]], dict[str, Any]]) -> dict[str, Any]:
+    """The batch of these samples; without samples what one would be, of length 0: its keys and shapes are needed all the same.
+
+    Raises Unread, which names the sample that failed.
+    """
+    sample: int | None = None
+    items = []
+    try:
+        for sample in ids if len(ids) else (0,):
+            items.append(dataset[sample])
+        sample = None
+        batch = collate(items)
+        return batch if len(ids) else {key: value[:0] for key, value in batch.items()}
+    except Exception as error:  # a boundary: the user's dataset may raise anything
+        text = str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
+        raise Unread(sample, text) from error
+
+
+class Unread(Exception):
+    """`sample` (None: all of them together) could not be read, and why."""
+
+    def __init__(self, sample: int | None, text: str) -> None:
+        super().__init__(sample, text)
+        self.sample, self.text = sample, text
+
+    def at(self, step: int) -> ProgramError:
+        where = f"sample {self.sample} of step {step}" if self.sample is not None else f"the batch of step {step}"
+        return ProgramError(f"the dataset failed at {where}: {self.text}")

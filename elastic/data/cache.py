@@ -1,0 +1,226 @@
+"""A cache on the node's own disk: remote files in blocks, read once per node, and what is built from data once.
+
+<folder>/blocks/ab/<digest of the file>-<number>   bytes of a block, then their 8-byte xxh3 sum
+<folder>/built/<name>/                             an index or tokenised text; not counted, removed by hand
+<folder>/locks/                                    between the node's processes
+
+A block is checked when a process first reads it; one that is cut off or altered is fetched again. Where the blocks exceed
+`limit_bytes`, those that were not used for the longest time go.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from elastic.errors import SpecError
+from elastic.storage import Storage
+
+LOG = logging.getLogger(__name__)
+FOLDER, LIMIT_BYTES = "ELASTIC_CACHE", 20 << 30
+BLOCK_BYTES = 4 << 20
+SUM_BYTES = 8
+N_LOCKS = 64  # blocks share them
+USED_EVERY_S = 60.0  # how exactly the last use of a block is noted
+ROOM = 0.9  # of the limit that is left when blocks had to go
+OLD_S = 3600.0  # unfinished files of this age belong to nobody
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file of a storage, as it was when it was found."""
+
+    storage: Storage
+    key: str
+    n_bytes: int
+    modified_s: float
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(f"{self.storage.uri_of(self.key)}|{self.n_bytes}|{self.modified_s}".encode()).hexdigest()[:32]
+
+
+class Cache:
+    """See the module. Any number of threads and processes of a node may use one folder. Raises SpecError where it cannot be."""
+
+    def __init__(self, folder: str | Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
+        self.folder = Path(folder or default_folder()).expanduser().absolute()
+        self.limit_bytes = limit_bytes
+        if limit_bytes < BLOCK_BYTES:
+            raise SpecError(f"cache {self.folder}: a limit of {limit_bytes} bytes holds no block of {BLOCK_BYTES}")
+        self._checked: dict[Path, int] = {}  # block -> inode that was found right
+        self._counted = False
+        try:
+            for name in ("blocks", "built", "locks"):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SpecError(f"cache {self.folder}: {error.strerror}; name a folder on the node's disk ({FOLDER})") from error
+
+    # ------------------------------------------------------------------------------------------ blocks
+
+    def read(self, file: Remote, offset: int, length: int) -> bytes:
+        """Bytes offset .. offset+length of a file; fewer when it ends before. Raises what its storage raises."""
+        end = min(offset + length, file.n_bytes)
+        parts = []
+        while offset < end:
+            number, skip = divmod(offset, BLOCK_BYTES)
+            n = min(end - offset, BLOCK_BYTES - skip)
+            parts.append(self._part(file, number, skip, n))
+            offset += n
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _part(self, file: Remote, number: int, skip: int, n: int) -> bytes:
+        path = self._path(file, number)
+        found = self._from_disk(path, _block_bytes(file, number), skip, n)
+        if found is not None:
+            return found
+        with self._lock(f"block-{(int(path.name[:8], 16) ^ number) % N_LOCKS}"):
+            found = self._from_disk(path, _block_bytes(file, number), skip, n)  # another process was quicker
+            if found is None:
+                data = self._fetched(file, number)
+                self._keep(path, data)
+                found = data[skip : skip + n]
+        return found
+
+    def _path(self, file: Remote, number: int) -> Path:
+        digest = file.digest
+        return self.folder / "blocks" / digest[:2] / f"{digest}-{number}"
+
+    def _from_disk(self, path: Path, n_block: int, skip: int, n: int) -> bytes | None:
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            at = os.fstat(handle)
+            if at.st_size != n_block + SUM_BYTES:
+                LOG.warning("%s: %d bytes, should be %d; read again", path, at.st_size, n_block + SUM_BYTES)
+                return None
+            if self._checked.get(path) != at.st_ino:
+                whole = os.pread(handle, n_block + SUM_BYTES, 0)
+                if _sum(whole[:-SUM_BYTES]) != whole[-SUM_BYTES:]:
+                    LOG.warning("%s: its checksum is wrong; read again", path)
+                    return None
+                found = whole[skip : skip + n]
+            else:
+                found = os.pread(handle, n, skip)
+            now_s = time.time()
+            if now_s - at.st_mtime > USED_EVERY_S:
+                os.utime(handle, (now_s, now_s))
+            self._checked[path] = at.st_ino
+            return found
+        finally:
+            os.close(handle)
+
+    def _fetched(self, file: Remote, number: int) -> bytes:
+        wanted = _block_bytes(file, number)
+        data = bytes(file.storage.read(file.key, number * BLOCK_BYTES, wanted))
+        if len(data) != wanted:
+            raise SpecError(
+                f"{file.storage.uri_of(file.key)}: it is shorter than the {file.n_bytes} bytes that it had when the run began; "
+                "data must not change under a run"
+            )
+        return data
+
+    def _keep(self, path: Path, data: bytes) -> None:
+        temporary = path.parent / f".{secrets.token_hex(8)}"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            temporary.write_bytes(data + _sum(data))
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            LOG.warning("%s: %s; what does not fit is read again each time", self.folder, error.strerror)
+            return
+        self._make_room(len(data) + SUM_BYTES)
+
+    # ------------------------------------------------------------------------------------------ the limit
+
+    def _make_room(self, n_bytes: int) -> None:
+        with self._lock("bytes"):
+            total = self._total() + n_bytes if self._counted else sum(size for _, size, _ in self._blocks())
+            self._counted = True
+            if total > self.limit_bytes:
+                total = self._evict()
+            (self.folder / "bytes").write_text(str(total))
+
+    def _total(self) -> int:
+        try:
+            return int((self.folder / "bytes").read_text())
+        except (FileNotFoundError, ValueError):
+            return sum(size for _, size, _ in self._blocks())
+
+    def _blocks(self) -> list[tuple[float, int, Path]]:
+        """Last use in seconds, bytes and place of each block."""
+        found = []
+        for shelf in os.scandir(self.folder / "blocks"):
+            for entry in os.scandir(shelf.path):
+                with suppress(FileNotFoundError):
+                    at = entry.stat()
+                    found.append((at.st_mtime, at.st_size, Path(entry.path)))
+        return found
+
+    def _evict(self) -> int:
+        blocks, now_s = sorted(self._blocks()), time.time()
+        total = sum(size for _, size, _ in blocks)
+        for used_s, size, path in blocks:
+            unfinished = path.name.startswith(".")
+            if (total > ROOM * self.limit_bytes and not unfinished) or (unfinished and now_s - used_s > OLD_S):
+                path.unlink(missing_ok=True)
+                self._checked.pop(path, None)
+                total -= size
+        return total
+
+    # ------------------------------------------------------------------------------------------ what is built once
+
+    def once(self, name: str, build: Callable[[Path], None], whole: Callable[[Path], bool]) -> Path:
+        """The folder built/<name>; where `whole` does not say that it is whole, `build` fills it, in one of the node's
+        processes while the others wait."""
+        folder = self.folder / "built" / name
+        with self._lock(f"built-{name}"):
+            if not whole(folder):
+                temporary = folder.with_name(f".{name}-{secrets.token_hex(4)}")
+                temporary.mkdir()
+                try:
+                    build(temporary)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    temporary.rename(folder)
+                finally:
+                    shutil.rmtree(temporary, ignore_errors=True)
+        return folder
+
+    @contextmanager
+    def _lock(self, name: str) -> Iterator[None]:
+        handle = os.open(self.folder / "locks" / name, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+
+def default_folder() -> str:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return os.environ.get(FOLDER) or f"{base}/elastic"
+
+
+def _block_bytes(file: Remote, number: int) -> int:
+    return min(BLOCK_BYTES, file.n_bytes - number * BLOCK_BYTES)
+
+
+def _sum(data: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(data)

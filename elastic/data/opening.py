@@ -1,0 +1,197 @@
+"""Opens what a job trains on: the sources that `data:` in job.yaml names, else the program's own datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic.data.cache import Cache
+from elastic.data.corpus import Corpus, FileBytes, TokenFiles, Tokenised, n_tokens
+from elastic.data.files import Files, files_at
+from elastic.data.mixture import Mixture
+from elastic.data.packing import Cut, Padded, Whole, Windows
+from elastic.data.parquet import Rows
+from elastic.data.records import Columns, HuggingFace, Jsonl, Parquet, Records
+from elastic.data.sources import split_files
+from elastic.data.streams import Stream, is_stream
+from elastic.data.tokenizers import tokenizer_of
+from elastic.data_spec import DataSpec, SourceSpec
+from elastic.errors import SpecError
+from elastic.program import Program
+from elastic.storage import open_storage
+
+TEXT = "text"  # the field, where none is named
+VALIDATION_SHARE = 0.05  # of a folder's files
+
+
+class Sets(dict[str, Any]):
+    """Several validation sets by name."""
+
+
+def dataset_of(program: Program, job: Mapping[str, Any]) -> Any:
+    """The job's training data: what its key `data.train` names, else the program's own. Raises SpecError without either."""
+    data = DataSpec.model_validate(job.get("data") or {})
+    if data.train is not None:
+        return _named("data.train", data.train, _place(job, data))
+    if program.dataset is None:
+        raise SpecError("there is no data: Program.dataset is None, and the job names no data.train")
+    dataset = program.dataset()
+    if is_stream(dataset) and not _is_map(dataset):
+        return Stream(dataset, int(job.get("global_batch") or 1))
+    return checked(dataset, "Program.dataset")
+
+
+def validation_of(program: Program, job: Mapping[str, Any]) -> Any:
+    """As `dataset_of`; `Sets` where the job names several; None = there is none."""
+    data = DataSpec.model_validate(job.get("data") or {})
+    if data.validation is not None:
+        place = _place(job, data)
+        shown = {name: "data.validation" + (f".{name}" if name else "") for name in data.validation}
+        found = Sets({name: _named(shown[name], source, place) for name, source in data.validation.items()})
+        return found[""] if [*found] == [""] else found
+    return checked(program.validation(), "Program.validation") if program.validation is not None else None
+
+
+def _is_map(dataset: Any) -> bool:
+    try:
+        return len(dataset) >= 0 and hasattr(dataset, "__getitem__")
+    except (TypeError, NotImplementedError):
+        return False
+
+
+def checked(dataset: Any, what: str) -> Any:
+    """The dataset, when it is map-style and not empty. Raises SpecError that begins with `what`."""
+    kind = type(dataset).__name__
+    if not hasattr(dataset, "__getitem__"):
+        raise SpecError(
+            f"{what}: a {kind} has no [sample id]; a dataset is map-style: len() and [sample id] -> dict of tensors"
+        )
+    try:
+        n_samples = len(dataset)
+    except (TypeError, NotImplementedError) as error:
+        raise SpecError(f"{what}: a {kind} has no len() (nor state_dict() and load_state_dict(), as a stream needs)") from error
+    if not n_samples:
+        raise SpecError(f"{what}: it has no samples")
+    return dataset
+
+
+# ------------------------------------------------------------------------------------------------ of the job
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where relative paths begin, and the node's cache."""
+
+    folder: Path
+    cache: Callable[[], Cache]
+    seed: int
+
+    def path(self, text: str) -> str:
+        return text if "://" in text else str(self.folder / Path(text).expanduser())
+
+
+def _place(job: Mapping[str, Any], data: DataSpec) -> _Place:
+    made: list[Cache] = []
+
+    def cache() -> Cache:
+        if not made:
+            made.append(Cache(data.cache, int(data.cache_gb * 1e9)))
+        return made[0]
+
+    return _Place(Path(str(job.get("folder") or ".")).absolute(), cache, int(job.get("seed") or 0))
+
+
+def _named(where: str, source: SourceSpec, place: _Place) -> Any:
+    try:
+        found = checked(_opened(source, place), where)
+        found[0]  # what no sample can be made of is seen here
+        return found
+    except SpecError as error:
+        text = str(error)
+        raise SpecError(text if text.startswith(where) else f"{where}: {text}") from error
+
+
+def _opened(source: SourceSpec, place: _Place) -> Any:
+    if source.mixture is not None:
+        return _mixture(source, place)
+    where = place.path(str(getattr(source, source.kind)))
+    if source.kind == "rows":
+        return Rows(open_storage(where))
+    if source.kind == "tokens":
+        files = files_at(where, source.pattern or "**/*.{bin,npy}", place.cache() if "://" in where else None)
+        if isinstance(source.end_token, str):
+            raise SpecError(f"end_token '{source.end_token}': a token file has ids only; give the id")
+        return _samples(TokenFiles(files, source.dtype, source.end_token, place.cache()), source, place)
+    if source.kind == "folder":
+        return _samples(_folder(where, source, place), source, place)
+    records = _records(where, source, place.cache())
+    if source.text is None and source.tokenizer is None and source.seq is None:
+        return Columns(records, source.columns)
+    return _samples(_tokenised(records, source.text or TEXT, source, place), source, place)
+
+
+def _mixture(source: SourceSpec, place: _Place) -> Mixture:
+    parts = source.parts()
+    sets = {name: _named(f"part '{name}' of the mixture", part, place) for name, part in parts.items()}
+    first, *others = sets
+    shapes = {name: _shapes(one[0]) for name, one in sets.items()}
+    for name in others:
+        if shapes[name] != shapes[first]:
+            raise SpecError(f"part '{name}' of the mixture gives {shapes[name]}, part '{first}' {shapes[first]}")
+    weights = {name: part.weight for name, part in parts.items() if part.weight is not None}
+    return Mixture(sets, weights or None, source.samples, place.seed)
+
+
+def _shapes(item: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value.dtype} {list(value.shape)}" for key, value in sorted(item.items()))
+
+
+def _records(where: str, source: SourceSpec, cache: Cache) -> Records:
+    if source.kind == "huggingface":
+        return HuggingFace(where, source.split, cache)
+    kind = Jsonl if source.kind == "jsonl" else Parquet
+    return kind(where, cache, source.pattern) if source.pattern else kind(where, cache)
+
+
+def _folder(where: str, source: SourceSpec, place: _Place) -> Corpus:
+    files = files_at(where, source.pattern or "**", place.cache() if "://" in where else None)
+    files = split_files(files, source.part or "all", VALIDATION_SHARE)
+    if source.tokenizer in (None, "bytes") and source.end_token is None:
+        return FileBytes(files)
+    return _tokenised(_FileTexts(files), "", source, place)
+
+
+def _tokenised(texts: Any, name: str, source: SourceSpec, place: _Place) -> Corpus:
+    if source.tokenizer is None:
+        raise SpecError("key 'tokenizer' is missing: bytes, the path of a tokenizer.json, or none where the field holds ids")
+    path = source.tokenizer if source.tokenizer in ("bytes", "none") else place.path(source.tokenizer)
+    end = None if source.end_token is None else str(source.end_token)
+    return Tokenised(texts, name, tokenizer_of(path, end), place.cache())
+
+
+def _samples(corpus: Corpus, source: SourceSpec, place: _Place) -> Any:
+    if source.seq is None:
+        raise SpecError("key 'seq' is missing: the tokens of a sample")
+    if source.pack == "whole":
+        return Whole(corpus, source.seq, place.cache())
+    kinds: dict[str | None, type[Windows | Cut | Padded]] = {"cut": Cut, "pad": Padded}
+    found = kinds.get(source.pack, Windows)(corpus, source.seq)
+    if not len(found):
+        raise SpecError(f"it holds {n_tokens(corpus)} tokens; one sample of seq={source.seq} needs {source.seq + 1}")
+    return found
+
+
+class _FileTexts:
+    """Each file is a text, as UTF-8."""
+
+    def __init__(self, files: Files) -> None:
+        self.files, self.digest = files, files.digest
+
+    def texts(self, name: str) -> Iterator[str]:
+        for n in range(len(self.files)):
+            yield b"".join(self.files.chunks(n)).decode("utf-8", "replace")
+
+    def where(self, index: int) -> str:
+        return self.files.uri(index)

@@ -1,0 +1,175 @@
+"""A row of tokens as samples of one length: windows, windows with document masks, or whole documents packed together.
+
+Every sample is a function of its number. A packed sample has, int64 [seq] each:
+input      token ids
+target     the next token of the same document, -100 where there is none
+document   0, 1, ... rising: which of its documents a place belongs to (filling is a document of its own)
+position   0, 1, ... from the first token of each document that is here
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic.data.cache import Cache
+from elastic.data.corpus import Corpus, n_tokens
+from elastic.errors import SpecError
+
+NO_TARGET = -100
+LOOK_AHEAD = 4096  # pieces that are packed together
+PIECES, FIRSTS = "pieces.npy", "firsts.npy"
+Item = dict[str, NDArray[np.int64]]
+
+
+class Windows:
+    """Sample i: {"input", "target"}, tokens i*seq .. i*seq+seq and one later, whatever documents they are from."""
+
+    def __init__(self, corpus: Corpus, seq: int) -> None:
+        self.corpus, self.seq = corpus, seq
+        self._n = max(0, n_tokens(corpus) - 1) // _checked(seq)
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, index: int) -> Item:
+        start = _inside(index, self._n) * self.seq
+        ids = self.corpus.read(start, start + self.seq + 1)
+        return {"input": ids[:-1], "target": ids[1:]}
+
+
+class Cut(Windows):
+    """The same windows, with document masks: a document that goes on beyond a window is cut there."""
+
+    def __getitem__(self, index: int) -> Item:
+        start = _inside(index, self._n) * self.seq
+        stop = start + self.seq
+        ids, ends = self.corpus.read(start, stop + 1), self.corpus.ends
+        at = int(np.searchsorted(ends, start, side="right"))
+        inside = np.asarray(ends[at : int(np.searchsorted(ends, stop, side="right"))]) - start  # 1 .. seq
+        begins = np.concatenate(([0], inside[inside < self.seq])).astype(np.int64)
+        target = ids[1:].copy()
+        target[inside - 1] = NO_TARGET
+        return {"input": ids[:-1], "target": target, **_masks(begins, self.seq)}
+
+
+class Whole:
+    """Documents that are not cut unless they are longer than seq, best-fit packed into samples in their own order, LOOK_AHEAD
+    at a time. The plan is made once per node and kept in the cache."""
+
+    def __init__(self, corpus: Corpus, seq: int, cache: Cache | None = None) -> None:
+        self.corpus, self.seq = corpus, _checked(seq)
+
+        def plan(into: Path) -> None:
+            pieces, firsts = packed(np.asarray(corpus.ends), seq)
+            np.save(into / PIECES, pieces)
+            np.save(into / FIRSTS, firsts)
+
+        name = f"packed-{corpus.name}-{seq}-{LOOK_AHEAD}"
+        folder = (cache or Cache()).once(name, plan, lambda at: (at / FIRSTS).is_file())
+        self._pieces: NDArray[np.int64] = np.load(folder / PIECES, mmap_mode="r")
+        self._firsts: NDArray[np.int64] = np.load(folder / FIRSTS, mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    @property
+    def filled(self) -> float:
+        """Share of the places of all samples that hold a token."""
+        return float(self._pieces[:, 1].sum()) / max(1, len(self) * self.seq)
+
+    def __getitem__(self, index: int) -> Item:
+        _inside(index, len(self))
+        pieces = self._pieces[int(self._firsts[index]) : int(self._firsts[index + 1])]
+        source, target = np.zeros(self.seq, dtype=np.int64), np.full(self.seq, NO_TARGET, dtype=np.int64)
+        begins, at = [], 0
+        for start, length, more in pieces.tolist():  # more: 1 where the document goes on behind the piece
+            ids = self.corpus.read(start, start + length + more)
+            source[at : at + length] = ids[:length]
+            target[at : at + length - 1 + more] = ids[1:]
+            begins.append(at)
+            at += length
+        if at < self.seq:
+            begins.append(at)
+        return {"input": source, "target": target, **_masks(np.asarray(begins, dtype=np.int64), self.seq)}
+
+
+class Padded:
+    """One document per sample: {"input", "target"}, cut at seq; the rest has the target -100."""
+
+    def __init__(self, corpus: Corpus, seq: int) -> None:
+        self.corpus, self.seq = corpus, _checked(seq)
+
+    def __len__(self) -> int:
+        return len(self.corpus.ends)
+
+    def __getitem__(self, index: int) -> Item:
+        stop = int(self.corpus.ends[_inside(index, len(self))])
+        start = int(self.corpus.ends[index - 1]) if index else 0
+        ids = self.corpus.read(start, min(stop, start + self.seq + 1))
+        n = min(len(ids), self.seq)
+        source, target = np.zeros(self.seq, dtype=np.int64), np.full(self.seq, NO_TARGET, dtype=np.int64)
+        source[:n] = ids[:n]
+        target[: len(ids) - 1] = ids[1:]
+        return {"input": source, "target": target}
+
+
+def packed(ends: NDArray[np.int64], seq: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The pieces [pieces, 3] (first token, length, does its document go on?) in the order of their samples, and the first piece
+    of each sample, [samples + 1]. A function of its arguments."""
+    starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
+    n_cuts = -(-(ends - starts) // seq)
+    document = np.repeat(np.arange(len(ends)), n_cuts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(n_cuts) - n_cuts, n_cuts)
+    first = starts[document] + number * seq
+    length = np.minimum(ends[document] - first, seq)
+    pieces = np.stack([first, length, (first + length < ends[document]).astype(np.int64)], axis=1)
+    order: list[int] = []
+    firsts = [0]
+    for at in range(0, len(pieces), LOOK_AHEAD):
+        for sample in _fitted(length[at : at + LOOK_AHEAD].tolist(), seq):
+            order += [at + i for i in sample]
+            firsts.append(len(order))
+    return pieces[np.asarray(order, dtype=np.int64)], np.asarray(firsts, dtype=np.int64)
+
+
+def _fitted(lengths: list[int], seq: int) -> list[list[int]]:
+    """Best-fit decreasing: each piece, the longest first, goes where it leaves the least room. Indices of each."""
+    samples: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room left, sample), rising
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        at = bisect_left(rooms, (lengths[i], -1))
+        if at < len(rooms):
+            room, sample = rooms.pop(at)
+        else:
+            room, sample = seq, len(samples)
+            samples.append([])
+        samples[sample].append(i)
+        left = (room - lengths[i], sample)
+        if left[0]:
+            rooms.insert(bisect_left(rooms, left), left)
+    return [sorted(sample) for sample in samples]
+
+
+def _masks(begins: NDArray[np.int64], seq: int) -> dict[str, Any]:
+    """Of documents that begin at these places: the first of them is 0."""
+    document = np.zeros(seq, dtype=np.int64)
+    document[begins[1:]] = 1
+    document = np.cumsum(document)
+    return {"document": document, "position": np.arange(seq, dtype=np.int64) - begins[document]}
+
+
+def _inside(index: int, n: int) -> int:
+    if not 0 <= index < n:
+        raise IndexError(f"sample {index} of {n}")
+    return index
+
+
+def _checked(seq: int) -> int:
+    if seq < 1:
+        raise SpecError(f"seq is {seq}; it must be at least 1")
+    return seq

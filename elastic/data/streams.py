@@ -1,0 +1,106 @@
+"""Iterable datasets with state_dict(): read from the front by every rank, each keeping its own share of a step.
+
+The state of the stream behind the last committed step travels with the model, so a change of the workers neither reads a sample
+twice nor passes one over, as long as the dataset goes on from its own state exactly. What it gave has no sample ids: nobody can
+check that afterwards.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from elastic.errors import ProgramError, SpecError
+from elastic.program import Program
+
+STATE = "dataset"  # the name of the stream's state among the extra state
+N_POSITIONS = 1 << 40  # a stream says of itself
+SENTENCE = (
+    "the dataset is a stream: its state travels with the model, but its samples have no ids, so that each came up exactly once "
+    "is not checked (samples_exact: null); every rank reads all of it"
+)
+
+
+def is_stream(dataset: Any) -> bool:
+    return all(callable(getattr(dataset, name, None)) for name in ("__iter__", "state_dict", "load_state_dict"))
+
+
+class Stream:
+    """An iterable dataset by positions, which must rise; position 0 can always be looked at. At its end it begins anew.
+
+    The training thread calls `taken`, `state_dict` and `load_state_dict`, another one reads.
+    """
+
+    def __init__(self, source: Any, global_batch: int) -> None:
+        self.source, self.global_batch = source, global_batch
+        self._lock = threading.Lock()
+        self._items: Any = None
+        self._first: Any = None
+        self._at = self._boundary = 0
+        self._states: dict[int, Any] = {0: deepcopy(source.state_dict())}  # at the boundaries between steps
+
+    def __len__(self) -> int:
+        return N_POSITIONS
+
+    def __getitem__(self, position: int) -> Any:
+        with self._lock:
+            if position == 0 and self._first is not None and self._at != 0:
+                return self._first
+            if position < self._at:
+                raise ProgramError(f"sample {position} of a stream was asked for, which is at {self._at} already")
+            while self._at < position:
+                self._next()
+            item = self._next()
+            self._first = item if position == 0 else self._first
+            return item
+
+    def positions(self, step: int) -> range:
+        return range(step * self.global_batch, (step + 1) * self.global_batch)
+
+    def taken(self, step: int) -> None:
+        """The batch of `step` is what is trained on now: `state_dict` is then that behind it."""
+        self._boundary = (step + 1) * self.global_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._lock:
+            while self._at < self._boundary:  # what other ranks keep of the step
+                self._next()
+            self._states = {at: state for at, state in self._states.items() if at >= self._boundary}
+            return {"at": self._boundary, "state": self._states[self._boundary]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        with self._lock:
+            self.source.load_state_dict(deepcopy(state["state"]))
+            self._items, self._at = None, int(state["at"])
+            self._boundary, self._states = self._at, {self._at: state["state"]}
+
+    def _next(self) -> Any:
+        if self._items is None:
+            self._items = iter(self.source)
+        try:
+            item = next(self._items)
+        except StopIteration:
+            self._items = iter(self.source)
+            item = next(self._items, None)
+            if item is None:
+                raise ProgramError("the dataset is a stream that gives nothing when it begins anew") from None
+        self._at += 1
+        if self._at % self.global_batch == 0:
+            self._states[self._at] = deepcopy(self.source.state_dict())  # it may be the very one that reading changes
+        return item
+
+
+def with_stream(program: Program, dataset: Any, job: Mapping[str, Any]) -> Program:
+    """The program with the stream's state as extra state, where its dataset is one. Raises SpecError where that cannot be."""
+    if not isinstance(dataset, Stream):
+        return program
+    if job.get("script"):
+        raise SpecError("elastic.loop: a stream cannot be the dataset of a script; give one with len() and [sample id]")
+    if (job.get("data") or {}).get("loader_workers"):
+        raise SpecError("data.loader_workers: a stream is read by its worker alone; leave it out")
+    if STATE in program.extra_state:
+        raise SpecError(f"extra_state['{STATE}']: the name is taken by the dataset, which is a stream; choose another")
+    return replace(program, extra_state={**program.extra_state, STATE: dataset})

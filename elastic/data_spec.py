@@ -1,0 +1,134 @@
+"""What stands under `data:` in job.yaml. Plain data: the sources themselves are opened by elastic/data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+KINDS = ("rows", "folder", "jsonl", "parquet", "huggingface", "tokens", "mixture")
+WITH_TEXT = ("folder", "jsonl", "parquet", "huggingface")
+PACKS = ("stream", "cut", "whole", "pad")
+ONLY_FOR = {
+    "pattern": ("folder", "jsonl", "parquet", "tokens"),
+    "part": ("folder",),
+    "text": ("jsonl", "parquet", "huggingface"),
+    "columns": ("jsonl", "parquet", "huggingface"),
+    "split": ("huggingface",),
+    "dtype": ("tokens",),
+    "samples": ("mixture",),
+}
+HANDED_ON = ("text", "tokenizer", "end_token", "seq", "pack")  # by a mixture to its parts
+
+
+class SourceSpec(BaseModel):
+    """Exactly one of KINDS says where the samples are; the others say how they are read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rows: str | None = None  # a folder of indexed rows, as elastic writes them
+    folder: str | None = None  # of text files
+    jsonl: str | None = None
+    parquet: str | None = None
+    huggingface: str | None = None  # a folder that save_to_disk has written
+    tokens: str | None = None  # .bin or .npy
+    mixture: dict[str, SourceSpec] | None = None
+    text: str | None = None  # the field that holds the text
+    columns: list[str] | None = None  # fields of numbers, instead of text
+    tokenizer: str | None = None
+    end_token: str | int | None = None
+    seq: int | None = Field(None, gt=0)
+    pack: Literal["stream", "cut", "whole", "pad"] | None = None
+    pattern: str | None = None
+    part: Literal["train", "validation", "all"] | None = None
+    split: str | None = None
+    dtype: str | None = None
+    weight: float | None = Field(None, gt=0)
+    samples: int | None = Field(None, gt=0)
+
+    @field_validator("pack", mode="before")
+    @classmethod
+    def _yes_or_no(cls, value: Any) -> Any:
+        return {True: "cut", False: "stream"}[value] if isinstance(value, bool) else value
+
+    @property
+    def kind(self) -> str:
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+    @model_validator(mode="after")
+    def _agree(self) -> SourceSpec:
+        kinds = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            raise ValueError(f"a source has exactly one of {', '.join(KINDS)}, not {', '.join(kinds) or 'none'}")
+        for key, of in ONLY_FOR.items():
+            if getattr(self, key) is not None and kinds[0] not in (*of, "mixture" if key in HANDED_ON else ""):
+                raise ValueError(f"'{key}' belongs to {' or '.join(of)}, not to {kinds[0]}")
+        if kinds[0] == "mixture":
+            self._check_parts(self.mixture or {})
+        if self.columns is not None and (self.text or self.tokenizer or self.pack or self.seq):
+            raise ValueError("'columns' are fields of numbers: leave text, tokenizer, seq and pack out, or columns")
+        return self
+
+    def _check_parts(self, parts: Mapping[str, SourceSpec]) -> None:
+        if not parts:
+            raise ValueError("a mixture needs parts, as in mixture: {code: {folder: ..., weight: 2}, prose: {jsonl: ...}}")
+        with_weight = [name for name, part in parts.items() if part.weight is not None]
+        if with_weight and len(with_weight) < len(parts):
+            missing = next(name for name in parts if name not in with_weight)
+            raise ValueError(f"part '{missing}' of the mixture has no weight, '{with_weight[0]}' has one; give all or none")
+        for name, part in parts.items():
+            if part.mixture is not None:
+                raise ValueError(f"part '{name}' of the mixture is a mixture; put its parts beside the others")
+
+    def parts(self) -> dict[str, SourceSpec]:
+        """Of a mixture, with what it hands on."""
+        handed = {key: getattr(self, key) for key in HANDED_ON if getattr(self, key) is not None}
+        return {name: SourceSpec(**_fitting(handed, part) | part.plain()) for name, part in (self.mixture or {}).items()}
+
+    def plain(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
+
+
+def _fitting(handed: Mapping[str, Any], part: SourceSpec) -> dict[str, Any]:
+    if part.kind == "rows" or part.columns is not None:
+        return {}
+    return {key: value for key, value in handed.items() if part.kind in ONLY_FOR.get(key, (part.kind,))}
+
+
+class DataSpec(BaseModel):
+    """`train` and `validation`: a source, or the folder of indexed rows; validation also as name -> source."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    train: SourceSpec | None = None
+    validation: dict[str, SourceSpec] | None = None  # under its name; a single one is called ""
+    cache: str | None = None  # folder on the nodes' own disks
+    cache_gb: float = Field(20.0, gt=0)
+    loader_workers: int = Field(0, ge=0)
+    prefetch_steps: int = Field(2, gt=0)
+    prefetch_mb: float = Field(1024.0, gt=0)
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _path_or_source(cls, value: Any) -> Any:
+        return {"rows": value} if isinstance(value, str) else value
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"": {"rows": value}}
+        if isinstance(value, Mapping) and _is_source(value):
+            return {"": value}
+        if isinstance(value, Mapping):
+            return {name: {"rows": source} if isinstance(source, str) else source for name, source in value.items()}
+        return value
+
+    def plain(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True, exclude_defaults=True)
+
+
+def _is_source(value: Mapping[str, Any]) -> bool:
+    """One source, and not several by name (one of which may be called 'text')."""
+    return bool(set(value) & set(KINDS)) and not any(isinstance(v, Mapping) for k, v in value.items() if k != "mixture")

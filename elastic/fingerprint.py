@@ -1,0 +1,73 @@
+"""What must stay the same for a run to go on along the same curve: the program's code, its data, the job's mathematics.
+
+Plain data: it stands in the journal (DriverStarted.job) and in every checkpoint.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from elastic.types import ModelProfile
+
+JOB_KEYS = (
+    "global_batch", "seed", "clip_grad_norm", "precision", "reduce_dtype", "float8", "args", "lr_schedule", "lr_scaling",
+    "base_global_batch",
+)  # fmt: skip
+KEY = "fingerprint"  # in DriverStarted.job and in a checkpoint's meta
+
+
+def fingerprint(program: str | Path, job: Mapping[str, Any], model: ModelProfile, n_samples: int | None) -> dict[str, Any]:
+    """`n_samples`: length of the dataset, None = not known here."""
+    return {
+        "program": _code(Path(program)),
+        "n_samples": n_samples,
+        **{key: job.get(key) for key in JOB_KEYS},
+        "settings of the optimizer": job.get("optimizer"),
+        "optimizer": _digest(repr((model.optimizer_entries, model.optimizer_scalars))),
+        "tensors": _digest(repr(sorted((s.fqn, s.shape, s.dtype, s.trainable, s.tied_to or "") for s in model.specs))),
+    }
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """In one line; '' = none. What only one of the two knows is not compared."""
+    words = {
+        "program": "the code of its program.py",
+        "optimizer": "what its optimizer keeps",
+        "tensors": "names, shapes or dtypes of tensors",
+    }
+    found = []
+    for key, old in was.items():
+        new = now.get(key)
+        if key not in now or old == new or (key == "n_samples" and None in (old, new)):
+            continue
+        found.append(words.get(key) or f"{'samples in the dataset' if key == 'n_samples' else key} ({old}, now {new})")
+    return ", ".join(found)
+
+
+def batch_changed(run: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Why the run cannot go on with another batch, in one line; '' = it has the same. Its steps are counted in batches: step s
+    has the samples from s * global_batch on, so another batch would read some twice and others never."""
+    old, new = was.get("global_batch"), now.get("global_batch")
+    if old is None or new is None or old == new:
+        return ""
+    return (
+        f"run '{run}' was started with global_batch={old}, the job says {new}: the place in the data is counted in batches, so "
+        "that cannot change within a run; change it back, or begin a new run with this one's state (elastic checkpoint import "
+        "URI --into NAME --job JOB), where lr_scaling holds from its start"
+    )
+
+
+def _code(program: Path) -> str:
+    """Of the syntax tree: comments and layout may change."""
+    try:
+        return _digest(ast.dump(ast.parse(program.read_text())))
+    except (SyntaxError, ValueError):
+        return _digest(program.read_text())
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,107 @@
+"""A run: its storage, and the local folder with its journal file, report and curve.
+
+Where the storage is a folder, the two are one. Where it is s3://, the driver's folder is ./elastic_runs/<run>: the journal is
+written there and stored as segments; a machine without that folder reads the segments.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.ledger.journal import Journal, Line, read, read_text
+from elastic.ledger.segments import PREFIX, Segments, Stored, read_stored
+from elastic.storage import LocalStorage, Storage, open_storage
+
+DEFAULT_STORAGE = "elastic_runs"
+JOURNAL = "journal.jsonl"
+LOGS = "logs"  # what the workers print, a file for each process
+STORED_AT = "storage-uri"  # in a driver's folder: where the run really is
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """`folder` is made when something is written to it."""
+
+    storage: Storage
+    folder: Path
+
+    @classmethod
+    def of(cls, storage: Storage) -> RunFolder:
+        if not isinstance(storage, LocalStorage):
+            return cls(storage, Path(DEFAULT_STORAGE).absolute() / storage.uri.rpartition("/")[2])
+        mark = storage.root / STORED_AT
+        return cls(open_storage(mark.read_text().strip()) if mark.is_file() else storage, storage.root)
+
+    @property
+    def name(self) -> str:
+        return self.storage.uri.rpartition("/")[2]
+
+    @property
+    def uri(self) -> str:
+        return self.storage.uri
+
+    @property
+    def journal(self) -> Path:
+        """The journal file of this machine."""
+        return self.folder / JOURNAL
+
+    @property
+    def logs(self) -> Path:
+        """Where the workers' output lies, as far as it is here."""
+        return self.folder / LOGS
+
+    def logs_of_workers(self, here: bool) -> Path:
+        """Where workers write it. `here`: all run on this machine. Nodes without a folder in common keep those of their own."""
+        return self.logs if here or not self.storage.remote else Path(tempfile.gettempdir(), "elastic-logs", self.name)
+
+    def exists(self) -> bool:
+        return bool(self.storage.list(PREFIX)) if self.storage.remote else self.journal.is_file()
+
+    def lines(self) -> list[Line]:
+        """The journal as far as it is known here."""
+        if not self.storage.remote:
+            return read(self.journal)
+        stored = read_stored(self.storage).text
+        return read_text(self._local(stored) or stored, f"{self.storage.uri}/{PREFIX}")
+
+    def age_s(self) -> float:
+        """Seconds since the journal was last written; between clocks of two machines only as good as they are."""
+        if self.storage.remote:
+            newest_s = max((self.storage.modified_s(key) for key in self.storage.list(PREFIX)[-1:]), default=0.0)
+        else:
+            newest_s = self.journal.stat().st_mtime
+        return max(0.0, time.time() - newest_s)
+
+    def take_over(self) -> tuple[list[Line], Stored]:
+        """What earlier drivers wrote. Makes the journal file of this machine begin with what is stored."""
+        if not self.storage.remote:
+            return (read(self.journal) if self.journal.is_file() else []), Stored()
+        stored = read_stored(self.storage)
+        local = LocalStorage(self.folder)
+        local.put(STORED_AT, self.storage.uri.encode() + b"\n")
+        if self._local(stored.text) is None:
+            local.put(JOURNAL, stored.text)
+        return read(self.journal), stored
+
+    def open_journal(self, epoch: int, before: Stored) -> Journal:
+        """To append to. Where the run is in object storage, a plan is stored before `append` returns."""
+        journal = Journal(self.journal, epoch)
+        if self.storage.remote:
+            journal.segments = Segments(self.storage, epoch, self.journal, before)
+        return journal
+
+    def keep(self, name: str) -> None:
+        """A file of the folder goes to the run's storage too."""
+        if self.storage.remote:
+            self.storage.put(name, (self.folder / name).read_bytes())
+
+    def _local(self, stored: bytes) -> bytes | None:
+        """The text of the journal file here, where it goes on from what is stored; else None."""
+        try:
+            text = self.journal.read_bytes()
+        except FileNotFoundError:
+            return None
+        return text if text.startswith(stored) else None

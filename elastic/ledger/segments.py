@@ -1,0 +1,257 @@
+"""The journal of a run in storage that cannot be appended to: whole pieces of it, as objects that are only ever created.
+
+`journal/<epoch>-<first>-<last>.jsonl` holds the segments first .. last of the driver of that epoch: a head line, then journal
+lines. Sixty segments become one object, sixty such objects the next larger one, so that a run of weeks is read in a few
+hundred requests. The head of an epoch's first segment says how many segments of each older epoch its driver had read; what an
+older driver stored after that does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from elastic.errors import InternalError, SpecError, StorageDamaged, StorageFailed, StorageRefused
+from elastic.storage import Storage
+
+PREFIX = "journal/"
+VERSION = 1
+EVERY_S = 10.0
+FAN = 60  # so many segments become one object
+N_LOOKS = 5  # an object may be replaced by a larger one between list and get
+N_READERS = 8
+
+
+@dataclass(frozen=True)
+class Span:
+    """Segments first .. last of an epoch: the name of an object."""
+
+    epoch: int
+    first: int
+    last: int
+
+    @property
+    def key(self) -> str:
+        return f"{PREFIX}{self.epoch:08d}-{self.first:08d}-{self.last:08d}.jsonl"
+
+    @property
+    def n(self) -> int:
+        return self.last - self.first + 1
+
+
+@dataclass(frozen=True)
+class Head:
+    """First line of an object. `n_bytes`: of each segment in it; `before`: older epoch -> its segments that count."""
+
+    v: int
+    epoch: int
+    first: int
+    n_bytes: tuple[int, ...]
+    before: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What storage holds of a journal. `counted`: epoch -> segments of it that count."""
+
+    text: bytes = b""
+    counted: dict[str, int] = field(default_factory=dict)
+
+
+def read_stored(storage: Storage) -> Stored:
+    """All segments that count, joined. A last one that is missing or not whole is left out. Raises InternalError for a gap."""
+    for _ in range(N_LOOKS):
+        spans = _spans(storage.list(PREFIX))
+        try:
+            return _join(storage, spans)
+        except FileNotFoundError:
+            continue
+    raise StorageFailed(f"{storage.uri_of(PREFIX)}: its objects change faster than they can be read; try again")
+
+
+def _spans(keys: Sequence[str]) -> list[Span]:
+    found = []
+    for key in keys:
+        parts = key.removeprefix(PREFIX).removesuffix(".jsonl").split("-")
+        if len(parts) == 3 and all(part.isdigit() for part in parts):
+            found.append(Span(*map(int, parts)))
+    return found
+
+
+def _join(storage: Storage, spans: list[Span]) -> Stored:
+    """The newest epoch whose first segment can be read says which older ones count."""
+    for epoch in sorted({span.epoch for span in spans}, reverse=True):
+        row = _row([span for span in spans if span.epoch == epoch])
+        pieces = _pieces(storage, row, last_may_be_torn=True)
+        if not pieces:
+            continue
+        before = pieces[0][0].before
+        texts = [_of_older(storage, spans, int(older), n) for older, n in sorted(before.items(), key=lambda item: int(item[0]))]
+        texts += [body for _, body in pieces]
+        counted = before | {str(epoch): sum(len(head.n_bytes) for head, _ in pieces)}
+        return Stored(b"".join(texts), counted)
+    return Stored()
+
+
+def _of_older(storage: Storage, spans: list[Span], epoch: int, n: int) -> bytes:
+    row = [span for span in _row([span for span in spans if span.epoch == epoch]) if span.first < n]
+    if sum(span.n for span in row) < n:
+        raise InternalError(f"{storage.uri_of(PREFIX)}: of epoch {epoch}, segments before the {n}th are missing")
+    pieces = _pieces(storage, row, last_may_be_torn=False)
+    cut = [body[: sum(head.n_bytes[: n - head.first])] for head, body in pieces]
+    return b"".join(cut)
+
+
+def _row(spans: Sequence[Span]) -> list[Span]:
+    """Objects of one epoch that follow each other from segment 0 on; the larger ones where there are several."""
+    largest: dict[int, Span] = {}
+    for span in spans:
+        if span.first not in largest or span.last > largest[span.first].last:
+            largest[span.first] = span
+    row: list[Span] = []
+    at = 0
+    while at in largest:
+        row.append(largest[at])
+        at = largest[at].last + 1
+    beyond = [span for span in spans if span.first > at]
+    if beyond:
+        raise InternalError(f"journal segment {at} of epoch {beyond[0].epoch} is missing, and {beyond[0].key} is there")
+    return row
+
+
+def _pieces(storage: Storage, row: Sequence[Span], last_may_be_torn: bool) -> list[tuple[Head, bytes]]:
+    with ThreadPoolExecutor(N_READERS) as pool:
+        texts = list(pool.map(lambda span: _text(storage, span), row))
+    found = []
+    for i, (span, text) in enumerate(zip(row, texts, strict=True)):
+        try:
+            found.append(_parsed(text, span))
+        except ValueError as error:
+            if last_may_be_torn and i == len(row) - 1:
+                break
+            raise InternalError(f"{storage.uri_of(span.key)}: {error}; it was altered") from error
+    return found
+
+
+def _text(storage: Storage, span: Span) -> bytes:
+    try:
+        return storage.get(span.key)
+    except StorageDamaged:
+        return b""  # read as not whole
+
+
+def _parsed(text: bytes, span: Span) -> tuple[Head, bytes]:
+    """Raises ValueError when it is not whole, SpecError when a newer version wrote it."""
+    line, _, body = text.partition(b"\n")
+    data = json.loads(line)
+    if not isinstance(data, dict) or not isinstance(data.get("v"), int):
+        raise ValueError("its head is not that of a journal segment")
+    if data["v"] > VERSION:
+        raise SpecError(f"{span.key}: version {data['v']} is newer than {VERSION}, the newest that this elastic reads")
+    try:
+        head = Head(data["v"], data["epoch"], data["first"], tuple(data["n_bytes"]), dict(data["before"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its head lacks {error}") from error
+    if (head.epoch, head.first, len(head.n_bytes)) != (span.epoch, span.first, span.n) or sum(head.n_bytes) != len(body):
+        raise ValueError("its head does not fit its name and length")
+    return head, body
+
+
+class Segments:
+    """Stores what is appended to the local journal file: at once when told to, else every `every_s` seconds (EVERY_S).
+
+    `before`: what was stored when this driver took the run over; the file begins with exactly that text.
+    """
+
+    def __init__(self, storage: Storage, epoch: int, path: Path, before: Stored, every_s: float | None = None) -> None:
+        self._storage, self._epoch, self._path, self._before = storage, epoch, path, before
+        self._every_s = EVERY_S if every_s is None else every_s
+        self._at = len(before.text)
+        self._kept: list[tuple[Span, int, int]] = []  # objects that stand, and where their text is in the file
+        self._lock = threading.Lock()
+        self._wake, self._done = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="elastic-segments", daemon=True)
+        self._thread.start()
+
+    def store(self) -> None:
+        """Whole lines that are in the file are in storage when this returns. Raises StorageFailed, StorageRefused."""
+        with self._lock:
+            self._store()
+
+    def soon(self) -> None:
+        """Do not wait for the next regular time."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Stores what is left."""
+        self._done.set()
+        self._wake.set()
+        self._thread.join()
+        try:
+            self.store()
+        except StorageFailed as error:
+            raise StorageFailed(f"{error}; the journal's last lines are only in {self._path}") from error
+
+    def _follow(self) -> None:
+        while not self._done.is_set():
+            self._wake.wait(self._every_s)
+            self._wake.clear()
+            if self._done.is_set():
+                return
+            try:
+                with self._lock:
+                    self._store()
+                    self._merge()
+            except (StorageFailed, StorageRefused):
+                continue  # asked again the next time; who must be sure calls `store`
+
+    def _store(self) -> None:
+        text = self._text(self._at, None)
+        text = text[: text.rfind(b"\n") + 1]
+        while text:
+            number = self._kept[-1][0].last + 1 if self._kept else 0
+            span = Span(self._epoch, number, number)
+            n = (
+                len(text)
+                if self._storage.put(span.key, self._packed(span, [text]), if_absent=True)
+                else self._known(span, text)
+            )
+            self._kept.append((span, self._at, self._at + n))
+            self._at += n
+            text = text[n:]
+
+    def _known(self, span: Span, text: bytes) -> int:
+        """Length of a segment that was stored by a try whose answer was lost. Raises SpecError when it is another's."""
+        _, body = _parsed(self._storage.get(span.key), span)
+        if not body or not text.startswith(body):
+            raise SpecError(f"{self._storage.uri_of(span.key)}: another driver writes the journal of this epoch")
+        return len(body)
+
+    def _merge(self) -> None:
+        """The last FAN objects of one size become one, however large they are."""
+        while len(self._kept) >= FAN and len({kept[0].n for kept in self._kept[-FAN:]}) == 1:
+            last = self._kept[-FAN:]
+            span = Span(self._epoch, last[0][0].first, last[-1][0].last)
+            texts = [self._text(start, end) for _, start, end in last]
+            if last[0][0].n > 1:
+                heads = [_parsed(self._storage.get(kept.key), kept)[0] for kept, _, _ in last]
+                sizes = [n for head in heads for n in head.n_bytes]
+            else:
+                sizes = [len(text) for text in texts]
+            self._storage.put(span.key, self._packed(span, texts, sizes))
+            self._kept[-FAN:] = [(span, last[0][1], last[-1][2])]
+            for kept, _, _ in last:
+                self._storage.delete(kept.key)
+
+    def _packed(self, span: Span, texts: Sequence[bytes], sizes: Sequence[int] | None = None) -> bytes:
+        head = Head(VERSION, span.epoch, span.first, tuple(sizes or map(len, texts)), self._before.counted)
+        return b"\n".join([json.dumps(asdict(head), separators=(",", ":")).encode(), b"".join(texts)])
+
+    def _text(self, start: int, end: int | None) -> bytes:
+        with self._path.open("rb") as file:
+            file.seek(start)
+            return file.read() if end is None else file.read(end - start)

@@ -1,0 +1,181 @@
+"""Causal language models of Hugging Face's transformers as a Program. Nothing is fetched: from a config or a local folder.
+
+```python
+program = causal_lm("models/smollm", dataset=lambda: Tokens(...), optimizer=lambda named: AdamW([p for _, p in named], 1e-5))
+```
+A sample is {"input_ids": int64 [seq]} with, if some tokens are not to be learned, {"labels": int64 [seq]} (-100 = left out; not
+shifted: the shift is done here), and, where it is padded, {"attention_mask": int64 [seq]} (0 = padding, left or right). All
+samples have one length. Rows of the job's `data` ({"input", "target"}: already shifted) will do as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic.errors import SpecError
+from elastic.models.blocks import blocks_of
+from elastic.models.hf_stages import fill_plain_buffers, passes_through, stage_factory
+from elastic.program import Program, Weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+IGNORED = -100
+# transformers' names of tensor-parallel styles -> those of elastic.Program.tp
+STYLES = {
+    "colwise": "colwise", "rowwise": "rowwise", "colwise_gather_output": "colwise_gather", "embedding_rowwise": "vocab",
+    "replicated_with_grad_allreduce": "summed",
+}  # fmt: skip
+BESIDE = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
+    "chat_template*", "*.tiktoken", "spiece.model", "sentencepiece*",
+)  # fmt: skip
+
+
+def causal_lm(
+    source: str | Path | PreTrainedConfig, dataset: Callable[[], Any], optimizer: Callable[[Any], Any], **more: Any
+) -> Program:
+    """A Program for any model that `AutoModelForCausalLM` knows, in float32.
+
+    source: a config (random weights, under the job's seed), or a local folder with config.json and, for pretrained weights,
+    safetensors: each rank reads its own part of them. more: other fields of `elastic.Program` (validation, lr_factor ...).
+    Blocks are found in the module tree; tp follows the model's own plan where elastic has all of its styles, else tp = 1;
+    pipeline stages are possible where the model without its blocks gives back the hidden state it is called with.
+    Raises SpecError where transformers or files are missing.
+    """
+    config, folder = _config(source)
+    direct = folder is not None and not _converted(config)
+    build = model_factory(config, None if direct else folder)
+    with torch.device("meta"):
+        model = build()
+    blocks = blocks_of(model)
+    fields: dict[str, Any] = {
+        "blocks": blocks, "tp": tp_hints(model), "tp_limit": tp_limit(config), "loss": loss_sum, "count": count,
+        "inputs": lambda batch: batch["input_ids" if "input_ids" in batch else "input"], "keywords": keywords,
+        "pipeline": passes_through(model, blocks), "stage": stage_factory(model, blocks),
+        "buffers": fill_plain_buffers, "weights": Weights(folder) if folder is not None and direct else None,
+        "files": lambda: folder_files(config, type(model).__name__, source),
+    }  # fmt: skip
+    return Program(model=build, dataset=dataset, optimizer=optimizer, **(fields | more))
+
+
+def keywords(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of rows that are padded: the mask, and positions that begin at the first token."""
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return {}
+    return {"attention_mask": mask, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+
+
+def loss_sum(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Cross entropy of each next token, summed over the batch (left out: tokens labelled -100, padding, and the first token
+    after padding). `output`: logits [batch, seq, vocab], or the model's output that holds them."""
+    logits = getattr(output, "logits", output).float()
+    logits = logits if "target" in batch else logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), _labels(batch).flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def count(batch: Mapping[str, Tensor]) -> int:
+    """Tokens that `loss_sum` sums over."""
+    return int((_labels(batch) != IGNORED).sum())
+
+
+def _labels(batch: Mapping[str, Tensor]) -> Tensor:
+    """[batch, seq - 1]: what each token but the last is followed by; [batch, seq] of rows that tell it themselves."""
+    if "target" in batch:
+        return batch["target"]
+    labels = (batch["labels"] if "labels" in batch else batch["input_ids"])[:, 1:]
+    mask = batch.get("attention_mask")
+    return labels if mask is None else labels.masked_fill(mask[:, 1:] * mask[:, :-1] == 0, IGNORED)
+
+
+# ------------------------------------------------------------------------------------------------ the model
+
+
+def model_factory(config: PreTrainedConfig, folder: Path | None = None) -> Callable[[], nn.Module]:
+    """Builds the model in float32; with the weights in `folder`, unless it is built on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    config.use_cache = False  # of keys and values: for generation only
+
+    def build() -> nn.Module:
+        if folder is not None and torch.get_default_device().type != "meta":
+            model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return model.train()  # type: ignore[no-any-return]
+
+    return build
+
+
+def tp_hints(model: nn.Module) -> dict[str, str]:
+    """The model's own tensor-parallel plan in elastic's words; empty where it has none, or a style that elastic has not."""
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    names = {name for name, _ in model.named_modules()}
+    used = {pattern: style for pattern, style in plan.items() if any(_named(pattern, name) for name in names)}
+    if not set(used.values()) <= set(STYLES):
+        return {}
+    hints = {pattern: STYLES[style] for pattern, style in used.items()}
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    if not tied and "lm_head" not in used:
+        return {pattern: style for pattern, style in hints.items() if style != "vocab"}
+    return hints
+
+
+def _named(pattern: str, name: str) -> bool:
+    parts, words = pattern.split("."), name.split(".")
+    return len(parts) == len(words) and all(part in ("*", word) for part, word in zip(parts, words))
+
+
+def tp_limit(config: PreTrainedConfig) -> int:
+    """tp must divide the number of heads, and of key-value heads; 1 where the config does not tell them."""
+    n_heads = int(getattr(config, "num_attention_heads", 1) or 1)
+    return math.gcd(n_heads, int(getattr(config, "num_key_value_heads", None) or n_heads))
+
+
+def folder_files(config: PreTrainedConfig, architecture: str, source: Any) -> dict[str, bytes]:
+    """What `from_pretrained` wants beside the weights: config.json, and what a folder holds of tokenizers and generation.
+
+    Raises SpecError for a kind of model that transformers stores under other names.
+    """
+    if _converted(config):
+        raise SpecError(
+            f"transformers stores models of type {config.model_type} otherwise than it names them; export without --job"
+        )
+    config = copy.deepcopy(config)
+    config.architectures, config.dtype = [architecture], torch.float32
+    found = {"config.json": config.to_json_string().encode()}
+    if isinstance(source, str | Path):
+        for file in sorted(Path(source).expanduser().iterdir()):
+            if file.is_file() and any(file.match(pattern) for pattern in BESIDE):
+                found[file.name] = file.read_bytes()
+    return found
+
+
+def _converted(config: PreTrainedConfig) -> bool:
+    """Are tensors of this kind of model stored otherwise than it names and shapes them? Then transformers loads them."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    return bool(get_checkpoint_conversion_mapping(config.model_type))
+
+
+def _config(source: str | Path | PreTrainedConfig) -> tuple[PreTrainedConfig, Path | None]:
+    try:
+        from transformers import AutoConfig, PreTrainedConfig
+    except ImportError as error:
+        raise SpecError("elastic.models.huggingface needs transformers: pip install 'elastic-ray[huggingface]'") from error
+    if isinstance(source, PreTrainedConfig):
+        return source, None
+    folder = Path(source).expanduser()
+    if not (folder / "config.json").is_file():
+        raise SpecError(f"causal_lm('{source}'): no config.json there; give a local folder (nothing is fetched) or a config")
+    weights = any(folder.glob("*.safetensors"))
+    return AutoConfig.from_pretrained(folder, local_files_only=True), folder if weights else None

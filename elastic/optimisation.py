@@ -1,0 +1,159 @@
+"""Keys of job.yaml for the optimisation: the optimizer and its learning rates, what guards watch and what they do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Do = Literal["skip", "rollback", "stop"]
+EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+
+
+class Keys(BaseModel):
+    """Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Guard(Keys):
+    """`do`: skip = the step counts, its samples are used up, the update is left out; rollback = back to the newest copy that is
+    older than the step, the same samples again; stop. After `rollbacks` roll-backs of a run, and where a step trips again that
+    was rolled back for, it does `again`. `in_a_row`: steps skipped one after another before the run stops all the same."""
+
+    do: Do = "skip"
+    again: Literal["skip", "stop"] = "stop"
+    rollbacks: int = Field(1, ge=1)
+    in_a_row: int = Field(8, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, value: Any) -> Any:
+        return {"do": value} if isinstance(value, str) else value
+
+
+class NotFinite(Guard):
+    """The loss or the gradient is no number."""
+
+    do: Do = "rollback"
+
+
+class LossSpike(Guard):
+    """The train_loss is more than `z` robust deviations above the median of the last `window` steps that were applied, in
+    logarithms; silent before `after` steps."""
+
+    z: float = Field(8.0, gt=0)
+    window: int = Field(64, ge=8, le=4096)
+    after: int = Field(16, ge=4)
+
+
+class GradNorm(Guard):
+    """The gradient's norm is above `most` (exploding) or below `least` (vanishing), or `z` robust deviations above the median
+    of the last `window` steps, in logarithms. Before clipping."""
+
+    most: float | None = Field(None, gt=0)
+    least: float | None = Field(None, gt=0)
+    z: float | None = Field(None, gt=0)
+    window: int = Field(64, ge=8, le=4096)
+    after: int = Field(16, ge=4)
+
+    @model_validator(mode="after")
+    def _some(self) -> GradNorm:
+        if self.most is None and self.least is None and self.z is None:
+            raise ValueError("give most, least or z: the guard has no bound")
+        return self
+
+
+class BlockNorm(Guard):
+    """The norm of the gradient of one block (or of what stands before or after the blocks) is above `most` or below `least`;
+    looked at every `every` steps."""
+
+    most: float | None = Field(None, gt=0)
+    least: float | None = Field(None, gt=0)
+    every: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _some(self) -> BlockNorm:
+        if self.most is None and self.least is None:
+            raise ValueError("give most or least: the guard has no bound")
+        return self
+
+
+class Guards(Keys):
+    """None = not watched."""
+
+    not_finite: NotFinite = NotFinite()
+    loss_spike: LossSpike | None = None
+    grad_norm: GradNorm | None = None
+    block_norm: BlockNorm | None = None
+
+
+GUARDS: Mapping[str, Any] = Guards().model_dump()  # of a job that says nothing
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
+
+
+class OptimizerKeys(Keys):
+    """`path`: import path of the class; `no_decay`: patterns of parameter names that get weight_decay 0; the other keys are
+    those of the class."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    path: str = Field(pattern=r"^[A-Za-z_][\w.]*\.[A-Za-z_]\w*$")
+    no_decay: list[str] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers(cls, data: Any) -> Any:
+        """To YAML `3e-4` without a point is a text; here it is the number that everybody means."""
+        if not isinstance(data, Mapping):
+            return data
+        return {key: value if key in ("path", "no_decay") else _number(value) for key, value in data.items()}
+
+
+class LrSchedule(Keys):
+    """Factor on the optimizer's learning rates: linear warm-up, then `kind`. `decay_steps`: how long it falls to `min_factor`
+    (default: cosine and linear to the end of the job, wsd its last tenth)."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd"]
+    warmup_steps: int = Field(0, ge=0)
+    decay_steps: int | None = Field(None, gt=0)
+    min_factor: float = Field(0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _agree(self) -> LrSchedule:
+        if self.kind == "constant" and (self.decay_steps is not None or self.min_factor):
+            raise ValueError("kind 'constant' does not decay; leave decay_steps and min_factor out")
+        return self
+
+
+class NoiseScale(Keys):
+    """The gradient noise scale is measured every `every` steps: advice for the batch, in the report."""
+
+    every: int = Field(10, ge=1)
+
+
+LrScaling = Literal["none", "linear", "sqrt"]
+
+
+def problem(steps: int, schedule: LrSchedule | None, scaling: LrScaling, base_global_batch: int | None) -> str:
+    """What is wrong with them together, in one line; '' = nothing."""
+    if schedule is not None and schedule.warmup_steps + (schedule.decay_steps or 0) > steps:
+        parts = f"warmup_steps={schedule.warmup_steps}"
+        parts += f" and decay_steps={schedule.decay_steps}" if schedule.decay_steps else ""
+        return f"lr_schedule: {parts} are more than the job's {steps} steps"
+    if (scaling == "none") != (base_global_batch is None):
+        return "lr_scaling (linear or sqrt) and base_global_batch, for which the learning rate was found, belong together"
+    return ""
+
+
+OWNERS: Mapping[str, type[Keys]] = {  # whose keys may stand under a key of job.yaml
+    "guards": Guards, "not_finite": NotFinite, "loss_spike": LossSpike, "grad_norm": GradNorm, "block_norm": BlockNorm,
+    "lr_schedule": LrSchedule, "noise_scale": NoiseScale,
+}  # fmt: skip

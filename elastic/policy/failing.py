@@ -1,0 +1,216 @@
+"""How a generation breaks: processes and nodes that are gone, errors, content that is wrong; and what is left after it.
+
+A loss explains an error of the infrastructure, not the reverse. What a worker reports when it has left its generation counts
+whatever the generation: it is all that a recovery can start from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from elastic.policy.known import Failure, State
+from elastic.types import DigestChecked, GuardTripped, Node, NodeStatus, Quiesced, Silent, WorkerFailed, WorkerId
+
+ONE_INCIDENT_S = 3.0  # failures of a node's processes within this time are one
+
+
+def seen(state: State, *node_ids: str) -> State:
+    return replace(state, unseen=state.unseen - set(node_ids)) if state.unseen else state
+
+
+def with_node(state: State, node: Node) -> State:
+    return replace(state, nodes={**state.nodes, node.node_id: node})
+
+
+def set_status(state: State, node_id: str, status: NodeStatus, deadline_s: float | None = None) -> State:
+    node = state.nodes.get(node_id)
+    if node is None or node.status == status == "lost":
+        return state
+    return with_node(state, replace(node, status=status, deadline_s=deadline_s))
+
+
+def without(state: State, gone: frozenset[WorkerId], why: str, at_s: float) -> State:
+    """The processes `gone` no longer exist: what they held is lost, and so is the generation that they were in."""
+    nodes = {worker.node_id for worker in gone}
+    member = bool(gone & state.members)
+    state = replace(
+        state,
+        prepared=state.prepared - nodes,
+        dead=state.dead | gone,
+        holdings={worker: held for worker, held in state.holdings.items() if worker not in gone},
+        commits={worker: commit for worker, commit in state.commits.items() if worker not in gone},
+        pending={worker: step for worker, step in state.pending.items() if worker not in gone},
+    )
+    if state.aborting:
+        failure = state.aborting.failure
+        if gone & state.aborting.owing and failure.cause == "infrastructure":
+            failure = replace(failure, cause="loss", reason=why)
+        return replace(state, aborting=replace(state.aborting, owing=state.aborting.owing - gone, failure=failure))
+    return failed(state, Failure("loss", why, at_s, gone)) if member else state
+
+
+def failed(state: State, failure: Failure) -> State:
+    """The running or entering generation cannot go on. A loss explains an error of the infrastructure, not the reverse."""
+    if state.phase not in ("running", "entering"):
+        return state
+    old = state.failure
+    if old is None or (old.cause == "infrastructure" and failure.cause != "infrastructure"):
+        return replace(state, failure=failure)
+    merged = replace(old, workers=old.workers | failure.workers, kill=tuple(dict.fromkeys((*old.kill, *failure.kill))))
+    if failure.cause == "loss" and old.cause == "loss" and failure.reason not in old.reason:
+        merged = replace(merged, reason=f"{old.reason}; {failure.reason}")
+    return replace(state, failure=merged)
+
+
+def infeasible(state: State, generation: int, reason: str, measured_bytes: int, at_s: float) -> State:
+    layout = state.plans[generation].layout
+    measured = max(measured_bytes, state.infeasible.get(layout, 0))
+    text = f"layout {layout} does not fit" + (f" ({measured / 2**30:.2f} GiB measured)" if measured else "") + f": {reason}"
+    state = replace(state, infeasible={**state.infeasible, layout: measured})
+    return failed(state, Failure("infeasible", text, at_s))
+
+
+def tripped(state: State, guard: str, text: str, step: int, at_s: float) -> State:
+    """A guard wants to go back to a copy from before `step`. It may as often as the job says; then the run ends.
+
+    All ranks say the same; one that hears its peers leave may be heard first, and was an error of the infrastructure till now.
+    """
+    known = state.aborting.failure if state.aborting else state.failure
+    if known and known.cause != "infrastructure":
+        return state
+    before = [s for name, s in state.rolled_back if name == guard]
+    if step in before or len(before) >= rollbacks_most(state.job, guard):
+        times = "one roll-back" if len(before) == 1 else f"{len(before)} roll-backs"
+        return replace(state, fatal=f"{text}; again, after {times}: look at these samples and at the learning rate")
+    rolled_back = (*state.rolled_back, (guard, step))
+    state = replace(state, rollbacks=state.rollbacks + 1, rolled_back=rolled_back, below_step=max(0, step - 1))
+    failure = Failure("rollback", text, at_s)
+    if state.aborting:
+        return replace(state, aborting=replace(state.aborting, failure=failure))
+    return failed(state, failure)
+
+
+def rollbacks_most(job: Mapping[str, Any], guard: str) -> int:
+    """How often a run may be rolled back by this guard."""
+    rule = (job.get("guards") or {}).get(guard) or {}
+    return int(rule.get("rollbacks", 1))
+
+
+def _guard_tripped(state: State, event: GuardTripped, at_s: float) -> State:
+    skipped = event.do == "skip" and state.is_current(event.generation)
+    return replace(state, n_skipped=state.n_skipped + 1) if skipped else state
+
+
+def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
+    worker, kind = event.worker, event.kind
+    text = f"worker {worker}: {event.error}"
+    current = state.is_current(event.generation)
+    if kind == "process":
+        plan = state.plan  # a process that took part in entering this generation did not die in an older one
+        stale = plan is not None and worker in plan.ranks and 0 < event.generation < plan.generation
+        return state if stale else process_failed(state, worker, text, at_s)
+    if kind == "program":
+        node = state.nodes.get(worker.node_id)
+        known = node is not None and node.status not in ("lost", "quarantined")
+        return replace(state, fatal=f"the program raised on {text}") if current or known else state
+    if kind in ("not_finite", "guard") and (current or (state.aborting and event.generation == state.generation)):
+        if event.do == "stop":
+            return replace(state, fatal=event.error)
+        return tripped(state, event.guard or kind, event.error, event.step, at_s)
+    if not current:
+        return process_failed(state, worker, text, at_s) if worker.node_id in state.preparing else state
+    if kind == "out_of_memory":
+        return infeasible(state, event.generation, text, event.measured_bytes, at_s)
+    return failed(state, Failure("infrastructure", text, at_s))
+
+
+def process_failed(state: State, worker: WorkerId, why: str, at_s: float) -> State:
+    """A process is gone while its node may live on: the node must be prepared again."""
+    node = state.nodes.get(worker.node_id)
+    if node is None or node.status in ("lost", "quarantined") or worker in state.dead:
+        return state
+    hour = tuple(t for t in state.process_failures.get(worker.node_id, ()) if t > at_s - 3600)
+    again = bool(hour) and at_s < hour[-1] + ONE_INCIDENT_S
+    worked = worker.node_id in state.prepared or worker.node_id in state.preparing
+    hour = hour if again or not worked else (*hour, at_s)  # all workers of a node may go at once
+    state = replace(
+        state,
+        process_failures={**state.process_failures, worker.node_id: hour},
+        preparing={name: t for name, t in state.preparing.items() if name != worker.node_id},
+    )
+    if node.status == "prepared":
+        state = set_status(state, worker.node_id, "ready")
+    return without(state, frozenset({worker}), why, at_s)
+
+
+def _silent(state: State, event: Silent, at_s: float) -> State:
+    text = f"worker {event.worker} has been silent for {event.silent_s:.1f} s while {event.phase}"
+    if state.is_current(event.generation) and event.worker in state.members and state.aborting is None:
+        return failed(state, Failure("loss", text, at_s, frozenset({event.worker}), (event.worker,)))
+    return state if event.worker in state.members else process_failed(state, event.worker, text, at_s)
+
+
+def _quiesced(state: State, event: Quiesced, at_s: float) -> State:
+    node, worker = state.nodes.get(event.worker.node_id), event.worker
+    if node is None or node.status in ("lost", "quarantined") or worker in state.dead:
+        return state
+    state = seen(_with_report(state, event), worker.node_id)
+    if state.aborting:
+        forward = state.aborting.forward
+        if forward and event.pending_step == forward.step:
+            return state  # said before it had the order to apply it
+        return replace(state, aborting=replace(state.aborting, owing=state.aborting.owing - {worker}))
+    for current in (state.plan, state.target):
+        if current and event.generation == current.generation and worker not in current.ranks:
+            return replace(
+                state, sent=frozenset(s for s in state.sent if s[0] == event.generation) | {(event.generation, worker)}
+            )
+    plan = state.plan
+    if plan is None or event.generation != plan.generation or worker not in plan.ranks:
+        return state
+    state = replace(state, quiesced=state.quiesced | {worker})
+    if state.quiescing or state.target or event.step >= state.steps:
+        return state
+    return failed(state, Failure("infrastructure", f"worker {worker} left generation {plan.generation} unasked", at_s))
+
+
+def _with_report(state: State, event: Quiesced) -> State:
+    """What the worker holds, what the last commit gave it, and which step's gradients it keeps."""
+    worker = event.worker
+    commits = {other: commit for other, commit in state.commits.items() if other != worker}
+    pending = {other: step for other, step in state.pending.items() if other != worker}
+    if event.commit:
+        commits[worker] = event.commit
+    if event.pending_step >= 0:
+        pending[worker] = event.pending_step
+    return replace(state, holdings={**state.holdings, worker: event.holdings}, commits=commits, pending=pending)
+
+
+def _digest_checked(state: State, event: DigestChecked, at_s: float) -> State:
+    """Content that is wrong is wrong in every generation that came of it, and in every copy that these have taken."""
+    if event.ok or event.generation > state.generation or event.generation in state.distrusted:
+        return state
+    bad = {event.generation}
+    for number, plan in sorted(state.plans.items()):
+        if plan.resume.source != "fresh" and plan.resume.generation in bad:
+            bad.add(number)
+    state = replace(
+        state, distrusted=state.distrusted | bad, durable=tuple(c for c in state.durable if c.generation not in bad)
+    )
+    if state.peer and state.peer.generation in bad:
+        state = replace(state, peer=None)
+    text = f"the content of generation {event.generation} differs from what was sent ({event.n_bytes} bytes compared)"
+    if len(bad) > 1:
+        text += f"; distrusted with it: {', '.join(str(number) for number in sorted(bad)[1:])}"
+    newest = state.target or state.plan
+    if newest is None or newest.generation not in bad:
+        return state
+    return failed(replace(state, rollbacks=state.rollbacks + 1), Failure("rollback", text, at_s))
+
+
+FAILURES: dict[type, Callable[[State, Any, float], State]] = {
+    GuardTripped: _guard_tripped, WorkerFailed: _worker_failed, Silent: _silent, Quiesced: _quiesced,
+    DigestChecked: _digest_checked,
+}  # fmt: skip

@@ -1,0 +1,69 @@
+"""What a transition from memory will cost, told with the decision, and how far earlier ones were from what was told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.planner.search import Choice
+from elastic.policy.known import State
+from elastic.reshard.forecast import LEAST_S, Pace, Room, forecast
+from elastic.reshard.placing import place
+from elastic.reshard.transfers import holders_of, participants
+from elastic.types import Move, Plan, PlanEntered, Resume, WorkerId
+
+LARGE_BYTES = 8 << 20  # smaller moves say nothing of the pace
+SLOWEST, FASTEST = 50.0, 0.1  # of the pace, against mishaps in a measurement
+
+
+def predicted(state: State, choice: Choice, resume: Resume) -> Move | None:
+    """None where the state does not come from memory."""
+    if resume.source not in ("live", "peer") or resume.layout is None or state.model is None:
+        return None
+    everyone = participants(choice.ranks, resume)
+    nodes = [worker.node_id for worker in everyone]
+    used = {node.pool for name in nodes if (node := state.nodes.get(name))}
+    pools = [pool for pool in state.pools if pool.name in used]
+    memory = [pool.memory_bytes_per_gpu for pool in pools]
+    kinds = {pool.accelerator_type for pool in pools}
+    rates = [profile.link_bytes_per_s for profile in state.hardware if profile.accelerator_type in kinds]
+    room = Room(min(memory) if memory and all(memory) else 0, choice.memory_bytes)
+    pace = Pace(min(rates), state.move_pace) if rates else Pace(times=state.move_pace)
+    cuts = (resume.layout, resume.layers), (choice.layout, choice.layers)
+    return forecast(state.model, *cuts, holders_of(resume, everyone), nodes, (room, pace))
+
+
+def placed(state: State, choice: Choice, resume: Resume) -> Choice:
+    """The same choice with its workers in the order of ranks that keeps most bytes where they are."""
+    if resume.source not in ("live", "peer") or resume.layout is None or state.model is None:
+        return choice
+    held: dict[WorkerId, list[int]] = {}
+    for holding in resume.holdings:
+        held.setdefault(holding.worker, []).append(holding.rank)
+    kinds = {name: (node.pool, round(node.speed, 2)) for name, node in state.nodes.items()}
+    cuts = (resume.layout, resume.layers), (choice.layout, choice.layers)
+    return replace(choice, ranks=place(state.model, cuts, held, choice.ranks, kinds))
+
+
+def told(move: Move | None) -> str:
+    """For the decision's sentence."""
+    if move is None:
+        return ""
+    way = "the old state stays on the device" if move.via == "device" else "the old state leaves the device first"
+    return (
+        f"moves {_mb(move.n_bytes)} between workers and {_mb(move.own_bytes)} in place in about {move.seconds:.1f} s "
+        f"({way}, {_mb(move.peak_bytes)} beyond the new one)"
+    )
+
+
+def _mb(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
+
+
+def paced(state: State, plan: Plan, event: PlanEntered) -> float:
+    """Measured by predicted seconds of moves, a running mean."""
+    move, measured_s = plan.move, event.phases_s.get("transfer", 0.0)
+    if move is None or not measured_s or move.n_bytes + move.own_bytes < LARGE_BYTES or move.seconds <= LEAST_S:
+        return state.move_pace
+    found = state.move_pace * max(0.0, measured_s - LEAST_S) / (move.seconds - LEAST_S)
+    found = min(SLOWEST, max(FASTEST, found))
+    return found if state.move_pace == 1.0 else 0.5 * (state.move_pace + found)

@@ -1,0 +1,228 @@
+"""Which ranks keep whose peer copies, and whether the host memory is there for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from elastic.mesh import replica_key, stage_ranks
+from elastic.planner.search import Choice
+from elastic.policy.known import State
+from elastic.reshard.shards import boxes
+from elastic.types import HardwareProfile, Layout, ModelProfile, Node, WorkerId
+
+Keepers = tuple[tuple[int, ...], ...]
+
+COPIES = 1  # in other failure domains, where the job says 'auto'
+LINK_SHARE = 0.1  # of a node's link, under the collectives of training
+RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE_MOST = 0.2, 8 << 30, 0.25  # of a node's host memory: for everything else
+STORING = 1  # own buffers besides those of peer copies, while a durable copy is written
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The part of a Plan that says who keeps what. `to`: () = no peer copies. `n_bytes`: the most that one rank sends.
+    `replicas`: ranks of other nodes hold every box anyway. `note`: what is not as asked, for the plan's reason."""
+
+    to: Keepers = ()
+    buffers: int = 2
+    bytes_per_s: float = 0.0
+    n_bytes: int = 0
+    replicas: bool = False
+    note: str = ""
+
+    @property
+    def missing(self) -> bool:
+        """Wanted and not to be had: nobody but storage holds a copy."""
+        return bool(self.note) and not self.to and not self.replicas
+
+
+def keepers(layout: Layout, ranks: Sequence[WorkerId], zones: Mapping[str, str], n: int, across: bool = False) -> Keepers:
+    """For each rank the ranks that keep its copy, so that every box is held by workers of n + 1 nodes, where there are so many.
+
+    A node is a failure domain. `zones`: node -> its zone; a copy stays in its zone, unless `across`: then the first goes to
+    another zone where there is one. Ranks with equal boxes (dp_replicate) count as holders; only one of them sends. The
+    k-th worker of a node begins its search k nodes behind the next one, so that what a lost node held comes back from many.
+    """
+    spread = _Spread(ranks, zones, across)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(len(ranks)):
+        groups.setdefault(replica_key(layout, rank), []).append(rank)
+    holding = [(members, {ranks[rank].node_id for rank in members}) for members in groups.values()]
+    spread.limit(sum(max(0, n + 1 - len(nodes)) for _, nodes in holding))
+    for _ in range(n):
+        for members, nodes in holding:
+            if len(nodes) <= n:
+                nodes |= spread.one_more(members, nodes)
+    return tuple(tuple(spread.to[rank]) for rank in range(len(ranks)))
+
+
+class _Spread:
+    """Gives copies to nodes evenly."""
+
+    def __init__(self, ranks: Sequence[WorkerId], zones: Mapping[str, str], across: bool) -> None:
+        self.ranks, self.zones, self.across = ranks, zones, across
+        self.on: dict[str, list[int]] = {}
+        for rank, worker in enumerate(ranks):
+            self.on.setdefault(worker.node_id, []).append(rank)
+        self.nodes = list(self.on)
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+        self.to: list[list[int]] = [[] for _ in ranks]
+        self.kept = [0] * len(ranks)
+        self.load = dict.fromkeys(self.nodes, 0)
+        self.most = 0
+
+    def limit(self, n_copies: int) -> None:
+        """No node takes more than its part while another can."""
+        self.most = ceil(n_copies / len(self.nodes))
+
+    def one_more(self, members: Sequence[int], nodes: set[str]) -> set[str]:
+        """One of the members sends to a node that holds their boxes not yet. Returns that node; nothing when there is none."""
+        for sender in sorted(members, key=lambda rank: (len(self.to[rank]), rank)):
+            node = self._node(sender, nodes)
+            if node is not None:
+                keeper = min(self.on[node], key=lambda rank: (self.kept[rank], rank))
+                self.to[sender].append(keeper)
+                self.kept[keeper] += 1
+                self.load[node] += 1
+                return {node}
+        return set()
+
+    def _node(self, sender: int, taken: set[str]) -> str | None:
+        best: str | None = None
+        for candidate in self._ring(sender):
+            if candidate in taken or not self._allowed(sender, candidate, taken):
+                continue
+            if self.load[candidate] < self.most:
+                return candidate
+            if best is None or self.load[candidate] < self.load[best]:
+                best = candidate
+        return best
+
+    def _ring(self, sender: int) -> Iterator[str]:
+        home = self.ranks[sender].node_id
+        n, k = len(self.nodes), self.on[home].index(sender)
+        for i in range(n - 1):
+            yield self.nodes[(self.place[home] + 1 + (k + i) % (n - 1)) % n]
+
+    def _allowed(self, sender: int, candidate: str, taken: set[str]) -> bool:
+        zone, other = self.zones.get(self.ranks[sender].node_id, ""), self.zones.get(candidate, "")
+        if not self.across:
+            return zone == other
+        held = {self.zones.get(node, "") for node in taken}
+        return other not in held or held == set(self.zones.values()) or len(held) > 1
+
+
+def holders(layout: Layout, ranks: Sequence[WorkerId], to: Keepers) -> dict[tuple[int, ...], set[str]]:
+    """Piece of the state (the key of the ranks that hold it) -> nodes that hold a copy of it."""
+    out: dict[tuple[int, ...], set[str]] = {}
+    for rank, worker in enumerate(ranks):
+        nodes = out.setdefault(replica_key(layout, rank), set())
+        nodes |= {worker.node_id, *(ranks[keeper].node_id for keeper in (to[rank] if to else ()))}
+    return out
+
+
+# ------------------------------------------------------------------------------------------------ what a plan gets
+
+
+def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
+    """Who keeps whose copies under this choice: as many as the job asks for, fewer where nodes or host memory do not do."""
+    wanted = state.job.get("peer_copies", "auto")
+    n = COPIES if wanted == "auto" else int(wanted)
+    used = list(dict.fromkeys(worker.node_id for worker in choice.ranks))
+    if not n or len(used) < 2 or state.job.get("peer_every") == 0 or state.model is None:
+        return Copies()
+    by_id = {node.node_id: node for node in nodes}
+    zones = {name: _zone(state, by_id.get(name)) for name in used}
+    across = bool(state.job.get("copies_across_zones", False))
+    sizes = rank_bytes(state.model, choice)
+    room = _room(state, choice, nodes)
+    first = ""
+    for k, buffers in [*((k, 2) for k in range(n, 0, -1)), (1, 1)]:
+        to = keepers(choice.layout, choice.ranks, zones, k, across)
+        held = min(len(found) for found in holders(choice.layout, choice.ranks, to).values()) - 1
+        if not held and not any(to):
+            break
+        short = _too_little(node_bytes(choice.ranks, to, sizes, buffers), room)
+        if not short:
+            note = _note(n, min(k, held), buffers, first, zones)
+            each = max(sum(worker.node_id == name for worker in choice.ranks) for name in used)
+            pace = _pace(state, nodes) / each
+            sent = max(size * len(keep) for size, keep in zip(sizes, to, strict=True))
+            return Copies(to, buffers, pace, sent, _replicated(choice, n), note)
+        first = first or short
+    if first:
+        return Copies(replicas=_replicated(choice, n), note=f"no peer copies: {first}")
+    zone = next(iter(zones.values()))
+    return Copies(note=f"no peer copies: each node is alone in its zone ({zone or 'unnamed'} ...)")
+
+
+def _replicated(choice: Choice, n: int) -> bool:
+    return all(len(nodes) > n for nodes in holders(choice.layout, choice.ranks, ()).values())
+
+
+def _note(wanted: int, held: int, buffers: int, short: str, zones: Mapping[str, str]) -> str:
+    if short:
+        how = "one buffer each, no whole copy while one is sent" if buffers < 2 else f"{held} of {wanted}"
+        return f"peer copies: {how}, since {short}"
+    if held >= wanted:
+        return ""
+    why = f"{len(zones)} nodes" if len(set(zones.values())) == 1 else f"{len(zones)} nodes in {len(set(zones.values()))} zones"
+    return f"peer copies: {held} of {wanted}, there are {why}"
+
+
+def _zone(state: State, node: Node | None) -> str:
+    pool = state.pool(node.pool) if node is not None else None
+    return f"{pool.region}/{pool.zone}".strip("/") if pool is not None else ""
+
+
+def rank_bytes(model: ModelProfile, choice: Choice) -> list[int]:
+    """Host bytes of each rank's boxes, at most: those of the first rank of its stage, whose chunks are the largest."""
+    layout = choice.layout
+    per_stage = [
+        sum(-(-box.n_bytes // 8) * 8 for box in boxes(model, layout, choice.layers, stage_ranks(layout, stage)[0]))
+        for stage in range(layout.pp)
+    ]
+    return [per_stage[rank // (layout.world_size // layout.pp)] for rank in range(layout.world_size)]
+
+
+def _room(state: State, choice: Choice, nodes: Sequence[Node]) -> dict[str, int]:
+    """Host memory for copies of the nodes where it is known: less the reserve, and on CPU less what training itself takes."""
+    found: dict[str, int] = {}
+    for node in nodes:
+        pool = state.pool(node.pool)
+        whole = node.host_memory_bytes or (pool.host_memory_bytes if pool is not None else 0)
+        if whole:
+            reserve = max(RESERVE_SHARE * whole, min(RESERVE_BYTES, RESERVE_SHARE_MOST * whole))
+            workers = sum(worker.node_id == node.node_id for worker in choice.ranks)
+            on_cpu = pool is not None and pool.accelerator_type == "CPU"
+            found[node.node_id] = int(whole - reserve) - (choice.memory_bytes * workers if on_cpu else 0)
+    return found
+
+
+def node_bytes(ranks: Sequence[WorkerId], to: Keepers, sizes: Sequence[int], buffers: int) -> dict[str, int]:
+    """Host bytes per node: own copies and those kept for others, `buffers` of each, and one own that is being stored."""
+    out: dict[str, int] = {}
+    for rank, worker in enumerate(ranks):
+        out[worker.node_id] = out.get(worker.node_id, 0) + sizes[rank] * (buffers + STORING)
+        for keeper in to[rank]:
+            node = ranks[keeper].node_id
+            out[node] = out.get(node, 0) + sizes[rank] * buffers
+    return out
+
+
+def _too_little(needed: Mapping[str, int], room: Mapping[str, int]) -> str:
+    """Which node lacks host memory, with the numbers; '' when all have enough."""
+    for node, n_bytes in needed.items():
+        if node in room and n_bytes > room[node]:
+            return f"{node} would need {n_bytes / 2**30:.3g} GiB of host memory and has {max(0, room[node]) / 2**30:.3g}"
+    return ""
+
+
+def _pace(state: State, nodes: Sequence[Node]) -> float:
+    """Bytes per second that a node may send of its copies."""
+    kinds = {pool.accelerator_type for pool in state.pools if pool.name in {node.pool for node in nodes}}
+    links = [profile.link_bytes_per_s for profile in state.hardware if profile.accelerator_type in kinds]
+    share = float(state.job.get("copy_link_share", LINK_SHARE))
+    return share * min(links, default=HardwareProfile().link_bytes_per_s)

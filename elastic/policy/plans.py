@@ -1,0 +1,107 @@
+"""Plans: the planner's choice for the nodes that there are, with what the policy adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elastic.errors import InfeasiblePlan
+from elastic.planner.search import Choice, Limits, plan_layout
+from elastic.policy import cadence, moves, placement
+from elastic.policy.known import State
+from elastic.types import Action, Cause, Decision, EnterPlan, Node, Plan, Prepare, Rehearsal, Resume, WorkerId
+
+
+def choice_of(state: State, nodes: Sequence[Node]) -> Choice:
+    """The planner's answer for these nodes; those of the newest plan come first, so that ranks stay where they are."""
+    assert state.model is not None
+    newest = state.plans.get(state.generation)
+    place = {name: i for i, name in enumerate(newest.nodes)} if newest else {}
+    ordered = sorted(nodes, key=lambda node: place.get(node.node_id, len(place)))
+    known = [pool.memory_bytes_per_gpu for pool in state.pools if pool.name in {node.pool for node in nodes}]
+    memory_bytes = min(known) if known and all(known) else 0
+    return plan_layout(state.model, state.job, ordered, Limits(memory_bytes, state.infeasible))
+
+
+def with_rehearsals(state: State, decision: Decision) -> Decision:
+    """Nodes that are prepared rehearse what they may soon run: with all nodes that there are, and with one less."""
+    wanted = [action for action in decision.actions if isinstance(action, Prepare)]
+    if not wanted:
+        return decision
+    nodes = [node for node in state.nodes.values() if node.status in ("ready", "prepared")]
+    choices = []
+    for fewer in (0, 1):
+        try:
+            choices.append(choice_of(state, nodes[: len(nodes) - fewer]))
+        except InfeasiblePlan:  # nothing to rehearse
+            continue
+    actions = tuple(
+        replace(action, rehearse=tuple(_rehearsal(choice, state.nodes[action.node_id]) for choice in choices))
+        if isinstance(action, Prepare)
+        else action
+        for action in decision.actions
+    )
+    return replace(decision, actions=actions)
+
+
+def _rehearsal(choice: Choice, node: Node) -> Rehearsal:
+    at = {worker: rank for rank, worker in enumerate(choice.ranks)}
+    ranks = tuple(at.get(WorkerId(node.node_id, k), -1) for k in range(node.gpus))
+    return Rehearsal(choice.layout, choice.layers, choice.n_microbatches, max(choice.samples), ranks)
+
+
+def enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) -> Decision:
+    choice = moves.placed(state, choice, resume)
+    used = {worker.node_id for worker in choice.ranks}
+    nodes = [node for node in state.nodes.values() if node.node_id in used]
+    prices = {pool.name: pool.usd_per_node_h for pool in state.pools}
+    copies = placement.copies(state, choice, nodes)
+    move = moves.predicted(state, choice, resume)
+    plan = Plan(
+        generation=state.generation + 1,
+        layout=choice.layout,
+        ranks=choice.ranks,
+        samples=choice.samples,
+        layers=choice.layers,
+        n_microbatches=choice.n_microbatches,
+        resume=resume,
+        cause=cause,
+        peer_every=cadence.peer_every(state, nodes, copies),
+        copies_to=copies.to,
+        move=move,
+        copy_buffers=copies.buffers,
+        copy_bytes_per_s=copies.bytes_per_s,
+        durable_every=cadence.durable_every(state, nodes, alone=copies.missing),
+        predicted_step_time_s=_expected_step_s(state, choice),
+        memory_bytes=choice.memory_bytes,
+        usd_per_h=sum(prices.get(node.pool, 0.0) for node in nodes),
+        rolled_back=state.rolled_back,
+    )
+    actions: tuple[Action, ...] = (EnterPlan(plan),)
+    where = f"{count(len(choice.ranks), 'worker')} of {count(len(nodes), 'node')}"
+    text = (
+        f"{why}; generation {plan.generation}: {choice.layout} on {where}, "
+        f"${plan.usd_per_h:.2f}/h, {_every('peer', plan.peer_every)}, {_every('durable', plan.durable_every)}"
+    ) + "".join(f"; {more}" for more in (moves.told(move), copies.note) if more)
+    return Decision(actions, text)
+
+
+def count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def _every(kind: str, steps: int) -> str:
+    return f"{kind} copies every {count(steps, 'step')}" if steps else f"no {kind} copies on the way"
+
+
+def _expected_step_s(state: State, choice: Choice) -> float:
+    """The measured step time, scaled by the number of ranks; 0 before the first measurement."""
+    newest = state.plans.get(state.generation)
+    if newest is None or not state.step_time_s:
+        return 0.0
+    return state.step_time_s * newest.layout.world_size / choice.layout.world_size
+
+
+def from_where(resume: Resume) -> str:
+    place = {"fresh": "from the beginning", "peer": "from memory", "live": "from live memory", "durable": "from storage"}
+    return f"step {resume.step} {place[resume.source]}"

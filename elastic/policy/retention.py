@@ -1,0 +1,110 @@
+"""Which durable copies stay, and what becomes of them: failed, damaged, removed.
+
+Job keys: keep_last (the newest n), keep_every (also those of steps that are a multiple), keep_best (also the n of the lowest
+validation_loss), storage_quota_gb (fewer, so that the next copy fits). The newest copy that is not known to be damaged stays
+always, and so does the one that the run resumes from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from elastic.policy.known import State
+from elastic.types import Copy, CopyDamaged, CopyFailed, CopyRemoved, Decision, Evaluated, RemoveCopy
+
+KEEP_LAST = 2
+KEPT_EVALUATIONS = 4096
+COPY_TRIES, COPY_WAIT_S = 3, 5.0  # for the copy of the last step, and for one that a notice makes urgent
+
+
+def retention(state: State) -> Decision:
+    """Removes what need not stay, while the plan runs undisturbed: nothing is to go back to an older copy then."""
+    if state.phase != "running" or state.failure is not None or state.below_step is not None:
+        return Decision()
+    return removal(state)
+
+
+def removal(state: State) -> Decision:
+    """As `retention`, also at the end of the run."""
+    keep = kept(state)
+    gone = [copy for copy in state.durable if copy.uri not in keep]
+    if not gone:
+        return Decision()
+    steps = ", ".join(str(copy.step) for copy in gone)
+    n_bytes = sum(copy.n_bytes for copy in gone)
+    why = f"durable copies of step {steps} ({n_bytes / 1e9:.2f} GB) are removed: {_rules(state)}, {len(keep)} stay"
+    return Decision(tuple(RemoveCopy(copy.uri) for copy in gone), why)
+
+
+def kept(state: State) -> frozenset[str]:
+    """URIs of the copies that stay, by descending claim: newest, best, every m-th."""
+    copies = state.durable
+    last, every, best = (int(state.job.get(key) or 0) for key in ("keep_last", "keep_every", "keep_best"))
+    scored = [copy for copy in sorted(copies, key=lambda copy: _score(state, copy)) if _score(state, copy)[0] < math.inf]
+    stepped = [copy for copy in copies if every and copy.step % every == 0]
+    wanted = [*copies[: last or KEEP_LAST], *scored[:best], *stepped]
+    found = list(dict.fromkeys(copy.uri for copy in wanted))[: _most(state)]
+    return frozenset((*found, state.target.resume.uri) if state.target else found)
+
+
+def _most(state: State) -> int | None:
+    """How many copies the quota allows with room for the next; at least one."""
+    quota_gb = state.job.get("storage_quota_gb")
+    if not quota_gb or not state.durable or not state.durable[0].n_bytes:
+        return None
+    return max(1, int(quota_gb * 1e9 / (1.02 * state.durable[0].n_bytes)) - 1)
+
+
+def _score(state: State, copy: Copy) -> tuple[float, int]:
+    """validation_loss as it was last measured at or before the copy's step, infinite when it never was; newer first."""
+    step = max((step for step in state.validation if step <= copy.step), default=None)
+    return (math.inf if step is None else state.validation[step], -copy.step)
+
+
+def _rules(state: State) -> str:
+    keys = {key: state.job.get(key) for key in ("keep_last", "keep_every", "keep_best", "storage_quota_gb")}
+    keys["keep_last"] = keys["keep_last"] or KEEP_LAST
+    return ", ".join(f"{key}={value:g}" for key, value in keys.items() if value)
+
+
+# ------------------------------------------------------------------------------------------------ folds
+
+
+def _evaluated(state: State, event: Evaluated, at_s: float) -> State:
+    loss = event.metrics.get("validation_loss", math.nan)
+    if not math.isfinite(loss):
+        return state
+    known = {**state.validation, event.step: loss}
+    return replace(state, validation={step: known[step] for step in sorted(known)[-KEPT_EVALUATIONS:]})
+
+
+def _copy_failed(state: State, event: CopyFailed, at_s: float) -> State:
+    stored = 0 if state.copy_failures + 1 < COPY_TRIES else state.stored_generation  # one that a notice asked for: again
+    return replace(
+        state, copy_failed=event, copy_failed_at_s=at_s, copy_failures=state.copy_failures + 1, stored_generation=stored
+    )
+
+
+def without_copy(state: State, uri: str) -> State:
+    return replace(state, durable=tuple(copy for copy in state.durable if copy.uri != uri))
+
+
+def _copy_damaged(state: State, event: CopyDamaged, at_s: float) -> State:
+    return replace(without_copy(state, event.uri), damaged={**state.damaged, event.uri: event.reason})
+
+
+def _copy_removed(state: State, event: CopyRemoved, at_s: float) -> State:
+    return without_copy(state, event.uri)
+
+
+def ordered_removal(state: State, action: RemoveCopy, at_s: float) -> State:
+    """From now on nothing resumes from it."""
+    return without_copy(state, action.uri)
+
+
+HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
+    Evaluated: _evaluated, CopyFailed: _copy_failed, CopyDamaged: _copy_damaged, CopyRemoved: _copy_removed,
+}  # fmt: skip

@@ -1,0 +1,116 @@
+"""Which worker becomes which rank, so that as many bytes as possible need not move at all. Integers only.
+
+Nodes change places with nodes of their kind only, and workers within their node, so that what the planner put inside a node
+stays there. Each is an assignment problem: the Hungarian method (Kuhn 1955) with shortest augmenting paths, O(n**3).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from math import prod
+
+from elastic.reshard.routes import Cut, Index, Side, bundles
+from elastic.reshard.shards import meet, placements
+from elastic.types import DTYPE_BYTES, ModelProfile, WorkerId
+
+MOST_WORKERS = 256  # above it the order is left as it is: the method would take more than a second
+
+Matrix = list[list[int]]
+
+
+def place(
+    model: ModelProfile,
+    cuts: tuple[Cut, Cut],
+    held: Mapping[WorkerId, Sequence[int]],
+    ranks: Sequence[WorkerId],
+    kinds: Mapping[str, Hashable],
+) -> tuple[WorkerId, ...]:
+    """The same workers in the order of ranks that keeps most bytes in place. `cuts`: old and new; `held`: worker -> old ranks
+    whose boxes it has; `kinds`: node -> what it must have in common with a node that takes its place."""
+    by_node: dict[str, list[int]] = {}
+    for rank, worker in enumerate(ranks):
+        by_node.setdefault(worker.node_id, []).append(rank)
+    if len(ranks) > MOST_WORKERS or len(ranks) < 2:
+        return tuple(ranks)
+    kept = kept_bytes(model, cuts, [held.get(worker, ()) for worker in ranks])
+    alike: dict[tuple[Hashable, int], list[list[int]]] = defaultdict(list)
+    for node, slots in by_node.items():
+        alike[kinds.get(node), len(slots)].append(slots)
+    out = list(ranks)
+    for group in alike.values():
+        inner = [[_best([[kept[rank][w] for w in workers] for rank in slots]) for workers in group] for slots in group]
+        totals = [
+            [sum(kept[slots[i]][workers[k]] for i, k in enumerate(inner[a][b])) for b, workers in enumerate(group)]
+            for a, slots in enumerate(group)
+        ]
+        for a, b in enumerate(_best(totals)):
+            for i, k in enumerate(inner[a][b]):
+                out[group[a][i]] = ranks[group[b][k]]
+    return tuple(out)
+
+
+def kept_bytes(model: ModelProfile, cuts: tuple[Cut, Cut], held: Sequence[Sequence[int]]) -> Matrix:
+    """[new rank][worker]: bytes of the rank's boxes that the worker has already; `held[w]`: the old ranks that it has."""
+    source, target = Side(model, cuts[0]), Side(model, cuts[1])
+    out = [[0] * len(held) for _ in range(target.layout.world_size)]
+    for bundle in bundles(placements(model), source, target):
+        first = bundle.first
+        n = DTYPE_BYTES[first.spec.dtype] * len(bundle.tensors)
+        index_of = {rank: index for index, ranks in source.ranks(bundle.old).items() for rank in ranks}
+        has = [{index_of[rank] for rank in ranks if rank in index_of} for ranks in held]
+        old, new_ranks = source.pieces(first), target.ranks(bundle.new)
+        for index, wanted in target.pieces(first).items():
+            common: dict[Index, int] = {}
+            for old_index, piece in old.items():
+                part = meet(wanted, piece)
+                if part is not None:
+                    common[old_index] = prod(part[1]) * n
+            row = [sum(common.get(i, 0) for i in indices) for indices in has]
+            for rank in new_ranks[index]:
+                out[rank] = [a + b for a, b in zip(out[rank], row, strict=True)]
+    return out
+
+
+def _best(gain: Matrix) -> list[int]:
+    """Row -> column with the largest sum of gains; where several are as good, rows keep their own column."""
+    n = len(gain)
+    stay = n + 1
+    cost = [[-(g * stay) - (i == j) for j, g in enumerate(row)] for i, row in enumerate(gain)]
+    return _assigned(cost)
+
+
+def _assigned(cost: Matrix) -> list[int]:
+    """Row -> column with the smallest sum of costs."""
+    n = len(cost)
+    rows, columns = [0] * (n + 1), [0] * (n + 1)  # potentials; index 0 is a place to start from
+    row_of = [0] * (n + 1)
+    for row in range(1, n + 1):
+        row_of[0], at = row, 0
+        least: list[float] = [float("inf")] * (n + 1)
+        before, seen = [0] * (n + 1), [False] * (n + 1)
+        while True:
+            seen[at] = True
+            here, step, following = row_of[at], float("inf"), 0
+            for column in range(1, n + 1):
+                if not seen[column]:
+                    reduced = cost[here - 1][column - 1] - rows[here] - columns[column]
+                    if reduced < least[column]:
+                        least[column], before[column] = reduced, at
+                    if least[column] < step:
+                        step, following = least[column], column
+            for column in range(n + 1):
+                if seen[column]:
+                    rows[row_of[column]] += int(step)
+                    columns[column] -= int(step)
+                else:
+                    least[column] -= step
+            at = following
+            if not row_of[at]:
+                break
+        while at:
+            row_of[at], at = row_of[before[at]], before[at]
+    out = [0] * n
+    for column in range(1, n + 1):
+        out[row_of[column] - 1] = column - 1
+    return out

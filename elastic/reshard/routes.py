@@ -1,0 +1,223 @@
+"""Who sends what to whom, for all tensors at once: own memory first, then the same node, then the sender with the least to do.
+
+The distinct pieces of a tensor under the old layout are a partition of it, so each new box is the union of its overlaps with
+them: every overlap gets one sender among the piece's holders, and coverage is exact by construction.
+
+Tensors of equal shape and placement (the blocks of a stage, parameter and moments) have equal overlaps: they are one bundle.
+
+Balance: parts with few possible senders are placed first, the largest of them first, each on the sender with the fewest bytes.
+Where the sets of possible senders are nested or disjoint, the busiest sender then has at most the optimum and one part: when
+its last part was placed, every possible sender of it had as much as the busiest less that part, all of it from parts that
+only these senders could send. Sets overlap otherwise where replicas, nodes and tensor parallelism cut across each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from elastic.errors import StateLost
+from elastic.mesh import coordinates
+from elastic.reshard.shards import Placed, Region, check_layers, meet, placements, region, stages_of
+from elastic.types import DTYPE_BYTES, Layout, ModelProfile
+
+Cut = tuple[Layout, tuple[int, ...]]  # a layout and its layers per stage
+Index = tuple[int, int]  # tp and fsdp index of a piece; 0 on an axis that does not cut the tensor
+Stages = tuple[int, ...]
+Held = tuple[Stages, bool, bool]  # stages, cut by tp?, cut by fsdp?: tensors of equal value are held by the same ranks
+
+SPREAD_BYTES = 64 << 20  # parts that several could send are cut along dimension 0 to at most this, so that several do
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Tensors (by their place in `placements`) of equal shape, dtype and placement under both layouts."""
+
+    first: Placed
+    tensors: tuple[int, ...]
+    old: Held
+    new: Held
+
+
+@dataclass
+class Route:
+    """A part of each tensor of a bundle on its way to `destination`. `senders`: of each tensor, or one for all; `held_as`:
+    sender -> the old rank whose boxes are read there."""
+
+    destination: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    n_bytes: int  # of one tensor
+    held_as: Mapping[int, int]
+    senders: list[int]
+
+    def sender(self, k: int) -> int:
+        return self.senders[k] if len(self.senders) > 1 else self.senders[0]
+
+
+@dataclass(frozen=True)
+class _Holders:
+    """Who can give a piece: `held_as`: participant -> the rank whose boxes it holds, `by_node` -> participants."""
+
+    held_as: dict[int, int] = field(default_factory=dict)
+    by_node: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Side:
+    """Which ranks of one layout hold a tensor, by pieces."""
+
+    def __init__(self, model: ModelProfile, cut: Cut) -> None:
+        self.model, (self.layout, self.layers) = model, cut
+        check_layers(model, *cut)
+        self.fsdp = self.layout.dp_shard * self.layout.cp
+        self.at = [coordinates(self.layout, rank) for rank in range(self.layout.world_size)]
+        self._stages: dict[tuple[int | None, ...], Stages] = {}
+        self._ranks: dict[Held, dict[Index, list[int]]] = {}
+
+    def held(self, placed: Placed) -> Held:
+        if placed.blocks not in self._stages:
+            self._stages[placed.blocks] = stages_of(placed.blocks, self.model, self.layout, self.layers)
+        return self._stages[placed.blocks], placed.tp_cut, placed.fsdp_cut
+
+    def ranks(self, held: Held) -> dict[Index, list[int]]:
+        """Piece -> the ranks that hold it."""
+        if held not in self._ranks:
+            stages, tp_cut, fsdp_cut = held
+            out: dict[Index, list[int]] = {}
+            for rank, at in enumerate(self.at):
+                if at.pp in stages:
+                    index = (at.tp if tp_cut else 0, at.fsdp(self.layout) if fsdp_cut else 0)
+                    out.setdefault(index, []).append(rank)
+            self._ranks[held] = out
+        return self._ranks[held]
+
+    def pieces(self, placed: Placed) -> dict[Index, Region]:
+        """Piece -> its region, empty ones left out."""
+        tps = range(self.layout.tp if placed.tp_cut else 1)
+        fsdps = range(self.fsdp if placed.fsdp_cut else 1)
+        out = {(t, f): region(placed, (t, self.layout.tp), (f, self.fsdp)) for t in tps for f in fsdps}
+        return {index: part for index, part in out.items() if 0 not in part[1]}
+
+
+def bundles(state: Sequence[Placed], source: Side, target: Side) -> list[Bundle]:
+    """The state in bundles, in the order of their first tensors."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for i, placed in enumerate(state):
+        spec = placed.spec
+        key = (source.held(placed), target.held(placed), spec.shape, spec.tp_dim, spec.dtype)
+        found.setdefault(key, []).append(i)
+    firsts = [(state[tensors[0]], tuple(tensors)) for tensors in found.values()]
+    return [Bundle(first, tensors, source.held(first), target.held(first)) for first, tensors in firsts]
+
+
+def plan_routes(
+    model: ModelProfile, old: Cut, new: Cut, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
+) -> list[tuple[Bundle, list[Route]]]:
+    """The routes of each bundle, in the order of destinations and offsets; equal input gives equal output.
+
+    `holders`: rank of the old layout -> participants that hold its boxes. `nodes`: node of each participant, ranks of the new
+    layout first. Raises StateLost, naming the tensor, when a part has no holder.
+    """
+    source, target = Side(model, old), Side(model, new)
+    sent = [0] * len(nodes)
+    shared: list[tuple[int, int, int, Route, list[int]]] = []  # parts that several could send
+    out: list[tuple[Bundle, list[Route]]] = []
+    givers: dict[Held, dict[Index, _Holders]] = {}
+    for bundle in bundles(placements(model), source, target):
+        if bundle.old not in givers:
+            ranks = source.ranks(bundle.old)
+            givers[bundle.old] = {index: _holders(who, holders, nodes) for index, who in ranks.items()}
+        routes: list[Route] = []
+        for route, able in _routes(bundle, source, target, givers[bundle.old], nodes):
+            routes.append(route)
+            if len(able) > 1:
+                shared.append((len(able), -route.n_bytes, len(shared), route, able))
+                route.senders *= len(bundle.tensors)
+            elif able[0] != route.destination:
+                sent[able[0]] += route.n_bytes * len(bundle.tensors)
+        out.append((bundle, routes))
+    for *_, route, able in sorted(shared, key=lambda job: job[:3]):
+        _spread(route, able, sent)
+    return out
+
+
+def _routes(
+    bundle: Bundle, source: Side, target: Side, givers: Mapping[Index, _Holders], nodes: Sequence[str]
+) -> Iterator[tuple[Route, list[int]]]:
+    """Routes with those that could send them, without a choice among several yet."""
+    first = bundle.first
+    overlaps = _overlaps(source.pieces(first), target.pieces(first))
+    item_bytes = DTYPE_BYTES[first.spec.dtype]
+    wanted = [(rank, index) for index, ranks in target.ranks(bundle.new).items() for rank in ranks]
+    for rank, index in sorted(wanted):
+        for old_index, part in overlaps.get(index, ()):
+            giver = givers[old_index]
+            if not giver.held_as:
+                raise _lost(first, source.layout, source.ranks(bundle.old)[old_index])
+            able = [rank] if rank in giver.held_as else giver.by_node.get(nodes[rank]) or list(giver.held_as)
+            n_bytes = prod(part[1]) * item_bytes
+            for offsets, sizes in rows(part, n_bytes, SPREAD_BYTES) if len(able) > 1 else (part,):
+                yield Route(rank, offsets, sizes, prod(sizes) * item_bytes, giver.held_as, [able[0]]), able
+
+
+def _spread(route: Route, able: list[int], sent: list[int]) -> None:
+    for k in range(len(route.senders)):
+        sender = min(able, key=sent.__getitem__)
+        sent[sender] += route.n_bytes
+        route.senders[k] = sender
+
+
+def rows(part: Region, n_bytes: int, limit: int) -> Iterator[Region]:
+    """The region in slices along dimension 0 of at most `limit` bytes each (one row at least)."""
+    offsets, sizes = part
+    if n_bytes <= limit or not sizes or sizes[0] < 2:
+        yield part
+        return
+    step = max(1, limit * sizes[0] // n_bytes)
+    for start in range(0, sizes[0], step):
+        yield (offsets[0] + start, *offsets[1:]), (min(step, sizes[0] - start), *sizes[1:])
+
+
+def shard_bytes(model: ModelProfile, cut: Cut, padded: bool = False) -> list[int]:
+    """Bytes of the training state that each rank of the layout holds. `padded`: as FSDP has them in memory, where each part of
+    a parameter that is not empty has the size of the largest."""
+    side = Side(model, cut)
+    out = [0] * side.layout.world_size
+    for bundle in bundles(placements(model), side, side):
+        item_bytes = DTYPE_BYTES[bundle.first.spec.dtype] * len(bundle.tensors)
+        ranks = side.ranks(bundle.old)
+        pieces = side.pieces(bundle.first)
+        for index, (_, sizes) in pieces.items():
+            if padded and bundle.first.fsdp_cut:
+                sizes = pieces[index[0], 0][1]
+            for rank in ranks.get(index, ()):
+                out[rank] += prod(sizes) * item_bytes
+    return out
+
+
+def _holders(ranks: Sequence[int], holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]) -> _Holders:
+    out = _Holders()
+    for rank in ranks:
+        for participant in holders.get(rank, ()):
+            if participant not in out.held_as:
+                out.held_as[participant] = rank
+                out.by_node.setdefault(nodes[participant], []).append(participant)
+    return out
+
+
+def _overlaps(old: Mapping[Index, Region], new: Mapping[Index, Region]) -> dict[Index, list[tuple[Index, Region]]]:
+    """For each new piece its parts, one for each old piece that it meets."""
+    out: dict[Index, list[tuple[Index, Region]]] = {}
+    for index, wanted in new.items():
+        met = ((old_index, meet(wanted, held)) for old_index, held in old.items())
+        out[index] = [(old_index, part) for old_index, part in met if part is not None]
+    return out
+
+
+def _lost(placed: Placed, layout: Layout, ranks: Sequence[int]) -> StateLost:
+    who = ", ".join(map(str, ranks))
+    return StateLost(
+        f"{placed.spec.fqn}: its part on rank {who} of the layout {layout} has no living holder; "
+        "an older peer or durable copy is needed"
+    )

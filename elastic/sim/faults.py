@@ -1,0 +1,48 @@
+"""What a simulated cluster is made of: its delays, and the faults that a script asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FaultKind = Literal["notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought", "add", "stop"]
+Moment = Literal["inside", "waiting", "torn"]
+
+
+@dataclass(frozen=True)
+class Delays:
+    """Seconds on the virtual clock. A step takes `work_s` divided by the number of workers."""
+
+    boot_s: float = 5.0
+    prepare_s: float = 4.0
+    enter_s: float = 0.8
+    restore_s: float = 2.5
+    work_s: float = 4.0
+    copy_s: float = 0.05
+    store_s: float = 1.2
+    detect_s: float = 0.2
+    confirm_s: float = 2.0
+    silent_s: float = 6.0
+    quiesce_s: float = 0.1
+    release_s: float = 0.5
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens at `at_s`. `which` picks a node by its place among those that live (modulo their number).
+
+    notice: taken after `lasts_s`; for a node that has notice, another deadline. withdraw: the notice of a node that has one.
+    drought: the pool gives nothing for `lasts_s`. loss, hang, process: of a node, or of its first worker. error: a collective
+    fails, nobody is gone. corrupt: the content of the newest generation is found wrong. not_finite: the next step gives no
+    number, once, or whenever it is done (`lasting`).
+    `moment`, of a loss, process or error: where the step was. inside: its gradients were not summed yet. waiting: every
+    survivor waits for the commit. torn: every other survivor has seen it.
+    """
+
+    at_s: float
+    kind: FaultKind
+    which: int = 0
+    lasts_s: float = 30.0
+    pool: str = ""
+    moment: Moment = "inside"
+    lasting: bool = False

@@ -1,0 +1,334 @@
+"""Simulated generations: who is where in which step, who holds what, and what the survivors of a break report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elastic.mesh import replica_key
+from elastic.sim.faults import Delays, Moment
+from elastic.sim.machines import Machines
+from elastic.types import (
+    Abort,
+    Copy,
+    CopyStored,
+    DigestChecked,
+    EnterPlan,
+    Holding,
+    Plan,
+    PlanEntered,
+    Pool,
+    Quiesce,
+    Quiesced,
+    RollForward,
+    SetCadence,
+    Silent,
+    StepDone,
+    StoreCopy,
+    WorkerFailed,
+    WorkerId,
+)  # fmt: skip
+
+
+@dataclass
+class Group:
+    """One generation as it really is."""
+
+    plan: Plan
+    step: int = 0
+    entered: bool = False
+    ended: bool = False
+    leave_for: Plan | None = None
+    quiesce: bool = False
+    save: bool = False
+
+    @property
+    def members(self) -> set[WorkerId]:
+        return set(self.plan.ranks) | {h.worker for h in self.plan.resume.holdings}
+
+
+class Generations(Machines):
+    """Runs plans on machines. `violations`: orders that the contract forbids, as found."""
+
+    def __init__(self, pools: tuple[Pool, ...], job: Mapping[str, Any], delays: Delays, fits: Callable[[Plan], bool]) -> None:
+        super().__init__(pools, job, delays)
+        self.fits = fits
+        self.violations: list[str] = []
+        self._groups: dict[int, Group] = {}
+        self._commits: dict[WorkerId, tuple[float, ...]] = {}
+        self._pending: dict[WorkerId, tuple[int, int]] = {}  # generation, step
+        self._wrong: set[int] = set()  # generations whose content is
+        self._not_finite: set[int] = set()  # steps that will give no number
+        self._for_ever = False  # whenever they are done
+
+    def _running(self) -> list[Group]:
+        return [group for group in self._groups.values() if group.entered and not group.ended]
+
+    # ------------------------------------------------------------------------------------------ breaks
+
+    def _kill(self, workers: set[WorkerId], moment: Moment = "inside") -> None:
+        """Processes end: what they hold is gone, and their groups break."""
+        super()._kill(workers)
+        for worker in workers:
+            self._commits.pop(worker, None)
+            self._pending.pop(worker, None)
+        for group in self._groups.values():
+            needed = set(group.plan.ranks) if group.entered else group.members
+            if not group.ended and needed & workers:
+                self._break(group, moment)
+
+    def _break(self, group: Group, moment: Moment = "inside") -> None:
+        group.ended = True
+        survivors = [worker for worker in group.plan.ranks if self._answers(worker)]
+        if group.entered and group.step < self.job["steps"] and moment != "inside":
+            for k, worker in enumerate(survivors):
+                if moment == "torn" and k % 2 == 0:
+                    self._advance(group, worker, group.step + 1)
+                else:
+                    self._pending[worker] = (group.plan.generation, group.step + 1)
+        if survivors:
+            error = "connection reset by peer"
+            self._tell(WorkerFailed(survivors[0], group.plan.generation, "collective", error), self.delays.detect_s)
+
+    # ------------------------------------------------------------------------------------------ generations
+
+    def _enter(self, action: EnterPlan) -> None:
+        plan = action.plan
+        if plan.generation <= max(self._groups, default=0):
+            self.violations.append(f"generation {plan.generation} after {max(self._groups)}")
+        lost = [worker for worker in plan.ranks if worker.node_id in self._told_lost or worker.node_id not in self._machines]
+        if lost:
+            self.violations.append(f"generation {plan.generation} uses {lost[0]}, which was reported lost")
+        late = [w for w in plan.ranks if w not in lost and self._deadline_s(w) <= self._now_s]
+        if late:
+            self.violations.append(f"generation {plan.generation} uses {late[0]}, whose deadline has passed")
+        if plan.resume.source != "fresh" and plan.resume.generation in self._wrong:
+            self.violations.append(f"generation {plan.generation} comes of {plan.resume.generation}, whose content is wrong")
+        if len(set(plan.ranks)) != plan.layout.world_size or sum(plan.samples) != self.job["global_batch"]:
+            self.violations.append(f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit {plan.layout}")
+        group = self._groups[plan.generation] = Group(plan)
+        if any(not self._lives(worker) for worker in group.members):
+            self._break(group)
+        elif any(not self._answers(worker) for worker in group.members):
+            self._silence(group)
+        source = self._groups.get(plan.resume.generation)
+        if plan.resume.source == "live" and source is not None and not source.ended:
+            source.leave_for = plan
+        elif not group.ended:
+            self._transition(group)
+
+    def _deadline_s(self, worker: WorkerId) -> float:
+        deadline_s = self._machines[worker.node_id].deadline_s
+        return float("inf") if deadline_s is None else deadline_s
+
+    def _transition(self, group: Group) -> None:
+        slow = group.plan.resume.source == "durable"
+        self._after(self.delays.restore_s if slow else self.delays.enter_s, lambda: self._entered(group))
+
+    def _entered(self, group: Group) -> None:
+        plan, resume = group.plan, group.plan.resume
+        if not group.ended and any(not self._answers(worker) for worker in group.members):
+            self._silence(group)
+        if group.ended:
+            return
+        if not self.fits(plan):
+            group.ended = True
+            self._tell(WorkerFailed(plan.ranks[0], plan.generation, "out_of_memory", "out of memory", 1 << 30))
+            return
+        source = self._groups.get(resume.generation)
+        group.step = source.step if resume.source == "live" and source else resume.step
+        if resume.source in ("live", "peer") and not self._has_source(group):
+            self.violations.append(f"generation {plan.generation}: nobody holds step {group.step} of {resume.generation}")
+        for worker in group.members - set(plan.ranks):
+            self._held.pop(worker, None)
+            self._tell(Quiesced(worker, plan.generation, group.step))
+        for rank, worker in enumerate(plan.ranks):
+            before = self._held.get(worker, ()) if plan.copies_to and plan.peer_every else ()
+            self._held[worker] = (Holding(worker, plan.generation, rank, group.step, "live"), *before)  # until a copy counts
+            self._commits.pop(worker, None)
+            self._pending.pop(worker, None)
+        group.entered = True
+        self._tell(PlanEntered(plan.generation, group.step, {"groups": 0.1, "build": 0.2, "transfer": 0.5}))
+        self._copy_to_peers(group)
+        if group.step >= self.job["steps"]:
+            self._finish(group)
+        else:
+            self._after(self._step_s(group), lambda: self._step(group))
+
+    def _has_source(self, group: Group) -> bool:
+        resume = group.plan.resume
+        assert resume.layout is not None
+        layout, members = resume.layout, group.members
+        there = {
+            replica_key(layout, h.rank)
+            for worker in members
+            for h in self._held.get(worker, ())
+            if (h.generation, h.step) == (resume.generation, group.step)
+        }
+        return there == {replica_key(layout, rank) for rank in range(layout.world_size)}
+
+    def _step_s(self, group: Group) -> float:
+        return self.delays.work_s / len(group.plan.ranks)
+
+    def _advance(self, group: Group, worker: WorkerId, step: int) -> None:
+        rank, generation = group.plan.ranks.index(worker), group.plan.generation
+        kept = tuple(h for h in self._held.get(worker, ()) if h.kind == "peer" or h.generation != generation)
+        self._held[worker] = (Holding(worker, generation, rank, step, "live"), *kept)
+        self._commits[worker] = (float(group.plan.generation), float(step))
+        self._pending.pop(worker, None)
+
+    def _step(self, group: Group) -> None:
+        if group.ended:
+            return
+        plan, step_s = group.plan, self._step_s(group)
+        if group.step + 1 in self._not_finite:
+            self._gives_no_number(group)
+            return
+        group.step += 1
+        for worker in plan.ranks:
+            self._advance(group, worker, group.step)
+        copies = bool(plan.peer_every and group.step % plan.peer_every == 0)
+        copy_s = self.delays.copy_s * 0.1 if copies else 0.0
+        digest = f"sample-{group.step}"
+        self._tell(StepDone(plan.generation, group.step, 1.0, 1000, step_s, 0.02 * step_s, copy_s, 1.0, digest))
+        if copies:
+            self._copy_to_peers(group)
+        last = group.step >= self.job["steps"]
+        saves = plan.durable_every and group.step % plan.durable_every == 0
+        if last or group.save or saves:
+            self._save(group)
+        group.save = False
+        if last or group.quiesce:
+            self._finish(group)
+        elif group.leave_for is not None:
+            group.ended = True
+            for worker in plan.ranks:
+                self._tell(self._report(worker, plan.generation))
+            successor = self._groups[group.leave_for.generation]
+            if not successor.ended:
+                self._transition(successor)
+        else:
+            self._after(step_s, lambda: self._step(group))
+
+    def _gives_no_number(self, group: Group) -> None:
+        step, group.ended = group.step + 1, True
+        if not self._for_ever:
+            self._not_finite.discard(step)
+        for worker in group.plan.ranks:
+            text = f"step {step}: train_loss nan: the loss of rank 0 on {group.plan.ranks[0]} is not finite; its samples: 1, 2"
+            self._tell(WorkerFailed(worker, group.plan.generation, "not_finite", text, 0, step))
+
+    def _corrupt(self, group: Group) -> None:
+        """What the generation took over was not what was sent; found out behind its first steps."""
+        self._wrong.add(group.plan.generation)
+        self._tell(DigestChecked(group.plan.generation, False, 1000))
+
+    def _copy_to_peers(self, group: Group) -> None:
+        plan, step = group.plan, group.step
+        if not plan.copies_to or not plan.peer_every:
+            return
+
+        def acknowledged() -> None:
+            if group.ended:
+                return
+            fresh: dict[WorkerId, list[Holding]] = {worker: [] for worker in plan.ranks}
+            for rank, worker in enumerate(plan.ranks):
+                for keeper in (worker, *(plan.ranks[k] for k in plan.copies_to[rank])):
+                    fresh[keeper].append(Holding(keeper, plan.generation, rank, step, "peer"))
+            for worker, holdings in fresh.items():
+                held = self._held.get(worker, ())
+                live = tuple(h for h in held if h.kind == "live" and h.generation == plan.generation)
+                self._held[worker] = (*live, *holdings)
+            copy = Copy(step, "peer", plan.generation, plan.layout, plan.layers)
+            self._tell(CopyStored(copy, self.delays.copy_s, 0.1 * self.delays.copy_s))
+
+        self._after(self.delays.copy_s, acknowledged)
+
+    def _save(self, group: Group) -> None:
+        plan, step = group.plan, group.step
+
+        def stored() -> None:
+            if all(self._lives(worker) for worker in plan.ranks):
+                uri = f"sim://step-{step:08d}.g{plan.generation:04d}"
+                self._tell(CopyStored(Copy(step, "durable", plan.generation, plan.layout, plan.layers, (), uri), 1.0, 0.05))
+
+        self._after(self.delays.store_s, stored)
+
+    def _finish(self, group: Group) -> None:
+        """All ranks leave at this boundary; the last copy is under way."""
+        if not group.save and group.step >= self.job["steps"]:
+            self._save(group)
+        group.quiesce = True
+        for worker in group.plan.ranks:
+            self._tell(self._report(worker, group.plan.generation), self.delays.quiesce_s)
+
+    def _quiesce(self, action: Quiesce) -> None:
+        group = self._groups.get(action.generation)
+        if group is not None:
+            group.quiesce, group.save = True, action.save
+
+    def _store(self, action: StoreCopy) -> None:
+        group = self._groups.get(action.generation)
+        if group is not None:
+            group.save = True
+
+    def _set_cadence(self, action: SetCadence) -> None:
+        group = self._groups.get(action.generation)
+        if group is not None:
+            group.plan = replace(group.plan, peer_every=action.peer_every, durable_every=action.durable_every)
+
+    def _abort(self, action: Abort) -> None:
+        if action.kill:
+            self._kill(set(action.kill))
+            for worker in action.kill:
+                self._machines[worker.node_id].hung = False
+        members: set[WorkerId] = set()
+        for group in [g for n, g in self._groups.items() if n <= action.generation]:
+            recent = group.plan.generation >= action.generation - 1 or not group.ended
+            members |= group.members if recent else set()
+            group.ended = True
+        for worker in sorted(members):
+            if self._answers(worker):
+                self._after(self.delays.quiesce_s, lambda w=worker: self._answer(w, action.generation))  # type: ignore[misc]
+
+    def _answer(self, worker: WorkerId, generation: int) -> None:
+        if self._answers(worker):
+            self._untold(worker)
+            self._tell(self._report(worker, generation))
+
+    def _report(self, worker: WorkerId, generation: int) -> Quiesced:
+        held = self._held.get(worker, ())
+        step = max((h.step for h in held if h.kind == "live"), default=0)
+        pending_step = self._pending.get(worker, (0, -1))[1]
+        return Quiesced(worker, generation, step, held, self._commits.get(worker, ()), pending_step)
+
+    def _untold(self, worker: WorkerId) -> None:
+        """The report of a step that nobody has given yet: its commit was seen by this worker."""
+        for holding in self._held.get(worker, ()):
+            group = self._groups[holding.generation]
+            if holding.kind == "live" and group.ended and holding.step == group.step + 1:
+                group.step += 1
+                self._tell(StepDone(holding.generation, group.step, 1.0, 1000, 0.0, 0.0, 0.0, 1.0, f"sample-{group.step}"))
+
+    def _roll_forward(self, action: RollForward) -> None:
+        group = self._groups[action.generation]
+        seen = {self._commits[w] for w in group.plan.ranks if w in self._commits and self._lives(w)}
+        if action.commit not in seen or action.commit != (float(action.generation), float(action.step)):
+            self.violations.append(f"step {action.step} of generation {action.generation}: nobody has seen {action.commit}")
+
+        def applied(worker: WorkerId) -> None:
+            if self._answers(worker) and self._pending.get(worker) == (action.generation, action.step):
+                self._advance(group, worker, action.step)
+            self._answer(worker, action.generation)
+
+        for worker in group.plan.ranks:
+            self._after(self.delays.quiesce_s, lambda w=worker: applied(w))  # type: ignore[misc]
+
+    def _silence(self, group: Group) -> None:
+        """Somebody in the group no longer answers: the others wait until he is found silent."""
+        group.ended = True
+        for worker in sorted(group.members):
+            if self._lives(worker) and not self._answers(worker):
+                silent = Silent(worker, group.plan.generation, "stepping", self.delays.silent_s)
+                self._tell(silent, self.delays.silent_s)

@@ -1,0 +1,144 @@
+"""Simulated nodes: asked for, prepared, taken, lost; and which processes live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.sim.clock import Clock
+from elastic.sim.faults import Delays, Moment
+from elastic.types import (
+    Holding,
+    Node,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    Notice,
+    NoticeWithdrawn,
+    Pool,
+    Prepare,
+    ReleaseNode,
+    RequestFailed,
+    RequestNodes,
+    WorkerId,
+)  # fmt: skip
+
+
+@dataclass
+class Machine:
+    """A node as it really is."""
+
+    node: Node
+    born_s: float
+    prepared: bool = False
+    hung: bool = False
+    gone_s: float | None = None
+    deadline_s: float | None = None  # of its notice
+
+
+class Machines(Clock):
+    """The nodes of some pools, and what the processes on them hold."""
+
+    def __init__(self, pools: tuple[Pool, ...], job: Mapping[str, Any], delays: Delays) -> None:
+        super().__init__()
+        self.pools, self.job, self.delays = pools, job, delays
+        self._machines: dict[str, Machine] = {}
+        self._told_lost: set[str] = set()
+        self._held: dict[WorkerId, tuple[Holding, ...]] = {}
+        self._dead: set[WorkerId] = set()
+        self._dry_until_s: dict[str, float] = {}
+        self._coming: dict[str, int] = {}
+        self._n_nodes = 0
+
+    def _kill(self, workers: set[WorkerId], moment: Moment = "inside") -> None:
+        """Processes end: what they hold is gone."""
+        for worker in workers:
+            self._held.pop(worker, None)
+        self._dead |= workers
+
+    def gpu_seconds(self) -> float:
+        """The bill: from NodeReady to NodeLost or Stop, times the node's GPUs."""
+        end_s = self._now_s if self._stopped_s is None else self._stopped_s
+        return sum((min(end_s, m.gone_s or end_s) - m.born_s) * m.node.gpus for m in self._machines.values())
+
+    def _request(self, action: RequestNodes) -> None:
+        pool = next(p for p in self.pools if p.name == action.pool)
+        there = [m for m in self._machines.values() if m.node.pool == pool.name and m.gone_s is None and m.deadline_s is None]
+        room = pool.max_nodes - len(there) - self._coming.get(pool.name, 0)
+        if self._now_s < self._dry_until_s.get(pool.name, 0.0) or room <= 0:
+            self._tell(RequestFailed(pool.name, action.request_id, "no capacity"), 1.0)
+            return
+        for k in range(min(action.count, room)):
+            self._coming[pool.name] = self._coming.get(pool.name, 0) + 1
+            self._after(self.delays.boot_s + 0.5 * k, lambda: self._boot(pool))
+
+    def _boot(self, pool: Pool) -> None:
+        self._coming[pool.name] = max(0, self._coming.get(pool.name, 0) - 1)
+        self._n_nodes += 1
+        node = Node(f"{pool.name}-{self._n_nodes}", pool.name, pool.gpus_per_node)
+        self._machines[node.node_id] = Machine(node, self._now_s)
+        self._tell(NodeReady(node))
+
+    def _prepare(self, action: Prepare) -> None:
+        machine = self._machines.get(action.node_id)
+        if machine is None:
+            return
+
+        def done() -> None:
+            if machine.gone_s is None and machine.node.node_id not in self._lost():
+                machine.prepared, machine.hung = True, False
+                self._dead = {w for w in self._dead if w.node_id != action.node_id}
+                self._tell(NodePrepared(action.node_id))
+
+        self._after(self.delays.prepare_s, done)
+
+    def _lost(self) -> set[str]:
+        return {name for name, m in self._machines.items() if m.gone_s is not None or name in self._dying}
+
+    @property
+    def _dying(self) -> set[str]:
+        return {worker.node_id for worker in self._dead if worker.local_rank < 0}
+
+    def _lives(self, worker: WorkerId) -> bool:
+        return worker.node_id in self._machines and worker.node_id not in self._lost() and worker not in self._dead
+
+    def _answers(self, worker: WorkerId) -> bool:
+        return self._lives(worker) and not self._machines[worker.node_id].hung
+
+    def _release(self, action: ReleaseNode) -> None:
+        if action.node_id in self._machines:
+            self._lose(action.node_id, "released", self.delays.release_s)
+
+    def _lose(self, node_id: str, cause: str, confirm_s: float, moment: Moment = "inside") -> None:
+        machine = self._machines[node_id]
+        if machine.gone_s is not None or node_id in self._dying:
+            return
+        self._dead.add(WorkerId(node_id, -1))
+
+        def confirmed() -> None:
+            machine.gone_s = self._now_s
+            self._told_lost.add(node_id)
+            self._tell(NodeLost(node_id, cause))
+
+        workers = {WorkerId(node_id, k) for k in range(machine.node.gpus)}
+        self._kill(workers, moment)
+        self._after(confirm_s, confirmed)
+
+    # ------------------------------------------------------------------------------------------ notices
+
+    def _notice(self, node_id: str, lasts_s: float) -> None:
+        """The node is taken then, unless the notice is withdrawn or another one comes."""
+        machine, deadline_s = self._machines[node_id], self._now_s + lasts_s
+        machine.deadline_s = deadline_s
+
+        def taken() -> None:
+            if machine.deadline_s == deadline_s:
+                self._lose(node_id, "taken", self.delays.confirm_s)
+
+        self._tell(Notice(node_id, deadline_s, "scripted"))
+        self._after(lasts_s, taken)
+
+    def _withdraw(self, node_id: str) -> None:
+        self._machines[node_id].deadline_s = None
+        self._tell(NoticeWithdrawn(node_id))

@@ -1,0 +1,28 @@
+"""Storage of a run: keys -> bytes under one URI: a local folder, a shared file system, or `s3://bucket/prefix`."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import unquote, urlsplit
+
+from elastic.errors import SpecError
+from elastic.storage.interface import TEMPORARY, Storage
+from elastic.storage.local import LocalStorage
+
+__all__ = ["TEMPORARY", "LocalStorage", "Storage", "open_storage"]
+
+
+def open_storage(uri: str | os.PathLike[str]) -> Storage:
+    """Storage under a local path, a file:// or an s3:// URI; nothing is read or made. Raises SpecError."""
+    text = os.fspath(uri)
+    scheme = urlsplit(text).scheme if "://" in text else ""
+    if scheme == "s3":
+        from elastic.storage.s3 import S3Storage  # boto3 takes a third of a second to import
+
+        return S3Storage(text)
+    if scheme not in ("", "file"):
+        raise SpecError(f"{text}: '{scheme}://' is not known; use a folder that all nodes share, or s3://bucket/prefix")
+    path = unquote(urlsplit(text).path) if scheme else os.path.expanduser(text)
+    if not path:
+        raise SpecError(f"storage '{text}' names no folder")
+    return LocalStorage(path)

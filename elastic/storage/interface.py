@@ -1,0 +1,100 @@
+"""What a run's storage can do: keys -> bytes under one URI.
+
+A file appears whole or not at all. Keys are relative paths with '/'; they cannot leave the storage.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import BinaryIO, ClassVar
+
+from elastic.errors import SpecError
+
+TEMPORARY = ".tmp-"  # how names of unfinished files begin; no key may hold such a part
+
+
+class Storage(ABC):
+    """A place for files. `uri` means the same in every process that can reach it."""
+
+    remote: ClassVar[bool] = False  # True: every call is a request that is paid for; look seldom
+    uri: str
+
+    def uri_of(self, key: str) -> str:
+        return f"{self.uri}/{key}"
+
+    @abstractmethod
+    def get(self, key: str) -> bytes:
+        """All bytes of `key`. Raises FileNotFoundError."""
+
+    def read(self, key: str, offset: int, length: int) -> bytearray:
+        """Bytes offset .. offset+length; fewer when the file ends before. Raises FileNotFoundError."""
+        out = bytearray(max(0, min(length, self.size(key) - offset)))
+        n = self.read_into(key, offset, memoryview(out))
+        return out[:n] if n < len(out) else out
+
+    @abstractmethod
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        """Fills `buffer` from `offset` on; returns the bytes that there were. Raises FileNotFoundError."""
+
+    def read_parts(self, key: str, offset: int, buffer: memoryview, took: Callable[[memoryview], object]) -> int:
+        """Like `read_into`; hands every part of `buffer` to `took`, in order, once it is filled (and still in the cache)."""
+        n = self.read_into(key, offset, buffer)
+        took(buffer[:n])
+        return n
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """In bytes. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def modified_s(self, key: str) -> float:
+        """When it was written, in seconds since 1970 on the storage's clock. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def exists(self, key: str) -> bool: ...
+
+    @abstractmethod
+    def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
+        """Writes `key` in one piece. False: `if_absent` and it was there (of several writers exactly one gets True)."""
+
+    @abstractmethod
+    def create(self, key: str, if_absent: bool = False) -> AbstractContextManager[BinaryIO]:
+        """A file to write to; it appears under `key` when the block ends, and not at all when the block raises."""
+
+    @abstractmethod
+    def folders(self) -> list[str]:
+        """Names of the folders directly under this storage, sorted."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> list[str]:
+        """Keys that start with `prefix`, sorted; a prefix may end inside a name."""
+
+    def sizes(self, prefix: str = "") -> dict[str, tuple[int, float]]:
+        """Like `list`, with what `size` and `modified_s` say of each key."""
+        return {key: (self.size(key), self.modified_s(key)) for key in self.list(prefix)}
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Removes `key`; one that is not there is no error."""
+
+    @abstractmethod
+    def delete_folder(self, key: str = "") -> None:
+        """Removes everything under `key`, what interrupted writers left there included; '' = the whole storage."""
+
+    @abstractmethod
+    def clean_unfinished(self, older_than_s: float) -> int:
+        """Removes what interrupted writers left under this storage, if it was begun that long ago; returns how many."""
+
+    @abstractmethod
+    def free_bytes(self) -> int | None:
+        """What can still be written; None = not limited by this storage."""
+
+
+def checked(key: str) -> str:
+    """Raises SpecError for a key that would leave the storage or is a temporary name."""
+    parts = key.split("/")
+    if any(part in ("", ".", "..") or part.startswith(TEMPORARY) for part in parts) or "\0" in key or "\\" in key:
+        raise SpecError(f"storage key '{key}': it must be a relative path of plain names, as in checkpoints/a.json")
+    return key

@@ -1,0 +1,279 @@
+"""Storage under `s3://bucket/prefix`: Amazon S3 and servers that speak its protocol.
+
+The server is the one of AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, else Amazon's; credentials come from where boto3 looks.
+Nothing outside the prefix is read, written or removed. Asked of a server: strong consistency, `If-None-Match: *` on PUT.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from email.utils import parsedate_to_datetime
+from typing import Any, BinaryIO, ClassVar, cast
+
+from botocore import exceptions as aws
+
+from elastic.errors import SpecError, StorageFailed
+from elastic.storage.interface import TEMPORARY, Storage, checked
+from elastic.storage.s3_calls import Calls, Patience, WrongBytes, status_of
+from elastic.storage.s3_upload import CRC32, Body, Upload, put_whole
+
+RANGE_BYTES = 8 << 20  # of one request of a large read
+N_PER_DELETE = 1000  # the most that one request removes
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+
+
+class S3Storage(Storage):
+    """The objects of a bucket whose keys begin with a prefix."""
+
+    remote: ClassVar[bool] = True
+
+    def __init__(self, uri: str, patience: Patience | None = None) -> None:
+        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        prefix = prefix.rstrip("/")
+        if not _BUCKET.fullmatch(bucket):
+            raise SpecError(f"{uri}: '{bucket}' is no name of a bucket; use s3://bucket/prefix")
+        if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
+            raise SpecError(f"{uri}: the prefix must be plain names with '/' between, as in s3://{bucket}/team/runs")
+        self.bucket, self.prefix = bucket, prefix
+        self.uri = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._inside = f"{prefix}/" if prefix else ""
+        self._calls = Calls(bucket, patience)
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def get(self, key: str) -> bytes:
+        name = self._name(key)
+
+        def get(client: Any) -> bytes:
+            answer = client.get_object(Bucket=self.bucket, Key=name)
+            with closing(answer["Body"]) as body:
+                data = bytes(body.read())
+            _check_whole(data, answer)
+            return data
+
+        return self._calls.ask(name, get)
+
+    def read(self, key: str, offset: int, length: int) -> bytearray:
+        out = bytearray(max(0, length))
+        n = self.read_into(key, offset, memoryview(out))
+        return out[:n] if n < len(out) else out
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        name, view = self._name(key), buffer.cast("B")
+        if len(view) <= RANGE_BYTES:
+            return self._range(name, offset, view)[0]
+        cuts = range(0, len(view), RANGE_BYTES)
+
+        def job(at: int) -> Callable[[], tuple[int, str]]:
+            return lambda: self._range(name, offset + at, view[at : at + RANGE_BYTES])
+
+        found = self._calls.each([job(at) for at in cuts])
+        if len({etag for n, etag in found if n}) > 1:
+            raise StorageFailed(f"{self.uri_of(key)}: it was replaced while it was read; read it again")
+        return sum(n for n, _ in found)
+
+    def size(self, key: str) -> int:
+        return self._head(key)[0]
+
+    def modified_s(self, key: str) -> float:
+        return self._head(key)[1]
+
+    def exists(self, key: str) -> bool:
+        try:
+            self._head(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def folders(self) -> list[str]:
+        found = []
+        for page in self._pages(self._inside, Delimiter="/"):
+            found += [item["Prefix"][len(self._inside) : -1] for item in page.get("CommonPrefixes", ())]
+        return sorted(name for name in found if name)
+
+    def list(self, prefix: str = "") -> list[str]:
+        return [*self.sizes(prefix)]
+
+    def sizes(self, prefix: str = "") -> dict[str, tuple[int, float]]:
+        if "/" in prefix:
+            checked(prefix.rpartition("/")[0])
+        found = {}
+        for page in self._pages(self._inside + prefix):
+            for item in page.get("Contents", ()):
+                found[item["Key"][len(self._inside) :]] = int(item["Size"]), float(item["LastModified"].timestamp())
+        return {key: found[key] for key in sorted(found) if _plain(key)}
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
+        return put_whole(self._calls, self._name(key), data, if_absent)
+
+    @contextmanager
+    def create(self, key: str, if_absent: bool = False) -> Iterator[BinaryIO]:
+        upload = Upload(self._calls, self._name(key), if_absent)
+        try:
+            yield cast(BinaryIO, upload)
+            upload.finish()
+        except BaseException:
+            upload.abandon()
+            raise
+
+    def delete(self, key: str) -> None:
+        name = self._name(key)
+        self._calls.ask(name, lambda client: client.delete_object(Bucket=self.bucket, Key=name))
+
+    def delete_folder(self, key: str = "") -> None:
+        inside = f"{self._name(key)}/" if key else self._own()
+        for page in self._pages(inside):
+            names = [item["Key"] for item in page.get("Contents", ())]
+            for at in range(0, len(names), N_PER_DELETE):
+                self._delete(inside, names[at : at + N_PER_DELETE])
+        self._abort(inside, lambda begun_s, now_s: True)
+
+    def clean_unfinished(self, older_than_s: float) -> int:
+        return self._abort(self._own(), lambda begun_s, now_s: now_s - begun_s > older_than_s)
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def _name(self, key: str) -> str:
+        return self._inside + checked(key)
+
+    def _own(self) -> str:
+        """The prefix, where everything under it is ours. Raises SpecError for a whole bucket."""
+        if not self._inside:
+            raise SpecError(f"{self.uri}: a whole bucket is never emptied or cleaned; name a prefix, as in {self.uri}/run")
+        return self._inside
+
+    def _head(self, key: str) -> tuple[int, float]:
+        """Bytes, and when it was written."""
+        name = self._name(key)
+
+        def head(client: Any) -> tuple[int, float]:
+            answer = client.head_object(Bucket=self.bucket, Key=name)
+            return int(answer["ContentLength"]), float(answer["LastModified"].timestamp())
+
+        return self._calls.ask(name, head)
+
+    def _range(self, name: str, offset: int, view: memoryview) -> tuple[int, str]:
+        """One ranged read: bytes that there were, and the ETag of the object that they are from."""
+        if not view:
+            return 0, ""
+
+        def get(client: Any) -> tuple[int, str]:
+            wanted = f"bytes={offset}-{offset + len(view) - 1}"
+            answer = client.get_object(Bucket=self.bucket, Key=name, Range=wanted)
+            expected = _expected(str(answer.get("ContentRange", "")), offset, len(view))
+            with closing(answer["Body"]) as body:
+                n = _fill(view[:expected], body)
+            if n != expected:
+                raise WrongBytes(f"{expected} bytes were announced, {n} came")
+            return n, str(answer.get("ETag", ""))
+
+        try:
+            return self._calls.ask(name, get)
+        except aws.ClientError as error:
+            if status_of(error) != 416:
+                raise
+            return 0, ""
+
+    def _pages(self, start: str, **more: str) -> Iterator[Any]:
+        token: dict[str, str] = {}
+        while True:
+            page, after = self._calls.ask(start, self._lister(start, token | more))
+            yield page
+            if after is None:
+                return
+            token = {"ContinuationToken": after}
+
+    def _lister(self, start: str, more: dict[str, str]) -> Callable[[Any], tuple[Any, str | None]]:
+        def one(client: Any) -> tuple[Any, str | None]:
+            page = client.list_objects_v2(Bucket=self.bucket, Prefix=start, **more)
+            names = [item["Key"] for item in page.get("Contents", ())]
+            if page.get("Prefix", start) != start or not all(name.startswith(start) for name in names):
+                raise WrongBytes(f"the list of {start} holds what is not under it")
+            return page, page["NextContinuationToken"] if page["IsTruncated"] else None
+
+        return one
+
+    def _delete(self, inside: str, names: Sequence[str]) -> None:
+        assert all(name.startswith(inside) for name in names)
+        wanted = {"Objects": [{"Key": name} for name in names], "Quiet": True}
+
+        def delete(client: Any) -> None:
+            answer = client.delete_objects(Bucket=self.bucket, Delete=wanted)
+            failed = answer.get("Errors") or ()
+            if failed:
+                status = 403 if failed[0].get("Code") == "AccessDenied" else 503
+                raise aws.ClientError({"Error": failed[0], "ResponseMetadata": {"HTTPStatusCode": status}}, "DeleteObjects")
+
+        self._calls.ask(inside, delete)
+
+    def _abort(self, inside: str, when: Callable[[float, float], bool]) -> int:
+        """Removes unfinished uploads under `inside` for which when(begun_s, now_s), by the server's clock."""
+        found = [item for item in self._unfinished(inside) if when(item[2], item[3])]
+
+        def job(name: str, upload: str) -> Callable[[], Any]:
+            return lambda: self._calls.ask(
+                name, lambda client: client.abort_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload)
+            )
+
+        self._calls.each([job(name, upload) for name, upload, _, _ in found])
+        return len(found)
+
+    def _unfinished(self, inside: str) -> Iterator[tuple[str, str, float, float]]:
+        marks: dict[str, str] = {}
+        while True:
+            page = self._calls.ask(inside, self._unfinished_page(inside, marks))
+            now_s = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+            for item in page.get("Uploads", ()):
+                if item["Key"].startswith(inside):
+                    yield item["Key"], item["UploadId"], item["Initiated"].timestamp(), now_s
+            if not page.get("IsTruncated"):
+                return
+            marks = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def _unfinished_page(self, inside: str, marks: dict[str, str]) -> Callable[[Any], Any]:
+        return lambda client: client.list_multipart_uploads(Bucket=self.bucket, Prefix=inside, **marks)
+
+
+def _plain(key: str) -> bool:
+    """Not a folder mark or another name that this storage would never write."""
+    return all(part not in ("", ".", "..") and not part.startswith(TEMPORARY) for part in key.split("/"))
+
+
+def _check_whole(data: bytes, answer: Any) -> None:
+    """Length and stored digest of an object that was read whole."""
+    if len(data) != answer["ContentLength"]:
+        raise WrongBytes(f"{answer['ContentLength']} bytes were announced, {len(data)} came")
+    stored = answer.get("Metadata", {}).get(CRC32)
+    if stored is None:
+        Body(data).check(answer)
+    elif stored != f"{zlib.crc32(data):08x}":
+        raise WrongBytes(f"its CRC-32 is {zlib.crc32(data):08x}, stored with it is {stored}")
+
+
+def _expected(content_range: str, offset: int, length: int) -> int:
+    """Bytes that `bytes a-b/total` announces. Raises WrongBytes when it is not the range that was asked for."""
+    found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", content_range)
+    if found is None:
+        raise WrongBytes(f"a range was asked for, the answer says '{content_range[:40]}'")
+    first, last, total = (int(number) for number in found.groups())
+    if first != offset or last != min(offset + length, total) - 1:
+        raise WrongBytes(f"bytes {offset} to {offset + length - 1} were asked for, the answer holds {content_range}")
+    return last - first + 1
+
+
+def _fill(view: memoryview, body: Any) -> int:
+    n = 0
+    while n < len(view):
+        got = body.readinto(view[n:])
+        if not got:
+            break
+        n += got
+    return n

@@ -1,0 +1,107 @@
+"""The nouns: frozen dataclasses, standard library only.
+
+Facts are Events (past tense), orders are Actions; both are plain data that the journal writes and reads back.
+Units stand in the names: `_s` seconds, `_bytes`, `_usd`, `_usd_per_h`. All times `*_at_s` and `deadline_s` are seconds on the
+backend's clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from elastic.types.actions import (
+    Abort,
+    Action,
+    Decided,
+    Decision,
+    DrainNode,
+    EnterPlan,
+    Prepare,
+    Quarantine,
+    Quiesce,
+    ReleaseNode,
+    RemoveCopy,
+    RequestNodes,
+    RollForward,
+    SetCadence,
+    SetShares,
+    Stop,
+    StoreCopy,
+)  # fmt: skip
+from elastic.types.events import (
+    CopyDamaged,
+    CopyFailed,
+    CopyRemoved,
+    CopyStored,
+    DigestChecked,
+    DigestPart,
+    DrillAsked,
+    DriverStarted,
+    Evaluated,
+    Event,
+    GroupRan,
+    GuardTripped,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    NoiseSeen,
+    Notice,
+    NoticeWithdrawn,
+    PlanEntered,
+    PlanFailed,
+    PriceSeen,
+    Quiesced,
+    RequestFailed,
+    ShardStored,
+    Silent,
+    SpeedMeasured,
+    StepDone,
+    StopAsked,
+    WorkerFailed,
+)  # fmt: skip
+from elastic.types.nouns import (
+    AXES,
+    DTYPE_BYTES,
+    LAYOUT_OPTIONS,
+    Box,
+    Cause,
+    Copy,
+    CopyKind,
+    FailureKind,
+    HardwareProfile,
+    Holding,
+    Layout,
+    MarketType,
+    ModelProfile,
+    Move,
+    Node,
+    NodeStatus,
+    Outcome,
+    Plan,
+    Pool,
+    Rehearsal,
+    Resume,
+    Source,
+    TensorSpec,
+    Transfer,
+    WorkerId,
+    layout_options,
+    parse_layout,
+)  # fmt: skip
+
+__all__ = [
+    "AXES", "Abort", "Action", "Box", "Cause", "Copy", "CopyDamaged", "CopyFailed", "CopyKind", "CopyRemoved", "CopyStored",
+    "DTYPE_BYTES", "Decided", "Decision", "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted",
+    "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan", "GuardTripped", "HardwareProfile", "Holding",
+    "LAYOUT_OPTIONS", "Layout", "MarketType", "ModelProfile", "Move", "Node", "NodeLost", "NodePrepared", "NodeReady",
+    "NodeStatus", "NoiseSeen", "Notice", "NoticeWithdrawn", "Outcome", "Plan", "PlanEntered", "PlanFailed", "Pool", "Prepare",
+    "PriceSeen", "Quarantine", "Quiesce", "Quiesced", "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed",
+    "RequestNodes", "Resume", "RollForward", "SetCadence", "SetShares", "ShardStored", "Silent", "Source", "SpeedMeasured",
+    "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Transfer", "WorkerFailed", "WorkerId", "layout_options",
+    "names_of", "parse_layout",
+]  # fmt: skip
+
+
+def names_of(cls: type) -> tuple[str, ...]:
+    """Field names of a dataclass, in order."""
+    return tuple(f.name for f in fields(cls))

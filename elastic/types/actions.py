@@ -1,0 +1,130 @@
+"""Orders, and the decision that they belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.types.events import Event
+from elastic.types.nouns import Outcome, Plan, Rehearsal, WorkerId
+
+
+@dataclass(frozen=True)
+class Action:
+    """An order; idempotent by generation or id."""
+
+
+@dataclass(frozen=True)
+class RequestNodes(Action):
+    pool: str
+    count: int
+    request_id: str
+
+
+@dataclass(frozen=True)
+class ReleaseNode(Action):
+    node_id: str
+
+
+@dataclass(frozen=True)
+class DrainNode(Action):
+    node_id: str
+
+
+@dataclass(frozen=True)
+class Quarantine(Action):
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Prepare(Action):
+    """Start the workers of a node (or replace those that are gone), let them import the program and rehearse what may come:
+    the first before they count as prepared, the others while they are idle."""
+
+    node_id: str
+    rehearse: tuple[Rehearsal, ...] = ()
+
+
+@dataclass(frozen=True)
+class EnterPlan(Action):
+    """Every worker named in the plan or in its `resume.holdings` enters the generation; a running one stops at the next
+    step boundary by itself. Workers that are only holders send their boxes and leave."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class SetShares(Action):
+    generation: int
+    samples: tuple[int, ...]
+    from_step: int
+
+
+@dataclass(frozen=True)
+class Quiesce(Action):
+    """Stop the generation at its next step boundary; `save`: leave a durable copy of it."""
+
+    generation: int
+    save: bool = True
+
+
+@dataclass(frozen=True)
+class Abort(Action):
+    """Break off every generation up to this one; `kill` names workers that do not answer and must be ended first."""
+
+    generation: int
+    kill: tuple[WorkerId, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoreCopy(Action):
+    """Take a durable copy at the next step boundary of the generation."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class RemoveCopy(Action):
+    """Remove a durable copy that is not needed any more."""
+
+    uri: str
+
+
+@dataclass(frozen=True)
+class SetCadence(Action):
+    """Other steps between copies, for a generation that runs on."""
+
+    generation: int
+    peer_every: int
+    durable_every: int
+
+
+@dataclass(frozen=True)
+class RollForward(Action):
+    """Workers that hold the gradients of `step` and missed its commit apply it: `commit` is what a survivor got."""
+
+    generation: int
+    step: int
+    commit: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Stop(Action):
+    """End of the run: take everything down."""
+
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do now, why (a sentence for a person, with numbers), and when to look again without an event."""
+
+    actions: tuple[Action, ...] = ()
+    reason: str = ""
+    wake_at_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Decided(Event):
+    decision: Decision

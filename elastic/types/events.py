@@ -1,0 +1,296 @@
+"""Facts, in the past tense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.types.nouns import Copy, FailureKind, HardwareProfile, Holding, ModelProfile, Node, Pool, WorkerId
+
+
+@dataclass(frozen=True)
+class Event:
+    """A fact, in the past tense."""
+
+
+@dataclass(frozen=True)
+class DriverStarted(Event):
+    """All that the policy and a replay need: the job and the pools as plain data, the model and hardware profiles.
+
+    `attached`: a driver was here before; its journal has been folded and its workers may still run.
+    `durable`: copies found in the run's storage at start.
+    """
+
+    run: str
+    epoch: int
+    job: dict[str, Any]
+    pools: tuple[Pool, ...]
+    model: ModelProfile
+    hardware: tuple[HardwareProfile, ...] = ()
+    attached: bool = False
+    durable: tuple[Copy, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeReady(Event):
+    node: Node
+
+
+@dataclass(frozen=True)
+class NodePrepared(Event):
+    """All workers of the node have imported the program and wait for a plan. `pids` are their process ids."""
+
+    node_id: str
+    pids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Notice(Event):
+    """The node will be taken at `deadline_s` (backend's clock)."""
+
+    node_id: str
+    deadline_s: float
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class NoticeWithdrawn(Event):
+    node_id: str
+
+
+@dataclass(frozen=True)
+class NodeLost(Event):
+    """The node and all its workers are gone. `cause`: why it is believed so ('released' = given back by us)."""
+
+    node_id: str
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class RequestFailed(Event):
+    pool: str
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PlanEntered(Event):
+    """Every rank of the plan holds its state; the next message is its first step."""
+
+    generation: int
+    step: int
+    phases_s: dict[str, float] = field(default_factory=dict)  # groups, build, transfer of rank 0, waiting for others included
+    bytes_moved: int = 0
+    peak_bytes: int = 0
+    left_at_s: float | None = None  # when the old generation finished its last step (backend's clock)
+
+
+@dataclass(frozen=True)
+class PlanFailed(Event):
+    """A generation cannot run as planned; `measured_bytes` > 0 where memory was the reason."""
+
+    generation: int
+    reason: str
+    infeasible: bool = False
+    measured_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StepDone(Event):
+    """One per group and step. `step` counts optimizer steps finished, this one included."""
+
+    generation: int
+    step: int
+    train_loss: float
+    tokens: int
+    step_time_s: float
+    data_s: float = 0.0
+    copy_s: float = 0.0
+    grad_norm: float = 0.0
+    digest: str = ""  # of the sample ids of this step
+    skipped: bool = False  # its samples are used up, its update was left out: a guard, or a gradient that overflowed float16
+    imbalance: float = 0.0  # tokens per sample of the rank that had the most, over the mean of the step; 0 = not known
+
+
+@dataclass(frozen=True)
+class NoiseSeen(Event):
+    """Unbiased estimates out of `step`: the trace of the covariance of one sample's gradient, and the square norm of the true
+    gradient. The ratio of their means over many steps is the gradient noise scale, in samples."""
+
+    generation: int
+    step: int
+    trace: float
+    square_norm: float
+
+
+@dataclass(frozen=True)
+class GuardTripped(Event):
+    """A guard of the job has tripped at `step`, and all ranks do the same about it. `rank`: where it went bad first, -1 = that
+    cannot be told; `samples`: what that rank (or, at -1, every rank) trained on."""
+
+    generation: int
+    step: int
+    guard: str
+    do: str  # skip, rollback or stop
+    reason: str
+    rank: int = -1
+    worker: WorkerId | None = None
+    samples: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupRan(Event):
+    """A generation that does not say what its steps are (a script that is restarted) ran until now."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Evaluated(Event):
+    generation: int
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CopyStored(Event):
+    """A whole copy is acknowledged (peer: by every partner; durable: its commit marker is written).
+
+    `seconds`: from its boundary until it was stored at both ends. `stall_s`: the steps waited for it. `slowed_s`: the steps
+    that ran meanwhile took so much longer in all; 0 = no difference could be told.
+    """
+
+    copy: Copy
+    seconds: float = 0.0
+    stall_s: float = 0.0
+    slowed_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class CopyFailed(Event):
+    """A durable copy was not made; training goes on, the copies before it stay."""
+
+    generation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CopyDamaged(Event):
+    """A durable copy could not be read: `reason` names the file. The run goes back to the one before; the files stay."""
+
+    uri: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class CopyRemoved(Event):
+    """A durable copy was removed, as RemoveCopy had ordered."""
+
+    uri: str
+
+
+@dataclass(frozen=True)
+class WorkerFailed(Event):
+    """A worker raised or its process is gone. The process lives unless `kind` is 'process'.
+
+    collective: a peer went away. program: the user's code raised. out_of_memory: with `measured_bytes`. not_finite: the loss or
+    the gradients of `step` are no numbers. guard: another guard has tripped at `step`. In both cases the step was not applied,
+    every rank says the same, and `do` is what the job's guard wants: rollback or stop.
+    """
+
+    worker: WorkerId
+    generation: int
+    kind: FailureKind
+    error: str
+    measured_bytes: int = 0
+    step: int = 0
+    guard: str = ""
+    do: str = ""
+
+
+@dataclass(frozen=True)
+class Quiesced(Event):
+    """A worker has left its generation and is idle; `holdings` is all that it can still give to others.
+
+    `commit`: what its last commit all-reduce gave it (that of step `step`). `pending_step`: it holds the reduced gradients of
+    this step, but the commit broke before it had the result; -1 = none.
+    """
+
+    worker: WorkerId
+    generation: int
+    step: int
+    holdings: tuple[Holding, ...] = ()
+    commit: tuple[float, ...] = ()
+    pending_step: int = -1
+
+
+@dataclass(frozen=True)
+class Silent(Event):
+    """The worker has not answered for `silent_s`, its bound for `phase` is passed, and no peer progresses."""
+
+    worker: WorkerId
+    generation: int
+    phase: str
+    silent_s: float
+
+
+@dataclass(frozen=True)
+class DigestChecked(Event):
+    """The content of every logical tensor before and after a transition was compared."""
+
+    generation: int
+    ok: bool
+    n_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ShardStored(Event):
+    """A rank has written its part of a durable copy. Goes from worker to backend, which tells the policy CopyStored."""
+
+    generation: int
+    step: int
+    rank: int
+    n_bytes: int
+    seconds: float = 0.0
+    stall_s: float = 0.0
+    digest: int = 0  # sum (mod 2**64) over the elements that the rank owns
+
+
+@dataclass(frozen=True)
+class DigestPart(Event):
+    """One participant's sums (mod 2**64) over the elements that it owned before and owns after a transition. Goes from
+    worker to backend, which adds them up and tells the policy DigestChecked. None = it owned nothing on that side."""
+
+    generation: int
+    participant: int
+    n_participants: int
+    before: int | None
+    after: int | None
+    n_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class SpeedMeasured(Event):
+    node_id: str
+    speed: float
+
+
+@dataclass(frozen=True)
+class PriceSeen(Event):
+    pool: str
+    usd_per_node_h: float
+
+
+@dataclass(frozen=True)
+class StopAsked(Event):
+    """A person (or a signal) asked the run to stop; the state is saved first."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class DrillAsked(Event):
+    """A drill was carried out (kill, hang ...) or asks for something (add). `drill` as in the drill file."""
+
+    drill: dict[str, Any]

@@ -1,0 +1,351 @@
+"""Pools, nodes, models, layouts, plans, copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from elastic.errors import SpecError
+
+MarketType = Literal["spot", "on-demand", "reserved", "owned"]
+NodeStatus = Literal["pending", "ready", "prepared", "draining", "quarantined", "lost"]
+CopyKind = Literal["live", "peer", "durable"]
+Source = Literal["fresh", "live", "peer", "durable"]
+Cause = Literal["start", "notice", "loss", "growth", "release", "rebalance", "infeasible", "rollback"]
+FailureKind = Literal["collective", "process", "program", "out_of_memory", "infrastructure", "not_finite", "guard"]
+Outcome = Literal["succeeded", "failed", "stopped"]
+
+# --------------------------------------------------------------------------------------------- pools and nodes
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Nodes of one kind that are bought in one way."""
+
+    name: str
+    accelerator_type: str = "CPU"
+    gpus_per_node: int = 1
+    market_type: MarketType = "owned"
+    usd_per_node_h: float = 0.0
+    min_nodes: int = 0
+    max_nodes: int = 1
+    notice_s: float = 120.0
+    region: str = ""
+    zone: str = ""
+    ends_at_s: float | None = None
+    memory_bytes_per_gpu: int = 0  # 0 = not known
+    host_memory_bytes: int = 0  # of a node; 0 = not known
+
+    @property
+    def usd_per_gpu_h(self) -> float:
+        return self.usd_per_node_h / max(1, self.gpus_per_node)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of a pool; `gpus` workers run on it (on CPU a worker is one process)."""
+
+    node_id: str
+    pool: str
+    gpus: int = 1
+    status: NodeStatus = "ready"
+    deadline_s: float | None = None
+    speed: float = 1.0
+    host_memory_bytes: int = 0  # as found on the node; 0 = not known, the pool's counts
+
+
+@dataclass(frozen=True, order=True)
+class WorkerId:
+    """One GPU process: the `local_rank`-th worker of a node."""
+
+    node_id: str
+    local_rank: int
+
+    def __str__(self) -> str:
+        return f"{self.node_id}/{self.local_rank}"
+
+
+# --------------------------------------------------------------------------------------------- model and layout
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A logical tensor of the training state.
+
+    `tp_dim`: the dimension that tensor parallelism cuts, None = replicated over tp. `block`: index of the model block that it
+    belongs to, -1 = before the blocks (first stage), n_blocks = after them (last stage), None = on every rank (step, RNG).
+    `tied_to`: fqn of the tensor (named earlier) that it shares its memory with. Only trainable tensors have optimizer state;
+    buffers are never cut. `reread`: no part of the training state; who needs it reads it from the program's weights.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    tp_dim: int | None = None
+    block: int | None = None
+    tied_to: str | None = None
+    trainable: bool = True
+    buffer: bool = False
+    reread: bool = False
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """What the planner knows of a model: numbers only. `specs` are parameters and buffers, without optimizer state."""
+
+    n_blocks: int
+    n_params: int
+    specs: tuple[TensorSpec, ...]
+    optimizer_entries: tuple[str, ...] = ()  # entries of the parameter's shape, per parameter
+    optimizer_scalars: tuple[str, ...] = ()  # scalar entries, per parameter
+    flop_per_token: float = 0.0
+    tp_limit: int = 1  # largest tp that the model's plan and shapes allow (1 = no tp plan)
+    extra: tuple[TensorSpec, ...] = ()  # boxes of the program's extra_state, under their names in the training state
+    pipeline: bool = True  # may the blocks be spread over pipeline stages?
+    optimizer_first: tuple[tuple[str, float], ...] = ()  # entries that do not begin as 0, and what they begin as
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """Peaks and measured corrections per accelerator type; thin here."""
+
+    accelerator_type: str = "CPU"
+    peak_flop_per_s: float = 1e10
+    memory_bytes: int = 0
+    link_bytes_per_s: float = 2.9e9
+
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# what a layout may say besides its axes, and what it may be; a job says the same for all of its layouts by keys of these names
+SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b")
+LAYOUT_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "microbatch_size": (),  # any whole number
+    "schedule": SCHEDULES,
+    "virtual_stages": (),
+    "zero_stage": (1, 2, 3),
+    "activation_checkpointing": ("none", "selective", "full"),
+    "offload": (False, True),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks are arranged; axis names as torchtitan uses them. Rank order: pp outermost, tp innermost."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    microbatch_size: int = 0  # samples per microbatch; 0 = the planner's choice
+    schedule: str = "1f1b"
+    virtual_stages: int = 0  # pipeline stages of each rank under interleaved1f1b; 0 = 2
+    zero_stage: int = 3
+    activation_checkpointing: str = "none"
+    offload: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Number of data-parallel ranks: each has its own samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def n_stages(self) -> int:
+        """Pipeline stages; rank p of the pp axis has the stages p, p + pp, p + 2 pp ... of them."""
+        return self.pp * (self.virtual_stages or 2) if self.pp > 1 and self.schedule == "interleaved1f1b" else self.pp
+
+    def __str__(self) -> str:
+        parts = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1] or ["dp_shard=1"]
+        plain = Layout()
+        parts += [f"{name}={_word(value)}" for name in LAYOUT_OPTIONS if (value := getattr(self, name)) != getattr(plain, name)]
+        return ",".join(parts)
+
+
+def parse_layout(text: str, job: Mapping[str, Any] | None = None) -> Layout:
+    """`'dp_shard=8,tp=4'` -> Layout; options that it leaves out are the job's. Raises SpecError naming what is wrong."""
+    values: dict[str, Any] = layout_options(job or {})
+    for part in text.replace(" ", "").split(","):
+        name, _, value = part.partition("=")
+        if name not in (*AXES, *LAYOUT_OPTIONS):
+            raise SpecError(f"layout '{text}': '{name}' is not an axis; axes are {', '.join(AXES)}")
+        if choices := LAYOUT_OPTIONS.get(name):
+            words = {_word(choice): choice for choice in choices}
+            if value not in words:
+                raise SpecError(f"layout '{text}': {name} must be {' or '.join(words)}, not '{value}'")
+            values[name] = words[value]
+            continue
+        if not value.isdigit() or (int(value) < 1):
+            raise SpecError(f"layout '{text}': {name} must be a whole number of at least 1, not '{value}'")
+        values[name] = int(value)
+    return Layout(**values)
+
+
+def layout_options(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What the job's keys say of all of its layouts."""
+    return {name: job[name] for name in LAYOUT_OPTIONS if job.get(name) is not None}
+
+
+def _word(value: Any) -> str:
+    return str(value).lower()
+
+
+@dataclass(frozen=True)
+class Holding:
+    """`worker` holds the boxes of rank `rank` of generation `generation` as they were after `step` optimizer steps."""
+
+    worker: WorkerId
+    generation: int
+    rank: int
+    step: int
+    kind: Literal["live", "peer"]
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a new generation takes its state from.
+
+    fresh: initialise. live: from the running generation, at the boundary where it stops (`step` and `holdings` are then
+    not known beforehand: `holdings` names every rank of the old generation with step -1). peer: from `holdings`, all of
+    `step`. durable: from `uri`. `generation`, `layout`, `layers` say how the source is cut (live and peer).
+    """
+
+    source: Source = "fresh"
+    step: int = 0
+    generation: int = 0
+    layout: Layout | None = None
+    layers: tuple[int, ...] = ()
+    holdings: tuple[Holding, ...] = ()
+    uri: str = ""
+
+
+@dataclass(frozen=True)
+class Move:
+    """What taking over the state costs, stated before it starts.
+
+    via: `device` = the old tensors stay where they are until everyone has its new ones; `host` = they are copied to host memory
+    first. `links`: (sender's node, receiver's node, bytes), those inside a node included. `peak_bytes`: per GPU, beyond what
+    the model needs anyway (promise 5). `own_bytes` are copied in place.
+    """
+
+    via: Literal["device", "host"] = "device"
+    n_bytes: int = 0
+    own_bytes: int = 0
+    links: tuple[tuple[str, str, int], ...] = ()
+    seconds: float = 0.0
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One generation: who runs what. `ranks[i]` is the worker of rank i; `samples[d]` the samples per step of dp rank d.
+
+    `copies_to[i]`: the ranks that keep a peer copy of rank i's boxes in host memory; () = nobody does (replicas or durable
+    copies must do, or there are no peer copies at all). With `peer_every` > 0 every rank keeps its own boxes too.
+    """
+
+    generation: int
+    layout: Layout
+    ranks: tuple[WorkerId, ...]
+    samples: tuple[int, ...]
+    layers: tuple[int, ...]
+    n_microbatches: int = 1
+    resume: Resume = field(default_factory=Resume)
+    cause: Cause = "start"
+    peer_every: int = 0  # optimizer steps between peer copies, 0 = none
+    copies_to: tuple[tuple[int, ...], ...] = ()
+    copy_buffers: int = 2  # host buffers per kept copy; 1 = while a copy is in flight the one before it is gone already
+    copy_bytes_per_s: float = 0.0  # a rank sends its peer copies at most this fast under the steps, 0 = no limit
+    move: Move | None = None  # None = not predicted
+    durable_every: int = 0  # optimizer steps between durable copies, 0 = only at the end
+    predicted_step_time_s: float = 0.0
+    memory_bytes: int = 0
+    usd_per_h: float = 0.0
+    rolled_back: tuple[tuple[str, int], ...] = ()  # guards and steps that the run was rolled back for
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Node ids in rank order, each once."""
+        return tuple(dict.fromkeys(worker.node_id for worker in self.ranks))
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A plan that may come, as one node sees it. `ranks[k]`: the rank of its k-th worker, -1 = none; `n_samples`: those of the
+    largest share."""
+
+    layout: Layout
+    layers: tuple[int, ...]
+    n_microbatches: int
+    n_samples: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rank's part of a logical tensor: `sizes[d]` elements from `offsets[d]` on along each dimension d."""
+
+    fqn: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: str
+
+    @property
+    def n_elements(self) -> int:
+        n = 1
+        for size in self.sizes:
+            n *= size
+        return n
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n_elements * DTYPE_BYTES[self.dtype]
+
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A part of a logical tensor that goes from one place to another (own memory when both are the same).
+
+    `source` and `destination` are participant indices of the transition: 0..n-1 the ranks of the new plan, then the
+    workers that only send. `holding` is the source generation's rank whose boxes are read there.
+    """
+
+    fqn: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: str
+    source: int
+    destination: int
+    holding: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        n = DTYPE_BYTES[self.dtype]
+        for size in self.sizes:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A whole copy of the training state after `step` optimizer steps."""
+
+    step: int
+    kind: CopyKind
+    generation: int
+    layout: Layout
+    layers: tuple[int, ...] = ()
+    holdings: tuple[Holding, ...] = ()
+    uri: str = ""
+    n_bytes: int = 0

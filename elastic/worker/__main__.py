@@ -1,0 +1,102 @@
+"""`torchrun ... -m elastic.worker JOB`: a job at a fixed layout, without Ray and without a driver."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import NoReturn
+
+EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
+EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where), 3 stopped by a signal, state saved
+
+Started alone it is one process; started by torchrun, one rank of WORLD_SIZE. SIGTERM saves at the next step and leaves."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = _Parser(
+        prog="python -m elastic.worker",
+        description="Train a job at a fixed layout on the ranks that torchrun has started.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("job", metavar="JOB", help="folder with job.yaml and program.py")
+    made.add_argument("--layout", help="such as dp_shard=2,tp=2; default: the job's, else dp_shard over all ranks")
+    made.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="over job.yaml; repeatable"
+    )
+    made.add_argument(
+        "--storage", metavar="URI", help="folder that holds the runs (default: $ELASTIC_STORAGE or ./elastic_runs)"
+    )
+    made.add_argument("--run-name", metavar="NAME", help="default: the job's name; a known name is resumed")
+    made.add_argument("--allow-changed", action="store_true", help="resume although program, data or mathematics have changed")
+    made.add_argument("--every", metavar="N", type=int, default=10, help="a line per N steps (default: 10)")
+    made.add_argument("--json", action="store_true", help="end with one line of JSON")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    given = parser().parse_args(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name, value in NCCL_ENVIRONMENT.items():  # before torch is imported
+        os.environ.setdefault(name, value)
+    from elastic.errors import ElasticError
+
+    asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.set())
+    try:
+        return _run(given, asked)
+    except ElasticError as error:
+        if type(error).__name__ != "Refused":  # rank 0 has said it
+            print(f"elastic.worker: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+NCCL_ENVIRONMENT = {  # the same as in elastic.worker.groups, which imports torch
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+}  # fmt: skip
+
+
+def _run(given: argparse.Namespace, asked: threading.Event) -> int:
+    from elastic.spec import load_job
+    from elastic.worker.alone import Alone, Wishes
+    from elastic.worker.alone_lines import Lines
+
+    spec = load_job(given.job, given.overrides)
+    lines = Lines(spec.steps, max(1, given.every), sys.stderr if given.json else sys.stdout, spec.global_batch)
+    wishes = Wishes(given.layout, given.run_name, given.storage, given.allow_changed, lines.hear)
+    alone = Alone(spec, wishes)
+    stopped = threading.Event()
+
+    def wait() -> None:
+        asked.wait()
+        if not stopped.is_set():
+            alone.stop("a signal asked it to stop")
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+    ended = alone.to_the_end()
+    stopped.set()
+    if alone.leads or (ended.outcome == "failed" and not alone.peer_is_gone):
+        where = "" if alone.leads else f" (rank {alone.me.rank})"
+        lines.say(f"{ended.outcome}{where}: {ended.reason}")
+    if alone.leads and given.json:
+        print(json.dumps(ended.summary()), flush=True)
+    return EXIT[ended.outcome]
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing waits for threads of a group that is gone

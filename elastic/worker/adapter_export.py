@@ -1,0 +1,92 @@
+"""Trained adapters as files: alone, under peft's names, or added to the weights that they were trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from elastic.errors import SpecError
+from elastic.models.lora import BASE, DOWN, UP, base_name, peft_name
+from elastic.program import Program
+from elastic.types import Box, TensorSpec
+from elastic.worker.durable_load import Checkpoint
+from elastic.worker.model_profile import trace
+from elastic.worker.safetensor_files import Parts, Shapes
+from elastic.worker.weights import WeightFiles, found_names
+
+MODEL = "model."
+ROWS_BYTES = 16 << 20
+
+
+class AdapterExport:
+    """One checkpoint of a program with adapters. Close it."""
+
+    def __init__(self, checkpoint: Checkpoint, program: Program) -> None:
+        assert program.adapter is not None
+        self.checkpoint, self.program, self.adapter = checkpoint, program, program.adapter
+        self.n_tensors = 0
+        self._files: WeightFiles | None = None
+
+    def close(self) -> None:
+        if self._files is not None:
+            self._files.close()
+
+    def alone(self) -> tuple[Shapes, Parts]:
+        """The adapters, whole."""
+        names = {
+            peft_name(fqn.removeprefix(MODEL)): fqn
+            for fqn in sorted(self.checkpoint.tensors)
+            if fqn.startswith(MODEL) and _is_adapter(fqn)
+        }
+        self.n_tensors = len(names)
+        shapes = {name: self.checkpoint.tensors[fqn] for name, fqn in names.items()}
+        return shapes, lambda name: iter([self._whole(names[name])])
+
+    def merged(self) -> tuple[Shapes, Parts]:
+        """Every weight of the model, `base_layer` with alpha / r * lora_B lora_A added, in rows."""
+        specs = [
+            s for s in trace(self.program).specs if s.tied_to is None and f".{DOWN}." not in s.fqn and f".{UP}." not in s.fqn
+        ]
+        weights, stored = self.program.weights, {}
+        if weights is not None:
+            self._files = WeightFiles(weights.path)
+            stored = found_names(weights, self._files, specs)
+        by_name = {base_name(spec.fqn): spec for spec in specs}
+        self.n_tensors = len(by_name)
+        shapes = {name: (spec.shape, spec.dtype) for name, spec in by_name.items()}
+        return shapes, lambda name: self._rows(by_name[name], stored)
+
+    def _rows(self, spec: TensorSpec, stored: dict[str, str]) -> Iterator[Tensor]:
+        layer, _, leaf = spec.fqn.rpartition(f".{BASE}.")
+        low = layer in self.adapter.modules and leaf == "weight"
+        down = self._whole(f"{MODEL}{layer}.{DOWN}.weight") if low else None
+        up = self._whole(f"{MODEL}{layer}.{UP}.weight") if low else None
+        row_bytes = 4 * max(1, torch.Size(spec.shape[1:]).numel())
+        n_rows = spec.shape[0] if spec.shape else 1
+        step = max(1, ROWS_BYTES // row_bytes) if spec.shape else 1
+        for at in range(0, n_rows, step):
+            n = min(step, n_rows - at)
+            offsets, sizes = ((at, *(0,) * (len(spec.shape) - 1)), (n, *spec.shape[1:])) if spec.shape else ((), ())
+            part = self._base(spec, Box(MODEL + spec.fqn, offsets, sizes, spec.dtype), stored)
+            if down is not None and up is not None:
+                part = part + (self.adapter.alpha / self.adapter.r) * (up[at : at + n] @ down)
+            yield part
+
+    def _base(self, spec: TensorSpec, box: Box, stored: dict[str, str]) -> Tensor:
+        if box.fqn in self.checkpoint.tensors:
+            return self.checkpoint.read(box)
+        if self._files is None or spec.fqn not in stored:
+            raise SpecError(f"{spec.fqn} is neither in the checkpoint nor in the program's weights")
+        part = torch.empty(box.sizes, dtype=getattr(torch, spec.dtype))
+        self._files.read_into(stored[spec.fqn], box, part)
+        return part
+
+    def _whole(self, fqn: str) -> Tensor:
+        shape, dtype = self.checkpoint.tensors[fqn]
+        return self.checkpoint.read(Box(fqn, (0,) * len(shape), shape, dtype))
+
+
+def _is_adapter(fqn: str) -> bool:
+    return f".{DOWN}." in fqn or f".{UP}." in fqn

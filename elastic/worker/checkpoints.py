@@ -1,0 +1,343 @@
+"""What `elastic checkpoint` does: lists, exports weights, imports a state from elsewhere, removes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from elastic.errors import SpecError
+from elastic.models.lora import peft_config
+from elastic.program import Program
+from elastic.reshard.shards import LOSS_SCALE, RNG, state_specs
+from elastic.storage import Storage, open_storage
+from elastic.types import Box, Layout, ModelProfile, TensorSpec
+from elastic.worker import durable
+from elastic.worker.adapter_export import AdapterExport
+from elastic.worker.durable_format import FOLDER, FOLDER_NAME, MARKER, METADATA
+from elastic.worker.durable_plain import open_plain
+from elastic.worker.safetensor_files import FILE_BYTES, SafetensorFiles, write_files
+
+PART_BYTES = 64 << 20  # so much of a tensor is in memory at a time
+MODEL = "model."
+BY_POSITION = re.compile(r"(^|\.)state\.\d+\.\w+$")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A copy in a run's storage. An uncommitted one is being written, or was left by an interrupted save."""
+
+    step: int
+    generation: int
+    committed: bool
+    uri: str
+    n_bytes: int
+    layout: str = ""
+    world_size: int = 0
+    saved_at_s: float | None = None
+
+
+def listed(run: Storage, problems: list[str] | None = None) -> list[Listed]:
+    """Newest first; what is wrong with markers goes into `problems`."""
+    out = [
+        Listed(f.step, f.generation, True, f.uri, f.n_bytes, _layout(f.meta), f.world_size, _number(f.meta.get("saved_at_s")))
+        for f in durable.find(run, problems)
+    ]
+    known = {item.uri for item in out}
+    sizes: dict[str, int] = {}
+    for key in run.list(f"{FOLDER}/"):
+        uri = run.uri_of("/".join(key.split("/")[:2]))
+        if uri not in known:
+            sizes[uri] = sizes.get(uri, 0) + run.size(key)
+    for uri, n_bytes in sizes.items():
+        match = FOLDER_NAME.fullmatch(uri.rpartition("/")[2])
+        if match:
+            out.append(Listed(int(match[1]), int(match[2]), False, uri, n_bytes))
+    return sorted(out, key=lambda item: (item.step, item.generation), reverse=True)
+
+
+def chosen(run: Storage, step: int | None) -> durable.Found:
+    """The newest committed copy, or the newest of that step. Raises SpecError that names the steps there are."""
+    found = durable.find(run)
+    for item in found:
+        if step is None or item.step == step:
+            return item
+    steps = ", ".join(str(item.step) for item in found) or "none"
+    raise SpecError(f"{run.uri}: no committed checkpoint{'' if step is None else f' of step {step}'}; steps there: {steps}")
+
+
+# ------------------------------------------------------------------------------------------------ export
+
+
+def export(run: Storage, step: int | None, to: Storage, file_bytes: int | None = None) -> dict[str, Any]:
+    """Writes the weights and buffers of a copy as safetensors, under the program's own names. Every byte read is checked."""
+    item = chosen(run, step)
+    checkpoint = durable.open_checkpoint(item.uri)
+    shapes = {fqn.removeprefix(MODEL): about for fqn, about in sorted(checkpoint.tensors.items()) if fqn.startswith(MODEL)}
+
+    def parts(name: str) -> Iterator[Tensor]:
+        shape, dtype = shapes[name]
+        return (checkpoint.read(box) for box in parts_of(TensorSpec(MODEL + name, shape, dtype)))
+
+    files = write_files(to, shapes, parts, FILE_BYTES if file_bytes is None else file_bytes)
+    return {"step": item.step, "from": item.uri, "to": to.uri, "files": files, "tensors": len(shapes)}
+
+
+def export_for(run: Storage, step: int | None, to: Storage, program: Program, merged: bool = False) -> dict[str, Any]:
+    """The same with what the program puts beside the weights: a folder that its library loads. Of a program with adapters:
+    these alone, as peft has them, or (`merged`) the whole model with them added to its weights."""
+    beside = program.files() if program.files is not None and (merged or program.adapter is None) else {}
+    if program.adapter is None:
+        if merged:
+            raise SpecError("--merged: this job's program has no adapters")
+        return _with_files(export(run, step, to), to, beside)
+    item = chosen(run, step)
+    trained = AdapterExport(durable.open_checkpoint(item.uri), program)
+    try:
+        if merged:
+            files = write_files(to, *trained.merged())
+        else:
+            files = write_files(to, *trained.alone(), single="adapter_model.safetensors")
+            beside = {"adapter_config.json": json.dumps(peft_config(program.adapter, program.weights), indent=1).encode()}
+    finally:
+        trained.close()
+    done = {"step": item.step, "from": item.uri, "to": to.uri, "files": files, "tensors": trained.n_tensors}
+    return _with_files(done, to, beside)
+
+
+def _with_files(done: dict[str, Any], to: Storage, files: Mapping[str, bytes]) -> dict[str, Any]:
+    for name, data in files.items():
+        to.put(name, data)
+    return done | {"files": [*done["files"], *files]}
+
+
+def parts_of(spec: TensorSpec) -> Iterator[Box]:
+    """The tensor in boxes of at most PART_BYTES (one row at least), cut along dimension 0."""
+    whole = Box(spec.fqn, (0,) * len(spec.shape), spec.shape, spec.dtype)
+    if not spec.shape or whole.n_bytes <= PART_BYTES:
+        yield whole
+        return
+    rows = max(1, PART_BYTES * spec.shape[0] // whole.n_bytes)
+    for start in range(0, spec.shape[0], rows):
+        n = min(rows, spec.shape[0] - start)
+        yield Box(spec.fqn, (start, *whole.offsets[1:]), (n, *spec.shape[1:]), spec.dtype)
+
+
+# ------------------------------------------------------------------------------------------------ import
+
+
+class Tensors(Protocol):
+    uri: str
+    tensors: dict[str, tuple[tuple[int, ...], str]]
+
+    def read(self, box: Box) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How to make a copy of a program's state from tensors under other names. `at_step`: where the run goes on; None = as many
+    steps as the optimizer there counts, 0 where it counts none.
+
+    `buffers`: gives the values of buffers, by fqn; asked only where one is missing there. `steps`: of the job, None = any.
+    """
+
+    profile: ModelProfile
+    seed: int
+    at_step: int | None = 0
+    ignore_extra: bool = False
+    buffers: Callable[[], dict[str, Tensor]] = dict
+    steps: int | None = None
+
+
+@dataclass
+class Matched:
+    """Which tensor there becomes which here: fqn of the state -> name there; the others are made."""
+
+    names: dict[str, str]
+    converted: list[str]
+    extra: list[str]
+
+
+def import_state(source: str, run: Storage, wanted: Wanted) -> dict[str, Any]:
+    """Makes a committed copy in an empty run from safetensors (a file or folder) or from a checkpoint of plain DCP.
+
+    Moments are taken over where they are there, else they begin at 0. Raises SpecError naming the tensor that is missing or of
+    another shape.
+    """
+    if durable.find(run):
+        raise SpecError(f"{run.uri}: this run has checkpoints already; import into a new run")
+    tensors, close = _open_source(source)
+    try:
+        matched = match(tensors, wanted)
+        step = _step(tensors, wanted, matched)
+        items = _items(tensors, replace(wanted, at_step=step), matched)
+        n_bytes = durable.write_shard(run, step, 0, 0, items)
+    finally:
+        close()
+    meta = {"layout": asdict(Layout()), "layers": [], "imported_from": source}
+    uri = durable.commit(run, step, 0, 1, 0, meta)
+    moments = sum(fqn.startswith("optim.") for fqn in matched.names)
+    return {
+        "uri": uri, "step": step, "n_bytes": n_bytes, "weights": len(matched.names) - moments, "moments": moments,
+        "converted": matched.converted, "ignored": matched.extra,
+    }  # fmt: skip
+
+
+def _step(tensors: Tensors, wanted: Wanted, matched: Matched) -> int:
+    """Where the run goes on. Raises SpecError where that is not before the end of the job."""
+    step = wanted.at_step
+    if step is None:
+        counters = [name for fqn, name in matched.names.items() if fqn.startswith("optim.step.")]
+        counts = {int(tensors.read(Box(name, (), (), tensors.tensors[name][1]))) for name in counters}
+        step = max(counts, default=0)
+    if wanted.steps is not None and step >= wanted.steps:
+        raise SpecError(f"{tensors.uri}: it has done {step} steps, the job ends at step {wanted.steps}; give more steps")
+    return step
+
+
+def _open_source(source: str) -> tuple[Tensors, Any]:
+    path = Path(source)
+    if (path / MARKER).is_file():
+        return durable.open_checkpoint(source), lambda: None  # our own
+    if "://" in source or (path / METADATA).is_file():
+        return open_plain(source), lambda: None
+    if not path.exists():
+        raise SpecError(f"{source}: no such file or folder")
+    files = SafetensorFiles(path)
+    return files, files.close
+
+
+def match(tensors: Tensors, wanted: Wanted) -> Matched:
+    """Names there, found by a common prefix of all weights (`model.`, `module.` ...) and one pattern of all moments."""
+    specs = {spec.fqn: spec for spec in state_specs(wanted.profile) if 0 not in spec.shape and spec.fqn != RNG}
+    weights = [fqn.removeprefix(MODEL) for fqn in specs if fqn.startswith(MODEL)]
+    needed = [fqn for fqn in weights if not specs[MODEL + fqn].buffer]
+    prefix = _prefix(list(tensors.tensors), needed, tensors.uri)
+    names = {MODEL + fqn: prefix + fqn for fqn in weights if prefix + fqn in tensors.tensors}
+    moments = _moments(set(tensors.tensors), [fqn for fqn in specs if fqn.startswith("optim.")])
+    found = Matched(names | moments, [], [])
+    for fqn, name in found.names.items():
+        shape, dtype = tensors.tensors[name]
+        if shape != specs[fqn].shape:
+            raise SpecError(f"{tensors.uri}: {name} is {list(shape)}, the program's {fqn} is {list(specs[fqn].shape)}")
+        if dtype != specs[fqn].dtype:
+            found.converted.append(f"{name}: {dtype} -> {specs[fqn].dtype}")
+    tied = {prefix + spec.fqn for spec in wanted.profile.specs if spec.tied_to is not None}
+    used = set(found.names.values()) | tied | {RNG, LOSS_SCALE}
+    found.extra = sorted(name for name in tensors.tensors if name not in used)
+    odd = [name for name in found.extra if prod(tensors.tensors[name][0]) != 1]  # a single number counts steps or epochs
+    if odd and not wanted.ignore_extra:
+        raise SpecError(_what_is_odd(tensors.uri, odd))
+    return found
+
+
+def _what_is_odd(uri: str, odd: list[str]) -> str:
+    by_position = next((name for name in odd if BY_POSITION.search(name)), None)
+    if by_position is not None:
+        return (
+            f"{uri}: {by_position} names its parameter by a number, as optimizer.state_dict() does, and not which one that is; "
+            "save by names (get_optimizer_state_dict), or take the weights only: elastic checkpoint import --ignore-extra"
+        )
+    return (
+        f"{uri}: the program has no tensor for {odd[0]} (and {len(odd) - 1} more); another model? elastic checkpoint import "
+        "--ignore-extra leaves them out"
+    )
+
+
+def _prefix(names: list[str], weights: list[str], uri: str) -> str:
+    """What stands before every weight's name there; the shortest that fits."""
+    if not weights:
+        return ""
+    ends = sorted({name.removesuffix(weights[0]) for name in names if name.endswith(weights[0])}, key=lambda p: (len(p), p))
+    fitting = [p for p in ends if p == "" or p.endswith(".")]
+    have = set(names)
+    for prefix in fitting:
+        if all(prefix + fqn in have for fqn in weights):
+            return prefix
+    prefix = fitting[0] if fitting else ""
+    missing = [fqn for fqn in weights if prefix + fqn not in have]
+    raise SpecError(f"{uri}: it has no tensor {prefix}{missing[0]} (and {len(missing) - 1} more of {len(weights)} are missing)")
+
+
+def _moments(names: set[str], wanted: list[str]) -> dict[str, str]:
+    """All of the optimizer's state, as `<prefix>.state.<fqn>.<entry>` (get_state_dict) or as our own `optim.<entry>.<fqn>`; or
+    nothing of it."""
+    entries = {fqn: fqn.removeprefix("optim.").split(".", 1) for fqn in wanted}
+    if not entries:
+        return {}
+    first_entry, first = next(iter(entries.values()))
+    tail = f"{first}.{first_entry}"
+    prefixes = sorted({name.removesuffix(tail) for name in names if name.endswith("." + tail)}, key=len)
+    for prefix in prefixes:
+        found = {fqn: f"{prefix}{name}.{entry}" for fqn, (entry, name) in entries.items()}
+        if names.issuperset(found.values()):
+            return found
+    return {fqn: fqn for fqn in wanted} if names.issuperset(wanted) else {}
+
+
+def _items(tensors: Tensors, wanted: Wanted, matched: Matched) -> Iterator[tuple[Box, Tensor]]:
+    """The state in parts, each read when it is written."""
+    made: dict[str, Tensor] = {}
+    for spec in state_specs(wanted.profile):
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        if spec.fqn == RNG:
+            yield Box(RNG, (0,), (2,), spec.dtype), torch.tensor([wanted.seed, wanted.at_step], dtype=dtype)
+            continue
+        name = matched.names.get(spec.fqn)
+        for box in parts_of(spec):
+            if not box.n_elements:
+                continue
+            if name is not None:
+                there = Box(name, box.offsets, box.sizes, tensors.tensors[name][1])
+                yield box, tensors.read(there).to(dtype)
+            elif spec.buffer:
+                made = made or wanted.buffers()
+                where = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))
+                yield box, made[spec.fqn.removeprefix(MODEL)][where].to(dtype)
+            else:
+                begins = dict(wanted.profile.optimizer_first).get(spec.fqn.split(".")[1], 0.0)
+                yield box, torch.full(box.sizes, begins, dtype=dtype)
+
+
+# ------------------------------------------------------------------------------------------------ remove
+
+
+def remove(run: Storage, step: int, force: bool = False) -> list[str]:
+    """Removes all copies of a step, uncommitted ones too; returns their URIs. Raises SpecError for the only good one."""
+    items = [item for item in listed(run) if item.step == step]
+    if not items:
+        steps = ", ".join(str(item.step) for item in listed(run)) or "none"
+        raise SpecError(f"{run.uri}: no checkpoint of step {step}; steps there: {steps}")
+    if not force and any(item.committed for item in items):
+        others = [item for item in durable.find(run) if item.step != step]
+        if not any(not durable.verify(item.uri, deep=False) for item in others):
+            raise SpecError(f"{run.uri}: step {step} is the only good checkpoint of this run; --force removes it all the same")
+    for item in items:
+        durable.remove(item.uri)
+    return [item.uri for item in items]
+
+
+def _layout(meta: dict[str, Any]) -> str:
+    found = meta.get("layout")
+    names = set(asdict(Layout()))
+    return str(Layout(**{key: value for key, value in found.items() if key in names})) if isinstance(found, dict) else ""
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def open_target(uri: str) -> Storage:
+    """A folder to export to. Raises SpecError when weights are there already."""
+    storage = open_storage(uri)
+    there = [key for key in storage.list() if key.endswith(".safetensors")]
+    if there:
+        raise SpecError(f"{uri}: {there[0]} is there already; export to an empty folder")
+    return storage

@@ -1,0 +1,164 @@
+"""Position-keyed digest of logical tensors: the third layer of proof that a state is what it was, however it is cut.
+
+Each element has a 64-bit key from its logical position: the product, over the dimensions, of odd numbers drawn for the index.
+The digest of a tensor is the sum over its elements of key x bits (mod 2**64), the digest of a state the sum of those times an
+odd number drawn for the name: a multilinear hash (Carter and Wegman 1979; Dietzfelbinger 1996). Sums over any cut add up
+to the same number. A change of one element is always seen; one of several is missed with a chance near 2**-32 at worst (where
+only the topmost bits of words differ), unless it was made for these keys: a guard against errors, not against forgers.
+
+Bits are taken as signed 32-bit words: half a float64, a float32, two bfloat16. Of two halves of a word the second has the key
+of the first times 2**16, so that whole words can be taken where the cut lets them be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import torch
+
+from elastic.types import Box
+
+Tensors = Mapping[str, tuple[Box, torch.Tensor]]
+
+VERSION = 2  # of the digest; version 1 mixed each element by itself
+LOW = 14  # bits of an index that have a table of keys of their own
+BLOCK = 1 << 17  # words per pass: 1 MiB as int64, in the cache
+FEW_COLUMNS, MOST_COLUMNS = 32, 1 << 16  # rows shorter than the first are taken together, up to the second
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> int:
+    """Sum (mod 2**64) over the named boxes. `shapes`: of the logical tensors, whose rank the boxes share."""
+    total = 0
+    for fqn in names:
+        box, tensor = tensors[fqn]
+        if len(box.offsets) != len(shapes[fqn]):
+            raise ValueError(f"{fqn}: a box of {len(box.offsets)} dimensions, a tensor of {len(shapes[fqn])}")
+        total += _name_key(fqn) * tensor_digest(box, tensor)
+    return total % (1 << 64)
+
+
+def tensor_digest(box: Box, tensor: torch.Tensor) -> int:
+    """Digest of one box without its name, mod 2**64."""
+    if not tensor.numel():
+        return 0
+    words, start, halves = _words(box, tensor.detach().contiguous())
+    n_dims, n = len(box.sizes), words.shape[-1]
+    keys = [_keys(d, box.offsets[d], box.sizes[d]) for d in range(n_dims - 1)]
+    last, cut, n_columns = max(0, n_dims - 1), max(0, n_dims - 1), n
+    while cut and n_columns < FEW_COLUMNS and n_columns * box.sizes[cut - 1] <= MOST_COLUMNS:
+        cut -= 1
+        n_columns *= box.sizes[cut]
+    rows = _outer(keys[:cut]).to(words.device)
+    matrix = words.view(-1, n_columns)
+    if cut < last:
+        columns = _outer([*keys[cut:], _last_keys(last, start, n, halves)])
+        return _sum(matrix, rows, columns, _mask(start, n).repeat(n_columns // n) if halves else None) % (1 << 64)
+    return _by_steps(matrix, rows, (last, start, halves)) % (1 << 64)
+
+
+def _by_steps(matrix: torch.Tensor, rows: torch.Tensor, columns: tuple[int, int, bool]) -> int:
+    """The sum in ranges of columns whose indices share the upper half of their key, so that no long table is made.
+    `columns`: dimension, index of the first, are they 16-bit halves?"""
+    dim, start, halves = columns
+    total, step, left, end = 0, 1 << LOW, start, start + matrix.shape[1]
+    while left < end:
+        n_whole = (end - left) // step if left % step == 0 and len(matrix) == 1 and not halves else 0
+        if n_whole:  # a long row: its ranges are rows of a matrix
+            part = matrix[0, left - start :][: n_whole * step].view(n_whole, step)
+            total += int(rows) * _sum(part, _drawn(2 * dim, left >> LOW, n_whole).to(matrix.device), _low(dim), None)
+            left += n_whole * step
+            continue
+        right = min(left - left % step + step, end)
+        mask = _mask(left, right - left) if halves else None
+        total += _sum(matrix[:, left - start : right - start], rows, _last_keys(dim, left, right - left, halves), mask)
+        left = right
+    return total
+
+
+def _sum(words: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, mask: torch.Tensor | None) -> int:
+    """Sum of rows[i] x words[i, j] x columns[j], in blocks that stay in the cache. `mask`: the bits of a word that count."""
+    columns, mask = columns.to(words.device), mask if mask is None else mask.to(words.device)
+    height = max(1, BLOCK // columns.numel())
+    buffer = torch.empty((min(height, rows.numel()), columns.numel()), dtype=torch.int64, device=words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for top in range(0, rows.numel(), height):
+        block = words[top : top + height]
+        part = buffer[: block.shape[0]].copy_(block)
+        if mask is not None:
+            part &= mask
+        sums = torch.mv(part, columns) if part.device.type == "cpu" else part.mul_(columns).sum(1)
+        total += (sums * rows[top : top + height]).sum()
+    return int(total)
+
+
+def _words(box: Box, data: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
+    """The bits as words, [..., words of a row]; the first one's index along the last dimension; are they single halves?"""
+    size = data.element_size()
+    bits = data.view(_BITS[size]) if box.sizes else data.view(1).view(_BITS[size])
+    start, n = (box.offsets[-1], box.sizes[-1]) if box.sizes else (0, 1)
+    if size == 8:
+        return bits.view(torch.int32), 2 * start, False
+    if size != 2:
+        return bits, start, False
+    if start % 2 == 0 and n % 2 == 0:
+        aligned = bits.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in bits.stride()[:-1])
+        whole = bits if aligned else bits.clone(memory_format=torch.contiguous_format)
+        return whole.view(torch.int32), start // 2, False
+    return bits, start, True
+
+
+def _outer(keys: list[torch.Tensor]) -> torch.Tensor:
+    """Products of one key of each dimension, in row-major order."""
+    out = torch.ones(1, dtype=torch.int64)
+    for key in keys:
+        out = (out[:, None] * key[None, :]).view(-1)
+    return out
+
+
+def _last_keys(dim: int, start: int, n: int, halves: bool) -> torch.Tensor:
+    """int64 [n]: keys of the words, or of the 16-bit halves, start..start+n-1 along the last dimension."""
+    if not halves:
+        return _keys(dim, start, n)
+    pairs = _keys(dim, start // 2, (start + n + 1) // 2 - start // 2)
+    return torch.stack([pairs, pairs << 16], dim=1).view(-1)[start % 2 :][:n]
+
+
+def _mask(start: int, n: int) -> torch.Tensor:
+    """int64 [n]: of 16-bit halves, the lower one of a word (an even index) counts without its sign."""
+    return torch.where(torch.arange(start, start + n) % 2 == 0, 0xFFFF, -1)
+
+
+def _keys(dim: int, start: int, n: int) -> torch.Tensor:
+    """int64 [n]: keys of the indices start..start+n-1 along dimension `dim`, all odd."""
+    first, end = start >> LOW, (start + n - 1 >> LOW) + 1
+    high = _drawn(2 * dim, first, end - first)
+    if first + 1 == end:
+        at = start - (first << LOW)
+        return _low(dim)[at : at + n] * high
+    return (high[:, None] * _low(dim)[None, :]).view(-1)[start - (first << LOW) :][:n]
+
+
+@lru_cache(maxsize=16)
+def _low(dim: int) -> torch.Tensor:
+    return _drawn(2 * dim + 1, 0, 1 << LOW)
+
+
+def _drawn(stream: int, start: int, n: int) -> torch.Tensor:
+    """int64 [n]: odd numbers, SplitMix64 (Steele, Lea, Flood 2014) of the index with a seed per stream."""
+    at = torch.arange(start + 1, start + 1 + n, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
+    at = at + _name_key(f"elastic digest {stream}")
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        at = (at ^ ((at >> shift) & ((1 << 64 - shift) - 1))) * _signed(factor)
+    return (at ^ ((at >> 31) & ((1 << 33) - 1))) | 1
+
+
+@lru_cache(maxsize=1 << 16)
+def _name_key(name: str) -> int:
+    return _signed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1)
+
+
+def _signed(number: int) -> int:
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,237 @@
+"""A host copy of a rank's boxes at a step boundary, taken behind the next step; peers, the durable writer and digests read it.
+
+Parameters and optimizer state change in the optimizer alone, so they are copied while the next forward and backward run, and
+the optimizer waits for that (`HostCopies.settle`). Buffers and the RNG box change earlier: they are copied at once.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from elastic.errors import InternalError
+from elastic.types import Box
+from elastic.worker.train_state import Tensors
+
+ALIGN = 8  # each box starts at a multiple of so many bytes
+
+
+class Hands:
+    """Threads that wait for work. Starting a thread waits until it was scheduled, which takes milliseconds on a busy machine;
+    handing work to one that is there does not."""
+
+    def __init__(self, n: int, name: str) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._n = n
+        for _ in range(n):
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # or its buffers live until the next
+
+    def do(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def close(self) -> None:
+        """They end when they have done what they were given."""
+        for _ in range(self._n):
+            self._work.put(None)
+
+
+class Lease:
+    """A host buffer in use: uint8 [n_bytes]. Given back by its last user it is used again; only dropped, it is freed."""
+
+    def __init__(self, memory: HostMemory, whole: torch.Tensor, n_bytes: int) -> None:
+        self._memory, self._whole = memory, whole
+        self.buffer = whole[:n_bytes]
+        self._users = 1
+
+    @property
+    def in_use(self) -> bool:
+        return self._users > 0
+
+    def retain(self) -> Lease:
+        """One more user. Raises InternalError when the buffer was given back already: its bytes may be another copy's."""
+        with self._memory.lock:
+            if not self._users:
+                raise InternalError("a host buffer is read after it was given back")
+            self._users += 1
+        return self
+
+    def release(self) -> None:
+        with self._memory.lock:
+            if not self._users:
+                raise InternalError("a host buffer was given back twice")
+            self._users -= 1
+            if not self._users:
+                self._memory.free.append(self._whole)
+
+
+class HostMemory:
+    """The host buffers of a worker process. Fresh pages cost several times as much as warm ones, so buffers are used again."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned
+        self.free: list[torch.Tensor] = []
+        self.lock = threading.Lock()
+
+    def lease(self, n_bytes: int) -> Lease:
+        """The smallest free buffer that is large enough; else a new one, and the free ones, which are too small, are let go."""
+        with self.lock:
+            fitting = [i for i, whole in enumerate(self.free) if whole.numel() >= n_bytes]
+            if fitting:
+                return Lease(self, self.free.pop(min(fitting, key=lambda i: self.free[i].numel())), n_bytes)
+            self.free.clear()
+        return Lease(self, torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.pinned), n_bytes)
+
+    def trim(self) -> None:
+        """Lets all free buffers go."""
+        with self.lock:
+            self.free.clear()
+
+
+def flat_bytes(mine: Sequence[Box]) -> int:
+    """Size of the buffer that `flat_views` cuts up."""
+    return sum(-(-box.n_bytes // ALIGN) * ALIGN for box in mine)
+
+
+def flat_views(mine: Sequence[Box], buffer: torch.Tensor) -> Tensors:
+    """A view of the buffer per box, one after the other, each at a multiple of 8 bytes."""
+    views: Tensors = {}
+    at = 0
+    for box in mine:
+        part = buffer[at : at + box.n_bytes]
+        views[box.fqn] = (box, part.view(getattr(torch, box.dtype)).view(box.sizes))
+        at += -(-box.n_bytes // ALIGN) * ALIGN
+    return views
+
+
+class HostCopy:
+    """The boxes as they were after `step` steps. Nothing may read `tensors` before `wait` has returned them."""
+
+    def __init__(self, step: int, lease: Lease, tensors: Tensors) -> None:
+        self.step, self.lease, self._tensors = step, lease, tensors
+        self.filled = threading.Event()  # or failed: nothing reads the live tensors any more
+        self.whole = False
+        self.error: BaseException | None = None
+        self.on_device: torch.cuda.Event | None = None
+
+    def wait(self, timeout_s: float | None = None) -> Tensors:
+        """The boxes, once all of them are there. Raises InternalError when they could not be copied."""
+        if not self.filled.wait(timeout_s):
+            raise InternalError(f"the host copy of step {self.step} was not there after {timeout_s} s")
+        if not self.whole:
+            raise InternalError(f"the host copy of step {self.step} was not completed: {self.error}")
+        if self.on_device is not None:
+            self.on_device.synchronize()
+        return self._tensors
+
+    @property
+    def n_bytes(self) -> int:
+        return self.lease.buffer.numel()
+
+    def retain(self) -> HostCopy:
+        self.lease.retain()
+        return self
+
+    def release(self) -> None:
+        self.lease.release()
+
+
+class HostCopies:
+    """The host copies of one rank in one generation, at most `limit` of them in use at a time. Used by its training thread.
+
+    `volatile`: names of boxes that change before the optimizer does (buffers, RNG).
+    """
+
+    def __init__(self, memory: HostMemory, tensors: Tensors, volatile: frozenset[str], limit: int = 2) -> None:
+        self.memory, self.live, self.volatile, self.limit = memory, tensors, volatile, limit
+        self.mine = [box for box, _ in tensors.values()]
+        self._leases: list[weakref.ref[Lease]] = []
+        self._filling: HostCopy | None = None
+        self._newest: weakref.ref[HostCopy] | None = None
+        self._cuda = any(tensor.is_cuda for _, tensor in tensors.values())
+        self._stream: torch.cuda.Stream | None = None
+        self._hands = Hands(1, "host-copy")
+
+    @property
+    def available(self) -> bool:
+        """Is a buffer free for another copy?"""
+        return len(self._in_use()) < self.limit
+
+    def _in_use(self) -> list[weakref.ref[Lease]]:
+        self._leases = [ref for ref in self._leases if (lease := ref()) is not None and lease.in_use]
+        return self._leases
+
+    def take(self, step: int) -> HostCopy | None:
+        """Starts the copy of this boundary, or gives the one that was started already; the caller releases it when it has read
+        it. None: every buffer is still being read; the caller does without."""
+        newest = self._newest() if self._newest is not None else None
+        if newest is not None and newest.step == step and newest.lease.in_use and newest.error is None:
+            return newest.retain()
+        if not self.available:
+            return None
+        self.settle()
+        lease = self.memory.lease(flat_bytes(self.mine))
+        copy = HostCopy(step, lease, flat_views(self.mine, lease.buffer))
+        self._leases.append(weakref.ref(lease))
+        self._newest = weakref.ref(copy)
+        for fqn in self.volatile & self.live.keys():
+            copy._tensors[fqn][1].copy_(self.live[fqn][1])
+        boundary = None
+        if self._cuda:
+            boundary = torch.cuda.Event()
+            boundary.record()
+        self._filling = copy
+        self._hands.do(lambda: self._fill(copy, boundary))
+        return copy
+
+    def close(self) -> None:
+        """No more copies; one that is under way is finished."""
+        self._hands.close()
+
+    def _fill(self, copy: HostCopy, boundary: torch.cuda.Event | None) -> None:
+        try:
+            if boundary is not None:
+                self._fill_from_device(copy, boundary)
+            else:
+                self._copy(copy)
+            copy.whole = True
+        except BaseException as error:  # noqa: BLE001 - told to whoever waits for the copy
+            copy.error = error
+        finally:
+            copy.filled.set()
+
+    def _copy(self, copy: HostCopy, non_blocking: bool = False) -> None:
+        with torch.no_grad():
+            for fqn, (_, into) in copy._tensors.items():
+                if fqn not in self.volatile:
+                    into.copy_(self.live[fqn][1], non_blocking=non_blocking)
+
+    def _fill_from_device(self, copy: HostCopy, boundary: torch.cuda.Event) -> None:
+        """On a stream of its own, behind the boundary; `filled` then means: all copies are queued."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(boundary)
+            self._copy(copy, non_blocking=True)
+            copy.on_device = torch.cuda.Event()
+            copy.on_device.record(self._stream)
+
+    def settle(self) -> float:
+        """Before the live tensors change: waits until the copy under way has read them. Returns the seconds waited."""
+        copy, self._filling = self._filling, None
+        if copy is None:
+            return 0.0
+        began = time.monotonic()
+        copy.filled.wait()
+        if copy.on_device is not None:
+            torch.cuda.current_stream().wait_event(copy.on_device)  # the device waits, the host does not
+        return time.monotonic() - began

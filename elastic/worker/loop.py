@@ -1,0 +1,284 @@
+"""`elastic.loop`: a training script of one's own, changed live.
+
+```python
+with elastic.loop(model=model, optimizer=opt, dataset=ds) as run:
+    for batch in run:
+        run.backward(loss_sum(run.model, batch))
+        run.step()
+```
+The script runs in a thread of its own; the same session as for a Program trains, and hands the script one batch at a time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from elastic.errors import ProgramError, SpecError
+from elastic.models.blocks import blocks_of
+from elastic.worker.calls import count_of
+from elastic.worker.loop_loss import is_mean
+from elastic.worker.loop_model import LoopModel
+from elastic.worker.loop_program import (
+    GROUPS,
+    LoopProgram,
+    Numbered,
+    OptimizerFactory,
+    Settings,
+    given_of,
+    module_factory,
+    no_loss,
+)
+from elastic.worker.turns import Turns, Word
+
+NO_HOST = (
+    "elastic.loop was entered outside of `elastic run --script FILE`: start the script with that; a program.py has no loop, it "
+    "defines `program = elastic.Program(...)`"
+)
+
+
+PLAIN_START = (
+    "{file} enters elastic.loop, which neither python nor torchrun can start: `elastic run --script {file} -- ARGS` does, on "
+    "this machine (--local) or on a Ray cluster"
+)
+
+
+class Host(Protocol):
+    """What has started the script."""
+
+    def entered(self, run: Run) -> None: ...
+
+
+class _Here(threading.local):
+    host: Host | None = None
+
+
+here = _Here()  # the script's thread knows by whom it was started
+
+
+@dataclass(frozen=True, kw_only=True)
+class loop:
+    """What to train, out of a script.
+
+    model:       the whole, plain `nn.Module`, with its initial (or pretrained) weights; every process must build the same one.
+    optimizer:   over its parameters, element-wise, without state; parameters that it does not hold are not trained.
+    dataset:     map-style: `len()` and `[sample id]` -> tensors or arrays of equal shape: one, or a tuple or dict of them.
+    blocks:      module-name pattern of the repeated blocks, as in "layers.*"; default: the longest list of equal modules.
+    tp, tp_limit, count, validation, extra_state: as in `elastic.Program`; `evaluate`: (model, batch) -> summed loss of a
+                 batch of the validation set. Both or none of the two.
+    steps, global_batch, seed: what the job says where neither its job.yaml nor --set does.
+
+    Entering it gives a `Run`. Raises SpecError where it is wrong, or where no `elastic run --script` has started the script.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    dataset: Any
+    blocks: str | None = None
+    tp: Mapping[str, str] = field(default_factory=dict)
+    tp_limit: int = 0
+    count: Callable[[Any], Any] | None = None
+    extra_state: Mapping[str, Any] = field(default_factory=dict)
+    validation: Any = None
+    evaluate: Callable[[Any, Any], Any] | None = None
+    steps: int | None = None
+    global_batch: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.model).__name__ in ("DistributedDataParallel", "OptimizedModule") or not isinstance(self.model, nn.Module):
+            raise SpecError(
+                f"elastic.loop: model is a {type(self.model).__name__}; give the plain nn.Module, not wrapped and not compiled"
+            )
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise SpecError(f"elastic.loop: optimizer is a {type(self.optimizer).__name__}; it must be a torch.optim.Optimizer")
+        if any(self.optimizer.state.values()):
+            raise SpecError(
+                "elastic.loop: the optimizer has state already; give a fresh one (elastic checkpoint import takes moments over)"
+            )
+        for needed in ("__len__", "__getitem__"):
+            if not hasattr(self.dataset, needed):
+                kind = type(self.dataset).__name__
+                raise SpecError(
+                    f"elastic.loop: dataset is a {kind} without {needed}; it must be map-style: len() and [sample id]"
+                )
+        if (self.validation is None) != (self.evaluate is None):
+            raise SpecError("elastic.loop: validation (a dataset) and evaluate ((model, batch) -> summed loss) belong together")
+        if GROUPS in self.extra_state:
+            raise SpecError(f"elastic.loop: extra_state['{GROUPS}'] is the optimizer's; choose another name")
+
+    def __enter__(self) -> Run:
+        host = here.host
+        if host is None:
+            _refuse_a_plain_start(inspect.currentframe())
+            raise SpecError(NO_HOST)
+        run = Run(self._program(), self.optimizer)
+        host.entered(run)
+        return run
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        pass
+
+    def _program(self) -> LoopProgram:
+        self.model.to("cpu")  # the whole of it takes no room on the device: run.model is this rank's part
+        factory = OptimizerFactory(self.model, self.optimizer)
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for parameter in self.model.parameters():
+            if id(parameter) not in trained:
+                parameter.requires_grad_(False)
+        given = given_of(self.dataset[0])
+        dataset, validation = (d if given is dict else Numbered(d) for d in (self.dataset, self.validation))
+        settings = {"steps": self.steps, "global_batch": self.global_batch, "seed": self.seed}
+        return LoopProgram(
+            model=module_factory(self.model),
+            optimizer=factory,
+            dataset=lambda: dataset,
+            validation=(lambda: validation) if self.validation is not None else None,
+            loss=no_loss,
+            count=self._counted(given),
+            blocks=self.blocks or blocks_of(self.model),
+            tp=self.tp,
+            tp_limit=self.tp_limit,
+            extra_state={**self.extra_state, GROUPS: Settings(self.optimizer)},
+            pipeline=False,
+            settings={key: value for key, value in settings.items() if value is not None},
+            evaluation=self._evaluation(given),
+            given=given,
+        )
+
+    def _counted(self, given: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
+        count = self.count
+        return None if count is None else lambda batch: count(given(batch))
+
+    def _evaluation(self, given: Callable[[Any], Any]) -> Callable[[Any, Any], Any] | None:
+        evaluate = self.evaluate
+        return None if evaluate is None else lambda model, batch: evaluate(model, given(batch))
+
+
+# ------------------------------------------------------------------------------------------------ inside the loop
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A batch for the script, and where it belongs."""
+
+    batch: Mapping[str, torch.Tensor]
+    step: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a step ended."""
+
+    committed: bool
+    train_loss: float = float("nan")
+    grad_norm: float = float("nan")
+
+
+class Run:
+    """What `with elastic.loop(...) as run` gives. All of it belongs to the script's thread.
+
+    model:      this rank's part of the model; call it, read attributes of it. Rebuilt when the workers change.
+    optimizer:  the script's own, over this rank's part; `step()` is run.step's.
+    step_index: optimizer steps done before that of the batch in hand; `epoch`: times that the dataset was gone through before;
+                `steps`: all that the job does.
+    committed:  of the last `step()`: was it done? If not, the step is done again: with the next batch.
+    train_loss: of the last committed step, over all ranks, per token (or sample); `grad_norm` likewise, before clipping.
+    rank, world_size: of this process now; they change when the workers do.
+    """
+
+    def __init__(self, program: LoopProgram, optimizer: torch.optim.Optimizer) -> None:
+        self.program, self.optimizer = program, optimizer
+        self.model = LoopModel(lambda: _on_meta(program))
+        self.turns = Turns()
+        self.step_index = self.epoch = self.rank = self.steps = 0
+        self.world_size = 1
+        self.committed = False
+        self.train_loss = self.grad_norm = float("nan")
+        self._batch: Mapping[str, torch.Tensor] | None = None
+        self._loss_sum, self._n_backward = 0.0, 0
+        self._looked, self._mean = False, False  # at the first loss: is it a mean?
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """This rank's share of the next step, as the dataset gives it, collated, on this rank's device."""
+        if self._batch is not None:
+            raise ProgramError(
+                f"the batch of step {self.step_index + 1} was left without run.step(); call it once for each batch"
+            )
+        offer = self.turns.say(Word("next", error=self.model.take_error()))
+        if offer is None:
+            raise StopIteration
+        self.step_index, self.epoch = offer.step, offer.epoch
+        self._batch, self._loss_sum, self._n_backward = offer.batch, 0.0, 0
+        return self.program.given(offer.batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of a loss that is a sum over this batch's tokens (or samples). May be called for parts of a batch; every
+        rank must call it equally often."""
+        if self._batch is None:
+            raise ProgramError("run.backward was called without a batch in hand; it belongs between the batch and run.step()")
+        if not isinstance(loss, torch.Tensor) or loss.ndim:
+            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            raise ProgramError(f"run.backward was given {found}; it must be the loss summed over the batch, a scalar tensor")
+        self._n_backward += 1
+        if not self._looked:
+            self._mean = is_mean(loss, count_of(self.program, dict(self._batch)))
+        if self.model.attempt(loss.backward):
+            self._loss_sum += float(loss.detach())
+
+    def step(self, clip_grad_norm: float | None = None) -> None:
+        """Commit and optimizer step, over all ranks; `clip_grad_norm`: instead of the job's. Returns when it is decided."""
+        if self._batch is None:
+            raise ProgramError(
+                "run.step() was called without a batch in hand; call it once for each batch of `for batch in run`"
+            )
+        if not self._n_backward and not self.model.broken:
+            raise ProgramError(f"run.step() of step {self.step_index + 1} without run.backward(loss) before it")
+        tokens = count_of(self.program, dict(self._batch))
+        if not self._looked:
+            self._refuse_a_mean(tokens)
+        self._batch = None
+        word = Word("step", self._loss_sum, tokens, clip_grad_norm, self.model.take_error())
+        outcome: Outcome = self.turns.say(word)
+        self.committed = outcome.committed
+        if outcome.committed:
+            self.train_loss, self.grad_norm = outcome.train_loss, outcome.grad_norm
+
+    def _refuse_a_mean(self, count: int) -> None:
+        """Looks once, at the first step whose batch can tell. Of a batch given in parts, each may be a sample with its mean."""
+        if self._mean and self._n_backward == 1:
+            raise ProgramError(
+                f"run.backward was given a mean over the batch; it must be the sum (reduction='sum', or mean * {count} here), "
+                "which elastic divides by the step's global count"
+            )
+        self._looked = count > 1 and not self.model.broken
+
+
+def _refuse_a_plain_start(frame: types.FrameType | None) -> None:
+    """`python FILE` and `torchrun FILE` end with one line, of rank 0, and exit code 2. Nothing where the caller is another."""
+    caller = frame.f_back.f_globals if frame is not None and frame.f_back is not None else {}
+    file = caller.get("__file__")
+    if caller.get("__name__") != "__main__" or not file:
+        return
+    if os.environ.get("RANK", "0") == "0":
+        print(f"elastic: {PLAIN_START.format(file=os.path.relpath(str(file)))}", file=sys.stderr)
+    raise SystemExit(SpecError.exit_code)
+
+
+def _on_meta(program: LoopProgram) -> nn.Module:
+    with torch.device("meta"):
+        built: nn.Module = program.model()
+    return built

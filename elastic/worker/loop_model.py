@@ -1,0 +1,127 @@
+"""`run.model`: this rank's part of the model, called in the user's loop body, where a collective may break off at any time.
+
+What breaks off is noted and not raised: it would end the user's `for`. From then on calls return zeros of the true output's
+shape until `run.step()` (or the next batch) hands the error to the training thread, which leaves the generation and comes back
+with the state and the batch from which training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.errors import ProgramError
+from elastic.worker.groups import is_collective_error
+
+
+class BrokenOff(ConnectionAbortedError):
+    """A call had to return something and there was no way to know its shape. The script is started again from its top."""
+
+
+class LoopModel:
+    """Calls and attributes go to the module of the generation that is running."""
+
+    def __init__(self, build_meta: Callable[[], nn.Module]) -> None:
+        self.__dict__.update(_build_meta=build_meta, _module=None, _live=False, _error=None, _outlines={})
+
+    def attach(self, module: nn.Module) -> None:
+        """A new generation: its module, and no error."""
+        self.__dict__.update(_module=module, _live=True, _error=None)
+
+    def leave(self) -> None:
+        """The generation is over: no call reaches its groups any more."""
+        self.__dict__["_live"] = False
+
+    @property
+    def broken(self) -> bool:
+        return self._error is not None
+
+    def take_error(self) -> BaseException | None:
+        """What was noted since; forgotten here."""
+        error = self._error
+        self.__dict__["_error"] = None
+        return error  # type: ignore[no-any-return]
+
+    def attempt(self, call: Callable[[], Any]) -> bool:
+        """Calls unless something has broken off before; False: it has, or does now."""
+        if self._error is None and not self._live:
+            self.__dict__["_error"] = BrokenOff("the generation is over")
+        if self._error is not None:
+            return False
+        try:
+            call()
+        except Exception as error:
+            if self._live and not is_collective_error(error):
+                raise
+            self.__dict__["_error"] = error.with_traceback(None)
+            return False
+        return True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._module is None:
+            raise ProgramError("run.model was called before the first batch; it is there inside `for batch in run`")
+        outputs: list[Any] = []
+        key = repr(_outline((args, kwargs))) + str(self._module.training)
+        if self.attempt(lambda: outputs.append(self._module(*args, **kwargs))):
+            self._outlines[key] = _outline(outputs[0])
+            return outputs[0]
+        if key not in self._outlines:
+            self._outlines[key] = self._outline_on_meta(args, kwargs)
+        device = next((p.device for p in self._module.parameters()), torch.device("cpu"))
+        return _zeros(self._outlines[key], device)
+
+    def _outline_on_meta(self, args: Any, kwargs: Any) -> Any:
+        """Shapes of the output of a call that has never come back, by a module without memory. Raises BrokenOff."""
+        try:
+            module = self._build_meta().train(self._module.training)
+            with torch.device("meta"):
+                args, kwargs = (_mapped(part, lambda t: t.to("meta")) for part in (args, kwargs))
+                return _outline(module(*args, **kwargs))
+        except Exception as error:
+            raise BrokenOff(f"a collective broke off in the first call of run.model ({self._error})") from error
+
+    def __getattr__(self, name: str) -> Any:
+        if self._module is None:
+            raise ProgramError(f"run.model.{name} was asked for before the first batch; it is there inside `for batch in run`")
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ProgramError(f"run.model.{name} cannot be set: the model may be rebuilt at any step; set it before elastic.loop")
+
+
+class _Shape:
+    """What is remembered of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.grad = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+    def __repr__(self) -> str:
+        return f"{self.shape}{self.dtype}"
+
+
+def _outline(value: Any) -> Any:
+    return _mapped(value, _Shape)
+
+
+def _zeros(outline: Any, device: torch.device) -> Any:
+    def zeros(shape: _Shape) -> torch.Tensor:
+        return torch.zeros(shape.shape, dtype=shape.dtype, device=device, requires_grad=shape.grad)
+
+    return _mapped(outline, zeros, _Shape)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
+    """The same lists, tuples and mappings (a library's own ones too) with every `kind` in them changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, Mapping):
+        changed = {key: _mapped(item, change, kind) for key, item in value.items()}
+        return changed if type(value) is dict else type(value)(**changed)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(item, change, kind) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(item, change, kind) for item in value)
+    return value

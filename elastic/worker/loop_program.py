@@ -1,0 +1,144 @@
+"""A Program made of what a script has built itself: a module, an optimizer over it, a dataset."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from elastic.errors import ProgramError, SpecError
+from elastic.program import Program
+
+GROUPS = "param_groups"  # the name of the optimizer's settings among the extra state
+
+
+@dataclass(frozen=True)
+class LoopProgram(Program):
+    """`settings`: keys of a job.yaml that the script gave itself. `evaluation`: (model, batch) -> summed loss. `given`: turns
+    a batch, which is a dict inside, into what the script's dataset gives."""
+
+    settings: Mapping[str, int] = field(default_factory=dict)
+    evaluation: Callable[[Any, Any], Any] | None = None
+    given: Callable[[Mapping[str, torch.Tensor]], Any] = dict
+
+
+def no_loss(output: Any, batch: Any) -> Any:
+    """A loop has no loss function of its own: its body computes the loss."""
+    raise ProgramError("a job whose script enters elastic.loop computes its loss in the script; Program.loss is not called")
+
+
+# ------------------------------------------------------------------------------------------------ the model
+
+
+def module_factory(module: nn.Module) -> Callable[[], nn.Module]:
+    """Copies of the module on the device that is the default when it is called: with its values, or (meta) without memory."""
+
+    def build() -> nn.Module:
+        device = torch.get_default_device()
+        memo: dict[int, Any] = {}
+        for parameter in module.parameters():
+            value = torch.empty_like(parameter, device="meta") if device.type == "meta" else parameter.detach()
+            memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        for buffer in module.buffers():
+            memo[id(buffer)] = torch.empty_like(buffer, device="meta") if device.type == "meta" else buffer.detach().clone()
+        return copy.deepcopy(module, memo)
+
+    return build
+
+
+# ------------------------------------------------------------------------------------------------ the optimizer
+
+
+class OptimizerFactory:
+    """Optimizers like the script's own: of its class, with its groups and settings, over other tensors of the same names."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        names: dict[int, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), name)
+        self.optimizer = optimizer
+        self.names: list[list[str]] = []
+        for group in optimizer.param_groups:
+            strange = [p for p in group["params"] if id(p) not in names]
+            if strange:
+                raise SpecError(
+                    f"elastic.loop: the optimizer holds a parameter of shape {list(strange[0].shape)} that the model does not "
+                    "have; make it of the parameters of the model that you give"
+                )
+            self.names.append([names[id(p)] for p in group["params"]])
+
+    def __call__(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        have = dict(named)
+        own = self.optimizer
+        made: torch.optim.Optimizer = object.__new__(type(own))
+        made.__dict__.update({key: value for key, value in own.__dict__.items() if key != "step"})  # schedulers wrap `step`
+        made.state = defaultdict(dict)
+        made.param_groups = [
+            {**group, "params": [have[name] for name in names if name in have]}
+            for group, names in zip(own.param_groups, self.names, strict=True)
+        ]
+        return made
+
+
+def rebind(optimizer: torch.optim.Optimizer, made: torch.optim.Optimizer) -> None:
+    """Gives the script's own optimizer the tensors and the state of one that was made like it; its settings stay."""
+    for group, new in zip(optimizer.param_groups, made.param_groups, strict=True):
+        group["params"] = new["params"]
+    optimizer.state = made.state
+
+
+class Settings:
+    """The optimizer's learning rates and other settings, as extra state: whoever changes them, they travel with the model."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        skip = ("params", "param_names")
+        return {"groups": [{k: v for k, v in group.items() if k not in skip} for group in self.optimizer.param_groups]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            group.update(saved)
+
+
+# ------------------------------------------------------------------------------------------------ the data
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A dataset of tuples, or of single tensors, as one of dicts: "0", "1", ..."""
+
+    dataset: Any
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = self.dataset[index]
+        return {str(i): part for i, part in enumerate(item if isinstance(item, tuple | list) else (item,))}
+
+
+def as_tuple(batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(batch[str(i)] for i in range(len(batch)))
+
+
+def as_tensor(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return batch["0"]
+
+
+def given_of(item: Any) -> Callable[[Mapping[str, torch.Tensor]], Any]:
+    """How a batch of such items is given to the script. Raises SpecError where an item is none that can be stacked."""
+    if isinstance(item, Mapping):
+        return dict
+    if isinstance(item, tuple | list):
+        return as_tuple
+    if isinstance(item, torch.Tensor | np.ndarray):
+        return as_tensor
+    raise SpecError(f"elastic.loop: a sample is a {type(item).__name__}; it must be a dict or tuple of tensors, or a tensor")

@@ -1,0 +1,83 @@
+"""Which rank went bad, once a guard has tripped: every rank puts its own numbers of the step beside those of the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.data.order import share
+from elastic.errors import ProgramError
+from elastic.mesh import coordinates
+from elastic.types import Plan, WorkerId
+from elastic.worker.groups import Groups
+from elastic.worker.guards import Trip
+
+NAMED_SAMPLES_MOST = 16
+Row = Sequence[float]  # of a rank: its loss sum, the tokens of that, the square norm of its part of the gradient
+
+
+@dataclass(frozen=True)
+class Offender:
+    """`rank` -1: no single rank; `what` says what is wrong there. `samples`: of that rank, or of all."""
+
+    rank: int
+    worker: WorkerId | None
+    what: str
+    samples: tuple[int, ...]
+
+    def sentence(self, trip: Trip) -> str:
+        """One line: what tripped, where, with which samples, and what follows from roll-backs before."""
+        n_more = len(self.samples) - NAMED_SAMPLES_MOST
+        named = ", ".join(map(str, self.samples[:NAMED_SAMPLES_MOST])) + (f" and {n_more} more" if n_more > 0 else "")
+        text = f"{trip.reason}: {self.what}; {'its' if self.rank >= 0 else 'the'} samples: {named}"
+        return f"{text}; {trip.more}" if trip.more else text
+
+
+class Tripped(ProgramError):
+    """The step was not applied; the run goes back or ends. Every rank raises the same."""
+
+    def __init__(self, trip: Trip, offender: Offender) -> None:
+        super().__init__(offender.sentence(trip))
+        self.trip, self.offender = trip, offender
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tripped, (self.trip, self.offender)
+
+
+def find_offender(trip: Trip, mine: Row, ids: Sequence[int], plan: Plan, at: tuple[Groups, int]) -> Offender:
+    """The same on every rank: all of them have seen this commit, so all of them take part here. `ids`: samples of the
+    step. `at`: the groups and this rank."""
+    layout, (groups, me) = plan.layout, at
+    table = torch.zeros(layout.world_size, len(mine), dtype=torch.float64)
+    table[me] = torch.tensor(mine, dtype=torch.float64)
+    if layout.world_size > 1:
+        dist.all_reduce(table, group=groups.plan)
+    rank, what = _worst(trip.guard, table.tolist(), plan)
+    if rank < 0:
+        return Offender(-1, None, what, tuple(ids))
+    return Offender(rank, plan.ranks[rank], what, tuple(ids[share(plan.samples, coordinates(layout, rank).dp(layout))]))
+
+
+def _worst(guard: str, table: list[list[float]], plan: Plan) -> tuple[int, str]:
+    if guard == "not_finite":
+        return _not_finite(table, plan)
+    if guard == "loss_spike":
+        means = [row[0] / row[1] if row[1] else -math.inf for row in table]
+        rank = max(range(len(means)), key=means.__getitem__)
+        return rank, f"rank {rank} on {plan.ranks[rank]} has the largest train_loss ({means[rank]:.6g})"
+    return -1, "the gradient is the sum over all ranks"
+
+
+def _not_finite(table: list[list[float]], plan: Plan) -> tuple[int, str]:
+    """A rank whose loss is no number comes first: the gradients of the others went bad by it."""
+    for column, word in ((0, "loss"), (2, "gradient")):
+        ranks = [rank for rank, row in enumerate(table) if not math.isfinite(row[column])]
+        if ranks:
+            others = f" (and {len(ranks) - 1} other ranks)" if len(ranks) > 1 else ""
+            return ranks[0], f"the {word} of rank {ranks[0]} on {plan.ranks[ranks[0]]}{others} is not finite"
+    return -1, "the sum over the ranks is not finite, though each rank's part is"

@@ -1,0 +1,164 @@
+"""Durable copies of one rank, written behind the steps from a host copy. They outlive the generation that they are of.
+
+A copy that falls due while the one before is still being written is left out: training never waits for storage. Ranks may
+decide differently; a copy without all its parts is never committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+from elastic.errors import ElasticError, StateLost
+from elastic.mesh import replica_key
+from elastic.reshard.shards import owned_boxes, state_specs
+from elastic.types import DTYPE_BYTES, CopyFailed, ModelProfile, Plan, ShardStored
+from elastic.worker import durable
+from elastic.worker.content import digest
+from elastic.worker.durable_space import check_space
+from elastic.worker.train_state import Tensors, TrainState
+
+if TYPE_CHECKING:
+    from elastic.worker.workplace import Workplace
+
+
+class Boundary(Protocol):
+    """A host copy of a step boundary that may still be filling (host_copy.HostCopy)."""
+
+    def wait(self) -> Tensors: ...
+    def release(self) -> None: ...
+
+
+@dataclass
+class Snapshot:
+    """A host copy that is there already."""
+
+    tensors: Tensors
+
+    def wait(self) -> Tensors:
+        return self.tensors
+
+    def release(self) -> None:
+        self.tensors = {}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The newest host copy of a rank with replicas: they can write each other's part."""
+
+    plan: Plan
+    step: int
+    rank: int
+    copy: Boundary
+
+    def serves(self, generation: int, rank: int, step: int) -> bool:
+        same = (self.plan.generation, self.step) == (generation, step)
+        return same and replica_key(self.plan.layout, self.rank) == replica_key(self.plan.layout, rank)
+
+
+class Saving:
+    """The durable copies of a worker. `writing`: the newest one; `of`: its plan, step and rank."""
+
+    def __init__(self, place: Workplace) -> None:
+        self.place = place
+        self.writing: Future[Any] | None = None
+        self.of: tuple[Plan, int, int] | None = None
+        self.kept: Kept | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable-copy")
+
+    def save(self, plan: Plan, state: TrainState, copy: Boundary | None = None, must: bool = False) -> None:
+        """Starts a durable copy of this boundary from `copy` (else from a snapshot taken now), which it releases.
+
+        While the one before is still being written it is left out -> CopyFailed; `must`: it is written after that one.
+        """
+        began = time.monotonic()
+        self.place.at_phase("saving", state.step)
+        if self.writing is not None and not self.writing.done() and not must:
+            if copy is not None:
+                copy.release()
+            before = self.of[1] if self.of else 0
+            self._fail(plan, state.step, f"the copy of step {before} is still being written")
+            return
+        copy = copy or Snapshot(state.snapshot())
+        self._keep(plan, state, copy)
+        stall_s = time.monotonic() - began
+        of = (plan, state.step, state.rank)
+        self.of = of
+        self.writing = self._pool.submit(self._guarded, of, lambda: self._write(of, copy, stall_s))
+
+    def write_for(self, plan: Plan, step: int, rank: int) -> None:
+        """Writes the part of another rank from equal boxes held here, behind the steps: it is slow or gone. Both may write: the
+        bytes are the same, and files appear whole. Reports CopyFailed where this worker does not hold them."""
+        of = (plan, step, rank)
+        self._pool.submit(self._guarded, of, lambda: self._write_other(of))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
+
+    # ------------------------------------------------------------------------------------------ behind the steps
+
+    def _keep(self, plan: Plan, state: TrainState, copy: Boundary) -> None:
+        """Replicas hold the newest copy until the next, to write for each other; others would pay a whole host copy for it."""
+        if self.kept is not None:
+            self.kept.copy.release()
+            self.kept = None
+        if plan.layout.dp_replicate > 1:
+            retain = getattr(copy, "retain", None)
+            self.kept = Kept(plan, state.step, state.rank, retain() if retain else Snapshot(copy.wait()))
+
+    def _guarded(self, of: tuple[Plan, int, int], write: Callable[[], None]) -> None:
+        plan, step, rank = of
+        try:
+            write()
+        except (OSError, ElasticError) as error:
+            self._fail(plan, step, f"rank {rank}: {_said(error)}")
+
+    def _fail(self, plan: Plan, step: int, reason: str) -> None:
+        self.place.report(CopyFailed(plan.generation, step, reason))
+
+    def _write(self, of: tuple[Plan, int, int], copy: Boundary, stall_s: float) -> None:
+        try:
+            self._write_boxes(of, copy.wait(), stall_s)
+        finally:
+            copy.release()
+
+    def _write_other(self, of: tuple[Plan, int, int]) -> None:
+        plan, step, rank = of
+        if self.kept is not None and self.kept.serves(plan.generation, rank, step):
+            self._write_boxes(of, self.kept.copy.wait(), 0.0)
+            return
+        for held in self.place.held:
+            if held.kind == "peer" and held.serves(plan.generation, rank, step):
+                self._write_boxes(of, held.tensors, 0.0)
+                return
+        raise StateLost(f"{self.place.me} holds no boxes of rank {rank} of generation {plan.generation} at step {step}")
+
+    def _write_boxes(self, of: tuple[Plan, int, int], tensors: Tensors, stall_s: float) -> None:
+        began = time.monotonic()
+        (plan, step, rank), place = of, self.place
+        number, profile = plan.generation, place.profile
+        names = {box.fqn for box in owned_boxes(profile, plan.layout, plan.layers, rank)}
+        mine = {fqn: item for fqn, item in tensors.items() if fqn in names}
+        quota_gb = place.job.get("storage_quota_gb")
+        own_bytes = sum(box.n_bytes for box, _ in mine.values())
+        check_space(place.storage, (step, number), (own_bytes, state_bytes(profile)), quota_gb)
+        n_bytes = durable.write_shard(place.storage, step, number, rank, list(mine.values()))
+        shapes = {spec.fqn: spec.shape for spec in state_specs(profile)}
+        content = digest(mine, shapes, mine)
+        place.report(ShardStored(number, step, rank, n_bytes, time.monotonic() - began, stall_s, content))
+
+
+def state_bytes(profile: ModelProfile) -> int:
+    """Of the whole training state, each element once: about the size of a durable copy."""
+    return sum(prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in state_specs(profile))
+
+
+def _said(error: Exception) -> str:
+    """OSError without its class: `No space left on device: /shared/...`."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,288 @@
+"""The user's script: run in the driver until it enters `elastic.loop`, and in a worker to its end, in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from elastic.errors import ElasticError, ProgramError, SpecError
+from elastic.worker.commit import Commit
+from elastic.worker.groups import is_collective_error
+from elastic.worker.job_program import with_job
+from elastic.worker.loop import Offer, Outcome, Run, here
+from elastic.worker.loop_program import LoopProgram, rebind
+from elastic.worker.train_state import TrainState
+from elastic.worker.turns import Turns, Word
+
+if TYPE_CHECKING:
+    from elastic.types import Plan
+    from elastic.worker.workplace import Workplace
+
+log = logging.getLogger(__name__)
+
+AFTER_MOST_S = 300.0  # what comes after the loop may take this long before the run is called done
+LOOK_S = 1.0
+RAY_TRAIN = re.compile(r"`(\w+)` cannot be used outside of a Ray Train training function")
+INSTEAD = {  # of what ray.train gives to its own workers
+    "report": "each step's loss and gradient norm are recorded without it; validation= and evaluate= of elastic.loop give more",
+    "get_context": "run.rank and run.world_size say where this is",
+    "get_checkpoint": "the state is there when the loop begins; what else must be remembered is extra_state= of elastic.loop",
+    "get_dataset_shard": "give elastic.loop the whole dataset=; each batch is this rank's share of it",
+}
+DONE_ALREADY = "run.model and the batches are this rank's parts, on its device"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A script and how it is called."""
+
+    file: str
+    args: tuple[str, ...] = ()
+    seed: int = 0
+
+    @classmethod
+    def of(cls, job: Mapping[str, Any]) -> Source:
+        return cls(str(job["script"]), tuple(job.get("args") or ()), int(job.get("seed") or 0))
+
+    def run(self) -> None:
+        """As `python FILE ARGS` would, under the job's seed. Raises what the script raises."""
+        random.seed(self.seed)
+        np.random.seed(self.seed % (1 << 32))
+        torch.manual_seed(self.seed)
+        module = types.ModuleType("__main__")
+        module.__dict__.update(__file__=self.file, __builtins__=__builtins__)
+        with self._in_place_of_main(module):
+            exec(compile(Path(self.file).read_bytes(), self.file, "exec"), module.__dict__)  # the user's own code
+
+    @contextmanager
+    def _in_place_of_main(self, module: types.ModuleType) -> Iterator[None]:
+        before = sys.argv, sys.modules["__main__"], list(sys.path)
+        sys.argv, sys.modules["__main__"] = [self.file, *self.args], module
+        sys.path.insert(0, str(Path(self.file).parent))
+        try:
+            yield
+        finally:
+            sys.argv, sys.modules["__main__"], sys.path[:] = before
+
+    def print_traceback(self, error: BaseException) -> None:
+        """To standard error, from the script's own first frame on."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != self.file:
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace)
+
+    def told(self, error: BaseException) -> str:
+        """In one line: the innermost line of the script, and what was raised."""
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.file]
+        where = f"{self.file}, line {frames[-1].lineno}" if frames else self.file
+        what = str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
+        if found := RAY_TRAIN.match(str(error)):
+            what = _instead(found.group(1), [frame.name for frame in traceback.extract_tb(error.__traceback__)])
+        return " ".join(f"{where}: {what}".split())
+
+
+def _instead(asked: str, frames: Sequence[str]) -> str:
+    """What a script is told that asks Ray Train, which has not started it. `frames`: names of functions, outermost first."""
+    prepare = next((name for name in frames if name.startswith("prepare_")), "")
+    advice = DONE_ALREADY if prepare else INSTEAD.get(asked, DONE_ALREADY)
+    return f"ray.train's {prepare or asked} has no meaning in elastic.loop, leave it out: {advice}"
+
+
+# ------------------------------------------------------------------------------------------------ in the driver
+
+
+class _Entered(BaseException):
+    """Ends the script in the driver, at the point where it enters its loop."""
+
+    def __init__(self, program: LoopProgram) -> None:
+        self.program = program
+
+
+class _Capture:
+    def entered(self, run: Run) -> None:
+        raise _Entered(run.program)
+
+
+def capture(file: Path, args: Sequence[str], seed: int) -> LoopProgram:
+    """Runs the script until it enters `elastic.loop`: the program that it has made. Raises SpecError where it never does."""
+    source = Source(str(file), tuple(args), seed)
+    here.host = _Capture()
+    try:
+        source.run()
+    except _Entered as entered:
+        return entered.program
+    except SystemExit as error:
+        said = " ".join(args) or "no arguments"
+        raise SpecError(f"{file}: it ended before it entered elastic.loop (exit code {error.code}, with {said})") from error
+    except Exception as error:  # a boundary: the user's script may raise anything
+        raise SpecError(f"before it entered elastic.loop: {source.told(error)}") from error
+    finally:
+        here.host = None
+    raise SpecError(f"{file}: it ended before it entered elastic.loop")
+
+
+# ------------------------------------------------------------------------------------------------ in a worker
+
+
+AGAIN = object()  # the answer to a script that has ended: from its top
+
+
+class Script:
+    """The script of a job, in its own thread; the training thread calls all methods but `entered` and `_work`.
+
+    The script stands before its next batch, or works on one, or waits in run.step() until it is decided what became of the
+    step: done here, done elsewhere (the state that is taken over is that of a later step), or to be done again. Where a
+    collective has broken off outside of run.model, or steps are done again that the script is past, it is started from its top;
+    what it must remember is extra state.
+    """
+
+    def __init__(self, source: Source, device: torch.device) -> None:
+        self.source, self.device = source, device
+        self.turns = Turns()
+        self.run: Run | None = None  # of the loop that was entered last
+        self.offered = -1  # the step of the batch that the script was given last
+        self.clip_grad_norm: float | None = None  # as told in run.step()
+        self.finished = False
+        self._inside = False
+
+    def start(self) -> LoopProgram:
+        """Returns when the script stands before its loop. Raises ProgramError where it never comes there."""
+        threading.Thread(target=self._work, name="script", daemon=True).start()
+        return self._stand(0).program
+
+    # ------------------------------------------------------------------------------------------ the script's thread
+
+    def entered(self, run: Run) -> None:
+        if self._inside:
+            raise ProgramError("elastic.loop is entered a second time; a script has one loop")
+        self._inside, self.run, run.turns = True, run, self.turns
+
+    def _work(self) -> None:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread
+        here.host = self
+        while True:
+            self._inside = False
+            self.turns.say(self._once())
+
+    def _once(self) -> Word:
+        try:
+            self.source.run()
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                return Word("ended", error=ProgramError(f"{self.source.file}: it left by sys.exit({error.code!r})"))
+        except BaseException as error:  # noqa: BLE001 - a boundary: the user's script may raise anything
+            return Word("ended", error=self._why(error))
+        if self.run is None:
+            return Word("ended", error=ProgramError(f"{self.source.file}: it ended before it entered elastic.loop"))
+        return Word("ended")
+
+    def _why(self, error: BaseException) -> BaseException:
+        """A collective that broke off outside of run.model, and memory that gave out, stay what they are."""
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or (self._inside and is_collective_error(error)):
+            return error.with_traceback(None)
+        if not isinstance(error, ElasticError):  # what ours say in one line is all
+            self.source.print_traceback(error)
+        return ProgramError(self.source.told(error))
+
+    # ------------------------------------------------------------------------------------------ the training thread
+
+    def _stand(self, step: int) -> Run:
+        """Waits until the script stands before its next batch, from wherever it is; `step`: steps that are done."""
+        while True:
+            word = self.turns.hear()
+            assert word is not None
+            if word.kind == "next" and self.run is not None and not self.finished:
+                return self.run
+            if word.kind == "step":
+                self.turns.answer(Outcome(step > self.offered))
+            elif word.kind == "next":
+                self.turns.answer(None)  # past its loop: to its end, and from the top
+            elif isinstance(word.error, ProgramError | SpecError) and not self.finished:
+                raise word.error
+            else:
+                self.finished = False
+                self.turns.answer(AGAIN)
+
+    def begin(self, place: Workplace, plan: Plan, state: TrainState) -> None:
+        """A generation begins: its state goes to the script's own objects."""
+        run = self._stand(state.step)
+        place.program = with_job(run.program, place.job)
+        place.extra.objects = dict(place.program.extra_state)
+        rebind(run.optimizer, state.optimizer)
+        state.optimizer = run.optimizer
+        place.extra.load(state.tensors)
+        run.model.attach(state.model)
+        run.rank, run.world_size, run.steps = state.rank, plan.layout.world_size, int(place.job["steps"])
+        run.step_index = state.step
+
+    def compute(self, batch: Mapping[str, torch.Tensor], step: int, epoch: int) -> tuple[float, int]:
+        """One pass through the loop's body up to run.step(): loss sum and tokens of this rank. Raises what broke off there."""
+        self.offered = step
+        self.turns.answer(Offer(batch, step, epoch))
+        word = self._heard(step)
+        self.clip_grad_norm = word.clip_grad_norm
+        return word.loss_sum, word.tokens
+
+    def applied(self, commit: Commit, step: int, live: bool = True) -> None:
+        """The step is done. Returns when the script stands before the next one, or has left the loop after the last; `live`:
+        collectives that broke off on the way there are raised."""
+        self.turns.answer(Outcome(True, commit.train_loss, commit.grad_norm))
+        assert self.run is not None
+        if live:
+            self._heard(step, last=step == self.run.steps)
+        else:
+            self.turns.hear()
+
+    def _heard(self, step: int, last: bool = False) -> Word:
+        word = self.turns.hear()
+        assert word is not None
+        if word.error is not None:
+            raise word.error
+        if word.kind == "ended" and not last:
+            assert self.run is not None
+            raise ProgramError(
+                f"{self.source.file}: it left its loop at step {step} of {self.run.steps}; a loop ends by itself after the "
+                "last step, and `steps` says how many there are"
+            )
+        return word
+
+    def finish(self, tick: Callable[[], None], aborted: Callable[[], bool]) -> None:
+        """All steps are done: the loop ends, and what comes after it is waited for. An error there is told in the log."""
+        self.finished = True
+        until_s = time.monotonic() + AFTER_MOST_S
+        while time.monotonic() < until_s:
+            tick()
+            if aborted():
+                raise ConnectionAbortedError("broken off while the script was past its loop")
+            word = self.turns.hear(LOOK_S)
+            if word is not None and word.kind == "ended":
+                if word.error is not None:
+                    log.error("after its loop: %s", word.error)
+                return
+            if word is not None:
+                self.turns.answer(None)
+        log.warning(
+            "%s: what comes after its loop takes more than %.0f s and is not waited for", self.source.file, AFTER_MOST_S
+        )
+
+    def leave(self) -> None:
+        """The generation is over."""
+        if self.run is not None:
+            self.run.model.leave()

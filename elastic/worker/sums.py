@@ -1,0 +1,47 @@
+"""Numbers by name that a program sums over batches, added over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.errors import ProgramError
+
+COUNT = "count"
+
+
+class Sums(dict[str, float]):
+    """Name -> sum."""
+
+    def add(self, found: Any, where: str) -> None:
+        """Raises ProgramError where `found` is no dict of numbers."""
+        if not isinstance(found, Mapping):
+            raise ProgramError(f"{where} returned {type(found).__name__}; it must return a dict of sums over the batch")
+        for name, value in found.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ProgramError(f"{where}['{name}'] is {type(value).__name__}; it must be a number: the sum over the batch")
+            self[str(name)] = self.get(str(name), 0.0) + value
+
+    def over(self, group: dist.ProcessGroup | None) -> Sums:
+        """The sums of all ranks together; every rank calls it, also those that have none."""
+        if group is None or dist.get_world_size(group) == 1:
+            return self
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, dict(self), group=group)
+        out = Sums()
+        for part in every:
+            out.add(part, "a rank")
+        return out
+
+    def means(self) -> dict[str, float]:
+        """Divided by the sum that is called "count". Raises ProgramError where there is none."""
+        if not self:
+            return {}
+        if self.get(COUNT, 0.0) <= 0:
+            raise ProgramError('Program.evaluate must also return "count": what its other sums are divided by')
+        return {name: value / self[COUNT] for name, value in self.items() if name != COUNT}

@@ -1,0 +1,184 @@
+"""Fills the state of a new generation from where it is: fresh, live or peer memory, a durable copy; and proves the content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from elastic.errors import StateLost
+from elastic.reshard.shards import EXTRA, owned_boxes, state_specs
+from elastic.reshard.transfers import check_cover, holders_of, plan_transfers
+from elastic.types import Box, DigestPart, Transfer
+from elastic.worker import durable
+from elastic.worker.content import digest
+from elastic.worker.groups import Groups
+from elastic.worker.guards import MEMORY
+from elastic.worker.train_state import Held, Tensors, TrainState, region
+from elastic.worker.transfer import Moved, carry_out
+from elastic.worker.workplace import EnterOrder, Workplace
+
+GUARDS_BOX = EXTRA + MEMORY
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a worker knows after the takeover. `given`: the parts of old boxes that it gave to others or kept, one for each
+    transfer, and `before` the boxes that they lie in; `stored_digest`: that of the durable copy that was read, known to
+    rank 0."""
+
+    given: tuple[tuple[Box, torch.Tensor], ...] | None = None
+    before: tuple[Held, ...] = ()
+    n_bytes: int = 0  # measured: received by all workers together (or read from storage by this one)
+    peak_bytes: int = 0  # measured: of the worker that needed most beyond its new state
+    stored_digest: int | None = None
+
+
+@dataclass
+class Takeover:
+    """One worker's part in taking over the state: `make_room`, then the new state is built, then `run` fills it."""
+
+    place: Workplace
+    order: EnterOrder
+    groups: Groups
+    state: TrainState | None = None
+    _found: dict[int, Held] = field(default_factory=dict)
+    _before_bytes: int = 0  # on the device before room was made
+
+    def make_room(self) -> None:
+        """Where old and new shard do not fit the device together (`Move.via` = host): the old boxes go to host memory, one
+        tensor after the other. Before the new state is built."""
+        place, move = self.place, self.order.plan.move
+        self._before_bytes = device_bytes(place.held)
+        if move is not None and move.via == "host":
+            place.held = [one if one.kind != "live" or one.on_host else _to_host(one) for one in place.held]
+
+    def run(self, state: TrainState | None) -> Taken:
+        """Fills `state` (None: this worker only sends). Returns when every worker has what it needs (fresh and durable: this
+        one). Raises StateLost where a box is not to be had or arrived altered."""
+        self.state = state
+        if state is not None:
+            state.read_frozen()
+        source = self.order.plan.resume.source
+        if source == "fresh":
+            if state is not None:
+                state.fill_fresh(int(self.place.job["seed"]))
+                self.place.extra.fresh(state.tensors)
+            return Taken()
+        return self._from_storage() if source == "durable" else self._from_memory()
+
+    def _from_storage(self) -> Taken:
+        assert self.state is not None
+        checkpoint = durable.open_checkpoint(self.order.plan.resume.uri)
+        specs, tensors = {spec.fqn: spec for spec in state_specs(self.place.profile)}, self.state.tensors
+        mine, there = specs.get(GUARDS_BOX), checkpoint.tensors.get(GUARDS_BOX)
+        same = (mine and (mine.shape, mine.dtype)) == there
+        if not same:  # the job's guards are others now: what they remember begins anew
+            checkpoint.tensors.pop(GUARDS_BOX, None)
+            self.place.extra.fresh({fqn: held for fqn, held in tensors.items() if fqn == GUARDS_BOX})
+            tensors = {fqn: held for fqn, held in tensors.items() if fqn != GUARDS_BOX}
+            specs.pop(GUARDS_BOX, None)
+        checkpoint.check(specs.values())
+        told = self.order.me == 0 and "digest" in checkpoint.meta and same
+        n_bytes = checkpoint.fill(tensors.values())
+        return Taken(n_bytes=n_bytes, stored_digest=int(checkpoint.meta["digest"]) if told else None)
+
+    def _from_memory(self) -> Taken:
+        plan, resume, place, me = self.order.plan, self.order.plan.resume, self.place, self.order.me
+        assert resume.layout is not None
+        step = self._agree_on_step() if resume.source == "live" else resume.step
+        holders = holders_of(resume, self.order.participants)
+        old, new = (resume.layout, resume.layers), (plan.layout, plan.layers)
+        nodes = [worker.node_id for worker in self.order.participants]
+        transfers = plan_transfers(place.profile, old, new, holders, nodes, me)
+        if self.state is not None:
+            check_cover(transfers, [box for box, _ in self.state.tensors.values()], me)
+
+        def read(transfer: Transfer) -> torch.Tensor:
+            if transfer.holding not in self._found:
+                self._found[transfer.holding] = place.find(resume.generation, transfer.holding, step)
+            return region(self._found[transfer.holding].tensors, transfer)
+
+        def write(transfer: Transfer) -> torch.Tensor:
+            assert self.state is not None
+            return region(self.state.tensors, transfer)
+
+        old_bytes = device_bytes(place.held)
+        moved = carry_out(transfers, me, read, write, self.groups.world, self.groups.device)
+        given = tuple((Box(t.fqn, t.offsets, t.sizes, t.dtype), read(t)) for t in transfers if t.source == me)
+        new_bytes = storage_bytes(tensor for _, tensor in self.state.tensors.values()) if self.state is not None else 0
+        peak_bytes = max(self._before_bytes - new_bytes, old_bytes + moved.staging_bytes)
+        n_bytes, peak_bytes = self._told(moved, peak_bytes)
+        return Taken(given, tuple(self._found.values()), n_bytes, peak_bytes)
+
+    def _agree_on_step(self) -> int:
+        """The boundary at which the old generation stopped: all its ranks must have stopped at the same one."""
+        generation = self.order.plan.resume.generation
+        live = [h.step for h in self.place.held if h.kind == "live" and h.generation == generation]
+        mine = live[0] if live else -1
+        seen = torch.tensor([mine, -mine if mine >= 0 else -(1 << 60)], dtype=torch.int64)
+        if len(self.order.participants) > 1:
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.groups.world)
+        newest, oldest = int(seen[0]), -int(seen[1])
+        if newest != oldest or newest < 0:
+            raise StateLost(f"the ranks of generation {generation} stopped at steps {oldest} to {newest}")
+        return newest
+
+    def _told(self, moved: Moved, peak_bytes: int) -> tuple[int, int]:
+        """Bytes received by all, and the largest peak, the same for everyone; nobody is past this before all are there."""
+        mine = torch.tensor([moved.received_bytes, peak_bytes], dtype=torch.int64)
+        n = len(self.order.participants)
+        if n == 1:
+            return moved.received_bytes, peak_bytes
+        every = [torch.empty_like(mine) for _ in range(n)]
+        dist.all_gather(every, mine, group=self.groups.world)
+        return sum(int(e[0]) for e in every), max(int(e[1]) for e in every)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Memory behind the tensors: the storages that are really there, each counted once."""
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+
+
+def device_bytes(held: Iterable[Held]) -> int:
+    """Device memory behind the boxes. Peer copies are in host memory."""
+    return storage_bytes(t for one in held if one.kind == "live" and not one.on_host for _, t in one.tensors.values())
+
+
+def _to_host(held: Held) -> Held:
+    """The same boxes in host memory. Each storage is given up as soon as it is copied, whoever still refers to it; where the
+    host's memory runs out on the way, the boxes that were not reached are still where they were."""
+    for fqn, (box, tensor) in list(held.tensors.items()):
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copy.copy_(tensor)
+        held.tensors[fqn] = (box, copy)
+        tensor.untyped_storage().resize_(0)
+    return replace(held, on_host=True)
+
+
+# ------------------------------------------------------------------------------------------------ proof
+
+
+def check_digest(place: Workplace, order: EnterOrder, taken: Taken, after: Tensors | None) -> None:
+    """Reports this worker's part of layer (c) of promise 5: the digest of what it gave, and of what it has now. Runs behind the
+    steps. The transfers cover each new box once, so that the sums over all workers agree, replicas included; what was read
+    from storage is compared with the digest that was stored, in which each element counts once."""
+    profile, plan = place.profile, order.plan
+    shapes: dict[str, tuple[int, ...]] = {spec.fqn: spec.shape for spec in state_specs(profile)}
+    old = taken.stored_digest
+    if taken.given is not None:
+        old = sum(digest({box.fqn: (box, part)}, shapes, (box.fqn,)) for box, part in taken.given) % (1 << 64)
+    new, n_bytes = None, 0
+    if after is not None:
+        mine = [b for b, _ in after.values()]
+        if taken.given is None:
+            mine = list(owned_boxes(profile, plan.layout, plan.layers, order.me))
+        new = digest(after, shapes, [b.fqn for b in mine])
+        n_bytes = sum(b.n_bytes for b in mine)
+    place.report(DigestPart(plan.generation, order.me, len(order.participants), old, new, n_bytes))

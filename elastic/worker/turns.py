@@ -1,0 +1,52 @@
+"""Two threads that take turns: the user's script and the training thread. One of them always waits for the other."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Word:
+    """What the script says when it hands over.
+
+    next: it wants a batch. step: it is done with its batch; `loss_sum` and `tokens` are those of this rank's samples. ended: it
+    has left the loop, `error` says why (None = in the ordinary way). next and step: `error` is a collective that broke off.
+    """
+
+    kind: Literal["next", "step", "ended"]
+    loss_sum: float = 0.0
+    tokens: int = 0
+    clip_grad_norm: float | None = None
+    error: BaseException | None = None
+
+
+class Turns:
+    """The script says a Word and waits for the answer; the training thread hears it, and answers when it likes."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._word: Word | None = None
+        self._answers: list[Any] = []
+
+    def say(self, word: Word) -> Any:
+        """In the script's thread: hands over; returns the answer."""
+        with self._changed:
+            self._word = word
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: bool(self._answers))
+            return self._answers.pop()
+
+    def hear(self, wait_s: float | None = None) -> Word | None:
+        """In the training thread: the word that is not answered yet; None = there was none within `wait_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._word is not None, wait_s)
+            return self._word
+
+    def answer(self, what: Any) -> None:
+        """In the training thread: the script goes on with `what`."""
+        with self._changed:
+            self._word = None
+            self._answers.append(what)
+            self._changed.notify_all()

@@ -1,0 +1,207 @@
+"""Pretrained weights from a local folder of safetensors: each rank reads the byte ranges of its own boxes, a chunk at a time.
+
+Ranges are read with pread, not mapped: mapped pages count as memory of the process until the system takes them back, and a box
+that is cut along columns touches all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic.errors import SpecError
+from elastic.program import Program, Weights
+from elastic.types import DTYPE_BYTES, Box, TensorSpec
+from elastic.worker.safetensor_files import DTYPES, SafetensorFiles, safetensor_paths
+
+CHUNK_BYTES = 16 << 20
+RUN_BYTES = 4096  # shorter pieces of a row are not read one by one: whole rows are, and cut in memory
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its bytes begin at `start`."""
+
+    file: int
+    start: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class WeightFiles:
+    """The tensors of a file or folder, read in ranges. `tensors`: by name. Close it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.uri = str(path)
+        if not Path(path).exists():
+            raise SpecError(f"{path}: no such file or folder; weights are a local folder with safetensors, or one file")
+        checked = SafetensorFiles(Path(path))  # every header, and that no file ends early
+        checked.close()
+        self.tensors: dict[str, Stored] = {}
+        self._stack = ExitStack()
+        self._files: list[int] = []
+        for file in safetensor_paths(Path(path)):
+            opened = self._stack.enter_context(file.open("rb", buffering=0))
+            n_header = int.from_bytes(opened.read(8), "little")
+            for name, about in json.loads(opened.read(n_header)).items():
+                if name != "__metadata__":
+                    start = 8 + n_header + about["data_offsets"][0]
+                    self.tensors[name] = Stored(len(self._files), start, tuple(about["shape"]), DTYPES[about["dtype"]])
+            self._files.append(opened.fileno())
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def read_into(self, name: str, box: Box, target: Tensor) -> None:
+        """The part of `name` that `box` says, converted to the target's dtype; a chunk of rows at a time."""
+        stored = self.tensors[name]
+        if not box.n_elements:
+            return
+        if not box.sizes:
+            target.copy_(self._rows(stored, (), (), 0, 1).reshape(()))
+            return
+        row_bytes = prod(stored.shape[1:]) * DTYPE_BYTES[stored.dtype]
+        step = max(1, CHUNK_BYTES // max(1, row_bytes))
+        for at in range(0, box.sizes[0], step):
+            n = min(step, box.sizes[0] - at)
+            part = self._rows(stored, box.offsets[1:], box.sizes[1:], box.offsets[0] + at, n)
+            target.narrow(0, at, n).copy_(part)
+
+    def _rows(self, stored: Stored, offsets: Sequence[int], sizes: Sequence[int], first: int, n: int) -> Tensor:
+        """[n, *sizes]: rows from `first` on, of each the part at `offsets`."""
+        dtype: torch.dtype = getattr(torch, stored.dtype)
+        rest = stored.shape[1:]
+        width, item = prod(rest), DTYPE_BYTES[stored.dtype]
+        inner = prod(rest[1:])
+        whole = tuple(sizes) == rest
+        if rest and not whole and tuple(sizes[1:]) == rest[1:] and sizes[0] * inner * item >= RUN_BYTES:
+            memory = bytearray(n * sizes[0] * inner * item)
+            run = len(memory) // n
+            for i in range(n):
+                at = stored.start + ((first + i) * width + offsets[0] * inner) * item
+                self._pread(stored, memoryview(memory)[i * run : (i + 1) * run], at)
+            return torch.frombuffer(memory, dtype=dtype).view(n, *sizes)
+        memory = bytearray(n * width * item)
+        self._pread(stored, memoryview(memory), stored.start + first * width * item)
+        part = torch.frombuffer(memory, dtype=dtype).view(n, *rest)
+        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True), 1):
+            part = part.narrow(dim, offset, size)
+        return part
+
+    def _pread(self, stored: Stored, into: memoryview, at: int) -> None:
+        done = 0
+        while done < len(into):
+            n = os.preadv(self._files[stored.file], [into[done:]], at + done)
+            if not n:
+                raise SpecError(f"{self.uri}: a file has become shorter while it was read")
+            done += n
+
+
+# ------------------------------------------------------------------------------------------------ names
+
+
+def found_names(weights: Weights, files: WeightFiles, specs: Iterable[TensorSpec]) -> dict[str, str]:
+    """Canonical fqn -> name in the files, of what is there; a tied tensor under any of its names.
+
+    Raises SpecError that names the first tensor that is missing, or of another shape.
+    """
+    names: dict[str, str] = {}
+    wanted = {spec.fqn: spec for spec in specs}
+    others: dict[str, list[str]] = {}
+    for spec in wanted.values():
+        others.setdefault(spec.tied_to or spec.fqn, []).append(spec.fqn)
+    missing: list[str] = []
+    for fqn, tied in others.items():
+        found = next((there for one in tied for there in _candidates(weights.name(one)) if there in files.tensors), None)
+        if found is not None:
+            names[fqn] = found
+        elif not wanted[fqn].buffer and weights.fresh is None:
+            missing.append(fqn)
+    if missing:
+        more = f" (and {len(missing) - 1} more of {len(others)} are missing)" if len(missing) > 1 else ""
+        raise SpecError(f"{files.uri}: it has no tensor {weights.name(missing[0])}{more}; weights of another model?")
+    for fqn, name in names.items():
+        if files.tensors[name].shape != wanted[fqn].shape:
+            raise SpecError(
+                f"{files.uri}: {name} is {list(files.tensors[name].shape)}, the program's {fqn} is {list(wanted[fqn].shape)}"
+            )
+    if not names:
+        raise SpecError(f"{files.uri}: none of its {len(files.tensors)} tensors is one of the program's; another model?")
+    return names
+
+
+def _candidates(name: str) -> tuple[str, ...]:
+    """Also without the name of the whole (a base model that was saved alone), or below it."""
+    first, _, rest = name.partition(".")
+    return (name, rest, f"model.{name}") if rest and first in ("model", "transformer") else (name, f"model.{name}")
+
+
+def check_weights(program: Program, specs: Sequence[TensorSpec]) -> None:
+    """Reads the headers only. Raises SpecError where the files do not give the program what it needs."""
+    if program.weights is None:
+        return
+    files = WeightFiles(program.weights.path)
+    try:
+        names = found_names(program.weights, files, specs)
+        unread = [s.fqn for s in specs if s.reread and s.tied_to is None and s.fqn not in names]
+    finally:
+        files.close()
+    if unread:
+        raise SpecError(f"{files.uri}: it has no tensor {unread[0]}, which is frozen: only weights that are there can be")
+
+
+# ------------------------------------------------------------------------------------------------ filling
+
+
+def fill(program: Program, specs: Sequence[TensorSpec], tensors: Mapping[str, tuple[Box, Tensor]], seed: int) -> list[str]:
+    """Fills `model.*` boxes from the program's weights, one chunk of memory at a time; returns the buffers that are not there.
+
+    Parameters that are not there get `Weights.fresh` under a seed of their own, whatever the layout.
+    """
+    weights = program.weights
+    assert weights is not None
+    shapes = {spec.fqn: spec.shape for spec in specs}
+    left: list[str] = []
+    files = WeightFiles(weights.path)
+    try:
+        names = found_names(weights, files, specs)
+        buffers = {spec.fqn for spec in specs if spec.buffer}
+        with torch.no_grad():
+            for key, (box, tensor) in tensors.items():
+                fqn = key.removeprefix("model.")
+                if fqn in names:
+                    files.read_into(names[fqn], box, tensor)
+                elif fqn in buffers:
+                    left.append(fqn)
+                else:
+                    tensor.copy_(cut(_fresh(weights, fqn, shapes[fqn], seed), box))
+    finally:
+        files.close()
+    return left
+
+
+def cut(whole: Tensor, box: Box) -> Tensor:
+    """View of the part of a logical tensor that a box holds."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole
+
+
+def _fresh(weights: Weights, fqn: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    assert weights.fresh is not None
+    torch.manual_seed(int.from_bytes(sha256(f"{seed} {fqn}".encode()).digest()[:8], "little") >> 1)
+    made: Any = weights.fresh(fqn, shape)
+    if not isinstance(made, Tensor) or tuple(made.shape) != shape:
+        found = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise SpecError(f"Weights.fresh('{fqn}') must return a tensor of shape {list(shape)}, not {found}")
+    return made

@@ -1,0 +1,99 @@
+"""What outlives a generation in a worker process, and the order to enter one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic.errors import StateLost
+from elastic.program import Program
+from elastic.storage import Storage
+from elastic.types import Event, ModelProfile, Plan, WorkerId
+from elastic.worker.allocator import trim
+from elastic.worker.extra_state import ExtraState
+from elastic.worker.host_copy import HostMemory
+from elastic.worker.saving import Saving
+from elastic.worker.train_state import Held
+
+if TYPE_CHECKING:
+    from elastic.data.readers import Readers
+    from elastic.worker.script import Script
+
+
+@dataclass(frozen=True)
+class EnterOrder:
+    """What a worker needs to enter a generation. `participants`: the plan's ranks, then workers that only send;
+    `me`: this worker's index there; `store`: host and port of a TCPStore that listens already."""
+
+    plan: Plan
+    participants: tuple[WorkerId, ...]
+    me: int
+    store: tuple[str, int]
+    timeout_s: float = 60.0
+
+
+@dataclass
+class Workplace:
+    """What outlives a generation in a worker process."""
+
+    me: WorkerId
+    program: Program
+    profile: ModelProfile
+    job: dict[str, Any]
+    dataset: Any
+    validation: Any
+    storage: Storage
+    device: torch.device
+    report: Callable[[Event], None]
+    at_phase: Callable[[str, int], None]  # phase, step: tells the outside that this worker gets on
+    background: Callable[..., Future[Any]]  # runs a function behind the steps
+    held: list[Held] = field(default_factory=list)
+    saving: Saving = field(init=False)
+    host_memory: HostMemory = field(init=False)
+    block_inputs: list[torch.Tensor | None] = field(default_factory=list)  # per block, of one sample; for rehearsals
+    extra: ExtraState = field(init=False)
+    readers: Readers | None = None  # loader processes, where the job asks for them
+    script: Script | None = None  # a job whose script enters elastic.loop
+    left_at_s: float | None = None  # when the last step of the generation before was finished
+
+    def __post_init__(self) -> None:
+        self.saving = Saving(self)
+        self.extra = ExtraState(self.program.extra_state)
+        self.host_memory = HostMemory(pinned=self.device.type == "cuda")
+
+    def keep(self, held: list[Held]) -> None:
+        """From now on only these are held; the host buffers of the others are free again.
+
+        A model and its hooks refer to each other in circles, so what an older generation left is collected here: the garbage
+        collector by itself comes for it many generations later, and until then it holds a shard each time."""
+        kept = {id(one) for one in held}
+        dropped = [one for one in self.held if id(one) not in kept]
+        for one in dropped:
+            if one.lease is not None:
+                one.lease.release()
+        self.held = held
+        left_behind = any(one.kind == "live" for one in dropped)
+        del dropped
+        if left_behind:
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.background(trim)
+
+    def find(self, generation: int, rank: int, step: int) -> Held:
+        """Boxes held here for that rank. Raises StateLost when there are none."""
+        for held in self.held:
+            if held.serves(generation, rank, step):
+                return held
+        have = [(h.kind, h.generation, h.rank, h.step) for h in self.held]
+        raise StateLost(f"{self.me} should hold rank {rank} of generation {generation} at step {step}; it holds {have}")
+
+
+def live_step(held: list[Held], generation: int) -> int:
+    """Step of the live boxes of that generation, -1 when there are none."""
+    return next((h.step for h in held if h.kind == "live" and h.generation == generation), -1)

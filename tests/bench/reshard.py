@@ -1,0 +1,157 @@
+"""Moving a state of about 1 GB between layouts of four ranks: live from memory to memory, next to bare gloo and to DCP by disk.
+
+Four processes and gloo, no Ray, no model: only the bytes. Every figure is a ratio of things measured one after the other in the
+same processes, the median over the repeats; that of all pairs of layouts is the median over the pairs, `_least` and `_most` the
+worst of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "worker"))
+
+import moves
+from figures import Spread
+from movers import Case, Cut, Movers, decoder
+from moves import Took
+from report import finish, options
+from trial import Clock, Failed
+
+from elastic.reshard.chunks import staging_bytes
+from elastic.reshard.placing import place
+from elastic.reshard.routes import shard_bytes
+from elastic.types import Layout, WorkerId
+
+MOST_S = 420.0
+LEAST_MB = 50  # of a pair, for a rate to mean anything
+N = 4
+MODEL = decoder(8, 896, 8000)
+DP4: Cut = (Layout(dp_shard=4), ())
+DP3: Cut = (Layout(dp_shard=3), ())
+TP2_DP2: Cut = (Layout(dp_shard=2, tp=2), ())
+PP2_DP2: Cut = (Layout(pp=2, dp_shard=2), (5, 3))
+PP2_TP2: Cut = (Layout(pp=2, tp=2), (4, 4))
+PP4: Cut = (Layout(pp=4), (1, 3, 2, 2))
+HSDP: Cut = (Layout(dp_replicate=2, dp_shard=2), ())
+TP4: Cut = (Layout(tp=4), ())
+PAIRS: dict[str, tuple[Cut, Cut]] = {
+    "dp4>tp2xdp2": (DP4, TP2_DP2),
+    "dp4>pp2xdp2": (DP4, PP2_DP2),
+    "dp4>dp3": (DP4, DP3),
+    "dp3>dp4": (DP3, DP4),
+    "tp2xdp2>pp2xtp2": (TP2_DP2, PP2_TP2),
+    "hsdp2x2>dp4": (HSDP, DP4),
+    "pp2xdp2>pp4": (PP2_DP2, PP4),
+    "dp4>tp4": (DP4, TP4),
+}
+
+
+def answers(movers: Movers, what: str, *arguments: Any) -> list[Took]:
+    found = movers.call(getattr(moves, what), *arguments)
+    for answer in found:
+        if isinstance(answer, Exception):
+            raise Failed(f"{what}: {answer}")
+    return found
+
+
+def slowest_s(found: list[Took]) -> float:
+    return max(took.seconds for took in found)
+
+
+def case_of(old: Cut, new: Cut) -> Case:
+    """Four workers on nodes of their own, in the order of ranks that the policy would give them; those that are too many at the
+    end of the order only send."""
+    workers = [WorkerId(f"n{i}", 0) for i in range(N)]
+    n_new = new[0].world_size
+    held = {workers[rank]: [rank] for rank in range(old[0].world_size)}
+    order = [*place(MODEL, (old, new), held, workers[:n_new], {}), *workers[n_new:]]
+    holders = {ranks[0]: (order.index(worker),) for worker, ranks in held.items()}
+    return Case(MODEL, old, new, holders, tuple(worker.node_id for worker in order))
+
+
+def measured(movers: Movers, case: Case, repeats: int, clock: Clock) -> dict[str, Any]:
+    """One pair of layouts: what each repeat gave, as lists."""
+    answers_of: dict[str, list[float]] = {name: [] for name in ("vs_raw", "vs_warm_raw", "live_s", "gbps", "raw_gbps", "peak")}
+    movers.call(moves.fill, case)
+    old, new = moves.shards(case, N)
+    n_bytes = 0
+    for i in range(repeats + 1):  # the first is a rehearsal: memory that this machine never gave before is slow
+        clock.look("reshard")
+        wire, raw = answers(movers, "live", case, True), answers(movers, "bare", case, False)
+        warm, whole = answers(movers, "bare", case, True), answers(movers, "live", case, False)
+        n_bytes = sum(took.received_bytes for took in wire)
+        if i == 0:
+            continue
+        answers_of["vs_raw"].append(slowest_s(raw) / slowest_s(wire))
+        answers_of["vs_warm_raw"].append(slowest_s(warm) / slowest_s(wire))
+        answers_of["live_s"].append(slowest_s(whole))
+        answers_of["gbps"].append(n_bytes / slowest_s(wire) / 1e9)
+        answers_of["raw_gbps"].append(n_bytes / slowest_s(raw) / 1e9)
+        promised = [a + b + staging_bytes(N) for a, b in zip(old, new, strict=True)]
+        answers_of["peak"].append(max((old[me] + took.peak_bytes) / promised[me] for me, took in enumerate(whole)))
+    return {**answers_of, "n_bytes": n_bytes}
+
+
+def by_disk_s(movers: Movers, case: Case) -> float:
+    folder = tempfile.mkdtemp(prefix="elastic-bench-dcp-")
+    try:
+        return slowest_s(answers(movers, "by_dcp", case, folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure(clock: Clock, repeats: int) -> Mapping[str, Any]:
+    movers = Movers(N)
+    pairs: dict[str, dict[str, Any]] = {}
+    try:
+        for name, (old, new) in PAIRS.items():
+            case = case_of(old, new)
+            found = measured(movers, case, repeats, clock)
+            least, best = moves.least_bytes(case)
+            dcp_s = [by_disk_s(movers, case) for _ in range(max(1, repeats // 2))]
+            pairs[name] = {
+                "moved_mb": round(found["n_bytes"] / 1e6), "moved_vs_least": round(found["n_bytes"] / max(1, least), 4),
+                "moved_vs_best_order": round(found["n_bytes"] / max(1, best), 4), "live_s": median(found["live_s"]),
+                "dcp_s": median(dcp_s), "live_vs_dcp": median(dcp_s) / median(found["live_s"]),
+                **{name: median(found[name]) for name in ("vs_raw", "vs_warm_raw", "gbps", "raw_gbps")},
+                "peak": max(found["peak"]), "spread": {"vs_raw": Spread(tuple(found["vs_raw"])).plain()},
+            }  # fmt: skip
+    finally:
+        movers.close()
+    return summary(pairs)
+
+
+def summary(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def over(name: str) -> list[float]:
+        wire = name in ("vs_raw", "vs_warm_raw")
+        return [float(pair[name]) for pair in pairs.values() if not wire or pair["moved_mb"] >= LEAST_MB]
+
+    state_mb = sum(shard_bytes(MODEL, (Layout(), ()))) / 1e6
+    return {
+        "state_mb": round(state_mb),
+        "gbps_vs_raw": round(median(over("vs_raw")), 3),
+        "gbps_vs_raw_least": round(min(over("vs_raw")), 3),
+        "gbps_vs_warm_raw": round(median(over("vs_warm_raw")), 3),
+        "moved_vs_least": max(over("moved_vs_least")),
+        "moved_vs_best_order": max(over("moved_vs_best_order")),
+        "peak_vs_promise": round(max(over("peak")), 3),
+        "live_vs_dcp": round(median(over("live_vs_dcp")), 2),
+        "live_vs_dcp_least": round(min(over("live_vs_dcp")), 2),
+        "pairs": {
+            name: {k: round(v, 3) if isinstance(v, float) else v for k, v in pair.items()} for name, pair in pairs.items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    given = options(__doc__, MOST_S)
+    sys.exit(finish("reshard", given, lambda clock: measure(clock, max(2, given.repeats))))

@@ -1,0 +1,44 @@
+"""Sessions with one fault each: what the checks of certify must find."""
+
+import time
+from dataclasses import replace
+
+from elastic.types import DigestPart, Event, Quiesced, StepDone
+from elastic.worker.session import Session
+
+
+class SlowAbort(Session):
+    """Breaks off 3 s late."""
+
+    def abort(self, generation: int) -> None:
+        time.sleep(3.0)
+        super().abort(generation)
+
+
+class WrongLoss(Session):
+    def _put(self, event: Event) -> None:
+        super()._put(replace(event, train_loss=event.train_loss + 1e-3) if isinstance(event, StepDone) else event)
+
+
+class LeavesOutSteps(Session):
+    def _put(self, event: Event) -> None:
+        if not (isinstance(event, StepDone) and event.step == 2):
+            super()._put(event)
+
+
+class OtherContent(Session):
+    def _put(self, event: Event) -> None:
+        other = isinstance(event, DigestPart) and event.after is not None
+        super()._put(replace(event, after=event.after + 1) if other else event)
+
+
+class KeepsNothing(Session):
+    def _put(self, event: Event) -> None:
+        super()._put(replace(event, holdings=()) if isinstance(event, Quiesced) else event)
+
+
+class SlowSteps(Session):
+    def _at_phase(self, phase: str, step: int) -> None:
+        if phase == "stepping":
+            time.sleep(0.2)
+        super()._at_phase(phase, step)

@@ -1,0 +1,35 @@
+"""A Ray address where nothing answers is one line at once."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from elastic.api.running import Options, ray_address
+from elastic.cluster.address import check_reachable
+from elastic.errors import SpecError
+
+
+def test_an_address_where_somebody_listens_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        check_reachable(address)
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert ray_address(Options()) == address
+
+
+def test_one_where_nobody_listens_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(
+        SpecError, match=f"the Ray cluster at {address} cannot be reached .*; set RAY_ADDRESS right, or unset it"
+    ):
+        ray_address(Options())
+    assert ray_address(Options(local=True)) is None
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://somewhere:10001", "local"])
+def test_other_words_are_left_to_ray(address: str) -> None:
+    check_reachable(address)

@@ -1,0 +1,96 @@
+"""What a worker prints: its file, its bound, and what is told of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from elastic.cluster import output
+
+CHILD = """
+import os, sys
+from elastic.cluster import output
+output.FILE_BYTES = 3000
+out = output.Output(sys.argv[1], "spot-1/0")
+print("before", flush=True)
+taken = [out.take()]
+out.begin("generation 1: rank 0 of 2", True)
+print("python", flush=True)
+print("an error", file=sys.stderr)
+os.system("echo a child")
+print("half", end="", flush=True)
+taken.append(out.take())
+print(" whole\\r50%\\r100%", flush=True)
+out.begin("generation 2: rank 1 of 2", False)
+print("as rank 1", flush=True)
+taken.append(out.take())
+out.begin("generation 3: rank 0 of 2", True)
+for k in range(200):
+    print(f"line {k:03} of many", flush=True)
+    if k % 10 == 9:
+        taken.append(out.take())
+open(sys.argv[2], "w").write(repr(taken))
+os.write(2, b"the last words")
+os.abort()
+"""
+
+
+def child(folder: Path) -> tuple[int, list[tuple[str, ...]], str]:
+    """The process, what was taken, and what stayed at its own output."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(folder / "logs"), str(folder / "taken")], stdout=subprocess.PIPE, text=True
+    ) as process:
+        out = process.communicate(timeout=60)[0]
+    return process.pid, eval((folder / "taken").read_text()), out
+
+
+def test_everything_is_in_the_file_and_rank_0_is_told(tmp_path: Path) -> None:
+    pid, taken, out = child(tmp_path)
+    first, rank_0, left, *many = taken
+    assert first == (), "what comes before the first generation is not told: the driver has shown it"
+    assert rank_0 == ("python", "an error", "a child")
+    assert left == ("100%",), "what rank 0 had printed before it became rank 1, and nothing after; of a bar its last state"
+    assert [line for lines in many for line in lines] == [f"line {k:03} of many" for k in range(200)]
+    file = tmp_path / "logs" / f"spot-1-0-{pid}.log"
+    old = Path(f"{file}.1")
+    assert out.splitlines() == [f"{output.MARK}the output goes on in {file}"]
+    assert {path.name for path in file.parent.iterdir()} == {file.name, old.name}
+    assert "line 199 of many" in file.read_text() and "line 199" not in old.read_text()
+    assert file.stat().st_size < 3500 and old.stat().st_size < 3500
+    assert output.last_words(str(file.parent), pid).endswith("line 199 of many the last words")
+    assert output.last_words(str(file.parent), 1) == ""
+
+
+def test_the_oldest_files_go(tmp_path: Path) -> None:
+    for k in range(output.FILES_KEPT + 3):
+        file = tmp_path / f"spot-{k}-0-{k}.log"
+        file.touch()
+        os.utime(file, (k, k))
+    output._prune(tmp_path)
+    left = {int(path.name.split("-")[1]) for path in tmp_path.iterdir()}
+    assert left == set(range(3, output.FILES_KEPT + 3))
+
+
+REMOVED = """
+import shutil, sys
+from elastic.cluster import output
+out = output.Output(sys.argv[1], "spot-1/0")
+out.begin("generation 1: rank 0 of 1", True)
+print("one", flush=True)
+shutil.rmtree(sys.argv[1])
+taken = [out.take()]
+print("two", flush=True)
+taken.append(out.take())
+out.begin("generation 2: rank 0 of 1", True)
+open(sys.argv[2], "w").write(repr(taken))
+"""
+
+
+def test_a_folder_that_somebody_clears_costs_the_old_lines_alone(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", REMOVED, str(tmp_path / "logs"), str(tmp_path / "taken")]
+    subprocess.run(words, check=True, capture_output=True, timeout=60)
+    assert eval((tmp_path / "taken").read_text()) == [("one",), ("two",)]
+    (file,) = (tmp_path / "logs").iterdir()
+    assert file.read_text().splitlines() == ["two", f"{output.MARK}generation 2: rank 0 of 1"]

@@ -1,0 +1,196 @@
+"""The node's cache: remote files are read once, by however many processes; a limit; damaged blocks are read again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from elastic.data import cache as module
+from elastic.data.cache import Cache, Remote
+from elastic.data.files import files_at
+from elastic.errors import SpecError
+from elastic.storage import LocalStorage, open_storage
+
+BLOCK = 1000
+
+
+class Counted(LocalStorage):
+    """Counts what is read of it."""
+
+    read_bytes = 0
+
+    def read(self, key: str, offset: int, length: int) -> bytearray:
+        data = super().read(key, offset, length)
+        self.read_bytes += len(data)
+        return data
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(module, "USED_EVERY_S", -1.0)
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Remote:
+    storage = Counted(tmp_path / "far")
+    storage.put("data", os.urandom(10 * BLOCK + 123))
+    return Remote(storage, "data", 10 * BLOCK + 123, 1.0)
+
+
+def read_bytes(file: Remote) -> int:
+    assert isinstance(file.storage, Counted)
+    return file.storage.read_bytes
+
+
+def blocks(cache: Cache) -> list[Path]:
+    return sorted(path for path in (cache.folder / "blocks").rglob("*") if path.is_file())
+
+
+def test_ranges_over_blocks(far: Remote) -> None:
+    whole, cache = far.storage.get("data"), Cache()
+    for offset, length in ((0, 5), (BLOCK - 1, 2), (0, 10 * BLOCK + 123), (10 * BLOCK, 500), (20 * BLOCK, 3), (77, 0)):
+        assert cache.read(far, offset, length) == whole[offset : offset + length]
+
+
+def test_read_once_by_many_threads_and_processes(far: Remote) -> None:
+    caches = [Cache() for _ in range(4)]  # each has its own memory, as a process has
+    threads = [threading.Thread(target=cache.read, args=(far, 0, far.n_bytes)) for cache in caches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read_bytes(far) == far.n_bytes
+    code = (
+        "import sys; from elastic.data import cache as c; from elastic.storage import LocalStorage\n"
+        f"c.BLOCK_BYTES = {BLOCK}\n"
+        "far = c.Remote(LocalStorage(sys.argv[1]), 'data', int(sys.argv[2]), 1.0)\n"
+        "c.Cache._fetched = None\n"
+        "sys.stdout.buffer.write(c.Cache().read(far, 0, far.n_bytes))"
+    )
+    at = [str(far.storage.uri), str(far.n_bytes)]
+    done = subprocess.run([sys.executable, "-c", code, *at], capture_output=True, check=False)
+    assert done.stdout == far.storage.get("data"), done.stderr
+
+
+def test_the_limit_holds_and_the_longest_unused_goes_first(far: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(limit_bytes=5 * (BLOCK + 8))
+    now_s = 1000.0
+    monkeypatch.setattr(module.time, "time", lambda: now_s)
+    for number in (0, 1, 2, 3, 0, 4, 5, 6, 0, 7):
+        now_s += 10
+        cache.read(far, number * BLOCK, 1)
+        for path in blocks(cache):
+            if path.stat().st_mtime > 1_000_000:
+                os.utime(path, (now_s, now_s))  # the clock of the file system is another one than the test's
+        assert sum(path.stat().st_size for path in blocks(cache)) <= cache.limit_bytes
+    kept = {int(path.name.rpartition("-")[2]) for path in blocks(cache)}
+    assert {0, 7} <= kept and not {1, 2} & kept
+    before = read_bytes(far)
+    cache.read(far, 0, 1)
+    assert read_bytes(far) == before
+    cache.read(far, BLOCK, 1)
+    assert read_bytes(far) == before + BLOCK
+
+
+@pytest.mark.parametrize("damage", ["cut", "altered", "empty"])
+def test_a_damaged_block_is_read_again(far: Remote, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    whole = far.storage.get("data")
+    Cache().read(far, 0, 1)
+    (path,) = blocks(Cache())
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    path.write_bytes({"cut": bytes(data[:-9]), "altered": bytes(data), "empty": b""}[damage])
+    before = read_bytes(far)
+    assert Cache().read(far, 490, 20) == whole[490:510]
+    assert read_bytes(far) == before + BLOCK and "read again" in caplog.text
+    assert Cache().read(far, 490, 20) == whole[490:510]
+    assert read_bytes(far) == before + BLOCK
+
+
+def test_a_block_that_is_cut_off_while_it_is_in_use(far: Remote) -> None:
+    cache = Cache()
+    cache.read(far, 0, 1)
+    (path,) = blocks(cache)
+    os.truncate(path, 100)
+    assert cache.read(far, 90, 20) == far.storage.get("data")[90:110]
+
+
+def test_a_file_that_was_replaced_is_another_one(far: Remote) -> None:
+    Cache().read(far, 0, 10)
+    far.storage.put("data", b"x" * far.n_bytes)
+    assert Cache().read(Remote(far.storage, "data", far.n_bytes, 2.0), 0, 4) == b"xxxx"
+    far.storage.put("data", b"x" * 100)
+    with pytest.raises(SpecError, match=r"far/data: it is shorter than the 10123 bytes"):
+        Cache().read(far, 5 * BLOCK, 10)
+
+
+def test_a_full_disk_only_costs_time(far: Remote, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert Cache().read(far, 0, 3) == far.storage.get("data")[:3]
+    assert "No space left" in caplog.text and not blocks(Cache())
+
+
+def test_built_once_while_others_wait() -> None:
+    built: list[int] = []
+
+    def build(into: Path) -> None:
+        built.append(1)
+        (into / "done").write_text("yes")
+
+    def once() -> None:
+        assert (Cache().once("thing", build, lambda at: (at / "done").is_file()) / "done").read_text() == "yes"
+
+    threads = [threading.Thread(target=once) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert built == [1]
+    (Cache().folder / "built" / "thing" / "done").unlink()
+    once()
+    assert built == [1, 1]
+
+
+def test_a_build_that_fails_leaves_nothing() -> None:
+    def build(into: Path) -> None:
+        (into / "half").write_text("")
+        raise SpecError("no")
+
+    with pytest.raises(SpecError, match="no"):
+        Cache().once("thing", build, lambda at: at.is_dir())
+    assert not [*(Cache().folder / "built").iterdir()]
+
+
+def test_where_it_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpecError, match=r"file/cache: Not a directory; .*ELASTIC_CACHE"):
+        Cache(tmp_path / "file" / "cache")
+    with pytest.raises(SpecError, match="holds no block"):
+        Cache(limit_bytes=5)
+
+
+def test_object_storage_is_asked_once_for_each_block(s3: open_storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom(3 * BLOCK + 5)
+    s3.put("a/x.txt", data)
+    s3.put("a/site-packages/y.txt", b"no")
+    s3.put("b.txt", b"short")
+    reads: list[int] = []
+    real = type(s3).read_into
+    monkeypatch.setattr(type(s3), "read_into", lambda self, *a: reads.append(1) or real(self, *a))
+    for _ in range(3):
+        found = files_at(s3.uri, "**/*.txt")
+        assert found.names == ("a/x.txt", "b.txt") and found.sizes == (len(data), 5)
+        assert found.read(0, 10, 10_000) == data[10:] and found.read(1, 0, 5) == b"short"
+    assert len(reads) == 5
+    assert files_at(s3.uri_of("b.txt"), "**").names == ("b.txt",)
+    with pytest.raises(SpecError, match=r"no file matches '\*\.md'"):
+        files_at(s3.uri, "*.md")

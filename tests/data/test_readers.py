@@ -1,0 +1,209 @@
+"""Loader processes: the same batches, a bound, an end that is told, and none that is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.data.loader import Ahead, Loader
+from elastic.data.opening import dataset_of
+from elastic.data.order import sample_ids
+from elastic.data.readers import LoaderLost, Reader, Readers, Recipe, readers_of
+from elastic.errors import ProgramError
+from elastic.program import Program
+
+READ = Path(__file__).parents[1] / "programs" / "tiny_read.py"
+ROOT = Path(__file__).parents[2]
+PLAIN = Program(model=lambda: None, optimizer=lambda named: None, dataset=None, loss=lambda output, batch: None)
+pytestmark = pytest.mark.timeout(60)
+
+
+def until(true: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def text_job(tmp_path: Path) -> dict[str, Any]:
+    lines = [json.dumps({"text": f"document {i} " * (i % 9 + 1)}) for i in range(200)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    source = {"jsonl": "rows.jsonl", "tokenizer": "bytes", "seq": 32, "pack": "cut"}
+    return {"folder": str(tmp_path), "seed": 1, "data": {"train": source, "loader_workers": 2}}
+
+
+@pytest.fixture
+def started() -> Iterator[list[Readers | Loader]]:
+    found: list[Readers | Loader] = []
+    yield found
+    for one in reversed(found):
+        one.close()
+
+
+def read_job(folder: Path, n: int = 1) -> dict[str, Any]:
+    return {"folder": str(folder), "program": str(READ), "seed": 0, "data": {"loader_workers": n}}
+
+
+def test_the_same_batches_as_without(text_job: dict[str, Any], started: list[Readers | Loader]) -> None:
+    """Two generations with other shares over the same processes: what each step reads is a function of the step."""
+    dataset = dataset_of(PLAIN, text_job)
+    readers = readers_of(text_job)
+    assert readers is not None and len(readers.each) == 2
+    started.append(readers)
+    pids = [reader.pid for reader in readers.each]
+    for share, steps in ((slice(0, 4), range(5)), (slice(2, 8), range(5, 10)), (slice(0, 0), range(10, 12))):
+
+        def ids(step: int, share: slice = share) -> list[int]:
+            return sample_ids(len(dataset), 8, 1, step)[share]
+
+        loader = Loader(dataset, ids, steps[0], Ahead.of(text_job), readers)
+        plain = Loader(dataset, ids, steps[0])
+        started += [loader, plain]
+        for step in steps:
+            one, two = loader.take(step)[0], plain.take(step)[0]
+            assert sorted(one) == ["document", "input", "position", "target"] and len(one["input"]) == share.stop - share.start
+            assert all(torch.equal(one[key], two[key]) and one[key].dtype == two[key].dtype for key in one)
+        assert loader.close() and plain.close()
+    assert [reader.pid for reader in readers.each] == pids
+    for pid in pids:
+        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()  # a job's own data needs none
+    readers.close()
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_told_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Readers | Loader]
+) -> None:
+    monkeypatch.setenv("ELASTIC_TEST_READ", str(tmp_path))
+    (tmp_path / "half").touch()
+    readers = readers_of(read_job(tmp_path))
+    assert readers is not None
+    started.append(readers)
+    loader = Loader(None, lambda step: [step], 5, readers=readers)
+    started.append(loader)
+    batch = loader.take(5)[0]
+    assert batch["x"].tolist() == [5] and batch["half"].tolist() == [2.5] and batch["half"].dtype == torch.bfloat16
+    before = readers.each[0].pid
+    (tmp_path / "kill").touch()
+    with pytest.raises(LoaderLost, match=rf"loader process {before} was killed by SIGKILL while .*memory.*\(step \d+\)"):
+        for step in range(6, 20):
+            loader.take(step)
+    loader.close()
+    again = Loader(None, lambda step: [step], 8, readers=readers)  # as the next generation does
+    started.append(again)
+    assert [again.take(step)[0]["x"].tolist() for step in range(8, 11)] == [[8], [9], [10]]
+    assert readers.each[0].pid != before and not alive(before)
+    with pytest.raises(ProgramError, match=r"the dataset failed at sample 77 of step 77: OSError: disk on fire"):
+        again.take(77)
+
+
+def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
+    """Though the dataset hangs, and the parent is killed."""
+    (tmp_path / "hang").touch()
+    code = (
+        "import sys; from elastic.data.readers import *\n"
+        "reader = Reader(Recipe({'folder': '.', 'program': sys.argv[1], 'data': {}}))\n"
+        "print(reader.pid, flush=True); reader.load([1])"
+    )
+    environment = {**os.environ, "ELASTIC_TEST_READ": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(READ)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        until((tmp_path / f"pid-{pid}").exists)
+        assert alive(pid)
+        parent.send_signal(signal.SIGKILL)
+    until(lambda: not alive(pid))
+    assert (tmp_path / "hang").exists()
+
+
+def test_data_that_cannot_be_opened(tmp_path: Path, started: list[Readers | Loader]) -> None:
+    readers = Readers(
+        Recipe({"folder": str(tmp_path), "data": {"train": {"jsonl": "absent", "tokenizer": "bytes", "seq": 4}}}), 1
+    )
+    loader = Loader(None, lambda step: [step], 0, readers=readers)
+    started += [readers, loader]
+    with pytest.raises(ProgramError, match=r"the batch of step 0: data\.train: .*absent: no such folder or file"):
+        loader.take(0)
+
+
+def test_close_frees_a_take_that_waits_for_a_process_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Readers | Loader]
+) -> None:
+    monkeypatch.setenv("ELASTIC_TEST_READ", str(tmp_path))
+    (tmp_path / "hang").touch()
+    readers = Readers(Recipe(read_job(tmp_path)), 1)
+    loader = Loader(None, lambda step: [step], 0, readers=readers)
+    started += [loader, readers]
+    pid = readers.each[0].pid
+    until((tmp_path / f"pid-{pid}").exists)
+    threading.Timer(0.1, readers.close).start()
+    with pytest.raises(LoaderLost, match=r"ended while they read a batch \(step 0\)"):
+        loader.take(0)
+    until(lambda: not alive(pid))
+
+
+def test_jobs_without_and_jobs_that_cannot(tmp_path: Path) -> None:
+    assert readers_of({"data": {}}) is None and readers_of({}) is None
+    with pytest.raises(ProgramError, match="the dataset stands in the script"):
+        readers_of({**read_job(tmp_path), "script": "train.py"})
+
+
+class Large:
+    """Items of 1000 bytes; counts what was read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read.append(index)
+        return {"x": torch.zeros(250) + index}
+
+
+@pytest.mark.parametrize(("most_bytes", "steps"), [(3500, 3), (10, 1), (100_000, 8)])
+def test_reading_ahead_is_bounded_in_bytes_too(most_bytes: int, steps: int, started: list[Readers | Loader]) -> None:
+    dataset = Large()
+    loader = Loader(dataset, lambda step: [step], 0, Ahead(8, most_bytes))
+    started.append(loader)
+    for step in range(4):
+        until(lambda step=step: len(dataset.read) >= step + steps)
+        time.sleep(0.02)
+        assert dataset.read == list(range(step + steps))
+        assert loader.take(step)[0]["x"][0, 0] == step
+
+
+def test_one_reader_serves_one_thread_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTIC_TEST_READ", str(tmp_path))
+    reader = Reader(Recipe(read_job(tmp_path)))
+    found: dict[int, list[int]] = {}
+    threads = [threading.Thread(target=lambda n=n: found.update({n: reader.load([n] * 3)["x"].tolist()})) for n in range(9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reader.close()
+    assert found == {n: [n] * 3 for n in range(9)}
+    with pytest.raises(LoaderLost, match="have been ended"):  # a thread that is late starts no new process
+        reader.load([1])
+    assert reader.pid == 0

@@ -1,0 +1,240 @@
+"""Records by number: JSON lines, Parquet, datasets saved by Hugging Face; on disk and under s3://; what bad ones say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+
+from elastic.data import cache as cache_module
+from elastic.data import files as files_module
+from elastic.data import records
+from elastic.data.corpus import FileBytes, TokenFiles
+from elastic.data.files import files_at
+from elastic.data.records import Columns, HuggingFace, Jsonl, Parquet, Records
+from elastic.errors import SpecError
+from elastic.storage import Storage
+
+
+def rows(n: int) -> list[dict[str, Any]]:
+    return [{"text": f"document {i} " + "é" * (i % 7), "ids": [i, i + 1, i + 2], "score": i / 2} for i in range(n)]
+
+
+def write_jsonl(folder: Path) -> None:
+    """Two files; blank lines; no newline at the end of the first."""
+    lines = [json.dumps(row) for row in rows(57)]
+    (folder / "a.jsonl").write_text("\n\n" + "\n".join(lines[:20]) + "\n   \n" + "\n".join(lines[20:40]))
+    (folder / "b.jsonl").write_text("\n".join(lines[40:]) + "\n")
+
+
+def write_parquet(folder: Path) -> None:
+    for name, part in (("a.parquet", rows(57)[:40]), ("b.parquet", rows(57)[40:])):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), folder / name, row_group_size=7)
+
+
+def write_saved(folder: Path) -> None:
+    """As `Dataset.save_to_disk` does: Arrow streams, and their names in state.json."""
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for name, part in zip(names, (rows(57)[:40], rows(57)[40:])):
+        table = pyarrow.Table.from_pylist(part)
+        with pyarrow.OSFile(str(folder / name), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=7)
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+KINDS: dict[str, tuple[Callable[[Path], None], Callable[[str], Records]]] = {
+    "jsonl": (write_jsonl, Jsonl), "parquet": (write_parquet, Parquet), "huggingface": (write_saved, HuggingFace),
+}  # fmt: skip
+
+
+def upload(folder: Path, storage: Storage) -> None:
+    for path in folder.iterdir():
+        storage.put(path.name, path.read_bytes())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["local", "s3"])
+def test_each_record_comes_back_by_its_number(kind: str, place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    write, opened = KINDS[kind]
+    write(tmp_path)
+    where = str(tmp_path)
+    if place == "s3":
+        storage: Storage = request.getfixturevalue("s3")
+        upload(tmp_path, storage)
+        where = storage.uri
+    for _ in range(2):  # the second time with the index that the first has left
+        found = opened(where)
+        assert len(found) == 57
+        assert [found[i] for i in np.random.default_rng(0).permutation(57)] == [
+            rows(57)[i] for i in np.random.default_rng(0).permutation(57)
+        ]
+        assert list(found.texts("text")) == [row["text"] for row in rows(57)]
+    samples = Columns(found, ["ids", "score"])
+    assert samples[3]["ids"].tolist() == [3, 4, 5] and samples[3]["score"] == 1.5
+    with pytest.raises(SpecError, match=r"'text' is no number or tensor \('document 4"):
+        Columns(found)[4]
+    with pytest.raises(SpecError, match=r"no (field|column) 'body'; it has .*text"):
+        list(found.texts("body"))
+    with pytest.raises(SpecError, match="no field 'body'"):
+        Columns(found, ["body"])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "huggingface"])
+def test_the_row_of_a_record(kind: str, tmp_path: Path) -> None:
+    write, opened = KINDS[kind]
+    write(tmp_path)
+    found = opened(str(tmp_path))
+    files = sorted(str(path) for path in tmp_path.iterdir() if path.suffix in (".parquet", ".arrow"))
+    assert [found.where(i) for i in (0, 39, 40, 56)] == [
+        f"{files[0]}, row 1", f"{files[0]}, row 40", f"{files[1]}, row 1", f"{files[1]}, row 17",
+    ]  # fmt: skip
+
+
+def test_a_bad_line_is_named_with_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_module, "CHUNK_BYTES", 16)  # lines go over the edges of chunks
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"text": "one"}\n\n{"text": "two", "n": 2}\n{"text: 3}\n[1]\n{"body": 1}\n')
+    found = Jsonl(file)
+    assert len(found) == 5 and found[1] == {"text": "two", "n": 2}
+    with pytest.raises(SpecError, match=r"x\.jsonl, line 4: not JSON"):
+        found[2]
+    with pytest.raises(SpecError, match=r"x\.jsonl, line 5: it must be a JSON object .*not a list"):
+        found[3]
+    with pytest.raises(SpecError, match=r"x\.jsonl, line 4: not JSON"):
+        list(found.texts("text"))
+    file.write_text('\n{"text": "one"}\n{"body": 1}\n')
+    with pytest.raises(SpecError, match=r"x\.jsonl, line 3: no field 'text'; it has 'body'"):
+        list(Jsonl(file).texts("text"))
+    assert [Jsonl(file).where(i) for i in range(2)] == [f"{file}, line 2", f"{file}, line 3"]
+
+
+def test_an_index_is_of_these_very_files(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"a": 1}\n')
+    assert len(Jsonl(file)) == 1
+    file.write_text('{"a": 1}\n{"a": 2}\n')
+    assert [Jsonl(file)[i]["a"] for i in range(2)] == [1, 2]
+
+
+def test_bad_places(tmp_path: Path) -> None:
+    def says(opened: Callable[[str], Any], where: Path) -> str:
+        with pytest.raises(SpecError) as caught:
+            len(opened(str(where)))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "no such folder or file" in says(Jsonl, tmp_path / "absent")
+    assert "no file matches '**/*.parquet'" in says(Parquet, tmp_path)
+    assert "no file matches" in says(HuggingFace, tmp_path)
+    (tmp_path / "x.jsonl.gz").write_bytes(b"")
+    assert "unpack it first" in says(Jsonl, tmp_path / "x.jsonl.gz")
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 and no more")
+    assert "x.parquet: no whole Parquet file" in says(Parquet, tmp_path)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    write_saved(saved)
+    whole = (saved / "data-00001-of-00002.arrow").read_bytes()
+    (saved / "data-00001-of-00002.arrow").write_bytes(whole[:-700])
+    assert "data-00001-of-00002.arrow: no whole Arrow stream" in says(HuggingFace, saved)
+    (saved / "data-00001-of-00002.arrow").unlink()
+    assert "data-00001-of-00002.arrow is missing (1 of 2 files" in says(HuggingFace, saved)
+    assert "no splits; leave split 'test' out" in says(lambda where: HuggingFace(where, "test"), saved)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["saved", "test"]}')
+    assert "several splits: give split; there are saved, test" in says(HuggingFace, tmp_path)
+    assert "no split 'dev'" in says(lambda where: HuggingFace(where, "dev"), tmp_path)
+
+
+def test_a_split_of_a_saved_dictionary(tmp_path: Path) -> None:
+    (tmp_path / "test").mkdir()
+    write_saved(tmp_path / "test")
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert HuggingFace(tmp_path, "test")[41] == rows(57)[41]
+
+
+def test_little_is_kept_and_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One record of a large file reads one piece of it."""
+    pyarrow.parquet.write_table(pyarrow.table({"x": np.arange(200_000)}), tmp_path / "x.parquet", row_group_size=1000)
+    (tmp_path / "x.jsonl").write_text("".join(f'{{"x": {i}}}\n' for i in range(100_000)))
+    read: list[int] = []
+    real = files_module._pread
+    monkeypatch.setattr(files_module, "_pread", lambda *a: read.append(len(data := real(*a))) or data)
+    found = Parquet(tmp_path)
+    for i in range(0, 200_000, 10_000):
+        assert found[i]["x"] == i
+    assert len(found._kept) <= records.PIECES_KEPT
+    del read[:]
+    assert found[123_456]["x"] == 123_456 and sum(read) < 100_000
+    lines = Jsonl(tmp_path)
+    len(lines)
+    del read[:]
+    assert lines[77_777]["x"] == 77_777 and sum(read) < 40
+
+
+# ------------------------------------------------------------------------------------------------ token files
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int64"])
+@pytest.mark.parametrize("kind", ["bin", "npy"])
+def test_token_files(kind: str, dtype: str, tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 200, 1000).astype(dtype)
+    for name, part in (("a", ids[:300]), ("b", ids[300:300]), ("c", ids[300:])):
+        path = tmp_path / f"{name}.{kind}"
+        np.save(path, part) if kind == "npy" else part.tofile(path)
+    found = TokenFiles(files_at(tmp_path, "*"), None if kind == "npy" else dtype)
+    assert found.ends.tolist() == [300, 300, 1000]
+    for start, stop in ((0, 1000), (299, 301), (300, 300), (7, 40), (990, 1000)):
+        assert found.read(start, stop).tolist() == ids[start:stop].tolist()
+    cut = TokenFiles(files_at(tmp_path, "*"), None if kind == "npy" else dtype, end_token=7)
+    assert cut.ends.tolist() == sorted({300, 1000, *(int(i) + 1 for i in np.flatnonzero(ids == 7))})
+
+
+def test_token_files_under_s3(s3: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "BLOCK_BYTES", 1000)
+    ids = np.arange(5000, dtype=np.uint16)
+    s3.put("train.bin", ids.tobytes())
+    found = TokenFiles(files_at(s3.uri_of("train.bin"), ""), "uint16")
+    assert found.read(333, 4444).tolist() == ids[333:4444].tolist()
+    text = FileBytes(files_at(s3.uri, "**"))
+    assert text.read(0, 10).tolist() == list(ids.tobytes()[:10]) and text.ends.tolist() == [10_001]
+
+
+def test_bad_token_files(tmp_path: Path) -> None:
+    def says(data: bytes, name: str, dtype: str | None) -> str:
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(SpecError) as caught:
+            TokenFiles(files_at(tmp_path / name, ""), dtype)
+        assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
+        return str(caught.value)
+
+    def npy(values: Any) -> bytes:
+        np.save(tmp_path / "made.npy", values)
+        return (tmp_path / "made.npy").read_bytes()
+
+    assert "does not say what it holds; give dtype" in says(b"1234", "x.bin", None)
+    assert "5 bytes are no whole number of uint16" in says(b"12345", "x.bin", "uint16")
+    assert "must be one of uint8" in says(b"1234", "x.bin", "float32")
+    assert "no .npy file" in says(b"1234", "x.npy", None)
+    assert "whole numbers" in says(npy(np.zeros(3)), "x.npy", None)
+    assert "its tokens are int64, dtype says uint16" in says(npy(np.arange(3)), "x.npy", "uint16")
+    assert "cut off?" in says(npy(np.arange(30))[:-8], "x.npy", None)
+    assert "column by column" in says(npy(np.asfortranarray(np.zeros((3, 4), dtype=np.int32))), "x.npy", None)
+
+
+def test_a_file_that_shrinks_under_the_run(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("a" * 100)
+    found = FileBytes(files_at(tmp_path, "**"))
+    (tmp_path / "x.txt").write_text("a" * 10)
+    with pytest.raises(SpecError, match=r"x\.txt: it is shorter than the 100 bytes"):
+        found.read(0, 50)
+    (tmp_path / "x.txt").unlink()
+    with pytest.raises(SpecError, match=r"x\.txt: it is gone"):
+        found.read(0, 50)

@@ -1,0 +1,129 @@
+"""Iterable datasets with a state: by rising positions, from a state on, whatever part of a step is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elastic.data.opening import dataset_of
+from elastic.data.streams import N_POSITIONS, Stream, with_stream
+from elastic.errors import ProgramError, SpecError
+from elastic.program import Program
+
+BATCH = 4
+
+
+class Letters:
+    """Eleven items, then again."""
+
+    def __init__(self, n: int = 11) -> None:
+        self.n, self.at = n, 0
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        while self.at < self.n:
+            self.at += 1
+            yield {"x": self.at - 1}
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def opened(job: dict[str, Any] | None = None) -> Stream:
+    found: Stream = dataset_of(program_of(Letters), {"global_batch": BATCH, **(job or {})})
+    assert isinstance(found, Stream)
+    return found
+
+
+def program_of(dataset: Any) -> Program:
+    return Program(model=lambda: None, optimizer=lambda named: None, dataset=dataset, loss=lambda output, batch: None)
+
+
+def read(stream: Stream, step: int, share: slice) -> list[int]:
+    return [stream[position]["x"] for position in stream.positions(step)[share]]
+
+
+def test_shares_of_steps_read_ahead_are_those_of_one_reader() -> None:
+    """Two ranks, then three from the state of any of the two, while both had read two steps further."""
+    ranks = [opened(), opened()]
+    found = []
+    for step in range(5):
+        found += sum((read(rank, step, share) for rank, share in zip(ranks, (slice(0, 1), slice(1, 4)))), [])
+    states = []
+    for rank in ranks:
+        rank.taken(2)
+        states.append(rank.state_dict())
+    assert states[0] == states[1] == {"at": 12, "state": {"at": 1}}
+    more = [opened() for _ in range(3)]
+    again = []
+    for rank in more:
+        assert rank[0]["x"] == 0  # a rehearsal looks at it
+        rank.load_state_dict(states[0])
+        assert rank.state_dict() == states[0]
+    for step in range(3, 9):
+        again += sum((read(rank, step, share) for rank, share in zip(more, (slice(0, 2), slice(2, 2), slice(2, 4)))), [])
+    assert found == [i % 11 for i in range(20)] and again == [i % 11 for i in range(12, 36)]
+    assert len(more[0]._states) < 20
+
+
+def test_a_state_is_never_that_of_a_step_that_was_only_read_ahead() -> None:
+    stream = opened()
+    assert stream.state_dict() == {"at": 0, "state": {"at": 0}}
+    read(stream, 0, slice(0, 4))
+    read(stream, 1, slice(0, 4))
+    assert stream.state_dict() == {"at": 0, "state": {"at": 0}}
+    stream.taken(0)
+    assert stream.state_dict() == {"at": 4, "state": {"at": 4}}
+    with pytest.raises(ProgramError, match="sample 3 of a stream was asked for, which is at 8 already"):
+        stream[3]
+    assert stream[0] == {"x": 0} and len(stream) == N_POSITIONS
+
+
+class OneDict(Letters):
+    """Gives away the very dict that it changes while it is read."""
+
+    def __init__(self) -> None:
+        self.state = {"n": 11, "at": 0}
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        for n in range(self.state["at"], 11):
+            self.state["at"] = n + 1
+            yield {"x": n}
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+def test_a_state_stays_what_it_was_though_the_dataset_changes_it_in_place() -> None:
+    stream = Stream(OneDict(), BATCH)
+    read(stream, 0, slice(0, 4))
+    read(stream, 1, slice(0, 4))
+    stream.taken(0)
+    kept = stream.state_dict()
+    assert kept == {"at": 4, "state": {"n": 11, "at": 4}}
+    stream.load_state_dict(kept)
+    assert stream[4] == {"x": 4} and kept["state"]["at"] == 4
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(ProgramError, match="gives nothing"):
+        Stream(Letters(0), BATCH)[0]
+    with pytest.raises(SpecError, match="loader_workers: a stream is read by its worker alone"):
+        with_stream(program_of(Letters), opened(), {"data": {"loader_workers": 1}})
+    with pytest.raises(SpecError, match=r"extra_state\['dataset'\]: the name is taken"):
+        taken = Program(model=len, optimizer=len, dataset=None, loss=len, extra_state={"dataset": Letters()})
+        with_stream(taken, opened(), {})
+    with pytest.raises(SpecError, match=r"list_iterator has no \[sample id\]"):
+        dataset_of(program_of(lambda: iter([1])), {})
+    plain = program_of(Letters)
+    assert with_stream(plain, [1, 2], {}) is plain
+    stream = opened()
+    assert with_stream(plain, stream, {}).extra_state == {"dataset": stream}

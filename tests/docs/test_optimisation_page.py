@@ -1,0 +1,79 @@
+"""docs/optimisation.md, executed: its jobs load, its optimizer is made, its guards are those that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.errors import ElasticError
+from elastic.optimisation import Guards
+from elastic.program import load_program
+from elastic.spec import load_job
+from elastic.worker.guards import MEMORY
+from elastic.worker.job_program import with_job
+from elastic.worker.model_profile import trace
+from elastic.worker.optimizers import JobOptimizer
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "optimisation.md").read_text()
+BLOCKS = re.findall(r"^```yaml\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+BARE = load_program(ROOT / "tests" / "programs" / "tiny_bare.py")
+
+
+def job_of(tmp_path: Path, *parts: str) -> dict[str, Any]:
+    keys: dict[str, str] = {}
+    for part in parts:  # later blocks replace keys of the first
+        for key, body in re.findall(r"^(\w+):(.*(?:\n .*)*)", part, re.MULTILINE):
+            keys[key] = body
+    (tmp_path / "program.py").write_text("")
+    (tmp_path / "job.yaml").write_text("\n".join(f"{key}:{body}" for key, body in keys.items()))
+    return load_job(tmp_path).plain()
+
+
+def test_the_job_of_the_page_trains(tmp_path: Path) -> None:
+    job = job_of(tmp_path, BLOCKS[0])
+    program = with_job(BARE, job)
+    assert trace(program).optimizer_entries == ("exp_avg", "exp_avg_sq")
+    assert program.lr_factor is not None and program.optimizer is not None
+    assert [program.lr_factor(step) for step in (0, 19, 200)] == pytest.approx([0.05, 1.0, 0.1])
+    named = list(program.model().named_parameters())
+    optimizer = program.optimizer(named)
+    assert [(g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [(0.1, (0.9, 0.95)), (0.0, (0.9, 0.95))]
+    assert len(optimizer.param_groups[1]["params"]) == sum("norm" in name for name, _ in named) > 0
+
+
+def test_the_larger_batch_has_twice_the_rate(tmp_path: Path) -> None:
+    program = with_job(BARE, job_of(tmp_path, BLOCKS[0], BLOCKS[1]))
+    assert program.lr_factor is not None and program.lr_factor(19) == pytest.approx(2.0)
+
+
+def test_the_guards_of_the_page_are_all_there_are(tmp_path: Path) -> None:
+    job = job_of(tmp_path, BLOCKS[0], BLOCKS[2])
+    assert all(job["guards"].values()) and MEMORY in with_job(BARE, job).extra_state
+    rows = re.findall(r"^\| `(\w+)`", TEXT, re.MULTILINE)
+    assert set(Guards.__pydantic_fields__) <= set(rows) and {"skip", "rollback", "stop"} <= set(rows)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type) and n != "Optimizer"]
+)
+def test_the_page_names_what_passes_and_what_is_refused(name: str) -> None:
+    passes, refused = (
+        part.replace("\n", " ") for part in re.findall(r"on the whole\. (.*?) pass\. (.*?) are refused", TEXT, re.DOTALL)[0]
+    )
+    keywords = {"lr": 0.1} if name == "SGD" else {}
+    try:
+        trace(with_job(BARE, {"steps": 4, "global_batch": 2, "optimizer": {"path": f"torch.optim.{name}", **keywords}}))
+    except ElasticError:
+        assert re.search(rf"\b{name}\b", refused), f"{name} is refused"
+    else:
+        assert re.search(rf"\b{name}\b", passes), f"{name} passes"
+
+
+def test_the_page_is_linked() -> None:
+    assert "(optimisation.md)" in (ROOT / "docs" / "program.md").read_text()
+    assert JobOptimizer({"path": "torch.optim.AdamW"}).kind is torch.optim.AdamW

@@ -1,0 +1,70 @@
+"""docs/script.md, executed: its script, unchanged, by its command, through a kill; and the bare diff that it ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.api import scripts
+from elastic.cluster.script_state import START_S
+from elastic.script import enters_loop
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "script.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+COMMAND = BLOCKS[0][1].strip()
+SCRIPT = next(text for kind, text in BLOCKS if kind == "python")
+POOLS = [{"name": "spot", "market_type": "spot", "max_nodes": 2}, {"name": "on-demand", "max_nodes": 1}]
+
+
+def test_the_script_needs_no_change(tmp_path: Path) -> None:
+    assert "elastic" not in SCRIPT
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert not enters_loop(tmp_path / "train.py")
+    changed = [line for line in next(text for kind, text in BLOCKS if kind == "diff").splitlines() if line]
+    assert [line[0] for line in changed] == ["-", "+"]  # the command, and no line of the script
+    assert changed[1] == f"+ {COMMAND}"
+    assert changed[0].startswith("- torchrun ")
+
+
+def test_the_page_names_the_keys_and_the_bound() -> None:
+    listed = re.search(r"may\s+set\s+(.*?)\.\s+Other\s+keys", PAGE, re.DOTALL)
+    assert listed is not None
+    assert set(re.findall(r"`(\w+)`", listed[1])) == set(scripts.KEYS)
+    assert f"within {START_S:.0f} s" in PAGE
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(240)
+def test_the_command_of_the_page(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "drill.yaml").write_text("- {at_step: 12, kill: any-spot}\n")
+    words, arguments = COMMAND.split(" -- ")
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", *words.split(), "--local", "--json", "--run-name", "page", "--drill", "drill.yaml",
+            "--set", f"pools={json.dumps(POOLS)}", "--", *arguments.split(),
+        ],
+        cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        raise AssertionError(err) from None
+    assert process.returncode == 0, err
+    assert "this is RESTART, not live" in err.splitlines()[0]
+    summary = json.loads(out.strip().splitlines()[-1])
+    assert (summary["outcome"], summary["steps"]) == ("succeeded", 60)
+    assert [t["cause"] for t in summary["transitions"]] == ["start", "loss"]
+    assert "[rank 0] step 60: loss" in err
+    assert any((tmp_path / "elastic_runs" / "page" / "logs").iterdir())

@@ -1,0 +1,91 @@
+"""docs/loop.md, huggingface.md and program.md, executed: their programs train, and their diffs are those of the files."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_reference import train_script_alone
+from reference import train_alone
+
+from elastic.program import load_program
+from elastic.spec import load_job
+from elastic.worker.model_profile import trace
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_CHANGED = 15
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text()
+    return [body for found, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if found == kind]
+
+
+def lines_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip() and not line.startswith("# program.py")]
+
+
+def changed(before: str, after: str) -> list[str]:
+    """Lines that go (-) and that come (+); blank ones are not counted."""
+    return [line for line in list(difflib.unified_diff(lines_of(before), lines_of(after), n=0))[2:] if line[0] in "+-"]
+
+
+PAIRS = {
+    "loop.md": ("jobs/nanogpt/plain.py", "jobs/nanogpt/train.py"),
+    "huggingface.md": ("jobs/huggingface/plain.py", "jobs/huggingface/train.py"),
+}
+
+
+@pytest.mark.parametrize("page", PAIRS)
+def test_the_diff_at_the_end_is_that_of_the_files(page: str) -> None:
+    before, after = ((ROOT / name).read_text() for name in PAIRS[page])
+    found = changed(before, after)
+    assert blocks(page, "diff")[-1].splitlines() == found
+    for sign in "+-":
+        assert 5 < sum(line[0] == sign for line in found) <= MOST_CHANGED
+    assert (ROOT / "docs" / page).read_text().endswith("```\n")
+
+
+def test_the_diff_of_a_program(tmp_path: Path) -> None:
+    before = (Path(__file__).parent / "plain_program.py").read_text()
+    found = changed(before, blocks("program.md", "python")[0])
+    assert blocks("program.md", "diff")[-1].splitlines() == found
+    assert len(found) <= 2 * MOST_CHANGED
+    assert (ROOT / "docs" / "program.md").read_text().endswith("```\n")
+
+
+def test_the_loop_of_the_page_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(blocks("loop.md", "python")[0])
+    losses = train_script_alone(script, [], 1, 40)
+    assert losses[-1] < 0.5 * losses[0]
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 40 and printed[0].startswith("0 ")
+
+
+@pytest.mark.parametrize("page", ["program.md", "huggingface.md"])
+def test_the_program_of_the_page_trains(tmp_path: Path, page: str) -> None:
+    (tmp_path / "program.py").write_text(blocks(page, "python")[0])
+    program = load_program(tmp_path / "program.py")
+    job: dict[str, Any] = {"seed": 1, "global_batch": 12}
+    losses = train_alone(program, job, 25)
+    assert losses[-1] < 0.9 * losses[0]
+    assert trace(program).n_blocks in (2, 4)
+
+
+def test_the_job_of_the_page(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("")
+    (tmp_path / "job.yaml").write_text(blocks("program.md", "yaml")[0])
+    assert load_job(tmp_path).steps == 40
+
+
+def test_the_table_names_every_field_that_is_there() -> None:
+    from elastic.program import Program
+
+    text = (ROOT / "docs" / "program.md").read_text()
+    named = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))))
+    assert named <= set(Program.__dataclass_fields__)
+    assert {"model", "loss", "dataset", "optimizer", "extra_state", "pipeline"} <= named

@@ -1,0 +1,64 @@
+"""A whole run in s3://, through a proxy that does harm now and then: watched, stopped, and resumed on another machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from shell import Shell, last_line, until
+from storage.faulty_proxy import Fault, FaultyProxy, slow_down
+
+from elastic.storage.s3 import S3Storage
+
+STEPS = 60
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+
+def test_a_run_in_object_storage(shell: Shell, s3: S3Storage, proxy: FaultyProxy, tmp_path: Path) -> None:
+    proxy.faults += [slow_down("PUT .*checkpoints", 2), Fault("reset", "PUT", 2, skip=9), Fault("lost", "PUT .*journal", 2)]
+    elsewhere = replace(shell, root=tmp_path / "elsewhere")
+    elsewhere.root.mkdir()
+    run = f"{s3.uri}/one"
+    name = shell.job(steps=100_000, storage=s3.uri, drill=[{"at_step": 6, "kill": "any-spot"}], durable_every=5, peer_every=0)
+    first = shell.start("run", name, "--run-name", "one")
+    try:
+        until(lambda: bool(s3.list("one/journal/")), 60, "the first segment of the journal")
+        until(lambda: bool(s3.list("one/checkpoints/")), 90, "the first checkpoint")
+        until(lambda: elsewhere.status(run)["step"] > 12, 60, "the twelfth step")
+        code, _, err = elsewhere.call("run", elsewhere.job(storage=s3.uri), "--run-name", "one")
+        assert (code, err.count("\n")) == (2, 1) and f"run 'one' is driven by process {first.pid}" in err
+        code, out, err = elsewhere.call("drill", run, "add=spot")
+        assert code == 0, err
+        assert shell.call("stop", "one", "--reason", "enough for today")[0] == 0  # its folder knows where the run is
+        out, err = first.communicate(timeout=60)
+    finally:
+        first.kill()
+    assert first.returncode == 3, err
+    assert "enough for today" in out
+    stopped = elsewhere.status(run)
+    assert stopped == shell.status("one") and (stopped["phase"], stopped["durable_step"]) == ("stopped", stopped["step"])
+
+    last = stopped["step"] + 5
+    code, out, err = elsewhere.call("run", elsewhere.job(storage=s3.uri, steps=last), "--run-name", "one", "--json")
+    assert code == 0, err
+    found = last_line(out)
+    assert (found["steps"], found["samples_exact"]) == (last, True)
+    assert {"loss"} <= {t["cause"] for t in found["transitions"]}
+    _look_at_it(shell, run, s3, last)
+    assert not any(fault.times for fault in proxy.faults)
+
+
+def _look_at_it(shell: Shell, run: str, s3: S3Storage, last: int) -> None:
+    assert shell.status(run)["phase"] == "succeeded"
+    for words in (("why", run), ("ledger", run), ("report", run), ("checkpoint", "ls", run)):
+        code, out, err = shell.call(*words)
+        assert (code, err) == (0, "") and len(out) > 100
+    code, out, _ = shell.call("ls", "--storage", s3.uri, "--json")
+    assert [row["run"] for row in json.loads(out)] == ["one"]
+    code, out, _ = shell.call("replay", run, "--json")
+    assert code == 0 and json.loads(out)["identical"] is True
+    code, out, err = shell.call("checkpoint", "verify", run, "--json")
+    assert code == 0 and {item["step"] for item in json.loads(out)} >= {last}, err
+    assert {"one/report.json", "one/loss.png"} <= set(s3.list()) and list(s3._unfinished(s3.prefix)) == []

@@ -1,0 +1,126 @@
+"""`elastic run --script` with a plain DDP script, as a person starts it: restarts, ledger, errors, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shell import PROGRAMS, Shell, last_line, until
+
+from elastic.ledger.accounts import account
+from elastic.ledger.journal import read
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+SCRIPT = str(PROGRAMS / "plain_ddp.py")
+POOLS = [
+    {"name": "spot", "market_type": "spot", "max_nodes": 2, "usd_per_node_h": 3.6},
+    {"name": "on-demand", "market_type": "on-demand", "max_nodes": 1, "usd_per_node_h": 7.2},
+]
+ASKS = """
+import json, os, ray.train, signal, time
+import torch.distributed as dist
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+dist.init_process_group("gloo")
+for step in range(1, 300):
+    info = ray.train.get_preemption_info()
+    if info is not None:
+        break
+    time.sleep(0.1)
+    if dist.get_rank() == 0:
+        print(f"step {step}: loss 1.0")
+open(f"{FOLDER}/seen-{dist.get_world_size()}-{dist.get_rank()}", "w").write(json.dumps(info and info.preempted_ranks))
+if dist.get_world_size() > 1:
+    time.sleep(600)
+"""
+
+
+def words(shell: Shell, *more: str, **job: object) -> list[str]:
+    folder = shell.root / "job"
+    folder.mkdir(exist_ok=True)
+    (folder / "job.yaml").write_text(json.dumps({"pools": POOLS, "min_workers": 1, **job}))
+    return ["run", "job", "--local", "--run-name", "r", "--json", *more]
+
+
+def test_kill_and_notice_are_survived_by_restart_and_the_ledger_is_right(shell: Shell) -> None:
+    drill = [{"at_step": 12, "kill": "any-spot"}, {"at_step": 32, "notice": "any-spot", "deadline_s": 25}]
+    (shell.root / "state").mkdir()
+    code, out, err = shell.call(
+        *words(shell, "--script", SCRIPT, drill=drill), "--", str(shell.root / "state"), "60", "--listen", timeout_s=280
+    )
+    assert code == 0, err
+    first = err.splitlines()[0]
+    assert "this is RESTART, not live" in first
+    assert "[rank 0] step 60: loss" in err
+    summary = last_line(out)
+    assert (summary["outcome"], summary["steps"]) == ("succeeded", 60)
+    by_cause = {t["cause"]: t for t in summary["transitions"]}
+    assert list(by_cause) == ["start", "loss", "notice"]
+    assert 0 <= by_cause["loss"]["steps_lost"] <= 8  # saved every 5 steps; the drill comes some steps behind its own
+    assert by_cause["notice"]["steps_lost"] == 0
+    assert [t["to_layout"] for t in summary["transitions"]] == ["dp_replicate=3", "dp_replicate=2", "dp_shard=1"]
+    lines = read(shell.root / "elastic_runs" / "r" / "journal.jsonl")
+    books = account(lines)
+    assert sum(books.gpu_seconds.values()) == pytest.approx(books.totals.gpu_seconds)
+    assert sum(books.usd.values()) == pytest.approx(books.totals.usd)
+    ideal = 60 * 0.1  # what the steps' own sleep takes, on 3, 2 and 1 workers; restarts took tens of seconds
+    assert ideal < books.gpu_seconds["productive"] < 0.5 * books.totals.gpu_seconds
+    assert books.gpu_seconds["checkpoint_restore"] + books.gpu_seconds["reshard"] > 5
+    status = shell.status("r")
+    assert (status["phase"], status["step"], status["train_loss"]) == ("succeeded", 60, summary["final_loss"])
+    code, out, err = shell.call("why", "r")
+    assert "is lost" in out and "SIGTERM" in out
+    for verb in ("ledger", "report"):
+        assert shell.call(verb, "r")[0] == 0
+    code, out, err = shell.call(*words(shell, "--script", SCRIPT))
+    assert (code, out) == (2, "") and "run 'r' is done" in err
+
+
+def test_a_script_that_never_starts_its_group_and_one_with_an_error_of_its_own(shell: Shell) -> None:
+    state = shell.root / "state"
+    state.mkdir()
+    code, out, err = shell.call(
+        *words(shell, "--script", SCRIPT, max_silence_s=8), "--", str(state), "10", "--alone", timeout_s=120
+    )
+    assert (code, out) == (2, "")
+    assert "did not start its process group on 3 ranks within 8 s" in err.splitlines()[-1]
+    code, out, err = shell.call(
+        *words(shell, "--script", SCRIPT, "--run-name", "e"), "--", str(state), "50", "--fail-at", "3", timeout_s=120
+    )
+    assert code == 1, err
+    assert "the script itself failed" in last_line(out)["reason"]
+    assert "ValueError: this script's own error at step 3" in err
+    assert len(last_line(out)["transitions"]) == 1
+
+
+def test_ray_trains_own_question_is_answered_and_ctrl_c_leaves_nothing(shell: Shell) -> None:
+    script = shell.root / "asks.py"
+    script.write_text(ASKS.replace("{FOLDER}", str(shell.root)))
+    drill = [{"at_step": 5, "notice": "any-spot", "deadline_s": 12}]
+    process = shell.start(*words(shell, "--script", str(script), drill=drill))
+    seen = [Path(shell.root / f"seen-3-{rank}") for rank in range(3)]
+    until(lambda: all(path.is_file() and path.read_text() for path in seen), 120, "an answer to get_preemption_info()")
+    answers = {path.read_text() for path in seen}
+    assert len(answers) == 1 and len(json.loads(answers.pop())) == 1  # all ranks the same; one of them is on the node
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 3, err
+    assert last_line(out)["outcome"] == "stopped"
+    assert "the script may use" not in err.partition("asked to stop")[2]  # its node is lost before the ranks end: no new one
+
+
+@pytest.mark.parametrize(
+    ("said", "script", "job"),
+    [
+        ("key 'steps' has no meaning for plain_ddp.py", SCRIPT, {"steps": 5}),
+        ("unknown key 'max_wokers'", SCRIPT, {"max_wokers": 5}),
+        ("min_workers=9; the pools give at most 3", SCRIPT, {"min_workers": 9}),
+        ("no such file", "nowhere.py", {}),
+    ],
+)
+def test_bad_input(shell: Shell, said: str, script: str, job: dict[str, Any]) -> None:
+    code, out, err = shell.call(*words(shell, "--script", script, **job))
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert said in err

@@ -1,0 +1,86 @@
+"""Scripts that people have, made elastic by a handful of lines: each through a notice, a kill and a growth, losses as ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from loop_reference import train_script_alone
+from runs import TOLERANCE, events, run, survivors_kept_their_processes
+
+from elastic.sim.replay import replay
+from elastic.types import DigestChecked, DrillAsked, StepDone
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+JOBS = Path(__file__).parents[2] / "jobs"
+STEPS, SEED = 160, 5
+POOLS = [
+    {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 2, "notice_s": 20},
+    {"name": "on-demand", "market_type": "on-demand", "gpus_per_node": 1, "max_nodes": 1},
+]
+DRILL = [
+    {"at_step": 15, "notice": "any-spot", "deadline_s": 8},
+    {"at_step": 30, "kill": "any-spot"},
+    {"at_step": 35, "add": "spot"},
+]
+
+
+def slowed(name: str, folder: Path, pause_s: float) -> Path:
+    """The script with steps long enough that nodes can come and go between them."""
+    text = (JOBS / name / "train.py").read_text()
+    assert text.count("    run.step(") == 1
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "train.py"
+    file.write_text(text.replace("        run.step(", f"        __import__('time').sleep({pause_s})\n        run.step("))
+    return file
+
+
+def elastic_run(script: Path, args: list[str]) -> tuple[dict[str, Any], list[Any]]:
+    folder = script.parent
+    job = {
+        "script": script.name, "args": args, "steps": STEPS, "seed": SEED, "pools": POOLS, "drill": DRILL, "peer_every": 4,
+        "durable_every": 0, "storage": str(folder / "runs"),
+    }  # fmt: skip
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    return run(folder)
+
+
+def check(summary: dict[str, Any], lines: list[Any], alone: list[float]) -> None:
+    assert summary["outcome"] == "succeeded", summary["reason"]
+    assert summary["samples_exact"] is True
+    last = {e.step: e.train_loss for e in events(lines, StepDone)}
+    assert sorted(last) == list(range(1, STEPS + 1))
+    worst = max(abs(last[i + 1] - loss) for i, loss in enumerate(alone))
+    assert worst < TOLERANCE, f"train loss is off by {worst}"
+    assert alone[-1] < 0.7 * alone[0], "it has learned something"
+    by_cause = {t["cause"]: t for t in summary["transitions"]}
+    assert set(by_cause) == {"start", "notice", "loss", "growth"}
+    assert by_cause["notice"]["steps_lost"] == by_cause["growth"]["steps_lost"] == 0
+    assert by_cause["loss"]["source"] == "peer" and by_cause["loss"]["steps_lost"] <= 7
+    assert all(e.ok for e in events(lines, DigestChecked)) and events(lines, DigestChecked)
+    hit = {name for e in events(lines, DrillAsked) for kind in ("notice", "kill") for name in e.drill.get(kind, ())}
+    survivors_kept_their_processes(lines, hit)
+    assert replay(lines).identical
+
+
+def test_a_loop_like_nanogpts(tmp_path: Path) -> None:
+    script = slowed("nanogpt", tmp_path / "nanogpt", 0.1)
+    alone = train_script_alone(JOBS / "nanogpt" / "train.py", [], SEED, STEPS)
+    check(*elastic_run(script, []), alone)
+
+
+def test_a_fine_tuning_script_of_transformers(tmp_path: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    args = [str(tmp_path / "model"), str(Path(pytest.__file__).parent.parent / "_pytest" / "config" / "__init__.py")]
+    script = slowed("huggingface", tmp_path / "huggingface", 0.15)
+    alone = train_script_alone(JOBS / "huggingface" / "train.py", args, SEED, STEPS)
+    check(*elastic_run(script, args), alone)

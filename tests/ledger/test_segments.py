@@ -1,0 +1,314 @@
+"""The journal in storage that cannot be appended to: what is read elsewhere is what was written here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from elastic.errors import InternalError, SpecError, StorageFailed
+from elastic.ledger import segments
+from elastic.ledger.journal import Journal, Line
+from elastic.ledger.run_folder import RunFolder
+from elastic.ledger.segments import PREFIX, Segments, Stored, read_stored
+from elastic.storage import LocalStorage, open_storage
+from elastic.types import Decision, EnterPlan, Layout, NodeLost, Plan, RequestNodes, StepDone, Stop, WorkerId
+
+
+class Remote(LocalStorage):
+    """A folder that is treated like object storage. `broken`: what its next writes raise, before or `after` they are done."""
+
+    remote: ClassVar[bool] = True
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.broken: Exception | None = None
+        self.after = False
+
+    def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
+        done = super().put(key, data, if_absent) if self.broken is None or self.after else False
+        if self.broken is not None:
+            raise self.broken
+        return done
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Remote:
+    return Remote(tmp_path / "bucket")
+
+
+@pytest.fixture(autouse=True)
+def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is stored because time has passed."""
+    monkeypatch.setattr(segments, "EVERY_S", 3600.0)
+
+
+def machine(storage: Remote, tmp_path: Path, name: str) -> RunFolder:
+    return RunFolder(storage, tmp_path / name)
+
+
+def plan(generation: int) -> Decision:
+    ranks = (WorkerId("n", 0),)
+    return Decision((EnterPlan(Plan(generation, Layout(), ranks, (8,), ())),), f"plan {generation}")
+
+
+def steps(journal: Journal, first: int, n: int) -> None:
+    for step in range(first, first + n):
+        at_s = 10.0 * step  # far enough apart to be a line each
+        journal.append(at_s, [(at_s, step_done(step))], None)
+        journal.flush()
+
+
+def step_done(step: int) -> StepDone:
+    return StepDone(1, step, 1.0, 10, 0.5)
+
+
+def of(lines: list[Line]) -> list[object]:
+    """Steps, and generations of plans as strings, in order."""
+    found: list[object] = []
+    for line in lines:
+        found += [event.step for _, event in line.events if isinstance(event, StepDone)]
+        if line.decision:
+            found += [f"g{a.plan.generation}" for a in line.decision.actions if isinstance(a, EnterPlan)]
+    return found
+
+
+def open_at(place: RunFolder, epoch: int) -> Journal:
+    before, stored = place.take_over()
+    del before
+    return place.open_journal(epoch, stored)
+
+
+def test_a_plan_is_stored_before_append_returns(storage: Remote, tmp_path: Path) -> None:
+    here, elsewhere = machine(storage, tmp_path, "a"), machine(storage, tmp_path, "b")
+    journal = open_at(here, 1)
+    assert not elsewhere.exists()
+    steps(journal, 1, 2)
+    assert storage.list(PREFIX) == []
+    journal.append(30.0, [(30.0, NodeLost("n", "gone"))], plan(1))
+    assert elsewhere.exists() and of(elsewhere.lines()) == [1, 2, "g1"]
+    steps(journal, 4, 2)
+    assert of(elsewhere.lines()) == [1, 2, "g1"] and of(here.lines()) == [1, 2, "g1", 4, 5]
+    journal.append(60.0, [], Decision((Stop("succeeded", "done"),), "done"))
+    assert of(elsewhere.lines()) == [1, 2, "g1", 4, 5]
+    steps(journal, 6, 1)
+    journal.close()
+    assert elsewhere.lines() == here.lines() and of(here.lines()) == [1, 2, "g1", 4, 5, 6]
+    assert not (tmp_path / "b").exists()
+
+
+def test_lines_without_a_plan_are_stored_in_the_background(storage: Remote, tmp_path: Path) -> None:
+    here = machine(storage, tmp_path, "a")
+    journal = open_at(here, 1)
+    journal.segments = Segments(storage, 1, here.journal, Stored(), every_s=0.02)
+    steps(journal, 1, 1)
+    until(lambda: of(machine(storage, tmp_path, "b").lines()) == [1])
+    journal.close()
+
+
+def test_another_decision_is_stored_soon(storage: Remote, tmp_path: Path) -> None:
+    journal = open_at(machine(storage, tmp_path, "a"), 1)
+    journal.append(1.0, [], Decision((RequestNodes("p", 2, "r"),), "more"))
+    until(lambda: len(storage.list(PREFIX)) == 1)
+    journal.close()
+
+
+def test_a_run_moves_from_machine_to_machine(storage: Remote, tmp_path: Path) -> None:
+    for epoch, name in enumerate("abab", start=1):
+        journal = open_at(machine(storage, tmp_path, name), epoch)
+        journal.append(epoch * 100.0, [], plan(epoch))
+        steps(journal, epoch * 10, 2)
+        journal.close()
+    expected = ["g1", 10, 11, "g2", 20, 21, "g3", 30, 31, "g4", 40, 41]
+    assert of(machine(storage, tmp_path, "c").lines()) == expected
+    assert [line.epoch for line in machine(storage, tmp_path, "c").lines()][::3] == [1, 2, 3, 4]
+    assert of(machine(storage, tmp_path, "a").take_over()[0]) == expected  # its own file ended with epoch 3
+
+
+def test_what_a_dead_driver_did_not_store_is_not_lost_on_its_machine(storage: Remote, tmp_path: Path) -> None:
+    here = machine(storage, tmp_path, "a")
+    dead = open_at(here, 1)
+    dead.append(1.0, [], plan(1))
+    steps(dead, 1, 2)
+    dead._file.close()
+    with here.journal.open("ab") as file:
+        file.write(b'{"v":1,"at_s":3')  # it was killed in the middle of a line
+    assert of(here.lines()) == ["g1", 1, 2] and of(machine(storage, tmp_path, "b").lines()) == ["g1"]
+    journal = open_at(here, 2)
+    journal.append(50.0, [], plan(2))
+    assert of(machine(storage, tmp_path, "b").lines()) == ["g1", 1, 2, "g2"]
+    journal.close()
+
+
+def test_an_older_driver_that_goes_on_does_not_count(storage: Remote, tmp_path: Path) -> None:
+    old = open_at(machine(storage, tmp_path, "a"), 1)
+    old.append(1.0, [], plan(1))
+    new = open_at(machine(storage, tmp_path, "b"), 2)
+    old.append(2.0, [], plan(66))
+    new.append(3.0, [], plan(2))
+    old.append(4.0, [], plan(67))
+    old.close()
+    new.close()
+    assert of(machine(storage, tmp_path, "c").lines()) == ["g1", "g2"]
+    assert of(machine(storage, tmp_path, "a").lines()) == ["g1", "g2"]  # also where its own file says otherwise
+
+
+@pytest.mark.parametrize("n", [1, 3, 8, 9, 10, 28])
+def test_many_segments_become_few_objects(storage: Remote, tmp_path: Path, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "FAN", 3)
+    journal = open_at(machine(storage, tmp_path, "a"), 1)
+    assert journal.segments is not None
+    for generation in range(n):
+        journal.append(generation, [], plan(generation))
+        journal.segments._merge()
+    assert len(storage.list(PREFIX)) == sum(map(int, base_3(n)))
+    assert of(machine(storage, tmp_path, "b").lines()) == [f"g{i}" for i in range(n)]
+    new = open_at(machine(storage, tmp_path, "b"), 2)
+    for generation in (101, 102):  # what the older driver does now is merged with what counts
+        journal.append(generation, [], plan(generation))
+        journal.segments._merge()
+    new.append(200.0, [], plan(200))
+    assert of(machine(storage, tmp_path, "c").lines()) == [*(f"g{i}" for i in range(n)), "g200"]
+    journal.close()
+    new.close()
+
+
+def base_3(n: int) -> str:
+    return (base_3(n // 3) if n >= 3 else "") + str(n % 3)
+
+
+def test_objects_may_be_merged_while_they_are_read(storage: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "FAN", 3)
+    journal = open_at(machine(storage, tmp_path, "a"), 1)
+    assert journal.segments is not None
+    for generation in range(3):
+        journal.append(generation, [], plan(generation))
+    listed = storage.list
+    answers = [listed(PREFIX)]
+    journal.segments._merge()
+    monkeypatch.setattr(storage, "list", lambda prefix="": answers.pop() if answers else listed(prefix))
+    assert len(listed(PREFIX)) == 1 and of(machine(storage, tmp_path, "b").lines()) == ["g0", "g1", "g2"]
+    journal.close()
+
+
+@pytest.mark.parametrize("harm", ["missing", "empty", "cut", "no head"])
+def test_a_torn_or_missing_last_segment_is_left_out(storage: Remote, tmp_path: Path, harm: str) -> None:
+    key = three(storage, tmp_path)[-1]
+    damage(storage, key, harm)
+    assert of(machine(storage, tmp_path, "b").lines()) == ["g1", "g2"]
+
+
+@pytest.mark.parametrize("harm", ["missing", "empty", "cut", "no head"])
+def test_a_hole_in_the_middle_is_told(storage: Remote, tmp_path: Path, harm: str) -> None:
+    key = three(storage, tmp_path)[1]
+    damage(storage, key, harm)
+    with pytest.raises(InternalError, match="segment 1 of epoch 1 is missing" if harm == "missing" else "it was altered"):
+        machine(storage, tmp_path, "b").lines()
+
+
+def test_a_torn_first_segment_of_a_new_driver_is_as_if_it_had_not_come(storage: Remote, tmp_path: Path) -> None:
+    three(storage, tmp_path)
+    new = open_at(machine(storage, tmp_path, "b"), 2)
+    new.append(3.0, [], plan(7))
+    new.close()
+    damage(storage, storage.list(PREFIX)[-1], "cut")
+    assert of(machine(storage, tmp_path, "c").lines()) == ["g1", "g2", "g3"]
+
+
+def three(storage: Remote, tmp_path: Path) -> list[str]:
+    journal = open_at(machine(storage, tmp_path, "a"), 1)
+    for generation in (1, 2, 3):
+        journal.append(generation, [], plan(generation))
+    journal.close()
+    keys = storage.list(PREFIX)
+    assert len(keys) == 3
+    return keys
+
+
+def damage(storage: Remote, key: str, harm: str) -> None:
+    text = storage.get(key)
+    match harm:
+        case "missing":
+            storage.delete(key)
+        case "empty":
+            storage.put(key, b"")
+        case "cut":
+            storage.put(key, text[:-5])
+        case "no head":
+            storage.put(key, text.partition(b"\n")[2])
+
+
+def test_a_newer_version_is_refused(storage: Remote, tmp_path: Path) -> None:
+    key = three(storage, tmp_path)[-1]
+    storage.put(key, storage.get(key).replace(b'"v":1', b'"v":9', 1))
+    with pytest.raises(SpecError, match="version 9 is newer than 1"):
+        read_stored(storage)
+
+
+def test_no_plan_while_storage_is_out_of_reach(storage: Remote, tmp_path: Path) -> None:
+    journal = open_at(machine(storage, tmp_path, "a"), 1)
+    storage.broken = StorageFailed("out of reach")
+    with pytest.raises(StorageFailed, match="out of reach"):
+        journal.append(1.0, [], plan(1))
+    steps(journal, 1, 1)  # what changes no plan goes on
+    storage.broken = None
+    journal.append(2.0, [], plan(2))
+    assert of(machine(storage, tmp_path, "b").lines()) == ["g1", 1, "g2"]
+    storage.broken = StorageFailed("out of reach")
+    steps(journal, 2, 1)
+    with pytest.raises(StorageFailed, match="the journal's last lines are only in"):
+        journal.close()
+
+
+def test_a_segment_whose_answer_was_lost_is_not_written_twice(storage: Remote, tmp_path: Path) -> None:
+    journal = open_at(machine(storage, tmp_path, "a"), 1)
+    storage.broken, storage.after = StorageFailed("no answer"), True
+    with pytest.raises(StorageFailed):
+        journal.append(1.0, [], plan(1))
+    storage.broken = None
+    journal.append(2.0, [], plan(2))
+    assert of(machine(storage, tmp_path, "b").lines()) == ["g1", "g2"]
+    journal.close()
+
+
+def test_two_drivers_of_one_epoch_are_told(storage: Remote, tmp_path: Path) -> None:
+    one, two = (open_at(machine(storage, tmp_path, name), 1) for name in "ab")
+    one.append(1.0, [], plan(1))
+    with pytest.raises(SpecError, match="another driver writes the journal of this epoch"):
+        two.append(1.0, [], plan(2))
+    one.close()
+    with pytest.raises(SpecError):
+        two.close()
+
+
+def test_on_a_real_server(s3: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = RunFolder.of(open_storage(s3.uri))
+    assert place.folder == tmp_path / "elastic_runs" / place.name and not place.exists() and place.storage.remote
+    journal = open_at(place, 1)
+    journal.append(1.0, [], plan(1))
+    steps(journal, 2, 1)
+    journal.close()
+    monkeypatch.chdir("/")
+    assert of(RunFolder.of(open_storage(s3.uri)).lines()) == ["g1", 2]
+    assert RunFolder.of(open_storage(tmp_path / "elastic_runs" / place.name)).uri == s3.uri  # the folder knows where the run is
+    assert place.age_s() < 60.0
+
+
+def test_a_folder_needs_no_segments(tmp_path: Path) -> None:
+    place = RunFolder.of(open_storage(tmp_path / "run"))
+    journal = open_at(place, 1)
+    journal.append(1.0, [], plan(1))
+    journal.close()
+    assert place.exists() and of(place.lines()) == ["g1"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["journal.jsonl"]
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

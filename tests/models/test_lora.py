@@ -1,0 +1,65 @@
+"""Adapters: what is trained, how tensor parallelism cuts them, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.errors import SpecError
+from elastic.models.lora import lora
+from elastic.program import Program, load_program
+from elastic.reshard.shards import boxes, reread_boxes
+from elastic.types import Layout
+from elastic.worker.model_profile import trace
+
+PROGRAMS = Path(__file__).parent.parent / "programs"
+
+
+@pytest.fixture(scope="module")
+def base() -> Program:
+    return load_program(PROGRAMS / "tiny.py")
+
+
+def test_only_adapters_are_trained_and_the_start_is_the_base_model(base: Program) -> None:
+    program = lora(base, ("wq", "wo"), r=2)
+    profile = trace(program)
+    trained = {spec.fqn for spec in profile.specs if spec.trainable}
+    assert len(trained) == 4 * 2 * 2 and all(".lora_" in fqn for fqn in trained)
+    model, plain = program.model(), base.model()
+    assert program.init is not None and base.init is not None
+    program.init(model)
+    plain.load_state_dict({k.replace(".base_layer", ""): v for k, v in model.state_dict().items() if ".lora_" not in k})
+    ids = torch.arange(16)[None]
+    assert torch.equal(model(ids), plain(ids))
+
+
+def test_tp_cuts_the_side_that_the_layer_is_cut_on(base: Program) -> None:
+    program = lora(base, ("wq", "wo"))
+    cut = {spec.fqn: spec.tp_dim for spec in trace(program).specs}
+    layer = "layers.1.attn."
+    assert cut[f"{layer}wq.base_layer.weight"] == 0 and cut[f"{layer}wq.lora_B.weight"] == 0
+    assert cut[f"{layer}wq.lora_A.weight"] is None and cut[f"{layer}wo.lora_B.weight"] is None
+    assert cut[f"{layer}wo.base_layer.weight"] == cut[f"{layer}wo.lora_A.weight"] == 1
+    assert cut[f"{layer}wk.weight"] == 0 and trace(program).tp_limit == 2
+
+
+def test_frozen_weights_are_no_part_of_the_state(base: Program) -> None:
+    profile = trace(lora(base, ("wq",)))
+    frozen = replace(profile, specs=tuple(replace(s, reread=not s.trainable) for s in profile.specs))
+    for rank in range(4):
+        mine = boxes(frozen, Layout(dp_shard=2, tp=2), (4,), rank)
+        assert all(".lora_" in box.fqn or box.fqn == "elastic.rng" for box in mine) and len(mine) > 20
+        both = {b.fqn for b in mine} | {b.fqn for b in reread_boxes(frozen, Layout(dp_shard=2, tp=2), (4,), rank)}
+        assert both == {b.fqn for b in boxes(profile, Layout(dp_shard=2, tp=2), (4,), rank)}
+
+
+def test_targets_that_name_nothing_are_refused(base: Program) -> None:
+    with pytest.raises(SpecError, match=r"lora: 'q_proj' names no module; linear layers of this model: wq, wk, wv, wo, w1, w3"):
+        lora(base, ("q_proj",))
+    with pytest.raises(SpecError, match="lora: 'attn_norm' names RMSNorm modules"):
+        lora(base, ("attn_norm",))
+    with pytest.raises(SpecError, match="r=0"):
+        lora(base, ("wq",), r=0)

@@ -1,0 +1,165 @@
+"""Which durable copies stay, and what a copy that fails or cannot be read leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.errors import StateLost
+from elastic.policy.decide import decide
+from elastic.policy.known import State
+from elastic.policy.recovery import newest
+from elastic.policy.retention import COPY_TRIES, COPY_WAIT_S, kept, removal, retention
+from elastic.policy.state import fold
+from elastic.types import (
+    Abort,
+    Copy,
+    CopyDamaged,
+    CopyFailed,
+    CopyRemoved,
+    CopyStored,
+    Decided,
+    Evaluated,
+    Layout,
+    Plan,
+    RemoveCopy,
+    Resume,
+    Stop,
+    WorkerId,
+)  # fmt: skip
+
+PLAN = Plan(1, Layout(), (WorkerId("a", 0),), (8,), (4,))
+
+
+def copy(step: int, n_bytes: int = 10**9) -> Copy:
+    return Copy(step, "durable", 1, Layout(), uri=f"u{step}", n_bytes=n_bytes)
+
+
+def state(steps: Sequence[int], losses: dict[int, float] | None = None, **job: Any) -> State:
+    """A run that has stored copies of these steps (newest first)."""
+    made = State(phase="running", run="r", job={"steps": 1000, "global_batch": 8, **job}, plan=PLAN, generation=1, step=900)
+    return replace(made, plans={1: PLAN}, durable=tuple(copy(step) for step in steps), validation=losses or {})
+
+
+def stays(of: State) -> list[int]:
+    return [c.step for c in of.durable if c.uri in kept(of)]
+
+
+@pytest.mark.parametrize(
+    ("job", "losses", "expected"),
+    [
+        ({}, {}, [50, 40]),
+        ({"keep_last": 1}, {}, [50]),
+        ({"keep_last": 3}, {}, [50, 40, 30]),
+        ({"keep_last": 1, "keep_every": 20}, {}, [50, 40, 20]),
+        ({"keep_last": 1, "keep_best": 1}, {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5, 50: 2.0}, [50, 20]),
+        ({"keep_last": 1, "keep_best": 2}, {10: 3.0, 20: 1.0, 30: 1.0, 40: 2.5, 50: 2.0}, [50, 30, 20]),
+        ({"keep_last": 1, "keep_best": 1}, {15: 1.0, 35: 2.0}, [50, 30]),  # measured between the copies: counts for later ones
+        ({"keep_last": 1, "keep_best": 3}, {45: 2.0}, [50]),  # of the others no loss is known
+        ({"keep_last": 4, "storage_quota_gb": 4.1}, {}, [50, 40, 30]),
+        ({"keep_last": 4, "storage_quota_gb": 1.5}, {}, [50]),
+    ],
+)
+def test_what_stays(job: dict[str, Any], losses: dict[int, float], expected: list[int]) -> None:
+    assert stays(state([50, 40, 30, 20, 10], losses, **job)) == expected
+
+
+@given(
+    st.lists(st.integers(1, 99), unique=True, max_size=8),
+    st.fixed_dictionaries(
+        {"keep_last": st.integers(1, 4), "keep_every": st.integers(0, 30), "keep_best": st.integers(0, 3)},
+        optional={"storage_quota_gb": st.floats(0.1, 20)},
+    ),
+    st.dictionaries(st.integers(1, 99), st.floats(0, 10), max_size=6),
+)
+def test_the_newest_copy_always_stays_and_removal_comes_to_rest(
+    steps: list[int], job: dict[str, Any], losses: dict[int, float]
+) -> None:
+    was = state(sorted(steps, reverse=True), losses, **job)
+    after = fold(was, Decided(removal(was)), 1.0)
+    assert after.durable[:1] == was.durable[:1]
+    assert not removal(after).actions
+    if "storage_quota_gb" not in job:
+        assert len(after.durable) >= min(len(steps), job["keep_last"])
+
+
+def test_a_removal_says_why_and_nothing_resumes_from_it() -> None:
+    was = state([50, 40, 30, 20])
+    decision = retention(was)
+    assert decision.actions == (RemoveCopy("u30"), RemoveCopy("u20"))
+    assert decision.reason == "durable copies of step 30, 20 (2.00 GB) are removed: keep_last=2, 2 stay"
+    after = fold(was, Decided(decision), 1.0)
+    assert [c.step for c in after.durable] == [50, 40]
+    assert fold(after, CopyRemoved("u30"), 2.0).durable == after.durable
+    assert retention(after).actions == ()
+    assert decide(was, 5.0).actions[:2] == decision.actions
+
+
+@pytest.mark.parametrize("change", [{"phase": "entering"}, {"phase": "waiting"}, {"below_step": 45}])
+def test_nothing_is_removed_while_something_is_wrong(change: dict[str, Any]) -> None:
+    assert retention(replace(state([50, 40, 30]), **change)).actions == ()
+
+
+def test_the_copy_that_is_being_resumed_from_stays() -> None:
+    target = replace(PLAN, generation=2, resume=Resume("durable", 20, uri="u20"))
+    assert stays(replace(state([50, 40, 30, 20]), target=target, generation=2)) == [50, 40, 20]
+
+
+def test_at_the_end_the_run_leaves_only_what_stays() -> None:
+    done = replace(state([1000, 900, 800]), step=1000)
+    actions = decide(done, 1.0).actions
+    assert actions[0] == RemoveCopy("u800")
+    assert isinstance(actions[1], Stop) and actions[1].outcome == "succeeded"
+
+
+# ------------------------------------------------------------------------------------------------ copies that fail
+
+
+def test_validation_losses_are_remembered() -> None:
+    after = fold(state([]), Evaluated(1, 5, {"validation_loss": 2.0}), 1.0)
+    after = fold(after, Evaluated(1, 6, {"validation_loss": float("nan")}), 1.0)
+    assert after.validation == {5: 2.0}
+
+
+def test_a_copy_that_fails_on_the_way_stops_nothing() -> None:
+    after = fold(state([50]), CopyFailed(1, 60, "rank 0: the disk is full"), 1.0)
+    assert decide(after, 1.0).actions == decide(state([50]), 1.0).actions
+    assert after.durable == (copy(50),) and after.copy_failures == 1
+    again = fold(after, CopyStored(copy(70)), 2.0)
+    assert (again.copy_failed, again.copy_failures) == (None, 0)
+
+
+def test_the_copy_of_the_last_step_is_tried_again_and_then_fails_the_run() -> None:
+    at_s, now = 100.0, replace(state([50]), step=1000, last_step_at_s=100.0)
+    for attempt in range(1, COPY_TRIES):
+        now = fold(now, CopyFailed(now.generation, 1000, "rank 0: the disk is full"), at_s)
+        assert decide(now, at_s).actions == () and "tried again in 5 s" in decide(now, at_s).reason
+        at_s += COPY_WAIT_S
+        assert decide(now, at_s).actions == (Abort(now.generation),), attempt
+        now = replace(now, generation=now.generation + 1, plan=replace(PLAN, generation=now.generation + 1))
+    now = fold(now, CopyFailed(now.generation, 1000, "rank 0: the disk is full"), at_s)
+    (stop,) = decide(now, at_s).actions
+    assert isinstance(stop, Stop) and stop.outcome == "failed"
+    assert stop.reason == "the copy of the last step could not be stored in 3 tries: rank 0: the disk is full"
+
+
+# ------------------------------------------------------------------------------------------------ copies that are damaged
+
+
+def test_a_damaged_copy_is_passed_over_and_never_removed_by_itself() -> None:
+    now = replace(state([50, 40, 30]), phase="waiting")
+    assert newest(now).uri == "u50"
+    now = fold(now, CopyDamaged("u50", "u50/__0_0.distcp: altered"), 1.0)
+    assert newest(now).uri == "u40"
+    assert RemoveCopy("u50") not in removal(now).actions
+
+
+def test_when_no_copy_can_be_read_the_run_does_not_begin_anew() -> None:
+    now = fold(replace(state([50]), phase="waiting", best_step=0), CopyDamaged("u50", "u50/commit.json: altered"), 1.0)
+    with pytest.raises(StateLost, match=r"no durable copy can be read: u50/commit\.json: altered; mend one"):
+        newest(now)

@@ -1,0 +1,10 @@
+"""As tiny.py, with sequence parallelism between the modules that tp cuts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from elastic.models.llama import tp_plan
+from elastic.program import load_program
+
+BASE = load_program(Path(__file__).with_name("tiny.py"))
+program = replace(BASE, tp=tp_plan(sequence=True))

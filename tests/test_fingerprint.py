@@ -1,0 +1,49 @@
+"""What a run may not change on its way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.fingerprint import differences, fingerprint
+from elastic.types import ModelProfile, TensorSpec
+
+MODEL = ModelProfile(1, 6, (TensorSpec("w", (2, 3), "float32"),), ("exp_avg",))
+JOB = {"global_batch": 8, "seed": 1, "clip_grad_norm": 1.0, "precision": "float32", "reduce_dtype": "float32", "steps": 10}
+CODE = "x = 1\n\ndef f():\n    return x\n"
+
+
+def mark(tmp_path: Path, code: str = CODE, job: dict[str, Any] = JOB, n: int | None = 9, model: ModelProfile = MODEL) -> Any:
+    file = tmp_path / "program.py"
+    file.write_text(code)
+    return fingerprint(file, job, model, n)
+
+
+def test_what_does_not_matter(tmp_path: Path) -> None:
+    was = mark(tmp_path)
+    assert differences(was, mark(tmp_path, "# words\nx  =  1\ndef f(): return x\n")) == ""
+    assert differences(was, mark(tmp_path, job={**JOB, "steps": 99, "layout": "tp=2"})) == ""
+    assert differences(was, mark(tmp_path, n=None)) == ""
+    assert differences({}, was) == ""  # of a run before there were fingerprints
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"code": CODE.replace("1", "2")}, "the code of its program.py"),
+        ({"job": {**JOB, "seed": 2}}, "seed (1, now 2)"),
+        ({"job": {**JOB, "global_batch": 4}}, "global_batch (8, now 4)"),
+        ({"job": {**JOB, "clip_grad_norm": None}}, "clip_grad_norm (1.0, now None)"),
+        ({"job": {**JOB, "precision": "float16"}}, "precision (float32, now float16)"),
+        ({"job": {**JOB, "reduce_dtype": "bfloat16"}}, "reduce_dtype (float32, now bfloat16)"),
+        ({"n": 10}, "samples in the dataset (9, now 10)"),
+        ({"model": replace(MODEL, optimizer_entries=("momentum",))}, "what its optimizer keeps"),
+        ({"model": replace(MODEL, specs=(TensorSpec("w", (2, 4), "float32"),))}, "names, shapes or dtypes of tensors"),
+        ({"code": "x = (", "n": 1}, "the code of its program.py, samples in the dataset (9, now 1)"),
+    ],
+)
+def test_what_differs_is_said_in_one_line(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    assert differences(mark(tmp_path), mark(tmp_path, **change)) == says

@@ -1,0 +1,54 @@
+"""Freed shards go back to the system, also when something small was allocated behind them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from elastic.worker.allocator import settle_cuda_allocator
+
+HOLE = """
+import sys
+import torch
+
+def resident_mb():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
+
+if sys.argv[1] == "settled":
+    from elastic.worker.allocator import settle_allocator
+    assert settle_allocator()
+del_me = torch.ones(30 << 18)  # 30 MiB: when it is freed, glibc raises its own threshold
+del del_me
+blocks, between = [], []
+for _ in range(12):
+    blocks.append(torch.ones(20 << 18))
+    between.append(torch.ones(1 << 12))
+full = resident_mb()
+blocks.clear()
+print(full - resident_mb())
+"""
+
+
+def test_cuda_is_asked_for_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    settle_cuda_allocator()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    settle_cuda_allocator()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
+    settle_cuda_allocator()
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is of glibc")
+@pytest.mark.parametrize(("how", "least_mb", "most_mb"), [("settled", 230, 260), ("as it is", -10, 200)])
+def test_freed_blocks_go_back(how: str, least_mb: float, most_mb: float) -> None:
+    """Without the setting the same program keeps part of its memory: the test would notice that the setting does nothing."""
+    done = subprocess.run([sys.executable, "-c", HOLE, how], capture_output=True, text=True, check=True, timeout=60)
+    assert least_mb <= float(done.stdout) <= most_mb

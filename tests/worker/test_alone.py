@@ -1,0 +1,307 @@
+"""`torchrun -m elastic.worker JOB`: without Ray and without a driver, the losses of one process, whatever the layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import yaml
+from reference import train
+
+from elastic.errors import SpecError
+from elastic.program import load_program
+from elastic.spec import JobSpec, load_job
+from elastic.storage import open_storage
+from elastic.types import Layout, Resume
+from elastic.worker import durable
+from elastic.worker.alone import Alone, Wishes
+from elastic.worker.driverless_copies import Stored
+from elastic.worker.fixed import layout_of, plan_of
+from elastic.worker.meeting import Started
+from elastic.worker.model_profile import trace
+
+TINY = Path(__file__).resolve().parents[1] / "programs" / "tiny.py"
+SLOW = TINY.with_name("tiny_slow.py")
+ROOT = TINY.parents[2]
+TOLERANCE = 2e-5
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+
+def job(folder: Path, **more: Any) -> Path:
+    spec = {"name": "tiny", "program": str(TINY), "steps": 12, "global_batch": 12, "seed": 3, "clip_grad_norm": 1.0,
+            "durable_every": 4, **more}  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.yaml").write_text(yaml.safe_dump(spec))
+    return folder
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ELASTIC_STORAGE")}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **more}
+
+
+def command(n: int, folder: Path, *more: str) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), "-m"]
+    start = torchrun if n > 1 else [sys.executable, "-m"]
+    return [*start, "elastic.worker", str(folder), "--storage", str(folder / "runs"), "--every", "1", "--json", *more]
+
+
+def run(n: int, folder: Path, *more: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, the last line, and what was said."""
+    ended = subprocess.run(command(n, folder, *more), capture_output=True, text=True, env=environment(), timeout=120)
+    lines = ended.stdout.strip().splitlines()
+    return ended.returncode, json.loads(lines[-1]) if lines else {}, ended.stderr
+
+
+def losses(said: str) -> dict[int, float]:
+    found = [line.split() for line in said.splitlines() if line.startswith("step ") and "train_loss" in line]
+    return {int(words[1].split("/")[0]): float(words[3]) for words in found}
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    return train(load_program(TINY), {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, 12).losses
+
+
+def follows(said: str, alone: list[float], first: int = 1) -> None:
+    found = losses(said)
+    assert sorted(found) == list(range(first, 13))
+    assert max(abs(found[step] - alone[step - 1]) for step in found) < 1e-4  # as many digits as are printed
+
+
+def test_one_process_trains_as_plain_torch_does_and_its_copies_are_read_by_dcp(tmp_path: Path, alone: list[float]) -> None:
+    folder = job(tmp_path)
+    code, last, said = run(1, folder)
+    assert code == 0, said
+    follows(said, alone)
+    assert (last["outcome"], last["steps"], last["resumed_at"]) == ("succeeded", 12, 0)
+    assert abs(last["final_loss"] - alone[-1]) < TOLERANCE
+    found = durable.find(open_storage(folder / "runs" / "tiny"))
+    assert [item.step for item in found] in ([12, 8], [12, 4])  # keep_last; none is begun while another is being written
+    assert all(not durable.verify(item.uri) for item in found)
+    program = load_program(TINY)
+    model = program.model()
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=last["checkpoint"], no_dist=True)
+    want = train(program, {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, 12).model.state_dict()
+    assert all((state["model"][name] - value).abs().max() < 1e-4 for name, value in want.items())
+    code, _, said = run(1, folder)
+    assert code == 2
+    assert "run 'tiny' is done (12 steps)" in said
+
+
+@pytest.mark.slow
+def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(tmp_path: Path, alone: list[float]) -> None:
+    folder = job(tmp_path, program=str(SLOW), steps=200, durable_every=0)
+    slow = train(load_program(SLOW), {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, 12).losses
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command(2, folder, "--layout", "tp=2"), stdout=out, stderr=out, env=environment())
+        until(lambda: 5 in losses(log.read_text()) or process.poll() is not None, log)
+        ranks = [pid for pid in children(process.pid) if "elastic.worker" in cmdline(pid)]
+        assert len(ranks) == 2, log.read_text()
+        os.kill(ranks[1], signal.SIGTERM)  # one rank hears it, both save and leave
+        assert process.wait(60) == 1  # torchrun's own code; it lists that of each rank
+    said = log.read_text()
+    assert said.count("exitcode  : 3") == 2, said
+    assert "stopped: another rank was told to stop; saved at step" in said
+    at = max(losses(said))
+    assert durable.find(open_storage(folder / "runs" / "tiny"))[0].step == at
+    code, last, said = run(3, folder, "--layout", "dp_shard=3", "--set", f"steps={at + 4}", "--set", "durable_every=2")
+    assert code == 0, said
+    assert last["resumed_at"] == at
+    assert f"goes on from step {at}" in said
+    for step, loss in losses(said).items():
+        if step <= len(slow):
+            assert abs(loss - slow[step - 1]) < 1e-4
+    assert sorted(losses(said)) == list(range(at + 1, at + 5))
+
+
+@pytest.mark.slow
+def test_pipeline_and_replicas_have_the_same_losses(tmp_path: Path, alone: list[float]) -> None:
+    """Also with loader processes; none of them is left."""
+    code, last, said = run(4, job(tmp_path, data={"loader_workers": 1}), "--layout", "pp=2,dp_replicate=2")
+    assert code == 0, said
+    assert not left_readers()
+    assert last["layout"] == "pp=2,dp_replicate=2"
+    follows(said, alone)
+
+
+@pytest.mark.slow
+def test_a_damaged_copy_is_passed_over(tmp_path: Path, alone: list[float]) -> None:
+    folder = job(tmp_path)
+    assert run(1, folder, "--set", "steps=8")[0] == 0
+    newest = durable.find(open_storage(folder / "runs" / "tiny"))[0]
+    assert newest.step == 8
+    shard = Path(newest.uri) / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    code, last, said = run(2, folder)
+    assert code == 0, said
+    assert "__0_0.distcp" in said
+    assert "the copy before it is taken" in said
+    assert last["resumed_at"] == 4
+    follows(said, alone, first=5)
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is missing"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK=2, WORLD_SIZE=2: ranks go from 0"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "no MASTER_ADDR"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "MASTER_PORT is missing"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'"),
+    ],
+)
+def test_half_an_environment_is_named(environment: dict[str, str], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        Started.of(environment)
+
+
+def spec(tmp_path: Path, **more: Any) -> JobSpec:
+    return load_job(job(tmp_path, **more))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "asked", "more", "says"),
+    [
+        (2, "tp=4", {}, r"2 ranks were started, its layout is 'tp=4' \(4 ranks\)"),
+        (3, None, {"layout": {4: "tp=4", 2: "tp=2"}}, r"'tp=2' \(2 ranks\) or 'tp=4' \(4 ranks\)"),
+        (16, None, {}, "global_batch=12 has fewer samples"),
+        (2, "sp=2", {}, "'sp' is not an axis"),
+    ],
+)
+def test_a_layout_that_is_not_that_of_the_ranks(
+    world_size: int, asked: str | None, more: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SpecError, match=says):
+        layout_of(spec(tmp_path, **more), world_size, asked)
+
+
+def test_the_layout_of_a_map_is_that_of_the_ranks(tmp_path: Path) -> None:
+    assert layout_of(spec(tmp_path, layout={4: "tp=4", 2: "pp=2"}), 2) == Layout(pp=2)
+    assert layout_of(spec(tmp_path), 3) == Layout(dp_shard=3)
+
+
+def test_a_layout_that_the_model_cannot_be_cut_into(tmp_path: Path) -> None:
+    model = trace(load_program(TINY))
+    for text, says in ((Layout(tp=4), "tp must divide 2"), (Layout(pp=5), "the model has 4 blocks")):
+        with pytest.raises(SpecError, match=says):
+            plan_of(spec(tmp_path), model, text, 1, Resume())
+    with pytest.raises(SpecError, match="pp=2, but no pipeline stages are possible here"):
+        plan_of(spec(tmp_path), replace(model, pipeline=False), Layout(pp=2), 1, Resume())
+    with pytest.raises(SpecError, match="cp=2, compile: true does not go with that"):
+        plan_of(spec(tmp_path, compile=True), model, Layout(cp=2), 1, Resume())
+    plan = plan_of(spec(tmp_path), model, Layout(pp=3, dp_shard=2), 1, Resume())
+    assert (plan.layers, sum(plan.samples), plan.n_microbatches) == ((2, 1, 1), 12, 6)
+
+
+def test_a_run_that_is_driven_right_now_and_changed_mathematics(tmp_path: Path) -> None:
+    folder = job(tmp_path)
+    run_folder = open_storage(folder / "runs" / "tiny")
+    sign = {"epoch": 4, "released": False, "at_s": time.time(), "ttl_s": 15.0, "pid": 12, "host": "there"}
+    run_folder.put("lease/00000004-00000009.json", json.dumps(sign).encode())
+    wishes = Wishes(storage=str(folder / "runs"))
+    with pytest.raises(SpecError, match="driven by process 12 on there right now"):
+        Alone(load_job(folder), wishes, {}).to_the_end()
+    run_folder.put("lease/00000004-00000010.json", json.dumps({**sign, "released": True}).encode())
+    ended = Alone(load_job(folder, ["steps=4"]), wishes, {}).to_the_end()
+    assert ended.outcome == "succeeded"
+    assert durable.find(run_folder)[0].epoch == 4
+    with pytest.raises(SpecError, match=r"started with other values: seed \(3, now 5\)"):
+        Alone(load_job(folder, ["seed=5"]), wishes, {}).to_the_end()
+
+
+def test_a_group_that_was_there_is_there_again_and_leftovers_are_removed(tmp_path: Path) -> None:
+    folder = job(tmp_path, steps=2)
+    left = tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000001.g0001"
+    left.mkdir(parents=True)
+    (left / "__0_0.distcp").write_bytes(b"half")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ended = Alone(load_job(folder), Wishes(storage=str(tmp_path / "runs")), {}).to_the_end()
+        assert (ended.outcome, ended.step) == ("succeeded", 2)
+        assert dist.is_initialized() and dist.get_world_size() == 1
+        dist.all_reduce(torch.ones(1))
+    finally:
+        dist.destroy_process_group()
+    assert not left.exists()
+
+
+def test_each_copy_is_told_of_once_with_the_metrics_of_its_step(tmp_path: Path) -> None:
+    told: list[Stored] = []
+    wishes = Wishes(storage=str(tmp_path / "runs"), on_copy=told.append)
+    ended = Alone(load_job(job(tmp_path, program=str(SLOW), durable_every=5)), wishes, {}).to_the_end()
+    assert [copy.step for copy in told] == [5, 10, 12]
+    assert all(copy.metrics["step"] == copy.step and copy.metrics["train_loss"] > 0 for copy in told)
+    assert (told[-1].uri, told[-1].metrics["train_loss"]) == (ended.checkpoint, ended.final_loss)
+
+
+def test_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
+    for words, says in (
+        ((str(tmp_path / "no"),), "no such folder"),
+        ((str(job(tmp_path)), "--set", "stepz=3"), "unknown key 'stepz'"),
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-m", "elastic.worker", *words], capture_output=True, text=True, env=environment(), timeout=60
+        )
+        assert ended.returncode == 2
+        assert says in ended.stderr
+        assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
+
+
+def test_no_ray_is_needed() -> None:
+    code = (
+        "import sys; sys.modules['ray'] = None\n"
+        "import elastic.worker.alone, elastic.worker.__main__\n"
+        "print([m for m in sys.modules if m.startswith(('elastic.policy', 'elastic.planner', 'elastic.cluster', 'ray.'))])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
+    assert ended.stdout.strip() == "[]", ended.stderr
+
+
+def until(holds: Any, log: Path, most_s: float = 60.0) -> None:
+    deadline = time.monotonic() + most_s
+    while not holds():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+
+
+def left_readers() -> list[int]:
+    """Loader processes of this very test."""
+    mine = os.environ["PYTEST_CURRENT_TEST"].split()[0].encode(), str(ROOT).encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            of_mine = all(mark in path.read_bytes() for mark in mine)
+            if of_mine and "elastic.data.readers" in cmdline(int(path.parent.name)):
+                found.append(int(path.parent.name))
+    return found
+
+
+def cmdline(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

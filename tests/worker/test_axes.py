@@ -1,0 +1,151 @@
+"""Every axis, pairs of axes and products of three against one process, in one warm set of processes.
+
+CI runs a cover: each axis, each pair of axes, each schedule and each kind of program come up; `make bench` runs the product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+from itertools import product as cross
+from pathlib import Path
+
+import pytest
+from plans import live, plan
+from reference import Reference, train
+from test_chain import job_of
+from worker_pool import Pool
+
+from elastic.program import load_program
+from elastic.types import StepDone, parse_layout
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # one reference in one process for each program and batch
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """`program` for `steps` under `layout`; a global batch of 13 gives the data-parallel ranks unequal shares."""
+
+    program: str
+    layout: str
+    batch: int = 12
+    steps: int = 3
+    microbatches: int = 0  # 0 = as the tests' plans have it
+
+    def __str__(self) -> str:
+        more = f", m={self.microbatches}" if self.microbatches else ""
+        return f"{self.program.removesuffix('.py')} {self.layout} batch {self.batch}{more}"
+
+
+@lru_cache(maxsize=32)
+def alone(program: str, batch: int, steps: int) -> Reference:
+    job = job_of(program, steps, batch)
+    return train(load_program(job["program"]), job, steps)
+
+
+COVER = [
+    Case("tiny.py", "dp_shard=2,cp=2,activation_checkpointing=full"),
+    Case("tiny.py", "dp_shard=2,cp=2,activation_checkpointing=selective"),
+    Case("tiny.py", "cp=2", steps=20),
+    Case("tiny.py", "dp_shard=2,cp=2", 13),
+    Case("tiny_packed.py", "dp_replicate=2,cp=2"),
+    Case("tiny_packed.py", "cp=2,tp=2", microbatches=3),
+    Case("tiny_tied.py", "pp=2,cp=2"),
+    Case("tiny_sequence.py", "dp_shard=2,tp=2", 13),
+    Case("tiny_sequence.py", "cp=2,tp=2", microbatches=2),
+    Case("tiny_loss_parallel.py", "pp=2,tp=2", steps=20),
+    Case("tiny.py", "pp=2,schedule=gpipe", steps=20),
+    Case("tiny_tied.py", "pp=2,dp_replicate=2", 14, microbatches=2),
+    Case("tiny_tied.py", "pp=2,dp_shard=2,schedule=interleaved1f1b"),
+    Case("tiny_packed.py", "pp=2,cp=2,schedule=interleaved1f1b"),
+    Case("tiny_vocab.py", "pp=2,tp=2,schedule=interleaved1f1b"),
+]
+
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
+PROGRAMS = ("tiny.py", "tiny_tied.py", "tiny_packed.py", "tiny_vocab.py", "tiny_sequence.py", "tiny_loss_parallel.py")
+
+
+def product() -> list[Case]:
+    """Every axis and pair of axes for 20 steps: each program, unequal shares, accumulation, each schedule."""
+    sets = [(a,) for a in AXES] + list(combinations(AXES, 2))
+    out = []
+    for axes in sets:
+        text = ",".join(f"{axis}=2" for axis in axes)
+        cuts = [f"{text},schedule={schedule}" for schedule in SCHEDULES] if "pp" in axes else [text]
+        for cut, program in cross(cuts, PROGRAMS):
+            out.append(Case(program, cut, steps=20, microbatches=0 if "pp" in axes else 3))
+        if {"dp_replicate", "dp_shard"} & set(axes):
+            out.append(Case("tiny.py", text, 14 if "pp" in axes else 13, 20, microbatches=2 if "pp" in axes else 1))
+    return out
+
+
+TRIPLES = [
+    Case("tiny_tied.py", "pp=2,dp_shard=2,tp=2", steps=20),
+    Case("tiny_packed.py", "pp=2,dp_shard=2,cp=2,schedule=interleaved1f1b", 20, 20, 4),
+    Case("tiny_vocab.py", "pp=2,cp=2,tp=2,schedule=gpipe", steps=20),
+]
+
+
+def run(pool: Pool, case: Case, folder: Path) -> list[StepDone]:
+    """One generation from the first step to the last."""
+    layout = parse_layout(case.layout)
+    if case.batch % (case.microbatches or 1):
+        raise ValueError(f"{case}: microbatches must divide the batch")
+    job = job_of(case.program, case.steps, case.batch) | {"layout": case.layout}
+    workers = pool.open(job, folder, n=layout.world_size)
+    more = {"n_microbatches": case.microbatches} if case.microbatches else {}
+    pool.enter(plan(1, layout, workers, case.batch, **more))
+    pool.quiesced(1, layout.world_size)
+    return pool.events(StepDone)
+
+
+def check(case: Case, steps: list[StepDone]) -> None:
+    """Loss (forward), gradient norm (backward) and the losses of later steps (update) are those of one process."""
+    want = alone(case.program, case.batch, case.steps)
+    assert [e.step for e in steps] == list(range(1, case.steps + 1))
+    assert [e.train_loss for e in steps] == pytest.approx(want.losses, abs=TOLERANCE)
+    assert [e.grad_norm for e in steps] == pytest.approx(want.grad_norms, rel=1e-3)
+    assert [e.tokens for e in steps] == want.tokens
+
+
+@pytest.mark.parametrize("case", COVER, ids=str)
+def test_it_trains_as_one_process_does(pool: Pool, tmp_path: Path, case: Case) -> None:
+    check(case, run(pool, case, tmp_path))
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("case", product(), ids=str)
+def test_product(pool: Pool, tmp_path: Path, case: Case) -> None:
+    check(case, run(pool, case, tmp_path))
+
+
+@pytest.mark.product
+@pytest.mark.timeout(600)
+def test_three_axes(tmp_path: Path) -> None:
+    """On eight processes."""
+    pool = Pool(8)
+    try:
+        for i, case in enumerate(TRIPLES):
+            check(case, run(pool, case, tmp_path / str(i)))
+    finally:
+        pool.close()
+
+
+def test_live_to_and_from_parts_of_sequences(pool: Pool, tmp_path: Path) -> None:
+    """And to and from several pipeline stages per rank."""
+    layouts = ["dp_shard=4", "dp_shard=2,cp=2", "pp=2,cp=2,schedule=interleaved1f1b", "cp=2,tp=2", "dp_shard=3"]
+    case = Case("tiny.py", "", steps=30)
+    workers = pool.open(job_of(case.program, case.steps) | {"layout": dict.fromkeys("4", layouts[1])}, tmp_path)
+    last = None
+    for number, text in enumerate(layouts, 1):
+        resume = {"resume": live(last)} if last is not None else {}
+        last = plan(number, parse_layout(text), workers, case.batch, **resume)
+        pool.enter(last)
+        pool.entered(number)
+        pool.wait(lambda: any(e.step >= 3 * number for e in pool.events(StepDone)), f"step {3 * number}")  # noqa: B023
+    pool.quiesced(len(layouts), 3)
+    check(case, pool.events(StepDone))

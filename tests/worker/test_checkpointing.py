@@ -1,0 +1,104 @@
+"""What is computed twice: the numbers stay, what the forward pass leaves in memory does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_chain import check, job_of, pass_through
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from worker_pool import Pool
+
+from elastic.types import Layout
+from elastic.worker.checkpointing import checkpoint_blocks
+
+
+class Block(nn.Module):
+    """A matrix product, dropout and two element-wise functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        self.calls += 1
+        return x + scale * self.second(torch.nn.functional.dropout(self.first(x).sigmoid().exp(), 0.5))
+
+
+def kept_bytes(block: Block, mode: str) -> tuple[int, list[torch.Tensor], int]:
+    """Bytes that the forward pass leaves for the backward pass, the gradients, and how often forward ran."""
+    checkpoint_blocks([block], mode)
+    kept: dict[int, int] = {}
+    torch.manual_seed(3)
+    x = torch.randn(64, 8, requires_grad=True)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = block(x, scale=0.5)
+    y.square().sum().backward()
+    return sum(kept.values()), [x.grad, *(p.grad for p in block.parameters())], block.calls
+
+
+def test_the_modes_agree_and_keep_less_and_less() -> None:
+    torch.manual_seed(1)
+    first = Block()
+    found = {}
+    for mode in ("none", "selective", "full"):
+        block = Block()
+        block.load_state_dict(first.state_dict())
+        found[mode] = kept_bytes(block, mode)
+    for mode in ("selective", "full"):
+        for a, b in zip(found["none"][1], found[mode][1], strict=True):
+            assert torch.equal(a, b), mode
+    assert [found[mode][2] for mode in found] == [1, 2, 2]
+    assert found["none"][0] > found["selective"][0] >= found["full"][0]
+
+
+class _Count(TorchDispatchMode):
+    """Matrix products with a bias: forward passes only, backward passes have none."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "n"), [("none", 2), ("selective", 2), ("full", 3)])  # full: the last is not needed
+def test_selective_does_no_matrix_product_twice(mode: str, n: int) -> None:
+    block = Block()
+    checkpoint_blocks([block], mode)
+    with _Count() as count:
+        block(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert count.n == n
+
+
+def test_names_stay() -> None:
+    block = Block()
+    names = list(block.state_dict())
+    checkpoint_blocks([block], "full")
+    assert list(block.state_dict()) == names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_mode_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
+    """The mode is a matter of the layout: it changes on the way, with gradient accumulation."""
+    layouts = [
+        Layout(dp_shard=2, tp=2, activation_checkpointing="full"),
+        Layout(pp=2, dp_shard=2, activation_checkpointing="selective"),
+        Layout(tp=2, activation_checkpointing="selective"),
+        replace(Layout(dp_shard=3), activation_checkpointing="full"),
+        Layout(pp=2, activation_checkpointing="full"),
+    ]
+    job = job_of("tiny.py", steps=12)
+    check(job, tmp_path, pass_through(pool, job, tmp_path, layouts, every=2), 1e-4)

@@ -1,0 +1,343 @@
+"""Promise 4: whatever collective of a step breaks, the survivors agree on a whole step and go on from it.
+
+A worker dies by SIGKILL at each collective of a step in turn; the policy itself decides what the survivors do; the state of the
+run's end is compared with a plain trainer's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import Fault
+from faulty_pool import FaultyPool
+from plans import plan
+from reference import train
+from test_chain import job_of
+
+from elastic.data.order import sample_ids
+from elastic.optimisation import Guards, NotFinite
+from elastic.policy.decide import decide
+from elastic.policy.state import State, fold
+from elastic.program import load_program
+from elastic.storage import open_storage
+from elastic.types import (
+    Abort,
+    Box,
+    Copy,
+    CopyStored,
+    Decided,
+    Decision,
+    DriverStarted,
+    EnterPlan,
+    GuardTripped,
+    Layout,
+    ModelProfile,
+    Node,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    Plan,
+    Quiesced,
+    RollForward,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)
+from elastic.types import Pool as NodePool
+from elastic.worker import durable
+from elastic.worker.gather import Gather, Parts
+from elastic.worker.model_profile import trace
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+AT, STEPS, PEER_EVERY = 4, 8, 2  # the step after AT ones breaks
+REPLICAS, SHARDS = Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=3)
+PIPELINE, TENSOR = Layout(pp=2, dp_shard=2), Layout(dp_shard=2, tp=2)
+LAYOUTS = (REPLICAS, SHARDS, PIPELINE, TENSOR)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[FaultyPool]:
+    pool = FaultyPool(4)
+    yield pool
+    pool.close()
+
+
+class Driver:
+    """The policy over the workers of a pool, one per node: hears what they say and has its orders carried out."""
+
+    def __init__(self, pool: FaultyPool, job: dict[str, Any], run: Path, layout: Layout, peer_every: int) -> None:
+        self.pool, self.job, self.storage = pool, job, open_storage(str(run))
+        pool.revive()
+        self.workers = pool.open(job, run, n=layout.world_size)
+        nodes = tuple(worker.node_id for worker in self.workers)
+        self.program = load_program(job["program"])
+        self.state = State()
+        self.heard = len(pool.log)
+        self.lost: set[WorkerId] = set()
+        self.skipped: tuple[int, ...] = ()  # steps that a guard is to skip
+        self.decisions: list[Decision] = []
+        self.gather = Gather(self.commit_copy, lambda node_id: 1)
+        rules = {"layout": "auto", "min_workers": 1, "peer_every": peer_every, "durable_every": 0}
+        pools = (NodePool("p", max_nodes=len(nodes)),)
+        self.fold(DriverStarted("run", 1, job | rules, pools, self.profile()))
+        for name in nodes:
+            self.fold(NodeReady(Node(name, "p")), NodePrepared(name))
+        self.first = plan(1, layout, self.workers, job["global_batch"], peer_every=peer_every)
+
+    def profile(self) -> ModelProfile:
+        return trace(self.program)
+
+    def commit_copy(self, parts: Parts) -> None:
+        plan = parts.plan
+        uri = durable.commit(self.storage, parts.step, plan.generation, len(plan.ranks), 1, {})
+        self.fold(CopyStored(Copy(parts.step, "durable", plan.generation, plan.layout, plan.layers, uri=uri)))
+
+    def fold(self, *events: Any) -> None:
+        for event in events:
+            self.state = fold(self.state, event, time.monotonic())
+
+    def listen(self) -> None:
+        self.pool.drain()
+        news, self.heard = self.pool.log[self.heard :], len(self.pool.log)
+        for _, worker, message in news:
+            self.fold(*self.gather.add(worker, message))
+        for worker in self.pool.gone():
+            if worker in self.workers and worker not in self.lost:
+                self.lost.add(worker)
+                self.fold(NodeLost(worker.node_id, "killed"))
+
+    def carry_out(self, decision: Decision) -> None:
+        self.fold(Decided(decision))
+        for action in decision.actions:
+            alive = [worker for worker in self.workers if worker not in self.lost]
+            if isinstance(action, EnterPlan):
+                self.gather.expect(action.plan)
+                with suppress(OSError):
+                    self.pool.enter(action.plan)
+            for worker in alive:
+                with suppress(OSError):  # gone by now: `listen` finds that out
+                    if isinstance(action, Abort):
+                        self.pool.call(worker, "abort", action.generation)
+                    elif isinstance(action, RollForward):
+                        self.pool.call(worker, "roll_forward", action.generation, action.step, action.commit)
+
+    def run(self, timeout_s: float = 60.0) -> None:
+        """Until the copy of the last step is stored. What is armed before is armed before the first step."""
+        until = time.monotonic() + timeout_s
+        self.carry_out(Decision((EnterPlan(self.first),), "the test's plan"))
+        while self.state.saved_step < self.job["steps"]:
+            self.listen()
+            decision = decide(self.state, time.monotonic())
+            assert self.state.phase not in ("failed", "stopped"), self.state.outcome_reason
+            if decision.actions:
+                self.decisions.append(decision)
+                self.carry_out(decision)
+            assert time.monotonic() < until, [d.reason for d in self.decisions]
+
+    def orders(self, kind: type) -> list[Any]:
+        return [action for decision in self.decisions for action in decision.actions if isinstance(action, kind)]
+
+    def told(self, kind: type) -> list[Any]:
+        return [event for _, _, event in self.pool.log if isinstance(event, kind)]
+
+    def check_end(self) -> None:
+        """The stored state and the losses are those of a plain trainer."""
+        alone = train(self.program, self.job, self.job["steps"], skipped=self.skipped)
+        checkpoint = durable.open_checkpoint(self.state.durable[0].uri)
+        for name, parameter in alone.model.named_parameters():
+            moments = alone.optimizer.state[parameter]
+            wanted = {f"model.{name}": parameter, f"optim.step.{name}": moments["step"]}
+            wanted |= {f"optim.{entry}.{name}": moments[entry] for entry in ("exp_avg", "exp_avg_sq")}
+            for fqn, tensor in wanted.items():
+                shape = tuple(tensor.shape)
+                got = checkpoint.read(Box(fqn, (0,) * len(shape), shape, "float32"))
+                torch.testing.assert_close(got, tensor.detach(), atol=2e-4, rtol=1e-3, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+        last = {e.step: e.train_loss for e in sorted(self.told(StepDone), key=lambda e: e.generation)}
+        assert last == {step: pytest.approx(alone.losses[step - 1], abs=1e-4, nan_ok=True) for step in last}
+        assert sorted(self.state.digests) == list(range(1, self.job["steps"] + 1)), "a step was never told of"
+
+
+def broken(
+    pool: FaultyPool, run: Path, layout: Layout, faults: dict[int, Fault], peer_every: int = PEER_EVERY
+) -> tuple[Driver, Plan]:
+    """A run whose fifth step breaks by `faults` (rank -> fault), finished by the policy; and the plan that it went on with."""
+    driver = Driver(pool, job_of("tiny.py", STEPS), run, layout, peer_every)
+    for rank, fault in faults.items():
+        pool.arm(driver.workers[rank], fault)
+    driver.run()
+    consistent(driver)
+    driver.check_end()
+    (entered,) = [order.plan for order in driver.orders(EnterPlan)]
+    return driver, entered
+
+
+def consistent(driver: Driver) -> None:
+    """The survivors' live steps differ by one commit at most, and who is behind has the gradients of what the others have."""
+    left = [q for q in driver.told(Quiesced) if q.generation == 1]
+    first = {q.worker: q for q in reversed(left) if any(h.kind == "live" for h in q.holdings)}
+    steps = {q.worker: next(h.step for h in q.holdings if h.kind == "live") for q in first.values()}
+    assert set(steps.values()) <= {AT, AT + 1, AT + 2} and max(steps.values()) - min(steps.values()) <= 1, steps
+    for worker, step in steps.items():
+        if step < max(steps.values()):
+            assert first[worker].pending_step == step + 1, "it must be able to catch up"
+            assert any(q.commit for other, q in first.items() if steps[other] == step + 1)
+
+
+def collectives(pool: FaultyPool, run: Path, layout: Layout, rank: int) -> list[str]:
+    """Names of a step's collectives on that rank."""
+    driver = Driver(pool, job_of("tiny.py", AT + 2), run / "list", layout, PEER_EVERY)
+    path = run / f"names-{rank}.json"
+    pool.arm(driver.workers[rank], Fault("list", AT, -1, path=str(path)))
+    driver.run()
+    return list(json.loads(path.read_text()))
+
+
+# ------------------------------------------------------------------------------------------ the commit itself
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_replicas_roll_forward_to_the_step_that_somebody_has(pool: FaultyPool, tmp_path: Path, victim: int) -> None:
+    """The victim dies with its commit done, two more never hear of it; the fourth has it: no step is lost."""
+    deaf = [rank for rank in (1, 2, 3, 0) if rank != victim][:2]
+    faults = {rank: Fault("deaf", AT, "commit") for rank in deaf} | {victim: Fault("after", AT, "commit")}
+    driver, entered = broken(pool, tmp_path, REPLICAS, faults, peer_every=0)
+    (order,) = driver.orders(RollForward)
+    assert (order.generation, order.step) == (1, AT + 1) and len(order.commit) >= 8
+    assert (entered.resume.source, entered.resume.step) == ("peer", AT + 1)
+    assert len({h.worker for h in entered.resume.holdings}) == 3
+    assert [e.step for e in driver.told(StepDone)] in ([*range(1, STEPS + 1)], [s for s in range(1, STEPS + 1) if s != AT + 1])
+
+
+def test_without_replicas_a_step_that_a_dead_rank_took_with_it_is_given_up(pool: FaultyPool, tmp_path: Path) -> None:
+    faults = {1: Fault("deaf", AT, "commit"), 0: Fault("after", AT, "commit")}
+    driver, entered = broken(pool, tmp_path, SHARDS, faults)
+    assert not driver.orders(RollForward)
+    assert entered.resume.source == "peer" and entered.resume.step in (AT - 2, AT)
+
+
+def test_nobody_is_gone_and_one_rank_missed_the_commit(pool: FaultyPool, tmp_path: Path) -> None:
+    """Without replicas too: all gradients are there, so the step is made whole."""
+    driver, entered = broken(pool, tmp_path, SHARDS, {1: Fault("deaf", AT, "commit")}, peer_every=0)
+    assert [order.step for order in driver.orders(RollForward)] == [AT + 1]
+    assert entered.resume.step == AT + 1 and len(entered.ranks) == 3
+    assert {e.kind for e in driver.told(WorkerFailed)} == {"collective"}
+
+
+def test_a_commit_that_nobody_has_rolls_nothing_forward(pool: FaultyPool, tmp_path: Path) -> None:
+    driver, entered = broken(pool, tmp_path, REPLICAS, {2: Fault("before", AT, "commit")}, peer_every=0)
+    assert not driver.orders(RollForward)
+    assert entered.resume.step == AT and {h.kind for h in entered.resume.holdings} == {"live"}
+    pending = {q.pending_step for q in driver.told(Quiesced) if q.generation == 1}
+    assert pending == {AT + 1}
+
+
+# ------------------------------------------------------------------------------------------ numbers that are none
+
+
+@pytest.mark.parametrize(("layout", "at"), [(SHARDS, 7), (PIPELINE, 3)], ids=str)
+def test_a_sample_without_a_number_rolls_back_once_and_is_named(
+    pool: FaultyPool, tmp_path: Path, layout: Layout, at: int
+) -> None:
+    """`at`: where sample 77 stands among the twelve of the step after AT ones."""
+    seed = next(seed for seed in range(100_000) if sample_ids(512, 12, seed, AT)[at] == 77)
+    driver = Driver(pool, job_of("tiny_nan.py", STEPS) | {"seed": seed}, tmp_path, layout, PEER_EVERY)
+    with pytest.raises(AssertionError, match="again, after one roll-back"):
+        driver.run()
+    (order,) = [order.plan for order in driver.orders(EnterPlan)]
+    assert order.cause == "rollback" and order.resume.step < AT
+    d = at // driver.first.samples[0]
+    rank = d if layout.pp == 1 else layout.dp_shard + d  # the last stage knows the loss
+    share = sample_ids(512, 12, seed, AT)[sum(driver.first.samples[:d]) :][: driver.first.samples[d]]
+    named = f"the loss of rank {rank} on node{rank}/0 is not finite; its samples: {', '.join(map(str, share))}"
+    assert f"step {AT + 1}: train_loss nan, gradient norm nan: {named}" in driver.decisions[0].reason
+    assert f"step {AT + 1}: " in driver.state.outcome_reason and "77" in driver.state.outcome_reason
+    assert "\n" not in driver.state.outcome_reason
+    failed = {(e.kind, e.step) for e in driver.told(WorkerFailed)}
+    assert failed == {("not_finite", AT + 1)}, "all ranks say the same"
+
+
+def test_a_step_that_is_skipped_is_skipped_by_those_that_roll_forward_to_it(pool: FaultyPool, tmp_path: Path) -> None:
+    """Two ranks never hear of the commit of the step with the bad sample; the third has left that step out."""
+    seed = next(seed for seed in range(100_000) if sample_ids(512, 12, seed, AT)[5] == 77)
+    job = job_of("tiny_nan.py", STEPS) | {"seed": seed, "guards": Guards(not_finite=NotFinite(do="skip")).model_dump()}
+    driver = Driver(pool, job, tmp_path, SHARDS, 0)
+    driver.skipped = (AT + 1,)
+    for rank in (0, 2):
+        pool.arm(driver.workers[rank], Fault("deaf", AT, "commit"))
+    driver.run()
+    (order,) = driver.orders(RollForward)
+    assert order.step == AT + 1 and order.commit[1] != order.commit[1], "its loss is no number"
+    assert not [e.step for e in driver.told(StepDone) if e.skipped and e.step != AT + 1]
+    assert driver.state.rollbacks == 0
+    driver.check_end()
+
+
+def test_a_step_that_was_rolled_back_for_may_be_skipped_the_second_time(pool: FaultyPool, tmp_path: Path) -> None:
+    seed = next(seed for seed in range(100_000) if sample_ids(512, 12, seed, AT)[7] == 77)
+    job = job_of("tiny_nan.py", STEPS) | {"seed": seed, "guards": Guards(not_finite=NotFinite(again="skip")).model_dump()}
+    driver = Driver(pool, job, tmp_path, TENSOR, PEER_EVERY)
+    driver.skipped = (AT + 1,)
+    driver.run()
+    (order,) = [order.plan for order in driver.orders(EnterPlan)]
+    assert (order.cause, order.rolled_back) == ("rollback", (("not_finite", AT + 1),)) and order.resume.step < AT
+    tripped = {(e.generation, e.do): e for e in driver.told(GuardTripped)}
+    assert set(tripped) == {(1, "rollback"), (2, "skip")}
+    last = tripped[2, "skip"]
+    assert (last.rank, last.worker, last.step) == (2, order.ranks[2], AT + 1) and 77 in last.samples
+    assert "again, after one roll-back: the step is skipped" in last.reason and "77" in last.reason
+    assert driver.state.n_skipped == 1
+    driver.check_end()
+
+
+# ------------------------------------------------------------------------------------------ every collective
+
+SOME = [(PIPELINE, 0, 0.4), (TENSOR, 3, 0.7), (SHARDS, 2, 0.2)]  # layout, victim, how far into the step
+
+
+@pytest.mark.parametrize(("layout", "victim", "share"), SOME, ids=str)
+def test_a_kill_inside_a_step(pool: FaultyPool, tmp_path: Path, layout: Layout, victim: int, share: float) -> None:
+    names = collectives(pool, tmp_path, layout, victim)
+    assert names.count("commit") == 1 and len(names) >= 10
+    _, entered = broken(pool, tmp_path / "run", layout, {victim: Fault("before", AT, round(share * len(names)))})
+    assert 0 < entered.resume.step <= AT and entered.resume.source == "peer"
+
+
+def test_a_kill_while_a_copy_is_on_its_way(pool: FaultyPool, tmp_path: Path) -> None:
+    driver, entered = broken(pool, tmp_path, SHARDS, {1: Fault("after", AT - 1, "copy")})
+    assert entered.resume.source == "peer" and entered.resume.step < AT + 1
+    assert driver.told(CopyStored)
+
+
+@pytest.mark.product
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["before", "after"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_kill_at_every_collective(pool: FaultyPool, tmp_path: Path, layout: Layout, kind: Any) -> None:
+    victim = layout.world_size - 1
+    names = collectives(pool, tmp_path, layout, victim)
+    for at, name in enumerate(names):
+        for peer_every in (PEER_EVERY,) if layout is not REPLICAS else (0, PEER_EVERY):
+            where = tmp_path / f"{at}-{peer_every}"
+            _, entered = broken(pool, where, layout, {victim: Fault(kind, AT, at)}, peer_every)
+            if layout is REPLICAS:
+                least = AT if name != "commit" or kind == "before" else AT + 1
+                assert entered.resume.step >= least, f"{kind} {name} ({at}): a replica had step {least}"
+            assert entered.resume.step >= AT - PEER_EVERY, f"{kind} {name} ({at})"
+
+
+@pytest.mark.product
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_kill_in_the_middle_of_a_commit(pool: FaultyPool, tmp_path: Path, layout: Layout) -> None:
+    """At a time of its own within the all-reduce: what each rank has heard by then is left to chance."""
+    for k, delay_s in enumerate((0.0, 2e-5, 5e-5, 1e-4, 2e-4, 4e-4, 1e-3)):
+        fault = Fault("soon", AT, "commit", delay_s)
+        _, entered = broken(pool, tmp_path / str(k), layout, {k % layout.world_size: fault})
+        assert entered.resume.step >= AT - PEER_EVERY

@@ -1,0 +1,80 @@
+"""torch.compile per block: through live changes of the layout, and refused where there is no compiler."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from plans import live, plan
+from reference import train
+from test_chain import job_of
+from torch import nn
+from worker_pool import Pool
+
+from elastic.errors import SpecError
+from elastic.program import load_program
+from elastic.types import Layout, Plan, Resume, StepDone
+from elastic.worker import compiled
+
+PATIENCE_S = 300.0  # a cold compiler on a busy machine
+LAYOUTS = [
+    Layout(dp_shard=2), Layout(tp=2), Layout(dp_shard=2, activation_checkpointing="selective"),
+    Layout(pp=2, activation_checkpointing="full"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("compiler", ["/no/such/compiler", "no-such-compiler"])
+def test_without_a_compiler_it_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(SpecError, match=f"^compile: true needs a C[+][+] compiler, and there is no '{compiler}' here[^\n]*$"):
+        compiled.settle_compiler(torch.device("cpu"))
+
+
+def test_the_folder_is_one_on_this_node_unless_the_user_says_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "true")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "7")
+    compiled.settle_compiler(torch.device("cpu"))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    compiled.settle_compiler(torch.device("cpu"))
+    assert "elastic-compiled-" in os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
+def test_each_block_is_compiled_and_what_was_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch, "compile", lambda forward: said.append(forward.__self__.name) or forward)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: said.append("reset"))
+
+    class Block(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    blocks = [Block("a"), Block("b")]
+    compiled.compile_blocks(blocks)
+    assert said == ["reset", "a", "b"]
+    assert all("forward" in vars(block) for block in blocks)
+
+
+@pytest.mark.product
+@pytest.mark.timeout(1800)
+def test_compiled_blocks_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
+    job = job_of("tiny.py", steps=60) | {"compile": True}
+    workers = pool.open(job, tmp_path)
+    plans: list[Plan] = []
+    for number, layout in enumerate(LAYOUTS, 1):
+        resume = live(plans[-1]) if plans else Resume()
+        plans.append(plan(number, layout, workers, job["global_batch"], resume=resume))
+        pool.enter(plans[-1])
+        pool.wait(lambda: pool.events(StepDone, number), f"a step of generation {number}", PATIENCE_S)  # noqa: B023
+    pool.wait(lambda: any(e.step == job["steps"] for e in pool.events(StepDone)), "the last step", PATIENCE_S)
+    alone = train(load_program(job["program"]), job, job["steps"])
+    steps = pool.events(StepDone)
+    assert [e.train_loss for e in steps] == pytest.approx(alone.losses, abs=1e-4)
+    assert len({e.generation for e in steps}) == len(LAYOUTS)

@@ -1,0 +1,103 @@
+"""A rank's boxes on their way: paced, summed, given up cleanly."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from wires import Gone, Lines, QueueWire
+
+from elastic.worker.copy_stream import CHUNK_BYTES, UNPACED_BYTES, Pace, receive_boxes, send_boxes
+
+N_BYTES = 3 * CHUNK_BYTES + 8
+
+
+def source() -> torch.Tensor:
+    return torch.arange(N_BYTES // 8, dtype=torch.int64).view(torch.uint8)
+
+
+def receiving(lines: Lines, rank: int, into: torch.Tensor, answers: dict[int, str]) -> threading.Thread:
+    def run() -> None:
+        answers[rank] = receive_boxes(into, QueueWire(lines, rank), 0)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_every_byte_arrives_at_every_keeper() -> None:
+    lines, answers, into = Lines(), {}, {r: torch.zeros(N_BYTES, dtype=torch.uint8) for r in (1, 2)}
+    threads = [receiving(lines, r, into[r], answers) for r in into]
+    assert send_boxes(source(), QueueWire(lines, 0), (1, 2), Pace(), threading.Event())
+    for thread in threads:
+        thread.join(5)
+    assert answers == {1: "", 2: ""}
+    assert all(torch.equal(got, source()) for got in into.values())
+
+
+def test_one_altered_byte_is_told_and_the_stream_still_ends() -> None:
+    seen = []
+
+    def alter(_: int, to: int, tensor: torch.Tensor) -> None:
+        if tensor.dtype == torch.uint8:
+            seen.append(to)
+            if len(seen) == 2:
+                tensor[17] ^= 1
+
+    lines, answers = Lines(alter=alter), {}
+    thread = receiving(lines, 1, torch.zeros(N_BYTES, dtype=torch.uint8), answers)
+    assert send_boxes(source(), QueueWire(lines, 0), (1,), Pace(), threading.Event())
+    thread.join(5)
+    assert answers[1] == f"chunk 1 ({CHUNK_BYTES} bytes) from rank 0 arrived altered: its 64-bit sum differs"
+    assert lines.queues[0, 1].empty()
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_stream_that_is_given_up_ends_at_both_ends_after_the_same_chunk(after: int) -> None:
+    quit_now, sent = threading.Event(), []
+
+    def alter(_: int, __: int, tensor: torch.Tensor) -> None:
+        sent.append(tensor.dtype == torch.uint8)
+        if sum(sent) == after:
+            quit_now.set()
+
+    if not after:
+        quit_now.set()
+    lines, answers = Lines(alter=alter), {}
+    thread = receiving(lines, 1, torch.zeros(N_BYTES, dtype=torch.uint8), answers)
+    assert not send_boxes(source(), QueueWire(lines, 0), (1,), Pace(), quit_now)
+    thread.join(5)
+    assert answers == {1: f"rank 0 gave up after {after} chunks"}
+    assert lines.queues[0, 1].empty(), "nothing is left to be mistaken for the next copy"
+
+
+def test_a_peer_that_is_gone_raises_at_both_ends() -> None:
+    lines = Lines()
+    lines.broken.set()
+    with pytest.raises(Gone):
+        send_boxes(source(), QueueWire(lines, 0), (1,), Pace(), threading.Event())
+    with pytest.raises(Gone):
+        receive_boxes(torch.zeros(8, dtype=torch.uint8), QueueWire(lines, 1), 0)
+
+
+def paced_s(bytes_per_s: float, n_bytes: int, hurry_after_s: float = 0.0) -> float:
+    pace = Pace(bytes_per_s)
+    if hurry_after_s:
+        threading.Timer(hurry_after_s, pace.hurry.set).start()
+    began_s = time.monotonic()
+    for _ in range(n_bytes // CHUNK_BYTES):
+        pace.wait(CHUNK_BYTES)
+    return time.monotonic() - began_s
+
+
+def test_pace_keeps_to_the_rate_after_a_first_burst() -> None:
+    n_bytes = UNPACED_BYTES + 10 * CHUNK_BYTES
+    assert 0.9 * 0.4 < paced_s(CHUNK_BYTES * 25, n_bytes) < 0.4 + 0.3
+    assert paced_s(CHUNK_BYTES * 25, UNPACED_BYTES) < 0.05, "a small state goes at once"
+    assert paced_s(0.0, n_bytes) < 0.05
+
+
+def test_no_pace_while_somebody_waits() -> None:
+    assert paced_s(CHUNK_BYTES * 2, UNPACED_BYTES + 20 * CHUNK_BYTES, hurry_after_s=0.1) < 2.0

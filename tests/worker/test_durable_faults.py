@@ -1,0 +1,349 @@
+"""Whatever goes wrong, and whenever: the newest whole checkpoint is found and loaded, and nothing else ever is.
+
+Killed at every system call that a save, a commit, a removal and a load make; every class of bytes of every file altered, cut
+off or removed; an S3 server behind a proxy that does harm.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.errors import ElasticError, StorageFailed
+from elastic.reshard.shards import boxes, owned_boxes, state_specs
+from elastic.storage import Storage, open_storage
+from elastic.types import Layout, ModelProfile, TensorSpec
+from elastic.worker import durable
+from elastic.worker.durable import Damaged, commit, find, open_checkpoint, write_shard
+
+pytestmark = pytest.mark.slow
+
+MODEL = ModelProfile(
+    1, 0, (TensorSpec("w", (40, 30), "float32", block=0), TensorSpec("big", (300, 400), "float32", block=0)), ("m",), ("n",)
+)
+CUT = (Layout(dp_shard=2), (1,))
+
+
+def save(storage: Storage, step: int) -> str:
+    """A state whose every element is `step`."""
+    for rank in range(2):
+        mine = owned_boxes(MODEL, *CUT, rank)
+        write_shard(storage, step, 1, rank, [(b, torch.full(b.sizes, step, dtype=getattr(torch, b.dtype))) for b in mine])
+    return commit(storage, step, 1, 2, 1, {})
+
+
+def load(uri: str) -> int:
+    """The step whose state it is; raises where it is not whole, fails where it is anything else."""
+    checkpoint = open_checkpoint(uri)
+    checkpoint.check(state_specs(MODEL))
+    seen: set[float] = set()
+    for rank in range(2):
+        items = [(b, torch.empty(b.sizes, dtype=getattr(torch, b.dtype))) for b in boxes(MODEL, Layout(dp_shard=2), (1,), rank)]
+        checkpoint.fill(items)
+        seen |= {float(value) for _, tensor in items for value in tensor.unique()}
+    assert seen == {checkpoint.step}, f"{uri} is of step {checkpoint.step} and holds {seen}"
+    return checkpoint.step
+
+
+def load_newest(storage: Storage) -> tuple[int, list[str]]:
+    """As a run does it: the newest that can be read; -1 = none. And what was wrong with newer ones."""
+    problems: list[str] = []
+    for found in find(storage, problems):
+        try:
+            return load(found.uri), problems
+        except Damaged as error:
+            problems.append(str(error))
+    return -1, problems
+
+
+# ------------------------------------------------------------------------------------------------ killed
+
+KILLS = """
+import json, os, shutil, signal, sys, threading
+sys.path.insert(0, sys.argv[1])
+import test_durable_faults as t
+from elastic.storage import open_storage
+from elastic.worker import durable
+import pathlib, torch
+torch.set_num_threads(1)
+root, every, names, phase = sys.argv[2], int(sys.argv[3]), [], "save"
+kill_at, lock = -1, threading.Lock()
+
+def watch(owner, name, when):
+    real = getattr(owner, name)
+    def called(*arguments, **more):
+        if when == "before":
+            point(name)
+        done = real(*arguments, **more)
+        if when == "after":
+            point("after " + name)
+        return done
+    setattr(owner, name, called)
+
+def point(name):
+    with lock:
+        if kill_at == len(names):
+            os.kill(os.getpid(), signal.SIGKILL)
+        names.append(phase + ": " + name)
+
+for name in ("fsync", "link", "unlink", "rmdir", "mkdir"):
+    watch(os, name, "before")
+for name in ("open", "replace", "unlink"):
+    watch(pathlib.Path, name, "before")
+watch(pathlib.Path, "replace", "after")
+watch(os, "link", "after")
+watch(torch, "save", "before")
+
+def scenario(folder):
+    global phase
+    storage = open_storage(folder)
+    phase = "save"
+    for rank in range(2):
+        mine = t.owned_boxes(t.MODEL, *t.CUT, rank)
+        items = [(b, torch.full(b.sizes, 30, dtype=getattr(torch, b.dtype))) for b in mine]
+        durable.write_shard(storage, 30, 1, rank, items)
+    phase = "commit"
+    durable.commit(storage, 30, 1, 2, 1, {})
+    phase = "retention"
+    durable.remove_copy(storage, storage.uri_of("checkpoints/step-00000010.g0001"), 1)
+    durable.clean(storage, 1, 30)
+    phase = "load"
+    t.load_newest(storage)
+
+scenario(shutil.copytree(root + "/before", root + "/warm"))  # imports
+folder = shutil.copytree(root + "/before", root + "/dry")
+names.clear()
+scenario(folder)
+total, all_names = len(names), list(names)
+told = []
+for kill_at in range(0, total, every):
+    folder = shutil.copytree(root + "/before", f"{root}/at{kill_at}")
+    child = os.fork()
+    if child == 0:
+        names.clear()
+        scenario(folder)
+        os._exit(3)
+    status = os.waitpid(child, 0)[1]
+    told.append((kill_at, all_names[kill_at], os.WIFSIGNALED(status) and os.WTERMSIG(status) == 9))
+print(json.dumps(told))
+"""
+
+
+def killed_everywhere(tmp_path: Path, every: int) -> list[tuple[str, int]]:
+    """(point, step that is loaded after it) for each point at which a child was killed."""
+    before = open_storage(tmp_path / "before")
+    for step in (10, 20):
+        save(before, step)
+    write_shard(before, 15, 1, 0, [])  # an interrupted save, to be cleaned up
+    command = [sys.executable, "-c", KILLS, str(Path(__file__).parent), str(tmp_path), str(every)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    out = []
+    for at, name, killed in json.loads(done.stdout):
+        assert killed, f"{name} was not reached"
+        storage = open_storage(tmp_path / f"at{at}")
+        step, problems = load_newest(storage)
+        assert problems == [], (name, problems)
+        out.append((name, step))
+        goes_on(storage, name, step)
+    return out
+
+
+def goes_on(storage: Storage, name: str, step: int) -> None:
+    """The next driver cleans up, saves and commits as if nothing had been."""
+    durable.clean(storage, 2)
+    left = {found.uri for found in find(storage)}
+    folders = {storage.uri_of("/".join(key.split("/")[:2])) for key in storage.list("checkpoints/")}
+    assert folders == left, name
+    save(storage, 30)
+    assert load_newest(storage) == (30, []), name
+    assert step in (20, 30)
+
+
+def check_kills(found: list[tuple[str, int]]) -> None:
+    phases = [name.split(":")[0] for name, _ in found]
+    assert set(phases) == {"save", "commit", "retention", "load"}
+    assert all(step == 20 for name, step in found if name.startswith("save"))
+    assert all(step == 30 for name, step in found if name.startswith(("retention", "load")))
+    commits = [step for name, step in found if name.startswith("commit")]
+    assert commits == sorted(commits) and set(commits) == {20, 30}  # the marker is what makes the difference
+
+
+@pytest.mark.timeout(120)
+def test_killed_at_every_fourth_point(tmp_path: Path) -> None:
+    found = killed_everywhere(tmp_path, 4)
+    assert len(found) >= 12
+    check_kills(found)
+
+
+@pytest.mark.product
+@pytest.mark.timeout(600)
+def test_killed_at_every_point(tmp_path: Path) -> None:
+    found = killed_everywhere(tmp_path, 1)
+    print(f"killed at {len(found)} points: {found}")
+    assert len(found) >= 50
+    check_kills(found)
+
+
+# ------------------------------------------------------------------------------------------------ bytes
+
+
+def places(uri: str) -> dict[str, tuple[str, int]]:
+    """A byte of each class: name -> (file, offset)."""
+    folder = Path(uri)
+    rows = json.loads((folder / "rank-1.json").read_text())["boxes"]
+    small = min(rows, key=lambda row: row["length"])
+    large = max(rows, key=lambda row: row["length"])
+    out = {}
+    for kind, row in (("small", small), ("large", large)):
+        blob = (folder / "__1_0.distcp").read_bytes()[row["offset"] : row["offset"] + row["length"]]
+        directory = blob.rindex(b"PK\x01\x02")
+        n_bytes = len(blob) - directory
+        for name, at in {
+            "zip header": 2, "pickle": blob.index(b"data.pkl") + 80, "padding": row["data"] - 3, "memory": row["data"] + 1,
+            "zip directory": directory + n_bytes // 2, "end": len(blob) - 1,
+        }.items():  # fmt: skip
+            out[f"{kind} blob, {name}"] = ("__1_0.distcp", row["offset"] + at)
+    for file in ("commit.json", "rank-0.json", "rank-1.json", ".metadata"):
+        size = (folder / file).stat().st_size
+        out |= {f"{file}, {name}": (file, at) for name, at in {"first": 0, "middle": size // 2, "last": size - 1}.items()}
+    return out
+
+
+NAMES = [
+    *(f"{kind} blob, {name}" for kind in ("small", "large") for name in (
+        "zip header", "pickle", "padding", "memory", "zip directory", "end")),
+    *(f"{file}, {name}" for file in ("commit.json", "rank-0.json", "rank-1.json", ".metadata") for name in (
+        "first", "middle", "last")),
+]  # fmt: skip
+
+
+def altered(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x11
+    path.write_bytes(data)
+
+
+def cut_off(path: Path, at: int) -> None:
+    path.write_bytes(path.read_bytes()[:at])
+
+
+def zeroed(path: Path, at: int) -> None:
+    """A page that was never written, as some file systems leave it after a crash."""
+    data = bytearray(path.read_bytes())
+    end = min(len(data), at + 4096)
+    data[at:end] = bytes(end - at)
+    path.write_bytes(data)
+
+
+def grown(path: Path, at: int) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("two")
+    storage = open_storage(root)
+    assert set(places(save(storage, 10))) == set(NAMES)
+    save(storage, 20)
+    return root
+
+
+@pytest.mark.parametrize("damage", [altered, cut_off, zeroed, grown])
+@pytest.mark.parametrize("name", NAMES)
+def test_damage_of_every_class_of_bytes_is_seen_by_loading_alone(
+    two: Path, tmp_path: Path, name: str, damage: Callable[[Path, int], None]
+) -> None:
+    root = Path(shutil.copytree(two, tmp_path / "run"))
+    storage = open_storage(root)
+    uri = find(storage)[0].uri
+    file, at = places(uri)[name]
+    before = (Path(uri) / file).read_bytes()
+    damage(Path(uri) / file, at)
+    changed = (Path(uri) / file).read_bytes() != before
+    step, problems = load_newest(storage)
+    if changed:
+        assert step == 10 and len(problems) == 1 and f"{uri}/{file}" in problems[0], (step, problems)
+        assert durable.verify(uri) != []
+    else:
+        assert step == 20 and problems == []
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", "rank-0.json", "rank-1.json", ".metadata", "commit.json"])
+def test_a_file_that_is_gone(two: Path, tmp_path: Path, name: str) -> None:
+    storage = open_storage(Path(shutil.copytree(two, tmp_path / "run")))
+    (Path(find(storage)[0].uri) / name).unlink()
+    assert load_newest(storage)[0] == 10
+
+
+def test_two_files_that_changed_places(two: Path, tmp_path: Path) -> None:
+    """Each whole in itself, and of the right size."""
+    storage = open_storage(Path(shutil.copytree(two, tmp_path / "run")))
+    new, old = (Path(found.uri) for found in find(storage))
+    shutil.copy(old / "__1_0.distcp", new / "__1_0.distcp")
+    assert load_newest(storage)[0] == 10
+
+
+def test_blobs_are_zip_files(two: Path) -> None:
+    """The classes of bytes above mean what they say."""
+    folder = Path(find(open_storage(two))[0].uri)
+    row = json.loads((folder / "rank-1.json").read_text())["boxes"][0]
+    data = (folder / "__1_0.distcp").read_bytes()[row["offset"] : row["offset"] + row["length"]]
+    (folder / "blob.zip").write_bytes(data)
+    with zipfile.ZipFile(folder / "blob.zip") as archive:
+        assert any(name.endswith("data/0") for name in archive.namelist())
+    (folder / "blob.zip").unlink()
+
+
+# ------------------------------------------------------------------------------------------------ object storage
+
+HARM = ["unavailable", "slow_down", "internal", "reset", "short", "hang", "lost", "wrong", "wrong_sent"]
+
+
+@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.usefixtures("small_parts")
+def test_saving_and_loading_through_a_faulty_network(s3: Storage, proxy: object, harm: str) -> None:
+    """Faults that pass: every second request meets one, and everything comes out right."""
+    from storage.test_faults import PASSING
+
+    save(s3, 10)
+    fault = PASSING[harm]
+    for skip in range(0, 24, 2):
+        proxy.faults.append(type(fault)(**{**fault.__dict__, "times": 1, "skip": skip}))  # type: ignore[attr-defined]
+    try:
+        save(s3, 20)
+        step, problems = load_newest(s3)
+    except StorageFailed:  # it said so itself: nothing was taken for whole
+        step, problems = -1, []
+    proxy.faults.clear()  # type: ignore[attr-defined]
+    assert step in (-1, 10, 20) and len(problems) <= 1
+    assert load_newest(s3)[0] in (10, 20)
+    save(s3, 20)
+    assert load_newest(s3) == (20, [])
+
+
+@pytest.mark.parametrize("phase", ["write_shard", "commit"])
+@pytest.mark.usefixtures("small_parts")
+def test_credentials_that_expire(s3: Storage, proxy: object, phase: str) -> None:
+    from storage.faulty_proxy import expired
+
+    save(s3, 10)
+    if phase == "commit":
+        for rank in range(2):
+            mine = owned_boxes(MODEL, *CUT, rank)
+            write_shard(s3, 20, 1, rank, [(b, torch.full(b.sizes, 20, dtype=getattr(torch, b.dtype))) for b in mine])
+    proxy.faults.append(expired(times=10_000))  # type: ignore[attr-defined]
+    with pytest.raises(ElasticError, match="ExpiredToken"):
+        save(s3, 20) if phase == "write_shard" else commit(s3, 20, 1, 2, 1, {})
+    proxy.faults.clear()  # type: ignore[attr-defined]
+    assert load_newest(s3) == (10, [])
+    save(s3, 20)
+    assert load_newest(s3) == (20, [])

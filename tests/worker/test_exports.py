@@ -1,0 +1,156 @@
+"""Exported folders: transformers loads them and says the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import train_alone
+from safetensors import safe_open
+from test_chain import job_of, pass_through
+from transformers import AutoModelForCausalLM
+from worker_pool import Pool
+
+from elastic.errors import SpecError
+from elastic.program import Program, load_program
+from elastic.storage import open_storage
+from elastic.types import Layout
+from elastic.worker import durable
+from elastic.worker.checkpoints import PART_BYTES, Wanted, export_for, import_state
+from elastic.worker.finished import load_model
+from elastic.worker.groups import Groups
+from elastic.worker.model_profile import trace
+from elastic.worker.train_state import TrainState
+
+PROGRAMS = Path(__file__).parent.parent / "programs"
+
+
+def stored(program: Program, folder: Path) -> torch.nn.Module:
+    """A random model, and a committed copy of it in a run."""
+    torch.manual_seed(2)
+    model = program.model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+    model.save_pretrained(folder / "made")
+    import_state(str(folder / "made"), open_storage(str(folder / "run")), Wanted(trace(program), 3))
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["hf_tiny.py", "hf_qwen3.py", "hf_gpt2.py"])
+def test_from_pretrained_loads_what_was_exported(name: str, tmp_path: Path) -> None:
+    program = load_program(PROGRAMS / name)
+    model = stored(program, tmp_path)
+    done = export_for(open_storage(str(tmp_path / "run")), None, open_storage(str(tmp_path / "out")), program)
+    assert set(done["files"]) == {"model.safetensors", "config.json"}
+    with safe_open(str(tmp_path / "out" / "model.safetensors"), "pt") as file:
+        assert ("lm_head.weight" in file.keys()) == (name == "hf_qwen3.py")  # noqa: SIM118 - tied ones are there once
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True).eval()
+    ids = torch.arange(24).view(2, 12) * 5 % 64
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
+    base = load_program(PROGRAMS / "hf_tiny.py")
+    stored(base, tmp_path)
+    (tmp_path / "made" / "tokenizer.json").write_text('{"version": "1.0"}')
+    (tmp_path / "made" / "notes.txt").write_text("no")
+    from elastic.models.huggingface import causal_lm
+
+    program = causal_lm(tmp_path / "made", base.dataset, base.optimizer)
+    done = export_for(open_storage(str(tmp_path / "run")), None, open_storage(str(tmp_path / "out")), program)
+    assert {"tokenizer.json", "generation_config.json", "config.json"} < set(done["files"])
+    assert not (tmp_path / "out" / "notes.txt").exists()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    with pytest.raises(SpecError, match="has no adapters"):
+        export_for(open_storage(str(tmp_path / "run")), None, open_storage(str(tmp_path / "b")), program, merged=True)
+
+
+# ------------------------------------------------------------------------------------------------ adapters
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {programs!r})
+import hf_qwen3
+import torch
+from elastic.models.huggingface import causal_lm
+from elastic.models.lora import lora
+
+adamw = lambda named: torch.optim.AdamW([p for _, p in named], lr=2e-2)
+base = causal_lm({weights!r}, dataset=lambda: hf_qwen3.Padded(left=False), optimizer=adamw)
+program = lora(base, ("q_proj", "o_proj", "down_proj"), r=4, alpha=8)
+"""
+
+
+def adapter_job(folder: Path) -> dict[str, Any]:
+    """A job on the random weights in `folder`/made."""
+    torch.manual_seed(2)
+    load_program(PROGRAMS / "hf_qwen3.py").model().save_pretrained(folder / "made", max_shard_size="20KB")
+    (folder / "program.py").write_text(PROGRAM.format(programs=str(PROGRAMS), weights=str(folder / "made")))
+    return job_of(str(folder / "program.py"), steps=12)
+
+
+def reference(program: Program, job: dict[str, Any]) -> list[float]:
+    """Losses of one process that begins with the same adapters: those of `Weights.fresh`."""
+    profile = trace(program)
+    groups = Groups(0, Layout(), torch.device("cpu"))
+    state = TrainState(program, profile, groups, (Layout(), (4,), 0), job)
+    state.read_frozen()
+    state.fill_fresh(job["seed"])
+
+    def build() -> torch.nn.Module:
+        model = program.model()
+        model.load_state_dict({k: v.detach().clone() for k, v in state.model.state_dict().items()})
+        return model
+
+    return train_alone(replace(program, model=build), job, job["steps"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers so
+def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
+    """The frozen weights are in no checkpoint; transformers and peft read what comes out, alone and merged."""
+    job = adapter_job(tmp_path)
+    program = load_program(job["program"])
+    run = tmp_path / "run"
+    steps = pass_through(pool, job, run, [Layout(dp_shard=3), Layout(pp=2, tp=2), Layout(dp_shard=2, tp=2)], every=3)
+    alone = reference(program, job)
+    assert max(abs(e.train_loss - loss) for e, loss in zip(steps, alone, strict=True)) < 1e-4
+    assert alone[-1] < alone[0] - 0.1
+    storage = open_storage(str(run))
+    durable.commit(storage, job["steps"], 3, 4, 1, {})
+    uri = durable.find(storage)[0].uri
+    kept = [fqn for fqn in durable.open_checkpoint(uri).tensors if fqn.startswith("model.")]
+    assert len(kept) == 4 * 3 * 2 and all(".lora_" in fqn for fqn in kept)
+    ids = torch.arange(24).view(2, 12) * 5 % 64
+    with torch.no_grad():
+        wanted = load_model(program, uri)(ids).logits
+        before = AutoModelForCausalLM.from_pretrained(tmp_path / "made", local_files_only=True)(ids).logits
+        assert (wanted - before).abs().max() > 0.05
+        export_for(storage, None, open_storage(str(tmp_path / "merged")), program, merged=True)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", local_files_only=True).eval()
+        torch.testing.assert_close(merged(ids).logits, wanted, atol=1e-5, rtol=1e-5)
+        done = export_for(storage, None, open_storage(str(tmp_path / "adapter")), program)
+        assert done["files"] == ["adapter_model.safetensors", "adapter_config.json"] and done["tensors"] == len(kept)
+        peft = pytest.importorskip("peft", reason="it is in the extra 'test'")
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "made", local_files_only=True)
+        loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+        torch.testing.assert_close(loaded(ids).logits, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_exporting_needs_a_few_chunks(tmp_path: Path) -> None:
+    """A model of about 200 MB; measured in a process of its own."""
+    command = [sys.executable, str(Path(__file__).with_name("load_peak.py")), str(tmp_path), "export"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["model_bytes"] > 180e6 and 1e6 < found["peak_bytes"] < 2 * PART_BYTES, found

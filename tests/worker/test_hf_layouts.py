@@ -1,0 +1,69 @@
+"""Models of transformers in layouts of every kind: a pairwise cover of axes here, the product of them under `product`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from reference import train_alone
+from test_chain import job_of, pass_through
+from worker_pool import Pool
+
+from elastic.program import load_program
+from elastic.types import Evaluated, Layout
+
+TOLERANCE = 1e-4
+COVER = {
+    "hf_tiny.py": [Layout(pp=2, tp=2), Layout(pp=2, dp_shard=2), Layout(dp_replicate=2, tp=2)],
+    "hf_qwen3.py": [Layout(dp_shard=2, tp=2), Layout(pp=2, tp=2), Layout(pp=3)],
+    "hf_gpt2.py": [Layout(pp=2, dp_replicate=2), Layout(dp_shard=3), Layout(pp=4)],
+}
+PRODUCT = [
+    Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, tp=tp)
+    for pp in (1, 2, 4)
+    for replicate in (1, 2)
+    for shard in (1, 2, 3)
+    for tp in (1, 2)
+    if pp * replicate * shard * tp <= 4
+]
+
+
+def follow(pool: Pool, folder: Path, name: str, layouts: list[Layout], **more: int) -> None:
+    job = job_of(name, steps=4 * len(layouts)) | more
+    steps = pass_through(pool, job, folder, layouts, every=3)
+    alone = train_alone(load_program(job["program"]), job, job["steps"])
+    assert [event.step for event in steps] == list(range(1, job["steps"] + 1))
+    worst = max(abs(event.train_loss - loss) for event, loss in zip(steps, alone, strict=True))
+    assert worst < TOLERANCE, f"train loss is off by {worst}"
+    assert alone[-1] < alone[0] - 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", COVER)
+def test_losses_are_those_of_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
+    follow(pool, tmp_path, name, COVER[name])
+
+
+@pytest.mark.product
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", COVER)
+def test_losses_are_those_of_one_process_in_every_layout(pool: Pool, tmp_path: Path, name: str) -> None:
+    tps = (1,) if name == "hf_gpt2.py" else (1, 2)
+    follow(pool, tmp_path, name, [layout for layout in PRODUCT if layout.tp in tps])
+
+
+VIT = str(Path(__file__).resolve().parents[2] / "jobs" / "vit_digits" / "program.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_vision_transformer_on_real_digits(pool: Pool, tmp_path: Path) -> None:
+    """No language model: pictures in, classes out, a plain parameter beside the modules; and a metric of its own."""
+    pytest.importorskip("sklearn", reason="the job needs scikit-learn (it is in the extra 'test')")
+    layouts = [Layout(dp_shard=3), Layout(pp=2, tp=2), Layout(dp_replicate=2, tp=2)]
+    follow(pool, tmp_path, VIT, layouts, eval_every=6, eval_samples=50)
+    told = pool.events(Evaluated)
+    assert [event.step for event in told] == [6, 12]
+    assert 0.0 < told[0].metrics["accuracy"] < told[1].metrics["accuracy"] <= 1.0
+    assert told[1].metrics["validation_loss"] < told[0].metrics["validation_loss"]

@@ -1,0 +1,140 @@
+"""Host copies: what they hold, when the optimizer may go on, and that a buffer is not used twice at a time."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.errors import InternalError
+from elastic.types import Box
+from elastic.worker.host_copy import HostCopies, HostMemory, flat_bytes, flat_views
+from elastic.worker.train_state import Tensors
+
+
+def box(fqn: str, *sizes: int, dtype: str = "float32") -> Box:
+    return Box(fqn, (0,) * len(sizes), sizes, dtype)
+
+
+def live() -> Tensors:
+    return {
+        "w": (box("w", 3, 5), torch.arange(15.0).view(3, 5)),
+        "half": (box("half", 3, dtype="bfloat16"), torch.ones(3, dtype=torch.bfloat16)),
+        "step": (box("step"), torch.tensor(4.0)),
+        "buffer": (box("buffer", 2, dtype="int64"), torch.tensor([7, 8])),
+    }
+
+
+def copies(tensors: Tensors, limit: int = 2) -> HostCopies:
+    return HostCopies(HostMemory(), tensors, frozenset({"buffer"}), limit)
+
+
+class Gate:
+    """Holds a copy up between the volatile boxes and the others."""
+
+    def __init__(self, host: HostCopies, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.open, whole = threading.Event(), host._copy
+
+        def late(*arguments: Any) -> None:
+            assert self.open.wait(10)
+            if error is not None:
+                raise error
+            whole(*arguments)
+
+        monkeypatch.setattr(host, "_copy", late)
+
+
+def test_buffers_of_boxes_start_at_multiples_of_eight() -> None:
+    mine = [box for box, _ in live().values()]
+    assert flat_bytes(mine) == 64 + 8 + 8 + 16
+    views = flat_views(mine, torch.zeros(flat_bytes(mine), dtype=torch.uint8))
+    assert all(view.data_ptr() % 8 == 0 and tuple(view.shape) == box.sizes for box, view in views.values())
+
+
+def test_a_copy_is_the_state_of_its_boundary_whatever_the_next_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = live()
+    host = copies(tensors)
+    gate = Gate(host, monkeypatch)
+    copy = host.take(1)
+    assert copy is not None
+    tensors["buffer"][1].add_(100)  # the forward of the next step: batch statistics
+    threading.Timer(0.2, gate.open.set).start()
+    waited_s = host.settle()
+    tensors["w"][1].zero_()  # the optimizer of the next step
+    assert 0.15 < waited_s < 5
+    got = copy.wait()
+    assert torch.equal(got["w"][1], torch.arange(15.0).view(3, 5))
+    assert got["buffer"][1].tolist() == [7, 8] and got["half"][1].tolist() == [1, 1, 1] and float(got["step"][1]) == 4
+    assert host.settle() == 0.0
+
+
+def test_a_copy_that_failed_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = copies(live())
+    gate = Gate(host, monkeypatch, error=RuntimeError("device-side assert"))
+    copy = host.take(1)
+    assert copy is not None
+    with pytest.raises(InternalError, match="not there after"):
+        copy.wait(0.01)
+    gate.open.set()
+    host.settle()
+    with pytest.raises(InternalError, match="step 1 was not completed: device-side assert"):
+        copy.wait()
+
+
+def test_no_buffer_is_used_twice_at_a_time_and_none_means_go_without() -> None:
+    tensors = live()
+    host = copies(tensors)
+    first, second = host.take(1), host.take(2)
+    assert first is not None and second is not None
+    assert not host.available and host.take(3) is None
+    host.settle()
+    tensors["w"][1].fill_(-1)
+    first.retain()  # the durable writer reads it still
+    first.release()
+    assert host.take(3) is None
+    assert float(first.wait()["w"][1].sum()) == 105
+    first.release()
+    third = host.take(3)
+    assert third is not None and third.lease.buffer.data_ptr() == first.lease.buffer.data_ptr(), "warm pages are used again"
+    host.settle()
+    assert float(third.wait()["w"][1].sum()) == -15 and float(second.wait()["w"][1].sum()) == 105
+    with pytest.raises(InternalError, match="given back twice"):
+        first.release()
+    with pytest.raises(InternalError, match="after it was given back"):
+        first.retain()
+
+
+def test_one_copy_per_boundary_serves_all_its_readers() -> None:
+    host = copies(live())
+    one, same = host.take(5), host.take(5)
+    assert one is not None and same is one
+    assert host.available, "it takes one buffer only"
+    one.release()
+    assert one.wait()["w"][1].shape == (3, 5), "the other reader has it still"
+    same.release()
+    assert host.take(5) is not one
+
+
+def test_a_copy_that_is_only_dropped_frees_its_place() -> None:
+    host = copies(live(), limit=1)
+    copy = host.take(1)
+    host.settle()
+    assert not host.available
+    del copy
+    gc.collect()
+    assert host.available
+
+
+def test_host_memory_gives_the_smallest_that_fits_and_lets_go_what_is_too_small() -> None:
+    memory = HostMemory()
+    small, large = memory.lease(100), memory.lease(1000)
+    where = {id(lease): lease.buffer.data_ptr() for lease in (small, large)}
+    small.release()
+    large.release()
+    again = memory.lease(90)
+    assert again.buffer.data_ptr() == where[id(small)] and again.buffer.numel() == 90
+    assert memory.lease(2000).buffer.numel() == 2000
+    assert memory.free == [], "nothing that is too small is kept beside the new one"

@@ -1,0 +1,78 @@
+"""What a program sums besides its loss, over a validation set that does not divide by the step's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import build, collate
+from torch.nn.functional import cross_entropy
+
+from elastic.errors import ProgramError
+from elastic.program import Program, load_program
+from elastic.types import Layout, Plan, WorkerId
+from elastic.worker.groups import Groups
+from elastic.worker.model_profile import trace
+from elastic.worker.step import Stepper
+from elastic.worker.train_state import TrainState
+
+TINY = load_program(Path(__file__).parent.parent / "programs" / "tiny.py")
+JOB = {"seed": 7, "global_batch": 5, "n_samples": 512}
+N_SAMPLES = 13
+
+
+def right(output: torch.Tensor, batch: Any) -> dict[str, torch.Tensor]:
+    return {"right": (output.argmax(-1) == batch["target"]).sum()}
+
+
+def own(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    last = model(batch["input"])[:, 0]
+    return {"first_loss": cross_entropy(last, batch["target"][:, 0], reduction="sum"), "count": len(last)}
+
+
+@pytest.fixture
+def evaluated() -> Iterator[Any]:
+    """Evaluates a program on one rank, after its fresh start."""
+    groups = Groups(0, Layout(), torch.device("cpu"))
+
+    def run(program: Program) -> dict[str, float]:
+        state = TrainState(program, trace(program), groups, (Layout(), (4,), 0), JOB)
+        state.fill_fresh(7)
+        plan = Plan(0, Layout(), (WorkerId("node0", 0),), (5,), (4,), 2)
+        return Stepper(program, JOB, plan, state, groups).evaluate(program.validation(), collate_items, N_SAMPLES)
+
+    yield run
+    groups.close()
+
+
+def collate_items(items: list[Any]) -> Any:
+    return collate(items, range(len(items)))
+
+
+def test_metrics_are_per_token_and_own_sums_per_their_count(evaluated: Any) -> None:
+    found = evaluated(replace(TINY, metrics=right, evaluate=own))
+    validation: Any = TINY.validation and TINY.validation()
+    batch = collate(validation, [i * len(validation) // N_SAMPLES for i in range(N_SAMPLES)])
+    model = build(TINY, 7).eval()
+    with torch.no_grad():
+        tokens = int((batch["target"] != -100).sum())
+        assert found["right"] == pytest.approx(float(right(model(batch["input"]), batch)["right"]) / tokens)
+        assert found["first_loss"] == pytest.approx(float(own(model, batch)["first_loss"]) / N_SAMPLES, rel=1e-5)
+    assert set(found) == {"validation_loss", "right", "first_loss"}
+
+
+def test_what_is_no_sum_is_refused(evaluated: Any) -> None:
+    with pytest.raises(ProgramError, match="Program.metrics returned Tensor; it must return a dict of sums"):
+        evaluated(replace(TINY, metrics=lambda output, batch: output))
+    with pytest.raises(ProgramError, match=r"Program.metrics\['a'\] is Tensor; it must be a number"):
+        evaluated(replace(TINY, metrics=lambda output, batch: {"a": output}))
+    with pytest.raises(ProgramError, match='must also return "count"'):
+        evaluated(replace(TINY, evaluate=lambda model, batch: {"a": 1.0}))
+
+
+def test_a_program_that_evaluates_by_itself_has_no_stages() -> None:
+    assert trace(TINY).pipeline and not trace(replace(TINY, evaluate=own)).pipeline

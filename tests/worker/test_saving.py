@@ -1,0 +1,291 @@
+"""Behind the steps: what is left out, what fails with its numbers, and who writes for whom."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+from plans import plan as plan_of
+
+from elastic.reshard.shards import boxes, owned_boxes
+from elastic.storage import LocalStorage, open_storage
+from elastic.types import CopyFailed, Event, Layout, ModelProfile, Plan, ShardStored, TensorSpec, WorkerId
+from elastic.worker import durable, saving
+from elastic.worker.gather import LATE_LEAST_S, OPEN_COPIES, Gather, Parts
+from elastic.worker.saving import Saving, Snapshot
+from elastic.worker.train_state import Held, Tensors
+
+MODEL = ModelProfile(4, 0, (TensorSpec("w", (8, 3), "float32", block=0),), ("exp_avg",), ("step",))
+ME = WorkerId("a", 0)
+
+
+def tensors_of(plan: Plan, rank: int, value: float = 1.0) -> Tensors:
+    mine = boxes(MODEL, plan.layout, plan.layers, rank)
+    return {box.fqn: (box, torch.full(box.sizes, value, dtype=getattr(torch, box.dtype))) for box in mine}
+
+
+class Rank:
+    """A worker's saving without its worker."""
+
+    def __init__(self, root: Path, plan: Plan, rank: int, **job: Any) -> None:
+        self.told: list[Event] = []
+        self.news = threading.Condition()
+        self.plan, self.rank, self.step = plan, rank, 0
+        self.storage = open_storage(root)
+        self.place: Any = SimpleNamespace(
+            me=ME, storage=self.storage, profile=MODEL, job=job, held=[], at_phase=lambda phase, step: None, report=self.report
+        )
+        self.saving = Saving(self.place)
+
+    def report(self, event: Event) -> None:
+        with self.news:
+            self.told.append(event)
+            self.news.notify_all()
+
+    def snapshot(self) -> Tensors:
+        return tensors_of(self.plan, self.rank)
+
+    def save(self, step: int, **how: Any) -> None:
+        self.step = step
+        self.saving.save(self.plan, self, **how)  # type: ignore[arg-type]
+
+    def finish(self, n: int) -> list[Event]:
+        """As `wait`, and the thread is free again."""
+        found = self.wait(n)
+        assert self.saving.writing is not None
+        self.saving.writing.result(20)
+        return found
+
+    def wait(self, n: int) -> list[Event]:
+        with self.news:
+            assert self.news.wait_for(lambda: len(self.told) >= n, 20), self.told
+            return self.told[:n]
+
+
+def four(layout: Layout | None = None) -> Plan:
+    return plan_of(1, layout or Layout(dp_shard=2), [WorkerId(name, 0) for name in "abcd"], 8)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Writing a shard waits for the event."""
+    go, real = threading.Event(), durable.write_shard
+
+    def waits(*arguments: Any) -> int:
+        assert go.wait(20)
+        return real(*arguments)
+
+    monkeypatch.setattr(saving.durable, "write_shard", waits)
+    yield go
+    go.set()
+
+
+def test_a_copy_that_comes_too_early_is_left_out(tmp_path: Path, slow: threading.Event) -> None:
+    on = Rank(tmp_path, four(), 0)
+    on.save(10)
+    on.save(20)
+    assert on.wait(1) == [CopyFailed(1, 20, "the copy of step 10 is still being written")]
+    slow.set()
+    stored = on.wait(2)[1]
+    assert isinstance(stored, ShardStored) and stored.step == 10
+
+
+def test_a_copy_that_must_be_is_written_after_the_one_before(tmp_path: Path, slow: threading.Event) -> None:
+    on = Rank(tmp_path, four(), 0)
+    on.save(10)
+    on.save(20, must=True)
+    slow.set()
+    assert [(type(e), e.step) for e in on.wait(2)] == [(ShardStored, 10), (ShardStored, 20)]  # type: ignore[attr-defined]
+
+
+def test_the_host_copy_is_given_back(tmp_path: Path, slow: threading.Event) -> None:
+    class Counted(Snapshot):
+        released = 0
+
+        def release(self) -> None:
+            self.released += 1
+
+    on = Rank(tmp_path, four(), 0)
+    first, early = Counted(on.snapshot()), Counted(on.snapshot())
+    on.save(10, copy=first)
+    on.save(20, copy=early)
+    assert (first.released, early.released) == (0, 1)
+    slow.set()
+    on.wait(2)
+    assert on.saving.writing is not None
+    on.saving.writing.result(10)
+    assert first.released == 1
+
+
+def test_a_disk_without_room_is_seen_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on = Rank(tmp_path, four(), 0)
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 60 << 20)
+    on.save(10)
+    failed = on.wait(1)[0]
+    assert isinstance(failed, CopyFailed) and "rank 0: " in failed.reason
+    assert "0.06 GB are free, the copy of step 10 needs 0.07 GB" in failed.reason
+    assert on.storage.list() == []
+
+
+def test_a_disk_that_runs_full_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older checkpoint stays, nothing of the new one does, and the next one is written again."""
+    on = Rank(tmp_path, four(Layout()), 0)
+    on.save(10)
+    on.finish(1)
+    uri = durable.commit(on.storage, 10, 1, 1, 1, {})
+    real = LocalStorage.create
+
+    @contextmanager
+    def full(self: LocalStorage, key: str, if_absent: bool = False) -> Iterator[BinaryIO]:
+        with real(self, key, if_absent) as file:
+            yield file
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.path(key)))
+
+    monkeypatch.setattr(LocalStorage, "create", full)
+    on.save(20)
+    failed = on.finish(2)[1]
+    assert isinstance(failed, CopyFailed) and failed.step == 20
+    assert failed.reason.startswith("rank 0: No space left on device: ") and "step-00000020" in failed.reason
+    monkeypatch.undo()
+    assert [path.name for path in (tmp_path / "checkpoints" / "step-00000020.g0001").iterdir()] == []
+    assert durable.verify(uri) == [] and [found.step for found in durable.find(on.storage)] == [10]
+    on.save(30)
+    assert isinstance(on.wait(3)[2], ShardStored)
+
+
+def test_a_quota_is_kept(tmp_path: Path) -> None:
+    plan = four(Layout())
+    on = Rank(tmp_path, plan, 0, storage_quota_gb=10e-6)
+    for n, step in enumerate((10, 20), 1):
+        on.save(step)
+        assert isinstance(on.finish(n)[-1], ShardStored)
+        durable.commit(on.storage, step, 1, 1, 1, {})
+    on.save(30)
+    failed = on.wait(3)[2]
+    assert isinstance(failed, CopyFailed)
+    assert "storage_quota_gb=1e-05: 2 copies hold 0.00 GB, the copy of step 30 needs" in failed.reason
+    assert [found.step for found in durable.find(on.storage)] == [20, 10]
+
+
+# ------------------------------------------------------------------------------------------------ writing for others
+
+
+def test_a_replica_writes_the_part_of_a_writer_that_is_gone(tmp_path: Path) -> None:
+    plan = four(Layout(dp_replicate=2, dp_shard=2))
+    ranks = [Rank(tmp_path, plan, rank) for rank in range(4)]
+    for on in ranks[1:]:
+        on.save(10)
+        on.wait(1)
+    folder = tmp_path / "checkpoints" / "step-00000010.g0001"
+    with pytest.raises(durable.Damaged, match=r"rank-0\.json: missing"):
+        durable.commit(ranks[1].storage, 10, 1, 4, 1, {})
+    ranks[2].saving.write_for(plan, 10, 0)  # rank 2 holds what rank 0 owns
+    stored = ranks[2].wait(2)[1]
+    assert isinstance(stored, ShardStored) and stored.rank == 0 and stored.n_bytes > 0
+    before = (folder / "__0_0.distcp").read_bytes()
+    ranks[0].save(10)  # it was only slow
+    ranks[0].wait(1)
+    assert (folder / "__0_0.distcp").read_bytes() == before
+    assert durable.verify(durable.commit(ranks[1].storage, 10, 1, 4, 1, {})) == []
+
+
+def test_a_partner_writes_from_its_peer_copy(tmp_path: Path) -> None:
+    plan = four()
+    on = Rank(tmp_path, plan, 1)
+    on.place.held = [Held(1, 0, 10, "peer", plan.layout, plan.layers, tensors_of(plan, 0, 7.0))]
+    on.saving.write_for(plan, 10, 0)
+    stored = on.wait(1)[0]
+    assert isinstance(stored, ShardStored) and (stored.rank, stored.step) == (0, 10)
+    on.save(10)
+    on.wait(2)
+    checkpoint = durable.open_checkpoint(durable.commit(on.storage, 10, 1, 2, 1, {}))
+    for box in owned_boxes(MODEL, plan.layout, plan.layers, 0):
+        assert bool((checkpoint.read(box) == 7).all())
+
+
+def test_who_does_not_hold_the_boxes_says_so(tmp_path: Path) -> None:
+    on = Rank(tmp_path, four(), 1)
+    on.saving.write_for(four(), 10, 0)
+    failed = on.wait(1)[0]
+    assert isinstance(failed, CopyFailed) and "a/0 holds no boxes of rank 0 of generation 1 at step 10" in failed.reason
+
+
+# ------------------------------------------------------------------------------------------------ adding up
+
+
+def part(rank: int, step: int = 10, seconds: float = 1.0) -> ShardStored:
+    return ShardStored(1, step, rank, 100, seconds)
+
+
+def gathering(complete: Callable[[Parts], None]) -> Gather:
+    gather = Gather(complete, lambda node_id: 1)
+    gather.expect(four(Layout(dp_shard=4)))
+    return gather
+
+
+def test_a_copy_is_complete_with_its_last_part() -> None:
+    done: list[Parts] = []
+    gather = gathering(done.append)
+    for rank in (0, 1, 1, 3, 2, 2):
+        assert gather.add(ME, part(rank)) == []
+    assert [sorted(parts.stored) for parts in done] == [[0, 1, 2, 3]]
+
+
+def test_parts_that_are_late_are_named_twice_at_most() -> None:
+    gather = gathering(lambda parts: None)
+    for rank in (0, 1, 3):
+        gather.add(ME, part(rank, seconds=20.0), at_s=100.0)
+    assert gather.late(150.0) == []
+    assert [rank for _, rank in gather.late(161.0)] == [2]
+    assert gather.late(170.0) == []
+    assert [parts.asked for parts, _ in gather.late(230.0)] == [{2: 2}]
+    assert gather.late(1000.0) == []
+    assert LATE_LEAST_S < 60.0
+
+
+def test_nobody_is_asked_for_parts_of_a_copy_that_a_later_generation_has_made_whole() -> None:
+    done: list[Parts] = []
+    gather = gathering(done.append)
+    gather.add(ME, part(0))
+    assert [rank for _, rank in gather.late(100.0)] == [1, 2, 3]
+    gather.expect(replace(four(Layout(dp_shard=4)), generation=part(0).generation + 1))
+    for rank in range(4):
+        gather.add(ME, replace(part(rank), generation=part(0).generation + 1))
+    assert len(done) == 1 and gather.late(1000.0) == []
+
+
+def test_a_copy_fails_once_and_its_parts_are_forgotten() -> None:
+    gather = gathering(lambda parts: pytest.fail("it is not whole"))
+    for rank in range(3):
+        gather.add(ME, part(rank))
+    failed = CopyFailed(1, 10, "rank 3: no room")
+    assert gather.add(ME, failed) == [failed]
+    assert gather.add(ME, CopyFailed(1, 10, "rank 2: no room")) == []
+    assert gather.add(ME, part(3)) == []
+    assert gather.late(1e9) == []
+
+
+def test_who_was_asked_in_vain_fails_no_copy() -> None:
+    done: list[Parts] = []
+    gather = gathering(done.append)
+    for rank in range(3):
+        gather.add(ME, part(rank))
+    assert gather.late(100.0)
+    assert gather.add(ME, CopyFailed(1, 10, "a/0 holds no boxes of rank 3")) == []
+    gather.add(ME, part(3))
+    assert len(done) == 1
+
+
+def test_parts_of_old_copies_are_let_go() -> None:
+    gather = gathering(lambda parts: None)
+    for step in range(10, 10 + 3 * OPEN_COPIES):
+        gather.add(ME, part(0, step))
+    assert len(gather._copies) == OPEN_COPIES

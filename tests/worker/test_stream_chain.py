@@ -1,0 +1,46 @@
+"""A stream passes through layouts like any other data: the losses are those of one process that reads it once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference import train
+from test_chain import job_of, pass_through
+from worker_pool import Pool
+
+from elastic.data.order import sample_ids
+from elastic.data.streams import N_POSITIONS
+from elastic.program import load_program
+from elastic.types import Layout
+
+STEPS, N = 9, 31
+
+
+class InOrder:
+    """What the stream gives, under the ids by which a plain trainer asks for it."""
+
+    def __init__(self, items: Any, job: dict[str, Any]) -> None:
+        ids = [i for step in range(STEPS) for i in sample_ids(N_POSITIONS, job["global_batch"], job["seed"], step)]
+        self.items, self.place = items, {sample: place for place, sample in enumerate(ids)}
+
+    def __len__(self) -> int:
+        return N_POSITIONS
+
+    def __getitem__(self, sample: int) -> Any:
+        return self.items[self.place[sample] % N]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_stream_is_read_once_through_three_layouts(pool: Pool, tmp_path: Path) -> None:
+    job = job_of("tiny_stream.py", STEPS)
+    steps = pass_through(pool, job, tmp_path / "run", [Layout(dp_shard=2), Layout(dp_shard=3), Layout(pp=2)], 3)
+    tiny = load_program(Path(job["program"]).with_name("tiny.py"))
+    alone = train(replace(tiny, dataset=lambda: InOrder(tiny.dataset(), job)), job, STEPS)
+    assert [event.step for event in steps] == list(range(1, STEPS + 1))
+    assert len({event.generation for event in steps}) == 3
+    assert [event.tokens for event in steps] == alone.tokens
+    assert max(abs(event.train_loss - loss) for event, loss in zip(steps, alone.losses)) < 2e-5
