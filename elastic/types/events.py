@@ -147,9 +147,12 @@ class GroupRan(Event):
 
 @dataclass(frozen=True)
 class Evaluated(Event):
+    """`seconds`: for which the steps stood still meanwhile."""
+
     generation: int
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

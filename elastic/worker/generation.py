@@ -270,16 +270,21 @@ class Generation:
         place = self.place
         if place.validation is None:
             return
+        began = time.monotonic()
         metrics = self._evaluated(stepper, place.validation)
         if self.rank == 0:
-            place.report(Evaluated(self.number, state.step, metrics))
+            place.report(Evaluated(self.number, state.step, metrics, round(time.monotonic() - began, 4)))
 
     def _evaluated(self, stepper: Stepper, validation: Any) -> dict[str, float]:
         """Of several sets, each by its name, `validation_loss` is the mean of theirs."""
         n_samples = int(self.place.job.get("eval_samples") or 0)
+
+        def tick() -> None:
+            self.place.at_phase("evaluating", stepper.state.step)
+
         if not isinstance(validation, Sets):
-            return stepper.evaluate(validation, collate, n_samples)
-        each = {name: stepper.evaluate(one, collate, n_samples) for name, one in validation.items()}
+            return stepper.evaluate(validation, collate, n_samples, tick)
+        each = {name: stepper.evaluate(one, collate, n_samples, tick) for name, one in validation.items()}
         mean = sum(metrics["validation_loss"] for metrics in each.values()) / len(each)
         named = {f"{key}.{name}": value for name, metrics in each.items() for key, value in metrics.items()}
         return {"validation_loss": mean} | named

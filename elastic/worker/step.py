@@ -355,9 +355,9 @@ class Stepper:
 
     # ------------------------------------------------------------------------------------------ validation
 
-    def evaluate(self, dataset: Any, collate: Any, n_samples: int) -> dict[str, float]:
+    def evaluate(self, dataset: Any, collate: Any, n_samples: int, tick: Callable[[], None]) -> dict[str, float]:
         """Validation loss and the program's metrics, per token, and what its `evaluate` sums, per its own count, over
-        `n_samples` samples spread evenly over the set; every rank gets the result."""
+        `n_samples` samples spread evenly over the set; every rank gets the result. `tick` is called before each batch."""
         total = len(dataset)
         n_samples = min(n_samples or total, total)
         ids = [i * total // n_samples for i in range(n_samples)]
@@ -367,6 +367,7 @@ class Stepper:
         self.state.train(False)
         with torch.no_grad():
             for start in range(0, n_samples, per_call):
+                tick()
                 mine = ids[start : start + per_call][self.share]
                 rows = mine + [ids[0]] * (size - len(mine))
                 batch = collate([dataset[i] for i in rows])
