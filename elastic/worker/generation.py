@@ -160,7 +160,8 @@ class Generation:
             place.extra.load(state.tensors)
         stepper.memory = place.extra.objects.get(MEMORY)
         last = int(job["steps"])
-        self.loader = Loader(place.dataset, ids_of_step, state.step, Ahead.of(job), place.readers)
+        dataset = place.dataset.reader() if isinstance(place.dataset, Stream) else place.dataset
+        self.loader = Loader(dataset, ids_of_step, state.step, Ahead.of(job), place.readers)
         stop, entered_step = False, state.step
         if state.step >= last:
             self._finish(state)
