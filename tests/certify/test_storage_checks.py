@@ -71,6 +71,7 @@ def test_a_reader_that_returns_other_numbers_fails(tmp_path: Path, monkeypatch: 
     assert "content_equal is 0" in check.why
 
 
+@pytest.mark.slow
 def test_slow_checkpoints_fail(tmp_path: Path) -> None:
     check = tried(Slow(tmp_path))
     assert check.verdict == "fail"
