@@ -239,6 +239,16 @@ class Silent(Event):
 
 
 @dataclass(frozen=True)
+class Progress(Event):
+    """A worker gets on with what has no steps (preparing, evaluating, finishing); told once a minute, by one worker of the node
+    or of the generation (0 = none)."""
+
+    worker: WorkerId
+    generation: int
+    phase: str
+
+
+@dataclass(frozen=True)
 class DigestChecked(Event):
     """The content of every logical tensor before and after a transition was compared."""
 
