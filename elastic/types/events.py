@@ -126,7 +126,7 @@ class NoiseSeen(Event):
 @dataclass(frozen=True)
 class GuardTripped(Event):
     """A guard of the job has tripped at `step`, and all ranks do the same about it. `rank`: where it went bad first, -1 = that
-    cannot be told; `samples`: what that rank (or, at -1, every rank) trained on."""
+    cannot be told; `samples`: what that rank (or, at -1, every rank) trained on; () where they have no ids (a stream)."""
 
     generation: int
     step: int

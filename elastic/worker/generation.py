@@ -207,7 +207,7 @@ class Generation:
 
     def _tell_of(self, trip: Trip, offender: Offender) -> None:
         """Every rank does: those that come late may find the groups broken off already."""
-        who = (offender.rank, offender.worker, offender.samples)
+        who = (offender.rank, offender.worker, offender.samples or ())
         self.place.report(GuardTripped(self.number, trip.step, trip.guard, trip.do, offender.sentence(trip), *who))
 
     def _stepped(self, commit: Commit, live: bool = True) -> None:
