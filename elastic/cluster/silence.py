@@ -8,13 +8,14 @@ from typing import Protocol
 from elastic.types import Silent, WorkerId
 
 STEPPING_LEAST_S, STEP_TIMES = 1.0, 5.0
-LATE_TIMES, LATE_KEPT = 4.0, 0.98  # of the worst answer lately: a machine under load answers late without being silent
+LATE_TIMES, LATE_HALF_S = 4.0, 15.0  # of the machine's lateness, half of which is forgotten in this time
 LATE_S = 0.25
 STUCK_LEAST_S, STUCK_TIMES = 30.0, 3.0  # all answer and none gets on
-EVALUATING_STUCK_S = 600.0  # the same within one batch of a validation set: the program may make whole texts of it
 BOUNDS_S = {"idle": 10.0, "starting": 120.0}
-OTHER_BOUND_S = 60.0  # preparing, building, loading, compiling, evaluating, saving ...
-GAP_MOST_S = 0.5  # a longer pause between two looks was the driver's own
+OTHER_BOUND_S = 60.0  # preparing, building, loading, compiling, saving ...
+GAP_MOST_S = 0.5  # a longer pause between two looks was the driver's own,
+OWN_LATE_MOST_S = 2.0  # and what is more, up to this, tells how late this machine is
+PROMPT = ("idle", "stepping")  # in other phases a worker's own work, such as an import, may hold up its answer
 
 
 class BeatLike(Protocol):
@@ -41,14 +42,18 @@ class _Seen:
 
 @dataclass
 class Silence:
-    """`wait_s`: how long a call may take anyway. `most_s`: the job's upper bound on every bound (None = none)."""
+    """`wait_s`: how long a call may take anyway. `most_s`: the job's upper bound on every bound (None = none).
+
+    A machine under load is late without any worker being silent. Its lateness is the worst lately of the answers of workers
+    that should answer at once and of the driver's own looks, so that the bound is wider before a worker passes it.
+    """
 
     wait_s: float
     most_s: float | None = None
     step_time_s: dict[int, float] = field(default_factory=dict)  # generation -> newest
     _workers: dict[WorkerId, _Seen] = field(default_factory=dict)
     _looked_at_s: float | None = None
-    _late_s: float = 0.0  # by how much answers have come late, the worst lately
+    _late_s: float = 0.0  # the machine's lateness
 
     def called(self, worker: WorkerId) -> None:
         """A call to the worker is open now."""
@@ -58,8 +63,8 @@ class Silence:
 
     def answered(self, worker: WorkerId, beat: BeatLike) -> None:
         seen = self._workers.setdefault(worker, _Seen())
-        late_s = max(0.0, seen.waited_s - self.wait_s) if seen.open and not seen.told else 0.0
-        self._late_s = max(late_s, LATE_KEPT * self._late_s)
+        if seen.open and not seen.told and seen.phase in PROMPT and beat.phase in PROMPT:
+            self._late_s = max(self._late_s, seen.waited_s - self.wait_s)
         moved = (beat.generation, beat.phase, beat.progress) != (seen.generation, seen.phase, seen.progress)
         if moved or beat.phase == "idle":
             seen.still_s = 0.0
@@ -88,8 +93,11 @@ class Silence:
 
     def look(self, now_s: float) -> list[Silent]:
         """Workers whose bound is passed while no peer of their generation gets on; each once per silence."""
-        passed_s = 0.0 if self._looked_at_s is None else min(GAP_MOST_S, max(0.0, now_s - self._looked_at_s))
+        gap_s = 0.0 if self._looked_at_s is None else max(0.0, now_s - self._looked_at_s)
+        passed_s = min(GAP_MOST_S, gap_s)
         self._looked_at_s = now_s
+        own_late_s = min(OWN_LATE_MOST_S, gap_s - passed_s)
+        self._late_s = max(own_late_s, self._late_s * 0.5 ** (passed_s / LATE_HALF_S))
         for seen in self._workers.values():
             seen.waited_s += passed_s if seen.open else 0.0
             seen.still_s += passed_s
@@ -112,12 +120,9 @@ class Silence:
         return first
 
     def stuck_s(self, generation: int) -> float:
-        """How long no worker of a stepping or evaluating generation got on although all answer, if that is too long; else 0."""
+        """How long no worker of a stepping generation got on although all answer, if that is too long; else 0."""
         members = [seen for seen in self._workers.values() if seen.generation == generation]
-        if not members or any(seen.phase not in ("stepping", "evaluating") or self._overdue(seen) for seen in members):
+        if not members or any(seen.phase != "stepping" or self._overdue(seen) for seen in members):
             return 0.0
-        most_s = max(STUCK_LEAST_S, STUCK_TIMES * self.bound_s("stepping", generation))
-        if any(seen.phase == "evaluating" for seen in members):
-            most_s = max(most_s, EVALUATING_STUCK_S)
         still_s = min(seen.still_s for seen in members)
-        return still_s if still_s > most_s else 0.0
+        return still_s if still_s > max(STUCK_LEAST_S, STUCK_TIMES * self.bound_s("stepping", generation)) else 0.0
