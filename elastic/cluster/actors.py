@@ -168,10 +168,16 @@ class Worker:
     # ------------------------------------------------------------------------------------------ without a driver
 
     def _watch_driver(self) -> None:
+        """A time in which this process itself did not run does not count: the driver may have called all the while."""
         lease_s = self.setup.orphan_lease_s
+        look_s = min(1.0, lease_s / 4)
+        alone_s, looked_at, polled_at = 0.0, time.monotonic(), self.polled_at
         while True:
-            time.sleep(min(1.0, lease_s / 4))
-            if time.monotonic() - self.polled_at > lease_s and self._left_as_orphan():
+            time.sleep(look_s)
+            now = time.monotonic()
+            alone_s = 0.0 if self.polled_at != polled_at else alone_s + min(2 * look_s, now - looked_at)
+            looked_at, polled_at = now, self.polled_at
+            if alone_s > lease_s and self._left_as_orphan():
                 os._exit(0)
 
     def _left_as_orphan(self) -> bool:
