@@ -8,9 +8,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# The same examples on every machine, however slow it is.
+settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.load_profile("steady")
 
 if TYPE_CHECKING:
     from storage.faulty_proxy import FaultyProxy
@@ -46,12 +50,22 @@ def proxy(one_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[F
 
 @pytest.fixture
 def quick_s3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`open_storage` is as impatient as a test."""
+    """`open_storage` asks again as soon as a test wants it."""
     from storage.s3_server import QUICK
 
     from elastic.storage import s3_calls
 
     monkeypatch.setattr(s3_calls, "DEFAULT", QUICK)
+
+
+@pytest.fixture
+def impatient_s3(quick_s3: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a server that hangs."""
+    from storage.s3_server import IMPATIENT
+
+    from elastic.storage import s3_calls
+
+    monkeypatch.setattr(s3_calls, "DEFAULT", IMPATIENT)
 
 
 @pytest.fixture

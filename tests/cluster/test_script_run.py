@@ -371,7 +371,7 @@ def test_guests_at_a_port_are_counted() -> None:
 @pytest.mark.parametrize("handler", [True, False])
 def test_who_listens_to_sigterm_is_seen(handler: bool) -> None:
     line = "signal.signal(signal.SIGTERM, lambda *a: None);" if handler else ""
-    text = f"import signal,time;{line}print('up', flush=True);time.sleep(60)"
+    text = f"import signal,time;{line}print('up', flush=True);time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "up\n"
         assert listens(child.pid, signal.SIGTERM) is handler
@@ -380,12 +380,12 @@ def test_who_listens_to_sigterm_is_seen(handler: bool) -> None:
 
 def test_the_script_is_itself_and_ends_with_its_supervisor(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import sys,time\nprint(__name__, sys.argv[1:], flush=True)\ntime.sleep(60)\n")
+    script.write_text("import sys,time\nprint(__name__, sys.argv[1:], flush=True)\ntime.sleep(600)\n")
     text = (
         "import os,subprocess,sys,time\n"
         f"os.environ['{PARENT}']=str(os.getpid())\n"
         f"c=subprocess.Popen([sys.executable,'-m','elastic.cluster.script_child',{str(script)!r},'--a','b'])\n"
-        "print(c.pid, flush=True)\ntime.sleep(60)\n"
+        "print(c.pid, flush=True)\ntime.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
@@ -393,7 +393,7 @@ def test_the_script_is_itself_and_ends_with_its_supervisor(tmp_path: Path) -> No
         assert supervisor.stdout.readline() == "__main__ ['--a', 'b']\n"
         supervisor.kill()
         supervisor.wait()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z":
             assert time.monotonic() < deadline
             time.sleep(0.05)

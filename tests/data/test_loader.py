@@ -20,13 +20,15 @@ class Squares:
 
     def __init__(self, bad: int = -1, gate: threading.Event | None = None) -> None:
         self.bad, self.gate, self.read = bad, gate, list[int]()
+        self.asked = threading.Event()
 
     def __len__(self) -> int:
         return 1000
 
     def __getitem__(self, i: int) -> dict[str, Any]:
+        self.asked.set()
         if self.gate:
-            self.gate.wait(20)
+            self.gate.wait(300)
         self.read.append(i)
         if i == self.bad:
             raise OSError("disk on fire")
@@ -47,7 +49,7 @@ def opened() -> Iterator[list[Loader]]:
 
 def settle(dataset: Squares, n: int) -> None:
     """Waits until `n` items are read, then a little, to see whether more come."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while len(dataset.read) < n and time.monotonic() < end:
         time.sleep(0.002)
     time.sleep(0.05)
@@ -77,8 +79,11 @@ def test_wait_is_measured(opened: list[Loader]) -> None:
     gate = threading.Event()
     loader = Loader(Squares(gate=gate), three, first_step=0)
     opened.append(loader)
-    threading.Timer(0.2, gate.set).start()
-    assert loader.take(0)[1] >= 0.15
+    opened_at: list[float] = []
+    threading.Timer(0.2, lambda: (opened_at.append(time.monotonic()), gate.set())).start()
+    began = time.monotonic()
+    waited_s = loader.take(0)[1]
+    assert opened_at[0] - began - 0.05 < waited_s <= time.monotonic() - began
 
 
 def test_a_step_out_of_turn_and_a_restart(opened: list[Loader]) -> None:
@@ -96,9 +101,10 @@ def test_a_step_out_of_turn_and_a_restart(opened: list[Loader]) -> None:
 
 def test_what_was_being_read_when_it_restarted_is_dropped(opened: list[Loader]) -> None:
     gate, ids = threading.Event(), {"from": 0}
-    loader = Loader(Squares(gate=gate), lambda step: [ids["from"] + step], first_step=0)
+    dataset = Squares(gate=gate)
+    loader = Loader(dataset, lambda step: [ids["from"] + step], first_step=0)
     opened.append(loader)
-    time.sleep(0.05)  # the thread waits in the dataset for sample 0 of step 0
+    assert dataset.asked.wait(60)  # the thread waits in the dataset for sample 0 of step 0
     ids["from"] = 500
     loader.restart(0)
     gate.set()
@@ -150,7 +156,7 @@ def test_close_ends_the_thread_and_frees_a_waiting_take() -> None:
     closer.join()
     assert not loader.close(0.05)  # the dataset still hangs
     gate.set()
-    assert loader.close()
+    assert loader.close(120)
     assert all(thread.name != "elastic-loader" for thread in threading.enumerate())
 
 
@@ -158,7 +164,7 @@ def test_close_with_full_buffer() -> None:
     dataset = Squares()
     loader = Loader(dataset, three, first_step=0)
     settle(dataset, 6)
-    assert loader.close() and loader.close()
+    assert loader.close(120) and loader.close()
 
 
 def test_collate_takes_tensors_arrays_and_numbers() -> None:

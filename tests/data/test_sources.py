@@ -106,5 +106,5 @@ def test_the_standard_library_is_there_and_opens_quickly() -> None:
     assert not any("site-packages" in name for name in find_files(folder))
     start_s = time.process_time()
     data = TextFolder(folder, seq=128)
-    assert time.process_time() - start_s < 1.0
+    assert time.process_time() - start_s < 5.0  # 0.2 s on an idle core
     assert len(data) > 10_000 and data.n_bytes <= 16 << 20

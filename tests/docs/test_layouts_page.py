@@ -38,7 +38,6 @@ def test_the_tables_name_every_axis_and_schedule(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_the_command_has_the_losses_of_one_rank(folder: Path) -> None:
     command = block("sh").split()
     assert command[0] == "torchrun"
@@ -55,7 +54,7 @@ def trained(folder: Path, words: list[str]) -> dict[str, object]:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words],
         cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=80,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])

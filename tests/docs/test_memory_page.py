@@ -26,7 +26,6 @@ def test_the_table_names_keys_of_a_job_and_which_a_layout_may_say() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_the_command_runs(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(
         f"name: page\nprogram: program.py\nsteps: 3\nglobal_batch: 12\nstorage: {tmp_path}/runs\n"
@@ -37,7 +36,7 @@ def test_the_command_runs(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command[1:]],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     last = json.loads(done.stdout.strip().splitlines()[-1])

@@ -17,7 +17,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     mark = f"mark-{tmp_path.name}-{id(tmp_path)}"
     yield Shell(tmp_path, {"ELASTIC_TEST_MARK": mark})
     try:
-        until(lambda: not children(mark), 20.0, "the end of all processes that the test started")
+        until(lambda: not children(mark), what="the end of all processes that the test started")
     finally:
         for pid in children(mark):  # a test that failed leaves nothing to the next one
             with suppress(ProcessLookupError):

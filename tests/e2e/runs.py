@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from reference import train_alone
 from elastic import api
 from elastic.ledger.journal import Line, read
 from elastic.program import load_program
-from elastic.types import DigestChecked, Event, NodePrepared, StepDone, WorkerFailed
+from elastic.types import CopyStored, DigestChecked, DrillAsked, EnterPlan, Event, NodePrepared, Plan, StepDone, WorkerFailed
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "tiny_slow.py"
 POOLS = [
@@ -24,6 +25,8 @@ POOLS = [
     {"name": "on-demand", "market_type": "on-demand", "gpus_per_node": 2, "usd_per_node_h": 3.0, "max_nodes": 1},
 ]
 MARK = "ELASTIC_TEST_RUN"
+SLOW = "ELASTIC_TEST_SLOW"  # names a file: while it is there, the programs of the tests pause longer in each step
+SOON_S = 16  # a notice so short that the node is left at once, and so long that a stall of the machine does not take it first
 TOLERANCE = 5e-4  # fp32, absolute, over a whole run of AdamW
 
 
@@ -69,6 +72,36 @@ def events(lines: list[Line], kind: type[Event]) -> list[Any]:
     return [event for line in lines for _, event in line.events if isinstance(event, kind)]
 
 
+def plans(lines: list[Line]) -> list[Plan]:
+    return [a.plan for line in lines if line.decision for a in line.decision.actions if isinstance(a, EnterPlan)]
+
+
+@contextmanager
+def slow_until_grown(journal: Path, slow: Path) -> Iterator[None]:
+    """From a drill's `add` until a plan with the new node is ordered, steps are slow: however long a node takes to start on
+    this machine, the run is still at it."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(0.1):
+            lines = read(journal) if journal.is_file() else []
+            asked = any("add" in e.drill for e in events(lines, DrillAsked))
+            if asked and all(plan.cause != "growth" for plan in plans(lines)):
+                slow.touch()
+            else:
+                slow.unlink(missing_ok=True)
+
+    thread = threading.Thread(target=follow)
+    os.environ[SLOW] = str(slow)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        del os.environ[SLOW]
+
+
 @cache
 def alone(steps: int) -> tuple[float, ...]:
     program = load_program(PROGRAM)
@@ -81,7 +114,7 @@ def run(folder: Path, name: str = "run") -> tuple[dict[str, Any], list[Line]]:
     os.environ[MARK] = mark  # inherited by all that the run starts
     result = api.run(folder, options=api.Options(run_name=name, local=True, show=False))
     lines = read(result.folder / "journal.jsonl")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (left := processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left, f"processes are left: {[_command(pid) for pid in left]}"
@@ -117,6 +150,18 @@ def went_on_as_if_nothing_happened(summary: dict[str, Any], lines: list[Line], s
     moved = [t for t in summary["transitions"] if t["source"] != "fresh"]
     assert all(t["digest_ok"] is True for t in moved), moved
     assert all(e.ok for e in events(lines, DigestChecked))
+
+
+def lost_only_what_no_copy_had(transition: dict[str, Any], lines: list[Line]) -> None:
+    """The run went on from memory, at the newest peer copy that stood in the journal when the plan was made, or later."""
+    assert transition["source"] == "peer"
+    known: list[Line] = []
+    for line in lines:
+        known.append(line)
+        if any(plan.generation == transition["generation"] for plan in plans([line])):
+            break
+    copies = [e.copy.step for e in events(known, CopyStored) if e.copy.kind == "peer"]
+    assert copies and transition["at_step"] >= max(copies), (transition, copies)
 
 
 def survivors_kept_their_processes(lines: list[Line], killed: set[str]) -> None:

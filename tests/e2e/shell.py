@@ -45,14 +45,14 @@ class Shell:
             env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self.environment},
         )  # fmt: skip
 
-    def call(self, *words: str, timeout_s: float = 110.0) -> tuple[int, str, str]:
+    def call(self, *words: str, timeout_s: float = 600.0) -> tuple[int, str, str]:
         """Exit code, standard output, standard error."""
         process = self.start(*words)
         try:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=120)
             raise AssertionError(f"elastic {' '.join(words)} took more than {timeout_s} s\n{out}\n{err}") from None
         return process.returncode, out, err
 
@@ -68,7 +68,7 @@ class Shell:
         return {str(p): p.read_bytes() for p in found}
 
 
-def until(holds: Callable[[], bool], timeout_s: float = 60.0, what: str = "it") -> None:
+def until(holds: Callable[[], bool], timeout_s: float = 300.0, what: str = "it") -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"

@@ -7,7 +7,16 @@ import math
 from pathlib import Path
 
 import pytest
-from runs import POOLS, PROGRAM, TOLERANCE, alone, survivors_kept_their_processes, went_on_as_if_nothing_happened
+from runs import (
+    POOLS,
+    PROGRAM,
+    SOON_S,
+    TOLERANCE,
+    alone,
+    slow_until_grown,
+    survivors_kept_their_processes,
+    went_on_as_if_nothing_happened,
+)  # fmt: skip
 
 import elastic
 from elastic.errors import SpecError
@@ -16,13 +25,13 @@ from elastic.program import load_program
 from elastic.types import DrillAsked
 
 ray_train = pytest.importorskip("ray.train")
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.ray
 STEPS = 200
 
 
 def test_fit_through_a_notice_a_kill_and_a_growth(tmp_path: Path) -> None:
     drill = [
-        {"at_step": 20, "notice": "any-spot", "deadline_s": 8},
+        {"at_step": 20, "notice": "any-spot", "deadline_s": SOON_S},
         {"at_step": 50, "kill": "any-spot"},
         {"at_step": 60, "add": "spot"},
     ]
@@ -34,7 +43,8 @@ def test_fit_through_a_notice_a_kill_and_a_growth(tmp_path: Path) -> None:
     trainer = elastic.ElasticTrainer(
         load_program(PROGRAM), job=job, scaling_config=ray_train.ScalingConfig(num_workers=(2, 6)), run_config=config
     )
-    result = trainer.fit()
+    with slow_until_grown(tmp_path / "run" / "journal.jsonl", tmp_path / "slow"):
+        result = trainer.fit()
     summary = json.loads((tmp_path / "run" / "report.json").read_text())
     lines = read(tmp_path / "run" / "journal.jsonl")
     went_on_as_if_nothing_happened(summary, lines, STEPS)

@@ -5,34 +5,43 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import PROGRAM, Watch, events, job, run, survivors_kept_their_processes, went_on_as_if_nothing_happened
+from runs import (
+    PROGRAM,
+    SOON_S,
+    Watch,
+    events,
+    job,
+    lost_only_what_no_copy_had,
+    run,
+    slow_until_grown,
+    survivors_kept_their_processes,
+    went_on_as_if_nothing_happened,
+)  # fmt: skip
 
 from elastic.sim.replay import replay
 from elastic.types import DrillAsked, PlanEntered, Silent, StepDone
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
-PEER_EVERY = 4
-IN_FLIGHT = 3  # a copy counts once it is acknowledged: steps that may pass between taking it and that
+pytestmark = pytest.mark.ray
 
 
 def test_notice_kill_and_growth_in_one_run(tmp_path: Path) -> None:
     drill = [
-        {"at_step": 20, "notice": "any-spot", "deadline_s": 8},
+        {"at_step": 20, "notice": "any-spot", "deadline_s": SOON_S},
         {"at_step": 50, "kill": "any-spot"},
         {"at_step": 60, "add": "spot"},
     ]
     folder = job(tmp_path, 220, drill, layout={6: "dp_shard=3,tp=2", 4: "pp=2,dp_shard=2", 2: "dp_shard=2"})
     watch = Watch(tmp_path / "runs" / "run" / "journal.jsonl")
     watch.start()
-    summary, lines = run(folder)
+    with slow_until_grown(watch.journal, tmp_path / "slow"):
+        summary, lines = run(folder)
     watch.ended.set()
     went_on_as_if_nothing_happened(summary, lines, 220)
     by_cause = {t["cause"]: t for t in summary["transitions"]}
     assert set(by_cause) == {"start", "notice", "loss", "growth"}
     assert by_cause["notice"]["steps_lost"] == 0
     assert by_cause["growth"]["steps_lost"] == 0
-    assert by_cause["loss"]["steps_lost"] <= PEER_EVERY + IN_FLIGHT
-    assert by_cause["loss"]["source"] == "peer"
+    lost_only_what_no_copy_had(by_cause["loss"], lines)
     assert [by_cause[c]["source"] for c in ("notice", "growth")] == ["live", "live"]
     hit = {name for e in events(lines, DrillAsked) for kind in ("notice", "kill") for name in e.drill.get(kind, ())}
     survivors_kept_their_processes(lines, hit)
@@ -45,8 +54,7 @@ def test_the_killed_node_held_rank_0(tmp_path: Path) -> None:
     summary, lines = run(job(tmp_path, 60, [{"at_step": 25, "kill": "rank0"}]))
     went_on_as_if_nothing_happened(summary, lines, 60)
     loss = next(t for t in summary["transitions"] if t["cause"] == "loss")
-    assert loss["source"] == "peer"
-    assert loss["steps_lost"] <= PEER_EVERY + IN_FLIGHT
+    lost_only_what_no_copy_had(loss, lines)
     killed = {name for e in events(lines, DrillAsked) for name in e.drill["kill"]}
     first = next(d.plan for line in lines if line.decision for d in line.decision.actions if hasattr(d, "plan"))
     assert killed == {first.ranks[0].node_id}
@@ -55,7 +63,7 @@ def test_the_killed_node_held_rank_0(tmp_path: Path) -> None:
 
 def test_loss_during_a_transition(tmp_path: Path) -> None:
     """A node is killed at the step at which another one gets its notice."""
-    drill = [{"at_step": 25, "notice": "rank:2", "deadline_s": 8}, {"at_step": 25, "kill": "rank:4"}]
+    drill = [{"at_step": 25, "notice": "rank:2", "deadline_s": SOON_S}, {"at_step": 25, "kill": "rank:4"}]
     summary, lines = run(job(tmp_path, 60, drill))
     went_on_as_if_nothing_happened(summary, lines, 60)
     ordered = [a.plan for line in lines if line.decision for a in line.decision.actions if hasattr(a, "plan")]
@@ -72,8 +80,8 @@ def test_a_stopped_worker_is_found_and_left_behind(tmp_path: Path) -> None:
     hung = {name for e in events(lines, DrillAsked) for name in e.drill["hang"]}
     assert {e.worker.node_id for e in silent} <= hung
     loss = next(t for t in summary["transitions"] if t["cause"] == "loss")
-    assert loss["steps_lost"] <= PEER_EVERY + IN_FLIGHT
-    assert loss["pause_s"] < 30
+    lost_only_what_no_copy_had(loss, lines)
+    assert loss["pause_s"] < 60, "that of the group's own timeout"
 
 
 def test_a_layout_that_does_not_fit_gives_way_to_the_next(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from shell import ROOT, Shell, children, last_line, until
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ray
 RAY = Path(sys.executable).with_name("ray")
 
 
@@ -44,13 +44,13 @@ def dashboard(shell: Shell) -> Iterator[str]:
             env={**inherited, **shell.environment, "RAY_TMPDIR": folder, "HOME": folder},
         )  # fmt: skip
     try:
-        until(lambda: "will now block forever" in Path(folder, "head.log").read_text(), 90, "the start of Ray")
+        until(lambda: "will now block forever" in Path(folder, "head.log").read_text(), what="the start of Ray")
         yield f"http://127.0.0.1:{ports['dashboard-port']}"
     finally:
         mark = shell.environment["ELASTIC_TEST_MARK"]
         head.kill()
         head.wait()
-        until(lambda: not _ended(children(mark)), 20, "the end of Ray")
+        until(lambda: not _ended(children(mark)), what="the end of Ray")
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -66,7 +66,7 @@ def _ended(pids: list[int]) -> list[int]:
 def test_a_submitted_job(shell: Shell, dashboard: str) -> None:
     run = [sys.executable, "-m", "elastic", "run", "jobs/quickstart", "--set", "steps=15", "--run-name", "sent", "--json"]
     words = [RAY, "job", "submit", "--address", dashboard, "--working-dir", ".", "--", *run, "--storage", str(shell.root)]
-    done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=240, env={**os.environ, "RAY_ADDRESS": ""})
+    done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=600, env={**os.environ, "RAY_ADDRESS": ""})
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"run"')]
     assert len(lines) == 1, done.stdout
@@ -94,7 +94,7 @@ def test_a_submitted_script_that_is_restarted(shell: Shell, dashboard: str) -> N
     ]
     words = [RAY, "job", "submit", "--address", dashboard, "--working-dir", ".", "--", *run, "--json"]
     words += ["--storage", str(shell.root), "--", str(shell.root / "state"), "15"]
-    done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=240, env={**os.environ, "RAY_ADDRESS": ""})
+    done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=600, env={**os.environ, "RAY_ADDRESS": ""})
     assert done.returncode == 0, done.stdout + done.stderr
     found = last_line(next(line for line in done.stdout.splitlines() if line.startswith('{"run"')))
     assert (found["outcome"], found["steps"]) == ("succeeded", 15)

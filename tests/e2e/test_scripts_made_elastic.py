@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 import yaml
 from loop_reference import train_script_alone
-from runs import TOLERANCE, events, run, survivors_kept_their_processes
+from runs import (
+    SLOW,
+    SOON_S,
+    TOLERANCE,
+    events,
+    lost_only_what_no_copy_had,
+    run,
+    slow_until_grown,
+    survivors_kept_their_processes,
+)
 
 from elastic.sim.replay import replay
 from elastic.types import DigestChecked, DrillAsked, StepDone
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ray
 JOBS = Path(__file__).parents[2] / "jobs"
 STEPS, SEED = 160, 5
 POOLS = [
@@ -21,7 +30,7 @@ POOLS = [
     {"name": "on-demand", "market_type": "on-demand", "gpus_per_node": 1, "max_nodes": 1},
 ]
 DRILL = [
-    {"at_step": 15, "notice": "any-spot", "deadline_s": 8},
+    {"at_step": 15, "notice": "any-spot", "deadline_s": SOON_S},
     {"at_step": 30, "kill": "any-spot"},
     {"at_step": 35, "add": "spot"},
 ]
@@ -33,7 +42,8 @@ def slowed(name: str, folder: Path, pause_s: float) -> Path:
     assert text.count("    run.step(") == 1
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "train.py"
-    file.write_text(text.replace("        run.step(", f"        __import__('time').sleep({pause_s})\n        run.step("))
+    pause = f"0.5 if __import__('os').path.exists(__import__('os').environ['{SLOW}']) else {pause_s}"
+    file.write_text(text.replace("        run.step(", f"        __import__('time').sleep({pause})\n        run.step("))
     return file
 
 
@@ -44,7 +54,8 @@ def elastic_run(script: Path, args: list[str]) -> tuple[dict[str, Any], list[Any
         "durable_every": 0, "storage": str(folder / "runs"),
     }  # fmt: skip
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
-    return run(folder)
+    with slow_until_grown(folder / "runs" / "run" / "journal.jsonl", folder / "slow"):
+        return run(folder)
 
 
 def check(summary: dict[str, Any], lines: list[Any], alone: list[float]) -> None:
@@ -58,7 +69,7 @@ def check(summary: dict[str, Any], lines: list[Any], alone: list[float]) -> None
     by_cause = {t["cause"]: t for t in summary["transitions"]}
     assert set(by_cause) == {"start", "notice", "loss", "growth"}
     assert by_cause["notice"]["steps_lost"] == by_cause["growth"]["steps_lost"] == 0
-    assert by_cause["loss"]["source"] == "peer" and by_cause["loss"]["steps_lost"] <= 7
+    lost_only_what_no_copy_had(by_cause["loss"], lines)
     assert all(e.ok for e in events(lines, DigestChecked)) and events(lines, DigestChecked)
     hit = {name for e in events(lines, DrillAsked) for kind in ("notice", "kill") for name in e.drill.get(kind, ())}
     survivors_kept_their_processes(lines, hit)

@@ -308,7 +308,7 @@ def test_a_folder_needs_no_segments(tmp_path: Path) -> None:
 
 
 def until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

@@ -243,7 +243,6 @@ def test_sizes_that_do_not_fit_are_refused(fields: dict[str, int]) -> None:
         replace(CONFIG, **({"head_dim": 0} | fields))
 
 
-@pytest.mark.slow
 def test_tables_do_not_land_on_meta() -> None:
     """The first forward of a process may come while the meta device is the default."""
     code = (
@@ -252,4 +251,4 @@ def test_tables_do_not_land_on_meta() -> None:
         "with torch.device('meta'): rotate(x, 10.0)\n"
         "assert not rotate(x, 10.0).is_meta"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

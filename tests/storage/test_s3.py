@@ -126,7 +126,7 @@ def test_a_stream_of_many_parts(s3: S3Storage, proxy: FaultyProxy, small_parts: 
 def test_a_stream_waits_for_its_parts(s3: S3Storage, proxy: FaultyProxy, small_parts: int) -> None:
     """However slow the server, no more than N_IN_FLIGHT parts and the one being filled are in memory."""
     go = threading.Event()
-    proxy.before = lambda line: go.wait(20) if "partNumber" in line else None  # type: ignore[assignment,return-value]
+    proxy.before = lambda line: go.wait(300) if "partNumber" in line else None  # type: ignore[assignment,return-value]
     written = []
 
     def write() -> None:
@@ -136,7 +136,11 @@ def test_a_stream_waits_for_its_parts(s3: S3Storage, proxy: FaultyProxy, small_p
 
     writer = threading.Thread(target=write)
     writer.start()
-    time.sleep(0.3)
+    deadline = time.monotonic() + 60
+    while len(written) < s3_upload.N_IN_FLIGHT:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.3)  # in which an upload without a bound writes all 20
     assert len(written) == s3_upload.N_IN_FLIGHT
     go.set()
     writer.join()

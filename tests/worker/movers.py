@@ -161,7 +161,7 @@ class Movers:
             theirs.close()
             self.pipes.append(mine)
 
-    def call(self, function: Any, *arguments: Any, timeout_s: float = 90.0) -> list[Any]:
+    def call(self, function: Any, *arguments: Any, timeout_s: float = 300.0) -> list[Any]:
         """What each returned or raised."""
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__name__, arguments))

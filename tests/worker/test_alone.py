@@ -25,7 +25,6 @@ from elastic.program import load_program
 from elastic.spec import JobSpec, load_job
 from elastic.storage import open_storage
 from elastic.types import Layout, Resume
-from elastic.worker import __main__ as worker_command
 from elastic.worker import durable
 from elastic.worker.alone import Alone, Wishes
 from elastic.worker.driverless_copies import Stored
@@ -37,7 +36,7 @@ TINY = Path(__file__).resolve().parents[1] / "programs" / "tiny.py"
 SLOW = TINY.with_name("tiny_slow.py")
 ROOT = TINY.parents[2]
 TOLERANCE = 2e-5
-pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
 def job(folder: Path, **more: Any) -> Path:
@@ -61,7 +60,7 @@ def command(n: int, folder: Path, *more: str) -> list[str]:
 
 def run(n: int, folder: Path, *more: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, the last line, and what was said."""
-    ended = subprocess.run(command(n, folder, *more), capture_output=True, text=True, env=environment(), timeout=120)
+    ended = subprocess.run(command(n, folder, *more), capture_output=True, text=True, env=environment(), timeout=3000)
     lines = ended.stdout.strip().splitlines()
     return ended.returncode, json.loads(lines[-1]) if lines else {}, ended.stderr
 
@@ -82,7 +81,6 @@ def follows(said: str, alone: list[float], first: int = 1) -> None:
     assert max(abs(found[step] - alone[step - 1]) for step in found) < 1e-4  # as many digits as are printed
 
 
-@pytest.mark.slow
 def test_one_process_trains_as_plain_torch_does_and_its_copies_are_read_by_dcp(tmp_path: Path, alone: list[float]) -> None:
     folder = job(tmp_path)
     code, last, said = run(1, folder)
@@ -115,7 +113,7 @@ def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(tmp_path: Path, a
         ranks = [pid for pid in children(process.pid) if "elastic.worker" in cmdline(pid)]
         assert len(ranks) == 2, log.read_text()
         os.kill(ranks[1], signal.SIGTERM)  # one rank hears it, both save and leave
-        assert process.wait(60) == 1  # torchrun's own code; it lists that of each rank
+        assert process.wait(300) == 1  # torchrun's own code; it lists that of each rank
     said = log.read_text()
     assert said.count("exitcode  : 3") == 2, said
     assert "stopped: another rank was told to stop; saved at step" in said
@@ -256,32 +254,30 @@ def test_each_copy_is_told_of_once_with_the_metrics_of_its_step(tmp_path: Path) 
     assert (told[-1].uri, told[-1].metrics["train_loss"]) == (ended.checkpoint, ended.final_loss)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"), [(("no",), "no such folder"), ((".", "--set", "stepz=3"), "unknown key 'stepz'")], ids=["folder", "key"]
-)
-def test_bad_input_is_one_line_and_code_2(
-    words: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's own stay
-    monkeypatch.chdir(job(tmp_path))
-    assert worker_command.main(words) == 2
-    shown = capfd.readouterr()
-    assert shown.out == "" and says in shown.err
-    assert len(shown.err.splitlines()) == 1, shown.err
+def test_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
+    for words, says in (
+        ((str(tmp_path / "no"),), "no such folder"),
+        ((str(job(tmp_path)), "--set", "stepz=3"), "unknown key 'stepz'"),
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-m", "elastic.worker", *words], capture_output=True, text=True, env=environment(), timeout=300
+        )
+        assert ended.returncode == 2
+        assert says in ended.stderr
+        assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
 
 
-@pytest.mark.slow
 def test_no_ray_is_needed() -> None:
     code = (
         "import sys; sys.modules['ray'] = None\n"
         "import elastic.worker.alone, elastic.worker.__main__\n"
         "print([m for m in sys.modules if m.startswith(('elastic.policy', 'elastic.planner', 'elastic.cluster', 'ray.'))])"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=300)
     assert ended.stdout.strip() == "[]", ended.stderr
 
 
-def until(holds: Any, log: Path, most_s: float = 60.0) -> None:
+def until(holds: Any, log: Path, most_s: float = 300.0) -> None:
     deadline = time.monotonic() + most_s
     while not holds():
         assert time.monotonic() < deadline, log.read_text()

@@ -20,7 +20,7 @@ from worker_pool import Pool
 from elastic.program import load_program
 from elastic.types import StepDone, parse_layout
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # one reference in one process for each program and batch
+pytestmark = pytest.mark.slow  # one reference in one process for each program and batch
 TOLERANCE = 1e-4
 
 
@@ -124,7 +124,6 @@ def test_product(pool: Pool, tmp_path: Path, case: Case) -> None:
 
 
 @pytest.mark.product
-@pytest.mark.timeout(600)
 def test_three_axes(tmp_path: Path) -> None:
     """On eight processes."""
     pool = Pool(8)

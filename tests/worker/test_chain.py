@@ -67,7 +67,6 @@ def check(job: dict[str, Any], run: Path, steps: list[StepDone], tolerance: floa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_chain_of_layouts_twice(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny.py", steps=30)
     pids = list(pool.pids)

@@ -90,7 +90,6 @@ def test_names_stay() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_each_mode_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     """The mode is a matter of the layout: it changes on the way, with gradient accumulation."""
     layouts = [

@@ -55,7 +55,7 @@ from elastic.worker import durable
 from elastic.worker.gather import Gather, Parts
 from elastic.worker.model_profile import trace
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 AT, STEPS, PEER_EVERY = 4, 8, 2  # the step after AT ones breaks
 REPLICAS, SHARDS = Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=3)
 PIPELINE, TENSOR = Layout(pp=2, dp_shard=2), Layout(dp_shard=2, tp=2)
@@ -128,7 +128,7 @@ class Driver:
                     elif isinstance(action, RollForward):
                         self.pool.call(worker, "roll_forward", action.generation, action.step, action.commit)
 
-    def run(self, timeout_s: float = 60.0) -> None:
+    def run(self, timeout_s: float = 300.0) -> None:
         """Until the copy of the last step is stored. What is armed before is armed before the first step."""
         until = time.monotonic() + timeout_s
         self.carry_out(Decision((EnterPlan(self.first),), "the test's plan"))
@@ -333,7 +333,6 @@ def test_a_kill_at_every_collective(pool: FaultyPool, tmp_path: Path, layout: La
 
 
 @pytest.mark.product
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_kill_in_the_middle_of_a_commit(pool: FaultyPool, tmp_path: Path, layout: Layout) -> None:
     """At a time of its own within the all-reduce: what each rank has heard by then is left to chance."""

@@ -50,7 +50,7 @@ class Ranks:
 
     def wait(self) -> None:
         """Until no thread of a copy is at work."""
-        until_s = time.monotonic() + 10
+        until_s = time.monotonic() + 120
         while any(c.flight is not None and not c.flight.ended for c in self.copies):
             assert time.monotonic() < until_s
             time.sleep(0.005)
@@ -136,7 +136,7 @@ def test_a_loss_in_the_flight_falls_back_to_the_copy_before_it() -> None:
     while ranks.copies[0].flight is None or ranks.copies[0].flight.step == before:
         ranks.step(ready=False)
     ranks.lines.broken.set()
-    time.sleep(0.1)
+    ranks.wait()
     for rank in range(3):
         ranks.held[rank] = [*ranks.held[rank], *ranks.copies[rank].unacknowledged()]
     newest = ranks.kept({"n1"})
@@ -214,13 +214,12 @@ def test_a_copy_in_flight_is_dropped_cleanly_where_the_generation_ends() -> None
     ranks.lines.hold.clear()
     ranks.start()
     threading.Timer(0.1, ranks.lines.hold.set).start()
-    began_s = time.monotonic()
     droppers = [threading.Thread(target=c.drop) for c in ranks.copies]
     for thread in droppers:
         thread.start()
     for thread in droppers:
-        thread.join(5)
-    assert time.monotonic() - began_s < 3
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in droppers), "it would wait for years at this pace"
     assert all(c.flight is None and c.unacknowledged() == [] for c in ranks.copies)
     assert all(q.empty() for q in ranks.lines.queues.values())
     assert all(len(host.memory.free) == 2 for host in ranks.hosts), "own and kept buffer wait for the next"

@@ -39,14 +39,12 @@ def follow(pool: Pool, folder: Path, name: str, layouts: list[Layout], **more: i
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", COVER)
 def test_losses_are_those_of_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
     follow(pool, tmp_path, name, COVER[name])
 
 
 @pytest.mark.product
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", COVER)
 def test_losses_are_those_of_one_process_in_every_layout(pool: Pool, tmp_path: Path, name: str) -> None:
     tps = (1,) if name == "hf_gpt2.py" else (1, 2)
@@ -57,7 +55,6 @@ VIT = str(Path(__file__).resolve().parents[2] / "jobs" / "vit_digits" / "program
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_vision_transformer_on_real_digits(pool: Pool, tmp_path: Path) -> None:
     """No language model: pictures in, classes out, a plain parameter beside the modules; and a metric of its own."""
     pytest.importorskip("sklearn", reason="the job needs scikit-learn (it is in the extra 'test')")

@@ -40,7 +40,6 @@ def test_same_losses_as_one_process(pool: Pool, tmp_path: Path, layout: Layout) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_model_of_transformers_keeps_its_losses(pool: Pool, tmp_path: Path) -> None:
     """Tied embeddings, cut by the model's own plan: fully sharded, tensor parallel, on one worker, sharded both ways."""
     job = job_of("hf_tiny.py", steps=12)

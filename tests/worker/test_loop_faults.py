@@ -22,7 +22,7 @@ from elastic.worker.extra_state import decode
 from elastic.worker.model_profile import trace
 from elastic.worker.script import capture
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

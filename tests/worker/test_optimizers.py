@@ -195,7 +195,6 @@ def by_hand() -> Program:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_an_optimizer_by_path_and_its_schedule_in_three_layouts(pool: Pool, tmp_path: Path) -> None:
     """NAdam keeps a product that begins as 1; with it a schedule, a scaled rate, and two live changes of the layout."""
     job = job_of("tiny_bare.py", STEPS) | JOB

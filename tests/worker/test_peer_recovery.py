@@ -36,7 +36,7 @@ def recover(pool: Pool, old: Plan, layout: Layout, lost: list[WorkerId]) -> Plan
     survivors = [worker for worker in old.ranks if worker not in lost]
     for worker in survivors:
         pool.call(worker, "abort", 1)
-    pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= set(survivors), "survivors", 20)
+    pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= set(survivors), "survivors")
     newest: dict[WorkerId, Quiesced] = {e.worker: e for e in pool.events(Quiesced) if e.worker in survivors}
     held: list[Holding] = [h for q in newest.values() for h in q.holdings if h.generation == 1]
     step = max((s for s in {h.step for h in held} if covered(old, [h for h in held if h.step == s])), default=-1)

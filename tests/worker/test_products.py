@@ -48,7 +48,6 @@ def test_losses_and_validation_are_those_of_one_process(
     assert pool.events(Evaluated)[-1].metrics["validation_loss"] == pytest.approx(want, abs=5e-5)
 
 
-@pytest.mark.timeout(300)
 def test_three_axes_at_once(tmp_path: Path) -> None:
     """pp x dp_shard x tp on eight processes, and live back to a layout of two axes."""
     pool = Pool(8)

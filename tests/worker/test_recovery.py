@@ -13,7 +13,7 @@ import torch
 from plans import from_copies, live, plan
 from reference import train_alone
 from test_chain import job_of
-from worker_pool import Pool
+from worker_pool import TIMEOUT_S, Pool
 
 from elastic.program import load_program
 from elastic.storage import open_storage
@@ -76,7 +76,7 @@ def recover(
     for worker in survivors:
         pool.call(worker, "abort", generation - 1)
     pool.stores[generation - 1] = None
-    pool.wait(lambda: {e.worker for e in pool.events(Quiesced, generation - 1)} >= set(survivors), "survivors", 20)
+    pool.wait(lambda: {e.worker for e in pool.events(Quiesced, generation - 1)} >= set(survivors), "survivors")
     step, holdings = newest_whole(old, [e for e in pool.events(Quiesced) if e.worker in survivors])
     new = plan(generation, layout, workers, 12, resume=from_copies(old, step, holdings), peer_every=peer_every)
     pool.enter(new)
@@ -100,13 +100,13 @@ def test_kill_without_notice(pool: Pool, tmp_path: Path, before: Layout, after: 
     try:
         killed_at = time.monotonic()
         pool.kill(workers[0])  # rank 0: no rank is special
-        pool.wait(lambda: pool.events(WorkerFailed, 1), "failure", 10)
+        pool.wait(lambda: pool.events(WorkerFailed, 1), "failure")
         seen_s = time.monotonic() - killed_at
-        done = max(e.step for e in pool.events(StepDone))
         new = recover(pool, first, after, workers[1:], workers[1:])
-        assert seen_s < 5
+        assert seen_s < 0.75 * TIMEOUT_S, "the group's own timeout"
         assert all(e.kind == "collective" for e in pool.events(WorkerFailed)), pool.events(WorkerFailed)
-        assert done - new.resume.step <= 2 + 2, "more was lost than the copies allow"  # interval, and one in flight
+        copies = [e.copy.step for e in pool.events(CopyStored) if e.copy.generation == 1]
+        assert new.resume.step >= max(copies), "more was lost than since the newest copy that was acknowledged"
         pool.quiesced(2, len(new.ranks))
         assert pool.pids[1:] == pids
         loss_curve_agrees(pool, job)
@@ -121,7 +121,7 @@ def test_what_is_left_on_one_node_goes_on_without_copies(pool: Pool, tmp_path: P
     try:
         pool.kill(workers[2])
         pool.kill(workers[3])
-        pool.wait(lambda: len(pool.events(WorkerFailed, 1)) >= 2, "failures", 10)
+        pool.wait(lambda: len(pool.events(WorkerFailed, 1)) >= 2, "failures")
         recover(pool, first, Layout(dp_shard=2), workers[:2], workers[:2], peer_every=0)
         pool.quiesced(2, 2)
         parts = pool.events(DigestPart, 2)
@@ -161,7 +161,7 @@ def test_loss_during_a_transition(pool: Pool, tmp_path: Path, told: bool) -> Non
         pool.enter(second, leave_out=() if told else (victim,))
         pool.kill(victim)
         survivors = workers[:3]
-        pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= set(survivors), "the end of generation 1", 20)
+        pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= set(survivors), "the end of generation 1")
         recover(pool, first, Layout(dp_shard=3), survivors, survivors)
         assert not pool.events(PlanEntered, 2)
         pool.quiesced(3, 3)
@@ -179,7 +179,7 @@ def test_holder_and_held_gone_together_leave_no_whole_copy(pool: Pool, tmp_path:
         for worker in (workers[0], workers[3]):
             pool.call(worker, "abort", 1)
         survivors = {workers[0], workers[3]}
-        pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= survivors, "failure", 20)
+        pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= survivors, "failure")
         with pytest.raises(AssertionError, match="no whole copy"):
             newest_whole(first, pool.events(Quiesced, 1))
     finally:
@@ -215,7 +215,7 @@ def test_replicas_are_copies_too(pool: Pool, tmp_path: Path) -> None:
     try:
         pool.kill(workers[1])
         survivors = [w for w in workers if w != workers[1]]
-        pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= set(survivors), "failure", 20)
+        pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= set(survivors), "failure")
         at = {q.step for q in pool.events(Quiesced, 1)}
         assert len(at) == 1, f"the survivors stand at different steps: {at}"
         holdings = tuple(h for q in pool.events(Quiesced, 1) for h in q.holdings if h.kind == "live")

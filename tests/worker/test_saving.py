@@ -61,12 +61,12 @@ class Rank:
         """As `wait`, and the thread is free again."""
         found = self.wait(n)
         assert self.saving.writing is not None
-        self.saving.writing.result(20)
+        self.saving.writing.result(120)
         return found
 
     def wait(self, n: int) -> list[Event]:
         with self.news:
-            assert self.news.wait_for(lambda: len(self.told) >= n, 20), self.told
+            assert self.news.wait_for(lambda: len(self.told) >= n, 120), self.told
             return self.told[:n]
 
 
@@ -80,7 +80,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go, real = threading.Event(), durable.write_shard
 
     def waits(*arguments: Any) -> int:
-        assert go.wait(20)
+        assert go.wait(120)
         return real(*arguments)
 
     monkeypatch.setattr(saving.durable, "write_shard", waits)
@@ -121,7 +121,7 @@ def test_the_host_copy_is_given_back(tmp_path: Path, slow: threading.Event) -> N
     slow.set()
     on.wait(2)
     assert on.saving.writing is not None
-    on.saving.writing.result(10)
+    on.saving.writing.result(120)
     assert first.released == 1
 
 

@@ -34,7 +34,6 @@ class InOrder:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_stream_is_read_once_through_three_layouts(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny_stream.py", STEPS)
     steps = pass_through(pool, job, tmp_path / "run", [Layout(dp_shard=2), Layout(dp_shard=3), Layout(pp=2)], 3)

@@ -39,7 +39,6 @@ CHAIN = [
 
 
 @pytest.mark.parametrize("room", [Room(), Room(memory_bytes=1)], ids=["device", "host"])
-@pytest.mark.timeout(240)
 def test_what_was_told_is_what_it_takes(pool: Pool, tmp_path: Path, room: Room) -> None:
     """Bytes exactly; the peak within its bound; the loss as ever, also where the old state left the device first."""
     job = job_of("tiny.py", steps=2 * len(CHAIN) + 2)

@@ -80,7 +80,6 @@ def test_collectives_of_a_step(layout: Layout, gathers: int, scatters: int, redu
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_stages_and_microbatches_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     """Shares are unequal (4, 4, 2, 2 and 6, 3, 3); the boxes are those of stage 3, so that every move is live."""
     layouts = [

@@ -18,8 +18,8 @@ from torch.distributed import TCPStore
 from elastic.types import Event, Plan, PlanEntered, Quiesced, WorkerFailed, WorkerId
 from elastic.worker.workplace import EnterOrder
 
-TIMEOUT_S = 60.0
-PREPARE_S = 180.0  # new processes import torch; on a busy machine that takes a minute
+TIMEOUT_S = 60.0  # of a generation's groups: what a survivor waits where nothing tells it that a peer is gone
+WAIT_S = 300.0  # for anything that comes by itself, on a machine however busy
 
 
 def _serve(pipe: Connection) -> None:
@@ -96,7 +96,7 @@ class Pool:
         for pipe, worker in zip(self.pipes, self.workers, strict=False):
             pipe.send(("open", (self.serial, worker, job, str(run))))
             pipe.send(("prepare", ()))
-        self.wait(lambda: sum(type(e).__name__ == "NodePrepared" for _, _, e in self.log) == n, "prepare", PREPARE_S)
+        self.wait(lambda: sum(type(e).__name__ == "NodePrepared" for _, _, e in self.log) == n, "prepare")
         return self.workers
 
     def call(self, worker: WorkerId, name: str, *arguments: Any) -> None:
@@ -108,7 +108,7 @@ class Pool:
 
     def enter(self, plan: Plan, leave_out: Iterable[WorkerId] = ()) -> None:
         """Orders the generation; `leave_out`: workers that are not told."""
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
         self.stores[plan.generation] = store
         senders = [h.worker for h in plan.resume.holdings if h.worker not in plan.ranks]
         everyone = (*plan.ranks, *dict.fromkeys(senders))
@@ -128,7 +128,7 @@ class Pool:
             except (EOFError, ConnectionResetError):
                 pipe.close()
 
-    def wait(self, done: Any, what: str, timeout_s: float = TIMEOUT_S) -> None:
+    def wait(self, done: Any, what: str, timeout_s: float = WAIT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not done():
             self.drain()
