@@ -11,8 +11,9 @@ STEPPING_LEAST_S, STEP_TIMES = 1.0, 5.0
 LATE_TIMES, LATE_HALF_S = 4.0, 15.0  # of the machine's lateness, half of which is forgotten in this time
 LATE_S = 0.25
 STUCK_LEAST_S, STUCK_TIMES = 30.0, 3.0  # all answer and none gets on
+EVALUATING_STUCK_S = 600.0  # the same within one batch of a validation set: the program may make whole texts of it
 BOUNDS_S = {"idle": 10.0, "starting": 120.0}
-OTHER_BOUND_S = 60.0  # preparing, building, loading, compiling, saving ...
+OTHER_BOUND_S = 60.0  # preparing, building, loading, compiling, evaluating, saving ...
 GAP_MOST_S = 0.5  # a longer pause between two looks was the driver's own,
 OWN_LATE_MOST_S = 2.0  # and what is more, up to this, tells how late this machine is
 PROMPT = ("idle", "stepping")  # in other phases a worker's own work, such as an import, may hold up its answer
@@ -120,9 +121,12 @@ class Silence:
         return first
 
     def stuck_s(self, generation: int) -> float:
-        """How long no worker of a stepping generation got on although all answer, if that is too long; else 0."""
+        """How long no worker of a stepping or evaluating generation got on although all answer, if that is too long; else 0."""
         members = [seen for seen in self._workers.values() if seen.generation == generation]
-        if not members or any(seen.phase != "stepping" or self._overdue(seen) for seen in members):
+        if not members or any(seen.phase not in ("stepping", "evaluating") or self._overdue(seen) for seen in members):
             return 0.0
+        most_s = max(STUCK_LEAST_S, STUCK_TIMES * self.bound_s("stepping", generation))
+        if any(seen.phase == "evaluating" for seen in members):
+            most_s = max(most_s, EVALUATING_STUCK_S)
         still_s = min(seen.still_s for seen in members)
-        return still_s if still_s > max(STUCK_LEAST_S, STUCK_TIMES * self.bound_s("stepping", generation)) else 0.0
+        return still_s if still_s > most_s else 0.0

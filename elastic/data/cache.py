@@ -2,7 +2,8 @@
 
 <folder>/blocks/ab/<digest of the file>-<number>   bytes of a block, then their 8-byte xxh3 sum
 <folder>/built/<name>/                             an index or tokenised text; not counted, removed by hand
-<folder>/locks/                                    between the node's processes
+<folder>/built/.<name>-<8 digits>/                 being built; swept once its builder is gone (nobody holds its lock)
+<folder>/locks/                                    between the node's processes; a builder that gets on touches its own
 
 A block is checked when a process first reads it; one that is cut off or altered is fetched again. Where the blocks exceed
 `limit_bytes`, those that were not used for the longest time go.
@@ -15,6 +16,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import secrets
 import shutil
 import time
@@ -25,6 +27,7 @@ from pathlib import Path
 
 import xxhash
 
+from elastic.data.progress import gets_on, heard_by
 from elastic.errors import SpecError
 from elastic.storage import Storage
 
@@ -36,6 +39,8 @@ N_LOCKS = 64  # blocks share them
 USED_EVERY_S = 60.0  # how exactly the last use of a block is noted
 ROOM = 0.9  # of the limit that is left when blocks had to go
 OLD_S = 3600.0  # unfinished files of this age belong to nobody
+WAIT_S = 0.1  # between looks at another process that builds
+UNFINISHED = re.compile(r"\.(.+)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,7 @@ class Cache:
     def _fetched(self, file: Remote, number: int) -> bytes:
         wanted = _block_bytes(file, number)
         data = bytes(file.storage.read(file.key, number * BLOCK_BYTES, wanted))
+        gets_on()
         if len(data) != wanted:
             raise SpecError(
                 f"{file.storage.uri_of(file.key)}: it is shorter than the {file.n_bytes} bytes that it had when the run began; "
@@ -191,26 +197,64 @@ class Cache:
         """The folder built/<name>; where `whole` does not say that it is whole, `build` fills it, in one of the node's
         processes while the others wait."""
         folder = self.folder / "built" / name
-        with self._lock(f"built-{name}"):
+        with self._turn(name) as lock:
             if not whole(folder):
+                self._sweep(name)
                 temporary = folder.with_name(f".{name}-{secrets.token_hex(4)}")
                 temporary.mkdir()
                 try:
-                    build(temporary)
+                    with heard_by(lambda: os.utime(lock)):
+                        build(temporary)
                     shutil.rmtree(folder, ignore_errors=True)
                     temporary.rename(folder)
                 finally:
                     shutil.rmtree(temporary, ignore_errors=True)
         return folder
 
+    def _sweep(self, mine: str) -> None:
+        """What processes left half-built that were killed: nobody holds the lock of its name. `mine` is held by the caller."""
+        for path in (self.folder / "built").iterdir():
+            found = UNFINISHED.fullmatch(path.name)
+            if found is None:
+                continue
+            with self._opened(f"built-{found[1]}") as handle:
+                if found[1] == mine or _locked(handle):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    @contextmanager
+    def _turn(self, name: str) -> Iterator[int]:
+        """The lock of what is built by that name. While another process builds it and gets on, so does this one."""
+        with self._opened(f"built-{name}") as handle:
+            touched = os.fstat(handle).st_mtime_ns
+            while not _locked(handle):
+                time.sleep(WAIT_S)
+                before, touched = touched, os.fstat(handle).st_mtime_ns
+                if touched != before:
+                    gets_on()
+            yield handle
+
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        handle = os.open(self.folder / "locks" / name, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
+        with self._opened(name) as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
+
+    @contextmanager
+    def _opened(self, lock: str) -> Iterator[int]:
+        handle = os.open(self.folder / "locks" / lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            yield handle
         finally:
             os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    """Takes the lock, unless another holds it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def default_folder() -> str:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from elastic.data.cache import Cache
 from elastic.data.files import CHUNK_BYTES, Files
+from elastic.data.progress import gets_on
 from elastic.errors import SpecError
 
 LOG = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class TokenFiles:
         for start in range(0, total, CHUNK_BYTES):
             ids = self.read(start, min(total, start + CHUNK_BYTES))
             found.append(np.flatnonzero(ids == end_token).astype(np.int64) + start + 1)
+            gets_on()
         np.save(into / ENDS, np.unique(np.concatenate(found)))
 
 
@@ -212,6 +214,7 @@ class Tokenised:
                     at += len(ids)
                     ends.append(at)
                 waiting.clear()
+                gets_on()
 
             for n, text in enumerate(self.documents.texts(self.field)):
                 if problem := self.tokenizer.problem(text):

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from elastic.data.cache import Cache, Remote
+from elastic.data.progress import gets_on
 from elastic.data.ranged import Ranged
 from elastic.errors import SpecError
 from elastic.storage import Storage, open_storage
@@ -79,6 +80,7 @@ class Files:
         """File `n` from its beginning to its end."""
         for offset in range(0, self.sizes[n], CHUNK_BYTES):
             yield self.read(n, offset, CHUNK_BYTES)
+            gets_on()
 
     def only(self, keep: Sequence[int]) -> Files:
         """Some of them, in the order of `keep`."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from elastic.data.cache import Cache
 from elastic.data.corpus import Corpus, n_tokens
+from elastic.data.progress import gets_on
 from elastic.errors import SpecError
 
 NO_TARGET = -100
@@ -134,6 +135,7 @@ def packed(ends: NDArray[np.int64], seq: int) -> tuple[NDArray[np.int64], NDArra
         for sample in _fitted(length[at : at + LOOK_AHEAD].tolist(), seq):
             order += [at + i for i in sample]
             firsts.append(len(order))
+        gets_on()
     return pieces[np.asarray(order, dtype=np.int64)], np.asarray(firsts, dtype=np.int64)
 
 

@@ -20,7 +20,8 @@ from elastic.data.cache import Cache
 from elastic.data.files import Files, files_at
 from elastic.errors import SpecError
 
-PIECES_KEPT = 8  # decoded row groups or batches
+KEPT_BYTES = 256 << 20  # of decoded row groups or batches, the last used ones; one may be larger
+FILES_KEPT = 8  # open at once
 INDEX = "index.npy"
 PACKED = (".gz", ".zst", ".bz2", ".xz")
 Record = Mapping[str, Any]
@@ -43,6 +44,10 @@ class Records:
 
     def __getitem__(self, index: int) -> Record:
         raise NotImplementedError
+
+    def pick(self, index: int, names: Sequence[str]) -> Record:
+        """These fields of a record, of those that it has; more where that costs nothing."""
+        return self[index]
 
     def texts(self, name: str) -> Iterator[Any]:
         raise NotImplementedError
@@ -153,13 +158,18 @@ class Jsonl(Records):
 
 
 class _Tables(Records):
-    """Records in pieces (row groups, batches) of files; `_rows` [pieces] of each, `_piece` decodes one."""
+    """Records in pieces (row groups, batches) of files; `_rows` [pieces] of each, `_piece` decodes one.
+
+    Decoded pieces are kept up to KEPT_BYTES; `n_decoded` counts how many were decoded for single records.
+    """
 
     def __init__(self, files: Files, cache: Cache | None = None) -> None:
         super().__init__(files, cache)
         self._rows: Sequence[int] = ()
         self._starts: list[int] = [0]
-        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, tuple[str, ...]], Any] = OrderedDict()
+        self._kept_bytes = 0
+        self.n_decoded = 0
 
     def _counted(self, rows: Sequence[int]) -> None:
         self._rows, self._starts = rows, [0, *accumulate(rows)]
@@ -168,26 +178,37 @@ class _Tables(Records):
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> Record:
+        return self.pick(index, self.columns)
+
+    def pick(self, index: int, names: Sequence[str]) -> Record:
         piece = bisect_right(self._starts, index) - 1
-        table = self._kept.get(piece)
-        if table is None:
-            table = self._kept[piece] = self._piece(piece, None)
-            if len(self._kept) > PIECES_KEPT:
-                self._kept.popitem(last=False)
+        table = self._decoded(piece, tuple(name for name in self.columns if name in names))
         row = index - self._starts[piece]
         return {name: table.column(i)[row].as_py() for i, name in enumerate(table.schema.names)}
+
+    def _decoded(self, piece: int, names: tuple[str, ...]) -> Any:
+        """These columns of a piece, from memory where they were used lately."""
+        table = self._kept.get((piece, names))
+        if table is None:
+            table = self._kept[piece, names] = self._piece(piece, names)
+            self.n_decoded += 1
+            self._kept_bytes += table.nbytes
+            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+        self._kept.move_to_end((piece, names))
+        return table
 
     def texts(self, name: str) -> Iterator[Any]:
         if name not in self.columns:
             raise SpecError(f"{self.files.uri(0)}: no column '{name}'; it has {', '.join(self.columns)}")
         for piece in range(len(self._rows)):
-            yield from self._piece(piece, name).column(name).to_pylist()
+            yield from self._piece(piece, (name,)).column(name).to_pylist()
 
     @property
     def columns(self) -> Sequence[str]:
         raise NotImplementedError
 
-    def _piece(self, piece: int, only: str | None) -> Any:
+    def _piece(self, piece: int, names: Sequence[str]) -> Any:
         raise NotImplementedError
 
     def _place(self, piece: int) -> tuple[int, int]:
@@ -200,7 +221,7 @@ class _Tables(Records):
 
 
 class Parquet(_Tables):
-    """Rows of Parquet files as they are found; a row group is decoded as a whole."""
+    """Rows of Parquet files as they are found; of a row group, the wanted columns are decoded as a whole."""
 
     def __init__(self, where: str | Path, cache: Cache | None = None, pattern: str = "**/*.parquet") -> None:
         super().__init__(files_at(where, pattern, cache), cache)
@@ -225,13 +246,13 @@ class Parquet(_Tables):
             except (pyarrow.ArrowInvalid, OSError) as error:
                 raise SpecError(f"{self.files.uri(n)}: no whole Parquet file ({_line(error)})") from error
             self._open[n] = file
-            if len(self._open) > PIECES_KEPT:
+            if len(self._open) > FILES_KEPT:
                 self._open.popitem(last=False)
         return file
 
-    def _piece(self, piece: int, only: str | None) -> Any:
+    def _piece(self, piece: int, names: Sequence[str]) -> Any:
         n, group = self._groups[piece]
-        return self._file(n).read_row_group(group, columns=None if only is None else [only])
+        return self._file(n).read_row_group(group, columns=list(names))
 
     def _place(self, piece: int) -> tuple[int, int]:
         n, group = self._groups[piece]
@@ -291,14 +312,14 @@ class HuggingFace(_Tables):
                 raise SpecError(f"{self.files.uri(n)}: no whole Arrow stream ({_line(error)})") from error
         return np.asarray(found, dtype=np.int64).reshape(-1, 4)
 
-    def _piece(self, piece: int, only: str | None) -> Any:
+    def _piece(self, piece: int, names: Sequence[str]) -> Any:
         import pyarrow.ipc
 
         n, _, at, _ = (int(value) for value in self.batches[piece])
         schema, source = self._schema(n), self._source(n)
         source.seek(at)
         batch = pyarrow.ipc.read_record_batch(pyarrow.ipc.read_message(source), schema)
-        return batch if only is None else batch.select([only])
+        return batch.select(list(names))
 
     def _place(self, piece: int) -> tuple[int, int]:
         return int(self.batches[piece, 0]), int(self.batches[piece, 1])
@@ -362,7 +383,7 @@ class Columns:
     def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        record = self.records[index]
+        record = self.records.pick(index, self.columns)
         return {name: self._array(record, name, index) for name in self.columns}
 
     def _array(self, record: Record, name: str, index: int) -> NDArray[Any]:

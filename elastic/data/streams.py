@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.errors import ProgramError, SpecError
@@ -31,7 +31,8 @@ def is_stream(dataset: Any) -> bool:
 class Stream:
     """An iterable dataset by positions, which must rise; position 0 can always be looked at. At its end it begins anew.
 
-    The training thread calls `taken`, `state_dict` and `load_state_dict`, another one reads.
+    The training thread calls `taken`, `state_dict` and `load_state_dict`, another one reads, through `reader()`: loading a
+    state waits for the item that is being read, and cuts off whoever reads for an older generation.
     """
 
     def __init__(self, source: Any, global_batch: int) -> None:
@@ -40,13 +41,26 @@ class Stream:
         self._items: Any = None
         self._first: Any = None
         self._at = self._boundary = 0
+        self._n_loads = 0
         self._states: dict[int, Any] = {0: deepcopy(source.state_dict())}  # at the boundaries between steps
 
     def __len__(self) -> int:
         return N_POSITIONS
 
     def __getitem__(self, position: int) -> Any:
+        return self.read(position, None)
+
+    def reader(self) -> StreamReader:
+        """For one loader: of no more use once another state is loaded."""
         with self._lock:
+            return StreamReader(self, self._n_loads)
+
+    def read(self, position: int, n_loads: int | None) -> Any:
+        """The item at `position`. Raises ProgramError where it was passed already, or where `n_loads` (None: whatever it is) is
+        not how often a state has been loaded."""
+        with self._lock:
+            if n_loads not in (None, self._n_loads):
+                raise ProgramError(f"sample {position} of a stream was asked for by a generation that is over")
             if position == 0 and self._first is not None and self._at != 0:
                 return self._first
             if position < self._at:
@@ -73,6 +87,7 @@ class Stream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with self._lock:
+            self._n_loads += 1
             self.source.load_state_dict(deepcopy(state["state"]))
             self._items, self._at = None, int(state["at"])
             self._boundary, self._states = self._at, {self._at: state["state"]}
@@ -91,6 +106,20 @@ class Stream:
         if self._at % self.global_batch == 0:
             self._states[self._at] = deepcopy(self.source.state_dict())  # it may be the very one that reading changes
         return item
+
+
+@dataclass(frozen=True)
+class StreamReader:
+    """A stream as one generation reads it."""
+
+    stream: Stream
+    n_loads: int
+
+    def __len__(self) -> int:
+        return N_POSITIONS
+
+    def __getitem__(self, position: int) -> Any:
+        return self.stream.read(position, self.n_loads)
 
 
 def with_stream(program: Program, dataset: Any, job: Mapping[str, Any]) -> Program:

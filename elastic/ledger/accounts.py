@@ -20,6 +20,7 @@ from elastic.types import (
     DrillAsked,
     DriverStarted,
     EnterPlan,
+    Evaluated,
     Event,
     GroupRan,
     Node,
@@ -37,7 +38,7 @@ from elastic.types import (
 )
 
 CATEGORIES = (
-    "productive", "program_startup", "data_loading", "copy", "checkpoint_save", "checkpoint_restore", "reshard",
+    "productive", "program_startup", "data_loading", "evaluation", "copy", "checkpoint_save", "checkpoint_restore", "reshard",
     "wasted_progress", "waiting_for_capacity", "idle_remainder", "other",
 )  # fmt: skip
 PHASES = ("detect", "quiesce", "groups", "build", "transfer", "first_step")
@@ -211,6 +212,8 @@ class _Books:
             self._step(event, at_s)
         elif isinstance(event, GroupRan) and self.plan is not None and event.generation == self.plan.generation:
             self.sums["productive"].add(self.group.taken())
+        elif isinstance(event, Evaluated) and self.plan is not None and event.generation == self.plan.generation:
+            self._evaluated(event)
         elif isinstance(event, PlanEntered):
             self._entered(event, at_s)
         elif isinstance(event, CopyStored) and event.copy.kind == "durable":
@@ -266,6 +269,13 @@ class _Books:
         self._take_off_first(parts["productive"].wall_s)
         self.steps.append(_Step(event.step, event.tokens, event.train_loss, parts))
         self.timing.step(event, at_s)
+
+    def _evaluated(self, event: Evaluated) -> None:
+        """It was told when it was over: its seconds are the last ones that were gathered."""
+        if self.group.wall_s > 0:
+            share = min(1.0, event.seconds / self.group.wall_s)
+            self.sums["evaluation"].add(self.group, share)
+            self.group.add(replace(self.group), -share)
 
     def _take_off_first(self, second_s: float) -> None:
         """The first step of a generation also builds and compiles: what it took above the second is not progress."""

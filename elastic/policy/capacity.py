@@ -12,7 +12,7 @@ from elastic.policy.retries import worn_out
 from elastic.types import Action, Decision, Node, Pool, Prepare, Quarantine, ReleaseNode, RequestNodes
 
 REQUEST_LASTS_S = 900.0  # a request without an answer is forgotten then
-PREPARE_MOST_S = 600.0
+PREPARE_MOST_S = 600.0  # since its preparation was asked for, or has got on last
 LEAVE_MOST_S = 5.0
 ORDER = {"owned": 0, "reserved": 1, "spot": 2, "on-demand": 3}
 
@@ -41,7 +41,11 @@ def _prepare(state: State, now_s: float) -> Decision:
         if since_s is not None and now_s < since_s + PREPARE_MOST_S:
             wakes.append(since_s + PREPARE_MOST_S)
             continue
-        why = worn_out(state, node.node_id, now_s) if since_s is None else f"not prepared after {PREPARE_MOST_S:.0f} s"
+        why = (
+            worn_out(state, node.node_id, now_s)
+            if since_s is None
+            else f"its preparation has not got on for {PREPARE_MOST_S:.0f} s"
+        )
         if why:
             actions += [Quarantine(node.node_id, why), ReleaseNode(node.node_id)]
             reasons.append(f"node {node.node_id} is put aside: {why}")

@@ -14,7 +14,7 @@ from elastic.types import Abort, Cause, Decision, Node, Quarantine, Quiesce, Rel
 
 QUIESCED_MOST_S = 5.0  # a survivor that has not answered an abort by then is treated as a dead process
 STOP_MOST_S = 60.0
-LAST_COPY_MOST_S = 120.0
+LAST_COPY_MOST_S = 120.0  # since the last step, or since what comes after it has got on last
 ENTER_MOST_S = 600.0  # the last resort: workers report what goes wrong long before
 ATTACH_MOST_S = 30.0
 START_WAIT_S, GROWTH_WAIT_S = 10.0, 2.0  # for nodes that are being prepared, after the last one was
@@ -242,7 +242,7 @@ def _finishing(state: State, now_s: float) -> Decision:
             return Decision((), f"{text}: tried again in {COPY_WAIT_S:.0f} s", again_s)
         if bad.generation == state.generation:
             return Decision((Abort(state.generation),), f"{text}: tried again")
-    bound_s = state.last_step_at_s + LAST_COPY_MOST_S
+    bound_s = max(state.last_step_at_s, state.busy_at_s) + LAST_COPY_MOST_S
     if now_s < bound_s:
         return Decision((), f"all {state.steps} steps are done: waits for the durable copy of the last one", bound_s)
     return Decision((Abort(state.generation),), f"the copy of step {state.step} was not stored within {LAST_COPY_MOST_S:.0f} s")

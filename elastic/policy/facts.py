@@ -31,6 +31,7 @@ from elastic.types import (
     PlanEntered,
     PlanFailed,
     PriceSeen,
+    Progress,
     Quiesce,
     RequestFailed,
     SpeedMeasured,
@@ -159,6 +160,13 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
     forgotten = set(lost[:-KEPT_LOST_NODES])
     nodes = {name: n for name, n in state.nodes.items() if name not in forgotten} if forgotten else state.nodes
     return replace(state, nodes=nodes, dead=state.dead - gone)
+
+
+def _progress(state: State, event: Progress, at_s: float) -> State:
+    state, node_id = seen(state, event.worker.node_id), event.worker.node_id
+    if event.phase == "preparing" and node_id in state.preparing:
+        return replace(state, preparing={**state.preparing, node_id: at_s})
+    return replace(state, busy_at_s=at_s) if state.is_current(event.generation) else state
 
 
 def _request_failed(state: State, event: RequestFailed, at_s: float) -> State:
@@ -298,5 +306,5 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     DriverStarted: _driver_started, NodeReady: _node_ready, NodePrepared: _node_prepared, Notice: _notice,
     NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost, RequestFailed: _request_failed, PlanEntered: _plan_entered,
     PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored, SpeedMeasured: _speed_measured,
-    PriceSeen: _price_seen, StopAsked: _stop_asked, **FAILURES, **COPIES,
+    PriceSeen: _price_seen, Progress: _progress, StopAsked: _stop_asked, **FAILURES, **COPIES,
 }  # fmt: skip

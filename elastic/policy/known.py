@@ -97,7 +97,7 @@ class State:
     nodes: Mapping[str, Node] = field(default_factory=dict)  # in order of arrival; lost ones stay, with their status
     prepared: frozenset[str] = frozenset()  # nodes whose workers all live and have imported the program
     prepared_at_s: float = 0.0  # when the last node was prepared
-    preparing: Mapping[str, float] = field(default_factory=dict)  # node -> since when
+    preparing: Mapping[str, float] = field(default_factory=dict)  # node -> when it was asked, or has got on last
     releasing: frozenset[str] = frozenset()
     dead: frozenset[WorkerId] = frozenset()  # processes that are gone on nodes that are not
     requests: Mapping[str, Request] = field(default_factory=dict)
@@ -123,6 +123,7 @@ class State:
     entered_step: int = 0
     last_step: StepDone | None = None
     last_step_at_s: float = 0.0
+    busy_at_s: float = 0.0  # when the plan's rank 0 has last said that it gets on between steps
     move_pace: float = 1.0  # measured by predicted seconds of moves between memories
     step_time_s: float = 0.0  # running mean; 0 = not measured
     pauses_s: tuple[float, ...] = ()  # of the newest live transitions: from step to step, less an ordinary one

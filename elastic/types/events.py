@@ -126,7 +126,7 @@ class NoiseSeen(Event):
 @dataclass(frozen=True)
 class GuardTripped(Event):
     """A guard of the job has tripped at `step`, and all ranks do the same about it. `rank`: where it went bad first, -1 = that
-    cannot be told; `samples`: what that rank (or, at -1, every rank) trained on."""
+    cannot be told; `samples`: what that rank (or, at -1, every rank) trained on; () where they have no ids (a stream)."""
 
     generation: int
     step: int
@@ -147,9 +147,12 @@ class GroupRan(Event):
 
 @dataclass(frozen=True)
 class Evaluated(Event):
+    """`seconds`: for which the steps stood still meanwhile."""
+
     generation: int
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -233,6 +236,16 @@ class Silent(Event):
     generation: int
     phase: str
     silent_s: float
+
+
+@dataclass(frozen=True)
+class Progress(Event):
+    """A worker gets on with what has no steps (preparing, evaluating, finishing); told once a minute, by one worker of the node
+    or of the generation (0 = none)."""
+
+    worker: WorkerId
+    generation: int
+    phase: str
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,8 @@ class Generation:
             place.extra.load(state.tensors)
         stepper.memory = place.extra.objects.get(MEMORY)
         last = int(job["steps"])
-        self.loader = Loader(place.dataset, ids_of_step, state.step, Ahead.of(job), place.readers)
+        dataset = place.dataset.reader() if isinstance(place.dataset, Stream) else place.dataset
+        self.loader = Loader(dataset, ids_of_step, state.step, Ahead.of(job), place.readers)
         stop, entered_step = False, state.step
         if state.step >= last:
             self._finish(state)
@@ -206,7 +207,7 @@ class Generation:
 
     def _tell_of(self, trip: Trip, offender: Offender) -> None:
         """Every rank does: those that come late may find the groups broken off already."""
-        who = (offender.rank, offender.worker, offender.samples)
+        who = (offender.rank, offender.worker, offender.samples or ())
         self.place.report(GuardTripped(self.number, trip.step, trip.guard, trip.do, offender.sentence(trip), *who))
 
     def _stepped(self, commit: Commit, live: bool = True) -> None:
@@ -270,16 +271,21 @@ class Generation:
         place = self.place
         if place.validation is None:
             return
+        began = time.monotonic()
         metrics = self._evaluated(stepper, place.validation)
         if self.rank == 0:
-            place.report(Evaluated(self.number, state.step, metrics))
+            place.report(Evaluated(self.number, state.step, metrics, round(time.monotonic() - began, 4)))
 
     def _evaluated(self, stepper: Stepper, validation: Any) -> dict[str, float]:
         """Of several sets, each by its name, `validation_loss` is the mean of theirs."""
         n_samples = int(self.place.job.get("eval_samples") or 0)
+
+        def tick() -> None:
+            self.place.at_phase("evaluating", stepper.state.step)
+
         if not isinstance(validation, Sets):
-            return stepper.evaluate(validation, collate, n_samples)
-        each = {name: stepper.evaluate(one, collate, n_samples) for name, one in validation.items()}
+            return stepper.evaluate(validation, collate, n_samples, tick)
+        each = {name: stepper.evaluate(one, collate, n_samples, tick) for name, one in validation.items()}
         mean = sum(metrics["validation_loss"] for metrics in each.values()) / len(each)
         named = {f"{key}.{name}": value for name, metrics in each.items() for key, value in metrics.items()}
         return {"validation_loss": mean} | named

@@ -23,19 +23,24 @@ Row = Sequence[float]  # of a rank: its loss sum, the tokens of that, the square
 
 @dataclass(frozen=True)
 class Offender:
-    """`rank` -1: no single rank; `what` says what is wrong there. `samples`: of that rank, or of all."""
+    """`rank` -1: no single rank; `what` says what is wrong there. `samples`: of that rank, or of all; None = those of a stream
+    have no ids."""
 
     rank: int
     worker: WorkerId | None
     what: str
-    samples: tuple[int, ...]
+    samples: tuple[int, ...] | None
 
     def sentence(self, trip: Trip) -> str:
         """One line: what tripped, where, with which samples, and what follows from roll-backs before."""
-        n_more = len(self.samples) - NAMED_SAMPLES_MOST
-        named = ", ".join(map(str, self.samples[:NAMED_SAMPLES_MOST])) + (f" and {n_more} more" if n_more > 0 else "")
+        named = "stream: no ids" if self.samples is None else _named(self.samples)
         text = f"{trip.reason}: {self.what}; {'its' if self.rank >= 0 else 'the'} samples: {named}"
         return f"{text}; {trip.more}" if trip.more else text
+
+
+def _named(samples: Sequence[int]) -> str:
+    n_more = len(samples) - NAMED_SAMPLES_MOST
+    return ", ".join(map(str, samples[:NAMED_SAMPLES_MOST])) + (f" and {n_more} more" if n_more > 0 else "")
 
 
 class Tripped(ProgramError):
@@ -49,18 +54,20 @@ class Tripped(ProgramError):
         return Tripped, (self.trip, self.offender)
 
 
-def find_offender(trip: Trip, mine: Row, ids: Sequence[int], plan: Plan, at: tuple[Groups, int]) -> Offender:
+def find_offender(trip: Trip, mine: Row, ids: Sequence[int] | None, plan: Plan, at: tuple[Groups, int]) -> Offender:
     """The same on every rank: all of them have seen this commit, so all of them take part here. `ids`: samples of the
-    step. `at`: the groups and this rank."""
+    step, None = a stream's. `at`: the groups and this rank."""
     layout, (groups, me) = plan.layout, at
     table = torch.zeros(layout.world_size, len(mine), dtype=torch.float64)
     table[me] = torch.tensor(mine, dtype=torch.float64)
     if layout.world_size > 1:
         dist.all_reduce(table, group=groups.plan)
     rank, what = _worst(trip.guard, table.tolist(), plan)
-    if rank < 0:
-        return Offender(-1, None, what, tuple(ids))
-    return Offender(rank, plan.ranks[rank], what, tuple(ids[share(plan.samples, coordinates(layout, rank).dp(layout))]))
+    worker = plan.ranks[rank] if rank >= 0 else None
+    if ids is None:
+        return Offender(rank, worker, what, None)
+    here = share(plan.samples, coordinates(layout, rank).dp(layout)) if rank >= 0 else slice(None)
+    return Offender(rank, worker, what, tuple(ids[here]))
 
 
 def _worst(guard: str, table: list[list[float]], plan: Plan) -> tuple[int, str]:

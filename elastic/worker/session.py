@@ -20,12 +20,24 @@ from typing import Any
 import torch
 
 from elastic.data.opening import dataset_of, validation_of
+from elastic.data.progress import heard_by
 from elastic.data.readers import readers_of
 from elastic.data.streams import with_stream
 from elastic.errors import ElasticError, ProgramError, SpecError, StateLost, StorageFailed
 from elastic.program import load_program
 from elastic.storage import open_storage
-from elastic.types import CopyDamaged, Event, FailureKind, NodePrepared, Plan, Quiesced, Rehearsal, WorkerFailed, WorkerId
+from elastic.types import (
+    CopyDamaged,
+    Event,
+    FailureKind,
+    NodePrepared,
+    Plan,
+    Progress,
+    Quiesced,
+    Rehearsal,
+    WorkerFailed,
+    WorkerId,
+)
 from elastic.worker import durable
 from elastic.worker.allocator import settle_allocator, settle_cuda_allocator
 from elastic.worker.compiled import settle_compiler
@@ -42,6 +54,7 @@ from elastic.worker.workplace import EnterOrder, Workplace, live_step
 
 log = logging.getLogger(__name__)
 
+PROGRESS_EVERY_S = 60.0  # while it does what has no steps
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -76,6 +89,7 @@ class Session:
         self._prepare_asked: tuple[Rehearsal, ...] | None = None
         self._closed = False
         self._phase, self._step, self._progress = "idle", 0, 0
+        self._told_s = 0.0  # when this phase began, or when it was told last that this worker gets on with it
         self._generation: Generation | None = None
         self._broken: Generation | None = None  # left with gradients whose commit was not seen; until another is entered
         self._commit: tuple[float, ...] = ()  # of the newest step done in the generation left last
@@ -201,8 +215,21 @@ class Session:
             self._lock.notify_all()
 
     def _at_phase(self, phase: str, step: int) -> None:
+        now_s = time.monotonic()
+        if phase != self._phase:
+            self._told_s = now_s
         self._phase, self._step = phase, step
         self._progress += 1
+        if now_s - self._told_s > PROGRESS_EVERY_S and self._speaks(phase):
+            self._told_s = now_s
+            generation = self._generation.number if self._generation is not None else 0
+            self._put(Progress(self.me, generation, phase))
+
+    def _speaks(self, phase: str) -> bool:
+        """Is it this worker that tells the driver of progress in that phase?"""
+        if phase == "preparing":
+            return self.me.local_rank == 0
+        return phase in ("evaluating", "finishing") and self._generation is not None and self._generation.rank == 0
 
     def _work(self) -> None:
         while True:
@@ -241,7 +268,8 @@ class Session:
         self._at_phase("preparing", 0)
         try:
             if self._place is None:
-                place = self._open()
+                with heard_by(lambda: self._at_phase("preparing", 0)):
+                    place = self._open()
                 rehearse(place)
                 self._place = place
                 gc.collect()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.parallel import loss_parallel
 
 from elastic.data.order import digest, sample_ids, share
+from elastic.data.streams import N_POSITIONS
 from elastic.errors import InternalError, ProgramError
 from elastic.mesh import coordinates, stages_at
 from elastic.program import Program
@@ -261,7 +262,7 @@ class Stepper:
         assert self._told is not None
         told = self._told
         mine = (told.loss_sum, float(told.tokens), told.square_norm)
-        ids = sample_ids(int(self.job["n_samples"]), int(self.job["global_batch"]), int(self.job["seed"]), trip.step - 1)
+        ids = None if int(self.job["n_samples"]) == N_POSITIONS else self._ids(trip.step - 1)
         return find_offender(trip, mine, ids, self.plan, (self.groups, self.rank))
 
     def _done(self, commit: Commit) -> None:
@@ -313,7 +314,7 @@ class Stepper:
 
     def _commit(self, pending: Pending, words: Words) -> Commit:
         """The one float64 all-reduce of the generation. Raises InternalError when the samples were not those of the step."""
-        mine = digest(self._ids()[self.share]) if self.counts else (0, 0)
+        mine = digest(self._ids(self.state.step)[self.share]) if self.counts else (0, 0)
         said = (words.stop, words.save, words.copy_done)
         cadence = tuple(every + 1 for every in words.cadence) if words.cadence else (0, 0)
         overflowed = self.loss_scale.on and not math.isfinite(pending.square_norm)
@@ -340,13 +341,13 @@ class Stepper:
         self.imbalance = commit.fullest * self.tokens_per_sample / mean if mean else 0.0
         self.tokens_per_sample = mean
 
-    def _ids(self) -> list[int]:
-        """Sample ids of the step that is being done, of all ranks."""
+    def _ids(self, step: int) -> list[int]:
+        """Sample ids of all ranks in the step that follows on `step` steps."""
         job = self.job
-        return sample_ids(int(job["n_samples"]), int(job["global_batch"]), int(job["seed"]), self.state.step)
+        return sample_ids(int(job["n_samples"]), int(job["global_batch"]), int(job["seed"]), step)
 
     def _check_samples(self, commit: Commit) -> None:
-        expected = digest(self._ids())
+        expected = digest(self._ids(self.state.step))
         if commit.samples != expected:
             raise InternalError(
                 f"step {self.state.step + 1}: the ranks trained on other samples ({commit.samples}) than the order says "
@@ -355,9 +356,9 @@ class Stepper:
 
     # ------------------------------------------------------------------------------------------ validation
 
-    def evaluate(self, dataset: Any, collate: Any, n_samples: int) -> dict[str, float]:
+    def evaluate(self, dataset: Any, collate: Any, n_samples: int, tick: Callable[[], None]) -> dict[str, float]:
         """Validation loss and the program's metrics, per token, and what its `evaluate` sums, per its own count, over
-        `n_samples` samples spread evenly over the set; every rank gets the result."""
+        `n_samples` samples spread evenly over the set; every rank gets the result. `tick` is called before each batch."""
         total = len(dataset)
         n_samples = min(n_samples or total, total)
         ids = [i * total // n_samples for i in range(n_samples)]
@@ -367,6 +368,7 @@ class Stepper:
         self.state.train(False)
         with torch.no_grad():
             for start in range(0, n_samples, per_call):
+                tick()
                 mine = ids[start : start + per_call][self.share]
                 rows = mine + [ids[0]] * (size - len(mine))
                 batch = collate([dataset[i] for i in rows])

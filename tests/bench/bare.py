@@ -3,7 +3,8 @@
 `python bare.py PROGRAM GROUPS STEPS BATCH` in each of max(GROUPS) processes with RANK, MASTER_ADDR and MASTER_PORT set. GROUPS
 such as 4,3,4: one process group after the other, over the first so many processes, STEPS steps each. A change is what any warm
 recovery must do too: leave the old group, meet, build and cut the model, first step. Rank 0 prints one JSON line per group:
-{"world", "change_s" (null for the first), "steps": [[step, at_s], ...]}.
+{"world", "change_s" (null for the first), "steps": [[step, at_s], ...]}. STEPS 0: on and on, and rank 0 prints when each step
+ended, as a script prints its loss.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
@@ -47,7 +49,7 @@ def train(program: Program, dataset: Any, sizes: tuple[int, int, int, int]) -> l
     model, optimizer = build(program, world)
     share = range(batch)[rank * batch // world : (rank + 1) * batch // world]
     ends = []
-    for step in range(n_steps):
+    for step in range(n_steps) if n_steps else count():
         rows = default_collate([dataset[(step * batch + i) % len(dataset)] for i in share])
         loss = program.loss(model(rows["input"]), rows) / rows["target"].numel()
         optimizer.zero_grad()
@@ -58,6 +60,8 @@ def train(program: Program, dataset: Any, sizes: tuple[int, int, int, int]) -> l
         dist.all_reduce(shown)  # the loss that a script prints
         float(shown)
         ends.append((step + 1, time.time()))
+        if not n_steps and rank == 0:
+            print(f"step {step + 1} ended {ends.pop()[1]!r} loss {float(shown):.4f}", flush=True)
     return ends
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -259,68 +260,64 @@ def less(value: float | None, floor: float | None) -> float | None:
     return None if value is None or floor is None else round(value - floor, 4)
 
 
-Cpu = Sequence[tuple[float, Mapping[str, float]]]  # at_s, CPU seconds so far per kind of process
+DRAWN = 2000  # bootstrap samples
+SETTLES = 2  # steps at the start of a block that are not counted: the one that was frozen, and the one that is told with it
 
 
 @dataclass(frozen=True)
-class Window:
-    """What a step took in a stretch of steps: wall seconds (median and mean), CPU seconds per kind of process (mean)."""
+class Block:
+    """One stretch in which one contender ran alone. Seconds are per step: wall (mean and median), CPU per kind of process, and
+    the named parts of the wall seconds that the contender itself tells."""
 
-    step_s: float
     mean_s: float
+    median_s: float
     cpu_s: Mapping[str, float]
-
-    @property
-    def all_cpu_s(self) -> float:
-        return sum(self.cpu_s.values())
+    parts_s: Mapping[str, float] = field(default_factory=dict)
 
 
-def window(steps: Sequence[tuple[int, float]], cpu: Cpu, first: int, last: int) -> Window:
-    """Between the ends of the steps `first` and `last`. `steps`: (step, at_s)."""
-    ends = dict(steps)
-    times = [ends[step] for step in range(first, last + 1)]
-    kinds = sorted({kind for _, seconds in cpu for kind in seconds})
-    series = {kind: [(at_s, seconds.get(kind, 0.0)) for at_s, seconds in cpu] for kind in kinds}
-    n = last - first
-    cpu_s = {kind: (at(points, times[-1]) - at(points, times[0])) / n for kind, points in series.items()}
-    return Window(median(b - a for a, b in pairwise(times)), (times[-1] - times[0]) / n, cpu_s)
+def block(ends: Sequence[float], cpu_s: Mapping[str, float], active_s: float) -> Block | None:
+    """`ends`: when each step of the block ended. `cpu_s`: CPU seconds of the `active_s` seconds in which nothing was frozen.
+    None where fewer than two whole steps remain."""
+    whole = ends[SETTLES - 1 :]
+    times = [b - a for a, b in pairwise(whole)]
+    if len(times) < 2:
+        return None
+    mean_s = (whole[-1] - whole[0]) / len(times)
+    return Block(mean_s, median(times), {kind: seconds * mean_s / active_s for kind, seconds in cpu_s.items()})
 
 
-def at(series: Sequence[tuple[float, float]], x: float) -> float:
-    """The series at `x`, straight between its points; flat beyond its ends."""
-    if x <= series[0][0]:
-        return series[0][1]
-    for (x0, y0), (x1, y1) in pairwise(series):
-        if x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0) if x1 > x0 else y1
-    return series[-1][1]
-
-
-def overhead(runs: Sequence[Window], bares: Sequence[Window]) -> dict[str, Any]:
-    """`bares`: of the bare script before the first run under elastic, between two of them, and after the last one; each run is
-    compared with the mean of those around it. `bare_drift`: slowest by fastest of them: what the machine did meanwhile."""
-    pairs = [(ours, _between(*around)) for ours, around in zip(runs, pairwise(bares))]
-    spreads = {
-        "step_time_ratio": Spread(tuple(ours.step_s / bare.step_s for ours, bare in pairs)),
-        "mean_step_time_ratio": Spread(tuple(ours.mean_s / bare.mean_s for ours, bare in pairs)),
-        "cpu_seconds_ratio": Spread(tuple(ours.all_cpu_s / bare.all_cpu_s for ours, bare in pairs)),
-        "elastic_step_s": Spread(tuple(ours.step_s for ours, _ in pairs)),
-        "bare_step_s": Spread(tuple(bare.step_s for _, bare in pairs)),
-        "elastic_cpu_s": Spread(tuple(ours.all_cpu_s for ours, _ in pairs)),
-        "bare_cpu_s": Spread(tuple(bare.all_cpu_s for _, bare in pairs)),
+def overhead(pairs: Sequence[tuple[Block, Block]]) -> dict[str, Any]:
+    """`pairs`: a block under elastic and a bare one, one right after the other. The ratios are those of the sums over all
+    pairs; their intervals hold 95 % of the ratios of as many pairs drawn with replacement (percentile bootstrap)."""
+    kinds = {
+        "step_time_ratio": lambda b: b.mean_s,
+        "median_step_time_ratio": lambda b: b.median_s,
+        "cpu_seconds_ratio": lambda b: sum(b.cpu_s.values()),
     }
-    kinds = sorted({kind for ours, _ in pairs for kind in ours.cpu_s})
-    parts = {kind: Spread(tuple(ours.cpu_s.get(kind, 0.0) for ours, _ in pairs)).middle for kind in kinds}
-    out: dict[str, Any] = {name: spread.middle for name, spread in spreads.items()}
-    steps_s = [bare.step_s for bare in bares]
-    out["bare_drift"] = ratio(max(steps_s), min(steps_s)) if steps_s else None
-    return out | {"elastic_cpu_parts_s": parts, "spread": {name: spread.plain() for name, spread in spreads.items()}}
+    out: dict[str, Any] = {"pairs": len(pairs)}
+    for name, of in kinds.items():
+        values = [(of(ours), of(bare)) for ours, bare in pairs]
+        out[name], out[f"{name}_95"] = _ratio_of_sums(values), _interval(values)
+    out["elastic_step_s"] = Spread(tuple(ours.mean_s for ours, _ in pairs)).middle
+    out["bare_step_s"] = Spread(tuple(bare.mean_s for _, bare in pairs)).middle
+    names = sorted({kind for ours, _ in pairs for kind in ours.cpu_s})
+    out["elastic_cpu_parts_s"] = {k: Spread(tuple(ours.cpu_s.get(k, 0.0) for ours, _ in pairs)).middle for k in names}
+    out["bare_cpu_s"] = Spread(tuple(sum(bare.cpu_s.values()) for _, bare in pairs)).middle
+    names = sorted({part for ours, _ in pairs for part in ours.parts_s})
+    out["elastic_parts_s"] = {k: Spread(tuple(ours.parts_s.get(k, 0.0) for ours, _ in pairs)).middle for k in names}
+    return out
 
 
-def _between(a: Window, b: Window) -> Window:
-    kinds = {*a.cpu_s, *b.cpu_s}
-    cpu_s = {kind: (a.cpu_s.get(kind, 0.0) + b.cpu_s.get(kind, 0.0)) / 2 for kind in kinds}
-    return Window((a.step_s + b.step_s) / 2, (a.mean_s + b.mean_s) / 2, cpu_s)
+def _ratio_of_sums(values: Sequence[tuple[float, float]]) -> float | None:
+    return ratio(sum(ours for ours, _ in values), sum(bare for _, bare in values))
+
+
+def _interval(values: Sequence[tuple[float, float]]) -> list[float] | None:
+    if not values:
+        return None
+    draw = Random(1)
+    drawn = sorted(_ratio_of_sums(draw.choices(values, k=len(values))) or 0.0 for _ in range(DRAWN))
+    return [drawn[round(0.025 * (DRAWN - 1))], drawn[round(0.975 * (DRAWN - 1))]]
 
 
 # ------------------------------------------------------------------------------------------------ the verdict

@@ -1,70 +1,183 @@
 """What a run costs under elastic when nothing happens, next to a bare script with the same model, layout and batch.
 
-Two nodes of one worker each (dp_shard=2) on the embedded cluster with the default cadences; before, between and after such runs
-bare.py in two processes. Wall seconds (median) and CPU seconds (mean) per step over the same stretch of steps. CPU
-seconds are those of all processes: driver, Ray's head and nodes, workers.
+Both are there at once, and one is frozen (SIGSTOP to all its processes) while the other runs: blocks of a few seconds in turn,
+elastic and bare, bare and elastic, so that whatever the machine does meanwhile falls on both. Under elastic: two nodes of one
+worker each (dp_shard=2) on the embedded cluster with the default cadences (peer copies and journal on). Bare: bare.py in two
+processes. Wall seconds and CPU seconds per step; CPU seconds are of all processes, under elastic also of driver and Ray.
 """
 
 from __future__ import annotations
 
+import re
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from subprocess import Popen
+from typing import Any, Protocol
 
+import bare_trial
 import figures
-from bare_trial import run_bare
-from figures import Window
+from figures import Block
 from report import finish, options
-from trial import Clock, Failed, Trial
+from trial import LOOK_S, PROGRAM, Clock, Failed, Tree, Trial
 
-MOST_S, ANOTHER_RUN = 300.0, 0.5  # another run is begun only in the first so much of the time
-FIRST, LAST, STEPS = 15, 65, 75  # measured from the end of one step to that of another
+from elastic.cluster import processes
+
+MOST_S, PAIRS, WARM = 1500.0, 32, 15  # WARM: steps before the first block
 BATCH = 8
+STEPS_A_BLOCK, BLOCK_LEAST_S = 10, 2.5
+MODELS = {"small": PROGRAM, "wide": PROGRAM.with_name("wide.py")}
 JOB = {
-    "name": "overhead", "steps": STEPS, "global_batch": BATCH, "seed": 1, "clip_grad_norm": 1.0, "eval_samples": 12,
+    "name": "overhead", "steps": 100_000, "global_batch": BATCH, "seed": 1, "clip_grad_norm": 1.0, "eval_samples": 12,
     "layout": "dp_shard=2", "min_workers": 2, "durable_every": 0,
     "pools": [{"name": "owned", "market_type": "owned", "max_nodes": 2}],
 }  # fmt: skip
 
 
-def under_elastic(clock: Clock) -> Window:
-    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
-        trial = Trial(Path(folder), JOB, clock)
-        kept: dict[int, tuple[str, float]] = {}
-        cpu: list[tuple[float, dict[str, float]]] = []
+class Contender(Protocol):
+    trees: list[Tree]
 
-        def done() -> bool:
-            cpu.append((time.time(), trial.trees[-1].cpu_s(kept)))
-            return bool(trial.steps) and trial.steps[-1][1] >= LAST
+    def ends(self) -> list[float]:
+        """When each step so far ended (epoch seconds)."""
+        ...
 
-        try:
-            trial.start()
-            trial.until(done, f"step {LAST}")
-        finally:
-            left = trial.end()
+    def parts_s(self, since_s: float) -> Mapping[str, float]:
+        """Means per step since then of what it tells about its steps."""
+        ...
+
+
+@dataclass
+class Elastic:
+    trial: Trial
+    told: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
+
+    @property
+    def trees(self) -> list[Tree]:
+        return self.trial.trees
+
+    def ends(self) -> list[float]:
+        self.trial.look()
+        if len({generation for generation, _, _ in self.trial.steps}) > 1:
+            raise Failed("something happened to the run: it has more than one generation")
+        return [at_s for _, _, at_s in self.trial.steps]
+
+    def parts_s(self, since_s: float) -> Mapping[str, float]:
+        times = [t for (_, _, at_s), t in zip(self.trial.steps, self.trial.times_s) if at_s >= since_s]
+        ends = [at_s for _, _, at_s in self.trial.steps if at_s >= since_s]
+        if len(ends) < 3:
+            return {}
+        names = sorted({name for t in times for name in t})
+        means = {name: sum(t[name] for t in times[1:]) / len(times[1:]) for name in names}
+        return {**means, "between_steps": (ends[-1] - ends[0]) / (len(ends) - 1) - means["step"]}
+
+
+@dataclass
+class Bare:
+    out: Path
+    trees: list[Tree]
+
+    def ends(self) -> list[float]:
+        return [float(at_s) for at_s in re.findall(r"^step \d+ ended (\S+) loss", self.out.read_text(), re.MULTILINE)]
+
+    def parts_s(self, since_s: float) -> Mapping[str, float]:
+        return {}
+
+
+def signal_all(contender: Contender, number: int) -> None:
+    for tree in contender.trees:
+        tree.look()
+        processes.send(tree.left(), number)
+
+
+def cpu_s(contender: Contender) -> dict[str, float]:
+    kept: dict[int, tuple[str, float]] = {}
+    for tree in contender.trees:
+        tree.cpu_s(kept)
+    out: dict[str, float] = {}
+    for kind, seconds in kept.values():
+        out[kind] = out.get(kind, 0.0) + seconds
+    return out
+
+
+def run_block(contender: Contender, seconds: float) -> Block | None:
+    """Lets it run for so long, then freezes it again."""
+    before, thawed_s = cpu_s(contender), time.time()
+    signal_all(contender, signal.SIGCONT)
+    time.sleep(seconds)
+    signal_all(contender, signal.SIGSTOP)
+    active_s, after = time.time() - thawed_s, cpu_s(contender)
+    ends = [at_s for at_s in contender.ends() if at_s > thawed_s]
+    spent = {kind: after[kind] - before.get(kind, 0.0) for kind in after}
+    found = figures.block(ends, spent, active_s)
+    return replace(found, parts_s=contender.parts_s(ends[figures.SETTLES - 1])) if found else None
+
+
+def warm(contender: Contender, clock: Clock, process: Popen[bytes], log: Path) -> float:
+    """Waits for its first steps, then freezes it. Returns the seconds of a step."""
+    while len(ends := contender.ends()) < WARM:
+        clock.look("the first steps")
+        if process.poll() is not None:
+            raise Failed(f"it ended first (exit code {process.returncode}): {log.read_text(errors='replace')[-1500:]}")
+        time.sleep(LOOK_S)
+    signal_all(contender, signal.SIGSTOP)
+    return (ends[-1] - ends[-6]) / 5
+
+
+@contextmanager
+def under_elastic(folder: Path, program: Path, clock: Clock) -> Iterator[tuple[Elastic, float]]:
+    trial = Trial(folder, {**JOB, "program": str(program)}, clock)
+    contender = Elastic(trial)
+    try:
+        trial.start()
+        assert trial.process is not None
+        yield contender, warm(contender, clock, trial.process, folder / "run.log")
+    finally:
+        signal_all(contender, signal.SIGCONT)
+        left = trial.end()
     if left:
         raise Failed(f"{len(left)} processes did not end by themselves: {left}")
-    generations = {generation for generation, _, _ in trial.steps}
-    if len(generations) > 1:
-        raise Failed(f"something happened: generations {sorted(generations)}")
-    return figures.window([(step, at_s) for _, step, at_s in trial.steps], cpu, FIRST, LAST)
 
 
-def under_bare(clock: Clock) -> Window:
-    return run_bare([2], LAST + 1, BATCH, clock).window(FIRST, LAST)
+@contextmanager
+def under_bare(folder: Path, program: Path, clock: Clock) -> Iterator[tuple[Bare, float]]:
+    out = folder / "bare.log"
+    with out.open("w") as file:
+        ranks = bare_trial.start(file, [2], 0, BATCH, program)
+    contender = Bare(out, [Tree(process.pid) for process in ranks])
+    try:
+        yield contender, warm(contender, clock, ranks[0], out)
+    finally:
+        bare_trial.end(ranks)
 
 
-def measure(clock: Clock, repeats: int) -> dict[str, Any]:
-    runs: list[Window] = []
-    bares = [under_bare(clock)]
-    while len(runs) < repeats and (not runs or clock.spent < ANOTHER_RUN):
-        runs.append(under_elastic(clock))
-        bares.append(under_bare(clock))
-    return {**figures.overhead(runs, bares), "processes_left": 0}
+def compare(program: Path, n_pairs: int, clock: Clock) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as name:
+        folder = Path(name)
+        with under_elastic(folder, program, clock) as (ours, _), under_bare(folder, program, clock) as (bare, step_s):
+            seconds = max(BLOCK_LEAST_S, (STEPS_A_BLOCK + figures.SETTLES) * step_s)
+            pairs: list[tuple[Block, Block]] = []
+            for number in range(n_pairs):
+                clock.look(f"block {number} of {n_pairs}")
+                both: list[Contender] = [ours, bare] if number % 2 == 0 else [bare, ours]
+                found = {id(contender): run_block(contender, seconds) for contender in both}
+                one, other = found[id(ours)], found[id(bare)]
+                if one is not None and other is not None:
+                    pairs.append((one, other))
+    return figures.overhead(pairs)
+
+
+def measure(clock: Clock, n_pairs: int, models: list[str]) -> dict[str, Any]:
+    """The figures of the wide model by their names, those of the small one below `small`."""
+    found = {name: compare(MODELS[name], n_pairs, clock) for name in models}
+    small = {"small": found["small"], "small_step_time_ratio": found["small"]["step_time_ratio"]} if "small" in found else {}
+    return {**found.get("wide", {}), **small, "processes_left": 0}
 
 
 if __name__ == "__main__":
-    given = options(__doc__, MOST_S)
-    sys.exit(finish("overhead", given, lambda clock: measure(clock, given.repeats)))
+    given = options(__doc__, MOST_S, repeats=PAIRS, parts=tuple(MODELS))
+    sys.exit(finish("overhead", given, lambda clock: measure(clock, given.repeats, given.parts)))

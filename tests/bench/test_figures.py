@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import report
 from figures import (
+    Block,
     Changes,
     ColdRestart,
     Drill,
     Found,
     Pace,
     Spread,
-    Window,
     answers,
-    at,
+    block,
     cold_restart,
     device_bound,
     excesses,
@@ -28,7 +28,6 @@ from figures import (
     pace,
     phases,
     recovery,
-    window,
     worse,
 )
 from trial import Clock
@@ -187,23 +186,31 @@ def test_a_cold_restart_runs_from_the_kill_to_the_first_step() -> None:
         cold_restart(lines, 30.0)
 
 
-def test_window_takes_cpu_at_the_ends_of_steps() -> None:
-    cpu = [(0.0, {"workers": 0.0}), (10.0, {"workers": 20.0, "ray": 1.0}), (20.0, {"workers": 30.0, "ray": 3.0})]
-    steps = [(1, 4.0), (2, 5.0), (3, 6.0), (4, 15.0)]
-    found = window(steps, cpu, 1, 4)
-    assert (found.step_s, found.mean_s) == (1.0, pytest.approx(11 / 3))
-    assert found.cpu_s == {"ray": pytest.approx((2.0 - 0.4) / 3), "workers": pytest.approx((25.0 - 8.0) / 3)}
-    assert at([(1.0, 5.0)], 0.0) == at([(1.0, 5.0)], 9.0) == 5.0
+def test_a_block_counts_whole_steps_only() -> None:
+    ends = [10.3, 10.4, 11.4, 12.4, 14.4]  # the first was frozen half-way, the second is told late
+    found = block(ends, {"workers": 8.0, "ray": 0.8}, 4.0)
+    assert found is not None
+    assert (found.mean_s, found.median_s) == (pytest.approx(4 / 3), pytest.approx(1.0))
+    assert found.cpu_s == {"workers": pytest.approx(8 / 4 * 4 / 3), "ray": pytest.approx(0.8 / 4 * 4 / 3)}
+    assert block(ends[:3], {}, 4.0) is None
 
 
-def test_overhead_compares_each_run_with_the_bare_ones_around_it() -> None:
-    bares = [Window(s, 1.0, {"workers": 2.0}) for s in (0.5, 1.5, 0.5, 1.5)]  # the machine changes its speed all the time
-    ours = [Window(s, 2 * s, {"workers": 2.0, "ray": c}) for s, c in ((1.1, 0.2), (1.3, 0.4), (1.2, 0.6))]
-    found = overhead(ours, bares)
-    assert found["bare_drift"] == 3.0
-    assert (found["step_time_ratio"], found["mean_step_time_ratio"], found["cpu_seconds_ratio"]) == (1.2, 2.4, 1.2)
-    assert found["spread"]["step_time_ratio"] == {"min": 1.1, "max": 1.3, "n": 3}
-    assert found["elastic_cpu_parts_s"] == {"ray": 0.4, "workers": 2.0}
+def test_overhead_pairs_each_block_with_the_bare_one_beside_it() -> None:
+    speeds = (1.0, 3.0, 1.0, 3.0)  # the machine changes its speed all the time
+    pairs = [
+        (Block(1.2 * s, 1.1 * s, {"workers": s, "ray": 0.5 * s}, {"data": s}), Block(s, s, {"workers": s})) for s in speeds
+    ]
+    found = overhead(pairs)
+    assert (found["pairs"], found["step_time_ratio"], found["median_step_time_ratio"]) == (4, 1.2, 1.1)
+    assert found["step_time_ratio_95"] == [1.2, 1.2] and found["cpu_seconds_ratio"] == 1.5
+    assert (found["elastic_step_s"], found["bare_step_s"], found["bare_cpu_s"]) == (2.4, 2.0, 2.0)
+    assert found["elastic_cpu_parts_s"] == {"ray": 1.0, "workers": 2.0} and found["elastic_parts_s"] == {"data": 2.0}
+
+
+def test_the_interval_is_as_wide_as_the_pairs_differ() -> None:
+    pairs = [(Block(1.0 + 0.1 * (i % 2), 1.0, {}), Block(1.0, 1.0, {})) for i in range(40)]
+    low, high = overhead(pairs)["step_time_ratio_95"]
+    assert 1.02 < low < 1.05 < high < 1.08
 
 
 @pytest.mark.parametrize(
@@ -223,7 +230,7 @@ def test_the_verdict(figures: dict[str, Any], sentences: list[str]) -> None:
 def test_every_baseline_names_a_figure() -> None:
     known = recovery(Found({n: [] for n in ("loss", "notice", "growth", "hang")}, {}, {}), [], Changes())
     assert set(BASELINES["recovery"]) <= {*known, "processes_left"}
-    assert set(BASELINES["overhead"]) <= {*overhead([], []), "processes_left"}
+    assert set(BASELINES["overhead"]) <= {*overhead([]), "processes_left"}
     for stored in (stored for bench in BASELINES.values() for stored in bench.values()):
         assert set(stored) in ({"most"}, {"least"}, {"value", "times"})
         assert stored.get("times", 2.0) > 1

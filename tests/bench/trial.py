@@ -112,6 +112,7 @@ class Trial:
     at_byte: int = 0
     worlds: dict[int, int] = field(default_factory=dict)  # generation -> ranks
     steps: list[tuple[int, int, float]] = field(default_factory=list)  # generation, step, at_s
+    times_s: list[dict[str, float]] = field(default_factory=list)  # of each: what the workers told of it
     n_durable: int = 0
 
     @property
@@ -182,6 +183,7 @@ class Trial:
         for at_s, event in line["events"]:
             if event["kind"] == "StepDone":
                 self.steps.append((event["generation"], event["step"], at_s))
+                self.times_s.append({"step": event["step_time_s"], "data": event["data_s"], "copy": event["copy_s"]})
             elif event["kind"] == "CopyStored":
                 self.n_durable += event["copy"]["kind"] == "durable"
         for action in (line.get("decision") or {}).get("actions", ()):

@@ -54,6 +54,7 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
         assert not shown.out
 
 
+@pytest.mark.slow
 def test_it_needs_neither_ray_nor_pydantic() -> None:
     names = [f"elastic.certify.{file.stem}" for file in (ROOT / "elastic" / "certify").glob("*.py") if file.stem[0] != "_"]
     assert len(names) > 15

@@ -93,6 +93,7 @@ def _nested() -> list[Path]:
     return [p for p in Path("/proc").iterdir() if p.name.isdigit() and "certify-nested" in processes.command(int(p.name))]
 
 
+@pytest.mark.slow
 def test_a_command_ends_with_its_time_and_says_why_it_failed(tmp_path: Path) -> None:
     setting = child.Setting(tmp_path, {"A_NAME": "x"})
     code = "import os; print('{\"a\": \"' + os.environ['A_NAME'] + '\"}')"

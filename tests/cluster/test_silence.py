@@ -141,6 +141,20 @@ def test_a_generation_that_answers_and_stands_still_is_stuck() -> None:
     assert run.silence.stuck_s(2) == 0.0
 
 
+def test_a_validation_is_stuck_only_after_minutes_within_one_batch() -> None:
+    run = Run()
+    run.until(10)
+    run.until(200, phase="evaluating", moving=False)
+    assert run.silence.stuck_s(1) == 0.0, "15 steps and 30 s are over"
+    run.until(200.5, phase="evaluating")
+    run.until(790, phase="evaluating", moving=False)
+    assert run.silence.stuck_s(1) == 0.0, "it got on since"
+    run.until(810, phase="evaluating", moving=False)
+    assert run.silence.stuck_s(1) > 600.0
+    run.silence.answered(A, Beat(1, "stepping", 1))  # the first that is through waits for the others
+    assert run.silence.stuck_s(1) == 0.0, "it got on"
+
+
 def test_a_late_answer_is_known_long_before_it_is_silence() -> None:
     run = Run()
     run.until(10)

@@ -13,6 +13,7 @@ import pytest
 from elastic.data import cache as module
 from elastic.data.cache import Cache, Remote
 from elastic.data.files import files_at
+from elastic.data.progress import gets_on, heard_by
 from elastic.errors import SpecError
 from elastic.storage import LocalStorage, open_storage
 
@@ -194,3 +195,43 @@ def test_object_storage_is_asked_once_for_each_block(s3: open_storage, monkeypat
     assert files_at(s3.uri_of("b.txt"), "**").names == ("b.txt",)
     with pytest.raises(SpecError, match=r"no file matches '\*\.md'"):
         files_at(s3.uri, "*.md")
+
+
+def test_what_a_killed_builder_has_left_is_swept_and_what_is_being_built_is_not() -> None:
+    cache = Cache()
+    shelf = cache.folder / "built"
+    for left in (".thing-00000000", ".other-0123abcd", ".busy-0123abcd"):
+        (shelf / left).mkdir()
+        (shelf / left / "half").write_text("")
+
+    def build(into: Path) -> None:
+        assert {path.name for path in shelf.iterdir()} == {into.name, ".busy-0123abcd"}
+
+    with cache._lock("built-busy"):
+        cache.once("thing", build, lambda at: at.is_dir())
+    cache.once("third", lambda into: None, lambda at: at.is_dir())
+    assert {path.name for path in shelf.iterdir()} == {"thing", "third"}
+
+
+def test_a_builder_that_gets_on_is_heard_by_those_who_wait_for_it() -> None:
+    began, heard, here = threading.Event(), threading.Event(), list[int]()
+
+    def build(into: Path) -> None:
+        began.set()
+        for _ in range(500):
+            gets_on()
+            if heard.wait(0.01):
+                return
+        raise AssertionError("nobody has heard")
+
+    def waits() -> None:
+        began.wait(5)
+        with heard_by(heard.set):
+            Cache().once("slow", build, lambda at: at.is_dir())
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    with heard_by(lambda: here.append(1)):
+        Cache().once("slow", build, lambda at: at.is_dir())
+    thread.join()
+    assert here

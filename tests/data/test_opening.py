@@ -15,6 +15,7 @@ import pytest
 
 from elastic.data.opening import Sets, dataset_of, validation_of
 from elastic.data.parquet import write_rows
+from elastic.data.progress import heard_by
 from elastic.data_spec import DataSpec
 from elastic.errors import SpecError
 from elastic.program import Program
@@ -111,8 +112,11 @@ def test_a_tokenizer_file(place: Path, path: str, source: str) -> None:
 
 def test_text_is_tokenised_once(place: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     source = {"jsonl": "rows.jsonl", "text": "body", "tokenizer": "model", "seq": 4}
-    first = tokens(opened(place, train=source))
+    heard: list[int] = []
+    with heard_by(lambda: heard.append(1)):
+        first = tokens(opened(place, train=source))
     kept = sorted((own_cache / "built").iterdir())
+    assert heard, "it said that it gets on"
     monkeypatch.setattr("elastic.data.tokenizers.TokenizerFile.encode", None)
     assert tokens(opened(place, train=source)) == first
     assert tokens(opened(place, train={**source, "seq": 2, "pack": "cut"}))[: len(first)] == first

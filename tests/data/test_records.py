@@ -88,6 +88,33 @@ def test_each_record_comes_back_by_its_number(kind: str, place: str, tmp_path: P
         Columns(found, ["body"])
 
 
+def test_neighbours_are_decoded_once_within_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row groups of 7 rows: 0 .. 5 in the first file, 6 .. 8 in the second."""
+    write_parquet(tmp_path)
+    found = Parquet(str(tmp_path))
+    assert [found[i]["score"] for i in range(7)] == [i / 2 for i in range(7)] and found.n_decoded == 1
+    assert [found[i]["score"] for i in np.random.default_rng(0).permutation(57)] and found.n_decoded == 9
+    one = found._decoded(0, ("text", "ids", "score")).nbytes
+    monkeypatch.setattr(records, "KEPT_BYTES", 3 * one + one // 2)
+    small = Parquet(str(tmp_path))
+    for index in (0, 7, 0, 14, 0, 21, 0):  # the first one is used again and again
+        small[index]
+        assert small._kept_bytes <= records.KEPT_BYTES
+    assert small.n_decoded == 4
+    small[7]
+    assert small.n_decoded == 5
+
+
+def test_only_the_columns_of_a_sample_are_decoded(tmp_path: Path) -> None:
+    write_parquet(tmp_path)
+    found = Parquet(str(tmp_path))
+    samples = Columns(found, ["score"])
+    found.n_decoded = 0
+    found._kept.clear()
+    assert [float(samples[i]["score"]) for i in range(7)] == [i / 2 for i in range(7)] and found.n_decoded == 1
+    assert [table.schema.names for table in found._kept.values()] == [["score"]]
+
+
 @pytest.mark.parametrize("kind", ["parquet", "huggingface"])
 def test_the_row_of_a_record(kind: str, tmp_path: Path) -> None:
     write, opened = KINDS[kind]
@@ -170,7 +197,7 @@ def test_little_is_kept_and_little_is_read(tmp_path: Path, monkeypatch: pytest.M
     found = Parquet(tmp_path)
     for i in range(0, 200_000, 10_000):
         assert found[i]["x"] == i
-    assert len(found._kept) <= records.PIECES_KEPT
+    assert found._kept_bytes < 200_000 * 8 / 5
     del read[:]
     assert found[123_456]["x"] == 123_456 and sum(read) < 100_000
     lines = Jsonl(tmp_path)

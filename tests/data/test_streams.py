@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from elastic.data.loader import Loader
 from elastic.data.opening import dataset_of
 from elastic.data.streams import N_POSITIONS, Stream, with_stream
 from elastic.errors import ProgramError, SpecError
@@ -111,6 +113,51 @@ def test_a_state_stays_what_it_was_though_the_dataset_changes_it_in_place() -> N
     assert kept == {"at": 4, "state": {"n": 11, "at": 4}}
     stream.load_state_dict(kept)
     assert stream[4] == {"x": 4} and kept["state"]["at"] == 4
+
+
+def test_a_reader_of_an_older_generation_moves_nothing() -> None:
+    """Its batch was half read when the state was loaded."""
+    stream = opened()
+    begun, old = stream.state_dict(), stream.reader()
+    assert [old[position]["x"] for position in range(6)] == [0, 1, 2, 3, 4, 5]
+    stream.load_state_dict(begun)
+    new = stream.reader()
+    assert new[0] == {"x": 0}
+    with pytest.raises(ProgramError, match="sample 6 of a stream was asked for by a generation that is over"):
+        old[6]
+    assert [new[position]["x"] for position in range(1, 9)] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+class Slow(Letters):
+    """An item takes until it is let through; `waiting` says that one is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes, self.waiting = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        for item in super().__iter__():
+            self.waiting.release()
+            assert self.passes.acquire(timeout=20)
+            yield item
+
+
+def test_a_thread_that_could_not_be_ended_in_time_takes_nothing_from_the_next_loader() -> None:
+    source = Slow()
+    stream = Stream(source, BATCH)
+    begun = stream.state_dict()
+    old = Loader(stream.reader(), stream.positions, first_step=0)
+    assert source.waiting.acquire(timeout=20)  # it is in the middle of the first step
+    assert not old.close(0.0)
+    load = threading.Thread(target=stream.load_state_dict, args=(begun,))
+    load.start()
+    load.join(0.2)
+    assert load.is_alive()  # waits for the item
+    source.passes.release(100)
+    load.join(20)
+    new = Loader(stream.reader(), stream.positions, first_step=0)
+    assert [new.take(step)[0]["x"].tolist() for step in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert old.close() and new.close()
 
 
 def test_what_cannot_be() -> None:

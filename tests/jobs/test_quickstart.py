@@ -77,6 +77,7 @@ def test_optimizer_takes_the_parts_that_a_stage_has(program: Program) -> None:
         assert all((group["weight_decay"] > 0) == (p.ndim > 1) for group in groups for p in group["params"])
 
 
+@pytest.mark.slow
 def test_size_and_first_loss(job: JobSpec, program: Program) -> None:
     assert build(program, job.seed).embed.weight.detach().std().item() == pytest.approx(0.02, rel=0.05)
     run = train(program, job.plain() | {"global_batch": 6}, 8)

@@ -18,6 +18,7 @@ from elastic.types import (
     DrillAsked,
     DriverStarted,
     EnterPlan,
+    Evaluated,
     Event,
     Layout,
     ModelProfile,
@@ -89,6 +90,13 @@ def test_reports_that_come_late_or_early_do_not_become_idle_time() -> None:
     lines = [*begun(), *(tick(at_s, step(1, n + 1)) for n, at_s in enumerate(late))]
     found = account(lines)
     assert gpu_s(found) == {"program_startup": 24.0, "productive": 18.8, "other": 1.2}
+
+
+def test_an_evaluation_is_neither_a_step_nor_other_time() -> None:
+    lines = [*begun(), tick(17.0, step(1, 1)), tick(18.0, step(1, 2)), tick(48.2, Evaluated(1, 2, {}, 30.0))]
+    found = account([*lines, tick(49.2, step(1, 3)), tick(59.2, Evaluated(1, 3, {}, 10.0))])
+    assert gpu_s(found) == {"program_startup": 24.0, "productive": 12.0, "evaluation": 160.0, "other": 0.8}
+    assert found.totals.goodput == pytest.approx(12 / 196.8)
 
 
 def lossy(*after: Line) -> list[Line]:

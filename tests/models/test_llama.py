@@ -243,6 +243,7 @@ def test_sizes_that_do_not_fit_are_refused(fields: dict[str, int]) -> None:
         replace(CONFIG, **({"head_dim": 0} | fields))
 
 
+@pytest.mark.slow
 def test_tables_do_not_land_on_meta() -> None:
     """The first forward of a process may come while the meta device is the default."""
     code = (

@@ -27,6 +27,7 @@ from elastic.types import (
     PlanFailed,
     Pool,
     Prepare,
+    Progress,
     Quarantine,
     Quiesce,
     Quiesced,
@@ -413,6 +414,26 @@ def test_the_run_succeeds_when_the_copy_of_the_last_step_is_stored() -> None:
     assert story.state.phase == "running"
     story.tick(durable(story, 4))
     assert stopped(story).outcome == "succeeded"
+
+
+def test_what_comes_after_the_last_step_may_take_its_time_while_it_gets_on() -> None:
+    story = Story(steps=4)
+    plan = story.running("a", "b", steps=4)
+    for _ in range(10):
+        assert not story.tick(Progress(plan.ranks[0], plan.generation, "evaluating"), after_s=60).actions
+    assert not story.tick(after_s=119).actions
+    assert orders(story.tick(after_s=2), Abort)
+
+
+def test_a_node_that_tokenises_for_an_hour_is_not_put_aside() -> None:
+    story = Story()
+    story.tick(NodeReady(Node("a", "spot", 1)))
+    for _ in range(60):
+        story.tick(Progress(WorkerId("a", 0), 0, "preparing"), after_s=60)
+    assert story.state.nodes["a"].status == "ready"
+    assert not orders(story.tick(after_s=599), Quarantine)
+    decision = story.tick(after_s=2)
+    assert orders(decision, Quarantine)[0].reason == "its preparation has not got on for 600 s"
 
 
 def test_a_stop_saves_first() -> None:

@@ -74,6 +74,7 @@ def test_who_gains_nothing_stays() -> None:
     assert place(MODEL, cuts, {}, workers, {}) == tuple(workers)
 
 
+@pytest.mark.slow
 def test_128_workers_in_seconds() -> None:
     workers = [WorkerId(f"n{i}", 0) for i in range(128)]
     random = Random(1)

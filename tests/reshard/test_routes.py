@@ -102,6 +102,7 @@ def same(some: list[State], others: list[State]) -> bool:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_random_transitions(case: Case) -> None:
@@ -124,6 +125,7 @@ def test_random_transitions(case: Case) -> None:
         assert plan_transfers(model, old, new, shuffled, nodes, me) == mine
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_there_and_back_is_the_identity(case: Case) -> None:
@@ -163,6 +165,7 @@ def busiest(case: Case) -> tuple[int, float, int]:
     return max(sent.values(), default=0), least_busiest(jobs), largest
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_the_busiest_sender_has_at_most_the_optimum_twice_and_one_part(case: Case) -> None:

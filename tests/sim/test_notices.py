@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,6 +117,7 @@ notices = st.builds(lambda at_s, which, lasts_s: Fault(at_s, "notice", which, la
 others = st.builds(lambda at_s, kind, which: Fault(at_s, kind, which), times, st.sampled_from(["withdraw", "loss"]), nodes)
 
 
+@pytest.mark.slow
 @given(st.lists(notices, min_size=1, max_size=5), st.lists(others, max_size=2), st.booleans())
 @settings(max_examples=30, deadline=None, derandomize=True)
 def test_never_more_transitions_than_needed_and_nodes_are_used(

@@ -25,6 +25,7 @@ from elastic.program import load_program
 from elastic.spec import JobSpec, load_job
 from elastic.storage import open_storage
 from elastic.types import Layout, Resume
+from elastic.worker import __main__ as worker_command
 from elastic.worker import durable
 from elastic.worker.alone import Alone, Wishes
 from elastic.worker.driverless_copies import Stored
@@ -81,6 +82,7 @@ def follows(said: str, alone: list[float], first: int = 1) -> None:
     assert max(abs(found[step] - alone[step - 1]) for step in found) < 1e-4  # as many digits as are printed
 
 
+@pytest.mark.slow
 def test_one_process_trains_as_plain_torch_does_and_its_copies_are_read_by_dcp(tmp_path: Path, alone: list[float]) -> None:
     folder = job(tmp_path)
     code, last, said = run(1, folder)
@@ -254,19 +256,21 @@ def test_each_copy_is_told_of_once_with_the_metrics_of_its_step(tmp_path: Path) 
     assert (told[-1].uri, told[-1].metrics["train_loss"]) == (ended.checkpoint, ended.final_loss)
 
 
-def test_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
-    for words, says in (
-        ((str(tmp_path / "no"),), "no such folder"),
-        ((str(job(tmp_path)), "--set", "stepz=3"), "unknown key 'stepz'"),
-    ):
-        ended = subprocess.run(
-            [sys.executable, "-m", "elastic.worker", *words], capture_output=True, text=True, env=environment(), timeout=300
-        )
-        assert ended.returncode == 2
-        assert says in ended.stderr
-        assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
+@pytest.mark.parametrize(
+    ("words", "says"), [(("no",), "no such folder"), ((".", "--set", "stepz=3"), "unknown key 'stepz'")], ids=["folder", "key"]
+)
+def test_bad_input_is_one_line_and_code_2(
+    words: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's own stay
+    monkeypatch.chdir(job(tmp_path))
+    assert worker_command.main(words) == 2
+    shown = capfd.readouterr()
+    assert shown.out == "" and says in shown.err
+    assert len(shown.err.splitlines()) == 1, shown.err
 
 
+@pytest.mark.slow
 def test_no_ray_is_needed() -> None:
     code = (
         "import sys; sys.modules['ray'] = None\n"

@@ -452,6 +452,7 @@ print(saved, straight, peak() - before, bool(torch.equal(half, value[:, 512:])))
 """
 
 
+@pytest.mark.slow
 def test_save_and_load_take_one_chunk_of_memory_at_most(storage: Storage) -> None:
     """205 MB: saved and loaded from and to where they lie, else through 64 MiB of scratch memory for all threads."""
     done = subprocess.run([sys.executable, "-c", PEAK, storage.uri], capture_output=True, text=True, check=False)

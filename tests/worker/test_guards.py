@@ -6,6 +6,7 @@ import math
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,18 +17,20 @@ from test_chain import job_of
 from worker_pool import Pool
 
 from elastic.data.order import sample_ids
+from elastic.data.streams import N_POSITIONS
 from elastic.errors import SpecError
 from elastic.optimisation import Guards
 from elastic.program import load_program
 from elastic.spec import load_job
 from elastic.storage import open_storage
-from elastic.types import Box, DigestPart, GuardTripped, Layout, Resume, ShardStored, StepDone, WorkerFailed, WorkerId
+from elastic.types import Box, DigestPart, GuardTripped, Layout, Plan, Resume, ShardStored, StepDone, WorkerFailed, WorkerId
 from elastic.worker import durable
 from elastic.worker.commit import N_WORDS, Commit, Told, step_done
 from elastic.worker.extra_state import ExtraState
 from elastic.worker.guards import MEMORY, Memory, Trip, deviations, judge, needs_memory, trip_of
 from elastic.worker.job_program import with_job
 from elastic.worker.offender import Offender, Tripped
+from elastic.worker.step import Pending, Stepper
 
 
 def rules(**guards: Any) -> dict[str, Any]:
@@ -131,6 +134,18 @@ def test_a_trip_is_one_line_that_names_at_most_sixteen_samples() -> None:
     assert str(again) == str(error) and again.trip == trip
     named = ", ".join(map(str, range(16)))
     assert str(error).endswith(f"has the largest train_loss (9); its samples: {named} and 4 more; again")
+
+
+@pytest.mark.parametrize(("n_samples", "named"), [(N_POSITIONS, "stream: no ids"), (4, "0, 1, 2, 3")])
+def test_samples_of_a_stream_have_no_ids_to_name(n_samples: int, named: str) -> None:
+    plan = Plan(1, Layout(), (WorkerId("a", 0),), (4,), (1,), 1)
+    job = {"n_samples": n_samples, "global_batch": 4, "seed": 0}
+    stepper: Any = SimpleNamespace(job=job, plan=plan, groups=None, rank=0, _told=Pending(9, {}, math.nan, 1.0))
+    stepper._ids = lambda step: sorted(Stepper._ids(stepper, step))
+    offender = Stepper.offender(stepper, Trip("not_finite", 9, "skip", "step 9: train_loss nan", ""))
+    assert (offender.rank, offender.worker) == (0, WorkerId("a", 0))
+    said = offender.sentence(Trip("not_finite", 9, "skip", "step 9: train_loss nan", ""))
+    assert said == f"step 9: train_loss nan: the loss of rank 0 on a/0 is not finite; its samples: {named}"
 
 
 # ------------------------------------------------------------------------------------------ memory

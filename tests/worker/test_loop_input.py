@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -200,15 +201,32 @@ def test_a_loop_outside_of_a_script_job(tmp_path: Path) -> None:
         load_program(tmp_path / "program.py")
 
 
+def told(err: str) -> bool:
+    line = "elastic: train.py enters elastic.loop" in err and "`elastic run --script train.py -- ARGS` does" in err
+    return line and err.count("\n") == 1
+
+
+@pytest.mark.slow
 def test_a_plain_start_is_one_line(tmp_path: Path) -> None:
-    """`python train.py`, and a rank of torchrun."""
+    """`python train.py`."""
     file = script(tmp_path, GOOD)
-    for rank, n_lines in ((None, 1), ("0", 1), ("1", 0)):
-        environment = {k: v for k, v in os.environ.items() if k != "RANK"} | ({} if rank is None else {"RANK": rank})
-        done = subprocess.run([sys.executable, file.name], cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", n_lines), done.stderr
-        assert not n_lines or "elastic: train.py enters elastic.loop" in done.stderr
-        assert not n_lines or "`elastic run --script train.py -- ARGS` does" in done.stderr
+    environment = {k: v for k, v in os.environ.items() if k != "RANK"}
+    done = subprocess.run([sys.executable, file.name], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, told(done.stderr)) == (2, "", True), done.stderr
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_of_the_ranks_of_torchrun_one_says_it(
+    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = script(tmp_path, GOOD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(file), run_name="__main__")
+    out, err = capfd.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert told(err) if rank == "0" else err == ""
 
 
 def test_a_job_with_a_script_is_for_elastic_run_alone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from reference import build, collate
 from torch.nn.functional import cross_entropy
 
+from elastic.data.opening import Sets
 from elastic.errors import ProgramError
 from elastic.program import Program, load_program
 from elastic.types import Layout, Plan, WorkerId
+from elastic.worker.generation import Generation
 from elastic.worker.groups import Groups
 from elastic.worker.model_profile import trace
 from elastic.worker.step import Stepper
@@ -39,11 +42,11 @@ def evaluated() -> Iterator[Any]:
     """Evaluates a program on one rank, after its fresh start."""
     groups = Groups(0, Layout(), torch.device("cpu"))
 
-    def run(program: Program) -> dict[str, float]:
+    def run(program: Program, tick: Any = lambda: None) -> dict[str, float]:
         state = TrainState(program, trace(program), groups, (Layout(), (4,), 0), JOB)
         state.fill_fresh(7)
         plan = Plan(0, Layout(), (WorkerId("node0", 0),), (5,), (4,), 2)
-        return Stepper(program, JOB, plan, state, groups).evaluate(program.validation(), collate_items, N_SAMPLES)
+        return Stepper(program, JOB, plan, state, groups).evaluate(program.validation(), collate_items, N_SAMPLES, tick)
 
     yield run
     groups.close()
@@ -63,6 +66,26 @@ def test_metrics_are_per_token_and_own_sums_per_their_count(evaluated: Any) -> N
         assert found["right"] == pytest.approx(float(right(model(batch["input"]), batch)["right"]) / tokens)
         assert found["first_loss"] == pytest.approx(float(own(model, batch)["first_loss"]) / N_SAMPLES, rel=1e-5)
     assert set(found) == {"validation_loss", "right", "first_loss"}
+
+
+def test_it_says_before_each_batch_that_it_gets_on(evaluated: Any) -> None:
+    ticks: list[int] = []
+    evaluated(TINY, lambda: ticks.append(1))
+    assert len(ticks) == 3, "13 samples by 5"
+
+
+def test_the_worker_says_that_it_evaluates() -> None:
+    phases: list[tuple[str, int]] = []
+    place = SimpleNamespace(job={}, at_phase=lambda *told: phases.append(told))
+
+    def evaluate(validation: Any, collate: Any, n_samples: int, tick: Any) -> dict[str, float]:
+        tick()
+        return {"validation_loss": float(validation)}
+
+    stepper: Any = SimpleNamespace(state=SimpleNamespace(step=7), evaluate=evaluate)
+    generation: Any = SimpleNamespace(place=place)
+    assert Generation._evaluated(generation, stepper, Sets(a=1, b=3))["validation_loss"] == 2.0
+    assert phases == [("evaluating", 7)] * 2
 
 
 def test_what_is_no_sum_is_refused(evaluated: Any) -> None:
