@@ -135,8 +135,9 @@ class Stepper:
             if not bool(keep.all()):
                 output, rows = rows_of(output, keep), rows[keep]
             chosen = {k: v[rows] for k, v in batch.items()}
-            if self._metrics is not None and self.program.metrics is not None and self.speaks and len(rows):
-                self._metrics.add(self.program.metrics(output, chosen), "Program.metrics")
+            if self._metrics is not None and self.program.metrics is not None and len(rows):
+                found = self.program.metrics(output, chosen)  # on every tp rank: of logits that are cut it has collectives
+                self._metrics.add(found, "Program.metrics", self.speaks)
             return loss_of(self.program, output, chosen)
 
         scale = self.loss_scale.value if train else 1.0
@@ -389,6 +390,4 @@ class Stepper:
         if self.program.evaluate is None:
             return
         kept = {key: value[: max(1, valid)].to(self.device) for key, value in batch.items()}
-        found = self.program.evaluate(self.state.model, kept)
-        if valid and self.counts:
-            sums.add(found, "Program.evaluate")
+        sums.add(self.program.evaluate(self.state.model, kept), "Program.evaluate", bool(valid) and self.counts)

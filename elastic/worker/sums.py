@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from elastic.errors import ProgramError
 
@@ -16,16 +17,20 @@ COUNT = "count"
 class Sums(dict[str, float]):
     """Name -> sum."""
 
-    def add(self, found: Any, where: str) -> None:
-        """Raises ProgramError where `found` is no dict of numbers."""
+    def add(self, found: Any, where: str, counts: bool = True) -> None:
+        """`counts`: False = another rank has the same sums; a number that is cut over ranks is added up by all of them.
+        Raises ProgramError where `found` is no dict of numbers."""
         if not isinstance(found, Mapping):
             raise ProgramError(f"{where} returned {type(found).__name__}; it must return a dict of sums over the batch")
         for name, value in found.items():
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ProgramError(f"{where}['{name}'] is {type(value).__name__}; it must be a number: the sum over the batch")
-            self[str(name)] = self.get(str(name), 0.0) + value
+            if counts:
+                self[str(name)] = self.get(str(name), 0.0) + value
 
     def over(self, group: dist.ProcessGroup | None) -> Sums:
         """The sums of all ranks together; every rank calls it, also those that have none."""

@@ -18,7 +18,7 @@ from test_chain import job_of
 from worker_pool import Pool
 
 from elastic.program import load_program
-from elastic.types import StepDone, parse_layout
+from elastic.types import Evaluated, StepDone, parse_layout
 
 pytestmark = pytest.mark.slow  # one reference in one process for each program and batch
 TOLERANCE = 1e-4
@@ -115,6 +115,15 @@ def check(case: Case, steps: list[StepDone]) -> None:
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_it_trains_as_one_process_does(pool: Pool, tmp_path: Path, case: Case) -> None:
     check(case, run(pool, case, tmp_path))
+
+
+def test_numbers_of_logits_that_are_cut_are_added_up_by_all_tp_ranks(pool: Pool, tmp_path: Path) -> None:
+    found = []
+    for layout in ("tp=2", "dp_shard=2"):
+        run(pool, Case("tiny_numbers.py", layout, steps=1), tmp_path / layout)
+        found.append(pool.events(Evaluated)[-1].metrics)
+    assert set(found[0]) == {"validation_loss", "squares", "own"}
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 @pytest.mark.product
