@@ -11,6 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from elastic.optimisation import decay
 from elastic.types import ModelProfile
 
 JOB_KEYS = (
@@ -25,7 +26,9 @@ def fingerprint(program: str | Path, job: Mapping[str, Any], model: ModelProfile
     return {
         "program": _code(Path(program)),
         "n_samples": n_samples,
+        "data.train": (job.get("data") or {}).get("train"),
         **{key: job.get(key) for key in JOB_KEYS},
+        "the steps in which lr_schedule falls": _decay(job),
         "settings of the optimizer": job.get("optimizer"),
         "optimizer": _digest(repr((model.optimizer_entries, model.optimizer_scalars))),
         "tensors": _digest(repr(sorted((s.fqn, s.shape, s.dtype, s.trainable, s.tied_to or "") for s in model.specs))),
@@ -59,6 +62,15 @@ def batch_changed(run: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> s
         "that cannot change within a run; change it back, or begin a new run with this one's state (elastic checkpoint import "
         "URI --into NAME --job JOB), where lr_scaling holds from its start"
     )
+
+
+def _decay(job: Mapping[str, Any]) -> str | None:
+    """It follows from `steps` where the schedule does not say itself where it ends."""
+    given = job.get("lr_schedule")
+    if not given or given["kind"] == "constant":
+        return None
+    begin, length = decay(given, int(job["steps"]))
+    return f"{begin} to {begin + length}"
 
 
 def _code(program: Path) -> str:

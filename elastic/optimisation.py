@@ -133,6 +133,17 @@ class LrSchedule(Keys):
         return self
 
 
+def decay(given: Mapping[str, Any], steps: int) -> tuple[int, int]:
+    """The step from which the factor falls (counted from 0), and in how many; `given`: a job's `lr_schedule`."""
+    warmup, length = int(given["warmup_steps"]), given["decay_steps"]
+    if given["kind"] == "constant":
+        return steps, 0
+    if given["kind"] == "wsd":
+        begin = max(warmup, steps - (length if length is not None else max(1, steps // 10)))
+        return begin, steps - begin
+    return warmup, length if length is not None else steps - warmup
+
+
 class NoiseScale(Keys):
     """The gradient noise scale is measured every `every` steps: advice for the batch, in the report."""
 

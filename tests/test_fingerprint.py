@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from elastic.fingerprint import differences, fingerprint
+from elastic.optimisation import LrSchedule
 from elastic.types import ModelProfile, TensorSpec
 
 MODEL = ModelProfile(1, 6, (TensorSpec("w", (2, 3), "float32"),), ("exp_avg",))
@@ -27,7 +28,23 @@ def test_what_does_not_matter(tmp_path: Path) -> None:
     assert differences(was, mark(tmp_path, "# words\nx  =  1\ndef f(): return x\n")) == ""
     assert differences(was, mark(tmp_path, job={**JOB, "steps": 99, "layout": "tp=2"})) == ""
     assert differences(was, mark(tmp_path, n=None)) == ""
+    for kind, more in (("constant", {}), ("cosine", {"decay_steps": 8})):  # it does not depend on the number of steps
+        job = {**JOB, "lr_schedule": LrSchedule(kind=kind, warmup_steps=2, **more).model_dump()}  # type: ignore[arg-type]
+        assert differences(mark(tmp_path, job=job), mark(tmp_path, job={**job, "steps": 99})) == ""
     assert differences({}, was) == ""  # of a run before there were fingerprints
+
+
+def test_other_training_data_and_a_decay_that_ends_elsewhere_are_told(tmp_path: Path) -> None:
+    first, other = ({"train": {"jsonl": name, "seq": 8}, "validation": {"": {"rows": name}}} for name in ("a", "b"))
+    was = mark(tmp_path, job={**JOB, "data": first})
+    assert differences(was, mark(tmp_path, job={**JOB, "data": {**first, "validation": {}, "cache_gb": 3}})) == ""
+    said = differences(was, mark(tmp_path, job={**JOB, "data": other}))
+    assert said == "data.train ({'jsonl': 'a', 'seq': 8}, now {'jsonl': 'b', 'seq': 8})"
+    assert differences(was, mark(tmp_path)) == "data.train ({'jsonl': 'a', 'seq': 8}, now None)"
+    for kind, falls in (("linear", "2 to 10, now 2 to 40"), ("wsd", "9 to 10, now 36 to 40")):
+        job = {**JOB, "lr_schedule": LrSchedule(kind=kind, warmup_steps=2).model_dump()}  # type: ignore[arg-type]
+        said = differences(mark(tmp_path, job=job), mark(tmp_path, job={**job, "steps": 40}))
+        assert said == f"the steps in which lr_schedule falls ({falls})"
 
 
 @pytest.mark.parametrize(

@@ -11,27 +11,22 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from elastic.optimisation import decay
+
 Factor = Callable[[int], float]
 
 
 def schedule(given: Mapping[str, Any], steps: int) -> Factor:
     """The factor on the optimizer's learning rates, of a job of `steps` steps. `given`: its `lr_schedule`."""
     kind, warmup, least = given["kind"], int(given["warmup_steps"]), float(given["min_factor"])
-    decay = given["decay_steps"]
-    if kind == "wsd":
-        decay = decay if decay is not None else max(1, steps // 10)
-        begin = max(warmup, steps - decay)
-        decay = steps - begin
-    else:
-        decay = decay if decay is not None else steps - warmup
-        begin = warmup
+    begin, length = decay(given, steps)
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
         if kind == "constant" or step < begin:
             return 1.0
-        gone = min(1.0, (step - begin) / decay) if decay > 0 else 1.0
+        gone = min(1.0, (step - begin) / length) if length > 0 else 1.0
         falling = 0.5 * (1 + math.cos(math.pi * gone)) if kind == "cosine" else 1 - gone
         return least + (1 - least) * falling
 
