@@ -129,6 +129,7 @@ class Told:
 
     steps: dict[int, int] = field(default_factory=dict)  # generation -> newest step told of
     tripped: dict[int, int] = field(default_factory=dict)  # generation -> newest step that a guard has tripped at
+    skipped: dict[int, int] = field(default_factory=dict)  # generation -> newest step that a guard has left out
 
     def add(self, event: Event) -> list[Event]:
         """The event, after the step that it is the first word of; nothing where all has been said."""
@@ -140,6 +141,8 @@ class Told:
             case Quiesced():
                 return [*self._untold(event), event]
             case GuardTripped():
+                if event.do == "skip":
+                    self.skipped[event.generation] = event.step
                 if event.step <= self.tripped.get(event.generation, -1):
                     return []
                 self.tripped[event.generation] = event.step
@@ -155,4 +158,5 @@ class Told:
         live = next((h for h in event.holdings if h.kind == "live"), None)
         if live is None or not event.commit or self.steps.get(live.generation) != live.step - 1:
             return []
-        return self._step(step_done(live.generation, live.step, Commit(event.commit)))
+        skipped = self.skipped.get(live.generation) == live.step
+        return self._step(step_done(live.generation, live.step, Commit(event.commit), skipped=skipped))

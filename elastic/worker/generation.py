@@ -176,8 +176,6 @@ class Generation:
             busy, self._waited_s = self.copies is not None and self.copies.flight is not None, 0.0
             commit = self._guarded(stepper, batch, data_s)
             self._stepped(commit)
-            if stepper.trip is not None:
-                self._tell_of(stepper.trip, stepper.offender(stepper.trip))
             if stepper.noise is not None and self.rank == 0:
                 place.report(NoiseSeen(self.number, state.step, *stepper.noise))
             place.left_at_s = time.time()
@@ -211,14 +209,20 @@ class Generation:
         self.place.report(GuardTripped(self.number, trip.step, trip.guard, trip.do, offender.sentence(trip), *who))
 
     def _stepped(self, commit: Commit, live: bool = True) -> None:
-        """A step is done: the script goes on to its next batch, and what the program remembers besides the model is noted."""
+        """A step is done: the script goes on to its next batch, what the program remembers besides the model is noted, and
+        that a guard has left the update out is told, also where the generation breaks off meanwhile."""
         assert self.stepper is not None
-        state = self.stepper.state
+        state, trip = self.stepper.state, self.stepper.trip
+        offender = self.stepper.offender(trip, together=False) if trip is not None else None
         try:
             if self.place.script is not None:
                 self.place.script.applied(commit, state.step, live)
+            if trip is not None and live:
+                offender = self.stepper.offender(trip)
         finally:
             self.place.extra.note(state.tensors)
+            if trip is not None and offender is not None:
+                self._tell_of(trip, offender)
 
     def _finish(self, state: TrainState) -> None:
         if self.place.script is not None:

@@ -18,6 +18,7 @@ from elastic.worker.groups import Groups
 from elastic.worker.guards import Trip
 
 NAMED_SAMPLES_MOST = 16
+UNNAMED = "which rank it was is not known, the generation broke off before the ranks had compared"
 Row = Sequence[float]  # of a rank: its loss sum, the tokens of that, the square norm of its part of the gradient
 
 

@@ -26,7 +26,7 @@ from elastic.worker.guards import Memory, Trip, judge, rules_of, trip_of
 from elastic.worker.local_gradients import LocalGradients, cannot, noise, parts_of
 from elastic.worker.loop_program import LoopProgram
 from elastic.worker.loss_scale import LossScale
-from elastic.worker.offender import Offender, Tripped, find_offender
+from elastic.worker.offender import UNNAMED, Offender, Tripped, find_offender
 from elastic.worker.options import begin_microbatch
 from elastic.worker.parallelize import local
 from elastic.worker.pipeline import Pipeline
@@ -258,12 +258,14 @@ class Stepper:
         in_a_row = self.memory.in_a_row if self.memory is not None else 0
         return trip_of(found, self.rules[found[0]], step, self.plan.rolled_back, in_a_row)
 
-    def offender(self, trip: Trip) -> Offender:
-        """Which rank it was; all ranks take part here."""
+    def offender(self, trip: Trip, together: bool = True) -> Offender:
+        """Which rank it was; all ranks take part here, or else (`together`) nobody is named."""
         assert self._told is not None
         told = self._told
         mine = (told.loss_sum, float(told.tokens), told.square_norm)
         ids = None if int(self.job["n_samples"]) == N_POSITIONS else self._ids(trip.step - 1)
+        if not together:
+            return Offender(-1, None, UNNAMED, ids if ids is None else tuple(ids))
         return find_offender(trip, mine, ids, self.plan, (self.groups, self.rank))
 
     def _done(self, commit: Commit) -> None:

@@ -275,7 +275,9 @@ def test_a_step_that_is_skipped_is_skipped_by_those_that_roll_forward_to_it(pool
     (order,) = driver.orders(RollForward)
     assert order.step == AT + 1 and order.commit[1] != order.commit[1], "its loss is no number"
     assert not [e.step for e in driver.told(StepDone) if e.skipped and e.step != AT + 1]
-    assert driver.state.rollbacks == 0
+    assert driver.state.rollbacks == 0 and driver.state.n_skipped == 1
+    (said,) = driver.told(GuardTripped)
+    assert (said.step, said.do) == (AT + 1, "skip") and 77 in said.samples
     driver.check_end()
 
 

@@ -23,13 +23,27 @@ from elastic.optimisation import Guards
 from elastic.program import load_program
 from elastic.spec import load_job
 from elastic.storage import open_storage
-from elastic.types import Box, DigestPart, GuardTripped, Layout, Plan, Resume, ShardStored, StepDone, WorkerFailed, WorkerId
+from elastic.types import (
+    Box,
+    DigestPart,
+    GuardTripped,
+    Holding,
+    Layout,
+    Plan,
+    Quiesced,
+    Resume,
+    ShardStored,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)
 from elastic.worker import durable
 from elastic.worker.commit import N_WORDS, Commit, Told, step_done
 from elastic.worker.extra_state import ExtraState
+from elastic.worker.generation import Generation
 from elastic.worker.guards import MEMORY, Memory, Trip, deviations, judge, needs_memory, trip_of
 from elastic.worker.job_program import with_job
-from elastic.worker.offender import Offender, Tripped
+from elastic.worker.offender import UNNAMED, Offender, Tripped
 from elastic.worker.step import Pending, Stepper
 
 
@@ -279,6 +293,41 @@ def test_what_every_rank_says_of_a_guard_is_told_once() -> None:
     event = GuardTripped(3, 9, "loss_spike", "skip", "step 9: it is bad")
     assert told.add(event) == [event] and told.add(event) == []
     assert told.add(replace(event, step=10)) and told.add(replace(event, generation=4))
+
+
+def test_a_step_that_was_left_out_is_told_as_such_by_what_a_worker_has_left_with() -> None:
+    told, worker = Told({3: 8}), WorkerId("a", 0)
+    told.add(GuardTripped(3, 9, "loss_spike", "skip", "step 9: it is bad"))
+    left = Quiesced(worker, 3, 9, (Holding(worker, 3, 0, 9, "live"),), commit(9.0).vector)
+    done, said = told.add(left)
+    assert isinstance(done, StepDone) and (done.step, done.skipped, said) == (9, True, left)
+
+
+@pytest.mark.parametrize("breaks", ["script", "offender", "forward"])
+def test_a_skip_is_told_also_where_the_generation_breaks_off(breaks: str) -> None:
+    """Once, without the name of a rank, and what the program remembers is noted."""
+    noted, reported = list[str](), list[GuardTripped]()
+    trip = Trip("loss_spike", 9, "skip", "step 9: it is bad", "")
+
+    def fail(*_: Any) -> None:
+        raise ConnectionError("gone")
+
+    def offender(trip: Trip, together: bool = True) -> Offender:
+        return fail() if together else Offender(-1, None, UNNAMED, (5,))  # type: ignore[func-returns-value, return-value]
+
+    stepper = SimpleNamespace(state=SimpleNamespace(step=9, tensors={}), trip=trip, offender=offender)
+    script = SimpleNamespace(applied=fail if breaks == "script" else lambda *_: None)
+    place = SimpleNamespace(script=script, extra=SimpleNamespace(note=noted.append), report=reported.append)
+    generation: Any = Generation.__new__(Generation)
+    generation.place, generation.stepper, generation.plan = place, stepper, SimpleNamespace(generation=3)
+    if breaks == "forward":
+        generation._stepped(commit(1.0), live=False)
+    else:
+        with pytest.raises(ConnectionError):
+            generation._stepped(commit(1.0))
+    (said,) = reported
+    assert (said.generation, said.step, said.do, said.rank, said.samples) == (3, 9, "skip", -1, (5,)) and UNNAMED in said.reason
+    assert noted == [{}]
 
 
 @pytest.mark.slow
