@@ -13,6 +13,7 @@ from elastic import api
 from elastic.api import checks, running
 from elastic.cluster.lease import Lease
 from elastic.data.order import digest, digest_text, sample_ids
+from elastic.data.streams import N_POSITIONS
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line
 from elastic.program import Program, load_program
@@ -25,6 +26,7 @@ from elastic.types import (
     DriverStarted,
     Layout,
     ModelProfile,
+    NodePrepared,
     PlanEntered,
     Pool,
     StepDone,
@@ -190,9 +192,11 @@ def test_a_changed_program_is_refused_unless_it_is_accepted() -> None:
 
 def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:
     one = prepared(folder)
+    one.program = replace(one.program, dataset=None)  # what the nodes have read need not be here
 
-    def exact(*events: tuple[float, object]) -> bool | None:
-        return one._samples_exact([Line(0.0, 1, ((0.0, START),)), Line(9.0, 1, tuple(events))])  # type: ignore[arg-type]
+    def exact(*events: tuple[float, object], told: int = 100, start: DriverStarted = START) -> bool | None:
+        ready = Line(0.0, 1, ((0.0, start), (0.5, NodePrepared("a", (1,), told))))
+        return one._samples_exact([ready, Line(9.0, 1, tuple(events))])  # type: ignore[arg-type]
 
     assert exact(*steps([1, 2, 3, 4])) is True
     assert exact(*steps([1, 2, 3]), (3.5, PlanEntered(2, 2)), *steps([3, 4], generation=2)) is True
@@ -200,7 +204,8 @@ def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:
     assert exact(*steps([1, 2, 3])) is False
     assert exact(*steps([1, 2, 3]), *steps([4], n_samples=90)) is False
     imported = replace(START, durable=(Copy(2, "durable", 0, Layout()),))
-    assert one._samples_exact([Line(0.0, 1, ((0.0, imported),)), Line(9.0, 1, tuple(steps([3, 4])))]) is True
+    assert exact(*steps([3, 4]), start=imported) is True
+    assert exact(*steps([1, 2, 3, 4]), told=0) is None and exact(*steps([1, 2, 3, 4]), told=N_POSITIONS) is None
 
 
 def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:

@@ -38,10 +38,12 @@ class NodeReady(Event):
 
 @dataclass(frozen=True)
 class NodePrepared(Event):
-    """All workers of the node have imported the program and wait for a plan. `pids` are their process ids."""
+    """All workers of the node have imported the program and wait for a plan. `pids` are their process ids, `n_samples` is the
+    length of the dataset that they have opened (0 = not told)."""
 
     node_id: str
     pids: tuple[int, ...] = ()
+    n_samples: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic.types import CopyFailed, DigestChecked, DigestPart, Event, NodePrepared, Plan, ShardStored, WorkerId
 from elastic.worker.commit import Told
@@ -85,7 +85,7 @@ class Gather:
         pids[worker] = event.pids[0] if event.pids else 0
         if len(pids) < self.workers_of(worker.node_id):
             return []
-        return [NodePrepared(worker.node_id, tuple(pids[w] for w in sorted(pids)))]
+        return [replace(event, pids=tuple(pids[w] for w in sorted(pids)))]
 
     def _stored(self, event: ShardStored, at_s: float) -> None:
         plan, key = self.plans.get(event.generation), (event.generation, event.step)

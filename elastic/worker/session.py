@@ -276,7 +276,7 @@ class Session:
                 gc.freeze()  # what stays for good need not be looked at again: see Workplace.keep
             for i, rehearsal in enumerate(rehearsals):
                 if i == 1:
-                    self._put(NodePrepared(self.me.node_id, (os.getpid(),)))
+                    self._put(NodePrepared(self.me.node_id, (os.getpid(),), int(self.job["n_samples"])))
                 if not self._orders:  # a real plan that is here is better than any rehearsal
                     self._at_phase("preparing", 0)
                     self._rehearse(self._place, rehearsal)
@@ -285,7 +285,7 @@ class Session:
             self._put(WorkerFailed(self.me, 0, _kind_of(error), _text(error)))
             return
         if len(rehearsals) < 2:
-            self._put(NodePrepared(self.me.node_id, (os.getpid(),)))
+            self._put(NodePrepared(self.me.node_id, (os.getpid(),), int(self.job["n_samples"])))
 
     def _rehearse(self, place: Workplace, rehearsal: Rehearsal) -> None:
         """Its numbers are garbage, so what the program says of them is no reason to stop: the first step will be slower."""
