@@ -1,18 +1,14 @@
-"""Worker processes that may be killed: a dead one is replaced by a fork of a process that has torch imported."""
+"""Worker processes that may be killed, armed with faults."""
 
 from __future__ import annotations
 
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 
 from faults import Fault
 from worker_pool import Pool, _serve
 
 from elastic.types import WorkerId
-
-FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload(["faults", "loop_faults", "worker_pool"])
 
 
 def _serve_faulty(pipe: Connection) -> None:
@@ -25,14 +21,7 @@ def _serve_faulty(pipe: Connection) -> None:
 class FaultyPool(Pool):
     """`arm` puts a fault into one worker."""
 
-    def _start(self, spawn: Any, i: int) -> None:
-        mine, theirs = FORKS.Pipe()
-        process = FORKS.Process(target=_serve_faulty, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()
-        self.pipes.insert(i, mine)
-        self.processes.insert(i, process)
-        self.pids.insert(i, process.pid)
+    serve: ClassVar[Any] = staticmethod(_serve_faulty)
 
     def arm(self, worker: WorkerId, fault: Fault) -> None:
         self.call(worker, "arm", fault)

@@ -9,12 +9,12 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from forks import FORKS
 
 from elastic.reshard.shards import boxes, state_specs
 from elastic.reshard.transfers import plan_transfers
@@ -149,14 +149,13 @@ class Movers:
 
     def __init__(self, n: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        spawn = get_context("spawn")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.pipes, self.processes = [], []
         for me in range(n):
-            mine, theirs = spawn.Pipe()
-            self.processes.append(spawn.Process(target=_serve, args=(me, n, port, theirs), daemon=True))
+            mine, theirs = FORKS.Pipe()
+            self.processes.append(FORKS.Process(target=_serve, args=(me, n, port, theirs), daemon=True))
             self.processes[-1].start()
             theirs.close()
             self.pipes.append(mine)

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from forks import FORKS
 from torch.distributed import TCPStore
 
 from elastic.types import Event, Plan, PlanEntered, Quiesced, WorkerFailed, WorkerId
@@ -68,18 +68,18 @@ class Pool:
     pids: list[int] = field(default_factory=list)
     log: list[tuple[float, WorkerId, Event]] = field(default_factory=list)
     serial: int = 0  # of the sessions now open: what older ones still say is not heard
+    serve: ClassVar[Any] = staticmethod(_serve)
 
     def __post_init__(self) -> None:
-        spawn = get_context("spawn")
         self.pipes, self.processes = [], []
         for i in range(self.n):
-            self._start(spawn, i)
+            self._start(i)
         self.stores: dict[int, Any] = {}
         self.workers: list[WorkerId] = []
 
-    def _start(self, spawn: Any, i: int) -> None:
-        mine, theirs = spawn.Pipe()
-        process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
+    def _start(self, i: int) -> None:
+        mine, theirs = FORKS.Pipe()
+        process = FORKS.Process(target=self.serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         self.pipes.insert(i, mine)
@@ -157,13 +157,12 @@ class Pool:
 
     def revive(self) -> None:
         """New processes in the place of those that were killed."""
-        spawn = get_context("spawn")
         for i, process in enumerate(self.processes):
             if not process.is_alive():
                 self.pipes.pop(i).close()
                 self.processes.pop(i)
                 self.pids.pop(i)
-                self._start(spawn, i)
+                self._start(i)
 
     def close(self) -> None:
         for process in self.processes:
