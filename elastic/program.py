@@ -93,11 +93,15 @@ class Program:
                 whole model that is built for them.
     files:      () -> file name -> bytes: what an export puts beside the weights (config.json, a tokenizer).
     adapter:    set by `elastic.models.lora.lora`.
+    before_cut: with cp > 1, (batch of whole sequences) -> what is cut and given to the model, `keywords` and `loss`: a dict of
+                tensors. For what a part alone does not tell: the targets at its edges, positions behind padding.
+    no_cp:      why the model cannot have parts of sequences; a layout with cp > 1 is then refused with it.
 
     With cp > 1 each rank has a part of every sequence. The sequence is dim 1 of the model's input ([batch, seq, ...]) and of
     its output; every tensor of the batch with that size in dim 1 is cut like it. The model calls `elastic.attention` and takes
     positions from `elastic.positions`; all else in it must act on each position alone. `loss` is a sum over positions (targets
-    are shifted in the dataset); `count` sees whole sequences. A model whose sequence is another dimension has cp = 1.
+    are shifted in the dataset, or by `before_cut`); `count` sees whole sequences. A model whose sequence is another dimension
+    has cp = 1.
     """
 
     model: Callable[[], Any]
@@ -123,6 +127,8 @@ class Program:
     buffers: Callable[[Any], bool] | None = None
     files: Callable[[], Mapping[str, bytes]] | None = None
     adapter: Adapter | None = None
+    before_cut: Callable[[Any], Mapping[str, Any]] | None = None
+    no_cp: str = ""
 
     def __post_init__(self) -> None:
         if self.loss is missing_loss:

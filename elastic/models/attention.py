@@ -6,7 +6,8 @@ softmax and the kernels are those of `scaled_dot_product_attention`: the way of 
 with grouped queries, keys and values are a small part of a layer). Between forward and backward a rank keeps its own keys and
 values only: the gathered ones give their memory back and are gathered again when the backward pass comes to them.
 
-Whoever runs the model says over which group the sequence is cut, for as long as forward and backward run (`over`).
+Whoever runs the model says over which group the sequence is cut, for as long as forward and backward run (`over`). With cp = 1
+nobody does: what runs then is `scaled_dot_product_attention` alone, also under torch.compile.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Seen:
     """What a run of the model has met."""
 
     shard: SequenceShard | None
-    calls: int = 0
+    called: bool = False  # never read in `attention`, or torch.compile would compile again when it changes
 
 
 _now: Seen | None = None  # of the forward and backward pass that runs; its end takes it away
@@ -70,6 +71,11 @@ def over(shard: SequenceShard | None) -> Iterator[Seen]:
         yield _now
     finally:
         _now = before
+
+
+def wanted() -> bool:
+    """Inside of `over`: the model must attend by `attention`, which sees the whole sequence."""
+    return _now is not None
 
 
 def where() -> tuple[int, int]:
@@ -99,7 +105,7 @@ def attention(
     """
     _check(q, k, v, documents)
     if _now is not None:
-        _now.calls += 1
+        _now.called = True
     shard = _now.shard if _now is not None else None
     if shard is None:
         return _attend(q, k, v, (0, causal, scale), (documents, documents))

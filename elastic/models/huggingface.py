@@ -5,7 +5,8 @@ program = causal_lm("models/smollm", dataset=lambda: Tokens(...), optimizer=lamb
 ```
 A sample is {"input_ids": int64 [seq]} with, if some tokens are not to be learned, {"labels": int64 [seq]} (-100 = left out; not
 shifted: the shift is done here), and, where it is padded, {"attention_mask": int64 [seq]} (0 = padding, left or right). All
-samples have one length. Rows of the job's `data` ({"input", "target"}: already shifted) will do as well.
+samples have one length. Rows of the job's `data` ({"input", "target"}: already shifted) will do as well; with the "position" of
+packed ones (0 at the first token of each document) documents do not see each other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from elastic.errors import SpecError
+from elastic.models.attention import wanted
 from elastic.models.blocks import blocks_of
+from elastic.models.hf_sequence import documents_of, follow_layout, why_whole
 from elastic.models.hf_stages import fill_plain_buffers, passes_through, stage_factory
 from elastic.program import Program, Weights
 
@@ -47,7 +50,8 @@ def causal_lm(
     source: a config (random weights, under the job's seed), or a local folder with config.json and, for pretrained weights,
     safetensors: each rank reads its own part of them. more: other fields of `elastic.Program` (validation, lr_factor ...).
     Blocks are found in the module tree; tp follows the model's own plan where elastic has all of its styles, else tp = 1;
-    pipeline stages are possible where the model without its blocks gives back the hidden state it is called with.
+    pipeline stages are possible where the model without its blocks gives back the hidden state it is called with; parts of
+    sequences (cp) where its attention is causal and no more (`hf_sequence.why_whole`).
     Raises SpecError where transformers or files are missing.
     """
     config, folder = _config(source)
@@ -62,16 +66,46 @@ def causal_lm(
         "pipeline": passes_through(model, blocks), "stage": stage_factory(model, blocks),
         "buffers": fill_plain_buffers, "weights": Weights(folder) if folder is not None and direct else None,
         "files": lambda: folder_files(config, type(model).__name__, source),
+        "before_cut": before_cut, "no_cp": why_whole(model),
     }  # fmt: skip
+    if "keywords" in more and "before_cut" not in more:
+        fields["no_cp"] = "causal_lm was given keywords without before_cut, and both say which positions a part has"
     return Program(model=build, dataset=dataset, optimizer=optimizer, **(fields | more))
 
 
 def keywords(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of rows that are padded: the mask, and positions that begin at the first token."""
+    """Of rows that are padded: the mask, and positions that begin at the first token. Of rows with positions of their own:
+    those, by which transformers keeps packed documents apart."""
     mask = batch.get("attention_mask")
-    if mask is None:
+    if mask is not None:
+        return {"attention_mask": mask, "position_ids": _behind_padding(mask)}
+    if "position" not in batch:
         return {}
-    return {"attention_mask": mask, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+    found = {"position_ids": batch["position"]}
+    if "document" in batch and wanted():  # four dimensions: handed to the attention as it is
+        found["attention_mask"] = batch["document"][:, None, None]
+    return found
+
+
+def _behind_padding(mask: Tensor) -> Tensor:
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def before_cut(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Program.before_cut: targets that are shifted, positions in the whole sequence, and which tokens see each other (those of
+    one document; padding is one more), all int64 [batch, seq]."""
+    own = ("labels", "attention_mask", "document")
+    whole = {key: value for key, value in batch.items() if key not in own}
+    mask, ids = batch.get("attention_mask"), batch["input_ids" if "input_ids" in batch else "input"]
+    if "target" not in batch:
+        whole["target"] = nn.functional.pad(_labels(batch), (0, 1), value=IGNORED)
+    if mask is not None:
+        whole |= {"position": _behind_padding(mask), "document": mask.long()}
+    elif "position" in batch:
+        whole["document"] = documents_of(batch["position"])
+    else:
+        whole["position"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    return whole
 
 
 def loss_sum(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -107,10 +141,12 @@ def model_factory(config: PreTrainedConfig, folder: Path | None = None) -> Calla
     config.use_cache = False  # of keys and values: for generation only
 
     def build() -> nn.Module:
+        mine = copy.deepcopy(config)  # its modules keep it, and it changes with the layout
         if folder is not None and torch.get_default_device().type != "meta":
-            model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(folder, config=mine, dtype=torch.float32, local_files_only=True)
         else:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(mine, dtype=torch.float32)
+        follow_layout(model)
         return model.train()  # type: ignore[no-any-return]
 
     return build

@@ -21,7 +21,7 @@ from elastic.worker.calls import call_model, inputs_of, keywords_of, loss_of
 from elastic.worker.groups import Groups
 from elastic.worker.model_profile import block_names, build_meta
 from elastic.worker.options import needs_fsdp
-from elastic.worker.sequence import check_loss, largest_cp
+from elastic.worker.sequence import check_calls, check_loss, check_possible, largest_cp
 from elastic.worker.step import Stepper
 from elastic.worker.train_state import TrainState
 from elastic.worker.transfer import warm_staging
@@ -38,8 +38,12 @@ def rehearse(place: Workplace) -> None:
     warm_staging()
     if place.script is not None:  # its loss is computed in its loop, which is not entered for a rehearsal
         return
+    cp = largest_cp(place.job)
+    check_possible(place.program, cp)
     if place.profile.n_params > WHOLE_MOST_PARAMETERS or place.program.weights is not None:
         _rehearse_on_meta(place)
+        if cp > 1:
+            check_calls(place.program, _batch(place, 1, "cpu"), cp)
         return
     torch.manual_seed(0)
     model = place.program.model().to(place.device)
@@ -50,7 +54,7 @@ def rehearse(place: Workplace) -> None:
     model.eval()
     with torch.no_grad():
         _refuse_a_mean(float(_loss(place, model, 1)), float(_loss(place, model, 2)))
-    if (cp := largest_cp(place.job)) > 1:
+    if cp > 1:
         check_loss(place.program, model, _batch(place, 1, place.device), cp)
 
 
@@ -134,8 +138,8 @@ def _pass_through_stages(place: Workplace, stepper: Stepper, n_rows: int) -> boo
     """One microbatch forward and backward through each of this worker's stages. False: the input of one is not known."""
     plan, sequence = stepper.plan, stepper.sequence
     batch = sequence.cut(_batch(place, n_rows, place.device))
-    keywords = keywords_of(place.program, batch)
     with sequence.running(blocks_here=False):
+        keywords = keywords_of(place.program, batch)
         for stage, model in zip(stages_at(plan.layout, stepper.at.pp), stepper.state.models, strict=True):
             first_block = stage_blocks(plan.layers, stage).start
             if stage == 0:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elastic.errors import ProgramError, SpecError
+from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.mesh import Coordinates
 from elastic.models.attention import Seen, SequenceShard, over
 from elastic.program import Program
@@ -23,6 +23,7 @@ from elastic.worker.model_profile import build_meta
 
 Batch = dict[str, torch.Tensor]
 PARTS_AGREE = 1e-3  # relative difference between the loss of a sequence and the sum over its parts
+SAME = 1e-4  # the same between two ways of attention
 
 
 class Sequence:
@@ -46,18 +47,27 @@ class Sequence:
     def running(self, blocks_here: bool) -> Iterator[None]:
         """Forward and backward passes run inside. Raises ProgramError when the blocks of this rank never call
         `elastic.attention`: each part of a sequence would then see itself only."""
+        if self.shard is None:
+            yield
+            return
         with over(self.shard) as seen:
             yield
-        if self.shard is not None and not self.checked:
+        if not self.checked:
             self.checked = True
-            if blocks_here and not seen.calls:
+            if blocks_here and not seen.called:
                 raise ProgramError(_no_attention(self.shard.size))
 
 
 def cut(program: Program, batch: Batch, shard: SequenceShard) -> Batch:
     """Every tensor whose dim 1 is the sequence's, cut."""
+    batch = before_cut(program, batch)
     n = sequence_length(program, batch)
     return {key: shard.take(x) if x.ndim > 1 and x.shape[1] == n else x for key, x in batch.items()}
+
+
+def before_cut(program: Program, batch: Batch) -> Batch:
+    """The batch with what the program computes from whole sequences."""
+    return dict(program.before_cut(batch)) if program.before_cut is not None else batch
 
 
 def sequence_length(program: Program, batch: Batch) -> int:
@@ -68,6 +78,13 @@ def sequence_length(program: Program, batch: Batch) -> int:
     raise ProgramError(
         "cp > 1 and sequence parallelism cut dim 1 of the model's input, and there is no tensor of two dimensions in it"
     )
+
+
+def _part(output: Any, shard: SequenceShard, n: int) -> Any:
+    """The part of a model's output, a tensor or some by name."""
+    if isinstance(output, Mapping):
+        return type(output)(**{key: _part(value, shard, n) for key, value in output.items()})
+    return shard.take(output) if isinstance(output, torch.Tensor) and output.ndim > 1 and output.shape[1] == n else output
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -94,18 +111,27 @@ def largest_cp(job: Mapping[str, Any]) -> int:
 def check_calls(program: Program, sample: Batch, cp: int) -> None:
     """Does the model call `elastic.attention`, on sequences that can be cut? Runs it on the meta device, with a batch of one
     sample; what cannot run there is not judged. Raises SpecError."""
+    check_possible(program, cp)
     SequenceShard(0, cp, None).take(torch.empty(1, sequence_length(program, sample), device="meta"))
     batch = {key: x.to("meta") for key, x in sample.items()}
     with torch.no_grad(), over(None) as seen:
         try:
-            call_model(program, build_meta(program).eval(), batch)
+            call_model(program, build_meta(program).eval(), before_cut(program, batch))
+        except ElasticError:
+            raise
         except Exception:  # noqa: BLE001 - the user's model: the workers run it on real numbers, and tell what it raises
             return
     _refuse_plain(seen, cp)
 
 
+def check_possible(program: Program, cp: int) -> None:
+    """Raises SpecError where the program says itself why its sequences stay whole."""
+    if cp > 1 and program.no_cp:
+        raise SpecError(f"cp={cp}, but {program.no_cp}; take cp=1")
+
+
 def _refuse_plain(seen: Seen, cp: int) -> None:
-    if not seen.calls:
+    if not seen.called:
         raise SpecError(_no_attention(cp))
 
 
@@ -118,20 +144,26 @@ def _no_attention(cp: int) -> str:
 
 @torch.no_grad()
 def check_loss(program: Program, model: torch.nn.Module, batch: Batch, cp: int) -> None:
-    """The loss of the whole must be the sum over the parts of the same output. Raises ProgramError: a mean, a shift of the
-    targets inside the loss, an output without the sequence as its dim 1."""
+    """The loss of the whole must be the sum over the parts of the same output, and that with cp = 1. Raises ProgramError: a
+    mean, a shift of the targets inside the loss, an output without the sequence as its dim 1, attention of another kind."""
     with over(None) as seen:
-        output = call_model(program, model, batch)
+        output = call_model(program, model, before_cut(program, batch))
     _refuse_plain(seen, cp)
     n = sequence_length(program, batch)
-    if not isinstance(output, torch.Tensor) or output.ndim < 2 or output.shape[1] != n:
+    if not any(x.ndim > 1 and x.shape[1] == n for x in _tensors(output)):
         found = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise ProgramError(f"cp={cp}: the model must return a tensor with the sequence ({n}) as its dim 1, not {found}")
     whole = float(loss_of(program, output, batch))
+    own = float(loss_of(program, call_model(program, model, batch), batch))
+    if abs(own - whole) > SAME * max(1.0, abs(whole)):
+        raise ProgramError(
+            f"cp={cp}: Program.loss of one sample is {own:.6g} with the model's own attention, {whole:.6g} with "
+            "elastic.attention; take cp=1"
+        )
     shards = [SequenceShard(i, cp, None) for i in range(cp)]
-    parts = sum(float(loss_of(program, shard.take(output), cut(program, batch, shard))) for shard in shards)
+    parts = sum(float(loss_of(program, _part(output, shard, n), cut(program, batch, shard))) for shard in shards)
     if abs(parts - whole) > PARTS_AGREE * max(1.0, abs(whole)):
         raise ProgramError(
             f"cp={cp}: Program.loss of one sample is {whole:.6g}, the sum over the parts of its sequence is {parts:.6g}; with "
-            "cp it must be a sum over positions, and targets are shifted in the dataset, not in the loss"
+            "cp it must be a sum over positions; targets are shifted in the dataset (or by Program.before_cut), not in the loss"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from reference import train_alone
+from reference import train
 from test_chain import job_of, pass_through
 from worker_pool import Pool
 
@@ -14,28 +14,36 @@ from elastic.types import Evaluated, Layout
 
 TOLERANCE = 1e-4
 COVER = {
-    "hf_tiny.py": [Layout(pp=2, tp=2), Layout(pp=2, dp_shard=2), Layout(dp_replicate=2, tp=2)],
-    "hf_qwen3.py": [Layout(dp_shard=2, tp=2), Layout(pp=2, tp=2), Layout(pp=3)],
-    "hf_gpt2.py": [Layout(pp=2, dp_replicate=2), Layout(dp_shard=3), Layout(pp=4)],
-}
+    "hf_tiny.py": [Layout(pp=2, tp=2), Layout(pp=2, dp_shard=2), Layout(dp_replicate=2, tp=2), Layout(cp=2)],
+    "hf_qwen3.py": [Layout(dp_shard=2, tp=2), Layout(pp=2, tp=2), Layout(pp=3), Layout(cp=2, tp=2)],
+    "hf_gpt2.py": [Layout(pp=2, dp_replicate=2), Layout(dp_shard=3), Layout(pp=4), Layout(pp=2, cp=2)],
+    "hf_packed.py": [
+        Layout(dp_shard=2, cp=2, activation_checkpointing="full"), Layout(tp=2), Layout(dp_replicate=2, cp=2), Layout(cp=4),
+        Layout(pp=2, cp=2, schedule="interleaved1f1b", virtual_stages=2),
+    ],
+}  # fmt: skip
 PRODUCT = [
-    Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, tp=tp)
+    Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
     for pp in (1, 2, 4)
     for replicate in (1, 2)
     for shard in (1, 2, 3)
+    for cp in (1, 2, 4)
     for tp in (1, 2)
-    if pp * replicate * shard * tp <= 4
+    if pp * replicate * shard * cp * tp <= 4
 ]
 
 
 def follow(pool: Pool, folder: Path, name: str, layouts: list[Layout], **more: int) -> None:
-    job = job_of(name, steps=4 * len(layouts)) | more
+    """Losses, and the gradients that they come from, are those of one process."""
+    job = job_of(name, steps=4 * len(layouts)) | {"layout": {str(i): str(x) for i, x in enumerate(layouts)}} | more
     steps = pass_through(pool, job, folder, layouts, every=3)
-    alone = train_alone(load_program(job["program"]), job, job["steps"])
+    alone = train(load_program(job["program"]), job, job["steps"])
     assert [event.step for event in steps] == list(range(1, job["steps"] + 1))
-    worst = max(abs(event.train_loss - loss) for event, loss in zip(steps, alone, strict=True))
+    worst = max(abs(event.train_loss - loss) for event, loss in zip(steps, alone.losses, strict=True))
     assert worst < TOLERANCE, f"train loss is off by {worst}"
-    assert alone[-1] < alone[0] - 0.2
+    assert [event.grad_norm for event in steps] == pytest.approx(alone.grad_norms, rel=1e-3)
+    assert [event.tokens for event in steps] == alone.tokens
+    assert alone.losses[-1] < alone.losses[0] - 0.2
 
 
 @pytest.mark.slow
