@@ -30,7 +30,8 @@ def fingerprint(program: str | Path, job: Mapping[str, Any], model: ModelProfile
         **{key: job.get(key) for key in JOB_KEYS},
         "the steps in which lr_schedule falls": _decay(job),
         "settings of the optimizer": job.get("optimizer"),
-        "optimizer": _digest(repr((model.optimizer_entries, model.optimizer_scalars))),
+        "optimizer": _digest(repr(_kept(model))),
+        "optimizers": _split(model),
         "tensors": _digest(repr(sorted((s.fqn, s.shape, s.dtype, s.trainable, s.tied_to or "") for s in model.specs))),
     }
 
@@ -40,6 +41,7 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     words = {
         "program": "the code of its program.py",
         "optimizer": "what its optimizer keeps",
+        "optimizers": "which optimizer has which parameters",
         "tensors": "names, shapes or dtypes of tensors",
     }
     found = []
@@ -79,6 +81,19 @@ def _code(program: Path) -> str:
         return _digest(ast.dump(ast.parse(program.read_text())))
     except (SyntaxError, ValueError):
         return _digest(program.read_text())
+
+
+def _kept(model: ModelProfile) -> Any:
+    kept = sorted({(one.entries, one.scalars) for one in model.optimizers})
+    return kept if len(kept) > 1 else (*kept, ((), ()))[0]
+
+
+def _split(model: ModelProfile) -> str | None:
+    """Which parameters go together, whatever their optimizer is called; None = all of them."""
+    if len(model.optimizers) < 2:
+        return None
+    trained = [spec for spec in model.specs if spec.trainable and not spec.buffer]
+    return _digest(repr(sorted(sorted(s.fqn for s in trained if s.optimizer == i) for i in range(len(model.optimizers)))))
 
 
 def _digest(text: str) -> str:

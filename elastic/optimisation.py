@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag, model_validator
 
 Do = Literal["skip", "rollback", "stop"]
 EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
@@ -101,7 +101,7 @@ def _number(value: Any) -> Any:
 
 class OptimizerKeys(Keys):
     """`path`: import path of the class; `no_decay`: patterns of parameter names that get weight_decay 0; the other keys are
-    those of the class."""
+    those of the class. Under a name, among several: `parameters`, patterns of the names of its own; without it: the rest."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -114,7 +114,35 @@ class OptimizerKeys(Keys):
         """To YAML `3e-4` without a point is a text; here it is the number that everybody means."""
         if not isinstance(data, Mapping):
             return data
-        return {key: value if key in ("path", "no_decay") else _number(value) for key, value in data.items()}
+        return {key: value if key in ("path", "no_decay", "parameters") else _number(value) for key, value in data.items()}
+
+
+class NamedOptimizerKeys(OptimizerKeys):
+    """One of several."""
+
+    parameters: list[str] | None = None
+
+
+class SeveralOptimizers(RootModel[dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], NamedOptimizerKeys]]):
+    """Name -> optimizer."""
+
+    model_config = ConfigDict(frozen=True)
+
+    @model_validator(mode="after")
+    def _one_has_the_rest(self) -> SeveralOptimizers:
+        rest = [name for name, keys in self.root.items() if keys.parameters is None]
+        if len(rest) > 1:
+            raise ValueError(f"{' and '.join(rest)} have no `parameters`; one of them can have the rest")
+        return self
+
+
+def _form(value: Any) -> str:
+    several = isinstance(value, Mapping) and value and all(isinstance(item, Mapping) for item in value.values())
+    return SEVERAL if several or isinstance(value, SeveralOptimizers) else ONE
+
+
+ONE, SEVERAL = "", "+"  # forms of the key `optimizer`; no part of the place that an error names
+OptimizerKey = Annotated[Annotated[OptimizerKeys, Tag(ONE)] | Annotated[SeveralOptimizers, Tag(SEVERAL)], Discriminator(_form)]
 
 
 class LrSchedule(Keys):

@@ -59,8 +59,9 @@ class Program:
 
     model:      builds the plain `nn.Module`; called under the meta device, so it must not read parameter values.
     init:       fills a materialised model's parameters and buffers; called once, on CPU, under the job's seed.
-    optimizer:  (name, parameter) pairs -> optimizer; it must be element-wise (AdamW, SGD, RMSprop ...). None: the job's
-                `optimizer` names one.
+    optimizer:  (name, parameter) pairs -> optimizer, or a dict of them by name; each must be element-wise (AdamW, SGD, RMSprop
+                ...), and each trainable parameter in exactly one. Called with the whole model's parameters, in their whole
+                shapes and without values, on every rank. None: the job's `optimizer` names one, or several.
     dataset:    map-style: `len()` and `[sample id]` -> dict of tensors (or arrays) of equal shape per key. None: the job's
                 `data.train` says what is read. An iterable one has state_dict() and load_state_dict() (docs/data.md).
     loss:       (output, batch) -> sum over the batch's tokens (or samples), a scalar tensor.

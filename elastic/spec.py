@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from elastic.data_spec import DataSpec, SourceSpec
 from elastic.errors import SpecError
-from elastic.optimisation import OWNERS, Guards, LrScaling, LrSchedule, NoiseScale, OptimizerKeys, problem
+from elastic.optimisation import OWNERS, Guards, LrScaling, LrSchedule, NoiseScale, OptimizerKey, problem
 from elastic.types import Layout, MarketType, Pool, parse_layout
 
 DRILL_KINDS = ("notice", "kill", "add", "hang", "kill_driver")
@@ -112,7 +112,7 @@ class JobSpec(_Strict):
     eval_every: int = Field(0, ge=0)
     eval_samples: int = Field(64, gt=0)
     clip_grad_norm: float | None = Field(None, gt=0)
-    optimizer: OptimizerKeys | None = None  # instead of Program.optimizer
+    optimizer: OptimizerKey | None = None  # instead of Program.optimizer
     lr_schedule: LrSchedule | None = None  # instead of Program.lr_factor
     lr_scaling: LrScaling = "none"
     base_global_batch: int | None = Field(None, gt=0)  # that the learning rates were found with

@@ -15,6 +15,7 @@ from reference import collate
 from elastic.data.order import sample_ids
 from elastic.worker.commit import Commit
 from elastic.worker.extra_state import ExtraState
+from elastic.worker.optimizers import by_name
 from elastic.worker.script import Script, Source
 
 
@@ -28,7 +29,8 @@ def train_script_alone(file: Path, args: Sequence[str], seed: int, steps: int) -
     boxes = {spec.fqn: (None, torch.zeros(spec.shape, dtype=torch.uint8)) for spec in extra.specs()}
     extra.fresh(boxes)
     place = SimpleNamespace(extra=extra, program=program, job={"steps": steps})
-    state = SimpleNamespace(step=0, rank=0, optimizer=program.optimizer(named), model=model, tensors=boxes)
+    each = by_name(program.optimizer(named))
+    state = SimpleNamespace(step=0, rank=0, optimizers=SimpleNamespace(each=each), model=model, tensors=boxes)
     script.begin(place, SimpleNamespace(layout=SimpleNamespace(world_size=1)), state)  # type: ignore[arg-type]
     losses = []
     for step in range(steps):
@@ -41,8 +43,9 @@ def train_script_alone(file: Path, args: Sequence[str], seed: int, steps: int) -
                 parameter.grad /= tokens
         if script.clip_grad_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), script.clip_grad_norm)
-        state.optimizer.step()
-        state.optimizer.zero_grad()
+        for optimizer in each.values():
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss_sum / tokens)
         script.applied(Commit((0.0, loss_sum, float(tokens), *([0.0] * 8))), step + 1)
     script.finish(lambda: None, lambda: False)

@@ -19,10 +19,14 @@ class Reference:
     """What a plain run left: per step the train loss (before the update), the gradient's norm and the token count."""
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+
+    def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """What its optimizer keeps for it."""
+        return next((dict(one.state[parameter]) for one in self.optimizers if parameter in one.state), {})
 
 
 def collate(dataset: Any, ids: Sequence[int]) -> Batch:
@@ -59,7 +63,7 @@ def build(program: Program, seed: int) -> torch.nn.Module:
 
 
 def train_step(run: Reference, program: Program, batch: Batch, clip: float | None, update: bool = True) -> None:
-    run.optimizer.zero_grad()
+    run.model.zero_grad()
     tokens = count_tokens(program, batch)
     loss = program.loss(output_of(program, run.model, batch), batch)
     (loss / tokens).backward()
@@ -68,8 +72,8 @@ def train_step(run: Reference, program: Program, batch: Batch, clip: float | Non
     if clip is not None:
         for grad in grads:
             grad.mul_(min(1.0, clip / (norm + 1e-6)))
-    if update:
-        run.optimizer.step()
+    for optimizer in run.optimizers if update else ():
+        optimizer.step()
     run.losses.append(float(loss.detach()) / tokens)
     run.grad_norms.append(norm)
     run.tokens.append(tokens)
@@ -86,11 +90,13 @@ def train(
     `skipped` (the first is 1) are left out."""
     dataset: Any = program.dataset()
     model = build(program, job["seed"])
-    run = Reference(model, program.optimizer(list(model.named_parameters())))
-    base = [float(group["lr"]) for group in run.optimizer.param_groups]
+    made: Any = program.optimizer(list(model.named_parameters()))
+    run = Reference(model, list(made.values()) if isinstance(made, dict) else [made])
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    base = [float(group["lr"]) for group in groups]
     for step in range(steps):
         factor = program.lr_factor(step) if program.lr_factor is not None else 1.0
-        for group, lr in zip(run.optimizer.param_groups, base, strict=True):
+        for group, lr in zip(groups, base, strict=True):
             group["lr"] = lr * factor
         ids = sample_ids(len(dataset), job["global_batch"], job["seed"], step)
         train_step(run, program, collate(dataset, ids), job.get("clip_grad_norm"), step + 1 not in skipped)

@@ -16,9 +16,11 @@ from elastic.observe import runs
 from elastic.sim.backend import SimBackend
 from elastic.sim.faults import Delays, Fault
 from elastic.storage import LocalStorage
-from elastic.types import DriverStarted, ModelProfile, Pool, TensorSpec
+from elastic.types import DriverStarted, ModelProfile, OptimizerSpec, Pool, TensorSpec
 
-MODEL = ModelProfile(4, 1000, (TensorSpec("w", (100, 10), "float32", 0, 1),), ("exp_avg",), ("step",), tp_limit=2)
+MODEL = ModelProfile(
+    4, 1000, (TensorSpec("w", (100, 10), "float32", 0, 1),), (OptimizerSpec(("exp_avg",), ("step",)),), tp_limit=2
+)
 POOLS = (Pool("spot", "CPU", 2, "spot", 0.9, 0, 3),)
 JOB = {
     "name": "tiny", "folder": "/jobs/tiny", "steps": 30, "global_batch": 8, "seed": 0, "layout": "auto", "min_workers": 1,

@@ -10,9 +10,9 @@ import pytest
 
 from elastic.fingerprint import differences, fingerprint
 from elastic.optimisation import LrSchedule
-from elastic.types import ModelProfile, TensorSpec
+from elastic.types import ModelProfile, OptimizerSpec, TensorSpec
 
-MODEL = ModelProfile(1, 6, (TensorSpec("w", (2, 3), "float32"),), ("exp_avg",))
+MODEL = ModelProfile(1, 6, (TensorSpec("w", (2, 3), "float32"),), (OptimizerSpec(("exp_avg",)),))
 JOB = {"global_batch": 8, "seed": 1, "clip_grad_norm": 1.0, "precision": "float32", "reduce_dtype": "float32", "steps": 10}
 CODE = "x = 1\n\ndef f():\n    return x\n"
 
@@ -57,7 +57,7 @@ def test_other_training_data_and_a_decay_that_ends_elsewhere_are_told(tmp_path: 
         ({"job": {**JOB, "precision": "float16"}}, "precision (float32, now float16)"),
         ({"job": {**JOB, "reduce_dtype": "bfloat16"}}, "reduce_dtype (float32, now bfloat16)"),
         ({"n": 10}, "samples in the dataset (9, now 10)"),
-        ({"model": replace(MODEL, optimizer_entries=("momentum",))}, "what its optimizer keeps"),
+        ({"model": replace(MODEL, optimizers=(OptimizerSpec(("momentum",)),))}, "what its optimizer keeps"),
         ({"model": replace(MODEL, specs=(TensorSpec("w", (2, 4), "float32"),))}, "names, shapes or dtypes of tensors"),
         ({"code": "x = (", "n": 1}, "the code of its program.py, samples in the dataset (9, now 1)"),
     ],

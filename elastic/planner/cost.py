@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from math import prod
 
-from elastic.types import DTYPE_BYTES, Layout, ModelProfile
+from elastic.types import DTYPE_BYTES, Layout, ModelProfile, TensorSpec
 
 
 def parameter_bytes(model: ModelProfile) -> int:
     """Bytes of all parameters, tied ones once."""
-    found = sum(
-        prod(spec.shape) * DTYPE_BYTES.get(spec.dtype, 4) for spec in model.specs if spec.tied_to is None and not spec.buffer
-    )
-    return found or model.n_params * 4
+    return sum(n_bytes for _, n_bytes in _parameters(model)) or model.n_params * 4
 
 
 def trained_bytes(model: ModelProfile) -> int:
-    """Of the parameters that have gradients and optimizer state."""
-    frozen = sum(
-        prod(spec.shape) * DTYPE_BYTES.get(spec.dtype, 4)
-        for spec in model.specs
-        if spec.tied_to is None and not spec.buffer and not spec.trainable
-    )
-    return parameter_bytes(model) - frozen
+    """Of the gradients, and of the optimizer entries of the parameter's shape, of all parameters that are trained."""
+    sizes = _parameters(model)
+    if not sizes:
+        return model.n_params * 4 * (1 + max((len(kept.entries) for kept in model.optimizers), default=0))
+    return sum(n_bytes * (1 + len(model.kept_of(spec).entries)) for spec, n_bytes in sizes if spec.trainable)
+
+
+def _parameters(model: ModelProfile) -> list[tuple[TensorSpec, int]]:
+    """Bytes of each, tied ones once."""
+    every = (spec for spec in model.specs if spec.tied_to is None and not spec.buffer)
+    return [(spec, prod(spec.shape) * DTYPE_BYTES.get(spec.dtype, 4)) for spec in every]
 
 
 def memory_bytes(model: ModelProfile, layout: Layout) -> int:
@@ -32,7 +33,7 @@ def memory_bytes(model: ModelProfile, layout: Layout) -> int:
     are not known here."""
     parameters = parameter_bytes(model)
     cut = layout.tp * layout.pp
-    states = parameters + trained_bytes(model) * (1 + len(model.optimizer_entries))
+    states = parameters + trained_bytes(model)
     sharded = layout.dp_shard * layout.cp > 1 or layout.offload
     two_blocks = 2 * parameters / max(1, model.n_blocks) / layout.tp
     gathered = {3: two_blocks, 2: parameters / cut, 1: 2 * parameters / cut}[layout.zero_stage] if sharded else 0

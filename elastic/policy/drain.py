@@ -65,7 +65,7 @@ def _rank_bytes(state: State, plan: Plan) -> float:
         size = DTYPE_BYTES[spec.dtype]
         for n in spec.shape:
             size *= n
-        n_bytes += size * (1 + len(model.optimizer_entries) * spec.trainable)
+        n_bytes += size * (1 + len(model.kept_of(spec).entries))
     return n_bytes * plan.layout.dp_replicate / plan.layout.world_size
 
 

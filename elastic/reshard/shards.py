@@ -55,16 +55,20 @@ def placements(model: ModelProfile) -> tuple[Placed, ...]:
         if spec.reread:
             continue
         out.append(Placed(replace(spec, fqn=f"model.{spec.fqn}"), blocks))
-        if spec.buffer or not spec.trainable:
-            continue
-        for entry in model.optimizer_entries:
+        kept = model.kept_of(spec)
+        for entry in kept.entries:
             out.append(Placed(replace(spec, fqn=f"optim.{entry}.{spec.fqn}"), blocks))
-        for entry in model.optimizer_scalars:
+        for entry in kept.scalars:
             scalar = TensorSpec(f"optim.{entry}.{spec.fqn}", (), "float32", block=spec.block)
             out.append(Placed(scalar, blocks))
     out += [Placed(spec, (None,)) for spec in model.extra]
     out.append(Placed(TensorSpec(RNG, (2,), "int64", trainable=False, buffer=True), (None,)))
     return tuple(out)
+
+
+def first_values(model: ModelProfile) -> dict[str, float]:
+    """Name in the training state -> what all elements of it begin as, of the optimizers' entries that do not begin as 0."""
+    return {f"optim.{entry}.{spec.fqn}": value for spec, _ in _canonical(model) for entry, value in model.kept_of(spec).first}
 
 
 def boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int) -> tuple[Box, ...]:

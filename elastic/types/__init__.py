@@ -77,6 +77,7 @@ from elastic.types.nouns import (
     Move,
     Node,
     NodeStatus,
+    OptimizerSpec,
     Outcome,
     Plan,
     Pool,
@@ -95,11 +96,11 @@ __all__ = [
     "DTYPE_BYTES", "Decided", "Decision", "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted",
     "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan", "GuardTripped", "HardwareProfile", "Holding",
     "LAYOUT_OPTIONS", "Layout", "MarketType", "ModelProfile", "Move", "Node", "NodeLost", "NodePrepared", "NodeReady",
-    "NodeStatus", "NoiseSeen", "Notice", "NoticeWithdrawn", "Outcome", "Plan", "PlanEntered", "PlanFailed", "Pool", "Prepare",
-    "PriceSeen", "Progress", "Quarantine", "Quiesce", "Quiesced", "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed",
-    "RequestNodes", "Resume", "RollForward", "SetCadence", "SetShares", "ShardStored", "Silent", "Source", "SpeedMeasured",
-    "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Transfer", "WorkerFailed", "WorkerId", "layout_options",
-    "names_of", "parse_layout",
+    "NodeStatus", "NoiseSeen", "Notice", "NoticeWithdrawn", "OptimizerSpec", "Outcome", "Plan", "PlanEntered", "PlanFailed",
+    "Pool", "Prepare", "PriceSeen", "Progress", "Quarantine", "Quiesce", "Quiesced", "Rehearsal", "ReleaseNode", "RemoveCopy",
+    "RequestFailed", "RequestNodes", "Resume", "RollForward", "SetCadence", "SetShares", "ShardStored", "Silent", "Source",
+    "SpeedMeasured", "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Transfer", "WorkerFailed", "WorkerId",
+    "layout_options", "names_of", "parse_layout",
 ]  # fmt: skip
 
 

@@ -77,6 +77,7 @@ class TensorSpec:
     belongs to, -1 = before the blocks (first stage), n_blocks = after them (last stage), None = on every rank (step, RNG).
     `tied_to`: fqn of the tensor (named earlier) that it shares its memory with. Only trainable tensors have optimizer state;
     buffers are never cut. `reread`: no part of the training state; who needs it reads it from the program's weights.
+    `optimizer`: index in ModelProfile.optimizers of the one that trains it.
     """
 
     fqn: str
@@ -88,6 +89,18 @@ class TensorSpec:
     trainable: bool = True
     buffer: bool = False
     reread: bool = False
+    optimizer: int = 0
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """What an optimizer keeps for each of its parameters. `entries`: those of the parameter's shape; `scalars`: single numbers;
+    `first`: those that do not begin as 0, and what they begin as; `name`: among several optimizers of a program."""
+
+    entries: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+    first: tuple[tuple[str, float], ...] = ()
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,13 +110,17 @@ class ModelProfile:
     n_blocks: int
     n_params: int
     specs: tuple[TensorSpec, ...]
-    optimizer_entries: tuple[str, ...] = ()  # entries of the parameter's shape, per parameter
-    optimizer_scalars: tuple[str, ...] = ()  # scalar entries, per parameter
+    optimizers: tuple[OptimizerSpec, ...] = ()
     flop_per_token: float = 0.0
     tp_limit: int = 1  # largest tp that the model's plan and shapes allow (1 = no tp plan)
     extra: tuple[TensorSpec, ...] = ()  # boxes of the program's extra_state, under their names in the training state
     pipeline: bool = True  # may the blocks be spread over pipeline stages?
-    optimizer_first: tuple[tuple[str, float], ...] = ()  # entries that do not begin as 0, and what they begin as
+
+    def kept_of(self, spec: TensorSpec) -> OptimizerSpec:
+        """What is kept for a tensor of the model besides itself."""
+        if not self.optimizers or spec.buffer or not spec.trainable:
+            return OptimizerSpec()
+        return self.optimizers[spec.optimizer]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor
 from elastic.errors import SpecError
 from elastic.models.lora import peft_config
 from elastic.program import Program
-from elastic.reshard.shards import LOSS_SCALE, RNG, state_specs
+from elastic.reshard.shards import LOSS_SCALE, RNG, first_values, state_specs
 from elastic.storage import Storage, open_storage
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
 from elastic.worker import durable
@@ -221,8 +221,7 @@ def match(tensors: Tensors, wanted: Wanted) -> Matched:
     needed = [fqn for fqn in weights if not specs[MODEL + fqn].buffer]
     prefix = _prefix(list(tensors.tensors), needed, tensors.uri)
     names = {MODEL + fqn: prefix + fqn for fqn in weights if prefix + fqn in tensors.tensors}
-    moments = _moments(set(tensors.tensors), [fqn for fqn in specs if fqn.startswith("optim.")])
-    found = Matched(names | moments, [], [])
+    found = Matched(names | _all_moments(set(tensors.tensors), wanted.profile, specs), [], [])
     for fqn, name in found.names.items():
         shape, dtype = tensors.tensors[name]
         if shape != specs[fqn].shape:
@@ -266,8 +265,22 @@ def _prefix(names: list[str], weights: list[str], uri: str) -> str:
     raise SpecError(f"{uri}: it has no tensor {prefix}{missing[0]} (and {len(missing) - 1} more of {len(weights)} are missing)")
 
 
+def _all_moments(names: set[str], profile: ModelProfile, specs: Container[str]) -> dict[str, str]:
+    """The state of all optimizers, each of which may have been saved under a prefix of its own; or nothing of it."""
+    found: dict[str, str] = {}
+    for i in range(len(profile.optimizers)):
+        own = [(spec.fqn, profile.kept_of(spec)) for spec in profile.specs if spec.optimizer == i and spec.tied_to is None]
+        wanted = [f"optim.{entry}.{fqn}" for fqn, kept in own for entry in (*kept.entries, *kept.scalars)]
+        wanted = [fqn for fqn in wanted if fqn in specs]
+        moments = _moments(names, wanted)
+        if wanted and not moments:
+            return {}
+        found |= moments
+    return found
+
+
 def _moments(names: set[str], wanted: list[str]) -> dict[str, str]:
-    """All of the optimizer's state, as `<prefix>.state.<fqn>.<entry>` (get_state_dict) or as our own `optim.<entry>.<fqn>`; or
+    """All of an optimizer's state, as `<prefix>.state.<fqn>.<entry>` (get_state_dict) or as our own `optim.<entry>.<fqn>`; or
     nothing of it."""
     entries = {fqn: fqn.removeprefix("optim.").split(".", 1) for fqn in wanted}
     if not entries:
@@ -285,6 +298,7 @@ def _moments(names: set[str], wanted: list[str]) -> dict[str, str]:
 def _items(tensors: Tensors, wanted: Wanted, matched: Matched) -> Iterator[tuple[Box, Tensor]]:
     """The state in parts, each read when it is written."""
     made: dict[str, Tensor] = {}
+    first = first_values(wanted.profile)
     for spec in state_specs(wanted.profile):
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if spec.fqn == RNG:
@@ -302,8 +316,7 @@ def _items(tensors: Tensors, wanted: Wanted, matched: Matched) -> Iterator[tuple
                 where = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))
                 yield box, made[spec.fqn.removeprefix(MODEL)][where].to(dtype)
             else:
-                begins = dict(wanted.profile.optimizer_first).get(spec.fqn.split(".")[1], 0.0)
-                yield box, torch.full(box.sizes, begins, dtype=dtype)
+                yield box, torch.full(box.sizes, first.get(spec.fqn, 0.0), dtype=dtype)
 
 
 # ------------------------------------------------------------------------------------------------ remove

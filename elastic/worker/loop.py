@@ -30,14 +30,17 @@ from elastic.worker.loop_loss import is_mean
 from elastic.worker.loop_model import LoopModel
 from elastic.worker.loop_program import (
     GROUPS,
+    WHERE,
     LoopProgram,
     Numbered,
     OptimizerFactory,
+    Own,
     Settings,
     given_of,
     module_factory,
     no_loss,
 )
+from elastic.worker.optimizers import by_name
 from elastic.worker.turns import Turns, Word
 
 NO_HOST = (
@@ -70,7 +73,8 @@ class loop:
     """What to train, out of a script.
 
     model:       the whole, plain `nn.Module`, with its initial (or pretrained) weights; every process must build the same one.
-    optimizer:   over its parameters, element-wise, without state; parameters that it does not hold are not trained.
+    optimizer:   over its parameters, element-wise, without state, or a dict of several by name; parameters that none holds are
+                 not trained.
     dataset:     map-style: `len()` and `[sample id]` -> tensors or arrays of equal shape: one, or a tuple or dict of them.
     blocks:      module-name pattern of the repeated blocks, as in "layers.*"; default: the longest list of equal modules.
     tp, tp_limit, count, validation, extra_state: as in `elastic.Program`; `evaluate`: (model, batch) -> summed loss of a
@@ -81,7 +85,7 @@ class loop:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Own
     dataset: Any
     blocks: str | None = None
     tp: Mapping[str, str] = field(default_factory=dict)
@@ -99,9 +103,7 @@ class loop:
             raise SpecError(
                 f"elastic.loop: model is a {type(self.model).__name__}; give the plain nn.Module, not wrapped and not compiled"
             )
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise SpecError(f"elastic.loop: optimizer is a {type(self.optimizer).__name__}; it must be a torch.optim.Optimizer")
-        if any(self.optimizer.state.values()):
+        if any(state for one in by_name(self.optimizer, WHERE).values() for state in one.state.values()):
             raise SpecError(
                 "elastic.loop: the optimizer has state already; give a fresh one (elastic checkpoint import takes moments over)"
             )
@@ -131,7 +133,8 @@ class loop:
     def _program(self) -> LoopProgram:
         self.model.to("cpu")  # the whole of it takes no room on the device: run.model is this rank's part
         factory = OptimizerFactory(self.model, self.optimizer)
-        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        every = by_name(self.optimizer).values()
+        trained = {id(p) for one in every for group in one.param_groups for p in group["params"]}
         for parameter in self.model.parameters():
             if id(parameter) not in trained:
                 parameter.requires_grad_(False)
@@ -189,7 +192,7 @@ class Run:
     """What `with elastic.loop(...) as run` gives. All of it belongs to the script's thread.
 
     model:      this rank's part of the model; call it, read attributes of it. Rebuilt when the workers change.
-    optimizer:  the script's own, over this rank's part; `step()` is run.step's.
+    optimizer:  the script's own (or the dict of them), over this rank's part; `step()` is run.step's.
     step_index: optimizer steps done before that of the batch in hand; `epoch`: times that the dataset was gone through before;
                 `steps`: all that the job does.
     committed:  of the last `step()`: was it done? If not, the step is done again: with the next batch.
@@ -197,7 +200,7 @@ class Run:
     rank, world_size: of this process now; they change when the workers do.
     """
 
-    def __init__(self, program: LoopProgram, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, program: LoopProgram, optimizer: Own) -> None:
         self.program, self.optimizer = program, optimizer
         self.model = LoopModel(lambda: _on_meta(program))
         self.turns = Turns()

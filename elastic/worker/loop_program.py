@@ -1,4 +1,4 @@
-"""A Program made of what a script has built itself: a module, an optimizer over it, a dataset."""
+"""A Program made of what a script has built itself: a module, optimizers over it, a dataset."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from torch import nn
 
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
+from elastic.worker.optimizers import Optimizer, by_name
 
-GROUPS = "param_groups"  # the name of the optimizer's settings among the extra state
+GROUPS = "param_groups"  # the name of the optimizers' settings among the extra state
+WHERE = "elastic.loop(optimizer=...)"
+Own = Optimizer | dict[str, Optimizer]  # what a script gives: one, or several by name
 
 
 @dataclass(frozen=True)
@@ -56,55 +59,67 @@ def module_factory(module: nn.Module) -> Callable[[], nn.Module]:
 
 
 class OptimizerFactory:
-    """Optimizers like the script's own: of its class, with its groups and settings, over other tensors of the same names."""
+    """Optimizers like the script's own: of their classes, with their groups and settings, over other tensors of the same
+    names."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, module: nn.Module, optimizer: Own) -> None:
         names: dict[int, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), name)
         self.optimizer = optimizer
-        self.names: list[list[str]] = []
-        for group in optimizer.param_groups:
-            strange = [p for p in group["params"] if id(p) not in names]
-            if strange:
-                raise SpecError(
-                    f"elastic.loop: the optimizer holds a parameter of shape {list(strange[0].shape)} that the model does not "
-                    "have; make it of the parameters of the model that you give"
-                )
-            self.names.append([names[id(p)] for p in group["params"]])
+        self.names: dict[str, list[list[str]]] = {}
+        for key, own in by_name(optimizer, WHERE).items():
+            for group in own.param_groups:
+                strange = [p for p in group["params"] if id(p) not in names]
+                if strange:
+                    raise SpecError(
+                        f"elastic.loop: the optimizer holds a parameter of shape {list(strange[0].shape)} that the model does "
+                        "not have; make it of the parameters of the model that you give"
+                    )
+                self.names.setdefault(key, []).append([names[id(p)] for p in group["params"]])
 
-    def __call__(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    def __call__(self, named: Iterable[tuple[str, nn.Parameter]]) -> Own:
         have = dict(named)
-        own = self.optimizer
-        made: torch.optim.Optimizer = object.__new__(type(own))
+        made = {key: self._like(own, self.names[key], have) for key, own in by_name(self.optimizer).items()}
+        return made.get("", made)
+
+    def _like(self, own: Optimizer, names: list[list[str]], have: Mapping[str, nn.Parameter]) -> Optimizer:
+        made: Optimizer = object.__new__(type(own))
         made.__dict__.update({key: value for key, value in own.__dict__.items() if key != "step"})  # schedulers wrap `step`
         made.state = defaultdict(dict)
         made.param_groups = [
-            {**group, "params": [have[name] for name in names if name in have]}
-            for group, names in zip(own.param_groups, self.names, strict=True)
+            {**group, "params": [have[name] for name in here if name in have]}
+            for group, here in zip(own.param_groups, names, strict=True)
         ]
         return made
 
 
-def rebind(optimizer: torch.optim.Optimizer, made: torch.optim.Optimizer) -> None:
-    """Gives the script's own optimizer the tensors and the state of one that was made like it; its settings stay."""
-    for group, new in zip(optimizer.param_groups, made.param_groups, strict=True):
-        group["params"] = new["params"]
-    optimizer.state = made.state
+def rebind(optimizer: Own, made: dict[str, Optimizer]) -> None:
+    """Gives the script's own optimizers the tensors and the state of those that were made like them, and their places; their
+    settings stay."""
+    for key, own in by_name(optimizer).items():
+        for group, new in zip(own.param_groups, made[key].param_groups, strict=True):
+            group["params"] = new["params"]
+        own.state = made[key].state
+        made[key] = own
 
 
 class Settings:
-    """The optimizer's learning rates and other settings, as extra state: whoever changes them, they travel with the model."""
+    """The optimizers' learning rates and other settings, as extra state: whoever changes them, they travel with the model."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Own) -> None:
+        self.each = by_name(optimizer, WHERE)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        return [group for own in self.each.values() for group in own.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         skip = ("params", "param_names")
-        return {"groups": [{k: v for k, v in group.items() if k not in skip} for group in self.optimizer.param_groups]}
+        return {"groups": [{k: v for k, v in group.items() if k not in skip} for group in self.groups]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
+        for group, saved in zip(self.groups, state["groups"], strict=True):
             group.update(saved)
 
 

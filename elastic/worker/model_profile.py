@@ -13,8 +13,8 @@ from torch import nn
 from elastic.errors import ProgramError
 from elastic.program import Program
 from elastic.types import ModelProfile, TensorSpec
+from elastic.worker.element_wise import what_they_keep, with_kept
 from elastic.worker.extra_state import ExtraState
-from elastic.worker.optimizers import what_it_keeps
 from elastic.worker.weights import check_weights
 
 # tensor-parallel style -> dimension that is cut, per parameter name
@@ -85,8 +85,8 @@ def build_meta(program: Program) -> nn.Module:
 def trace(program: Program) -> ModelProfile:
     """Parameters, buffers, blocks, tp cuts and optimizer entries of a Program.
 
-    Raises ProgramError when the optimizer is not element-wise or a pattern matches nothing, SpecError when the program's
-    weights are not those of its model (their headers are read).
+    Raises ProgramError when an optimizer is not element-wise or a pattern matches nothing, SpecError when a parameter is not in
+    exactly one optimizer or the program's weights are not those of its model (their headers are read).
     """
     model = build_meta(program)
     check_patterns(model, program)
@@ -94,7 +94,7 @@ def trace(program: Program) -> ModelProfile:
     styles = tp_styles(model, program)
     specs = _specs(model, blocks, styles, program.weights is not None)
     check_weights(program, specs)
-    kept = what_it_keeps(program, specs)
+    kept = what_they_keep(program, specs)
     n_params = sum(math.prod(s.shape) for s in specs if not s.buffer and s.tied_to is None)
     limit = program.tp_limit if styles else 1
     for spec in specs:
@@ -103,9 +103,8 @@ def trace(program: Program) -> ModelProfile:
     extra = ExtraState(program.extra_state).specs()
     stages = program.pipeline and program.evaluate is None
     return ModelProfile(
-        len(blocks), n_params, specs, kept.entries, kept.scalars, 6.0 * n_params, max(1, limit), extra, stages,
-        optimizer_first=kept.first,
-    )  # fmt: skip
+        len(blocks), n_params, with_kept(specs, kept), kept.optimizers, 6.0 * n_params, max(1, limit), extra, stages
+    )
 
 
 def _specs(model: nn.Module, blocks: list[str], styles: dict[str, str], reread: bool) -> tuple[TensorSpec, ...]:

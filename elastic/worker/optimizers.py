@@ -1,17 +1,11 @@
-"""Optimizers: by import path out of job.yaml, and the proof that one may be cut, by dry steps on tiny replicas.
-
-Ranks give the optimizer their own parts of the tensors. That is exact where the update of a part is that part of the whole
-tensor's update, where all state is of the parameter's shape or scalar, and where it begins as constants.
-"""
+"""Optimizers: one or several, out of a Program or by import path out of job.yaml, each over its part of what a rank holds."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import inspect
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,265 +13,239 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.errors import ProgramError, SpecError
+from elastic.errors import SpecError
 from elastic.program import Program
 from elastic.types import TensorSpec
-from elastic.worker.loop_program import Settings
 
 Named = Iterable[tuple[str, nn.Parameter]]
+Optimizer = torch.optim.Optimizer
 FUSED = ("Adam", "AdamW")  # of torch.optim, on CUDA, where the job does not say otherwise
-OWN_KEYS = ("path", "no_decay")
-DRY_STEPS = 3
-ONLY = "only element-wise optimizers (AdamW, SGD, RMSprop ...) can be cut over ranks"
-PART, WHOLE = 2, 3  # rows of a tiny replica
+OWN_KEYS = ("path", "no_decay", "parameters")
+
+
+def by_name(made: object, where: str = "Program.optimizer") -> dict[str, Optimizer]:
+    """Name -> optimizer; the only one is named ''. Raises SpecError where it is neither one nor a dict of them."""
+    if isinstance(made, Optimizer):
+        return {"": made}
+    if not isinstance(made, Mapping) or not made:
+        kind = "an empty dict" if isinstance(made, Mapping) else type(made).__name__
+        raise SpecError(f"{where} must give a torch.optim.Optimizer, or a dict of them by name, not {kind}")
+    for name, one in made.items():
+        if not isinstance(name, str) or not name or not isinstance(one, Optimizer):
+            raise SpecError(
+                f"{where} gives {name!r}: {type(one).__name__}; a dict of optimizers has texts as names and a "
+                "torch.optim.Optimizer for each"
+            )
+    return dict(made)
+
+
+def shown(name: str, optimizer: Optimizer) -> str:
+    """As errors name it."""
+    return f"'{name}' ({type(optimizer).__name__})" if name else type(optimizer).__name__
+
+
+class Optimizers:
+    """A program's optimizers over some tensors of its model; one may have none of them, as on a pipeline stage.
+
+    Program.optimizer is called with all trainable parameters of the whole model, in their whole shapes and without memory, on
+    every rank: what it makes of names and shapes is the same in every layout. Then the tensors that are here take the places
+    of those, and what is not here is left out. Raises SpecError unless each parameter has exactly one optimizer.
+    """
+
+    def __init__(self, program: Program, specs: Iterable[TensorSpec], tensors: Mapping[str, nn.Parameter]) -> None:
+        assert program.optimizer is not None
+        wholes = {
+            spec.fqn: nn.Parameter(torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta"))
+            for spec in specs
+            if spec.trainable and not spec.buffer and spec.tied_to is None
+        }
+        names = {id(whole): fqn for fqn, whole in wholes.items()}
+        self.each = by_name(program.optimizer(list(wholes.items())))
+        self.of = _owners(self.each, names)
+        self.begun = any(state for optimizer in self.each.values() for state in optimizer.state.values())
+        for optimizer in self.each.values():
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                here = [fqn for whole in group["params"] if (fqn := names[id(whole)]) in tensors]
+                group["params"][:] = [tensors[fqn] for fqn in here]
+                if "param_names" in group:
+                    group["param_names"] = here
+        if isinstance(program.optimizer, JobOptimizer):
+            program.optimizer.fuse(self.each)
+        self.base_lr = [group["lr"] for group in self.groups]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.each.values() for group in optimizer.param_groups]
+
+    def owner(self, fqn: str) -> Optimizer:
+        """The one that the parameter belongs to."""
+        return self.each[self.of[fqn]]
+
+    def set_factor(self, factor: float) -> None:
+        """On the learning rates that they were made with."""
+        for group, lr in zip(self.groups, self.base_lr, strict=True):
+            group["lr"] = lr * factor
+
+    def step(self) -> None:
+        """Of all of them, also where one has no parameter here: what it counts in its settings is the same on every rank."""
+        for optimizer in self.each.values():
+            optimizer.step()
+
+
+def _owners(each: Mapping[str, Optimizer], names: Mapping[int, str]) -> dict[str, str]:
+    """Parameter -> the optimizer that has it."""
+    owners: dict[str, str] = {}
+    for name, optimizer in each.items():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                fqn = names.get(id(parameter))
+                if fqn is None:
+                    raise SpecError(
+                        f"optimizer {shown(name, optimizer)} has a tensor of shape {list(parameter.shape)} that it was not "
+                        "given; make each of the parameters in the (name, parameter) pairs"
+                    )
+                if fqn in owners:
+                    raise SpecError(
+                        f"parameter {fqn} is in two optimizers, '{owners[fqn]}' and '{name}'; each trainable parameter must be "
+                        "in exactly one"
+                    )
+                owners[fqn] = name
+    missing = [fqn for fqn in names.values() if fqn not in owners]
+    if missing:
+        more = f" (nor are {len(missing) - 1} more)" if len(missing) > 1 else ""
+        where = "any optimizer" if len(each) > 1 else f"the optimizer ({shown('', next(iter(each.values())))})"
+        raise SpecError(
+            f"parameter {missing[0]} is not in {where}{more}; each trainable parameter must be in exactly one (requires_grad "
+            "False in the model freezes it)"
+        )
+    return owners
 
 
 # ------------------------------------------------------------------------------------------------ by import path
 
 
-class JobOptimizer:
-    """Makes the optimizer of a job's `optimizer`: `path` and what its class takes; `no_decay`: patterns of parameter names."""
+@dataclass(frozen=True)
+class Part:
+    """One optimizer of a job. `key`: where it stands in job.yaml; `patterns`: of the names of its parameters, None = those that
+    no other pattern matches."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.kind = class_of(given["path"])
-        self.no_decay = tuple(given.get("no_decay") or ())
-        self.keywords = {k: _tuple(v) for k, v in given.items() if k not in OWN_KEYS}
-        _check_keywords(self.kind, self.keywords, bool(self.no_decay))
+    key: str
+    kind: type[Optimizer]
+    patterns: tuple[str, ...] | None
+    no_decay: tuple[str, ...]
+    keywords: Mapping[str, Any]
 
-    def __call__(self, named: Named) -> torch.optim.Optimizer:
-        decayed: list[nn.Parameter] = []
-        spared: list[nn.Parameter] = []
-        for name, parameter in named:
-            (spared if any(fnmatchcase(name, pattern) for pattern in self.no_decay) else decayed).append(parameter)
-        groups: list[Any] = [{"params": decayed}] if decayed or not spared else []
+    @classmethod
+    def of(cls, key: str, given: Mapping[str, Any]) -> Part:
+        kind = class_of(given["path"], key)
+        patterns = given.get("parameters")
+        keywords = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k not in OWN_KEYS}
+        part = cls(key, kind, None if patterns is None else tuple(patterns), tuple(given.get("no_decay") or ()), keywords)
+        part.check_keywords()
+        return part
+
+    def make(self, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+        if not named:
+            raise SpecError(f"job.yaml: key '{self.key}': no parameter is left for it; leave it out, or give it `parameters`")
+        decayed = [p for name, p in named if not matched(name, self.no_decay)]
+        spared = [p for name, p in named if matched(name, self.no_decay)]
+        groups: list[Any] = [{"params": decayed}] if decayed else []
         if spared:
             groups.append({"params": spared, "weight_decay": 0.0})
-        every = [*decayed, *spared]
-        keywords = {**self.keywords, **({"fused": True} if self._fuses(every) else {})}
         try:
-            return self.kind(groups, **keywords)
+            return self.kind(groups, **self.keywords)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise SpecError(f"job.yaml: optimizer {self.kind.__name__}: {_line(error)}") from error
+            raise SpecError(f"job.yaml: {self.key} {self.kind.__name__}: {line_of(error)}") from error
 
-    def _fuses(self, parameters: list[nn.Parameter]) -> bool:
+    @property
+    def may_fuse(self) -> bool:
         ours = self.kind.__module__.startswith("torch.optim") and self.kind.__name__ in FUSED
-        said = {"fused", "foreach", "capturable", "differentiable"} & set(self.keywords)
-        return ours and not said and bool(parameters) and all(p.is_cuda and p.is_floating_point() for p in parameters)
+        return ours and not {"fused", "foreach", "capturable", "differentiable"} & set(self.keywords)
+
+    def check_names(self, known: Sequence[str]) -> None:
+        """Raises SpecError for a pattern that matches no parameter."""
+        for key, patterns in (("no_decay", self.no_decay), ("parameters", self.patterns or ())):
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in known):
+                    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
+                    raise SpecError(
+                        f"job.yaml: key '{self.key}.{key}': no parameter is named like '{pattern}'; near it: {', '.join(near)}"
+                    )
+
+    def check_keywords(self) -> None:
+        """Raises SpecError for one that the class does not take."""
+        parameters = inspect.signature(self.kind).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return
+        names = [name for name in parameters if name not in ("params", "self")]
+        for key in self.keywords:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, n=1)
+                more = f"did you mean '{near[0]}'?" if near else f"it takes {', '.join(names)}"
+                raise SpecError(f"job.yaml: unknown key '{self.key}.{key}' of {self.kind.__name__}; {more}")
+        if self.no_decay and "weight_decay" not in names:
+            raise SpecError(f"job.yaml: key '{self.key}.no_decay': {self.kind.__name__} has no weight_decay")
+
+
+class JobOptimizer:
+    """Makes what a job's `optimizer` names: one (`path`, what its class takes, `no_decay`: patterns of parameter names), or
+    several by name, each with `parameters`: patterns of the names of its own; one without them has the rest."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        several = "path" not in given
+        self.parts = {
+            name: Part.of(f"optimizer.{name}" if name else "optimizer", one)
+            for name, one in (given.items() if several else (("", given),))
+        }
+
+    def __call__(self, named: Named) -> Optimizer | dict[str, Optimizer]:
+        every = list(named)
+        if "" in self.parts:
+            return self.parts[""].make(every)
+        taken = {name for name, _ in every if any(matched(name, part.patterns or ()) for part in self.parts.values())}
+        made = {}
+        for key, part in self.parts.items():
+            patterns = part.patterns
+            own = [(n, p) for n, p in every if (n not in taken if patterns is None else matched(n, patterns))]
+            made[key] = part.make(own)
+        return made
 
     def check_names(self, names: Iterable[str]) -> None:
         """Raises SpecError for a pattern that matches no parameter."""
         known = list(names)
-        for pattern in self.no_decay:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
-                raise SpecError(
-                    f"job.yaml: key 'optimizer.no_decay': no parameter is named like '{pattern}'; near it: {', '.join(near)}"
-                )
+        for part in self.parts.values():
+            part.check_names(known)
+
+    def fuse(self, each: Mapping[str, Optimizer]) -> None:
+        """Fused kernels, where the class has them and all of its tensors here are on CUDA."""
+        for name, optimizer in each.items():
+            here = [p for group in optimizer.param_groups for p in group["params"]]
+            if self.parts[name].may_fuse and here and all(p.is_cuda and p.is_floating_point() for p in here):
+                for group in optimizer.param_groups:
+                    group["fused"] = True
 
 
-def class_of(path: str) -> type[torch.optim.Optimizer]:
-    """The optimizer class at `package.module.Class`. Raises SpecError."""
+def matched(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def class_of(path: str, key: str = "optimizer") -> type[Optimizer]:
+    """The optimizer class at `package.module.Class`, which stands under `key` of job.yaml. Raises SpecError."""
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, ValueError) as error:
-        raise SpecError(f"job.yaml: key 'optimizer.path': '{path}' cannot be imported: {_line(error)}") from error
+        raise SpecError(f"job.yaml: key '{key}.path': '{path}' cannot be imported: {line_of(error)}") from error
     except AttributeError:
         names = [n for n, v in vars(importlib.import_module(module)).items() if isinstance(v, type)]
         near = difflib.get_close_matches(name, names, n=1)
         more = f"; did you mean '{module}.{near[0]}'?" if near else ""
-        raise SpecError(f"job.yaml: key 'optimizer.path': {module} has no '{name}'{more}") from None
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise SpecError(f"job.yaml: key 'optimizer.path': '{path}' is no torch.optim.Optimizer")
+        raise SpecError(f"job.yaml: key '{key}.path': {module} has no '{name}'{more}") from None
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise SpecError(f"job.yaml: key '{key}.path': '{path}' is no torch.optim.Optimizer")
     return found
 
 
-def _check_keywords(kind: type, keywords: Mapping[str, Any], decays: bool) -> None:
-    parameters = inspect.signature(kind).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    names = [name for name in parameters if name not in ("params", "self")]
-    for key in keywords:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            more = f"did you mean '{near[0]}'?" if near else f"it takes {', '.join(names)}"
-            raise SpecError(f"job.yaml: unknown key 'optimizer.{key}' of {kind.__name__}; {more}")
-    if decays and "weight_decay" not in names:
-        raise SpecError(f"job.yaml: key 'optimizer.no_decay': {kind.__name__} has no weight_decay")
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
-
-
-# ------------------------------------------------------------------------------------------------ what it keeps
-
-
-@dataclass(frozen=True)
-class Kept:
-    """State entries of an optimizer: of the parameter's shape, scalar; and with which values they begin, where not with 0."""
-
-    entries: tuple[str, ...] = ()
-    scalars: tuple[str, ...] = ()
-    first: tuple[tuple[str, float], ...] = ()
-
-
-class _Notes(dict[str, Any]):
-    """State of one parameter that notes what each entry was at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: dict[str, torch.Tensor] = {}
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            self.first.setdefault(key, value.detach().clone())
-        super().__setitem__(key, value)
-
-
-@dataclass
-class _Dry:
-    """An optimizer over replicas of `rows` rows per dimension 0, with the same gradients whatever the rows."""
-
-    program: Program
-    specs: list[TensorSpec]
-    rows: int
-
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.values = {s.fqn: torch.rand(_tiny(s), generator=generator) + 0.5 for s in self.specs}
-        self.gradients = [
-            {s.fqn: torch.rand(_tiny(s), generator=generator) - 0.3 for s in self.specs} for _ in range(DRY_STEPS)
-        ]
-        self.named = {fqn: nn.Parameter(self._part(value).clone()) for fqn, value in self.values.items()}
-        assert self.program.optimizer is not None
-        self.optimizer = self.program.optimizer(list(self.named.items()))
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise ProgramError(f"Program.optimizer must return one torch.optim.Optimizer, not {type(self.optimizer).__name__}")
-        self.name = type(self.optimizer).__name__
-
-    def _part(self, value: torch.Tensor) -> torch.Tensor:
-        return value[: self.rows] if value.ndim else value
-
-    def step(self, number: int) -> None:
-        for fqn, parameter in self.named.items():
-            parameter.grad = self._part(self.gradients[number][fqn]).clone()
-        try:
-            self.optimizer.step()
-        except Exception as error:  # a boundary: any optimizer may raise anything
-            text = f"{type(error).__name__}: {_line(error)}"
-            why = "it communicates" if "process group" in text.lower() else "a plain step() fails"
-            raise ProgramError(f"optimizer {self.name}: {why} ({text}); {ONLY}") from error
-
-    def settings(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in self.optimizer.param_groups]
-
-
-def _tiny(spec: TensorSpec) -> list[int]:
-    return [WHOLE, *(min(d, 2) + 1 for d in spec.shape[1:])] if spec.shape else []
-
-
-def what_it_keeps(program: Program, specs: Iterable[TensorSpec]) -> Kept:
-    """Found by dry steps. Raises ProgramError (SpecError for an optimizer of job.yaml) that names it where it cannot be cut."""
-    if program.optimizer is None:
-        return Kept()
-    if not isinstance(program.optimizer, JobOptimizer):
-        return _kept(program, specs)
-    try:
-        return _kept(program, specs)
-    except ProgramError as error:
-        raise SpecError(f"job.yaml: {error}") from error
-
-
-def _kept(program: Program, specs: Iterable[TensorSpec]) -> Kept:
-    every = [s for s in specs if s.trainable and s.tied_to is None]
-    if isinstance(program.optimizer, JobOptimizer):
-        program.optimizer.check_names(s.fqn for s in every)
-    kinds = {re.sub(r"\d+", "*", spec.fqn) + str(len(spec.shape)): spec for spec in reversed(every)}
-    whole = _Dry(program, list(reversed(kinds.values())), WHOLE)
-    noted = _note(whole)
-    before = whole.settings()
-    whole.step(0)
-    kept = _entries(whole, noted)
-    _check_first_step(whole, _Dry(program, whole.specs, WHOLE), kept)
-    for number in range(1, DRY_STEPS):
-        whole.step(number)
-    changed = [key for old, new in zip(before, whole.settings(), strict=True) for key in old if old[key] != new.get(key)]
-    if changed and not any(isinstance(held, Settings) for held in program.extra_state.values()):
-        raise ProgramError(
-            f"optimizer {whole.name}: a step changes '{changed[0]}' in its param_groups, which is no part of the training "
-            "state; only optimizers whose state is in `state` can be moved between layouts"
-        )
-    _check_parts(whole, _Dry(program, whole.specs, PART), kept)
-    return kept
-
-
-def _note(dry: _Dry) -> dict[str, _Notes]:
-    """From now on the first value of each state entry is noted; some are there before the first step."""
-    noted: defaultdict[torch.Tensor, _Notes] = defaultdict(_Notes)
-    for parameter, state in dry.optimizer.state.items():
-        for key, value in state.items():
-            noted[parameter][key] = value
-    dry.optimizer.state = noted
-    return {fqn: noted[parameter] for fqn, parameter in dry.named.items()}
-
-
-def _entries(dry: _Dry, noted: Mapping[str, _Notes]) -> Kept:
-    found: set[Kept] = set()
-    for fqn, parameter in dry.named.items():
-        state = noted[fqn]
-        like = tuple(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape and v.ndim)
-        scalar = tuple(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.ndim == 0)
-        odd = [k for k, v in state.items() if k not in like and k not in scalar and v is not None]
-        if odd:
-            raise ProgramError(
-                f"optimizer {dry.name}: state '{odd[0]}' of {fqn} is neither a scalar tensor nor of the parameter's shape; "
-                + ONLY
-            )
-        first = tuple((key, value) for key in (*like, *scalar) if (value := _constant(state.first[key])))
-        found.add(Kept(like, scalar, first))
-    if len(found) > 1:
-        raise ProgramError(f"optimizer {dry.name} keeps different entries for different parameters: {found}")
-    return found.pop() if found else Kept()
-
-
-def _constant(value: torch.Tensor) -> float:
-    """The number that all elements are, 0 where they differ."""
-    flat = value.flatten()
-    return float(flat[0]) if flat.numel() and bool((flat == flat[0]).all()) else 0.0
-
-
-def _check_first_step(done: _Dry, filled: _Dry, kept: Kept) -> None:
-    """A state that was filled with constants beforehand must give the same first step."""
-    first = dict(kept.first)
-    for parameter in filled.named.values():
-        state: dict[str, Any] = filled.optimizer.state[parameter]
-        for key in kept.scalars:
-            state[key] = torch.tensor(first.get(key, 0.0))
-        for key in kept.entries:
-            state[key] = torch.full_like(parameter, first.get(key, 0.0), requires_grad=False)
-    filled.step(0)
-    for fqn, parameter in done.named.items():
-        if not torch.allclose(parameter, filled.named[fqn], rtol=1e-5, atol=1e-7):
-            raise ProgramError(
-                f"optimizer {done.name}: its state does not begin as constants ({fqn}), as with dampening; such an optimizer "
-                "cannot be set up before its first step"
-            )
-
-
-def _check_parts(whole: _Dry, part: _Dry, kept: Kept) -> None:
-    for number in range(DRY_STEPS):
-        part.step(number)
-    for fqn, parameter in whole.named.items():
-        pairs = [(parameter, part.named[fqn])]
-        pairs += [(whole.optimizer.state[parameter][key], part.optimizer.state[part.named[fqn]][key]) for key in kept.entries]
-        for mine, other in pairs:
-            cut = mine[:PART] if mine.ndim else mine
-            if not torch.allclose(cut, other, rtol=1e-5, atol=1e-7):
-                raise ProgramError(
-                    f"optimizer {whole.name} is not element-wise: a step on a part of {fqn} depends on the rest of it; " + ONLY
-                )

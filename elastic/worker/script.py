@@ -225,8 +225,7 @@ class Script:
         run = self._stand(state.step)
         place.program = with_job(run.program, place.job)
         place.extra.objects = dict(place.program.extra_state)
-        rebind(run.optimizer, state.optimizer)
-        state.optimizer = run.optimizer
+        rebind(run.optimizer, state.optimizers.each)
         place.extra.load(state.tensors)
         run.model.attach(state.model)
         run.rank, run.world_size, run.steps = state.rank, plan.layout.world_size, int(place.job["steps"])

@@ -16,11 +16,12 @@ from torch import nn
 from elastic.errors import InternalError, ProgramError
 from elastic.mesh import coordinates, replica_key, stages_at
 from elastic.program import Program
-from elastic.reshard.shards import RNG, boxes, owned_boxes, reread_boxes
+from elastic.reshard.shards import RNG, boxes, first_values, owned_boxes, reread_boxes
 from elastic.types import Box, Holding, Layout, ModelProfile, Transfer, WorkerId
 from elastic.worker.content import digest as digest
 from elastic.worker.groups import Groups
 from elastic.worker.model_profile import build_meta, fresh_buffers, tp_styles
+from elastic.worker.optimizers import Optimizers
 from elastic.worker.options import Options, to_empty
 from elastic.worker.parallelize import WHOLE, local, parallelize, tie_again
 from elastic.worker.pipeline import cut_stage
@@ -69,7 +70,7 @@ class Held:
 
 
 class TrainState:
-    """Model and optimizer of one rank in one generation, built on the meta device, filled by transfer, file or init."""
+    """Model and optimizers of one rank in one generation, built on the meta device, filled by transfer, file or init."""
 
     def __init__(
         self, program: Program, profile: ModelProfile, groups: Groups, place: tuple[Layout, tuple[int, ...], int],
@@ -90,9 +91,7 @@ class TrainState:
         self.summed = {fqn for fqn in self.parameters if styles.get(fqn.rpartition(".")[0]) in WHOLE}
         self.local = {fqn: nn.Parameter(local(p), requires_grad=p.requires_grad) for fqn, p in self.parameters.items()}
         trainable = [(fqn, p) for fqn, p in self.local.items() if p.requires_grad]
-        assert program.optimizer is not None
-        self.optimizer = program.optimizer(trainable)
-        self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizers = Optimizers(program, profile.specs, dict(trainable))
         self.extra = {spec.fqn: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in profile.extra}
         self.rng = torch.zeros(2, dtype=torch.int64)
         self.before_change: Callable[[], object] = lambda: None  # waits until nobody copies the tensors any more
@@ -132,15 +131,16 @@ class TrainState:
         """Not filled: whatever fills the state covers it, and memory that is not touched here costs no time."""
         scalars_on = {  # fused kernels read them on the device
             parameter: parameter.device
-            for group in self.optimizer.param_groups
+            for group in self.optimizers.groups
             if group.get("fused") or group.get("capturable")
             for parameter in group["params"]
         }
-        for _, parameter in trainable:
-            state: dict[str, Any] = self.optimizer.state[parameter]
-            for entry in self.profile.optimizer_scalars:
+        kept = {spec.fqn: self.profile.kept_of(spec) for spec in self.profile.specs}
+        for fqn, parameter in trainable:
+            state: dict[str, Any] = self.optimizers.owner(fqn).state[parameter]
+            for entry in kept[fqn].scalars:
                 state[entry] = torch.empty((), dtype=torch.float32, device=scalars_on.get(parameter))
-            for entry in self.profile.optimizer_entries:
+            for entry in kept[fqn].entries:
                 state[entry] = torch.empty_like(parameter, requires_grad=False)
 
     def _boxed(self, mine: Iterable[Box]) -> Tensors:
@@ -148,7 +148,8 @@ class TrainState:
         have: dict[str, torch.Tensor] = {RNG: self.rng, **self.extra}
         for fqn, parameter in self.local.items():
             have["model." + fqn] = parameter.detach()
-            for entry, value in self.optimizer.state.get(parameter, {}).items():
+            state = self.optimizers.owner(fqn).state if parameter.requires_grad else {}
+            for entry, value in state.get(parameter, {}).items():
                 have[f"optim.{entry}.{fqn}"] = value
         kept = {fqn: value for model in self.models for fqn, value in model.state_dict().items()}
         for spec in self.profile.specs:
@@ -169,10 +170,10 @@ class TrainState:
         """Step 0: every rank reads its own boxes of the program's weights; without any it initialises the whole model on the
         CPU under the job's seed and keeps its own boxes."""
         self.rng[0], self.rng[1] = seed, 0
-        first = dict(self.profile.optimizer_first)
+        first = first_values(self.profile)
         for fqn, (_, tensor) in self.tensors.items():
             if fqn.startswith("optim."):
-                tensor.fill_(first.get(fqn.split(".")[1], 0.0))
+                tensor.fill_(first.get(fqn, 0.0))
         if self.program.weights is not None:
             self._fill_from_weights(seed)
             return
@@ -243,23 +244,21 @@ class TrainState:
         return sums.tolist()
 
     def apply(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
-        """One optimizer step with gradients times `scale`."""
+        """One step of all optimizers with gradients times `scale`."""
         self.before_change()
         if self.program.lr_factor is not None:
-            factor = self.program.lr_factor(self.step)
-            for group, lr in zip(self.optimizer.param_groups, self.base_lr, strict=True):
-                group["lr"] = lr * factor
+            self.optimizers.set_factor(self.program.lr_factor(self.step))
         self.dirty = True
         for fqn, gradient in gradients.items():
             self.local[fqn].grad = gradient.mul_(scale)
-        self.optimizer.step()
+        self.optimizers.step()
         self.step += 1
         self.rng[1] = self.step
         self.dirty = False
         self.clear_gradients()
 
     def skip(self) -> None:
-        """A step that changes neither parameters nor optimizer."""
+        """A step that changes neither parameters nor optimizers."""
         self.before_change()
         self.step += 1
         self.rng[1] = self.step

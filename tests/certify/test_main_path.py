@@ -25,7 +25,7 @@ from elastic.driver import drive
 from elastic.ledger.journal import Memory
 from elastic.sim.backend import SimBackend
 from elastic.sim.faults import Fault
-from elastic.types import DriverStarted, ModelProfile, Pool, TensorSpec
+from elastic.types import DriverStarted, ModelProfile, OptimizerSpec, Pool, TensorSpec
 
 
 def transition(cause: str, **more: Any) -> dict[str, Any]:
@@ -93,7 +93,9 @@ def test_samples_of_another_order_are_counted() -> None:
 def test_a_decision_that_comes_out_otherwise_fails() -> None:
     job = {"steps": 20, "global_batch": 12, "layout": "auto", "min_workers": 1, "peer_every": 1, "durable_every": 5}
     pools = (Pool("p", max_nodes=3, market_type="spot"),)
-    model = ModelProfile(4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), ("exp_avg",), tp_limit=2)
+    model = ModelProfile(
+        4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=2
+    )
     journal = Memory()
     drive(SimBackend(pools, job, (Fault(20.0, "loss", 1),)), journal, DriverStarted("r", 1, job, pools, model))
     assert replayed(journal.lines).verdict == "pass"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def job_of(tmp_path: Path, *parts: str) -> dict[str, Any]:
 def test_the_job_of_the_page_trains(tmp_path: Path) -> None:
     job = job_of(tmp_path, BLOCKS[0])
     program = with_job(BARE, job)
-    assert trace(program).optimizer_entries == ("exp_avg", "exp_avg_sq")
+    assert [kept.entries for kept in trace(program).optimizers] == [("exp_avg", "exp_avg_sq")]
     assert program.lr_factor is not None and program.optimizer is not None
     assert [program.lr_factor(step) for step in (0, 19, 200)] == pytest.approx([0.05, 1.0, 0.1])
     named = list(program.model().named_parameters())
@@ -46,13 +47,24 @@ def test_the_job_of_the_page_trains(tmp_path: Path) -> None:
     assert len(optimizer.param_groups[1]["params"]) == sum("norm" in name for name, _ in named) > 0
 
 
+def test_the_two_optimizers_of_the_page_share_the_parameters(tmp_path: Path) -> None:
+    found: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)[0], {"torch": torch}, found)
+    ours = replace(BARE, optimizer=found["optimizers"])
+    for program in (with_job(BARE, job_of(tmp_path, BLOCKS[0], BLOCKS[1])), ours):
+        profile = trace(program)
+        assert [kept.entries for kept in profile.optimizers] == [("momentum_buffer",), ("exp_avg", "exp_avg_sq")]
+        split = {spec.fqn: spec.optimizer for spec in profile.specs}
+        assert (split["layers.0.attn.wo.weight"], split["embed.weight"]) == (0, 1)
+
+
 def test_the_larger_batch_has_twice_the_rate(tmp_path: Path) -> None:
-    program = with_job(BARE, job_of(tmp_path, BLOCKS[0], BLOCKS[1]))
+    program = with_job(BARE, job_of(tmp_path, BLOCKS[0], BLOCKS[2]))
     assert program.lr_factor is not None and program.lr_factor(19) == pytest.approx(2.0)
 
 
 def test_the_guards_of_the_page_are_all_there_are(tmp_path: Path) -> None:
-    job = job_of(tmp_path, BLOCKS[0], BLOCKS[2])
+    job = job_of(tmp_path, BLOCKS[0], BLOCKS[3])
     assert all(job["guards"].values()) and MEMORY in with_job(BARE, job).extra_state
     rows = re.findall(r"^\| `(\w+)`", TEXT, re.MULTILINE)
     assert set(Guards.__pydantic_fields__) <= set(rows) and {"skip", "rollback", "stop"} <= set(rows)
@@ -76,4 +88,4 @@ def test_the_page_names_what_passes_and_what_is_refused(name: str) -> None:
 
 def test_the_page_is_linked() -> None:
     assert "(optimisation.md)" in (ROOT / "docs" / "program.md").read_text()
-    assert JobOptimizer({"path": "torch.optim.AdamW"}).kind is torch.optim.AdamW
+    assert JobOptimizer({"path": "torch.optim.AdamW"}).parts[""].kind is torch.optim.AdamW

@@ -9,10 +9,15 @@ import pytest
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import memory_bytes
 from elastic.planner.search import Limits, plan_layout
-from elastic.types import Layout, ModelProfile, Node, TensorSpec, WorkerId
+from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId
 
 MODEL = ModelProfile(
-    4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), ("exp_avg", "exp_avg_sq"), ("step",), 0.0, 4
+    4,
+    1_000_000,
+    (TensorSpec("w", (1000, 1000), "float32", 0, 1),),
+    (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),),
+    0.0,
+    4,
 )
 
 
@@ -43,7 +48,7 @@ def test_auto_never_has_more_ranks_than_samples() -> None:
 
 def test_auto_cuts_further_when_memory_is_short() -> None:
     tight = MODEL.specs[0]
-    big = ModelProfile(4, 1, (tight,), ("exp_avg", "exp_avg_sq"), (), 0.0, 4)
+    big = ModelProfile(4, 1, (tight,), (OptimizerSpec(("exp_avg", "exp_avg_sq")),), 0.0, 4)
     free = plan_layout(big, job(), nodes(4))
     assert free.layout == Layout(dp_shard=4)
     less = plan_layout(big, job(), nodes(4), Limits(memory_bytes=free.memory_bytes - 1))

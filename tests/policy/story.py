@@ -19,6 +19,7 @@ from elastic.types import (
     Node,
     NodePrepared,
     NodeReady,
+    OptimizerSpec,
     Plan,
     PlanEntered,
     Pool,
@@ -29,7 +30,12 @@ from elastic.types import (
 )
 
 MODEL = ModelProfile(
-    4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), ("exp_avg", "exp_avg_sq"), ("step",), 0.0, 2
+    4,
+    1_000_000,
+    (TensorSpec("w", (1000, 1000), "float32", 0, 1),),
+    (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),),
+    0.0,
+    2,
 )
 SPOT = Pool("spot", "CPU", 1, "spot", 1.0, 0, 4)
 

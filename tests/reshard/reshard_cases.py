@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import product
 from random import Random
 
-from elastic.types import Box, Layout, ModelProfile, TensorSpec, Transfer
+from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 
 Cut = tuple[Layout, tuple[int, ...]]
 Element = tuple[str, tuple[int, ...]]
@@ -30,7 +30,7 @@ def random_model(random: Random) -> ModelProfile:
     specs.append(TensorSpec("void", (0, 3), "float32", block=n_blocks))
     tied = random.choice(["embed.weight", None])
     specs.append(TensorSpec("head.weight", specs[0].shape, "bfloat16", specs[0].tp_dim, n_blocks, tied_to=tied))
-    return ModelProfile(n_blocks, 0, tuple(specs), ("exp_avg",), ("step",), tp_limit=4)
+    return ModelProfile(n_blocks, 0, tuple(specs), (OptimizerSpec(("exp_avg",), ("step",)),), tp_limit=4)
 
 
 def random_cut(random: Random, n_blocks: int) -> Cut:

@@ -12,10 +12,12 @@ from elastic.reshard.chunks import CHUNK_BYTES, STAGING_BYTES
 from elastic.reshard.forecast import LEAST_S, Pace, Room, forecast
 from elastic.reshard.routes import Cut, shard_bytes
 from elastic.reshard.transfers import plan_transfers
-from elastic.types import Layout, ModelProfile, TensorSpec
+from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec
 
 MIB = 1 << 20
-MODEL = ModelProfile(4, 0, tuple(TensorSpec(f"w{i}", (1024, 1024), "float32", 0, i) for i in range(4)), ("m", "v"), tp_limit=2)
+MODEL = ModelProfile(
+    4, 0, tuple(TensorSpec(f"w{i}", (1024, 1024), "float32", 0, i) for i in range(4)), (OptimizerSpec(("m", "v")),), tp_limit=2
+)
 FOUR: Cut = (Layout(dp_shard=4), ())
 NODES = ["a", "a", "b", "b"]
 SHARD = 12 * MIB + 16  # four tensors with two moments, a quarter each; the RNG on every rank

@@ -11,9 +11,11 @@ from reshard_cases import random_cut, random_model
 
 from elastic.reshard.forecast import Pace, Room, forecast
 from elastic.reshard.placing import _assigned, kept_bytes, place
-from elastic.types import Layout, ModelProfile, TensorSpec, WorkerId
+from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, WorkerId
 
-MODEL = ModelProfile(4, 0, tuple(TensorSpec(f"w{i}", (64, 64), "float32", i % 2, i) for i in range(4)), ("m", "v"), tp_limit=8)
+MODEL = ModelProfile(
+    4, 0, tuple(TensorSpec(f"w{i}", (64, 64), "float32", i % 2, i) for i in range(4)), (OptimizerSpec(("m", "v")),), tp_limit=8
+)
 
 
 @pytest.mark.parametrize("seed", range(40))

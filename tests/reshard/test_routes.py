@@ -18,7 +18,7 @@ from elastic.errors import InternalError, StateLost
 from elastic.reshard.routes import Side, plan_routes, shard_bytes
 from elastic.reshard.shards import boxes, meet, placements, state_specs
 from elastic.reshard.transfers import check_cover, lost_tensor, plan_transfers
-from elastic.types import Layout, ModelProfile, TensorSpec, Transfer
+from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 
 State = dict[str, np.ndarray]
 
@@ -180,7 +180,7 @@ def test_the_busiest_sender_has_at_most_the_optimum_twice_and_one_part(case: Cas
 def test_with_nested_holders_it_has_the_optimum_and_one_part(replicas: int, shards: int, joining: int, n_tensors: int) -> None:
     """New replicas on nodes of their own: the sets of possible senders are disjoint, one for each shard."""
     specs = tuple(TensorSpec(f"w{i}", (shards * (1 + i % 7), 3), "float32", block=0) for i in range(n_tensors))
-    model = ModelProfile(1, 0, specs, ("m", "v"))
+    model = ModelProfile(1, 0, specs, (OptimizerSpec(("m", "v")),))
     old, new = Layout(dp_replicate=replicas, dp_shard=shards), Layout(dp_replicate=replicas + joining, dp_shard=shards)
     holders = {r: (r,) for r in range(old.world_size)}
     most, least, largest = busiest(Case(model, (old, ()), (new, ()), holders, [f"n{i}" for i in range(new.world_size)]))
@@ -237,7 +237,7 @@ def test_64_ranks_and_4500_tensors_in_a_second() -> None:
         specs += [TensorSpec(f"layers.{i}.{name}", (a, b), "float32", dim, i) for name, (a, b, dim) in shapes.items()]
         specs += [TensorSpec(f"layers.{i}.norm{k}", (h,), "float32", None, i) for k in (1, 2)]
     specs += [TensorSpec("norm", (h,), "float32", None, n_blocks), TensorSpec("head", (128256, h), "float32", 0, n_blocks)]
-    model = ModelProfile(n_blocks, 0, tuple(specs), ("exp_avg", "exp_avg_sq"), ("step",), tp_limit=8)
+    model = ModelProfile(n_blocks, 0, tuple(specs), (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),), tp_limit=8)
     started = time.process_time()
     for old, new in [
         (Layout(dp_shard=64), Layout(pp=4, dp_shard=2, tp=8)),

@@ -11,11 +11,11 @@ from reshard_cases import all_elements, elements, random_cut, random_model
 from elastic.errors import SpecError
 from elastic.mesh import coordinates
 from elastic.reshard.shards import boxes, chunk, owned_boxes, state_specs
-from elastic.types import Box, Layout, ModelProfile, TensorSpec
+from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, TensorSpec
 
 
 def model_of(*specs: TensorSpec, n_blocks: int = 2) -> ModelProfile:
-    return ModelProfile(n_blocks, 0, specs, ("exp_avg", "exp_avg_sq"), ("step",))
+    return ModelProfile(n_blocks, 0, specs, (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),))
 
 
 def names(found: tuple[Box, ...]) -> list[str]:

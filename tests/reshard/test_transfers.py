@@ -12,7 +12,7 @@ from reshard_cases import Cut, elements, random_cut, random_model
 from elastic.errors import StateLost
 from elastic.reshard.shards import boxes
 from elastic.reshard.transfers import lost_tensor, plan_transfers
-from elastic.types import Layout, ModelProfile, TensorSpec, Transfer
+from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 
 
 def flat(rows: int = 64, n: int = 1, block: int = 0) -> ModelProfile:
@@ -118,7 +118,7 @@ def test_a_missing_rank_is_no_loss_where_a_replica_or_no_piece_is_left() -> None
 
 def test_tied_embeddings_have_holders_on_both_stages() -> None:
     tied = TensorSpec("head", (8, 2), "float32", tp_dim=0, block=2, tied_to="embed")
-    model = ModelProfile(2, 0, (TensorSpec("embed", (8, 2), "float32", tp_dim=0, block=-1), tied), ("m",))
+    model = ModelProfile(2, 0, (TensorSpec("embed", (8, 2), "float32", tp_dim=0, block=-1), tied), (OptimizerSpec(("m",)),))
     old, new = (Layout(pp=2), (1, 1)), (Layout(), ())
     for survivor in (0, 1):
         check(model, old, new, {survivor: (0,)}, ["a"])
@@ -126,7 +126,7 @@ def test_tied_embeddings_have_holders_on_both_stages() -> None:
 
 def test_32_ranks_and_1000_tensors_are_planned_quickly() -> None:
     specs = tuple(TensorSpec(f"layers.{i}.w", (4096 + i, 1024), "float32", i % 2, i // 10) for i in range(250))
-    model = ModelProfile(25, 0, specs, ("exp_avg", "exp_avg_sq"), ("step",), tp_limit=8)
+    model = ModelProfile(25, 0, specs, (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),), tp_limit=8)
     old, new = (Layout(dp_shard=32), ()), (Layout(dp_shard=31), ())
     start = time.process_time()
     transfers = plan_transfers(model, old, new, {r: (r,) for r in range(32)}, [f"n{r // 8}" for r in range(31)] + ["n9"])

@@ -12,9 +12,11 @@ from elastic.policy.state import State
 from elastic.sim.backend import SimBackend
 from elastic.sim.faults import Fault
 from elastic.sim.replay import replay
-from elastic.types import DriverStarted, EnterPlan, ModelProfile, Plan, Pool, RollForward, StepDone, TensorSpec
+from elastic.types import DriverStarted, EnterPlan, ModelProfile, OptimizerSpec, Plan, Pool, RollForward, StepDone, TensorSpec
 
-MODEL = ModelProfile(4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), ("exp_avg",), tp_limit=2)
+MODEL = ModelProfile(
+    4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=2
+)
 POOLS = (Pool("p", max_nodes=4, usd_per_node_h=1.0, market_type="spot"),)
 REPLICAS = {4: "dp_replicate=2,dp_shard=2", 3: "dp_shard=3", 2: "dp_shard=2"}
 JOB: dict[str, Any] = {

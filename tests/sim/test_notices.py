@@ -23,6 +23,7 @@ from elastic.types import (
     ModelProfile,
     Notice,
     NoticeWithdrawn,
+    OptimizerSpec,
     Plan,
     PlanEntered,
     Pool,
@@ -30,7 +31,9 @@ from elastic.types import (
     TensorSpec,
 )
 
-MODEL = ModelProfile(4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), ("exp_avg",), tp_limit=2)
+MODEL = ModelProfile(
+    4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=2
+)
 START_S = 15.0  # all nodes are prepared, and some steps are done
 N_NODES = 4
 POOLS = (Pool("p", max_nodes=N_NODES, usd_per_node_h=1.0, market_type="spot"),)

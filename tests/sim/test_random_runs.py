@@ -15,11 +15,15 @@ from elastic.policy.state import State
 from elastic.sim.backend import SimBackend
 from elastic.sim.faults import Delays, Fault, FaultKind, Moment
 from elastic.sim.replay import replay
-from elastic.types import DriverStarted, EnterPlan, ModelProfile, NodeLost, Pool, StepDone, TensorSpec
+from elastic.types import DriverStarted, EnterPlan, ModelProfile, NodeLost, OptimizerSpec, Pool, StepDone, TensorSpec
 
 N_RUNS, N_BATCHES = 300, 15
 MODEL = ModelProfile(
-    4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), ("exp_avg", "exp_avg_sq"), ("step",), tp_limit=2
+    4,
+    1_000_000,
+    (TensorSpec("w", (1000, 1000), "float32", 0, 1),),
+    (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),),
+    tp_limit=2,
 )
 KINDS: list[FaultKind] = [
     "notice", "notice", "notice", "withdraw", "loss", "loss", "loss", "hang", "process", "error", "drought", "add",

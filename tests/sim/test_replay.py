@@ -22,6 +22,7 @@ from elastic.types import (
     EnterPlan,
     Holding,
     ModelProfile,
+    OptimizerSpec,
     Plan,
     Pool,
     Resume,
@@ -30,7 +31,9 @@ from elastic.types import (
     WorkerId,
 )
 
-MODEL = ModelProfile(4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), ("exp_avg",), tp_limit=2)
+MODEL = ModelProfile(
+    4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=2
+)
 POOLS = (Pool("p", max_nodes=3, usd_per_node_h=1.0, market_type="spot"),)
 JOB: dict[str, Any] = {
     "steps": 20, "global_batch": 12, "layout": "auto", "min_workers": 1, "peer_every": 1, "durable_every": 5,

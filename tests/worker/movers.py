@@ -18,7 +18,7 @@ from forks import FORKS
 
 from elastic.reshard.shards import boxes, state_specs
 from elastic.reshard.transfers import plan_transfers
-from elastic.types import DTYPE_BYTES, Layout, ModelProfile, TensorSpec, Transfer
+from elastic.types import DTYPE_BYTES, Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 from elastic.worker.train_state import Tensors, region
 from elastic.worker.transfer import Moved, carry_out
 
@@ -54,7 +54,7 @@ def decoder(n_blocks: int, hidden: int, vocab: int = 1000) -> ModelProfile:
         TensorSpec("norm", (hidden,), "float32", None, n_blocks),
         TensorSpec("head", (vocab, hidden), "float32", 0, n_blocks),
     ]
-    return ModelProfile(n_blocks, 0, tuple(specs), ("exp_avg", "exp_avg_sq"), ("step",), tp_limit=8)
+    return ModelProfile(n_blocks, 0, tuple(specs), (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),), tp_limit=8)
 
 
 def empty_state(model: ModelProfile, cut: Cut, rank: int) -> Tensors:

@@ -57,7 +57,7 @@ def check(job: dict[str, Any], run: Path, steps: list[StepDone], tolerance: floa
     assert [e.tokens for e in steps] == alone.tokens
     checkpoint = durable.open_checkpoint(durable.find(open_storage(str(run)))[0].uri)
     for name, parameter in alone.model.named_parameters():
-        state = alone.optimizer.state[parameter]
+        state = alone.state_of(parameter)
         wanted = {f"model.{name}": parameter, f"optim.step.{name}": state["step"]}
         wanted |= {f"optim.{entry}.{name}": state[entry] for entry in ("exp_avg", "exp_avg_sq")}
         for fqn, tensor in wanted.items():

@@ -152,7 +152,7 @@ class Driver:
         alone = train(self.program, self.job, self.job["steps"], skipped=self.skipped)
         checkpoint = durable.open_checkpoint(self.state.durable[0].uri)
         for name, parameter in alone.model.named_parameters():
-            moments = alone.optimizer.state[parameter]
+            moments = alone.state_of(parameter)
             wanted = {f"model.{name}": parameter, f"optim.step.{name}": moments["step"]}
             wanted |= {f"optim.{entry}.{name}": moments[entry] for entry in ("exp_avg", "exp_avg_sq")}
             for fqn, tensor in wanted.items():

@@ -14,12 +14,12 @@ from wires import Lines, QueueWire
 
 from elastic.policy.placement import keepers
 from elastic.reshard.shards import RNG, boxes
-from elastic.types import CopyStored, Layout, ModelProfile, Plan, TensorSpec, WorkerId
+from elastic.types import CopyStored, Layout, ModelProfile, OptimizerSpec, Plan, TensorSpec, WorkerId
 from elastic.worker.copies import GAVE_UP, PeerCopies, slowdown
 from elastic.worker.host_copy import HostCopies, HostMemory
 from elastic.worker.train_state import Held, Tensors
 
-PROFILE = ModelProfile(2, 64, (TensorSpec("w", (16, 4), "float32", None, 0),), ("exp_avg",), ("step",))
+PROFILE = ModelProfile(2, 64, (TensorSpec("w", (16, 4), "float32", None, 0),), (OptimizerSpec(("exp_avg",), ("step",)),))
 
 
 class Ranks:

@@ -24,7 +24,7 @@ from torch import Tensor
 from elastic.errors import InternalError, SpecError, StateLost
 from elastic.reshard.shards import boxes, owned_boxes, state_specs
 from elastic.storage import LocalStorage, Storage, open_storage
-from elastic.types import Box, Layout, ModelProfile, TensorSpec
+from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, TensorSpec
 from elastic.worker import durable
 from elastic.worker.durable import Damaged, Fenced, commit, find, find_valid, open_checkpoint, remove, verify, write_shard
 from elastic.worker.durable_blob import decode_blob, find_data
@@ -43,8 +43,7 @@ MODEL = ModelProfile(
         TensorSpec("void", (0, 4), "float32", block=3),
         TensorSpec("head", (9, 4), "bfloat16", tp_dim=0, block=3, tied_to="embed"),
     ),
-    ("exp_avg", "exp_avg_sq"),
-    ("step",),
+    (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),),
 )
 CUTS: list[Cut] = [
     (Layout(), ()),

@@ -20,14 +20,17 @@ import torch
 from elastic.errors import ElasticError, StorageFailed
 from elastic.reshard.shards import boxes, owned_boxes, state_specs
 from elastic.storage import Storage, open_storage
-from elastic.types import Layout, ModelProfile, TensorSpec
+from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec
 from elastic.worker import durable
 from elastic.worker.durable import Damaged, commit, find, open_checkpoint, write_shard
 
 pytestmark = pytest.mark.slow
 
 MODEL = ModelProfile(
-    1, 0, (TensorSpec("w", (40, 30), "float32", block=0), TensorSpec("big", (300, 400), "float32", block=0)), ("m",), ("n",)
+    1,
+    0,
+    (TensorSpec("w", (40, 30), "float32", block=0), TensorSpec("big", (300, 400), "float32", block=0)),
+    (OptimizerSpec(("m",), ("n",)),),
 )
 CUT = (Layout(dp_shard=2), (1,))
 

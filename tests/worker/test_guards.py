@@ -266,7 +266,7 @@ def test_bad_steps_are_skipped_alike_in_every_layout(pool: Pool, tmp_path: Path)
 def check_state(alone: Any, run: Path) -> None:
     checkpoint = durable.open_checkpoint(durable.find(open_storage(str(run)))[0].uri)
     for name, parameter in alone.model.named_parameters():
-        moments = alone.optimizer.state[parameter]
+        moments = alone.state_of(parameter)
         wanted = {f"optim.{entry}.{name}": moments[entry] for entry in ("step", "exp_avg")} | {f"model.{name}": parameter}
         for fqn, tensor in wanted.items():
             shape = tuple(tensor.shape)

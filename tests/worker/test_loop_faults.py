@@ -128,6 +128,6 @@ def test_the_programs_are_the_same(tmp_path: Path) -> None:
     job = loop_job(steps=STEPS)
     script, plain = capture(Path(job["script"]), [], job["seed"]), load_program(job["program"])
     one, two = trace(script), trace(plain)
-    assert one.specs == two.specs and one.optimizer_entries == two.optimizer_entries and one.tp_limit == two.tp_limit
+    assert one.specs == two.specs and one.optimizers == two.optimizers and one.tp_limit == two.tp_limit
     assert [spec.fqn for spec in one.extra] == ["extra.scheduler", "extra.param_groups"] and two.extra == ()
     assert two.pipeline and not one.pipeline

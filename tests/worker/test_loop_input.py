@@ -76,7 +76,7 @@ def test_a_script_that_never_comes_to_its_loop(tmp_path: Path) -> None:
     ("old", "new", "said"),
     [
         ("model=model", "model=model.parameters()", "model is a generator; give the plain nn.Module"),
-        ("optimizer=optimizer", "optimizer=None", "optimizer is a NoneType; it must be a torch.optim.Optimizer"),
+        ("optimizer=optimizer", "optimizer=None", "must give a torch.optim.Optimizer, or a dict of them by name, not NoneType"),
         ("dataset=data", "dataset=iter(data)", "dataset is a tuple_iterator without __len__; it must be map-style"),
         ("dataset=data", "dataset=['text']", "a sample is a str; it must be a dict or tuple of tensors, or a tensor"),
         ("steps=3", "validation=data", "validation (a dataset) and evaluate ((model, batch) -> summed loss) belong together"),

@@ -18,11 +18,12 @@ from elastic.fingerprint import batch_changed
 from elastic.program import Program, load_program
 from elastic.spec import load_job
 from elastic.storage import open_storage
-from elastic.types import Box, Layout, ShardStored, StepDone
+from elastic.types import Box, Layout, OptimizerSpec, ShardStored, StepDone
 from elastic.worker import durable
+from elastic.worker.element_wise import what_they_keep
 from elastic.worker.job_program import with_job
 from elastic.worker.model_profile import trace
-from elastic.worker.optimizers import JobOptimizer, Kept, what_it_keeps
+from elastic.worker.optimizers import JobOptimizer
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
 BARE = load_program(PROGRAMS / "tiny_bare.py")
@@ -30,8 +31,8 @@ SPECS = trace(BARE).specs
 RATES = {"steps": 20, "global_batch": 12}
 
 
-def kept(path: str, **keywords: Any) -> Kept:
-    return what_it_keeps(replace(BARE, optimizer=JobOptimizer({"path": path, **keywords})), SPECS)
+def kept(path: str, **keywords: Any) -> OptimizerSpec:
+    return what_they_keep(replace(BARE, optimizer=JobOptimizer({"path": path, **keywords})), SPECS).optimizers[0]
 
 
 # ------------------------------------------------------------------------------------------ which can be cut
@@ -40,15 +41,15 @@ def kept(path: str, **keywords: Any) -> Kept:
 @pytest.mark.parametrize(
     ("name", "keywords", "found"),
     [
-        ("AdamW", {"betas": [0.9, 0.95]}, Kept(("exp_avg", "exp_avg_sq"), ("step",))),
-        ("SGD", {}, Kept()),
-        ("SGD", {"momentum": 0.9, "nesterov": True}, Kept(("momentum_buffer",))),
-        ("NAdam", {}, Kept(("exp_avg", "exp_avg_sq"), ("step", "mu_product"), (("mu_product", 1.0),))),
-        ("Adagrad", {"initial_accumulator_value": 0.5}, Kept(("sum",), ("step",), (("sum", 0.5),))),
-        ("RMSprop", {"centered": True}, Kept(("square_avg", "grad_avg"), ("step",))),
+        ("AdamW", {"betas": [0.9, 0.95]}, OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",))),
+        ("SGD", {}, OptimizerSpec()),
+        ("SGD", {"momentum": 0.9, "nesterov": True}, OptimizerSpec(("momentum_buffer",))),
+        ("NAdam", {}, OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step", "mu_product"), (("mu_product", 1.0),))),
+        ("Adagrad", {"initial_accumulator_value": 0.5}, OptimizerSpec(("sum",), ("step",), (("sum", 0.5),))),
+        ("RMSprop", {"centered": True}, OptimizerSpec(("square_avg", "grad_avg"), ("step",))),
     ],
 )
-def test_what_an_optimizer_keeps_and_begins_with(name: str, keywords: dict[str, Any], found: Kept) -> None:
+def test_what_an_optimizer_keeps_and_begins_with(name: str, keywords: dict[str, Any], found: OptimizerSpec) -> None:
     assert kept(f"torch.optim.{name}", **keywords) == found
 
 
@@ -77,7 +78,7 @@ def test_muon_on_matrices_alone_is_refused_too() -> None:
     """Its momentum has the parameter's shape: only the dry step on a part tells."""
     program = replace(BARE, optimizer=lambda named: torch.optim.Muon([p for _, p in named]))
     with pytest.raises(ProgramError, match="optimizer Muon is not element-wise"):
-        what_it_keeps(program, [spec for spec in SPECS if len(spec.shape) == 2])
+        what_they_keep(program, [spec for spec in SPECS if len(spec.shape) == 2])
 
 
 # ------------------------------------------------------------------------------------------ what job.yaml may say
@@ -97,7 +98,7 @@ def test_muon_on_matrices_alone_is_refused_too() -> None:
 )
 def test_what_job_yaml_refuses(given: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError) as error:
-        what_it_keeps(replace(BARE, optimizer=JobOptimizer(given)), SPECS)
+        what_they_keep(replace(BARE, optimizer=JobOptimizer(given)), SPECS)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -215,7 +216,7 @@ def test_an_optimizer_by_path_and_its_schedule_in_three_layouts(pool: Pool, tmp_
     assert [e.train_loss for e in done] == pytest.approx(alone.losses, abs=1e-4)
     checkpoint = durable.open_checkpoint(durable.find(open_storage(str(tmp_path)))[0].uri)
     for name, parameter in alone.model.named_parameters():
-        state = alone.optimizer.state[parameter]
+        state = alone.state_of(parameter)
         wanted = {f"optim.{entry}.{name}": state[entry] for entry in ("mu_product", "exp_avg")} | {f"model.{name}": parameter}
         for fqn, tensor in wanted.items():
             shape = tuple(tensor.shape)

@@ -17,13 +17,13 @@ from plans import plan as plan_of
 
 from elastic.reshard.shards import boxes, owned_boxes
 from elastic.storage import LocalStorage, open_storage
-from elastic.types import CopyFailed, Event, Layout, ModelProfile, Plan, ShardStored, TensorSpec, WorkerId
+from elastic.types import CopyFailed, Event, Layout, ModelProfile, OptimizerSpec, Plan, ShardStored, TensorSpec, WorkerId
 from elastic.worker import durable, saving
 from elastic.worker.gather import LATE_LEAST_S, OPEN_COPIES, Gather, Parts
 from elastic.worker.saving import Saving, Snapshot
 from elastic.worker.train_state import Held, Tensors
 
-MODEL = ModelProfile(4, 0, (TensorSpec("w", (8, 3), "float32", block=0),), ("exp_avg",), ("step",))
+MODEL = ModelProfile(4, 0, (TensorSpec("w", (8, 3), "float32", block=0),), (OptimizerSpec(("exp_avg",), ("step",)),))
 ME = WorkerId("a", 0)
 
 

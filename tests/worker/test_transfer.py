@@ -13,7 +13,7 @@ from movers import Case, Mover, Movers, checked_move
 
 from elastic.errors import StateLost
 from elastic.reshard.chunks import CHUNK_BYTES, STAGING_BYTES, chunk_bytes, message_bytes, messages, split, staging_bytes
-from elastic.types import Layout, ModelProfile, TensorSpec, Transfer
+from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 from elastic.worker.transfer import Moved, sum64
 
 LAYOUTS = {
@@ -40,7 +40,7 @@ def mixed() -> ModelProfile:
             TensorSpec(f"l{i}.norm", (333,), "float32", None, i),
             TensorSpec(f"l{i}.mask", (65,), "bool", None, i, None, False, True),
         ]  # fmt: skip
-    return ModelProfile(4, 0, tuple(specs), ("exp_avg",), ("step",), tp_limit=2)
+    return ModelProfile(4, 0, tuple(specs), (OptimizerSpec(("exp_avg",), ("step",)),), tp_limit=2)
 
 
 def case_of(model: ModelProfile, old: str, new: str) -> Case:
@@ -114,7 +114,7 @@ def test_an_altered_chunk_is_named(movers: Movers, at: int) -> None:
 def test_staging_stays_in_its_bounds_when_nothing_is_contiguous(movers: Movers) -> None:
     """Columns go to tp ranks and back: 300 MB that must all be packed or unpacked."""
     specs = tuple(TensorSpec(f"w{i}", (2048, 3072), "float32", 1, 0) for i in range(4))
-    model = ModelProfile(1, 0, specs, ("m", "v"), tp_limit=4)
+    model = ModelProfile(1, 0, specs, (OptimizerSpec(("m", "v")),), tp_limit=4)
     case = Case(model, (Layout(dp_shard=4), ()), (Layout(tp=4), ()), {r: (r,) for r in range(4)}, ("a",) * 4)
     moved = movers.call(checked_move, case)
     assert all(isinstance(m, Moved) for m in moved), moved
