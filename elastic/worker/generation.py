@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from elastic.worker.step import Stepper, Words
 from elastic.worker.takeover import Taken, Takeover, check_digest
 from elastic.worker.train_state import TrainState
 from elastic.worker.workplace import EnterOrder, Workplace
+
+log = logging.getLogger(__name__)
 
 TAGS = 30_000
 
@@ -305,9 +308,18 @@ class Generation:
         state = self.state
         if state is not None and self.copies is not None:
             self.place.held = [h for h in self.place.held if not (h.kind == "live" and h.generation == self.number)]
-            if not state.dirty:
+            if not state.dirty and self._at_a_boundary(state):
                 self.place.held.insert(0, state.held(self.number))
             self.place.held += self.copies.unacknowledged()
+
+    def _at_a_boundary(self, state: TrainState) -> bool:
+        """Takes back what a step that was broken off did to buffers. False: the device does not let it."""
+        try:
+            state.buffers.take_back()
+        except RuntimeError as error:
+            log.warning("the buffers of step %s cannot be restored, its state is not taken along: %s", state.step, error)
+            return False
+        return True
 
     @property
     def pending_step(self) -> int:
@@ -333,4 +345,6 @@ class Generation:
             self.loader.close()
         if self.place.script is not None:
             self.place.script.leave()
+        if self.state is not None:
+            self.state.release_frozen()
         self.groups.close()

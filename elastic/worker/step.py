@@ -195,6 +195,7 @@ class Stepper:
         local = self.local if self._measures_noise(step + 1) else None
         if local is not None:
             local.begin()
+        self.state.buffers.note()
         loss_sum, tokens = self.forward_backward(batch, train=True)
         small = (local.end() / self.loss_scale.value**2,) if local is not None else ()
         if self.script is not None:
@@ -215,6 +216,7 @@ class Stepper:
         self.trip = self._judged(commit)
         if self.trip is not None and self.trip.do != "skip":
             self.pending = None
+            self.state.buffers.take_back()
             raise Tripped(self.trip, self.offender(self.trip))
         self._done(commit)
         self.noise = self._noise(commit) if small and commit.finite and not commit.overflowed else None

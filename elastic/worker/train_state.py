@@ -18,6 +18,7 @@ from elastic.mesh import coordinates, replica_key, stages_at
 from elastic.program import Program
 from elastic.reshard.shards import RNG, boxes, first_values, owned_boxes, reread_boxes
 from elastic.types import Box, Holding, Layout, ModelProfile, Transfer, WorkerId
+from elastic.worker.buffers import StepBuffers
 from elastic.worker.content import digest as digest
 from elastic.worker.groups import Groups
 from elastic.worker.model_profile import build_meta, fresh_buffers, tp_styles
@@ -100,6 +101,8 @@ class TrainState:
         self.frozen = self._boxed(reread_boxes(profile, self.layout, self.layers, self.rank))
         owned = {box.fqn for box in owned_boxes(profile, self.layout, self.layers, self.rank)}
         self.owned = owned
+        buffers = {f"model.{spec.fqn}" for spec in profile.specs if spec.buffer}
+        self.buffers = StepBuffers(tensor for fqn, (_, tensor) in self.tensors.items() if fqn in buffers)
         self.owned_parameters = [fqn for fqn, _ in trainable if "model." + fqn in owned]
 
     def _stage(self, stage: int, groups: Groups, job: Mapping[str, Any]) -> nn.Module:
@@ -200,6 +203,12 @@ class TrainState:
         if self.frozen:
             fill(self.program, self.profile.specs, self.frozen, 0)
 
+    def release_frozen(self) -> None:
+        """Gives up the memory of the frozen weights, whoever still refers to them: nobody takes them over, and the next
+        generation reads its own while this model is not yet collected. No forward after that."""
+        for _, tensor in self.frozen.values():
+            tensor.untyped_storage().resize_(0)
+
     def fill_zeros(self) -> None:
         """For a rehearsal: numbers that mean nothing and break nothing."""
         for _, tensor in (*self.tensors.values(), *self.frozen.values()):
@@ -252,14 +261,16 @@ class TrainState:
         for fqn, gradient in gradients.items():
             self.local[fqn].grad = gradient.mul_(scale)
         self.optimizers.step()
+        self.buffers.keep()
         self.step += 1
         self.rng[1] = self.step
         self.dirty = False
         self.clear_gradients()
 
     def skip(self) -> None:
-        """A step that changes neither parameters nor optimizers."""
+        """A step that changes neither parameters nor optimizers, nor buffers: what its forward did to them is taken back."""
         self.before_change()
+        self.buffers.leave_out()
         self.step += 1
         self.rng[1] = self.step
         self.clear_gradients()

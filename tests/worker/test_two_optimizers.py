@@ -271,7 +271,7 @@ def test_several_in_job_yaml_by_patterns_of_names() -> None:
         ({"matrices": MATRICES}, "parameter embed.weight is not in the optimizer (SGD) (nor are"),
         ({"matrices": MATRICES, "rest": {**REST, "parameters": ["*"]}}, "is in two optimizers, 'matrices' and 'rest'"),
         ({"matrices": {**MATRICES, "parameters": ["*"]}, "rest": REST}, "optimizer.rest': no parameter is left"),
-        ({"matrices": {**MATRICES, "parameters": ["layer.*"]}, "rest": REST}, "optimizer.matrices.parameters': no parameter is"),
+        ({"matrices": {**MATRICES, "parameters": ["layer.*"]}, "rest": REST}, "matrices.parameters': no parameter is"),
         ({"matrices": MATRICES, "rest": {**REST, "beta": 1}}, "unknown key 'optimizer.rest.beta' of AdamW; did you"),
         ({"matrices": MATRICES, "rest": {**REST, "path": "torch.optim.Adafactor"}}, "optimizer 'rest' (Adafactor): state"),
     ],

@@ -1,0 +1,188 @@
+"""A step that is not applied leaves the buffers as they were; frozen weights go with the generation that read them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from plans import live, plan
+from reference import collate, train
+from safetensors.torch import save_file
+from test_chain import job_of
+from worker_pool import Pool
+
+from elastic.data.order import sample_ids
+from elastic.optimisation import Guards
+from elastic.program import Program, Weights, load_program
+from elastic.storage import open_storage
+from elastic.types import Layout, Plan, ShardStored, StepDone, WorkerId
+from elastic.worker import durable
+from elastic.worker.buffers import StepBuffers
+from elastic.worker.generation import Generation
+from elastic.worker.groups import Groups
+from elastic.worker.model_profile import trace
+from elastic.worker.offender import Tripped
+from elastic.worker.step import Stepper, Words
+from elastic.worker.train_state import TrainState
+from elastic.worker.workplace import EnterOrder
+
+PROGRAMS = Path(__file__).parent.parent / "programs"
+COUNTING = load_program(PROGRAMS / "tiny_counting.py")
+SKIP = Guards.model_validate({"not_finite": "skip"}).model_dump()
+STEPS, NAN_AT = 12, 3
+ALONE = Plan(1, Layout(), (WorkerId("node0", 0),), (12,), (4,), 1)
+
+
+def bad_seed() -> int:
+    """Sample 77 comes in step NAN_AT, and not again in an epoch, which has more steps than the job."""
+    return next(seed for seed in range(10_000) if 77 in sample_ids(512, 12, seed, NAN_AT - 1))
+
+
+@pytest.fixture
+def begun() -> Iterator[Any]:
+    """A fresh state of one rank, and its steps."""
+    groups = Groups(0, Layout(), torch.device("cpu"))
+
+    def begin(guards: dict[str, Any]) -> tuple[TrainState, Stepper, Any]:
+        job = job_of("tiny_counting.py", STEPS) | {"seed": bad_seed(), "guards": guards, "n_samples": 512}
+        state = TrainState(COUNTING, trace(COUNTING), groups, (Layout(), (4,), 0), job)
+        state.fill_fresh(7)
+        dataset: Any = COUNTING.dataset and COUNTING.dataset()
+        stepper = Stepper(COUNTING, job, ALONE, state, groups)
+        return state, stepper, lambda: collate(dataset, sample_ids(512, 12, job["seed"], state.step))
+
+    yield begin
+    groups.close()
+
+
+def buffers_of(state: TrainState) -> dict[str, torch.Tensor]:
+    return {name: state.tensors[f"model.head.{name}"][1].clone() for name in ("calls", "mean", "table")}
+
+
+def test_a_skipped_step_takes_its_buffers_back(begun: Any) -> None:
+    state, stepper, batch = begun(SKIP)
+    for step in range(1, NAN_AT + 2):
+        before = buffers_of(state)
+        stepper.run(batch(), Words())
+        assert (stepper.trip is not None) == (step == NAN_AT)
+        same = {name: torch.equal(tensor, before[name]) for name, tensor in buffers_of(state).items()}
+        assert same == {"calls": step == NAN_AT, "mean": step == NAN_AT, "table": True}
+    assert int(buffers_of(state)["calls"]) == NAN_AT and state.step == NAN_AT + 1
+    assert [tensor.numel() for tensor in state.buffers.watched] == [1, 32], "a large one that stays as it is is not copied"
+
+
+def test_before_a_roll_back_too(begun: Any) -> None:
+    state, stepper, batch = begun(Guards().model_dump())
+    for _ in range(NAN_AT - 1):
+        stepper.run(batch(), Words())
+    with pytest.raises(Tripped):
+        stepper.run(batch(), Words())
+    assert int(buffers_of(state)["calls"]) == state.step == NAN_AT - 1
+
+
+def test_a_step_that_is_broken_off_may_still_be_applied(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit breaks off here; the state that is taken along is that of the step before; then the word comes to apply it."""
+    state, stepper, batch = begun(SKIP)
+    commits: list[Any] = []
+    real = stepper._commit
+
+    def broken(*args: Any) -> Any:
+        commits.append(real(*args))
+        raise ConnectionAbortedError("a peer is gone")
+
+    monkeypatch.setattr(stepper, "_commit", broken)
+    with pytest.raises(ConnectionAbortedError):
+        stepper.run(batch(), Words())
+    after = buffers_of(state)
+    place = SimpleNamespace(held=[], device=torch.device("cpu"), job={}, script=None)
+    left = Generation(place, EnterOrder(ALONE, ALONE.ranks, 0, ("", 0)), lambda: (False, False))  # type: ignore[arg-type]
+    left.state, left.copies = state, SimpleNamespace(unacknowledged=list)  # type: ignore[assignment]
+    for _ in range(2):
+        left.take_along()
+        assert [(held.kind, held.step) for held in place.held] == [("live", 0)]
+        assert int(buffers_of(state)["calls"]) == 0 and not buffers_of(state)["mean"].any()
+    stepper.roll_forward(1, commits[0].vector)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in buffers_of(state).items()) and int(after["calls"]) == 1
+    left.take_along()
+    assert int(buffers_of(state)["calls"]) == 1, "of a step that is applied nothing is taken back"
+
+
+def test_a_module_without_buffers_is_not_copied() -> None:
+    none = StepBuffers([])
+    none.note()
+    none.keep()
+    none.take_back()
+    assert none.watched == [] == none._others
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_all_ranks_leave_out_the_same(pool: Pool, tmp_path: Path) -> None:
+    job = job_of("tiny_counting.py", STEPS) | {"seed": bad_seed(), "guards": SKIP}
+    workers = pool.open(job, tmp_path, n=3)
+    first = plan(1, Layout(dp_shard=2), workers, 12)
+    pool.enter(first)
+    pool.wait(lambda: any(e.step >= NAN_AT + 2 for e in pool.events(StepDone)), "steps after the bad one")
+    pool.enter(plan(2, Layout(dp_replicate=3), workers, 12, resume=live(first)))
+    pool.quiesced(2, 3)
+    pool.wait(lambda: len(pool.events(ShardStored)) == 3, "the last durable copy")
+    uri = durable.commit(open_storage(str(tmp_path)), STEPS, 2, 3, 1, {})
+    assert [e.step for e in pool.events(StepDone) if e.skipped] == [NAN_AT]
+    checkpoint = durable.open_checkpoint(uri)
+    assert int(checkpoint.read(box_of(checkpoint, "model.head.calls"))) == STEPS - 1
+    alone = train(COUNTING, job, STEPS, skipped=(NAN_AT,))
+    assert [e.train_loss for e in pool.events(StepDone)] == pytest.approx(alone.losses, rel=1e-4, nan_ok=True)
+
+
+def box_of(checkpoint: Any, fqn: str) -> Any:
+    from elastic.types import Box
+
+    shape, dtype = checkpoint.tensors[fqn]
+    return Box(fqn, (0,) * len(shape), shape, dtype)
+
+
+# ------------------------------------------------------------------------------------------------ frozen weights
+
+
+def with_frozen_blocks(folder: Path) -> Program:
+    """tiny.py on weights from a file; the blocks are frozen, as under adapters."""
+    tiny = load_program(PROGRAMS / "tiny.py")
+
+    def model() -> torch.nn.Module:
+        made: torch.nn.Module = tiny.model()
+        made.layers.requires_grad_(False)
+        return made
+
+    save_file({name: tensor.clone() for name, tensor in tiny.model().state_dict().items()}, folder / "model.safetensors")
+    return replace(tiny, model=model, weights=Weights(folder))
+
+
+def test_frozen_weights_go_when_their_generation_is_left(tmp_path: Path) -> None:
+    """The live boxes stay for whoever takes them over; the frozen ones are given up at once, though the model is still there,
+    and the whole of it goes once nobody holds the boxes."""
+    program = with_frozen_blocks(tmp_path)
+    place = SimpleNamespace(held=[], device=torch.device("cpu"), job={}, script=None)
+    left = Generation(place, EnterOrder(ALONE, ALONE.ranks, 0, ("", 0)), lambda: (False, False))  # type: ignore[arg-type]
+    state = left.state = TrainState(program, trace(program), left.groups, (Layout(), (4,), 0), {})
+    left.copies = SimpleNamespace(unacknowledged=list, close=list)  # type: ignore[assignment]
+    state.read_frozen()
+    state.fill_fresh(7)
+    frozen = [tensor for _, tensor in state.frozen.values()]
+    assert len(frozen) >= 4 * 9 and all(tensor.untyped_storage().nbytes() for tensor in frozen)
+    left.take_along()
+    left.close()
+    assert not any(tensor.untyped_storage().nbytes() for tensor in frozen)
+    held = {fqn: tensor.clone() for fqn, (_, tensor) in place.held[0].tensors.items()}
+    assert set(held) & {"model.embed.weight", "optim.exp_avg.head.weight"} and held["model.embed.weight"].any()
+    model = weakref.ref(state.model)
+    del left, state, frozen
+    place.held.clear()
+    gc.collect()
+    assert model() is None
