@@ -111,7 +111,7 @@ class TrainState:
         model = cut_stage(build_meta(self.program), self.program, self.profile, self.layers, stage)
         model = parallelize(model, self.program, self.profile, groups.mesh, options)
         to_empty(model, groups.device, self.layout.offload)
-        if groups.mesh is None:
+        if groups.mesh is None or "fsdp" not in (groups.mesh.mesh_dim_names or ()):  # FSDP keeps the tie
             tie_again(model, self.profile)
         _fill_plain_buffers(model, self.program)
         return model

@@ -53,6 +53,7 @@ COVER = [
     Case("tiny_packed.py", "dp_replicate=2,cp=2"),
     Case("tiny_packed.py", "cp=2,tp=2", microbatches=3),
     Case("tiny_tied.py", "pp=2,cp=2"),
+    Case("tiny_tied.py", "tp=2", microbatches=3),  # nothing but tp: no FSDP that keeps the tie
     Case("tiny_sequence.py", "dp_shard=2,tp=2", 13),
     Case("tiny_sequence.py", "cp=2,tp=2", microbatches=2),
     Case("tiny_loss_parallel.py", "pp=2,tp=2", steps=20),
