@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from elastic.data.streams import STATE
 from elastic.errors import SpecError
 from elastic.models.lora import peft_config
 from elastic.program import Program
-from elastic.reshard.shards import LOSS_SCALE, RNG, first_values, state_specs
+from elastic.reshard.shards import EXTRA, LOSS_SCALE, RNG, first_values, state_specs
 from elastic.storage import Storage, open_storage
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
 from elastic.worker import durable
@@ -231,7 +232,8 @@ def match(tensors: Tensors, wanted: Wanted) -> Matched:
     tied = {prefix + spec.fqn for spec in wanted.profile.specs if spec.tied_to is not None}
     used = set(found.names.values()) | tied | {RNG, LOSS_SCALE}
     found.extra = sorted(name for name in tensors.tensors if name not in used)
-    odd = [name for name in found.extra if prod(tensors.tensors[name][0]) != 1]  # a single number counts steps or epochs
+    # a single number counts steps or epochs; the place in a stream is that of another run
+    odd = [name for name in found.extra if prod(tensors.tensors[name][0]) != 1 and name != EXTRA + STATE]
     if odd and not wanted.ignore_extra:
         raise SpecError(_what_is_odd(tensors.uri, odd))
     return found

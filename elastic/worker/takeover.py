@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
+from elastic.data.streams import STATE, Stream
 from elastic.errors import StateLost
-from elastic.reshard.shards import EXTRA, owned_boxes, state_specs
+from elastic.reshard.shards import EXTRA, LOSS_SCALE, owned_boxes, state_specs
 from elastic.reshard.transfers import check_cover, holders_of, plan_transfers
-from elastic.types import Box, DigestPart, Transfer
+from elastic.types import Box, DigestPart, TensorSpec, Transfer
 from elastic.worker import durable
 from elastic.worker.content import digest
 from elastic.worker.groups import Groups
@@ -20,7 +21,7 @@ from elastic.worker.train_state import Held, Tensors, TrainState, region
 from elastic.worker.transfer import Moved, carry_out
 from elastic.worker.workplace import EnterOrder, Workplace
 
-GUARDS_BOX = EXTRA + MEMORY
+OF_THE_JOB = (EXTRA + MEMORY, EXTRA + STATE, LOSS_SCALE)  # boxes that follow from how the job is run, not from its model
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,13 @@ class Takeover:
         assert self.state is not None
         checkpoint = durable.open_checkpoint(self.order.plan.resume.uri)
         specs, tensors = {spec.fqn: spec for spec in state_specs(self.place.profile)}, self.state.tensors
-        mine, there = specs.get(GUARDS_BOX), checkpoint.tensors.get(GUARDS_BOX)
-        same = (mine and (mine.shape, mine.dtype)) == there
-        if not same:  # the job's guards are others now: what they remember begins anew
-            checkpoint.tensors.pop(GUARDS_BOX, None)
-            self.place.extra.fresh({fqn: held for fqn, held in tensors.items() if fqn == GUARDS_BOX})
-            tensors = {fqn: held for fqn, held in tensors.items() if fqn != GUARDS_BOX}
-            specs.pop(GUARDS_BOX, None)
-        checkpoint.check(specs.values())
-        told = self.order.me == 0 and "digest" in checkpoint.meta and same
+        anew = differing(specs, checkpoint.tensors, isinstance(self.place.dataset, Stream))
+        self.place.extra.fresh({fqn: held for fqn, held in tensors.items() if fqn in anew})
+        for fqn in anew:
+            checkpoint.tensors.pop(fqn, None)
+        tensors = {fqn: held for fqn, held in tensors.items() if fqn not in anew}
+        checkpoint.check(spec for fqn, spec in specs.items() if fqn not in anew)
+        told = self.order.me == 0 and "digest" in checkpoint.meta and not anew
         n_bytes = checkpoint.fill(tensors.values())
         return Taken(n_bytes=n_bytes, stored_digest=int(checkpoint.meta["digest"]) if told else None)
 
@@ -138,6 +137,20 @@ class Takeover:
 
 
 # ------------------------------------------------------------------------------------------------ memory
+
+
+def differing(mine: Mapping[str, TensorSpec], there: Mapping[str, tuple[tuple[int, ...], str]], stream: bool) -> set[str]:
+    """Boxes OF_THE_JOB that are others in the checkpoint, or in one of the two only: other guards, another precision, weights
+    that were imported into a job with a stream. They begin anew (a stream then passes over what its steps have used up).
+    `stream`: the dataset is one; else a box of its name is the program's own."""
+    found = set()
+    for fqn in OF_THE_JOB:
+        spec = mine.get(fqn)
+        if fqn == EXTRA + STATE and spec is not None and not stream:
+            continue
+        if (spec and (spec.shape, spec.dtype)) != there.get(fqn):
+            found.add(fqn)
+    return found
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from elastic.errors import ProgramError, SpecError, StateLost
+from elastic.types import TensorSpec
 from elastic.worker.extra_state import HEAD_BYTES, ExtraState, capacity, decode, encode
+from elastic.worker.takeover import differing
 
 
 class Kept:
@@ -137,3 +139,15 @@ def test_bytes_that_are_no_state_are_lost_and_never_run() -> None:
     with pytest.raises(StateLost, match="no state"):
         decode("it", box)
     assert math.isinf(again({"x": math.inf})["x"])
+
+
+def test_only_what_follows_from_the_job_may_begin_anew() -> None:
+    def box(fqn: str, n: int = 4) -> tuple[dict[str, TensorSpec], dict[str, Any]]:
+        return {fqn: TensorSpec(fqn, (n,), "uint8")}, {fqn: ((n,), "uint8")}
+
+    for fqn in ("extra.guards", "extra.dataset", "elastic.loss_scale"):
+        mine, there = box(fqn)
+        assert differing(mine, there, True) == set()
+        assert differing(mine, {}, True) == differing({}, there, True) == differing(mine, box(fqn, 5)[1], True) == {fqn}
+    assert differing(box("extra.dataset")[0], {}, stream=False) == set(), "the program's own"
+    assert differing(box("extra.ema")[0], {}, True) == differing({}, box("model.w")[1], True) == set()

@@ -331,11 +331,13 @@ def test_a_skip_is_told_also_where_the_generation_breaks_off(breaks: str) -> Non
 
 
 @pytest.mark.slow
-def test_guards_may_be_given_to_a_run_that_goes_on_and_taken_from_it(pool: Pool, tmp_path: Path) -> None:
-    """Each of three processes goes on from the durable copy of the one before, with other guards."""
+def test_guards_and_a_loss_scale_may_be_given_to_a_run_that_goes_on_and_taken_from_it(pool: Pool, tmp_path: Path) -> None:
+    """Each process goes on from the durable copy of the one before, with other guards, or in another precision."""
     resume = Resume()
-    for number, given in enumerate((rules(), rules(loss_spike={"window": 16}), rules(loss_spike={"window": 512}), rules()), 1):
-        job = job_of("tiny.py", 2 * number) | {"guards": given}
+    some, more = rules(loss_spike={"window": 16}), rules(loss_spike={"window": 512})
+    jobs = [(rules(), "float32"), (some, "float16"), (more, "float16"), (rules(), "float32")]
+    for number, (given, precision) in enumerate(jobs, 1):
+        job = job_of("tiny.py", 2 * number) | {"guards": given, "precision": precision}
         workers = pool.open(job, tmp_path, n=1)
         pool.enter(plan(number, Layout(), workers, 12, resume=resume))
         pool.quiesced(number, 1)

@@ -7,14 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from plans import plan
 from reference import train
+from safetensors.torch import save_file
 from test_chain import job_of, pass_through
 from worker_pool import Pool
 
 from elastic.data.order import sample_ids
 from elastic.data.streams import N_POSITIONS
 from elastic.program import load_program
-from elastic.types import Layout
+from elastic.storage import open_storage
+from elastic.types import Layout, Resume, StepDone
+from elastic.worker.checkpoints import Wanted, import_state
+from elastic.worker.loss_scale import profile_of
+from elastic.worker.model_profile import fresh_buffers
 
 STEPS, N = 9, 31
 
@@ -43,3 +50,25 @@ def test_a_stream_is_read_once_through_three_layouts(pool: Pool, tmp_path: Path)
     assert len({event.generation for event in steps}) == 3
     assert [event.tokens for event in steps] == alone.tokens
     assert max(abs(event.train_loss - loss) for event, loss in zip(steps, alone.losses)) < 2e-5
+
+
+@pytest.mark.slow
+def test_weights_are_imported_into_a_job_with_a_stream(pool: Pool, tmp_path: Path) -> None:
+    """Nothing is known there of the stream: it passes over what the steps before have used up."""
+    job = job_of("tiny_stream.py", 4)
+    program, seed = load_program(job["program"]), int(job["seed"])
+    (tmp_path / "in").mkdir()
+    save_file(
+        {name: tensor.detach().clone() for name, tensor in program.model().named_parameters()},
+        tmp_path / "in" / "a.safetensors",
+    )
+    wanted = Wanted(profile_of(program, job), seed, at_step=2, buffers=lambda: fresh_buffers(program, seed))
+    done = import_state(str(tmp_path / "in"), open_storage(tmp_path / "run"), wanted)
+    workers = pool.open(job, tmp_path / "run", n=1)
+    pool.enter(plan(5, Layout(), workers, 12, resume=Resume("durable", 2, 0, uri=done["uri"])))
+    pool.quiesced(5, 1)
+    assert [(event.step, event.skipped) for event in pool.events(StepDone)] == [(3, False), (4, False)]
+    tiny = load_program(Path(job["program"]).with_name("tiny.py")).dataset()
+    for event in pool.events(StepDone):
+        ids = [position % N for position in range((event.step - 1) * 12, event.step * 12)]
+        assert event.tokens == sum(int((torch.as_tensor(tiny[i]["target"]) != -100).sum()) for i in ids)
