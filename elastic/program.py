@@ -86,6 +86,7 @@ class Program:
     extra_state: name -> object with state_dict() and load_state_dict(), of numbers, texts, lists, dicts and tensors; it travels
                 with the model. Every rank has its own object, and all of them must be equal after a step.
     pipeline:   may the blocks be spread over pipeline stages? Only where each is called with what the one before returns.
+                What is registered before the blocks is the first stage's, what is behind them the last one's.
     stage:      (module cut for a stage, index, number of stages) -> module that is called with the hidden state (the first with
                 the input) and gives the hidden state (the last the output); default: the cut module itself.
     weights:    where the first values are read from; `init` is then not called. Parameters that are frozen (no requires_grad)

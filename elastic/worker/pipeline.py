@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,10 +37,28 @@ def cut_stage(model: nn.Module, program: Program, profile: ModelProfile, layers:
     for spec in profile.specs:
         if spec.block is not None and spec.block not in mine and not 0 <= spec.block < profile.n_blocks:
             drop.add(spec.fqn.rpartition(".")[0])
+    if program.stage is None:
+        drop |= {name for name, behind in _without_tensors(model, blocks) if (profile.n_blocks if behind else -1) not in mine}
     for name in drop:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, PassThrough())
     return model
+
+
+def _without_tensors(model: nn.Module, blocks: list[str]) -> Iterator[tuple[str, bool]]:
+    """Modules of torch.nn outside of the blocks that have nothing of their own (dropouts, activations), and whether they are
+    registered behind the blocks: like those with parameters, one of the ends has them. Any other class (tables of positions,
+    masks) may be what every stage calls."""
+    behind = False
+    for name, module in model.named_modules():
+        if any(name == block or name.startswith(block + ".") for block in blocks):
+            behind = True
+        elif (
+            type(module).__module__.startswith("torch.nn.modules.")
+            and type(module).forward is not nn.Module.forward  # containers have none
+            and not [*module.children(), *module.parameters(), *module.buffers()]
+        ):
+            yield name, behind
 
 
 class Pipeline:
