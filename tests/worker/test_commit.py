@@ -276,8 +276,8 @@ def test_a_step_that_is_skipped_is_skipped_by_those_that_roll_forward_to_it(pool
     assert order.step == AT + 1 and order.commit[1] != order.commit[1], "its loss is no number"
     assert not [e.step for e in driver.told(StepDone) if e.skipped and e.step != AT + 1]
     assert driver.state.rollbacks == 0 and driver.state.n_skipped == 1
-    (said,) = driver.told(GuardTripped)
-    assert (said.step, said.do) == (AT + 1, "skip") and 77 in said.samples
+    said = driver.told(GuardTripped)  # by every rank that lives; the first word counts
+    assert {(e.step, e.do) for e in said} == {(AT + 1, "skip")} and all(77 in e.samples for e in said)
     driver.check_end()
 
 
