@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.errors import SpecError
+from elastic.errors import ElasticError, SpecError
 from elastic.program import Program
 from elastic.types import TensorSpec
 
@@ -53,14 +53,13 @@ class Optimizers:
     """
 
     def __init__(self, program: Program, specs: Iterable[TensorSpec], tensors: Mapping[str, nn.Parameter]) -> None:
-        assert program.optimizer is not None
         wholes = {
             spec.fqn: nn.Parameter(torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta"))
             for spec in specs
             if spec.trainable and not spec.buffer and spec.tied_to is None
         }
         names = {id(whole): fqn for fqn, whole in wholes.items()}
-        self.each = by_name(program.optimizer(list(wholes.items())))
+        self.each = by_name(_called(program, wholes))
         self.of = _owners(self.each, names)
         self.begun = any(state for optimizer in self.each.values() for state in optimizer.state.values())
         for optimizer in self.each.values():
@@ -91,6 +90,16 @@ class Optimizers:
         """Of all of them, also where one has no parameter here: what it counts in its settings is the same on every rank."""
         for optimizer in self.each.values():
             optimizer.step()
+
+
+def _called(program: Program, wholes: Mapping[str, nn.Parameter]) -> object:
+    assert program.optimizer is not None
+    try:
+        return program.optimizer(list(wholes.items()))
+    except ElasticError:
+        raise
+    except Exception as error:  # a boundary: the user's function may raise anything
+        raise SpecError(f"Program.optimizer raised {type(error).__name__}: {line_of(error)}") from error
 
 
 def _owners(each: Mapping[str, Optimizer], names: Mapping[int, str]) -> dict[str, str]:

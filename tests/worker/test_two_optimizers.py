@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from loop_reference import train_script_alone
 from plans import from_copies, live, plan
-from reference import train
+from reference import train, train_alone
 from test_chain import job_of
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
 from worker_pool import Pool
 
 from elastic.data.order import sample_ids
@@ -24,9 +28,11 @@ from elastic.spec import load_job
 from elastic.storage import open_storage
 from elastic.types import Box, DigestPart, Layout, Plan, Quiesced, Resume, ShardStored, StepDone
 from elastic.worker import durable
+from elastic.worker.checkpoints import Wanted, import_state
 from elastic.worker.job_program import with_job
 from elastic.worker.model_profile import trace
 from elastic.worker.optimizers import JobOptimizer, Optimizers
+from elastic.worker.script import capture
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
 TWO = load_program(PROGRAMS / "tiny_two.py")
@@ -94,6 +100,74 @@ def test_two_optimizers_through_four_layouts_a_skipped_step_and_a_roll_back(pool
             shape = tuple(tensor.shape)
             got = checkpoint.read(Box(fqn, (0,) * len(shape), shape, "float32"))
             torch.testing.assert_close(got, tensor.detach(), atol=2e-4, rtol=1e-3, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+
+
+# ------------------------------------------------------------------------------------------ in a script's own loop
+
+SCRIPT = PROGRAMS / "loop_two.py"
+GOOD = replace(load_program(PROGRAMS / "tiny.py"), optimizer=TWO.optimizer)
+
+
+def test_a_script_gives_a_dict_and_keeps_its_own() -> None:
+    alone = train_alone(GOOD, job_of("tiny.py", 8) | {"seed": 3, "clip_grad_norm": None}, 8)
+    assert train_script_alone(SCRIPT, [], 3, 8) == pytest.approx(alone, abs=1e-5)
+    profile = trace(capture(SCRIPT, [], 3))
+    assert [kept.entries for kept in profile.optimizers] == [("momentum_buffer",), ("exp_avg", "exp_avg_sq")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_script_with_two_optimizers_in_two_layouts(pool: Pool, tmp_path: Path) -> None:
+    job = job_of("tiny.py", 8) | {"script": str(SCRIPT), "args": []}
+    workers = pool.open(job, tmp_path)
+    first = plan(1, Layout(dp_shard=3), workers, 12)
+    pool.enter(first)
+    pool.wait(lambda: any(e.step >= 3 for e in pool.events(StepDone)), "step 3")
+    pool.enter(plan(2, Layout(dp_replicate=2, dp_shard=2), workers, 12, resume=live(first)))
+    pool.quiesced(2, 4)
+    assert [e.train_loss for e in pool.events(StepDone)] == pytest.approx(train_alone(GOOD, job, 8), abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------------ what plain torch has saved
+
+
+def plain(program: Program) -> tuple[torch.nn.Module, dict[str, torch.optim.Optimizer]]:
+    """Trained for a step by somebody else."""
+    torch.manual_seed(1)
+    model = program.model()
+    optimizers: Any = program.optimizer and program.optimizer(list(model.named_parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    for optimizer in optimizers.values():
+        optimizer.step()
+    return model, optimizers
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "each under its own name"])
+def test_checkpoints_of_plain_torch_come_in_and_ours_go_out(tmp_path: Path, apart: bool) -> None:
+    model, optimizers = plain(TWO)
+    saved: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if apart:
+        saved |= {name: get_optimizer_state_dict(model, one) for name, one in optimizers.items()}
+    else:
+        saved["optim"] = get_optimizer_state_dict(model, tuple(optimizers.values()))
+    dcp.save(saved, checkpoint_id=tmp_path / "plain", no_dist=True)
+    done = import_state(str(tmp_path / "plain"), open_storage(tmp_path / "run"), Wanted(trace(TWO), 3, at_step=None))
+    n_blocks = sum(name.startswith("layers.") for name, _ in model.named_parameters())
+    n_others = done["weights"] - n_blocks
+    assert (done["step"], done["moments"]) == (1, n_blocks + 3 * n_others)
+
+    fresh = TWO.model()
+    again: Any = TWO.optimizer and TWO.optimizer(list(fresh.named_parameters()))
+    moments = get_optimizer_state_dict(fresh, tuple(again.values()))
+    loaded = {"model": get_model_state_dict(fresh), "optim": moments}
+    dcp.load(loaded, checkpoint_id=done["uri"], planner=DefaultLoadPlanner(allow_partial_load=True), no_dist=True)
+    set_optimizer_state_dict(fresh, tuple(again.values()), loaded["optim"])
+    for (name, parameter), (_, other) in zip(model.named_parameters(), fresh.named_parameters(), strict=True):
+        owner = "blocks" if name.startswith("layers.") else "others"
+        mine, theirs = optimizers[owner].state[parameter], again[owner].state[other]
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
 # ------------------------------------------------------------------------------------------ what is kept
@@ -182,6 +256,10 @@ def test_one_without_any_parameter_here_does_nothing(name: str) -> None:
         (lambda named: torch.optim.SGD([torch.nn.Parameter(torch.ones(7))]), "optimizer SGD has a tensor of shape [7]"),
         (lambda named: {}, "Program.optimizer must give a torch.optim.Optimizer, or a dict of them by name, not an empty dict"),
         (lambda named: [1], "or a dict of them by name, not list"),
+        (
+            lambda named: {"a": torch.optim.SGD([p for _, p in named]), "b": torch.optim.SGD([])},
+            "Program.optimizer raised ValueError: optimizer got an empty parameter list",
+        ),
         (lambda named: {"a": None}, "Program.optimizer gives 'a': NoneType; a dict of optimizers has"),
     ],
 )  # fmt: skip
