@@ -122,10 +122,10 @@ def _owners(each: Mapping[str, Optimizer], names: Mapping[int, str]) -> dict[str
                 owners[fqn] = name
     missing = [fqn for fqn in names.values() if fqn not in owners]
     if missing:
-        more = f" (nor are {len(missing) - 1} more)" if len(missing) > 1 else ""
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         where = "any optimizer" if len(each) > 1 else f"the optimizer ({shown('', next(iter(each.values())))})"
         raise SpecError(
-            f"parameter {missing[0]} is not in {where}{more}; each trainable parameter must be in exactly one (requires_grad "
+            f"parameter {missing[0]}{more} is not in {where}; each trainable parameter must be in exactly one (requires_grad "
             "False in the model freezes it)"
         )
     return owners

@@ -250,7 +250,7 @@ def test_one_without_any_parameter_here_does_nothing(name: str) -> None:
                 "a": torch.optim.SGD([p for n, p in named if n.startswith("layers")]),
                 "b": torch.optim.SGD([p for n, p in named if n.startswith("embed")]),
             },
-            "parameter norm.weight is not in any optimizer",
+            "parameter norm.weight (and 1 more) is not in any optimizer",
         ),
         (lambda named: torch.optim.SGD([p for _, p in named[1:]]), "parameter embed.weight is not in the optimizer (SGD)"),
         (lambda named: torch.optim.SGD([torch.nn.Parameter(torch.ones(7))]), "optimizer SGD has a tensor of shape [7]"),
@@ -346,7 +346,7 @@ def test_several_in_job_yaml_by_patterns_of_names() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"matrices": MATRICES}, "parameter embed.weight is not in the optimizer (SGD) (nor are"),
+        ({"matrices": MATRICES}, " more) is not in the optimizer (SGD); each trainable"),
         ({"matrices": MATRICES, "rest": {**REST, "parameters": ["*"]}}, "is in two optimizers, 'matrices' and 'rest'"),
         ({"matrices": {**MATRICES, "parameters": ["*"]}, "rest": REST}, "optimizer.rest': no parameter is left"),
         ({"matrices": {**MATRICES, "parameters": ["layer.*"]}, "rest": REST}, "matrices.parameters': no parameter is"),
