@@ -4,7 +4,7 @@
 of the next epoch; of several that try, storage lets one win. The epoch fences whatever the older driver still tries to do.
 
 Clocks of two machines are never trusted: a holder counts its own seconds since its last sign of life, and one
-that looks expired from elsewhere is watched for its whole time to live before it is replaced.
+that looks expired is watched for its whole time to live before it is replaced.
 """
 
 from __future__ import annotations
@@ -122,8 +122,7 @@ class Lease:
             return
         if 0.0 <= time.time() - before.at_s <= before.ttl_s:
             raise SpecError(self._refusal(before))
-        if before.boot != processes.Place.here().boot:  # its clock may be behind or ahead of ours: does it still give signs?
-            self._watch(before)
+        self._watch(before)  # its clock may be behind or ahead of ours, or this machine stood still: does it still give signs?
 
     def _watch(self, before: Sign) -> None:
         """Raises SpecError when a new sign of life comes while the last one expires by our own clock."""

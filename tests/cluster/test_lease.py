@@ -86,6 +86,17 @@ def test_a_driver_whose_clock_is_behind_still_lives(storage: Storage) -> None:
     timer.join()
 
 
+def test_a_living_process_of_this_machine_that_was_held_up_is_refused(storage: Storage) -> None:
+    """The machine stood still for longer than its time to live; it gives its next sign now."""
+    me = {"boot": processes.Place.here().boot, "pid": os.getpid(), "started": processes.started(os.getpid())}
+    old = put(storage, at_s=time.time() - 1000, ttl_s=300.0, **me)
+    timer = threading.Timer(0.05, lambda: put(storage, n=old.n + 1, ttl_s=300.0, **me))
+    timer.start()
+    with pytest.raises(SpecError, match="elsewhere"):
+        Lease(storage, "r", QUICK)
+    timer.join()
+
+
 def test_a_dead_process_of_this_machine_is_replaced_at_once(storage: Storage) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
