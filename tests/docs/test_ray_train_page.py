@@ -158,7 +158,7 @@ def test_the_train_function_through_a_kill_a_notice_and_a_growth(folder: Path) -
     ]
     job = f"        job={{'drill': {drill}, 'pools': {POOLS}, 'peer_every': 4}},\n"
     slow = f"__import__('os').path.exists(__import__('os').environ['{SLOW}'])"
-    pause = f"            __import__('time').sleep(0.5 if {slow} else 0.05)\n"
+    pause = f"            __import__('time').sleep(2.0 if {slow} else 0.05)\n"
     change(folder, "sums_elastic.py", "        scaling_config", f"{job}        scaling_config")
     change(folder, "sums_elastic.py", "            run.step()", f"{pause}            run.step()")
     journal = folder / "results" / "sums" / "journal.jsonl"

@@ -20,7 +20,7 @@ class Slow:  # 0.2 s a step on two workers: the run is still at it when the adde
     def __len__(self):
         return len(self.inner)
     def __getitem__(self, index):
-        time.sleep(0.25 if os.path.exists(os.environ['{SLOW}']) else 0.05)
+        time.sleep(0.5 if os.path.exists(os.environ['{SLOW}']) else 0.05)
         return self.inner[index]
 program = dataclasses.replace(base, dataset=Slow)
 """

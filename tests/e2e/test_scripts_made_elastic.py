@@ -42,7 +42,7 @@ def slowed(name: str, folder: Path, pause_s: float) -> Path:
     assert text.count("    run.step(") == 1
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "train.py"
-    pause = f"0.5 if __import__('os').path.exists(__import__('os').environ['{SLOW}']) else {pause_s}"
+    pause = f"2.0 if __import__('os').path.exists(__import__('os').environ['{SLOW}']) else {pause_s}"
     file.write_text(text.replace("        run.step(", f"        __import__('time').sleep({pause})\n        run.step("))
     return file
 
