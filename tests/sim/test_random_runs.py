@@ -17,7 +17,7 @@ from elastic.sim.faults import Delays, Fault, FaultKind, Moment
 from elastic.sim.replay import replay
 from elastic.types import DriverStarted, EnterPlan, ModelProfile, NodeLost, OptimizerSpec, Pool, StepDone, TensorSpec
 
-N_RUNS, N_BATCHES = 300, 15
+N_RUNS, N_BATCHES = 300, 60
 MODEL = ModelProfile(
     4,
     1_000_000,
