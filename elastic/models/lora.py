@@ -18,16 +18,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from elastic.errors import SpecError
 from elastic.program import Adapter, Program, Weights
 
 BASE, DOWN, UP = "base_layer", "lora_A", "lora_B"
 SHOWN = 6
-# what a linear layer's style means for the two matrices beside it: one takes the layer's input, the other gives its output
+# what a linear layer's style means for the two matrices beside it: one takes the layer's input, the other gives its output. One
+# that is whole and sees a part of the sequence, or gives one, has a part of its gradient on each rank: "sequence" adds them up
 STYLES = {
     "colwise": {UP: "colwise"}, "colwise_gather": {UP: "colwise_gather"}, "rowwise": {DOWN: "rowwise"},
+    "rowwise_scatter": {DOWN: "rowwise_scatter", UP: "sequence"},
+    "sequence_colwise_gather": {DOWN: "sequence", UP: "sequence_colwise_gather"},
+    "sequence_colwise_loss": {DOWN: "sequence", UP: "sequence_colwise_loss"},
+    "summed": {DOWN: "summed", UP: "summed"}, "sequence": {DOWN: "sequence", UP: "sequence"},
 }  # fmt: skip
+AROUND = ("gather", "scatter")  # styles of what a layer is given or gives: its adapters are inside
 
 
 class LoraLinear(nn.Module):
@@ -48,13 +55,14 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        return self.base_layer(x) + self.lora_B(self.lora_A(x)) * self.scale  # type: ignore[no-any-return]
+        whole = x.to_local() if isinstance(x, DTensor) else x  # of a sequence that was gathered for layers cut by columns
+        return self.base_layer(x) + self.lora_B(self.lora_A(whole)) * self.scale  # type: ignore[no-any-return]
 
 
 def lora(program: Program, targets: Collection[str], r: int = 8, alpha: float = 16.0) -> Program:
     """The same program with everything frozen but adapters on the linear layers whose names end in one of `targets`.
 
-    Raises SpecError where a target names none.
+    Raises SpecError where a target names none, or one whose tp style adapters cannot follow.
     """
     if r < 1:
         raise SpecError(f"lora: r={r}; the rank of the adapters is at least 1")
@@ -110,7 +118,7 @@ def _linears(model: nn.Module, targets: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _tp(model: nn.Module, plan: Mapping[str, str], names: set[str]) -> dict[str, str]:
-    """A pattern that meets a layer with an adapter is written out."""
+    """A pattern that meets a layer with an adapter is written out. Raises SpecError for a style that adapters cannot follow."""
     out: dict[str, str] = {}
     for pattern, style in plan.items():
         met = [name for name, _ in model.named_modules() if _matches(pattern, name)]
@@ -118,11 +126,15 @@ def _tp(model: nn.Module, plan: Mapping[str, str], names: set[str]) -> dict[str,
             out[pattern] = style
             continue
         for name in met:
-            if name not in names:
+            if name not in names or style in AROUND:
                 out[name] = style
                 continue
+            if style not in STYLES:
+                raise SpecError(
+                    f"lora: {name} has the tp style '{style}', which its adapters cannot follow; leave it out of the targets"
+                )
             out[f"{name}.{BASE}"] = style
-            out |= {f"{name}.{part}": kind for part, kind in STYLES.get(style, {}).items()}
+            out |= {f"{name}.{part}": kind for part, kind in STYLES[style].items()}
     return out
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elastic.errors import SpecError
+from elastic.models.llama import tp_plan
 from elastic.models.lora import lora
 from elastic.program import Program, load_program
 from elastic.reshard.shards import boxes, reread_boxes
@@ -44,6 +45,21 @@ def test_tp_cuts_the_side_that_the_layer_is_cut_on(base: Program) -> None:
     assert cut[f"{layer}wq.lora_A.weight"] is None and cut[f"{layer}wo.lora_B.weight"] is None
     assert cut[f"{layer}wo.base_layer.weight"] == cut[f"{layer}wo.lora_A.weight"] == 1
     assert cut[f"{layer}wk.weight"] == 0 and trace(program).tp_limit == 2
+
+
+def test_a_style_that_adapters_cannot_follow_is_refused(base: Program) -> None:
+    with pytest.raises(
+        SpecError, match=r"^lora: head has the tp style 'vocab', which its adapters cannot follow; leave it out"
+    ):
+        lora(replace(base, tp={"head": "vocab"}), ("head",))
+
+
+def test_with_sequence_parallelism_gradients_of_what_is_whole_are_added_up(base: Program) -> None:
+    around = lora(replace(base, tp=tp_plan(sequence=True)), ("wo", "head")).tp
+    assert around["head"] == "gather" and "head.base_layer" not in around
+    assert around["layers.0.attn.wo.lora_A"] == "rowwise_scatter" and around["layers.0.attn.wo.lora_B"] == "sequence"
+    cut = lora(replace(base, tp=tp_plan(vocab=True, sequence=True)), ("head",)).tp
+    assert cut["head.lora_A"] == "sequence" and cut["head.lora_B"] == cut["head.base_layer"] == "sequence_colwise_loss"
 
 
 def test_frozen_weights_are_no_part_of_the_state(base: Program) -> None:

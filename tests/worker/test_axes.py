@@ -56,6 +56,10 @@ COVER = [
     Case("tiny_tied.py", "tp=2", microbatches=3),  # nothing but tp: no FSDP that keeps the tie
     Case("tiny_sequence.py", "dp_shard=2,tp=2", 13),
     Case("tiny_sequence.py", "cp=2,tp=2", microbatches=2),
+    Case("tiny_sequence_lora.py", "dp_shard=2,tp=2", 13),
+    Case("tiny_loss_lora.py", "cp=2,tp=2"),
+    Case("tiny_few_lora.py", "pp=4"),
+    Case("tiny_few_lora.py", "pp=2,dp_shard=2,schedule=interleaved1f1b"),
     Case("tiny_loss_parallel.py", "pp=2,tp=2", steps=20),
     Case("tiny.py", "pp=2,schedule=gpipe", steps=20),
     Case("tiny_tied.py", "pp=2,dp_replicate=2", 14, microbatches=2),

@@ -95,7 +95,7 @@ def adapter_job(folder: Path) -> dict[str, Any]:
     torch.manual_seed(2)
     load_program(PROGRAMS / "hf_qwen3.py").model().save_pretrained(folder / "made", max_shard_size="20KB")
     (folder / "program.py").write_text(PROGRAM.format(programs=str(PROGRAMS), weights=str(folder / "made")))
-    return job_of(str(folder / "program.py"), steps=12)
+    return job_of(str(folder / "program.py"), steps=16)
 
 
 def reference(program: Program, job: dict[str, Any]) -> list[float]:
@@ -118,15 +118,16 @@ def reference(program: Program, job: dict[str, Any]) -> list[float]:
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers so
 def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
     """The frozen weights are in no checkpoint; transformers and peft read what comes out, alone and merged."""
-    job = adapter_job(tmp_path)
+    job = adapter_job(tmp_path) | {"layout": {"4": "dp_shard=2,cp=2"}}
     program = load_program(job["program"])
     run = tmp_path / "run"
-    steps = pass_through(pool, job, run, [Layout(dp_shard=3), Layout(pp=2, tp=2), Layout(dp_shard=2, tp=2)], every=3)
+    layouts = [Layout(dp_shard=3), Layout(pp=2, tp=2), Layout(cp=2, tp=2), Layout(dp_shard=2, cp=2)]
+    steps = pass_through(pool, job, run, layouts, every=3)
     alone = reference(program, job)
     assert max(abs(e.train_loss - loss) for e, loss in zip(steps, alone, strict=True)) < 1e-4
     assert alone[-1] < alone[0] - 0.1
     storage = open_storage(str(run))
-    durable.commit(storage, job["steps"], 3, 4, 1, {})
+    durable.commit(storage, job["steps"], len(layouts), 4, 1, {})
     uri = durable.find(storage)[0].uri
     kept = [fqn for fqn in durable.open_checkpoint(uri).tensors if fqn.startswith("model.")]
     assert len(kept) == 4 * 3 * 2 and all(".lora_" in fqn for fqn in kept)
