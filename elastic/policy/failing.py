@@ -99,7 +99,8 @@ def rollbacks_most(job: Mapping[str, Any], guard: str) -> int:
 
 
 def _guard_tripped(state: State, event: GuardTripped, at_s: float) -> State:
-    skipped = event.do == "skip" and state.is_current(event.generation)
+    aborted = state.aborting is not None and event.generation == state.generation
+    skipped = event.do == "skip" and (state.is_current(event.generation) or aborted)
     return replace(state, n_skipped=state.n_skipped + 1) if skipped else state
 
 

@@ -90,6 +90,16 @@ def test_a_skipped_step_is_a_step_whatever_its_loss() -> None:
     assert orders(decision, Abort) and story.state.rollbacks == 1, "nobody has skipped that one"
 
 
+def test_a_skip_that_is_told_while_its_generation_is_broken_off_counts() -> None:
+    story = Story()
+    plan = story.running("a", "b", steps=7)
+    story.tick(WorkerFailed(WorkerId("b", 0), plan.generation, "collective", "gone"))
+    assert story.state.aborting is not None and story.state.plan is None
+    story.tick(GuardTripped(plan.generation, 8, "loss_spike", "skip", "step 8: ..."))
+    story.tick(GuardTripped(plan.generation - 1, 8, "loss_spike", "skip", "step 8: ..."))
+    assert story.state.n_skipped == 1
+
+
 @pytest.mark.parametrize("worker", [None, WorkerId("b", 0)])
 def test_the_journal_keeps_a_trip(worker: WorkerId | None) -> None:
     event = GuardTripped(3, 8, "loss_spike", "skip", "step 8: ...", 1, worker, (7, 19))
