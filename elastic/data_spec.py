@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 KINDS = ("rows", "folder", "jsonl", "parquet", "huggingface", "tokens", "mixture")
 WITH_TEXT = ("folder", "jsonl", "parquet", "huggingface")
-PACKS = ("stream", "cut", "whole", "pad")
+PACKS = ("stream", "cut", "whole", "pad", "document")
 ONLY_FOR = {
     "pattern": ("folder", "jsonl", "parquet", "tokens"),
     "part": ("folder",),
@@ -39,7 +39,7 @@ class SourceSpec(BaseModel):
     tokenizer: str | None = None
     end_token: str | int | None = None
     seq: int | None = Field(None, gt=0)
-    pack: Literal["stream", "cut", "whole", "pad"] | None = None
+    pack: Literal["stream", "cut", "whole", "pad", "document"] | None = None
     pattern: str | None = None
     part: Literal["train", "validation", "all"] | None = None
     split: str | None = None
@@ -86,6 +86,15 @@ class SourceSpec(BaseModel):
         handed = {key: getattr(self, key) for key in HANDED_ON if getattr(self, key) is not None}
         return {name: SourceSpec(**_fitting(handed, part) | part.plain()) for name, part in (self.mixture or {}).items()}
 
+    @property
+    def unequal(self) -> bool:
+        """Do samples differ in length?"""
+        return self.pack == "document" or any(part.unequal for part in self.parts().values())
+
+    def longest(self) -> int:
+        """The most tokens of a sample, as far as the keys say it."""
+        return max([self.seq or 0, *(part.longest() for part in self.parts().values())])
+
     def plain(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True)
 
@@ -124,6 +133,17 @@ class DataSpec(BaseModel):
         if isinstance(value, Mapping):
             return {name: {"rows": source} if isinstance(source, str) else source for name, source in value.items()}
         return value
+
+    def problem(self, microbatch_tokens: int | None) -> str:
+        """What is wrong with samples of unequal length and the micro-batches that are made of them; '' = nothing."""
+        found = {"data.train": self.train} if self.train is not None else {}
+        found |= {f"data.validation{'.' * bool(name)}{name}": one for name, one in (self.validation or {}).items()}
+        for where, source in found.items():
+            if microbatch_tokens is None and source.unequal:
+                return f"{where}: 'pack: document' gives samples of unequal length; give microbatch_tokens, or take pack: pad"
+            if microbatch_tokens is not None and source.longest() > microbatch_tokens:
+                return f"{where}: a sample of seq={source.longest()} does not fit into microbatch_tokens={microbatch_tokens}"
+        return ""
 
     def plain(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True, exclude_defaults=True)

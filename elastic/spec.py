@@ -126,6 +126,7 @@ class JobSpec(_Strict):
     schedule: Literal["1f1b", "gpipe", "interleaved1f1b"] = "1f1b"
     virtual_stages: int | None = Field(None, gt=1)  # pipeline stages per rank under interleaved1f1b
     microbatch_size: int | None = Field(None, gt=0)  # samples of a data-parallel rank that are computed at once
+    microbatch_tokens: int | None = Field(None, gt=0)  # places that it computes at once, for samples of unequal length
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     zero_stage: Literal[1, 2, 3] = 3
     compile: bool = False
@@ -203,7 +204,12 @@ class JobSpec(_Strict):
                 raise ValueError(
                     f"layout '{text}' has {layout.dp} data-parallel ranks, global_batch={self.global_batch} has fewer samples"
                 )
+            if self.microbatch_tokens and (layout.pp > 1 or layout.microbatch_size):
+                raise ValueError(f"layout '{text}': {_no_budget(layout)}")
+        if self.microbatch_tokens and self.microbatch_size:
+            raise ValueError("microbatch_tokens and microbatch_size both say what is computed at once; take one of them")
         wrong = problem(self.steps, self.lr_schedule, self.lr_scaling, self.base_global_batch)
+        wrong = wrong or self.data.problem(self.microbatch_tokens)
         if wrong:
             raise ValueError(wrong)
         if self.args and self.script is None:
@@ -212,8 +218,9 @@ class JobSpec(_Strict):
             raise ValueError(f"float8: true needs precision: bfloat16 for all that is no matrix product, not {self.precision}")
         if self.precision == "float16" and self.script is not None:
             raise ValueError("precision: float16 needs a loss scale, which a script's own loss does not get; take bfloat16")
-        if self.microbatch_size and self.script is not None:
-            raise ValueError("a script gets its whole share of a step at once; leave microbatch_size out")
+        for key in ("microbatch_size", "microbatch_tokens"):
+            if getattr(self, key) and self.script is not None:
+                raise ValueError(f"a script gets its whole share of a step at once; leave {key} out")
         names = [pool.name for pool in self.pools]
         if len(set(names)) < len(names):
             raise ValueError(f"two pools have the same name ({', '.join(names)})")
@@ -230,6 +237,13 @@ class JobSpec(_Strict):
     def plain(self) -> dict[str, Any]:
         """As plain data: what DriverStarted.job holds."""
         return self.model_dump() | {"drill": [entry.plain() for entry in self.drill], "data": self.data.plain()}
+
+
+def _no_budget(layout: Layout) -> str:
+    """Why it does not go with microbatch_tokens."""
+    if layout.pp > 1:
+        return f"pp={layout.pp} needs micro-batches of one shape, microbatch_tokens makes unequal ones; take pp=1"
+    return "microbatch_tokens says already what is computed at once; leave microbatch_size out"
 
 
 def load_job(folder: str | Path, overrides: Iterable[str] = ()) -> JobSpec:

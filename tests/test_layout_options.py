@@ -113,6 +113,22 @@ def test_float8_is_refused_where_not_all_have_it(kinds: tuple[str, ...], said: s
             {"microbatch_size": 2, "script": "t.py"},
             "a script gets its whole share of a step at once; leave microbatch_size out",
         ),
+        ({"microbatch_tokens": 9, "script": "t.py"}, "whole share of a step at once; leave microbatch_tokens out"),
+        ({"microbatch_tokens": 9, "microbatch_size": 2}, "both say what is computed at once; take one of them"),
+        ({"microbatch_tokens": 9, "layout": "pp=2"}, "layout 'pp=2': pp=2 needs micro-batches of one shape, microbatch_tokens"),
+        (
+            {"microbatch_tokens": 9, "layout": "tp=2,microbatch_size=2"},
+            "microbatch_tokens says already what is computed at once",
+        ),
+        ({"microbatch_tokens": 0}, "key 'microbatch_tokens': input should be greater than 0 (it is 0)"),
+        (
+            {"microbatch_tokens": 9, "data": {"train": {"jsonl": "a", "tokenizer": "bytes", "seq": 10, "pack": "document"}}},
+            "data.train: a sample of seq=10 does not fit into microbatch_tokens=9",
+        ),
+        (
+            {"data": {"validation": {"v": {"mixture": {"a": {"folder": "b", "pack": "document"}}}}}},
+            "data.validation.v: 'pack: document' gives samples of unequal length; give microbatch_tokens, or take pack: pad",
+        ),
     ],
 )
 def test_bad_input_is_one_line(keys: dict[str, Any], said: str) -> None:

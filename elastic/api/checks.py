@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from elastic.data.batches import item_of
+from elastic.data.budget import budget_of
 from elastic.data.opening import dataset_of
 from elastic.errors import ElasticError, SpecError
 from elastic.fingerprint import JOB_KEYS, KEY, batch_changed, differences
@@ -88,7 +90,10 @@ def check_cp(spec: JobSpec, program: Program) -> None:
     from elastic.data.loader import collate
     from elastic.worker.sequence import check_calls
 
-    check_calls(program, collate([dataset_of(program, spec.plain())[0]]), cp)
+    dataset = dataset_of(program, spec.plain())
+    budget = budget_of(spec.plain(), dataset, 2 * cp)
+    length = budget.of_one(0, 1).length if budget is not None else None
+    check_calls(program, collate([item_of(dataset, 0, length)]), cp)
 
 
 def check_same(before: list[Line], start: DriverStarted, meta: Mapping[str, Any], allow_changed: bool = False) -> None:

@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from elastic.data.budget import Microbatch
 from elastic.errors import ElasticError, ProgramError
 
+NO_TARGET = -100
+SAYS_WHAT_COUNTS = ("target", "labels", "attention_mask", "weight", "weights", "document")
 Stack = Callable[[str, list[Any]], Any]
 
 
@@ -41,22 +44,58 @@ def stack_arrays(key: str, values: list[Any]) -> Any:
     return found
 
 
-def batch_of(dataset: Any, ids: Sequence[int], collate: Callable[[list[Any]], dict[str, Any]]) -> dict[str, Any]:
+def batch_of(dataset: Any, part: Microbatch, collate: Callable[[list[Any]], dict[str, Any]]) -> dict[str, Any]:
     """The batch of these samples; without samples what one would be, of length 0: its keys and shapes are needed all the same.
 
     Raises Unread, which names the sample that failed.
     """
     sample: int | None = None
-    items = []
+    items, ids = [], part.ids
     try:
         for sample in ids if len(ids) else (0,):
-            items.append(dataset[sample])
+            items.append(item_of(dataset, sample, part.length))
         sample = None
         batch = collate(items)
         return batch if len(ids) else {key: value[:0] for key, value in batch.items()}
     except Exception as error:  # a boundary: the user's dataset may raise anything
         text = str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
         raise Unread(sample, text) from error
+
+
+def item_of(dataset: Any, sample: int, length: int | None) -> Any:
+    """A sample, filled up to `length` tokens; None = as it is."""
+    item = dataset[sample]
+    return item if length is None else filled(item, dataset.length(sample), length)
+
+
+def filled(item: Any, n: int, length: int) -> dict[str, Any]:
+    """A sample of `n` tokens with `length` places: every array whose first dimension is `n` is filled up at its end, `target`
+    and `labels` with -100, `document` with one more document, others with 0. Raises ProgramError where nothing says what is
+    filling, or no array has `n` tokens."""
+    if not isinstance(item, Mapping):
+        raise ProgramError(f"an item of the dataset must be a dict of tensors, not {type(item).__name__}")
+    along = [key for key, value in item.items() if (getattr(value, "shape", None) or (None,))[0] == n]
+    if not along:
+        shapes = ", ".join(f"'{key}' {list(getattr(value, 'shape', ()))}" for key, value in item.items())
+        raise ProgramError(f"length() says {n} tokens, but no array begins with that dimension: {shapes}")
+    if length == n:
+        return dict(item)
+    if not set(along) & {*SAYS_WHAT_COUNTS}:
+        raise ProgramError(
+            f"a sample has {', '.join(sorted(along))}: none of {', '.join(SAYS_WHAT_COUNTS)} says what is filling; add one "
+            "(attention_mask: ones)"
+        )
+    return {key: _longer(key, value, length) if key in along else value for key, value in item.items()}
+
+
+def _longer(key: str, value: Any, length: int) -> Any:
+    shape = (length, *value.shape[1:])
+    filling = NO_TARGET if key in ("target", "labels") else 0
+    if key == "document":
+        filling = int(value[-1]) + 1 if len(value) else 0
+    out = value.new_full(shape, filling) if hasattr(value, "new_full") else np.full(shape, filling, value.dtype)
+    out[: len(value)] = value
+    return out
 
 
 class Unread(Exception):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from elastic.data.batches import Unread, batch_of, check_shapes, collated, stack_arrays
+from elastic.data.budget import Microbatch
 from elastic.data.readers import LoaderLost, Reader, Readers
 from elastic.errors import InternalError, ProgramError
 
@@ -61,26 +62,26 @@ class Ahead:
 class Loader:
     """Reads the batches of the steps `first_step`, `first_step` + 1, ... ahead.
 
-    dataset: map-style; with `readers` they read it, each a batch at a time. ids_of_step: step -> the sample ids that this rank
-    reads in it (none: tensors of length 0). What the dataset raises comes out of `take` as ProgramError with the sample id, the
-    end of a loader process as LoaderLost. `take` and `restart` belong to one thread; `close` may come from any, and frees a
-    `take` that waits.
+    dataset: map-style; with `readers` they read it, each a step at a time. parts_of_step: step -> the micro-batches that this
+    rank reads in it, each of which becomes a batch (without ids: tensors of length 0). What the dataset raises comes out of
+    `take` as ProgramError with the sample id, the end of a loader process as LoaderLost. `take` and `restart` belong to one
+    thread; `close` may come from any, and frees a `take` that waits.
     """
 
     def __init__(
         self,
         dataset: Any,
-        ids_of_step: Callable[[int], Sequence[int]],
+        parts_of_step: Callable[[int], Sequence[Microbatch]],
         first_step: int,
         ahead: Ahead | int = 2,
         readers: Readers | None = None,
     ) -> None:
-        self._dataset, self._ids_of_step = dataset, ids_of_step
+        self._dataset, self._parts_of_step = dataset, parts_of_step
         each: tuple[Reader | None, ...] = readers.each if readers is not None else (None,)
         ahead = Ahead(ahead) if isinstance(ahead, int) else ahead
         self._steps, self._most_bytes = max(1, ahead.steps, len(each) if readers is not None else 1), ahead.most_bytes
         self._changed = threading.Condition()
-        self._ready: dict[int, Batch | Exception] = {}
+        self._ready: dict[int, list[Batch] | Exception] = {}
         self._reading: set[int] = set()  # steps of this round
         self._batch_bytes = 0  # of the largest so far
         self._next, self._round, self._closed = first_step, 0, False
@@ -89,8 +90,8 @@ class Loader:
         for thread in self._threads:
             thread.start()
 
-    def take(self, step: int) -> tuple[Batch, float]:
-        """The batch of `step` and the seconds that it was waited for. A step out of turn starts reading there anew."""
+    def take(self, step: int) -> tuple[list[Batch], float]:
+        """The batches of `step` and the seconds that they were waited for. A step out of turn starts reading there anew."""
         start = time.monotonic()
         if step != self._wanted:
             self.restart(step)
@@ -132,7 +133,7 @@ class Loader:
             return False
         if self._next == self._wanted:
             return True
-        ready = sum(_n_bytes(batch) for batch in self._ready.values() if isinstance(batch, dict))
+        ready = sum(_n_bytes(found) for found in self._ready.values())
         unknown = not self._batch_bytes  # until the first batch is there nobody knows how large they are: one for each reader
         others = len(self._reading) + 1
         return ready + others * self._batch_bytes <= self._most_bytes if not unknown else others <= len(self._threads)
@@ -146,20 +147,20 @@ class Loader:
                 step, current = self._next, self._round
                 self._next += 1
                 self._reading.add(step)
-            batch = self._load(step, reader)
+            found = self._load(step, reader)
             with self._changed:
                 if current == self._round and not self._closed:
-                    self._ready[step] = batch
+                    self._ready[step] = found
                     self._reading.discard(step)
-                    self._batch_bytes = max(self._batch_bytes, _n_bytes(batch) if isinstance(batch, dict) else 0)
+                    self._batch_bytes = max(self._batch_bytes, _n_bytes(found))
                     self._changed.notify_all()
 
-    def _load(self, step: int, reader: Reader | None) -> Batch | Exception:
+    def _load(self, step: int, reader: Reader | None) -> list[Batch] | Exception:
         try:
-            ids = self._ids_of_step(step)
+            parts = self._parts_of_step(step)
             if reader is None:
-                return batch_of(self._dataset, ids, collate)
-            return {key: _tensor(key, values) for key, values in reader.load(ids).items()}
+                return [batch_of(self._dataset, part, collate) for part in parts]
+            return [{key: _tensor(key, values) for key, values in batch.items()} for batch in reader.load(parts)]
         except LoaderLost as error:
             return LoaderLost(f"{error} (step {step})")
         except Unread as error:
@@ -172,5 +173,7 @@ class Loader:
             return named
 
 
-def _n_bytes(batch: Batch) -> int:
-    return sum(value.numel() * value.element_size() for value in batch.values())
+def _n_bytes(found: list[Batch] | Exception) -> int:
+    if isinstance(found, Exception):
+        return 0
+    return sum(value.numel() * value.element_size() for batch in found for value in batch.values())

@@ -56,6 +56,11 @@ class Mixture:
         epoch, place = divmod(index - self._starts[one], length)
         return one, permuted(length, self._key(one), epoch, place)
 
+    def length(self, index: int) -> int:
+        """Of the sample, in tokens, where the sets know it."""
+        one, sample = self.source(index)
+        return int(self.sets[one].length(sample))
+
     def __getitem__(self, index: int) -> Any:
         one, sample = self.source(index)
         return self.sets[one][sample]

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic.data.budget import check_lengths
 from elastic.data.cache import Cache
 from elastic.data.corpus import Corpus, FileBytes, TokenFiles, Tokenised, n_tokens
 from elastic.data.files import Files, files_at
 from elastic.data.mixture import Mixture
-from elastic.data.packing import Cut, Padded, Whole, Windows
+from elastic.data.packing import Cut, Documents, Padded, Whole, Windows
 from elastic.data.parquet import Rows
 from elastic.data.records import Columns, HuggingFace, Jsonl, Parquet, Records
 from elastic.data.sources import split_files
@@ -34,13 +35,18 @@ def dataset_of(program: Program, job: Mapping[str, Any]) -> Any:
     """The job's training data: what its key `data.train` names, else the program's own. Raises SpecError without either."""
     data = DataSpec.model_validate(job.get("data") or {})
     if data.train is not None:
-        return _named("data.train", data.train, _place(job, data))
+        return _with_lengths(_named("data.train", data.train, _place(job, data)), "data.train", job)
     if program.dataset is None:
         raise SpecError("there is no data: Program.dataset is None, and the job names no data.train")
     dataset = program.dataset()
     if is_stream(dataset) and not _is_map(dataset):
-        return Stream(dataset, int(job.get("global_batch") or 1))
-    return checked(dataset, "Program.dataset")
+        return _with_lengths(Stream(dataset, int(job.get("global_batch") or 1)), "Program.dataset", job)
+    return _with_lengths(checked(dataset, "Program.dataset"), "Program.dataset", job)
+
+
+def _with_lengths(dataset: Any, what: str, job: Mapping[str, Any]) -> Any:
+    check_lengths(job, dataset, what)
+    return dataset
 
 
 def validation_of(program: Program, job: Mapping[str, Any]) -> Any:
@@ -49,9 +55,13 @@ def validation_of(program: Program, job: Mapping[str, Any]) -> Any:
     if data.validation is not None:
         place = _place(job, data)
         shown = {name: "data.validation" + (f".{name}" if name else "") for name in data.validation}
-        found = Sets({name: _named(shown[name], source, place) for name, source in data.validation.items()})
+        found = Sets(
+            {name: _with_lengths(_named(shown[name], one, place), shown[name], job) for name, one in data.validation.items()}
+        )
         return found[""] if [*found] == [""] else found
-    return checked(program.validation(), "Program.validation") if program.validation is not None else None
+    if program.validation is None:
+        return None
+    return _with_lengths(checked(program.validation(), "Program.validation"), "Program.validation", job)
 
 
 def _is_map(dataset: Any) -> bool:
@@ -136,7 +146,7 @@ def _mixture(source: SourceSpec, place: _Place) -> Mixture:
     parts = source.parts()
     sets = {name: _named(f"part '{name}' of the mixture", part, place) for name, part in parts.items()}
     first, *others = sets
-    shapes = {name: _shapes(one[0]) for name, one in sets.items()}
+    shapes = {name: _shapes(one[0], parts[name].unequal) for name, one in sets.items()}
     for name in others:
         if shapes[name] != shapes[first]:
             raise SpecError(f"part '{name}' of the mixture gives {shapes[name]}, part '{first}' {shapes[first]}")
@@ -144,8 +154,10 @@ def _mixture(source: SourceSpec, place: _Place) -> Mixture:
     return Mixture(sets, weights or None, source.samples, place.seed)
 
 
-def _shapes(item: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value.dtype} {list(value.shape)}" for key, value in sorted(item.items()))
+def _shapes(item: Mapping[str, Any], unequal: bool) -> str:
+    """`unequal`: the first dimension differs from sample to sample."""
+    shapes = {key: ["...", *value.shape[1:]] if unequal and value.ndim else list(value.shape) for key, value in item.items()}
+    return ", ".join(f"{key} {value.dtype} {shapes[key]}" for key, value in sorted(item.items()))
 
 
 def _records(where: str, source: SourceSpec, cache: Cache) -> Records:
@@ -176,7 +188,7 @@ def _samples(corpus: Corpus, source: SourceSpec, place: _Place) -> Any:
         raise SpecError("key 'seq' is missing: the tokens of a sample")
     if source.pack == "whole":
         return Whole(corpus, source.seq, place.cache())
-    kinds: dict[str | None, type[Windows | Cut | Padded]] = {"cut": Cut, "pad": Padded}
+    kinds: dict[str | None, type[Windows | Documents]] = {"cut": Cut, "pad": Padded, "document": Documents}
     found = kinds.get(source.pack, Windows)(corpus, source.seq)
     if not len(found):
         raise SpecError(f"it holds {n_tokens(corpus)} tokens; one sample of seq={source.seq} needs {source.seq + 1}")

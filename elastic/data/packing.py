@@ -1,4 +1,4 @@
-"""A row of tokens as samples of one length: windows, windows with document masks, or whole documents packed together.
+"""A row of tokens as samples: windows, windows with document masks, whole documents packed together, or each by itself.
 
 Every sample is a function of its number. A packed sample has, int64 [seq] each:
 input      token ids
@@ -36,6 +36,9 @@ class Windows:
 
     def __len__(self) -> int:
         return self._n
+
+    def length(self, index: int) -> int:
+        return self.seq
 
     def __getitem__(self, index: int) -> Item:
         start = _inside(index, self._n) * self.seq
@@ -78,6 +81,9 @@ class Whole:
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
+    def length(self, index: int) -> int:
+        return self.seq
+
     @property
     def filled(self) -> float:
         """Share of the places of all samples that hold a token."""
@@ -99,8 +105,8 @@ class Whole:
         return {"input": source, "target": target, **_masks(np.asarray(begins, dtype=np.int64), self.seq)}
 
 
-class Padded:
-    """One document per sample: {"input", "target"}, cut at seq; the rest has the target -100."""
+class Documents:
+    """One document per sample: {"input", "target"}, cut at seq, as long as it is; the target of its last token is -100."""
 
     def __init__(self, corpus: Corpus, seq: int) -> None:
         self.corpus, self.seq = corpus, _checked(seq)
@@ -108,15 +114,29 @@ class Padded:
     def __len__(self) -> int:
         return len(self.corpus.ends)
 
-    def __getitem__(self, index: int) -> Item:
+    def length(self, index: int) -> int:
+        start, stop = self._span(index)
+        return min(stop - start, self.seq)
+
+    def _span(self, index: int) -> tuple[int, int]:
         stop = int(self.corpus.ends[_inside(index, len(self))])
-        start = int(self.corpus.ends[index - 1]) if index else 0
+        return int(self.corpus.ends[index - 1]) if index else 0, stop
+
+    def __getitem__(self, index: int) -> Item:
+        start, stop = self._span(index)
         ids = self.corpus.read(start, min(stop, start + self.seq + 1))
-        n = min(len(ids), self.seq)
-        source, target = np.zeros(self.seq, dtype=np.int64), np.full(self.seq, NO_TARGET, dtype=np.int64)
+        n, places = min(len(ids), self.seq), self.length(index)
+        source, target = np.zeros(places, dtype=np.int64), np.full(places, NO_TARGET, dtype=np.int64)
         source[:n] = ids[:n]
         target[: len(ids) - 1] = ids[1:]
         return {"input": source, "target": target}
+
+
+class Padded(Documents):
+    """The same, filled up to seq; filling has the target -100."""
+
+    def length(self, index: int) -> int:
+        return self.seq
 
 
 def packed(ends: NDArray[np.int64], seq: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

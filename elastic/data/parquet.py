@@ -79,6 +79,10 @@ class Rows:
     def __len__(self) -> int:
         return self.index.rows
 
+    def length(self, index: int) -> int:
+        """First dimension of the first column that has one; all rows are equal."""
+        return next((column.shape[0] for column in self.index.columns.values() if column.shape), 1)
+
     def __getitem__(self, index: int) -> dict[str, Array]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")

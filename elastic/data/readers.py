@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from elastic.data.batches import Unread, batch_of, collated, stack_arrays
+from elastic.data.budget import Microbatch
 from elastic.errors import ElasticError, ProgramError
 
 GOODBYE_S = 2.0
@@ -52,8 +53,8 @@ class Reader:
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0
 
-    def load(self, ids: Sequence[int]) -> dict[str, Any]:
-        """The batch of these samples, as arrays (or tensors, where the dataset gives tensors that NumPy has no type for)."""
+    def load(self, parts: Sequence[Microbatch]) -> list[dict[str, Any]]:
+        """The batch of each of these, as arrays (or tensors, where the dataset gives tensors that NumPy has no type for)."""
         with self._lock:
             if self._closed:
                 raise LoaderLost("the loader processes have been ended")
@@ -61,13 +62,13 @@ class Reader:
                 self._start()
             assert self._pipe is not None
             try:
-                self._pipe.send_bytes(pickle.dumps(list(ids), 5))
+                self._pipe.send_bytes(pickle.dumps(list(parts), 5))
                 answer = pickle.loads(self._pipe.recv_bytes())
             except (EOFError, OSError) as error:
                 raise LoaderLost(self._told()) from error
         if isinstance(answer, Exception):
             raise answer
-        return dict(answer)
+        return list(answer)
 
     def close(self) -> None:
         """For good; frees a `load` that waits."""
@@ -170,11 +171,11 @@ def _serve(pipe: Connection) -> None:
     except Exception as error:  # noqa: BLE001 - a boundary: the answer to whatever is asked for
         problem = Unread(None, str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}")
     while True:
-        ids = pickle.loads(pipe.recv_bytes())
+        parts = pickle.loads(pipe.recv_bytes())
         answer: Any = problem
         if dataset is not None:
             try:
-                answer = batch_of(dataset, ids, _collate)
+                answer = [batch_of(dataset, part, _collate) for part in parts]
             except Unread as error:
                 answer = Unread(error.sample, error.text)
         pipe.send_bytes(pickle.dumps(answer, 5))

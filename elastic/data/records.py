@@ -5,6 +5,7 @@ Read when they are asked for; what is kept is where they begin. pyarrow is impor
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_right
 from collections import OrderedDict
@@ -56,7 +57,7 @@ class Records:
         """File and row (or line) of a record, counted from 1, for errors."""
         raise NotImplementedError
 
-    def _built(self, name: str, build: Any) -> NDArray[np.int64]:
+    def built(self, name: str, build: Any) -> NDArray[np.int64]:
         """An index that is made once per node and of these very files."""
 
         def write(into: Path) -> None:
@@ -86,7 +87,7 @@ class Jsonl(Records):
     def lines(self) -> NDArray[np.int64]:
         """int64 [records, 3]: file, first byte, last byte + 1."""
         if self._lines is None:
-            self._lines = self._built("lines", self._find)
+            self._lines = self.built("lines", self._find)
         return self._lines
 
     def __len__(self) -> int:
@@ -270,7 +271,7 @@ class HuggingFace(_Tables):
         super().__init__(files, cache)
         self._sources: dict[int, Any] = {}
         self._schemas: dict[int, Any] = {}
-        self.batches = self._built("batches", self._find)  # int64 [batches, 4]: file, its first batch, first byte, rows
+        self.batches = self.built("batches", self._find)  # int64 [batches, 4]: file, its first batch, first byte, rows
         self._counted([int(rows) for rows in self.batches[:, 3]])
 
     @property
@@ -359,6 +360,11 @@ def _listed(record: Record) -> str:
     return ", ".join(f"'{name}'" for name in record) or "none"
 
 
+def _word(name: str) -> str:
+    """Of any field, for the name of a folder."""
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:120]
 
@@ -367,7 +373,10 @@ def _line(error: Exception) -> str:
 
 
 class Columns:
-    """Records of numbers as samples: {column: array}. Raises SpecError that names the column that is no tensor."""
+    """Records of numbers as samples: {column: array}. Raises SpecError that names the column that is no tensor.
+
+    The length of a sample is that of its first column of lists; all of them are read once per node for it.
+    """
 
     def __init__(self, records: Records, columns: Sequence[str] | None = None) -> None:
         self.records = records
@@ -376,6 +385,8 @@ class Columns:
             if name not in first:
                 raise SpecError(f"{records.where(0)}: no field '{name}'; it has {_listed(first)}")
         self.columns = tuple(columns or first)
+        self._along = next((name for name in self.columns if isinstance(first.get(name), list)), "")
+        self._lengths: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.records)
@@ -385,6 +396,27 @@ class Columns:
             raise IndexError(f"sample {index} of {len(self)}")
         record = self.records.pick(index, self.columns)
         return {name: self._array(record, name, index) for name in self.columns}
+
+    def length(self, index: int) -> int:
+        return int(self.lengths[index])
+
+    def longest(self) -> tuple[int, str]:
+        """Tokens of the longest sample, and where it stands."""
+        index = int(np.argmax(self.lengths))
+        return self.length(index), self.records.where(index)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """int64 [records]"""
+        if self._lengths is None:
+            self._lengths = self.records.built(f"lengths-{_word(self._along)}", self._measured)
+        return self._lengths
+
+    def _measured(self) -> NDArray[np.int64]:
+        if not self._along:
+            return np.ones(len(self), dtype=np.int64)
+        found = (len(value) if isinstance(value, list) else 0 for value in self.records.texts(self._along))
+        return np.fromiter(found, dtype=np.int64, count=len(self))
 
     def _array(self, record: Record, name: str, index: int) -> NDArray[Any]:
         if name not in record:

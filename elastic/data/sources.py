@@ -85,5 +85,8 @@ class TextFolder:
     def __len__(self) -> int:
         return len(self._windows)
 
+    def length(self, index: int) -> int:
+        return self.seq
+
     def __getitem__(self, index: int) -> dict[str, NDArray[np.int64]]:
         return self._windows[index]

@@ -54,7 +54,8 @@ def summary(view: View, books: Account) -> dict[str, Any]:
         "launch_to_first_step_s": totals.launch_to_first_step_s,
         "samples_exact": None,
         "data_wait": _data_wait(books),
-        "token_imbalance": _imbalance(view),
+        "token_imbalance": _mean(view, "imbalance"),
+        "pad_share": _mean(view, "pad_share"),
         "transitions": [_transition(t) for t in books.transitions],
     }
 
@@ -134,6 +135,8 @@ def _head(data: Mapping[str, Any]) -> list[str]:
             f"the fullest rank of a step has {100 * (data['token_imbalance'] - 1):.0f} % more tokens per sample than the mean"
         )
         rows.append(("tokens", f"{most}: the others wait for it; pack evens it out (docs/data.md)"))
+    if data["pad_share"] is not None:
+        rows.append(("filling", f"{100 * data['pad_share']:.1f} % of the places of the micro-batches held no token"))
     if data["launch_to_first_step_s"] is not None:
         rows.append(("first step", f"{data['launch_to_first_step_s']:.1f} s after the launch"))
     return columns(rows)
@@ -145,9 +148,9 @@ def _data_wait(books: Account) -> float:
     return round(data_s / (data_s + productive_s), 4) if data_s else 0.0
 
 
-def _imbalance(view: View) -> float | None:
-    """Mean over the steps of: tokens per sample of the rank that had the most, over the mean of all."""
-    found = [point.imbalance for point in view.curve() if point.imbalance]
+def _mean(view: View, name: str) -> float | None:
+    """Of a field of the points of the curve, over those where it is known."""
+    found = [value for point in view.curve() if (value := getattr(point, name))]
     return round(sum(found) / len(found), 4) if found else None
 
 

@@ -50,6 +50,7 @@ class Point:
     step_time_s: float
     digest: str = ""  # of the sample ids
     imbalance: float = 0.0
+    pad_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class View:
                 pass
 
     def _point(self, done: StepDone) -> Point:
-        numbers = (done.generation, done.tokens, done.step_time_s, done.digest, done.imbalance)
+        numbers = (done.generation, done.tokens, done.step_time_s, done.digest, done.imbalance, done.pad_share)
         return Point(done.step, done.train_loss, self.at_s, *numbers)
 
     def _started(self, event: DriverStarted) -> None:

@@ -125,6 +125,8 @@ def _try(
             raise InfeasiblePlan(f"tp={layout.tp} does not go with float8: true")
         if layout.cp > 1 and job.get("compile"):
             raise InfeasiblePlan(f"cp={layout.cp} does not go with compile: true")
+        if layout.pp > 1 and job.get("microbatch_tokens"):
+            raise InfeasiblePlan(f"pp={layout.pp} needs micro-batches of one shape, which microbatch_tokens does not give")
         if layout.pp > 1 and not model.pipeline:
             raise InfeasiblePlan(f"pp={layout.pp}, but this program cannot be spread over pipeline stages")
         layers = balance.stage_layers(model.n_blocks, layout.n_stages)

@@ -112,6 +112,7 @@ class StepDone(Event):
     digest: str = ""  # of the sample ids of this step
     skipped: bool = False  # its samples are used up, its update was left out: a guard, or a gradient that overflowed float16
     imbalance: float = 0.0  # tokens per sample of the rank that had the most, over the mean of the step; 0 = not known
+    pad_share: float = 0.0  # of the places of all its micro-batches, those that were filled up; 0 = none, or not known
 
 
 @dataclass(frozen=True)

@@ -114,12 +114,13 @@ def step_done(
     commit: Commit,
     times: tuple[float, float, float] = (0.0, 0.0, 0.0),
     skipped: bool = False,
-    imbalance: float = 0.0,
+    shape: tuple[float, float] = (0.0, 0.0),
 ) -> StepDone:
-    """The report of a step. `times`: seconds of the step, of waiting for data, of waiting for copies; 0 = nobody measured."""
+    """The report of a step. `times`: seconds of the step, of waiting for data, of waiting for copies; 0 = nobody measured.
+    `shape`: imbalance of the ranks' tokens, share of the places that were filled up."""
     sums = (commit.train_loss, int(commit.tokens))
     skipped = skipped or commit.overflowed or not commit.finite  # the update of such a step is never made
-    return StepDone(generation, step, *sums, *times, commit.grad_norm, digest_text(commit.samples), skipped, imbalance)
+    return StepDone(generation, step, *sums, *times, commit.grad_norm, digest_text(commit.samples), skipped, *shape)
 
 
 @dataclass

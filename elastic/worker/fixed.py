@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elastic.data.budget import KEY as BUDGET
 from elastic.errors import SpecError
 from elastic.mesh import fills_rounds
 from elastic.spec import JobSpec
@@ -35,10 +36,12 @@ def plan_of(spec: JobSpec, model: ModelProfile, layout: Layout, generation: int,
             f"{spec.name}: layout '{layout}' has pp={layout.pp}, but no pipeline stages are possible here: Program.pipeline is "
             "False, or Program.evaluate wants the whole model; take pp=1"
         )
-    for axis, key, on in (("cp", "compile", spec.compile), ("tp", "float8", spec.float8)):
+    refused = {"cp": ("compile", spec.compile), "tp": ("float8", spec.float8), "pp": (BUDGET, spec.microbatch_tokens)}
+    for axis, (key, on) in refused.items():
         if on and getattr(layout, axis) > 1:
             raise SpecError(
-                f"{spec.name}: layout '{layout}' has {axis}={getattr(layout, axis)}, {key}: true does not go with that"
+                f"{spec.name}: layout '{layout}' has {axis}={getattr(layout, axis)}, {key}: {str(on).lower()} does not go "
+                "with that"
             )
     if layout.n_stages > max(1, model.n_blocks):
         stages = f"pp={layout.pp}" if layout.n_stages == layout.pp else f"{layout.n_stages} pipeline stages"

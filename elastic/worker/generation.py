@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic.data.budget import Microbatch
 from elastic.data.loader import Ahead, Batch, Loader, collate
 from elastic.data.opening import Sets
-from elastic.data.order import sample_ids
 from elastic.data.streams import Stream
 from elastic.errors import InternalError
 from elastic.reshard.shards import RNG
@@ -151,10 +151,12 @@ class Generation:
             tokens = count_of(place.program, collate([place.dataset[0]]))
             stepper.loss_scale.begin(tokens * int(job["global_batch"]))
 
-        def ids_of_step(step: int) -> Sequence[int]:
+        stepper.read_by(place.dataset)
+
+        def parts_of_step(step: int) -> Sequence[Microbatch]:
             if isinstance(place.dataset, Stream):
-                return place.dataset.positions(step)[stepper.share]
-            return sample_ids(int(job["n_samples"]), int(job["global_batch"]), int(job["seed"]), step)[stepper.share]
+                return stepper.shares.cut_of(place.dataset.positions(step))[stepper.dp]
+            return stepper.shares.cut(step)[stepper.dp]
 
         if place.script is not None:
             stepper.script = place.script
@@ -164,7 +166,7 @@ class Generation:
         stepper.memory = place.extra.objects.get(MEMORY)
         last = int(job["steps"])
         dataset = place.dataset.reader() if isinstance(place.dataset, Stream) else place.dataset
-        self.loader = Loader(dataset, ids_of_step, state.step, Ahead.of(job), place.readers)
+        self.loader = Loader(dataset, parts_of_step, state.step, Ahead.of(job), place.readers)
         stop, entered_step = False, state.step
         if state.step >= last:
             self._finish(state)
@@ -173,11 +175,11 @@ class Generation:
             compiles = stepper.first_step and bool(job.get("compile"))
             place.at_phase("compiling" if compiles else "stepping", state.step)
             began = time.monotonic()
-            batch, data_s = self.loader.take(state.step)
+            batches, data_s = self.loader.take(state.step)
             if isinstance(place.dataset, Stream):
                 place.dataset.taken(state.step)
             busy, self._waited_s = self.copies is not None and self.copies.flight is not None, 0.0
-            commit = self._guarded(stepper, batch, data_s)
+            commit = self._guarded(stepper, batches, data_s)
             self._stepped(commit)
             if stepper.noise is not None and self.rank == 0:
                 place.report(NoiseSeen(self.number, state.step, *stepper.noise))
@@ -199,9 +201,9 @@ class Generation:
                 place.saving.save(plan, state, self.host.take(last), must=True)
         self._settle()
 
-    def _guarded(self, stepper: Stepper, batch: Batch, data_s: float) -> Commit:
+    def _guarded(self, stepper: Stepper, batches: list[Batch], data_s: float) -> Commit:
         try:
-            return stepper.run(batch, replace(self._say(), data_s=data_s))
+            return stepper.run(batches, replace(self._say(), data_s=data_s))
         except Tripped as error:
             self._tell_of(error.trip, error.offender)
             raise
@@ -242,7 +244,8 @@ class Generation:
     def _report_step(self, commit: Commit, state: TrainState, times: tuple[float, float, float]) -> None:
         assert self.stepper is not None
         skipped = self.stepper.trip is not None
-        self.place.report(step_done(self.number, state.step, commit, times, skipped, round(self.stepper.imbalance, 4)))
+        shape = (round(self.stepper.imbalance, 4), round(self.stepper.shares.pad_share(state.step - 1), 4))
+        self.place.report(step_done(self.number, state.step, commit, times, skipped, shape))
 
     def _copies_after(self, commit: Commit, state: TrainState) -> float:
         """Peer and durable copies that are due at this boundary. Returns the seconds that the step waited for them."""

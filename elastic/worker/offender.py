@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic.data.order import share
 from elastic.errors import ProgramError
 from elastic.mesh import coordinates
 from elastic.types import Plan, WorkerId
@@ -55,9 +54,9 @@ class Tripped(ProgramError):
         return Tripped, (self.trip, self.offender)
 
 
-def find_offender(trip: Trip, mine: Row, ids: Sequence[int] | None, plan: Plan, at: tuple[Groups, int]) -> Offender:
+def find_offender(trip: Trip, mine: Row, ids: Sequence[Sequence[int]] | None, plan: Plan, at: tuple[Groups, int]) -> Offender:
     """The same on every rank: all of them have seen this commit, so all of them take part here. `ids`: samples of the
-    step, None = a stream's. `at`: the groups and this rank."""
+    step, of each data-parallel rank; None = a stream's. `at`: the groups and this rank."""
     layout, (groups, me) = plan.layout, at
     table = torch.zeros(layout.world_size, len(mine), dtype=torch.float64)
     table[me] = torch.tensor(mine, dtype=torch.float64)
@@ -67,8 +66,8 @@ def find_offender(trip: Trip, mine: Row, ids: Sequence[int] | None, plan: Plan, 
     worker = plan.ranks[rank] if rank >= 0 else None
     if ids is None:
         return Offender(rank, worker, what, None)
-    here = share(plan.samples, coordinates(layout, rank).dp(layout)) if rank >= 0 else slice(None)
-    return Offender(rank, worker, what, tuple(ids[here]))
+    here = [ids[coordinates(layout, rank).dp(layout)]] if rank >= 0 else ids
+    return Offender(rank, worker, what, tuple(sample for share in here for sample in share))
 
 
 def _worst(guard: str, table: list[list[float]], plan: Plan) -> tuple[int, str]:

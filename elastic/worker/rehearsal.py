@@ -13,6 +13,8 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 from torch import nn
 
+from elastic.data.batches import item_of
+from elastic.data.budget import Microbatch, budget_of
 from elastic.data.loader import collate
 from elastic.errors import ProgramError
 from elastic.mesh import stage_blocks, stages_at
@@ -43,7 +45,7 @@ def rehearse(place: Workplace) -> None:
     if place.profile.n_params > WHOLE_MOST_PARAMETERS or place.program.weights is not None:
         _rehearse_on_meta(place)
         if cp > 1:
-            check_calls(place.program, _batch(place, 1, "cpu"), cp)
+            check_calls(place.program, _batch(place, 1, "cpu", 2 * cp), cp)
         return
     torch.manual_seed(0)
     model = place.program.model().to(place.device)
@@ -55,7 +57,7 @@ def rehearse(place: Workplace) -> None:
     with torch.no_grad():
         _refuse_a_mean(float(_loss(place, model, 1)), float(_loss(place, model, 2)))
     if cp > 1:
-        check_loss(place.program, model, _batch(place, 1, place.device), cp)
+        check_loss(place.program, model, _batch(place, 1, place.device, 2 * cp), cp)
 
 
 def _rehearse_on_meta(place: Workplace) -> None:
@@ -123,7 +125,7 @@ def rehearse_plan(place: Workplace, rehearsal: Rehearsal) -> bool:
         stepper = Stepper(place.program, place.job, plan, state, groups)
         n_rows = plan.samples[stepper.dp]
         if plan.layout.pp == 1:
-            stepper.forward_backward(collate([place.dataset[0]] * n_rows), train=True)
+            stepper.forward_backward([_batch(place, n_rows, place.device, stepper.sequence.multiple)], train=True)
         elif not _pass_through_stages(place, stepper, n_rows // plan.n_microbatches):
             return True  # built, and no more: nothing is known of what its stage is called with
         gradients = state.gradients()
@@ -154,9 +156,11 @@ def _pass_through_stages(place: Workplace, stepper: Stepper, n_rows: int) -> boo
     return True
 
 
-def _batch(place: Workplace, times: int, device: torch.device | str) -> dict[str, torch.Tensor]:
-    """The first sample, `times` over."""
-    return {k: v.to(device) for k, v in collate([place.dataset[0]] * times).items()}
+def _batch(place: Workplace, times: int, device: torch.device | str, multiple: int = 1) -> dict[str, torch.Tensor]:
+    """The first sample, `times` over; of what a job gives micro-batches by tokens, filled up, and no more than go into one."""
+    budget = budget_of(place.job, place.dataset, multiple)
+    part = budget.of_one(0, times) if budget is not None else Microbatch((0,) * times)
+    return {k: v.to(device) for k, v in collate([item_of(place.dataset, i, part.length) for i in part.ids]).items()}
 
 
 def _loss(place: Workplace, model: nn.Module, times: int) -> torch.Tensor:

@@ -36,6 +36,11 @@ class Sequence:
         sharded = layout.tp > 1 and any("scatter" in style for style in program.tp.values())
         self.parts = layout.tp if sharded else 1  # of this rank's part, between the modules that tp cuts
 
+    @property
+    def multiple(self) -> int:
+        """Of which the number of positions of a whole sequence must be one."""
+        return self.parts * (2 * self.shard.size if self.shard is not None else 1)
+
     def cut(self, batch: Batch) -> Batch:
         """This rank's part of the sequences. Raises ProgramError where they cannot be cut."""
         mine = batch if self.shard is None else cut(self.program, batch, self.shard)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel import loss_parallel
 
-from elastic.data.order import digest, sample_ids, share
+from elastic.data.batches import item_of
+from elastic.data.budget import TokenBudget, budget_of
+from elastic.data.order import digest
 from elastic.data.streams import N_POSITIONS
 from elastic.errors import InternalError, ProgramError
 from elastic.mesh import coordinates, stages_at
@@ -23,7 +25,7 @@ from elastic.worker.calls import call_model, count_of, inputs_of, keywords_of, l
 from elastic.worker.commit import Commit, power_of_tokens, power_of_wait
 from elastic.worker.groups import Groups
 from elastic.worker.guards import Memory, Trip, judge, rules_of, trip_of
-from elastic.worker.local_gradients import LocalGradients, cannot, noise, parts_of
+from elastic.worker.local_gradients import LocalGradients, cannot, noise
 from elastic.worker.loop_program import LoopProgram
 from elastic.worker.loss_scale import LossScale
 from elastic.worker.offender import UNNAMED, Offender, Tripped, find_offender
@@ -31,6 +33,7 @@ from elastic.worker.options import begin_microbatch
 from elastic.worker.parallelize import local
 from elastic.worker.pipeline import Pipeline
 from elastic.worker.sequence import Sequence
+from elastic.worker.shares import Shares
 from elastic.worker.sums import Sums
 from elastic.worker.train_state import TrainState
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, torch.Tensor]
 Gradients = dict[str, torch.Tensor]
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]  # of a model's output and the numbers of its rows
 CLIP_EPSILON = 1e-6
 
 
@@ -67,6 +71,10 @@ class Words:
     data_s: float = 0.0  # for which this rank has waited for its batch
 
 
+def _n_rows(batch: Batch) -> int:
+    return int(next(iter(batch.values())).shape[0])
+
+
 def _every(job: Mapping[str, Any]) -> int:
     return int((job.get("noise_scale") or {}).get("every", 0))
 
@@ -79,7 +87,6 @@ class Stepper:
         self.rank = state.rank
         self.at = coordinates(plan.layout, self.rank)
         self.dp = self.at.dp(plan.layout)
-        self.share = share(plan.samples, self.dp)  # of a step's sample ids
         self.device = groups.device
         self.pipeline: Pipeline | None = None
         if groups.pp is not None:
@@ -92,6 +99,7 @@ class Stepper:
         self.speaks = last_stage and self.at.tp == 0  # for the loss of its part of the sequences of its samples
         self.counts = self.speaks and self.at.cp == 0  # its samples and their tokens
         self.sequence = Sequence(program, plan.layout, self.at, groups)
+        self.shares = Shares(job, plan)
         self.has_blocks = not plan.layers or any(plan.layers[stage] for stage in stages_at(plan.layout, self.at.pp))
         cut = plan.layout.tp > 1 and "sequence_colwise_loss" in program.tp.values()
         self.cut_loss: Callable[[], AbstractContextManager[None]] = loss_parallel if cut else nullcontext
@@ -113,24 +121,36 @@ class Stepper:
         self.noise: tuple[float, float] | None = None  # of the newest step, where it was measured
         self._told: Pending | None = None  # what this rank has put into the newest commit
 
+    def read_by(self, dataset: Any) -> None:
+        """What the steps are cut by, where the job gives micro-batches a budget of tokens."""
+        self.shares = Shares(self.job, self.plan, self._budget_of(dataset))
+
+    def _budget_of(self, dataset: Any) -> TokenBudget | None:
+        return budget_of(self.job, dataset, self.sequence.multiple)
+
     # ------------------------------------------------------------------------------------------ forward and backward
 
-    def forward_backward(self, batch: Batch, train: bool, valid: int | None = None) -> tuple[float, int]:
-        """Loss sum and token count of this rank's samples; `valid`: only the first rows count (the rest is filling)."""
-        batch = {k: v.to(self.device) for k, v in batch.items()}
+    def forward_backward(self, batches: Iterable[Batch], train: bool, valid: Iterable[int] | None = None) -> tuple[float, int]:
+        """Loss sum and token count of this rank's samples; `valid`: only so many rows of each batch count (the rest is
+        filling). A single batch is cut into the plan's micro-batches; several are micro-batches themselves."""
+        batches = [{k: v.to(self.device) for k, v in batch.items()} for batch in batches]
+        counting = list(valid) if valid is not None else [_n_rows(batch) for batch in batches]
         if isinstance(self.program, LoopProgram):
-            return self._by_script(batch, train, valid)
-        n_rows = int(next(iter(batch.values())).shape[0])
-        valid = n_rows if valid is None else valid
-        counted = {k: v[:valid] for k, v in batch.items()}
-        tokens = count_of(self.program, counted) if valid else 0
-        batch = self.sequence.cut(batch)
+            return self._by_script(batches[0], train, None if valid is None else counting[0])
+        tokens = 0
+        for batch, n in zip(batches, counting, strict=True):
+            tokens += count_of(self.program, {k: v[:n] for k, v in batch.items()}) if n else 0
+        scale = self.loss_scale.value if train else 1.0
+        parts = [
+            (batch, self._loss_on(batch, n, scale)) for batch, n in zip(map(self.sequence.cut, batches), counting, strict=True)
+        ]
+        with self.sequence.running(blocks_here=self.has_blocks), self.cut_loss():
+            return self._passes(parts, train) / scale, tokens
+
+    def _loss_on(self, batch: Batch, valid: int, scale: float) -> Loss:
+        """The loss of these rows of the batch, of those that count."""
 
         def loss(output: Any, rows: torch.Tensor) -> torch.Tensor:
-            value = unscaled(output, rows)
-            return value if scale == 1.0 else value * scale
-
-        def unscaled(output: Any, rows: torch.Tensor) -> torch.Tensor:
             keep = rows < valid
             if not bool(keep.all()):
                 output, rows = rows_of(output, keep), rows[keep]
@@ -138,22 +158,28 @@ class Stepper:
             if self._metrics is not None and self.program.metrics is not None and len(rows):
                 found = self.program.metrics(output, chosen)  # on every tp rank: of logits that are cut it has collectives
                 self._metrics.add(found, "Program.metrics", self.speaks)
-            return loss_of(self.program, output, chosen)
+            value = loss_of(self.program, output, chosen)
+            return value if scale == 1.0 else value * scale
 
-        scale = self.loss_scale.value if train else 1.0
-        with self.sequence.running(blocks_here=self.has_blocks), self.cut_loss():
-            return self._passes(batch, n_rows, loss, train) / scale, tokens
+        return loss
 
-    def _passes(self, batch: Batch, n_rows: int, loss: Callable[[Any, torch.Tensor], torch.Tensor], train: bool) -> float:
+    def _passes(self, parts: Iterable[tuple[Batch, Loss]], train: bool) -> float:
         """Forward (and backward) of every microbatch: the loss sum, 0 where another stage has it."""
+        whole, *others = parts
         if self.pipeline is not None:
-            keywords = keywords_of(self.program, batch)
-            return float(self.pipeline.run((inputs_of(self.program, batch), keywords), n_rows, loss, train))
+            batch, loss = whole
+            given = inputs_of(self.program, batch), keywords_of(self.program, batch)
+            return float(self.pipeline.run(given, _n_rows(batch), loss, train))
+        n = 1 if others else self.plan.n_microbatches
+        pieces = [
+            (batch, loss, rows)
+            for batch, loss in (whole, *others)
+            for rows in torch.arange(_n_rows(batch), device=self.device).tensor_split(n)
+        ]
         total = 0.0
-        n = self.plan.n_microbatches
-        for i, rows in enumerate(torch.arange(n_rows, device=self.device).tensor_split(n)):
-            if train and n > 1:
-                begin_microbatch(self.state.model, self.plan.layout.zero_stage, i == n - 1)
+        for i, (batch, loss, rows) in enumerate(pieces, 1):
+            if train and len(pieces) > 1:
+                begin_microbatch(self.state.model, self.plan.layout.zero_stage, i == len(pieces))
             value = loss(call_model(self.program, self.state.model, {k: v[rows] for k, v in batch.items()}), rows)
             if train:
                 value.backward()
@@ -182,7 +208,7 @@ class Stepper:
 
     # ------------------------------------------------------------------------------------------ one step
 
-    def run(self, batch: Batch, words: Words) -> Commit:
+    def run(self, batches: Iterable[Batch], words: Words) -> Commit:
         """Gradients, commit, update; or no update, where a guard says so (`trip`). Raises Tripped where a guard wants to go
         back or to stop; the state then stays as it was.
 
@@ -196,7 +222,7 @@ class Stepper:
         if local is not None:
             local.begin()
         self.state.buffers.note()
-        loss_sum, tokens = self.forward_backward(batch, train=True)
+        loss_sum, tokens = self.forward_backward(batches, train=True)
         small = (local.end() / self.loss_scale.value**2,) if local is not None else ()
         if self.script is not None:
             self._check_loop()
@@ -240,8 +266,10 @@ class Stepper:
     def _measures_noise(self, step: int) -> bool:
         return self.noise_every > 0 and step % self.noise_every == 0
 
-    def _noise(self, commit: Commit) -> tuple[float, float]:
-        return noise(commit.vector[-1], commit.square_norm, parts_of(self.plan.samples, self.plan.n_microbatches))
+    def _noise(self, commit: Commit) -> tuple[float, float] | None:
+        """Of the step that was just done; None where one micro-batch had all of its samples."""
+        sizes = self.shares.sizes(self.state.step - 1)
+        return noise(commit.vector[-1], commit.square_norm, sizes) if len([size for size in sizes if size]) > 1 else None
 
     def _looks_at_blocks(self, step: int) -> bool:
         rule = self.rules.get("block_norm")
@@ -265,9 +293,11 @@ class Stepper:
         assert self._told is not None
         told = self._told
         mine = (told.loss_sum, float(told.tokens), told.square_norm)
-        ids = None if int(self.job["n_samples"]) == N_POSITIONS else self._ids(trip.step - 1)
+        step, n = trip.step - 1, self.plan.layout.dp
+        stream = int(self.job["n_samples"]) == N_POSITIONS
+        ids = None if stream else [self.shares.ids_of(step, dp) for dp in range(n)]
         if not together:
-            return Offender(-1, None, UNNAMED, ids if ids is None else tuple(ids))
+            return Offender(-1, None, UNNAMED, None if stream else tuple(self.shares.ids(step)))
         return find_offender(trip, mine, ids, self.plan, (self.groups, self.rank))
 
     def _done(self, commit: Commit) -> None:
@@ -319,7 +349,7 @@ class Stepper:
 
     def _commit(self, pending: Pending, words: Words) -> Commit:
         """The one float64 all-reduce of the generation. Raises InternalError when the samples were not those of the step."""
-        mine = digest(self._ids(self.state.step)[self.share]) if self.counts else (0, 0)
+        mine = digest(self.shares.ids_of(self.state.step, self.dp)) if self.counts else (0, 0)
         said = (words.stop, words.save, words.copy_done)
         cadence = tuple(every + 1 for every in words.cadence) if words.cadence else (0, 0)
         overflowed = self.loss_scale.on and not math.isfinite(pending.square_norm)
@@ -346,13 +376,8 @@ class Stepper:
         self.imbalance = commit.fullest * self.tokens_per_sample / mean if mean else 0.0
         self.tokens_per_sample = mean
 
-    def _ids(self, step: int) -> list[int]:
-        """Sample ids of all ranks in the step that follows on `step` steps."""
-        job = self.job
-        return sample_ids(int(job["n_samples"]), int(job["global_batch"]), int(job["seed"]), step)
-
     def _check_samples(self, commit: Commit) -> None:
-        expected = digest(self._ids(self.state.step))
+        expected = digest(self.shares.ids(self.state.step))
         if commit.samples != expected:
             raise InternalError(
                 f"step {self.state.step + 1}: the ranks trained on other samples ({commit.samples}) than the order says "
@@ -367,18 +392,22 @@ class Stepper:
         total = len(dataset)
         n_samples = min(n_samples or total, total)
         ids = [i * total // n_samples for i in range(n_samples)]
-        size, per_call = self.plan.samples[self.dp], sum(self.plan.samples)
+        per_call, budget = sum(self.plan.samples), self._budget_of(dataset)
+        least = 1 if budget is not None else self.plan.samples[self.dp]  # rows of a batch: every rank calls the model
         sums = torch.zeros(2, dtype=torch.float64)
         self._metrics, own = Sums(), Sums()
         self.state.train(False)
         with torch.no_grad():
             for start in range(0, n_samples, per_call):
                 tick()
-                mine = ids[start : start + per_call][self.share]
-                rows = mine + [ids[0]] * (size - len(mine))
-                batch = collate([dataset[i] for i in rows])
-                value, tokens = self.forward_backward(batch, train=False, valid=len(mine))
-                self._evaluate_own(own, batch, len(mine))
+                batches, valid = [], []
+                for part in self.shares.cut_of(ids[start : start + per_call], budget)[self.dp]:
+                    rows = [*part.ids, *[0] * (least - len(part.ids))]
+                    batches.append(collate([item_of(dataset, i, part.length) for i in rows]))
+                    valid.append(len(part.ids))
+                value, tokens = self.forward_backward(batches, train=False, valid=valid)
+                for batch, n in zip(batches, valid, strict=True):
+                    self._evaluate_own(own, batch, n)
                 sums[0] += value if self.speaks else 0.0
                 sums[1] += tokens if self.counts else 0
         self.state.train()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from elastic.data.budget import Microbatch
 from elastic.data.loader import Loader, collate
 from elastic.errors import InternalError, ProgramError
 
@@ -35,8 +36,12 @@ class Squares:
         return {"x": i, "y": torch.tensor([i * i, -i])}
 
 
-def three(step: int) -> Sequence[int]:
-    return range(3 * step, 3 * step + 3)
+def one(ids: Sequence[int]) -> list[Microbatch]:
+    return [Microbatch(ids)]
+
+
+def three(step: int) -> Sequence[Microbatch]:
+    return one(range(3 * step, 3 * step + 3))
 
 
 @pytest.fixture
@@ -59,8 +64,8 @@ def test_batches_come_in_order(opened: list[Loader]) -> None:
     loader = Loader(Squares(), three, first_step=4)
     opened.append(loader)
     for step in range(4, 12):
-        batch, wait_s = loader.take(step)
-        assert batch["x"].tolist() == list(three(step)) and batch["x"].dtype == torch.int64
+        (batch,), wait_s = loader.take(step)
+        assert batch["x"].tolist() == [3 * step, 3 * step + 1, 3 * step + 2] and batch["x"].dtype == torch.int64
         assert batch["y"].shape == (3, 2) and 0 <= wait_s < 10
 
 
@@ -88,33 +93,33 @@ def test_wait_is_measured(opened: list[Loader]) -> None:
 
 def test_a_step_out_of_turn_and_a_restart(opened: list[Loader]) -> None:
     ids = {"width": 3}
-    loader = Loader(Squares(), lambda step: range(step * 10, step * 10 + ids["width"]), first_step=0)
+    loader = Loader(Squares(), lambda step: one(range(step * 10, step * 10 + ids["width"])), first_step=0)
     opened.append(loader)
-    assert loader.take(0)[0]["x"].tolist() == [0, 1, 2]
-    assert loader.take(7)[0]["x"].tolist() == [70, 71, 72]
-    assert loader.take(8)[0]["x"].tolist() == [80, 81, 82]
-    assert loader.take(2)[0]["x"].tolist() == [20, 21, 22]
+    assert loader.take(0)[0][0]["x"].tolist() == [0, 1, 2]
+    assert loader.take(7)[0][0]["x"].tolist() == [70, 71, 72]
+    assert loader.take(8)[0][0]["x"].tolist() == [80, 81, 82]
+    assert loader.take(2)[0][0]["x"].tolist() == [20, 21, 22]
     ids["width"] = 1
     loader.restart(3)
-    assert loader.take(3)[0]["x"].tolist() == [30]
+    assert loader.take(3)[0][0]["x"].tolist() == [30]
 
 
 def test_what_was_being_read_when_it_restarted_is_dropped(opened: list[Loader]) -> None:
     gate, ids = threading.Event(), {"from": 0}
     dataset = Squares(gate=gate)
-    loader = Loader(dataset, lambda step: [ids["from"] + step], first_step=0)
+    loader = Loader(dataset, lambda step: one([ids["from"] + step]), first_step=0)
     opened.append(loader)
     assert dataset.asked.wait(60)  # the thread waits in the dataset for sample 0 of step 0
     ids["from"] = 500
     loader.restart(0)
     gate.set()
-    assert [loader.take(step)[0]["x"].tolist() for step in range(3)] == [[500], [501], [502]]
+    assert [loader.take(step)[0][0]["x"].tolist() for step in range(3)] == [[500], [501], [502]]
 
 
 def test_a_rank_without_samples_gets_tensors_of_length_0(opened: list[Loader]) -> None:
-    loader = Loader(Squares(), lambda step: [], first_step=0)
+    loader = Loader(Squares(), lambda step: one([]), first_step=0)
     opened.append(loader)
-    batch = loader.take(0)[0]
+    batch = loader.take(0)[0][0]
     assert batch["x"].shape == (0,) and batch["y"].shape == (0, 2) and batch["y"].dtype == torch.int64
 
 
@@ -130,7 +135,7 @@ def test_an_error_of_the_dataset_names_the_sample(opened: list[Loader]) -> None:
 
 
 def test_an_error_of_the_order_comes_out_too(opened: list[Loader]) -> None:
-    def broken(step: int) -> Sequence[int]:
+    def broken(step: int) -> Sequence[Microbatch]:
         raise ValueError("no ids")
 
     loader = Loader(Squares(), broken, first_step=0)
@@ -140,7 +145,7 @@ def test_an_error_of_the_order_comes_out_too(opened: list[Loader]) -> None:
 
 
 def test_items_that_differ_are_named(opened: list[Loader]) -> None:
-    loader = Loader([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}], lambda step: [0, 1], first_step=0)
+    loader = Loader([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}], lambda step: one([0, 1]), first_step=0)
     opened.append(loader)
     with pytest.raises(ProgramError, match=r"batch of step 0: .*'x': \[2\] and \[3\]"):
         loader.take(0)

@@ -54,8 +54,10 @@ def opened(place: Path, **data: Any) -> Any:
 
 
 def job(place: Path, data: Mapping[str, Any]) -> dict[str, Any]:
-    """As it stands in the journal."""
-    spec = job_of({"steps": 1, "global_batch": 1, "data": data}, place / "program.py", "job.yaml")
+    """As it stands in the journal; `microbatch_tokens` is a key of the job."""
+    keys = {"microbatch_tokens": data["microbatch_tokens"]} if "microbatch_tokens" in data else {}
+    data = {key: value for key, value in data.items() if key not in keys}
+    spec = job_of({"steps": 1, "global_batch": 1, "data": data, **keys}, place / "program.py", "job.yaml")
     plain = json.loads(json.dumps(spec.plain()))
     assert DataSpec.model_validate(plain["data"]) == spec.data
     return plain
@@ -190,7 +192,7 @@ def test_under_s3(place: Path, s3: Storage) -> None:
         ({"mixture": {}}, "a mixture needs parts"),
         ({"mixture": {"a": {"folder": "x", "weight": 1}, "b": {"folder": "y"}}}, "part 'b' of the mixture has no weight"),
         ({"folder": "a", "sek": 3}, r"unknown key 'data.train.sek'; did you mean 'seq'\?"),
-        ({"folder": "a", "pack": "tight"}, "key 'data.train.pack': input should be 'stream', 'cut', 'whole' or 'pad'"),
+        ({"folder": "a", "pack": "tight"}, "key 'data.train.pack': input should be 'stream', .* or 'document'"),
     ],
 )  # fmt: skip
 def test_each_mistake_is_one_line(place: Path, train: Any, says: str) -> None:
@@ -215,3 +217,44 @@ def test_a_dataset_of_the_program(dataset: Any, says: str) -> None:
     program = Program(model=lambda: None, optimizer=lambda n: None, dataset=lambda: dataset, loss=lambda o, b: None)
     with pytest.raises(SpecError, match=says):
         dataset_of(program, {})
+
+
+def test_documents_by_themselves(place: Path) -> None:
+    """Of the same corpus as `pad`, without the filling; their lengths are known without reading them."""
+    source = {"jsonl": "rows.jsonl", "text": "body", "tokenizer": "bytes", "seq": 9}
+    alone, filled = (opened(place, train={**source, "pack": pack}, microbatch_tokens=20) for pack in ("document", "pad"))
+    assert len(alone) == len(filled) == len(TEXTS)
+    for i, text in enumerate(TEXTS):
+        n = min(len(text.encode()) + 1, 9)
+        assert alone.length(i) == n == len(alone[i]["input"]) == len(alone[i]["target"]) and filled.length(i) == 9
+        assert all((alone[i][key] == filled[i][key][:n]).all() for key in ("input", "target"))
+        assert set(filled[i]["target"][n:].tolist()) <= {-100}
+    both = {"a": source, "b": {"folder": "texts"}}
+    mixed = opened(place, train={"mixture": both, "tokenizer": "bytes", "seq": 9, "pack": "document"}, microbatch_tokens=20)
+    assert all(mixed.length(i) == len(mixed[i]["input"]) for i in range(len(mixed)))
+
+
+def test_lists_of_unequal_length(place: Path) -> None:
+    rows = [{"n": 1, "input_ids": list(range(i % 7 + 1)), "attention_mask": [1] * (i % 7 + 1)} for i in range(20)]
+    (place / "lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / "lists.parquet")
+    for kind in ("jsonl", "parquet"):
+        found = opened(place, train={kind: f"lists.{kind}"}, microbatch_tokens=7)
+        assert [found.length(i) for i in range(20)] == [i % 7 + 1 for i in range(20)]
+        assert [len(found[i]["input_ids"]) for i in range(20)] == [i % 7 + 1 for i in range(20)]
+    assert re.search(
+        r"data.train: .*lists.jsonl, line 7: a sample of 7 tokens, microbatch_tokens is 6; raise it",
+        refused(place, train={"jsonl": "lists.jsonl"}, microbatch_tokens=6),
+    )
+    indexed = opened(place, train={"rows": "indexed"}, microbatch_tokens=7)
+    assert indexed.length(0) == len(np.atleast_1d(indexed[0]["x"]))
+
+
+def test_a_program_whose_samples_have_no_lengths() -> None:
+    def program(dataset: Any) -> Program:
+        return Program(model=len, optimizer=len, dataset=dataset, loss=len, validation=lambda: [{"x": 1}])
+
+    with pytest.raises(SpecError, match="Program.dataset: microbatch_tokens needs .*; give list a method length"):
+        dataset_of(program(lambda: [{"x": 1}]), {"microbatch_tokens": 9})
+    with pytest.raises(SpecError, match="Program.validation: microbatch_tokens needs"):
+        validation_of(program(None), {"microbatch_tokens": 9})

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic.data.budget import Microbatch
 from elastic.data.loader import Ahead, Loader
 from elastic.data.opening import dataset_of
 from elastic.data.order import sample_ids
@@ -71,14 +72,14 @@ def test_the_same_batches_as_without(text_job: dict[str, Any], started: list[Rea
     pids = [reader.pid for reader in readers.each]
     for share, steps in ((slice(0, 4), range(5)), (slice(2, 8), range(5, 10)), (slice(0, 0), range(10, 12))):
 
-        def ids(step: int, share: slice = share) -> list[int]:
-            return sample_ids(len(dataset), 8, 1, step)[share]
+        def parts(step: int, share: slice = share) -> list[Microbatch]:
+            return [Microbatch(sample_ids(len(dataset), 8, 1, step)[share])]
 
-        loader = Loader(dataset, ids, steps[0], Ahead.of(text_job), readers)
-        plain = Loader(dataset, ids, steps[0])
+        loader = Loader(dataset, parts, steps[0], Ahead.of(text_job), readers)
+        plain = Loader(dataset, parts, steps[0])
         started += [loader, plain]
         for step in steps:
-            one, two = loader.take(step)[0], plain.take(step)[0]
+            one, two = loader.take(step)[0][0], plain.take(step)[0][0]
             assert sorted(one) == ["document", "input", "position", "target"] and len(one["input"]) == share.stop - share.start
             assert all(torch.equal(one[key], two[key]) and one[key].dtype == two[key].dtype for key in one)
         assert loader.close() and plain.close()
@@ -98,9 +99,9 @@ def test_a_killed_process_is_told_and_replaced(
     readers = readers_of(read_job(tmp_path))
     assert readers is not None
     started.append(readers)
-    loader = Loader(None, lambda step: [step], 5, readers=readers)
+    loader = Loader(None, lambda step: [Microbatch([step])], 5, readers=readers)
     started.append(loader)
-    batch = loader.take(5)[0]
+    batch = loader.take(5)[0][0]
     assert batch["x"].tolist() == [5] and batch["half"].tolist() == [2.5] and batch["half"].dtype == torch.bfloat16
     before = readers.each[0].pid
     (tmp_path / "kill").touch()
@@ -108,9 +109,9 @@ def test_a_killed_process_is_told_and_replaced(
         for step in range(6, 20):
             loader.take(step)
     loader.close()
-    again = Loader(None, lambda step: [step], 8, readers=readers)  # as the next generation does
+    again = Loader(None, lambda step: [Microbatch([step])], 8, readers=readers)  # as the next generation does
     started.append(again)
-    assert [again.take(step)[0]["x"].tolist() for step in range(8, 11)] == [[8], [9], [10]]
+    assert [again.take(step)[0][0]["x"].tolist() for step in range(8, 11)] == [[8], [9], [10]]
     assert readers.each[0].pid != before and not alive(before)
     with pytest.raises(ProgramError, match=r"the dataset failed at sample 77 of step 77: OSError: disk on fire"):
         again.take(77)
@@ -122,7 +123,7 @@ def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
     code = (
         "import sys; from elastic.data.readers import *\n"
         "reader = Reader(Recipe({'folder': '.', 'program': sys.argv[1], 'data': {}}))\n"
-        "print(reader.pid, flush=True); reader.load([1])"
+        "print(reader.pid, flush=True); reader.load([Microbatch([1])])"
     )
     environment = {**os.environ, "ELASTIC_TEST_READ": str(tmp_path), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
@@ -141,7 +142,7 @@ def test_data_that_cannot_be_opened(tmp_path: Path, started: list[Readers | Load
     readers = Readers(
         Recipe({"folder": str(tmp_path), "data": {"train": {"jsonl": "absent", "tokenizer": "bytes", "seq": 4}}}), 1
     )
-    loader = Loader(None, lambda step: [step], 0, readers=readers)
+    loader = Loader(None, lambda step: [Microbatch([step])], 0, readers=readers)
     started += [readers, loader]
     with pytest.raises(ProgramError, match=r"the batch of step 0: data\.train: .*absent: no such folder or file"):
         loader.take(0)
@@ -153,7 +154,7 @@ def test_close_frees_a_take_that_waits_for_a_process_that_hangs(
     monkeypatch.setenv("ELASTIC_TEST_READ", str(tmp_path))
     (tmp_path / "hang").touch()
     readers = Readers(Recipe(read_job(tmp_path)), 1)
-    loader = Loader(None, lambda step: [step], 0, readers=readers)
+    loader = Loader(None, lambda step: [Microbatch([step])], 0, readers=readers)
     started += [loader, readers]
     pid = readers.each[0].pid
     until((tmp_path / f"pid-{pid}").exists)
@@ -183,20 +184,24 @@ class Large:
 @pytest.mark.parametrize(("most_bytes", "steps"), [(3500, 3), (10, 1), (100_000, 8)])
 def test_reading_ahead_is_bounded_in_bytes_too(most_bytes: int, steps: int, started: list[Readers | Loader]) -> None:
     dataset = Large()
-    loader = Loader(dataset, lambda step: [step], 0, Ahead(8, most_bytes))
+    loader = Loader(dataset, lambda step: [Microbatch([step])], 0, Ahead(8, most_bytes))
     started.append(loader)
     for step in range(4):
         until(lambda step=step: len(dataset.read) >= step + steps)
         time.sleep(0.02)
         assert dataset.read == list(range(step + steps))
-        assert loader.take(step)[0]["x"][0, 0] == step
+        assert loader.take(step)[0][0]["x"][0, 0] == step
 
 
 def test_one_reader_serves_one_thread_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTIC_TEST_READ", str(tmp_path))
     reader = Reader(Recipe(read_job(tmp_path)))
     found: dict[int, list[int]] = {}
-    threads = [threading.Thread(target=lambda n=n: found.update({n: reader.load([n] * 3)["x"].tolist()})) for n in range(9)]
+
+    def load(n: int) -> None:
+        found[n] = reader.load([Microbatch([n] * 3)])[0]["x"].tolist()
+
+    threads = [threading.Thread(target=load, args=(n,)) for n in range(9)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -204,5 +209,5 @@ def test_one_reader_serves_one_thread_at_a_time(tmp_path: Path, monkeypatch: pyt
     reader.close()
     assert found == {n: [n] * 3 for n in range(9)}
     with pytest.raises(LoaderLost, match="have been ended"):  # a thread that is late starts no new process
-        reader.load([1])
+        reader.load([Microbatch([1])])
     assert reader.pid == 0

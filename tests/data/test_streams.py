@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic.data.budget import Microbatch
 from elastic.data.loader import Loader
 from elastic.data.opening import dataset_of
 from elastic.data.streams import N_POSITIONS, Stream, with_stream
@@ -146,7 +147,7 @@ def test_a_thread_that_could_not_be_ended_in_time_takes_nothing_from_the_next_lo
     source = Slow()
     stream = Stream(source, BATCH)
     begun = stream.state_dict()
-    old = Loader(stream.reader(), stream.positions, first_step=0)
+    old = Loader(stream.reader(), lambda step: [Microbatch(stream.positions(step))], first_step=0)
     assert source.waiting.acquire(timeout=20)  # it is in the middle of the first step
     assert not old.close(0.0)
     load = threading.Thread(target=stream.load_state_dict, args=(begun,))
@@ -155,8 +156,8 @@ def test_a_thread_that_could_not_be_ended_in_time_takes_nothing_from_the_next_lo
     assert load.is_alive()  # waits for the item
     source.passes.release(100)
     load.join(20)
-    new = Loader(stream.reader(), stream.positions, first_step=0)
-    assert [new.take(step)[0]["x"].tolist() for step in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    new = Loader(stream.reader(), lambda step: [Microbatch(stream.positions(step))], first_step=0)
+    assert [new.take(step)[0][0]["x"].tolist() for step in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert old.close() and new.close()
 
 

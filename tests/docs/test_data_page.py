@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +15,20 @@ import pytest
 import torch
 from reference import train_alone
 
+from elastic.data.budget import budget_of, pad_share
 from elastic.data.opening import Sets, dataset_of, validation_of
+from elastic.data.order import sample_ids
 from elastic.data_spec import KINDS, PACKS, DataSpec
 from elastic.program import load_program
 from elastic.spec import JobSpec, load_job
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "data.md"
 
 
-def block(kind: str) -> str:
+def block(kind: str, n: int = 0) -> str:
     found: list[str] = re.findall(rf"^```{kind}\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    return found[0]
+    return found[n]
 
 
 @pytest.fixture
@@ -70,6 +76,51 @@ def test_packed_documents_cost_what_each_costs_alone(folder: Path) -> None:
     assert alone[1] == packed[1] == unmasked[1]
     assert packed[0] == pytest.approx(alone[0], rel=2e-6)
     assert abs(unmasked[0] - alone[0]) > 2e-5 * alone[0]
+
+
+def unequal(folder: Path) -> JobSpec:
+    """The job of the page on samples of unequal length."""
+    subprocess.run(["bash", "-ec", block("bash", 1)], cwd=folder, check=True)
+    (folder / "job.yaml").write_text(block("yaml", 1))
+    program = "".join(line for line in block("python").splitlines(True) if "keywords=" not in line)
+    (folder / "program.py").write_text(program.replace("max_seq=96", "max_seq=256"))
+    return load_job(folder)
+
+
+def test_the_cut_of_unequal_samples_is_what_the_page_says(folder: Path) -> None:
+    job = unequal(folder).plain()
+    dataset = dataset_of(load_program(folder / "program.py"), job)
+    lengths = [dataset.length(i) for i in range(len(dataset))]
+    assert (len(lengths), min(lengths), max(lengths)) == (200, 9, 256)
+    assert all(len(dataset[i]["input"]) == lengths[i] for i in range(200))
+    budget = budget_of(job, dataset)
+    assert budget is not None
+    shares = []
+    for step in range(job["steps"]):
+        ids = sample_ids(200, job["global_batch"], 0, step)
+        n_tokens = sum(lengths[i] for i in ids)
+        cut = budget.cut(ids, (8, 8))
+        shares.append(pad_share(cut, n_tokens))
+        loads = [sum(lengths[i] for part in rank for i in part.ids) for rank in cut]
+        assert max(loads) <= n_tokens / 2 + 256
+    said = re.search(r"on two ranks (\d+) % of the places are filling; with `pack: pad` it would be (\d+) %", PAGE.read_text())
+    assert said is not None
+    assert [round(100 * x) for x in (sum(shares) / len(shares), 1 - sum(lengths) / 200 / 256)] == [
+        int(n) for n in said.groups()
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_job_with_unequal_samples_runs(folder: Path) -> None:
+    unequal(folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic.worker", ".", "--set", f"storage={folder}/runs", "--json"],
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    last = json.loads(done.stdout.strip().splitlines()[-1])
+    assert (last["outcome"], last["steps"]) == ("succeeded", 20) and last["final_loss"] < 4
 
 
 def test_the_tables_name_what_there_is() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from small_run import lines
@@ -11,6 +12,7 @@ from elastic.ledger.journal import Journal
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import report, runs
 from elastic.storage import open_storage
+from elastic.types import StepDone
 
 LINE_KEYS = {
     "run", "steps", "final_loss", "tokens", "wall_s", "tokens_per_s", "goodput", "usd", "launch_to_first_step_s",
@@ -48,6 +50,23 @@ def test_report(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").is_file()
     written = json.loads((tmp_path / "report.json").read_text())
     assert {k: v for k, v in written.items() if k != "ledger"} == json.loads(json.dumps(data))
+
+
+def test_what_was_filled_up_is_told(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / runs.JOURNAL, 1)
+    for line in lines():
+        events = [
+            replace(e, pad_share=0.1 + 0.1 * (e.step % 2), imbalance=1.25) if isinstance(e, StepDone) else e
+            for _, e in line.events
+        ]
+        journal.append(line.at_s, [(at_s, e) for (at_s, _), e in zip(line.events, events, strict=True)], line.decision)
+    journal.close()
+    data, shown = report.write(RunFolder.of(open_storage(tmp_path)), {})
+    assert (data["pad_share"], data["token_imbalance"]) == (0.15, 1.25)
+    text = "\n".join(shown)
+    assert "15.0 % of the places of the micro-batches held no token" in text and "25 % more tokens per sample" in text
+    (tmp_path / "plain").mkdir()
+    assert report.write(stored(tmp_path / "plain"), {})[0]["pad_share"] is None
 
 
 def test_a_report_that_is_written_again_keeps_what_only_the_driver_knew(tmp_path: Path) -> None:

@@ -116,3 +116,13 @@ def test_bounds_on_the_number_of_workers() -> None:
 def test_slow_nodes_get_fewer_samples() -> None:
     choice = plan_layout(MODEL, job(), nodes(1, 1, 1, speeds=(1.0, 0.5, 1.0)))
     assert choice.samples == (6, 3, 7) or choice.samples == (7, 3, 6)
+
+
+def test_a_token_budget_takes_no_pipeline() -> None:
+    with pytest.raises(InfeasiblePlan, match="pp=2 needs micro-batches of one shape, which microbatch_tokens does not give"):
+        plan_layout(MODEL, job(layout="pp=2", microbatch_tokens=64), nodes(2))
+    two = MODEL.__class__(**{**vars(MODEL), "tp_limit": 1})
+    with pytest.raises(InfeasiblePlan, match="which microbatch_tokens does not give"):
+        plan_layout(two, job(microbatch_tokens=64), nodes(2), Limits(memory_bytes(two, Layout(dp_shard=2)) - 1))
+    choice = plan_layout(MODEL, job(microbatch_tokens=64), nodes(2, 1, speeds=(1.0, 0.5)))
+    assert choice.layout == Layout(dp_shard=3) and choice.n_microbatches == 1 and choice.samples == (7, 6, 3)

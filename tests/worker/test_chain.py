@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from plans import live, plan
-from reference import train
+from reference import Reference, train
 from worker_pool import Pool
 
-from elastic.program import load_program
+from elastic.program import Program, load_program
 from elastic.storage import open_storage
 from elastic.types import Box, DigestPart, Layout, Plan, Resume, ShardStored, StepDone
 from elastic.worker import durable
@@ -47,8 +47,9 @@ def pass_through(pool: Pool, job: dict[str, Any], run: Path, layouts: list[Layou
     return pool.events(StepDone)
 
 
-def check(job: dict[str, Any], run: Path, steps: list[StepDone], tolerance: float) -> None:
-    program = load_program(job["program"])
+def check(job: dict[str, Any], run: Path, steps: list[StepDone], tolerance: float, program: Program | None = None) -> Reference:
+    """`program`: what the plain process trains, where that is another. Returns what that has left."""
+    program = program or load_program(job["program"])
     alone = train(program, job, job["steps"])
     assert [e.step for e in steps] == list(range(1, job["steps"] + 1)), "a step was lost or done twice"
     assert len({e.generation for e in steps}) == max(e.generation for e in steps)
@@ -64,6 +65,7 @@ def check(job: dict[str, Any], run: Path, steps: list[StepDone], tolerance: floa
             shape = tuple(tensor.shape)
             got = checkpoint.read(Box(fqn, (0,) * len(shape), shape, "float32"))
             torch.testing.assert_close(got, tensor.detach(), atol=2e-4, rtol=1e-3, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+    return alone
 
 
 @pytest.mark.slow

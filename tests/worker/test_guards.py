@@ -44,6 +44,7 @@ from elastic.worker.generation import Generation
 from elastic.worker.guards import MEMORY, Memory, Trip, deviations, judge, needs_memory, trip_of
 from elastic.worker.job_program import with_job
 from elastic.worker.offender import UNNAMED, Offender, Tripped
+from elastic.worker.shares import Shares
 from elastic.worker.step import Pending, Stepper
 
 
@@ -154,8 +155,10 @@ def test_a_trip_is_one_line_that_names_at_most_sixteen_samples() -> None:
 def test_samples_of_a_stream_have_no_ids_to_name(n_samples: int, named: str) -> None:
     plan = Plan(1, Layout(), (WorkerId("a", 0),), (4,), (1,), 1)
     job = {"n_samples": n_samples, "global_batch": 4, "seed": 0}
-    stepper: Any = SimpleNamespace(job=job, plan=plan, groups=None, rank=0, _told=Pending(9, {}, math.nan, 1.0))
-    stepper._ids = lambda step: sorted(Stepper._ids(stepper, step))
+    shares: Any = Shares(job, plan)
+    shares.ids = lambda step: sorted(Shares.ids(shares, step))
+    told = Pending(9, {}, math.nan, 1.0)
+    stepper: Any = SimpleNamespace(job=job, plan=plan, groups=None, rank=0, _told=told, shares=shares)
     offender = Stepper.offender(stepper, Trip("not_finite", 9, "skip", "step 9: train_loss nan", ""))
     assert (offender.rank, offender.worker) == (0, WorkerId("a", 0))
     said = offender.sentence(Trip("not_finite", 9, "skip", "step 9: train_loss nan", ""))

@@ -54,7 +54,7 @@ def collectives(layout: Layout) -> Counter[str]:
         stepper = Stepper(program, job, step, state, groups)
         dataset = program.dataset()
         with _Collectives() as mode:
-            stepper.forward_backward(collate([dataset[i] for i in range(step.samples[0])]), train=True)
+            stepper.forward_backward([collate([dataset[i] for i in range(step.samples[0])])], train=True)
         assert set(state.gradients()) == set(state.parameters)
         return mode.found
     finally:
