@@ -52,10 +52,11 @@ class SequenceShard:
 
 @dataclass
 class Seen:
-    """What a run of the model has met."""
+    """What a run of the model has met. `asked`: for positions."""
 
     shard: SequenceShard | None
     called: bool = False  # never read in `attention`, or torch.compile would compile again when it changes
+    asked: bool = False
 
 
 _now: Seen | None = None  # of the forward and backward pass that runs; its end takes it away
@@ -80,6 +81,8 @@ def wanted() -> bool:
 
 def where() -> tuple[int, int]:
     """Index and number of the context-parallel ranks; (0, 1) = the sequence is whole."""
+    if _now is not None:
+        _now.asked = True
     shard = _now.shard if _now is not None else None
     return (shard.index, shard.size) if shard is not None else (0, 1)
 

@@ -61,8 +61,11 @@ def billed(state: State, at_s: float) -> State:
 def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
     found = (copy for copy in event.durable if copy.generation not in state.distrusted)
     durable = _newest_first((*found, *(state.durable if event.attached else ())))
+    model = event.model
+    if event.attached and state.model is not None:  # its workers have told, and will not do so again
+        model = replace(model, sample=model.sample or state.model.sample)
     known: dict[str, Any] = {
-        "run": event.run, "epoch": event.epoch, "job": event.job, "pools": event.pools, "model": event.model,
+        "run": event.run, "epoch": event.epoch, "job": event.job, "pools": event.pools, "model": model,
         "hardware": event.hardware, "durable": durable, "billed_at_s": at_s,
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
@@ -117,8 +120,12 @@ def _node_prepared(state: State, event: NodePrepared, at_s: float) -> State:
     state, node = seen(state, event.node_id), state.nodes.get(event.node_id)
     if node is None or node.status in ("lost", "quarantined"):
         return state
+    model = state.model
+    if model is not None and model.sample is None and event.sample is not None:
+        model = replace(model, sample=event.sample)
     state = replace(
         state,
+        model=model,
         prepared=state.prepared | {event.node_id},
         prepared_at_s=at_s,
         preparing={name: t for name, t in state.preparing.items() if name != event.node_id},

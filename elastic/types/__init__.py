@@ -61,6 +61,7 @@ from elastic.types.events import (
     WorkerFailed,
 )  # fmt: skip
 from elastic.types.nouns import (
+    AUTO,
     AXES,
     DTYPE_BYTES,
     LAYOUT_OPTIONS,
@@ -83,24 +84,27 @@ from elastic.types.nouns import (
     Pool,
     Rehearsal,
     Resume,
+    SampleProfile,
     Source,
     TensorSpec,
     Transfer,
     WorkerId,
+    is_auto,
     layout_options,
     parse_layout,
+    pinned,
 )  # fmt: skip
 
 __all__ = [
-    "AXES", "Abort", "Action", "Box", "Cause", "Copy", "CopyDamaged", "CopyFailed", "CopyKind", "CopyRemoved", "CopyStored",
-    "DTYPE_BYTES", "Decided", "Decision", "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted",
-    "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan", "GuardTripped", "HardwareProfile", "Holding",
+    "AUTO", "AXES", "Abort", "Action", "Box", "Cause", "Copy", "CopyDamaged", "CopyFailed", "CopyKind", "CopyRemoved",
+    "CopyStored", "DTYPE_BYTES", "Decided", "Decision", "DigestChecked", "DigestPart", "DrainNode", "DrillAsked",
+    "DriverStarted", "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan", "GuardTripped", "HardwareProfile", "Holding",
     "LAYOUT_OPTIONS", "Layout", "MarketType", "ModelProfile", "Move", "Node", "NodeLost", "NodePrepared", "NodeReady",
     "NodeStatus", "NoiseSeen", "Notice", "NoticeWithdrawn", "OptimizerSpec", "Outcome", "Plan", "PlanEntered", "PlanFailed",
     "Pool", "Prepare", "PriceSeen", "Progress", "Quarantine", "Quiesce", "Quiesced", "Rehearsal", "ReleaseNode", "RemoveCopy",
-    "RequestFailed", "RequestNodes", "Resume", "RollForward", "SetCadence", "SetShares", "ShardStored", "Silent", "Source",
-    "SpeedMeasured", "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Transfer", "WorkerFailed", "WorkerId",
-    "layout_options", "names_of", "parse_layout",
+    "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored",
+    "Silent", "Source", "SpeedMeasured", "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Transfer",
+    "WorkerFailed", "WorkerId", "is_auto", "layout_options", "names_of", "parse_layout", "pinned",
 ]  # fmt: skip
 
 

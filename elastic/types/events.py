@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.types.nouns import Copy, FailureKind, HardwareProfile, Holding, ModelProfile, Node, Pool, WorkerId
+from elastic.types.nouns import (
+    Copy,
+    FailureKind,
+    HardwareProfile,
+    Holding,
+    ModelProfile,
+    Node,
+    Pool,
+    SampleProfile,
+    WorkerId,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,11 +49,13 @@ class NodeReady(Event):
 @dataclass(frozen=True)
 class NodePrepared(Event):
     """All workers of the node have imported the program and wait for a plan. `pids` are their process ids, `n_samples` is the
-    length of the dataset that they have opened (0 = not told)."""
+    length of the dataset that they have opened (0 = not told); `sample`: what one sample asks of the model, None = it could not
+    be found out."""
 
     node_id: str
     pids: tuple[int, ...] = ()
     n_samples: int = 0
+    sample: SampleProfile | None = None
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,29 @@ class OptimizerSpec:
 
 
 @dataclass(frozen=True)
+class SampleProfile:
+    """What one sample asks of a model, found by running it on the meta device in the job's `precision`. Bytes are of one sample
+    on a rank that has the whole model.
+
+    `sequence`: dim 1 of the model's input, 0 = it has none. `no_cp`: why that cannot be cut over ranks, '' = it can.
+    `sequence_parallel`: between the modules that tp cuts, a rank has a part of the sequence. `loss_parallel`: logits stay cut
+    over tp for the loss. `kept_bytes`: what a block, on average, keeps for its backward pass under each
+    activation_checkpointing. `hidden_bytes`: what a block is called with. `key_value_bytes`: keys and values of a block's
+    attention. `ends_bytes`: what is kept outside of the blocks, with the model's output, its gradient and what the loss keeps.
+    """
+
+    flop: float  # of forward and backward pass, attention included, nothing computed twice
+    kept_bytes: tuple[tuple[str, int], ...]
+    hidden_bytes: int
+    ends_bytes: int
+    sequence: int = 0
+    key_value_bytes: int = 0
+    no_cp: str = ""
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+
+
+@dataclass(frozen=True)
 class ModelProfile:
     """What the planner knows of a model: numbers only. `specs` are parameters and buffers, without optimizer state."""
 
@@ -115,6 +138,7 @@ class ModelProfile:
     tp_limit: int = 1  # largest tp that the model's plan and shapes allow (1 = no tp plan)
     extra: tuple[TensorSpec, ...] = ()  # boxes of the program's extra_state, under their names in the training state
     pipeline: bool = True  # may the blocks be spread over pipeline stages?
+    sample: SampleProfile | None = None  # None = not known (yet): the first node that is prepared tells it
 
     def kept_of(self, spec: TensorSpec) -> OptimizerSpec:
         """What is kept for a tensor of the model besides itself."""
@@ -133,6 +157,7 @@ class HardwareProfile:
     link_bytes_per_s: float = 2.9e9
 
 
+AUTO = "auto"
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # what a layout may say besides its axes, and what it may be; a job says the same for all of its layouts by keys of these names
 SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b")
@@ -186,7 +211,24 @@ class Layout:
 
 def parse_layout(text: str, job: Mapping[str, Any] | None = None) -> Layout:
     """`'dp_shard=8,tp=4'` -> Layout; options that it leaves out are the job's. Raises SpecError naming what is wrong."""
-    values: dict[str, Any] = layout_options(job or {})
+    return Layout(**(layout_options(job or {}) | _named(text)))
+
+
+def is_auto(wanted: Any) -> bool:
+    """Is a job's `layout` left to the planner, wholly (`auto`) or but for what it names (`auto,tp=2`)?"""
+    return not isinstance(wanted, Mapping) and str(wanted or AUTO).partition(",")[0].strip() == AUTO
+
+
+def pinned(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Axes and options that a job does not leave to the planner: options by its keys, and what its `layout` names after `auto`.
+    Raises SpecError as `parse_layout`."""
+    wanted = job.get("layout") or AUTO
+    text = str(wanted).partition(",")[2].strip() if is_auto(wanted) else ""
+    return layout_options(job) | (_named(text) if text else {})
+
+
+def _named(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for part in text.replace(" ", "").split(","):
         name, _, value = part.partition("=")
         if name not in (*AXES, *LAYOUT_OPTIONS):
@@ -200,7 +242,7 @@ def parse_layout(text: str, job: Mapping[str, Any] | None = None) -> Layout:
         if not value.isdigit() or (int(value) < 1):
             raise SpecError(f"layout '{text}': {name} must be a whole number of at least 1, not '{value}'")
         values[name] = int(value)
-    return Layout(**values)
+    return values
 
 
 def layout_options(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str) -> None:
     """
     if mode == "none":
         return
-    kept = _kept_ops()
+    kept = kept_ops()
     how: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         how["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
@@ -47,6 +47,7 @@ def _policy(kept: frozenset[Any], _: Any, op: Any, *args: Any, **kwargs: Any) ->
     return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _kept_ops() -> frozenset[Any]:
+def kept_ops() -> frozenset[Any]:
+    """Operators whose outputs `selective` keeps."""
     aten = torch.ops.aten
     return frozenset(getattr(aten, name).default for name in KEPT if hasattr(aten, name))

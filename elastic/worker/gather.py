@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elastic.types import CopyFailed, DigestChecked, DigestPart, Event, NodePrepared, Plan, ShardStored, WorkerId
+from elastic.types import CopyFailed, DigestChecked, DigestPart, Event, NodePrepared, Plan, SampleProfile, ShardStored, WorkerId
 from elastic.worker.commit import Told
 
 OPEN_COPIES = 4  # durable copies whose parts are waited for; of older ones the rest will not come
@@ -42,6 +42,7 @@ class Gather:
     plans: dict[int, Plan] = field(default_factory=dict)
     _told: Told = field(default_factory=Told)
     _pids: dict[str, dict[WorkerId, int]] = field(default_factory=dict)
+    _sample: SampleProfile | None = None
     _copies: dict[tuple[int, int], Parts] = field(default_factory=dict)  # by generation and step, oldest first
     _failed: set[tuple[int, int]] = field(default_factory=set)
     _digests: dict[int, dict[int, DigestPart]] = field(default_factory=dict)
@@ -83,9 +84,10 @@ class Gather:
     def _prepared(self, worker: WorkerId, event: NodePrepared) -> list[Event]:
         pids = self._pids.setdefault(worker.node_id, {})
         pids[worker] = event.pids[0] if event.pids else 0
+        self._sample = event.sample or self._sample
         if len(pids) < self.workers_of(worker.node_id):
             return []
-        return [replace(event, pids=tuple(pids[w] for w in sorted(pids)))]
+        return [replace(event, pids=tuple(pids[w] for w in sorted(pids)), sample=self._sample)]
 
     def _stored(self, event: ShardStored, at_s: float) -> None:
         plan, key = self.plans.get(event.generation), (event.generation, event.step)

@@ -16,7 +16,7 @@ from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.mesh import Coordinates
 from elastic.models.attention import Seen, SequenceShard, over
 from elastic.program import Program
-from elastic.types import Layout, parse_layout
+from elastic.types import AUTO, Layout, is_auto, parse_layout, pinned
 from elastic.worker.calls import call_model, inputs_of, loss_of
 from elastic.worker.groups import Groups
 from elastic.worker.model_profile import build_meta
@@ -77,7 +77,7 @@ def before_cut(program: Program, batch: Batch) -> Batch:
 
 def sequence_length(program: Program, batch: Batch) -> int:
     """Dim 1 of the model's input. Raises ProgramError where there is none."""
-    for tensor in _tensors(inputs_of(program, batch)):
+    for tensor in tensors_in(inputs_of(program, batch)):
         if tensor.ndim > 1:
             return int(tensor.shape[1])
     raise ProgramError(
@@ -92,24 +92,27 @@ def _part(output: Any, shard: SequenceShard, n: int) -> Any:
     return shard.take(output) if isinstance(output, torch.Tensor) and output.ndim > 1 and output.shape[1] == n else output
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Of a tensor, a mapping or a sequence, nested."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 # ------------------------------------------------------------------------------------------ checks
 
 
 def largest_cp(job: Mapping[str, Any]) -> int:
-    """Of the layouts that a job names; 1 where it names none."""
-    wanted = job.get("layout", "auto")
-    texts = list(wanted.values()) if isinstance(wanted, Mapping) else [] if wanted in ("auto", None, "") else [str(wanted)]
+    """Of the layouts that a job names; 1 where it leaves cp to the planner."""
+    wanted = job.get("layout", AUTO)
+    if is_auto(wanted):
+        return int(pinned(job).get("cp", 1))
+    texts = list(wanted.values()) if isinstance(wanted, Mapping) else [str(wanted)]
     return max((parse_layout(text).cp for text in texts), default=1)
 
 
@@ -155,7 +158,7 @@ def check_loss(program: Program, model: torch.nn.Module, batch: Batch, cp: int) 
         output = call_model(program, model, before_cut(program, batch))
     _refuse_plain(seen, cp)
     n = sequence_length(program, batch)
-    if not any(x.ndim > 1 and x.shape[1] == n for x in _tensors(output)):
+    if not any(x.ndim > 1 and x.shape[1] == n for x in tensors_in(output)):
         found = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise ProgramError(f"cp={cp}: the model must return a tensor with the sequence ({n}) as its dim 1, not {found}")
     whole = float(loss_of(program, output, batch))
@@ -165,6 +168,13 @@ def check_loss(program: Program, model: torch.nn.Module, batch: Batch, cp: int) 
             f"cp={cp}: Program.loss of one sample is {own:.6g} with the model's own attention, {whole:.6g} with "
             "elastic.attention; take cp=1"
         )
+    check_sum(program, output, batch, cp)
+
+
+@torch.no_grad()
+def check_sum(program: Program, output: Any, batch: Batch, cp: int) -> None:
+    """The loss of an output must be the sum over its parts. Raises ProgramError."""
+    n, whole = sequence_length(program, batch), float(loss_of(program, output, batch))
     shards = [SequenceShard(i, cp, None) for i in range(cp)]
     parts = sum(float(loss_of(program, _part(output, shard, n), cut(program, batch, shard))) for shard in shards)
     if abs(parts - whole) > PARTS_AGREE * max(1.0, abs(whole)):

@@ -49,6 +49,7 @@ from elastic.worker.job_program import with_job
 from elastic.worker.loss_scale import profile_of
 from elastic.worker.offender import Tripped
 from elastic.worker.rehearsal import rehearse, rehearse_plan
+from elastic.worker.sample_profile import sample_profile
 from elastic.worker.script import Script, Source
 from elastic.worker.workplace import EnterOrder, Workplace, live_step
 
@@ -271,12 +272,14 @@ class Session:
                 with heard_by(lambda: self._at_phase("preparing", 0)):
                     place = self._open()
                 rehearse(place)
+                if self.me.local_rank == 0:
+                    place.sample = sample_profile(place.program, self.job, place.dataset[0])
                 self._place = place
                 gc.collect()
                 gc.freeze()  # what stays for good need not be looked at again: see Workplace.keep
             for i, rehearsal in enumerate(rehearsals):
                 if i == 1:
-                    self._put(NodePrepared(self.me.node_id, (os.getpid(),), int(self.job["n_samples"])))
+                    self._put(self._prepared())
                 if not self._orders:  # a real plan that is here is better than any rehearsal
                     self._at_phase("preparing", 0)
                     self._rehearse(self._place, rehearsal)
@@ -285,7 +288,11 @@ class Session:
             self._put(WorkerFailed(self.me, 0, _kind_of(error), _text(error)))
             return
         if len(rehearsals) < 2:
-            self._put(NodePrepared(self.me.node_id, (os.getpid(),), int(self.job["n_samples"])))
+            self._put(self._prepared())
+
+    def _prepared(self) -> NodePrepared:
+        sample = self._place.sample if self._place is not None else None
+        return NodePrepared(self.me.node_id, (os.getpid(),), int(self.job["n_samples"]), sample)
 
     def _rehearse(self, place: Workplace, rehearsal: Rehearsal) -> None:
         """Its numbers are garbage, so what the program says of them is no reason to stop: the first step will be slower."""

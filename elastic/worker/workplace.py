@@ -13,7 +13,7 @@ import torch
 from elastic.errors import StateLost
 from elastic.program import Program
 from elastic.storage import Storage
-from elastic.types import Event, ModelProfile, Plan, WorkerId
+from elastic.types import Event, ModelProfile, Plan, SampleProfile, WorkerId
 from elastic.worker.allocator import trim
 from elastic.worker.extra_state import ExtraState
 from elastic.worker.host_copy import HostMemory
@@ -56,6 +56,7 @@ class Workplace:
     saving: Saving = field(init=False)
     host_memory: HostMemory = field(init=False)
     block_inputs: list[torch.Tensor | None] = field(default_factory=list)  # per block, of one sample; for rehearsals
+    sample: SampleProfile | None = None  # on the first worker of a node
     extra: ExtraState = field(init=False)
     readers: Readers | None = None  # loader processes, where the job asks for them
     script: Script | None = None  # a job whose script enters elastic.loop

@@ -1,0 +1,248 @@
+"""What one sample asks of a program: its passes are run once on the meta device, where nothing is computed nor stored.
+
+Counted is what autograd keeps, each piece of memory once, without parameters and the batch. Attention counts as the fused
+kernels do it (FlashAttention: Dao et al. 2022, section 3.1): queries, keys, values, output and one float32 per row are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from elastic.data.loader import collate
+from elastic.errors import ElasticError
+from elastic.models.attention import Seen, over
+from elastic.program import Program
+from elastic.types import SampleProfile
+from elastic.worker.calls import call_model, loss_of
+from elastic.worker.checkpointing import kept_ops
+from elastic.worker.loop_program import LoopProgram
+from elastic.worker.model_profile import block_names, build_meta
+from elastic.worker.sequence import before_cut, check_sum, sequence_length, tensors_in
+
+log = logging.getLogger(__name__)
+
+Batch = dict[str, Tensor]
+POSITIONS = 16  # of a sample, on which its loss is tried
+OUTSIDE = -1  # of all blocks
+
+
+def sample_profile(program: Program, job: Mapping[str, Any], sample: Mapping[str, Any]) -> SampleProfile | None:
+    """`sample`: an item of the dataset. None where the program cannot be run on the meta device, or a script computes its
+    loss."""
+    if isinstance(program, LoopProgram):
+        return None
+    batch = collate([dict(sample)])
+    precision = str(job.get("precision") or "float32")
+    try:
+        return _Run(program, batch, None if precision == "float32" else getattr(torch, precision)).profile()
+    except Exception as error:  # noqa: BLE001 - the user's model on a device that it was not written for
+        log.info("what a sample asks of the model is not known: %s", " ".join(str(error).split())[:200])
+        return None
+
+
+@dataclass
+class _Kept:
+    """Bytes that stay for the backward pass, by block; each storage counts where it was seen first."""
+
+    bytes_at: dict[int, int] = field(default_factory=dict)
+    seen: dict[int, Tensor] = field(default_factory=dict)  # the tensors are held, so that no two have one address
+
+    def without(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self.seen[tensor.untyped_storage()._cdata] = tensor
+
+    def add(self, place: int, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.seen:
+            self.seen[storage._cdata] = tensor
+            self.bytes_at[place] = self.bytes_at.get(place, 0) + storage.nbytes()
+
+    def per_block(self, n_blocks: int) -> int:
+        return -(-sum(self.bytes_at.get(block, 0) for block in range(n_blocks)) // max(1, n_blocks))
+
+
+class _Run:
+    """One forward pass and one loss of one sample."""
+
+    def __init__(self, program: Program, batch: Batch, compute: torch.dtype | None) -> None:
+        self.program, self.batch, self.compute = program, batch, compute
+        self.place = OUTSIDE
+        self.none, self.selective, self.full, self.key_values = _Kept(), _Kept(), _Kept(), _Kept()
+        self.attention_flop = 0.0
+        self.called: set[int] = set()  # blocks that have called elastic.attention
+        self.seen = Seen(None)
+
+    def profile(self) -> SampleProfile:
+        model = build_meta(self.program).train()
+        for parameter in model.parameters() if self.compute else ():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(self.compute)
+        whole = self.batch if self.program.no_cp else before_cut(self.program, self.batch)
+        batch = {key: self._cast(x.to("meta")) for key, x in whole.items()}
+        known = [*model.parameters(), *model.buffers(), *batch.values()]
+        for kept in (self.none, self.selective, self.full):
+            kept.without(known)
+        blocks = [model.get_submodule(name) for name in block_names(model, self.program.blocks)]
+        with ExitStack() as stack:
+            for i, block in enumerate(blocks):
+                stack.callback(block.register_forward_pre_hook(self._enters(i), with_kwargs=True).remove)
+                stack.callback(block.register_forward_hook(self._leaves(i)).remove)
+            if not self.program.no_cp:
+                self.seen = stack.enter_context(over(None))
+            stack.enter_context(saved_tensors_hooks(self._keeps, lambda tensor: tensor))
+            flop = stack.enter_context(FlopCounterMode(display=False))
+            stack.enter_context(_KeptOutputs(self))
+            stack.enter_context(_Attention(self))
+            output = call_model(self.program, model, batch)
+            for first in islice(tensors_in(output), 1):
+                self._loss(first, batch)
+        return self._found(len(blocks), flop.get_total_flops(), output)
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(self.compute) if self.compute and x.is_floating_point() else x
+
+    def _found(self, n_blocks: int, flop: float, output: Any) -> SampleProfile:
+        bytes_of = {"none": self.none, "selective": self.selective, "full": self.full}
+        out_bytes = sum(x.numel() * max(4, x.element_size()) for x in tensors_in(output))  # given back, and its gradient
+        styles = self.program.tp.values()
+        found = SampleProfile(
+            flop=3.0 * (flop + self.attention_flop),
+            kept_bytes=tuple((mode, kept.per_block(n_blocks)) for mode, kept in bytes_of.items()),
+            hidden_bytes=self.full.per_block(n_blocks),
+            ends_bytes=self.none.bytes_at.get(OUTSIDE, 0) + 2 * out_bytes,
+            key_value_bytes=self.key_values.per_block(n_blocks),
+            sequence_parallel=any("scatter" in style for style in styles),
+            loss_parallel="sequence_colwise_loss" in styles,
+        )
+        try:
+            n = sequence_length(self.program, self.batch)
+        except ElasticError as error:
+            return replace(found, no_cp=str(error))
+        return replace(found, sequence=n, no_cp=self._no_cp(n_blocks, output, n))
+
+    # ------------------------------------------------------------------------------------------ the passes
+
+    def _enters(self, block: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.place = block
+            self.seen.called = False
+            for tensor in (*tensors_in(args), *tensors_in(kwargs)):
+                self.full.add(block, tensor)
+                self.selective.add(block, tensor)
+
+        return hook
+
+    def _leaves(self, block: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.place = OUTSIDE
+            if self.seen.called:
+                self.called.add(block)
+
+        return hook
+
+    def _keeps(self, tensor: Tensor) -> Tensor:
+        self.none.add(self.place, tensor)
+        return tensor
+
+    def _loss(self, output: Any, batch: Batch) -> None:
+        """What it keeps; a loss that looks at values is not run here, and counts as the log-softmax of the output."""
+        given = output.float() if output.is_floating_point() else output
+        try:
+            loss_of(self.program, given, batch)
+        except Exception:  # noqa: BLE001 - the user's loss, on a device without values
+            self.none.add(OUTSIDE, torch.empty_like(given))
+
+    # ------------------------------------------------------------------------------------------ may the sequence be cut?
+
+    def _no_cp(self, n_blocks: int, output: Any, n: int) -> str:
+        if self.program.no_cp:
+            return self.program.no_cp
+        if not self.called:
+            return "the model does not call elastic.attention"
+        idle = sorted({*range(n_blocks)} - self.called)
+        if idle:
+            return f"block {idle[0]} does not call elastic.attention"
+        if not self.seen.asked and self.program.before_cut is None:
+            return "the model does not take positions from elastic.positions"
+        cut = [x for x in tensors_in(output) if x.ndim > 1 and x.shape[1] == n]
+        if not cut:
+            return "the model's output does not have the sequence as its dim 1"
+        m = min(POSITIONS, n - n % 4)
+        if not m:
+            return f"a sequence of {n} positions is too short"
+        chosen = torch.linspace(0, n - 1, m).long()
+        batch = {key: x[:, chosen] if x.ndim > 1 and x.shape[1] == n else x for key, x in self.batch.items()}
+        torch.manual_seed(0)
+        made_up = torch.randn(1, m, *cut[0].shape[2:])
+        try:
+            check_sum(self.program, made_up, batch, 2)
+            if not float(loss_of(self.program, made_up, batch)):
+                return "the loss of a few positions is 0, which says nothing of its parts"
+        except Exception as error:  # noqa: BLE001 - the user's loss
+            return " ".join(str(error).split())[:200]
+        return ""
+
+
+class _KeptOutputs(TorchDispatchMode):
+    """Outputs of what `selective` does not compute twice. A value that the model asks for is 1: there is none."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.run, self.ops = run, kept_ops()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype).item()
+        out = func(*args, **(kwargs or {}))
+        if func in self.ops and self.run.place != OUTSIDE:
+            for tensor in tensors_in(out):
+                self.run.selective.add(self.run.place, tensor)
+        return out
+
+
+class _Attention(TorchFunctionMode):
+    """The meta device has no fused kernel."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, is_causal: bool = False, **__: Any) -> Tensor:
+        run = self.run
+        out, row_sums = _Fused.apply(query, key, value)  # type: ignore[no-untyped-call]
+        products = query.numel() * key.shape[-2] + out.numel() * key.shape[-2]
+        run.attention_flop += 2 * products / (2 if is_causal else 1)
+        if run.place != OUTSIDE:
+            run.key_values.add(run.place, key)
+            run.key_values.add(run.place, value)
+            run.selective.add(run.place, out)
+            run.selective.add(run.place, row_sums)
+        return out  # type: ignore[no-any-return]
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.mark_non_differentiable(row_sums)
+        ctx.save_for_backward(query, key, value, out, row_sums)
+        return out, row_sums
