@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from elastic.data_spec import DataSpec, SourceSpec
 from elastic.errors import SpecError
 from elastic.optimisation import OWNERS, Guards, LrScaling, LrSchedule, NoiseScale, OptimizerKey, problem
-from elastic.types import Layout, MarketType, Pool, parse_layout
+from elastic.types import Layout, MarketType, Pool, is_auto, parse_layout, pinned
 
 DRILL_KINDS = ("notice", "kill", "add", "hang", "kill_driver")
 NODE_WORD = re.compile(r"any|any-spot|rank0|rank:[0-9]+")
@@ -123,12 +123,12 @@ class JobSpec(_Strict):
     )
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # in which gradients are added up
     layout: str | dict[str, str] = "auto"
-    schedule: Literal["1f1b", "gpipe", "interleaved1f1b"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved1f1b"] | None = None  # None, here and below: 'auto' chooses
     virtual_stages: int | None = Field(None, gt=1)  # pipeline stages per rank under interleaved1f1b
     microbatch_size: int | None = Field(None, gt=0)  # samples of a data-parallel rank that are computed at once
     microbatch_tokens: int | None = Field(None, gt=0)  # places that it computes at once, for samples of unequal length
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    zero_stage: Literal[1, 2, 3] = 3
+    activation_checkpointing: Literal["none", "selective", "full"] | None = None
+    zero_stage: Literal[1, 2, 3] | None = None
     compile: bool = False
     float8: bool = False  # matrix products of the blocks, through torchao
     offload: bool = False
@@ -167,7 +167,9 @@ class JobSpec(_Strict):
                     raise ValueError(f"the entry for {workers} workers is '{text}', a layout of {n}")
             if not value:
                 raise ValueError("the map is empty")
-        elif value != "auto":
+        elif is_auto(value):
+            pinned({"layout": value})
+        else:
             parse_layout(str(value))
         return value
 
@@ -194,8 +196,8 @@ class JobSpec(_Strict):
     def _agree(self) -> JobSpec:
         if self.max_workers is not None and self.max_workers < self.min_workers:
             raise ValueError(f"max_workers={self.max_workers} is less than min_workers={self.min_workers}")
-        for text in self.layouts():
-            layout = parse_layout(text)
+        for text in self.layouts() or [str(self.layout)]:
+            layout = Layout(**pinned({"layout": text})) if is_auto(text) else parse_layout(text)
             if layout.cp > 1 and self.compile:
                 raise ValueError(f"layout '{text}' has cp={layout.cp}, compile: true does not go with that; take one of them")
             if layout.tp > 1 and self.float8:
@@ -229,10 +231,15 @@ class JobSpec(_Strict):
         return self
 
     def layouts(self) -> list[str]:
-        """The layouts that the job names; none for 'auto'."""
+        """The layouts that the job names whole; none for 'auto'."""
         if isinstance(self.layout, dict):
             return list(self.layout.values())
-        return [] if self.layout == "auto" else [self.layout]
+        return [] if is_auto(self.layout) else [self.layout]
+
+    def least_layouts(self) -> list[Layout]:
+        """Those, with the keys' options; for 'auto' what the job pins of it, with one rank on each other axis."""
+        keys = self.plain()
+        return [parse_layout(text, keys) for text in self.layouts()] or [Layout(**pinned(keys))]
 
     def plain(self) -> dict[str, Any]:
         """As plain data: what DriverStarted.job holds."""
@@ -315,11 +322,11 @@ def check_fit(job: JobSpec, pools: Sequence[Pool]) -> None:
     """Can the job ever run on these pools? Raises SpecError with the numbers."""
     n_workers = sum(pool.max_nodes * pool.gpus_per_node for pool in pools)
     listed = " + ".join(f"{pool.name} {pool.max_nodes} x {pool.gpus_per_node}" for pool in pools) or "no pool"
-    worlds = [parse_layout(text).world_size for text in job.layouts()]
-    if worlds and min(worlds) > n_workers:
-        smallest = min(job.layouts(), key=lambda text: parse_layout(text).world_size)
+    smallest = min(job.least_layouts(), key=lambda layout: layout.world_size)
+    if smallest.world_size > n_workers:
         raise SpecError(
-            f"{job.name}: layout '{smallest}' needs {min(worlds)} workers; the pools give at most {n_workers} ({listed})"
+            f"{job.name}: layout '{smallest}' needs {smallest.world_size} workers; the pools give at most {n_workers} "
+            f"({listed})"
         )
     if job.min_workers > n_workers:
         raise SpecError(f"{job.name}: min_workers={job.min_workers}; the pools give at most {n_workers} ({listed})")
@@ -343,7 +350,7 @@ def _check_float8(job: JobSpec, pools: Sequence[Pool]) -> None:
 def layout_for(job: JobSpec, n_workers: int) -> Layout | None:
     """The layout that the job asks for when it has `n_workers`; None = search."""
     if not isinstance(job.layout, dict):
-        return None if job.layout == "auto" else parse_layout(job.layout, job.plain())
+        return None if is_auto(job.layout) else parse_layout(job.layout, job.plain())
     fitting = [int(key) for key in job.layout if int(key) <= n_workers]
     return parse_layout(job.layout[str(max(fitting))], job.plain()) if fitting else None
 

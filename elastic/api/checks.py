@@ -15,7 +15,7 @@ from elastic.ledger.journal import Line
 from elastic.program import Program
 from elastic.spec import NODE_WORD, NODE_WORDS, DrillSpec, JobSpec
 from elastic.storage import Storage
-from elastic.types import DriverStarted, ModelProfile, Pool, parse_layout
+from elastic.types import DriverStarted, ModelProfile, Pool
 
 if TYPE_CHECKING:
     from elastic.cluster.lease import Lease
@@ -61,8 +61,7 @@ def check_market(name: str, pools: Sequence[Pool], where: str) -> None:
 
 def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
     """Raises SpecError for a layout that the model cannot be cut into, whatever the nodes."""
-    keys = spec.plain()
-    for layout in (parse_layout(text, keys) for text in spec.layouts()):
+    for layout in spec.least_layouts():
         if model.tp_limit % layout.tp:
             more = "give Program.tp the modules to cut" if model.tp_limit == 1 else "take a tp that divides it"
             raise SpecError(f"layout '{layout}': tp={layout.tp}, but tp must divide {model.tp_limit} for this model; {more}")
@@ -84,7 +83,7 @@ def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
 
 def check_cp(spec: JobSpec, program: Program) -> None:
     """Raises SpecError for a layout with cp where the model, run on the meta device, cannot have parts of sequences."""
-    cp = max((layout.cp for layout in map(parse_layout, spec.layouts())), default=1)
+    cp = max(layout.cp for layout in spec.least_layouts())
     if cp == 1:
         return
     from elastic.data.loader import collate

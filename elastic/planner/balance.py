@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from heapq import heapify, heapreplace
 
 from elastic import mesh
@@ -43,8 +44,7 @@ def microbatches(global_batch: int, layout: Layout) -> int:
     With a microbatch size: the fewest whose largest share fits into it. Else 1 without pp; with pp the largest divisor that
     is at most 2 pp (from pp on the pipeline is full) and leaves each data-parallel rank a sample per microbatch.
     """
-    divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0 and global_batch // d >= layout.dp]
-    divisors = [d for d in divisors if mesh.fills_rounds(layout, d)]
+    divisors = [d for d in _divisors(global_batch) if global_batch // d >= layout.dp and mesh.fills_rounds(layout, d)]
     if not divisors:
         raise InfeasiblePlan(f"a global batch of {global_batch} samples cannot feed {layout.dp} data-parallel ranks")
     if layout.microbatch_size:
@@ -58,3 +58,8 @@ def microbatches(global_batch: int, layout: Layout) -> int:
     if layout.pp == 1:
         return 1
     return max(d for d in divisors if d <= 2 * layout.pp)
+
+
+@cache
+def _divisors(n: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, n + 1) if n % d == 0)

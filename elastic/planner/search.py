@@ -1,21 +1,25 @@
 """Which layout on which workers: enumerate, drop what does not fit (with the reason), take the best.
 
-As many workers as possible. Among layouts of that size plain data-parallel sharding comes first; tensor and pipeline
-parallelism cut only as far as the memory or a small batch asks for, then the smallest relative step time wins. A tp x cp group
-never leaves its node.
+As many workers as possible. Among layouts of that size those that cut the model and its sequences least come first (tp x pp x
+cp; plain data-parallel sharding cuts nothing): memory, or a batch smaller than the number of workers, must ask for more. Among
+those, a layout that is simpler than the fastest and at most SLOWER slower is taken. A tp x cp group never leaves its node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner import balance, cost
-from elastic.types import Layout, ModelProfile, Node, WorkerId, layout_options, parse_layout
+from elastic.planner.options import Space, cut, n_options
+from elastic.types import AUTO, Layout, ModelProfile, Node, WorkerId, is_auto, parse_layout
 
 SHOWN = 6  # rejections that an error message names
+SLOWER = 0.05  # that a simpler layout may be
+USABLE = 0.92  # of a GPU's memory: the rest is CUDA's, NCCL's, and lies between allocations
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Choice:
     n_microbatches: int
     memory_bytes: int
     relative_time: float
+    activation_bytes: int = 0  # beside `memory_bytes`, while a step is computed; 0 = not known
+    parts: Mapping[str, float] = field(default_factory=dict)  # of relative_time beyond 1
     rejected: tuple[str, ...] = ()
 
 
@@ -47,76 +53,129 @@ def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Nod
     n_workers = sum(node.gpus for node in nodes)
     if job.get("max_workers"):
         n_workers = min(n_workers, int(job["max_workers"]))
-    rejected: list[str] = []
     minimum = int(job.get("min_workers") or 1)
     if n_workers < minimum:
         raise InfeasiblePlan(f"{n_workers} of the at least {minimum} workers (min_workers) are there")
+    search = _Search(model, job, nodes, limits)
     named = layout_for(job, n_workers)
     if named is not None:
-        choice = _try(model, job, nodes, named, rejected)
-        if choice and not _too_big(model, choice, limits, rejected, exact=True):
-            return _with(choice, rejected)
+        choice = search.named(named)
+        if choice is not None:
+            return choice
         if not isinstance(job.get("layout"), Mapping):
-            raise InfeasiblePlan(_why(n_workers, rejected))
-    best: Choice | None = None
-    options = layout_options(job)
-    for layout in (replace(axes, **options) for axes in _layouts(model, nodes, n_workers)):
-        if best and (layout.world_size < best.layout.world_size or _cut(layout) > _cut(best.layout)):
-            break
-        choice = _try(model, job, nodes, layout, rejected)
-        if choice is None or _idle_pipeline(choice, rejected) or _too_big(model, choice, limits, rejected, exact=False):
-            continue
-        if best is None or choice.relative_time < best.relative_time:
-            best = choice
+            raise InfeasiblePlan(_why(n_workers, search.rejected))
+    best = search.best(n_workers)
     if best is None:
-        raise InfeasiblePlan(_why(n_workers, rejected))
+        raise InfeasiblePlan(_why(n_workers, search.rejected))
     if best.layout.world_size < minimum:
         raise InfeasiblePlan(
-            f"only {best.layout.world_size} workers can be used, min_workers is {minimum}; {_why(n_workers, rejected)}"
+            f"only {best.layout.world_size} workers can be used, min_workers is {minimum}; {_why(n_workers, search.rejected)}"
         )
-    return _with(best, rejected)
+    return best
 
 
-def layout_for(job: Mapping[str, Any], n_workers: int) -> Layout | None:
-    """The layout that the job names for this many workers; None = free choice."""
-    wanted = job.get("layout", "auto")
-    if isinstance(wanted, Mapping):
-        fitting = [key for key in wanted if int(key) <= n_workers]
-        return parse_layout(wanted[max(fitting, key=int)], job) if fitting else None
-    return None if wanted in ("auto", None, "") else parse_layout(str(wanted), job)
+@dataclass
+class _Search:
+    """One search; `rejected` says why of each layout that was dropped."""
 
+    model: ModelProfile
+    job: Mapping[str, Any]
+    nodes: Sequence[Node]
+    limits: Limits
+    rejected: list[str] = field(default_factory=list)
+    placed: dict[tuple[int, int], tuple[WorkerId, ...]] = field(default_factory=dict)
 
-def most_workers(job: Mapping[str, Any]) -> int | None:
-    """More workers than this are of no use to the job; None = no such limit is known."""
-    bounds = [int(job["max_workers"])] if job.get("max_workers") else []
-    wanted = job.get("layout", "auto")
-    if isinstance(wanted, Mapping) and wanted:
-        bounds.append(max(int(key) for key in wanted))
-    elif wanted not in ("auto", None, "") and not isinstance(wanted, Mapping):
-        bounds.append(parse_layout(str(wanted)).world_size)
-    return min(bounds, default=None)
+    def named(self, layout: Layout) -> Choice | None:
+        """The layout that the job names. It is refused only where its state alone is too large, or where it was tried."""
+        try:
+            self.place(layout)
+            step = self.step(layout)
+            self.check_size(layout, step, exact=True)
+            return self.choice(layout, step)
+        except InfeasiblePlan as error:
+            self.rejected.append(f"{layout}: {error}")
+            return None
 
+    def best(self, n_workers: int) -> Choice | None:
+        """The simplest of those that are about as fast as the fastest, among those that cut least."""
+        tight = bool(self.limits.memory_bytes or self.limits.infeasible)
+        space = Space.of(self.model, self.job, self.nodes, bool(self.limits.memory_bytes), tight)
+        for world in range(n_workers, 0, -1):
+            if self.too_few(world):
+                return None  # fewer have less room still
+            for _, shapes in groupby(space.shapes(world), cut):
+                found = [one for shape in shapes for one in self.fitting(space, shape)]
+                if found:
+                    times = {layout: 1 + sum(self.parts(layout, step).values()) for layout, step in found}
+                    near = [layout for layout in times if times[layout] <= min(times.values()) * (1 + SLOWER)]
+                    best = min(near, key=lambda layout: (n_options(layout), times[layout]))
+                    return self.choice(best, dict(found)[best])
+        return None
 
-def _layouts(model: ModelProfile, nodes: Sequence[Node], n_workers: int) -> Iterator[Layout]:
-    """Candidates, largest world first, then those that cut the model least; data-parallel ranks fill the world."""
-    largest_node = max((node.gpus for node in nodes), default=0)
-    tps = [tp for tp in range(1, min(model.tp_limit, largest_node) + 1) if model.tp_limit % tp == 0]
-    most_pp = max(1, min(model.n_blocks, n_workers)) if model.pipeline else 1
-    shapes = [(tp, pp) for tp in tps for pp in range(1, most_pp + 1)]
-    shapes.sort(key=lambda shape: shape[0] * shape[1])
-    for world in range(n_workers, 0, -1):
-        for tp, pp in shapes:
-            if world % (tp * pp) == 0:
-                yield Layout(pp=pp, dp_shard=world // (tp * pp), tp=tp)
+    def too_few(self, world: int) -> bool:
+        """Would the state alone, cut into equal parts for all of them, be too large for these workers?"""
+        there = self.limits.memory_bytes
+        least = 0 if self.job.get("offload") else cost.state_bytes(self.model) // world
+        if there and least > there:
+            self.rejected.append(f"on {world} the state alone needs {_gib(least)} GiB per worker, there are {_gib(there)}")
+        return bool(there) and least > there
 
+    def fitting(self, space: Space, shape: Layout) -> Iterator[tuple[Layout, cost.Step]]:
+        """What fits of the layouts of a shape: more is computed twice, or less at once, only where it must be."""
+        modes = space.modes()
+        for kind in space.kinds(shape):
+            sizes = space.sizes(kind)
+            if self.fits(replace(kind, activation_checkpointing=modes[-1], microbatch_size=sizes[-1])) is None:
+                if kind == shape and "schedule" not in space.pins:
+                    return  # the other kinds ask for more
+                continue
+            for mode in modes:
+                layouts = [replace(kind, activation_checkpointing=mode, microbatch_size=size) for size in sizes]
+                found = next(((layout, step) for layout in layouts if (step := self.fits(layout))), None)
+                if found is not None:
+                    yield found
+                if found is not None and found[0] == layouts[0]:
+                    break
 
-def _try(
-    model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Node], layout: Layout, rejected: list[str]
-) -> Choice | None:
-    """The layout on the nodes; None when it cannot be, with the reason in `rejected`."""
-    global_batch = int(job["global_batch"])
-    try:
-        ranks = place(layout, nodes, int(job.get("max_workers") or 0))
+    def fits(self, layout: Layout) -> cost.Step | None:
+        try:
+            step = self.step(layout)
+            if step.n_microbatches < layout.pp:
+                raise InfeasiblePlan(f"{step.n_microbatches} microbatches cannot fill {layout.pp} pipeline stages")
+            self.check_size(layout, step, exact=False)
+            self.place(layout)
+        except InfeasiblePlan as error:
+            self.rejected.append(f"{layout}: {error}")
+            return None
+        return step
+
+    def parts(self, layout: Layout, step: cost.Step) -> dict[str, float]:
+        return cost.time_parts(self.model, layout, step)
+
+    def choice(self, layout: Layout, step: cost.Step) -> Choice:
+        ranks, m = self.place(layout), step.n_microbatches
+        samples = balance.shares(step.global_batch // m, _dp_speeds(layout, ranks, self.nodes), m)
+        layers = balance.stage_layers(self.model.n_blocks, layout.n_stages)
+        parts = self.parts(layout, replace(step, largest_share=max(samples)))
+        return Choice(
+            layout, ranks, samples, layers, m,
+            memory_bytes=cost.memory_bytes(self.model, layout, step.dtype),
+            activation_bytes=cost.activation_bytes(self.model, layout, step),
+            relative_time=1 + sum(parts.values()),
+            parts=parts,
+            rejected=tuple(self.rejected),
+        )  # fmt: skip
+
+    def place(self, layout: Layout) -> tuple[WorkerId, ...]:
+        key = layout.tp * layout.cp, layout.world_size
+        if key not in self.placed:
+            self.placed[key] = place(layout, self.nodes, int(self.job.get("max_workers") or 0))
+        return self.placed[key]
+
+    def step(self, layout: Layout) -> cost.Step:
+        """How a step is shared out over ranks that are equally fast. Raises InfeasiblePlan where the model, the job or the
+        batch cannot have this layout."""
+        model, job, global_batch = self.model, self.job, int(self.job["global_batch"])
         if layout.tp > 1 and model.tp_limit % layout.tp:
             raise InfeasiblePlan(
                 f"tp={layout.tp} must divide {model.tp_limit}, the most that the model's tensor-parallel plan allows"
@@ -127,46 +186,73 @@ def _try(
             raise InfeasiblePlan(f"cp={layout.cp} does not go with compile: true")
         if layout.pp > 1 and job.get("microbatch_tokens"):
             raise InfeasiblePlan(f"pp={layout.pp} needs micro-batches of one shape, which microbatch_tokens does not give")
+        _check_sequence(model, layout)
         if layout.pp > 1 and not model.pipeline:
             raise InfeasiblePlan(f"pp={layout.pp}, but this program cannot be spread over pipeline stages")
-        layers = balance.stage_layers(model.n_blocks, layout.n_stages)
+        if layout.n_stages > 1:
+            balance.stage_layers(model.n_blocks, layout.n_stages)
         if layout.dp > global_batch:
             raise InfeasiblePlan(f"{layout.dp} data-parallel ranks are more than the {global_batch} samples of a step")
-        n_microbatches = balance.microbatches(global_batch, layout)
-        samples = balance.shares(global_batch // n_microbatches, _dp_speeds(layout, ranks, nodes), n_microbatches)
-    except InfeasiblePlan as error:
-        rejected.append(f"{layout}: {error}")
-        return None
-    relative = cost.relative_time(layout, n_microbatches, max(samples), global_batch)
-    return Choice(layout, ranks, samples, layers, n_microbatches, cost.memory_bytes(model, layout), relative)
+        m = balance.microbatches(global_batch, layout)
+        share = -(-(global_batch // m) // layout.dp) * m
+        return cost.Step(m, share, global_batch, min(node.gpus for node in self.nodes), str(job.get("precision") or "float32"))
+
+    def needs(self, layout: Layout, step: cost.Step) -> int:
+        """Bytes of a worker."""
+        return cost.memory_bytes(self.model, layout, step.dtype) + cost.activation_bytes(self.model, layout, step)
+
+    def check_size(self, layout: Layout, step: cost.Step, exact: bool) -> None:
+        """Raises InfeasiblePlan where it needs more memory than there is, or as much as what was found not to fit. `exact`:
+        only what is certain counts."""
+        infeasible = self.limits.infeasible or {}
+        needs, there = self.needs(layout, step), self.limits.memory_bytes
+        if layout in infeasible:
+            raise InfeasiblePlan(f"did not fit ({_gib(infeasible[layout])} GiB measured)")
+        if exact:
+            needs = cost.memory_bytes(self.model, layout, step.dtype)
+        elif self.model.sample is not None:
+            there = int(USABLE * there)
+        if there and needs > there:
+            raise InfeasiblePlan(f"needs {_gib(needs)} GiB per worker, there are {_gib(there)}")
+        bigger = [] if exact else [tried for tried in infeasible if self.needs(tried, self.step(tried)) <= needs]
+        if bigger:
+            raise InfeasiblePlan(f"needs at least as much memory as {bigger[0]}, which did not fit")
 
 
-def _cut(layout: Layout) -> int:
-    return layout.tp * layout.pp
+def _check_sequence(model: ModelProfile, layout: Layout) -> None:
+    """As elastic/worker/sequence.py and elastic/models/attention.py cut it. Raises InfeasiblePlan."""
+    sample = model.sample
+    if sample is None:
+        return
+    if layout.cp > 1 and sample.no_cp:
+        raise InfeasiblePlan(f"cp={layout.cp}, but {sample.no_cp}")
+    if layout.cp > 1 and sample.sequence % (2 * layout.cp):
+        raise InfeasiblePlan(f"cp={layout.cp} needs a multiple of {2 * layout.cp} positions, a sample has {sample.sequence}")
+    if layout.tp > 1 and sample.sequence_parallel and sample.sequence // layout.cp % layout.tp:
+        raise InfeasiblePlan(
+            f"tp={layout.tp} with sequence parallelism needs a multiple of {layout.tp} positions on a rank, not "
+            f"{sample.sequence // layout.cp}"
+        )
 
 
-def _idle_pipeline(choice: Choice, rejected: list[str]) -> bool:
-    """Are there fewer microbatches than stages? Then stages only wait for each other."""
-    idle = choice.n_microbatches < choice.layout.pp
-    if idle:
-        rejected.append(f"{choice.layout}: {choice.n_microbatches} microbatches cannot fill {choice.layout.pp} pipeline stages")
-    return idle
+def layout_for(job: Mapping[str, Any], n_workers: int) -> Layout | None:
+    """The layout that the job names for this many workers; None = free choice."""
+    wanted = job.get("layout", AUTO)
+    if isinstance(wanted, Mapping):
+        fitting = [key for key in wanted if int(key) <= n_workers]
+        return parse_layout(wanted[max(fitting, key=int)], job) if fitting else None
+    return None if is_auto(wanted) else parse_layout(str(wanted), job)
 
 
-def _too_big(model: ModelProfile, choice: Choice, limits: Limits, rejected: list[str], exact: bool) -> bool:
-    """Does it need more memory than there is, or than what was found not to fit (`exact`: only the same layout)?"""
-    infeasible = limits.infeasible or {}
-    why = ""
-    if choice.layout in infeasible:
-        why = f"did not fit ({infeasible[choice.layout] / 2**30:.2f} GiB measured)"
-    elif limits.memory_bytes and choice.memory_bytes > limits.memory_bytes:
-        why = f"needs {choice.memory_bytes / 2**30:.2f} GiB per worker, there are {limits.memory_bytes / 2**30:.2f}"
-    elif not exact:
-        bigger = [layout for layout in infeasible if cost.memory_bytes(model, layout) <= choice.memory_bytes]
-        why = f"needs at least as much memory as {bigger[0]}, which did not fit" if bigger else ""
-    if why:
-        rejected.append(f"{choice.layout}: {why}")
-    return bool(why)
+def most_workers(job: Mapping[str, Any]) -> int | None:
+    """More workers than this are of no use to the job; None = no such limit is known."""
+    bounds = [int(job["max_workers"])] if job.get("max_workers") else []
+    wanted = job.get("layout", AUTO)
+    if isinstance(wanted, Mapping) and wanted:
+        bounds.append(max(int(key) for key in wanted))
+    elif not is_auto(wanted) and not isinstance(wanted, Mapping):
+        bounds.append(parse_layout(str(wanted)).world_size)
+    return min(bounds, default=None)
 
 
 def place(layout: Layout, nodes: Sequence[Node], max_workers: int = 0) -> tuple[WorkerId, ...]:
@@ -194,8 +280,8 @@ def _dp_speeds(layout: Layout, ranks: Sequence[WorkerId], nodes: Sequence[Node])
     ]
 
 
-def _with(choice: Choice, rejected: Sequence[str]) -> Choice:
-    return Choice(**{**vars(choice), "rejected": tuple(rejected)})
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f}"
 
 
 def _why(n_workers: int, rejected: Sequence[str]) -> str:

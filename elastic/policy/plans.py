@@ -73,7 +73,7 @@ def enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) 
         copy_bytes_per_s=copies.bytes_per_s,
         durable_every=cadence.durable_every(state, nodes, alone=copies.missing),
         predicted_step_time_s=_expected_step_s(state, choice),
-        memory_bytes=choice.memory_bytes,
+        memory_bytes=choice.memory_bytes + choice.activation_bytes,
         usd_per_h=sum(prices.get(node.pool, 0.0) for node in nodes),
         rolled_back=state.rolled_back,
     )
@@ -82,8 +82,13 @@ def enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) 
     text = (
         f"{why}; generation {plan.generation}: {choice.layout} on {where}, "
         f"${plan.usd_per_h:.2f}/h, {_every('peer', plan.peer_every)}, {_every('durable', plan.durable_every)}"
-    ) + "".join(f"; {more}" for more in (moves.told(move), copies.note) if more)
+    ) + "".join(f"; {more}" for more in (_instead(choice), moves.told(move), copies.note) if more)
     return Decision(actions, text)
+
+
+def _instead(choice: Choice) -> str:
+    """Why it is no simpler layout of as many workers: what was tried first."""
+    return f"not {choice.rejected[0]}" if choice.rejected else ""
 
 
 def count(n: int, noun: str) -> str:

@@ -40,9 +40,9 @@ OUTSIDE = -1  # of all blocks
 
 
 def sample_profile(program: Program, job: Mapping[str, Any], sample: Mapping[str, Any]) -> SampleProfile | None:
-    """`sample`: an item of the dataset. None where the program cannot be run on the meta device, or a script computes its
-    loss."""
-    if isinstance(program, LoopProgram):
+    """`sample`: an item of the dataset. None where the program cannot be run on the meta device, a script computes its loss, or
+    samples are of unequal length (`microbatch_tokens`)."""
+    if isinstance(program, LoopProgram) or job.get("microbatch_tokens"):
         return None
     batch = collate([dict(sample)])
     precision = str(job.get("precision") or "float32")

@@ -1,0 +1,143 @@
+"""Every layout that a job leaves open: shapes (pp, cp, tp, and data-parallel ranks for the rest), then their kinds (replicas,
+ZeRO stage, schedule), then how much is kept and computed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from elastic.errors import InfeasiblePlan
+from elastic.planner import balance
+from elastic.types import Layout, ModelProfile, Node, pinned
+
+MOST_VIRTUAL = 4  # pipeline stages per rank
+
+
+def cut(layout: Layout) -> int:
+    """Into how many parts the model and its sequences are cut."""
+    return layout.tp * layout.pp * layout.cp
+
+
+def n_options(layout: Layout) -> int:
+    """How much a layout says: axes and options that are not the plain ones."""
+    plain = Layout()
+    return sum(getattr(layout, f.name) != getattr(plain, f.name) for f in fields(layout) if f.name != "virtual_stages")
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen. `pins`: what the job says itself. `roomy`: memory per worker is known, so that options which cost
+    memory may be taken; `tight`: it is, or something did not fit, so that there is reason to save it."""
+
+    model: ModelProfile
+    pins: Mapping[str, Any]
+    global_batch: int
+    node_sizes: tuple[int, ...]
+    no_tp: bool = False
+    no_cp: bool = False
+    whole_share: bool = False  # the share of a step is computed at once (scripts)
+    roomy: bool = False
+    tight: bool = False
+
+    @classmethod
+    def of(cls, model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Node], roomy: bool, tight: bool) -> Space:
+        sizes = tuple(sorted({node.gpus for node in nodes}))
+        unequal = bool(job.get("microbatch_tokens"))  # samples of unequal length
+        no_cp = bool(job.get("compile") or job.get("script") or unequal)
+        script, known = bool(job.get("script")) or unequal, model.sample is not None
+        return cls(
+            model, pinned(job), int(job["global_batch"]), sizes, bool(job.get("float8")), no_cp, script, roomy and known,
+            tight and known,
+        )  # fmt: skip
+
+    def shapes(self, world: int) -> Iterator[Layout]:
+        """Layouts of that many ranks, those that cut least first; replicas only where they are pinned. Left out, but for the
+        plain one, are those with fewer samples than data-parallel ranks, or than fill a pipeline."""
+        found, replicas = [], int(self.pins.get("dp_replicate", 1))
+        sizes = [(tp, pp, cp) for tp in self._tps() for cp in self._cps(tp) for pp in self._pps(world // (tp * cp))]
+        for tp, pp, cp in sizes:
+            dp_shard, odd = divmod(world, tp * pp * cp * replicas)
+            enough = dp_shard * replicas * pp <= self.global_batch or tp * pp * cp == 1
+            if not odd and dp_shard and enough and self._open("dp_shard", dp_shard):
+                found.append((tp * pp * cp, tp, pp, cp, dp_shard))
+        for _, tp, pp, cp, dp_shard in sorted(found):
+            yield Layout(**{**self.pins, "tp": tp, "pp": pp, "cp": cp, "dp_shard": dp_shard})
+
+    def kinds(self, shape: Layout) -> Iterator[Layout]:
+        """The shape as it is, then with replicas of one or more nodes, with other ZeRO stages, interleaved."""
+        yield shape
+        for layout in (shape, *self._replicated(shape)):
+            if layout != shape:
+                yield layout
+            if self.roomy and shape.pp == 1 and shape.dp_shard * shape.cp > 1 and "zero_stage" not in self.pins:
+                yield from (replace(layout, zero_stage=stage) for stage in (2, 1))
+        if shape.pp > 1 and "schedule" not in self.pins:
+            yield from self._interleaved(shape)
+        elif shape.n_stages > shape.pp and "virtual_stages" not in self.pins:
+            yield from self._interleaved(shape, first=3)
+
+    def modes(self) -> tuple[str, ...]:
+        """Of activation checkpointing, those that save least first."""
+        if "activation_checkpointing" in self.pins:
+            return (self.pins["activation_checkpointing"],)
+        return ("none", "selective", "full") if self.tight else ("none",)
+
+    def sizes(self, layout: Layout) -> tuple[int, ...]:
+        """Of microbatches, the largest first; 0 = as it comes."""
+        if "microbatch_size" in self.pins:
+            return (self.pins["microbatch_size"],)
+        if not self.tight or self.whole_share or layout.dp > self.global_batch:
+            return (0,)
+        try:
+            n = balance.microbatches(self.global_batch, layout)
+        except InfeasiblePlan:
+            return (0,)
+        rows, found = -(-(self.global_batch // n) // layout.dp), [0]
+        while rows > 1:
+            rows = -(-rows // 2)
+            found.append(rows)
+        return tuple(size for size in found if not size or self._divides(replace(layout, microbatch_size=size)))
+
+    def _divides(self, layout: Layout) -> bool:
+        try:
+            return balance.microbatches(self.global_batch, layout) >= layout.pp
+        except InfeasiblePlan:
+            return False
+
+    def _tps(self) -> Iterator[int]:
+        limit = 1 if self.no_tp else self.model.tp_limit
+        most = min(limit, max(self.node_sizes, default=0))
+        yield from (tp for tp in range(1, most + 1) if limit % tp == 0 and self._open("tp", tp))
+
+    def _pps(self, world: int) -> Iterator[int]:
+        most = max(1, min(self.model.n_blocks, world)) if self.model.pipeline else 1
+        yield from (pp for pp in range(1, most + 1) if self._open("pp", pp))
+
+    def _cps(self, tp: int) -> Iterator[int]:
+        sample, most = self.model.sample, max(self.node_sizes, default=0) // tp
+        if "cp" in self.pins:
+            yield self.pins["cp"]
+        elif sample is None or sample.no_cp or self.no_cp:
+            yield 1
+        else:
+            yield from (cp for cp in range(1, most + 1) if cp == 1 or sample.sequence % (2 * cp) == 0)
+
+    def _open(self, axis: str, size: int) -> bool:
+        return int(self.pins.get(axis, size)) == size
+
+    def _replicated(self, shape: Layout) -> Iterator[Layout]:
+        """HSDP: each replica fills one node, two, four ... (they talk least across nodes); pipeline stages have none."""
+        if not self.roomy or shape.pp > 1 or len(self.node_sizes) != 1 or {"dp_replicate", "dp_shard"} & set(self.pins):
+            return
+        ranks, odd = divmod(self.node_sizes[0], shape.tp * shape.cp)
+        while ranks > 1 and not odd and ranks < shape.dp_shard:
+            if shape.dp_shard % ranks == 0:
+                yield replace(shape, dp_replicate=shape.dp_shard // ranks, dp_shard=ranks)
+            ranks *= 2
+
+    def _interleaved(self, shape: Layout, first: int = 2) -> Iterator[Layout]:
+        for v in range(int(self.pins.get("virtual_stages", first)), int(self.pins.get("virtual_stages", MOST_VIRTUAL)) + 1):
+            if self.model.n_blocks % (shape.pp * v) == 0:
+                named = v if v > 2 or "virtual_stages" in self.pins else 0
+                yield replace(shape, schedule="interleaved1f1b", virtual_stages=named)

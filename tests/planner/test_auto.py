@@ -1,0 +1,267 @@
+"""What `auto` chooses of all axes: examples with known answers, and that any choice passes the checks of those who run it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic import mesh
+from elastic.api.checks import check_layouts
+from elastic.errors import InfeasiblePlan
+from elastic.models.attention import SequenceShard
+from elastic.planner import cost
+from elastic.planner.search import Choice, Limits, plan_layout
+from elastic.reshard.shards import check_layers
+from elastic.spec import check_fit, job_of
+from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, Pool, Resume, SampleProfile, parse_layout
+from elastic.worker.fixed import plan_of
+
+GPU = 80 << 30
+PER_TOKEN = {"none": 55, "selective": 25, "full": 2}  # bytes per hidden element in bfloat16, of a block of Llama 3 as traced
+
+
+def llama(hidden: int, kv: int, ffn: int, n_blocks: int, seq: int, **more: Any) -> ModelProfile:
+    """A decoder with Llama 3's vocabulary, as the trace profiles it in bfloat16."""
+    vocab = 128256
+    block = 2 * hidden * (hidden + kv) + 3 * hidden * ffn
+    flop = 6.0 * (n_blocks * block + vocab * hidden) * seq + 6.0 * n_blocks * hidden * seq * seq
+    kept = tuple((mode, n * hidden * seq) for mode, n in PER_TOKEN.items())
+    sample = SampleProfile(flop, kept, 2 * hidden * seq, 12 * vocab * seq, seq, 4 * kv * seq, **more)
+    n_params = n_blocks * block + 2 * vocab * hidden
+    return ModelProfile(n_blocks, n_params, (), (OptimizerSpec(("exp_avg", "exp_avg_sq")),), tp_limit=8, sample=sample)
+
+
+def one_b(seq: int = 2048, **more: Any) -> ModelProfile:
+    return llama(2048, 512, 8192, 16, seq, **more)
+
+
+def eight_b(seq: int = 8192, **more: Any) -> ModelProfile:
+    return llama(4096, 1024, 14336, 32, seq, **more)
+
+
+def seventy_b(seq: int = 8192, **more: Any) -> ModelProfile:
+    return llama(8192, 1024, 28672, 80, seq, **more)
+
+
+def chosen(model: ModelProfile, n_nodes: int, batch: int, gpus: int = 8, memory: int = GPU, **keys: Any) -> Choice:
+    job = {"global_batch": batch, "layout": "auto", "precision": "bfloat16"} | keys
+    return plan_layout(model, job, [Node(f"n{i}", "p", gpus) for i in range(n_nodes)], Limits(memory))
+
+
+# ------------------------------------------------------------------------------------------ known answers
+
+
+def test_a_small_model_is_plainly_sharded() -> None:
+    assert chosen(one_b(), 1, 64).layout == Layout(dp_shard=8)
+
+
+def test_an_8b_at_8k_tokens_computes_less_at_once_and_some_twice_before_anything_is_cut() -> None:
+    found = chosen(eight_b(), 1, 64)
+    assert found.layout == Layout(dp_shard=8, microbatch_size=1, activation_checkpointing="selective")
+    assert found.n_microbatches == 8
+    assert found.rejected[0].startswith("dp_shard=8: needs 5")
+    assert found.rejected[0].endswith("GiB per worker, there are 73.60")
+
+
+def test_a_long_sequence_is_cut() -> None:
+    found = chosen(eight_b(131072), 1, 8)
+    assert found.layout == Layout(cp=8, microbatch_size=1, activation_checkpointing="full")
+    assert found.memory_bytes + found.activation_bytes < GPU < 4 * cost_of(eight_b(131072), Layout(dp_shard=8))
+
+
+def cost_of(model: ModelProfile, layout: Layout) -> int:
+    step = cost.Step(1, 1, layout.dp, dtype="bfloat16")
+    return cost.memory_bytes(model, layout, "bfloat16") + cost.activation_bytes(model, layout, step)
+
+
+def test_a_sequence_that_cannot_be_cut_is_not() -> None:
+    with pytest.raises(InfeasiblePlan, match="GiB per worker"):
+        chosen(eight_b(131072, no_cp="the model does not call elastic.attention"), 1, 8, layout="auto,tp=1")
+    with pytest.raises(InfeasiblePlan, match=r"cp=8, but the model does not call elastic\.attention"):
+        chosen(eight_b(131072, no_cp="the model does not call elastic.attention"), 1, 8, layout="cp=8")
+    assert chosen(eight_b(131072), 1, 8, compile=True, layout="auto", memory=0).layout.cp == 1
+
+
+def test_a_70b_on_32_gpus_is_sharded_and_computed_twice() -> None:
+    found = chosen(seventy_b(), 4, 128)
+    assert found.layout == Layout(dp_shard=32, microbatch_size=1, activation_checkpointing="full")
+    with pytest.raises(InfeasiblePlan, match=r"on 8 the state alone needs 131\.\d+ GiB per worker, there are 80"):
+        chosen(seventy_b(), 1, 128)
+
+
+def test_fewer_samples_than_gpus() -> None:
+    found = chosen(one_b(32768), 1, 2)
+    assert found.layout == Layout(dp_shard=2, cp=4)
+    assert any("dp_shard=8" in why and "8 data-parallel ranks are more than the 2 samples" in why for why in found.rejected)
+    assert chosen(one_b(32768, no_cp="no"), 1, 2).layout.cp == 1
+
+
+def test_a_pipeline_with_a_large_bubble_is_interleaved_where_the_blocks_divide() -> None:
+    single = {"gpus": 1, "memory": 24 << 30, "layout": "auto,cp=1"}
+    found = chosen(eight_b(), 32, 16, **single)
+    assert found.layout.pp > 1 and found.layout.n_stages > found.layout.pp
+    plain = chosen(eight_b(), 32, 16, **single, schedule="1f1b")
+    assert plain.layout.n_stages == plain.layout.pp and plain.parts["bubble"] > 1.5 * found.parts["bubble"]
+    odd = chosen(replace(eight_b(), n_blocks=31), 32, 16, **single)
+    assert odd.layout.pp > 1 and odd.layout.n_stages == odd.layout.pp
+
+
+def test_replicas_where_rings_over_all_ranks_are_too_long() -> None:
+    layout = chosen(one_b(), 128, 4096, microbatch_size=1).layout
+    assert layout.dp_replicate > 1 and layout.dp_shard % 8 == 0 and layout.dp == 1024
+    assert chosen(one_b(), 2, 64, microbatch_size=1).layout.dp_replicate == 1
+
+
+def test_a_zero_stage_that_gathers_less_where_there_is_room() -> None:
+    tiny_step = chosen(one_b(512), 4, 32).layout
+    assert tiny_step.zero_stage < 3 and tiny_step.dp_shard == 32
+    assert chosen(one_b(512), 4, 32, memory=0).layout == Layout(dp_shard=32)  # memory is not known
+    assert chosen(one_b(512), 4, 32, zero_stage=3).layout.zero_stage == 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "want"),
+    [
+        ({"layout": "auto,tp=2"}, {"tp": 2}),
+        ({"layout": "auto, pp=2, schedule=gpipe"}, {"pp": 2, "schedule": "gpipe"}),
+        ({"layout": "auto,cp=2,dp_shard=4"}, {"cp": 2, "dp_shard": 4}),
+        ({"layout": "auto,dp_replicate=2"}, {"dp_replicate": 2}),
+        ({"activation_checkpointing": "full"}, {"activation_checkpointing": "full"}),
+        ({"layout": "auto,microbatch_size=2", "zero_stage": 2}, {"microbatch_size": 2, "zero_stage": 2}),
+    ],
+)
+def test_what_the_job_pins_stays_and_the_rest_is_filled(keys: dict[str, Any], want: dict[str, Any]) -> None:
+    layout = chosen(one_b(), 1, 64, **keys).layout
+    assert layout.world_size == 8
+    assert {name: getattr(layout, name) for name in want} == want
+
+
+def test_what_did_not_fit_is_followed_by_less_at_once() -> None:
+    job, nodes = {"global_batch": 64, "layout": "auto", "precision": "bfloat16"}, [Node("a", "p", 8)]
+    tried: dict[Layout, int] = {}
+    for _ in range(4):
+        tried[plan_layout(one_b(), job, nodes, Limits(infeasible=tried)).layout] = GPU
+    assert [layout.dp_shard for layout in tried] == [8] * 4 and len({layout.microbatch_size for layout in tried}) > 2
+
+
+# ------------------------------------------------------------------------------------------ formulas
+
+
+def test_what_cuts_activations() -> None:
+    sample = eight_b().sample
+    assert sample is not None
+    kept = cost.kept_bytes(sample, Layout(), "none")
+    assert cost.kept_bytes(sample, Layout(cp=4), "none") == kept / 4
+    assert cost.kept_bytes(sample, Layout(tp=4), "none") == pytest.approx(kept * (10 / 34 + 24 / 34 / 4))
+    assert cost.kept_bytes(sample, Layout(tp=4), "full") == cost.kept_bytes(sample, Layout(), "full")
+    assert cost.kept_bytes(eight_b(sequence_parallel=True).sample, Layout(tp=4), "none") == kept / 4  # type: ignore[arg-type]
+    assert cost.ends_bytes(sample, Layout(tp=4, cp=2)) == sample.ends_bytes / 2
+    assert cost.ends_bytes(eight_b(loss_parallel=True).sample, Layout(tp=4)) == sample.ends_bytes / 4  # type: ignore[arg-type]
+
+
+def test_microbatches_in_flight() -> None:
+    interleaved = Layout(pp=4, schedule="interleaved1f1b")
+    assert [cost.in_flight(layout, 8) for layout in (Layout(), Layout(pp=4), Layout(pp=4, schedule="gpipe"))] == [1, 4, 8]
+    assert cost.in_flight(interleaved, 8) == 5.5  # L (1 + (p - 1) / (p v)) of Korthikanti et al., in stages of L / p
+    assert cost.bubble(interleaved, 8) == cost.bubble(Layout(pp=4), 8) / 2 == 3 / 16
+
+
+def test_rings() -> None:
+    assert cost.ring_s(8e9, 1, 1e9) == 0
+    assert cost.ring_s(8e9, 4, 1e9) == pytest.approx(6.0, rel=1e-3)
+    sample = eight_b().sample
+    assert sample is not None
+    step = cost.Step(1, 1, 1, dtype="bfloat16")
+    bytes_moved = 32 * 8192 * 2 * 1024 * 7 / 8 * (2 + 2 + 4)  # keys and values forward, backward, gradients in float32
+    assert cost.cp_s(eight_b(), sample, Layout(cp=8), step) == pytest.approx(
+        bytes_moved / cost.NOMINAL.node_bytes_per_s + 32 * 3 * 7 * cost.NOMINAL.hop_s
+    )
+
+
+def test_gathered_parameters_by_stage() -> None:
+    step = cost.Step(4, 4, 32, dtype="bfloat16")
+    three, two, one = (cost.fsdp_s(eight_b(), Layout(dp_shard=8, zero_stage=stage), step) for stage in (3, 2, 1))
+    # per block, in units of a gather in bfloat16 (gradients in float32 are two): 8 + 8, 4 + 8, 1 + 2
+    assert two / three == pytest.approx(12 / 16, rel=0.05) and one / three == pytest.approx(3 / 16, rel=0.05)
+
+
+# ------------------------------------------------------------------------------------------ any model on any nodes
+
+SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=4)
+PINS = st.sampled_from(
+    ["auto"] * 4 + ["auto,tp=2", "auto,pp=2", "auto,cp=2", "auto,dp_shard=2", "auto,dp_replicate=2", "auto,pp=2,tp=2"]
+)
+KEYS = st.fixed_dictionaries(
+    {"layout": PINS},
+    optional={
+        "schedule": st.sampled_from(["1f1b", "gpipe", "interleaved1f1b"]),
+        "virtual_stages": st.integers(2, 3),
+        "activation_checkpointing": st.sampled_from(["none", "selective", "full"]),
+        "zero_stage": st.sampled_from([1, 2, 3]),
+        "microbatch_size": st.integers(1, 4),
+        "precision": st.sampled_from(["float32", "bfloat16"]),
+        "compile": st.just(True),
+        "max_workers": st.integers(1, 16),
+    },
+)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> ModelProfile:
+    kept = sorted(draw(st.tuples(*[st.integers(1, 1 << 20)] * 3)), reverse=True)
+    sample = SampleProfile(
+        draw(st.sampled_from([1e6, 1e10, 1e14])),
+        tuple(zip(("none", "selective", "full"), kept, strict=True)),
+        kept[2],
+        draw(st.integers(0, 1 << 22)),
+        draw(st.sampled_from([12, 16, 30, 64, 4096])),
+        draw(st.integers(0, 1 << 16)),
+        draw(st.sampled_from(["", "", "no"])),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
+    return ModelProfile(
+        draw(st.integers(1, 12)), draw(st.integers(1, 1 << 22)), (), (OptimizerSpec(("m", "v")),), 0.0,
+        draw(st.sampled_from([1, 2, 4, 6, 8])), pipeline=draw(st.booleans()),
+        sample=draw(st.sampled_from([sample, sample, sample, None])),
+    )  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(profiles(), SIZES, st.integers(1, 48), st.sampled_from([0, 1 << 20, 1 << 23, 1 << 26]), KEYS)
+def test_what_is_chosen_passes_the_checks_of_those_who_run_it(
+    model: ModelProfile, sizes: list[int], batch: int, memory: int, keys: dict[str, Any]
+) -> None:
+    nodes = [Node(f"n{i}", "p", size) for i, size in enumerate(sizes)]
+    data: dict[str, Any] = {"steps": 1, "global_batch": batch, **keys}
+    try:
+        found = plan_layout(model, data, nodes, Limits(memory))
+    except InfeasiblePlan:
+        return
+    layout = found.layout
+    assert parse_layout(str(layout)) == layout
+    spec = job_of({**data, "layout": str(layout)}, Path("program.py"))
+    check_layouts(spec, model)
+    check_fit(spec, [Pool(f"p{i}", gpus_per_node=size) for i, size in enumerate(sizes)])
+    plan = plan_of(spec, model, layout, 1, Resume())
+    check_layers(model, layout, found.layers)
+    assert (plan.layers, plan.n_microbatches) == (found.layers, found.n_microbatches)
+    assert sum(found.samples) == batch and all(n and n % found.n_microbatches == 0 for n in found.samples)
+    assert mesh.fills_rounds(layout, found.n_microbatches)
+    for group in mesh.axis_groups(layout, ("cp", "tp")):
+        assert len({found.ranks[rank].node_id for rank in group}) == 1
+    if model.sample is not None:
+        row = torch.empty(1, model.sample.sequence, device="meta")
+        part = row if layout.cp == 1 else SequenceShard(0, layout.cp, None).take(row)
+        assert layout.cp == 1 or not model.sample.no_cp
+        assert not model.sample.sequence_parallel or part.shape[1] % layout.tp == 0
+        needed = found.memory_bytes + found.activation_bytes
+        assert not memory or needed <= memory
+    if layout.cp > 1:
+        assert not keys.get("compile")
