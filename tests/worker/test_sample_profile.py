@@ -134,13 +134,13 @@ def test_the_first_node_that_is_prepared_tells_the_planner() -> None:
     start = DriverStarted("r", 1, {"global_batch": 4, "steps": 1}, (pool,), model)
     sample = profile(TINY)
     state = State()
-    for event in (start, NodeReady(Node("a", "p")), NodePrepared("a", (1,), sample)):
+    for event in (start, NodeReady(Node("a", "p")), NodePrepared("a", (1,), 0, sample)):
         (line,) = (parse_line(write_line(Line(0.0, 1, ((0.0, event),)))),)
         state = fold(state, line.events[0][1], 0.0)
     assert state.model == replace(model, sample=sample)
     again = fold(state, replace(start, attached=True), 1.0)
     assert again.model is not None and again.model.sample == sample
-    other = fold(state, NodePrepared("a", (1,), replace(sample, sequence=1)), 1.0)
+    other = fold(state, NodePrepared("a", (1,), 0, replace(sample, sequence=1)), 1.0)
     assert other.model is not None and other.model.sample == sample
 
 
