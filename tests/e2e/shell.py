@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,17 +10,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from elastic.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
 LEFT_OUT = ("RAY_ADDRESS", "ELASTIC_STORAGE", "PYTHONUNBUFFERED")  # what a person's shell has not
 JOB = {
     "steps": 12, "global_batch": 8, "seed": 1, "eval_samples": 8, "peer_every": 2, "durable_every": 5,
-    "layout": {"4": "dp_shard=2,tp=2", "2": "dp_shard=2"}, "program": str(PROGRAMS / "tiny.py"),
-    "pools": [{"name": "spot", "market_type": "spot", "gpus_per_node": 2, "max_nodes": 2}],
+    "layout": {"2": "dp_shard=2", "1": "dp_shard=1"}, "program": str(PROGRAMS / "tiny.py"),
+    "pools": [{"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 2}],
 }  # fmt: skip
 
 
@@ -55,6 +61,16 @@ class Shell:
             out, err = process.communicate(timeout=120)
             raise AssertionError(f"elastic {' '.join(words)} took more than {timeout_s} s\n{out}\n{err}") from None
         return process.returncode, out, err
+
+    def here(self, *words: str) -> tuple[int, str, str]:
+        """As `call`, but in this process: for input that is refused before another one is started."""
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.chdir(self.root)
+            for name in LEFT_OUT:
+                patch.delenv(name, raising=False)
+            code = main(words)
+        return code, out.getvalue(), err.getvalue()
 
     def status(self, run: str) -> dict[str, Any]:
         code, out, err = self.call("status", run, "--json")

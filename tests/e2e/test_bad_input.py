@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from elastic.ledger.journal import Journal
 from elastic.types import DriverStarted, ModelProfile, TensorSpec
 
 pytestmark = pytest.mark.slow
+Call = Callable[..., tuple[int, str, str]]
 
 CORPUS = """
 import elastic
@@ -24,9 +26,9 @@ program = dataclasses.replace(program, dataset=lambda: TextFolder("/nowhere/corp
 """
 
 
-def refused(shell: Shell, said: str, *words: str) -> None:
+def refused(shell: Shell, said: str, *words: str, call: Call = Shell.here) -> None:
     before = shell.files()
-    code, out, err = shell.call(*words)
+    code, out, err = call(shell, *words)
     assert code == 2, err
     assert out == ""
     assert err.count("\n") == 1, err
@@ -38,7 +40,7 @@ def refused(shell: Shell, said: str, *words: str) -> None:
     ("changes", "said"),
     [
         ({"global_bach": 8}, "tiny/job.yaml: unknown key 'global_bach'; did you mean 'global_batch'?"),
-        ({"layout": "dp_shard=8"}, "layout 'dp_shard=8' needs 8 workers; the pools give at most 4 (spot 2 x 2)"),
+        ({"layout": "dp_shard=8"}, "layout 'dp_shard=8' needs 8 workers; the pools give at most 2 (spot 2 x 1)"),
         ({"program": "none.py"}, "tiny/none.py: no such file"),
         ({"steps": None}, "tiny/job.yaml: key 'steps' is missing"),
         ({"storage": "/proc/nope"}, "storage /proc/nope/"),
@@ -68,7 +70,7 @@ def test_unreadable_corpus(shell: Shell) -> None:
     name = shell.job(program="program.py")
     tiny = Path(__file__).parents[1] / "programs" / "tiny.py"
     (shell.root / name / "program.py").write_text(CORPUS.format(tiny=str(tiny)))
-    refused(shell, "/nowhere/corpus", "run", name)
+    refused(shell, "/nowhere/corpus", "run", name, call=Shell.call)
 
 
 @pytest.mark.ray
@@ -79,6 +81,5 @@ def test_run_of_another_model(shell: Shell) -> None:
     journal = Journal(folder / "journal.jsonl", 1)
     journal.append(0.0, [(0.0, start)])
     journal.close()
-    refused(
-        shell, "run 'mine' was started with another model: another.weight was [2, 2]", "run", shell.job(), "--run-name", "mine"
-    )
+    said = "run 'mine' was started with another model: another.weight was [2, 2]"
+    refused(shell, said, "run", shell.job(), "--run-name", "mine", call=Shell.call)

@@ -59,12 +59,12 @@ def test_embedded_the_next_driver_resumes_from_the_newest_durable_copy(shell: Sh
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    """A Ray cluster that somebody else started: two nodes of two workers."""
+    """A Ray cluster that somebody else started: two nodes of one worker."""
     python_path = (str(Path(__file__).resolve().parents[2]),)
     with LocalCluster(python_path) as made:
         for node in ("x", "y"):
             labels = {"elastic-node": node, "elastic-pool": "spot", "ray.io/market-type": "spot"}
-            made.add(NodeOrder(node, 2, labels)).result(180)
+            made.add(NodeOrder(node, 1, labels)).result(180)
         yield made
 
 
@@ -93,7 +93,7 @@ def test_on_a_cluster_a_new_driver_attaches(on_cluster: Shell) -> None:
     first, pids = start_and_wait(shell, name, "attach", 20)
     kill_driver(first)
     seen = max(e.step for e in events(shell, "attach", StepDone))
-    assert len(pids) == 4
+    assert len(pids) == 2
     time.sleep(1.0)
     assert all(processes.started(pid) for pid in pids), "the workers must outlive their driver"
     code, out, err = shell.call("run", name, "--run-name", "attach", "--json")

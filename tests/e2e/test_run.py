@@ -14,13 +14,13 @@ PACED = f"""
 import dataclasses, os, time
 from elastic.program import load_program
 base = load_program({str(PROGRAMS / "tiny.py")!r})
-class Slow:  # 0.2 s a step on two workers: the run is still at it when the added node is ready
+class Slow:  # 0.2 s a step on one worker; ten times that while a node is added
     def __init__(self):
         self.inner = base.dataset()
     def __len__(self):
         return len(self.inner)
     def __getitem__(self, index):
-        time.sleep(0.5 if os.path.exists(os.environ['{SLOW}']) else 0.05)
+        time.sleep(0.25 if os.path.exists(os.environ['{SLOW}']) else 0.025)
         return self.inner[index]
 program = dataclasses.replace(base, dataset=Slow)
 """

@@ -117,6 +117,6 @@ def test_ray_trains_own_question_is_answered_and_ctrl_c_leaves_nothing(shell: Sh
     ],
 )
 def test_bad_input(shell: Shell, said: str, script: str, job: dict[str, Any]) -> None:
-    code, out, err = shell.call(*words(shell, "--script", script, **job))
+    code, out, err = shell.here(*words(shell, "--script", script, **job))
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert said in err
