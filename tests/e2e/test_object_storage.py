@@ -13,6 +13,10 @@ from storage.faulty_proxy import Fault, FaultyProxy, slow_down
 from elastic.storage.s3 import S3Storage
 
 STEPS = 60
+NODES = {
+    "layout": {"4": "dp_shard=2,tp=2", "2": "dp_shard=2"},
+    "pools": [{"name": "spot", "market_type": "spot", "gpus_per_node": 2, "max_nodes": 2}],
+}
 pytestmark = pytest.mark.ray
 
 
@@ -21,13 +25,15 @@ def test_a_run_in_object_storage(shell: Shell, s3: S3Storage, proxy: FaultyProxy
     elsewhere = replace(shell, root=tmp_path / "elsewhere")
     elsewhere.root.mkdir()
     run = f"{s3.uri}/one"
-    name = shell.job(steps=100_000, storage=s3.uri, drill=[{"at_step": 6, "kill": "any-spot"}], durable_every=5, peer_every=0)
+    name = shell.job(
+        steps=100_000, storage=s3.uri, **NODES, drill=[{"at_step": 6, "kill": "any-spot"}], durable_every=5, peer_every=0
+    )
     first = shell.start("run", name, "--run-name", "one")
     try:
         until(lambda: bool(s3.list("one/journal/")), what="the first segment of the journal")
         until(lambda: bool(s3.list("one/checkpoints/")), what="the first checkpoint")
         until(lambda: elsewhere.status(run)["step"] > 12, what="the twelfth step")
-        code, _, err = elsewhere.call("run", elsewhere.job(storage=s3.uri), "--run-name", "one")
+        code, _, err = elsewhere.call("run", elsewhere.job(storage=s3.uri, **NODES), "--run-name", "one")
         assert (code, err.count("\n")) == (2, 1) and f"run 'one' is driven by process {first.pid}" in err
         code, out, err = elsewhere.call("drill", run, "add=spot")
         assert code == 0, err
@@ -41,7 +47,7 @@ def test_a_run_in_object_storage(shell: Shell, s3: S3Storage, proxy: FaultyProxy
     assert stopped == shell.status("one") and (stopped["phase"], stopped["durable_step"]) == ("stopped", stopped["step"])
 
     last = stopped["step"] + 5
-    code, out, err = elsewhere.call("run", elsewhere.job(storage=s3.uri, steps=last), "--run-name", "one", "--json")
+    code, out, err = elsewhere.call("run", elsewhere.job(storage=s3.uri, **NODES, steps=last), "--run-name", "one", "--json")
     assert code == 0, err
     found = last_line(out)
     assert (found["steps"], found["samples_exact"]) == (last, True)
