@@ -32,6 +32,7 @@ from elastic.types import (
     StepDone,
     Stop,
     TensorSpec,
+    parse_layout,
 )
 
 PROGRAM = """
@@ -219,7 +220,8 @@ def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:
 
 def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
     def check(layout: str, profile: ModelProfile) -> None:
-        checks.check_layouts(SimpleNamespace(layouts=lambda: [layout], plain=dict), profile)  # type: ignore[arg-type]
+        spec: Any = SimpleNamespace(least_layouts=lambda: [parse_layout(layout)], script="")
+        checks.check_layouts(spec, profile)
 
     plain = ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=1)
     with pytest.raises(SpecError, match="tp=2, but tp must divide 1 for this model; give Program.tp"):

@@ -56,7 +56,7 @@ def begun() -> Iterator[Any]:
         state.fill_fresh(7)
         dataset: Any = COUNTING.dataset and COUNTING.dataset()
         stepper = Stepper(COUNTING, job, ALONE, state, groups)
-        return state, stepper, lambda: collate(dataset, sample_ids(512, 12, job["seed"], state.step))
+        return state, stepper, lambda: [collate(dataset, sample_ids(512, 12, job["seed"], state.step))]
 
     yield begin
     groups.close()
