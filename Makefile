@@ -8,9 +8,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c '
 VENV ?= .venv
 # Used only where pip finds no CPU build of torch and the machine has no NVIDIA GPU; set it to an index you trust.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# Optional dependencies to install; EXTRAS= installs what a run needs and no more.
+EXTRAS ?= dev
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Each process that a test starts would compile all of elastic again.
+unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
@@ -20,7 +24,7 @@ help:  ## list the targets
 venv: $(STAMP)  ## create the virtual environment (once)
 
 $(STAMP): pyproject.toml constraints.txt deploy/install.sh
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_CPU_INDEX="$(TORCH_CPU_INDEX)" bash deploy/install.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_CPU_INDEX="$(TORCH_CPU_INDEX)" EXTRAS="$(EXTRAS)" bash deploy/install.sh
 	@touch $@
 
 run: $(STAMP)  ## the main job on this machine: real text, several Ray nodes, drills

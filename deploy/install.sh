@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Creates $VENV with $PYTHON and installs the package as constraints.txt pins it. Says first what it will download.
+# Creates $VENV with $PYTHON and installs the package as constraints.txt pins it, with the extras $EXTRAS ("" = none, as on the
+# nodes of a cluster; default: dev). Says first what it will download.
 set -euo pipefail
-: "${PYTHON:?no Python of at least 3.11 was found; set PYTHON=/path/to/python3.11}" "${VENV:=.venv}" "${TORCH_CPU_INDEX:=}"
+: "${PYTHON:?no Python of at least 3.11 was found; set PYTHON=/path/to/python3.11}" "${VENV:=.venv}" "${TORCH_CPU_INDEX:=}" "${EXTRAS=dev}"
 
 torch_pin="$(sed -n 's/^torch==//p' constraints.txt)"
 gpu=no
@@ -22,5 +23,5 @@ else
     echo "         and ray and about 95 small packages (400 MB) from pip's own index."
     "$python" -m pip install -q --no-deps --index-url "$TORCH_CPU_INDEX" "torch==$torch_pin"
 fi
-"$python" -m pip install -q -c constraints.txt -e '.[dev]'
+"$python" -m pip install -q -c constraints.txt -e ".${EXTRAS:+[$EXTRAS]}"
 "$python" -c 'import torch, ray; print(f"elastic: installed torch {torch.__version__}, ray {ray.__version__}")'

@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     _add_readers(verbs)
     _add_orders(verbs)
     _add_checkpoint(verbs)
+    _add_cluster(verbs)
     certify.add_arguments(_verb(verbs, "certify", certify.run, certify.ABOUT))
     return top
 
@@ -83,6 +84,7 @@ def _add_run(verbs: Any) -> None:
     made.set_defaults(refuse=made.error)
     made.add_argument("--run-name", metavar="NAME", help="default: the job's name and the time; a known name is resumed")
     made.add_argument("--local", action="store_true", help="use an embedded cluster on this machine even if RAY_ADDRESS is set")
+    made.add_argument("--cluster", metavar="FILE", help="a cluster file; its pools are used instead of the job's own")
     made.add_argument(
         "--allow-changed", action="store_true", help="resume although program.py, the data or the mathematics have changed"
     )
@@ -153,6 +155,22 @@ def _add_checkpoint(verbs: Any) -> None:
     made.add_argument("--force", action="store_true", help="also the only good one, or the newest of a live run")
 
 
+def _add_cluster(verbs: Any) -> None:
+    made = _verb(verbs, "prices", _prices, "what instances cost: a cluster file's pools now, or the table that comes with this")
+    made.add_argument("--cluster", metavar="FILE", help="a cluster file; AWS is asked for the prices of its pools")
+    about = "cluster files: what `ray up` launches"
+    actions = verbs.add_parser("cluster", help=about, description=about.capitalize() + ".").add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=_Parser
+    )
+    made = _verb(actions, "check", _cluster_check, "say what is wrong in a cluster file, and print its pools with their prices")
+    made.add_argument("file", metavar="FILE", help="a file of Ray's cluster launcher, or a RayCluster or RayJob of KubeRay")
+    made.add_argument("--job", metavar="JOB", help="folder of a job: also whether it can run there")
+    made = _verb(actions, "reap", _cluster_reap, "list the EC2 instances that a dead cluster has left behind, and end them")
+    made.add_argument("file", metavar="FILE", help="the file that `ray up` launched it from")
+    made.add_argument("--yes", action="store_true", help="end them")
+    made.add_argument("--alive", action="store_true", help="also where the cluster's head runs")
+
+
 def _natural(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 0")
@@ -174,6 +192,7 @@ def _run(given: argparse.Namespace) -> int:
         local=given.local,
         overrides=tuple(overrides),
         drill=given.drill,
+        cluster=given.cluster,
         allow_changed=given.allow_changed,
         stream=sys.stderr if given.json else sys.stdout,
     )
@@ -309,3 +328,29 @@ def _checkpoint_rm(given: argparse.Namespace) -> int:
     gone = api.remove(runs.open_storage_of(given.run, given.storage, exact=True), given.step, given.force)
     _show(given, {"removed": gone}, [f"removed {uri}" for uri in gone])
     return 0
+
+
+# ------------------------------------------------------------------------------------------------ clusters
+
+
+def _prices(given: argparse.Namespace) -> int:
+    found = api.prices(given.cluster)
+    _show(given, found.plain(), [*tables.prices(found.rows), *found.problems, f"table of {found.plain()['table_at']}"])
+    return 0
+
+
+def _cluster_check(given: argparse.Namespace) -> int:
+    found = api.check_cluster(given.file, given.job)
+    rows: list[tuple[str, ...]] = [tables.POOLS]
+    rows += [tables.pool(pool, found.spec.prices_of.get(pool.name, "")) for pool in found.spec.pools]
+    n_errors = sum(not problem.warning for problem in found.problems)
+    verdict = f"{given.file}: {n_errors} errors, {len(found.problems) - n_errors} warnings"
+    _show(given, found.plain(), [*found.lines(), *tables.columns(rows, right=(3, 4, 5, 6)), verdict])
+    return 0 if found.ok else 2
+
+
+def _cluster_reap(given: argparse.Namespace) -> int:
+    found = api.reap(given.file, given.yes, given.alive)
+    rows: list[tuple[str, ...]] = [tables.MACHINES, *(tuple(i.plain().values()) for i in found.instances)]
+    _show(given, found.plain(), [*(tables.columns(rows) if found.instances else []), found.verdict()])
+    return 1 if found.left else 0

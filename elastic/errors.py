@@ -5,6 +5,7 @@
     │   └── StorageRefused   storage says no: permission, credentials, bucket, region (also an OSError)
     ├── StorageFailed    storage is out of reach, after all retries (also an OSError)
     │   └── StorageDamaged   it answers with other bytes than were written
+    ├── CloudFailed      a cloud's API does not answer, or did not do what it was asked
     ├── InfeasiblePlan   no layout fits the nodes or their memory
     ├── NoCapacity       no pool can give what the job needs
     ├── StateLost        no copy of some part of the training state is left
@@ -38,6 +39,10 @@ class StorageFailed(ElasticError, OSError):
 
 class StorageDamaged(StorageFailed):
     """Storage answers with other bytes than were written, however often it is asked."""
+
+
+class CloudFailed(ElasticError):
+    """A cloud's API does not answer, or did not do what it was asked."""
 
 
 class InfeasiblePlan(ElasticError):

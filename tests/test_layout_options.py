@@ -106,6 +106,10 @@ def test_float8_is_refused_where_not_all_have_it(kinds: tuple[str, ...], said: s
         ),
         ({"float8": True}, "float8: true needs precision: bfloat16 for all that is no matrix product, not float32"),
         ({"float8": True, "precision": "bfloat16", "layout": "tp=2"}, "has tp=2, float8: true does not go with that"),
+        (
+            {"compile": True, "microbatch_tokens": 64, "layout": "tp=2"},
+            "layout 'tp=2' has tp=2; compile: true goes with it or with microbatch_tokens, not with both",
+        ),
         ({"compile": True, "layout": "cp=2"}, "layout 'cp=2' has cp=2, compile: true does not go with that; take one of them"),
         ({"offload": "some"}, "key 'offload': input should be a valid boolean"),
         ({"microbatch_size": 0}, "key 'microbatch_size': input should be greater than 0 (it is 0)"),

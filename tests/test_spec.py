@@ -93,7 +93,11 @@ def test_layout_for(folder: Path) -> None:
         (GOOD + "copy_link_share: 2\n", "key 'copy_link_share': input should be less than or equal to 1 (it is 2)"),
         (GOOD + "peer_every: -1\n", "key 'peer_every': must be 'auto' or a number of steps (0 = off), not -1"),
         (GOOD + "precision: bf16\n", "key 'precision': input should be 'float32', 'bfloat16' or 'float16' (it is 'bf16')"),
-        (GOOD + "deadline_h: 3\n", "key 'deadline_h': not in this version; leave it out (it is 3)"),
+        (GOOD + "deadline_h: 0\n", "key 'deadline_h': input should be greater than 0 (it is 0)"),
+        (GOOD + "on_demand_floor: -1\n", "key 'on_demand_floor': must be a word or a number of at least 0, not -1"),
+        (GOOD + "on_demand_floor: all\n", "key 'on_demand_floor'"),
+        (GOOD + "waiting_usd_per_h: -2\n", "key 'waiting_usd_per_h': must be a word or a number of at least 0, not -2"),
+        (GOOD + "purpose: best\n", "key 'purpose': input should be 'auto', 'fastest' or 'cheapest' (it is 'best')"),
         (GOOD + "pools: [{name: a}, {name: a}]\n", "two pools have the same name (a, a)"),
         (GOOD + "pools: [{name: a, min_nodes: 3}]\n", "pool 'a': min_nodes=3 is more than max_nodes=1"),
         (GOOD + "drill: [{kill: any}]\n", "an entry of the drill has no at_step"),
@@ -138,6 +142,8 @@ def test_fit(folder: Path) -> None:
         check_fit(load(folder, GOOD + "layout: dp_shard=6\n"), pools)
     with pytest.raises(SpecError, match="min_workers=6; the pools give at most 5"):
         check_fit(load(folder, GOOD + "min_workers: 6\n"), pools)
+    with pytest.raises(SpecError, match="on_demand_floor=2, but no pool is on-demand \\(a is owned, b is owned\\)"):
+        check_fit(load(folder, GOOD + "on_demand_floor: 2\n"), pools)
     with pytest.raises(SpecError, match="adds to pool 'c'; the pools are a, b"):
         check_fit(load(folder, GOOD + "drill: [{at_step: 1, add: c}]\n"), pools)
 

@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic.api.checks import check_cp, check_drill, check_layouts, check_same, taken
+from elastic.cluster_spec import ClusterSpec, load_cluster
 from elastic.data.opening import dataset_of
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS, SENTENCE
@@ -28,7 +29,7 @@ from elastic.observe.terminal import Terminal
 from elastic.observe.view import view_of
 from elastic.policy.state import ENDED, State
 from elastic.program import Program, load_program
-from elastic.spec import JobSpec, check_fit, embedded_pools, job_of, load_drill, load_job
+from elastic.spec import JobSpec, PoolSpec, check_fit, embedded_pools, job_of, load_drill, load_job
 from elastic.storage import Storage, open_storage
 from elastic.types import Copy, DriverStarted, Layout, NodePrepared, Outcome, Pool, StepDone, WorkerFailed
 
@@ -51,6 +52,7 @@ class Options:
     address: str | None = None  # of the Ray cluster to use; default: $RAY_ADDRESS
     overrides: tuple[str, ...] = ()  # key=value over job.yaml
     drill: str | Path | None = None  # a drill file instead of the job's own drill
+    cluster: str | Path | None = None  # a cluster file: its pools instead of the job's own
     allow_changed: bool = False  # go on although program, data or mathematics are not those that the run began with
     show: bool = True  # progress while it runs
     spared: bool = False  # drills on a Ray cluster take the workers of a node and leave the node itself alone
@@ -138,12 +140,28 @@ def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
     drill = load_drill(options.drill) if options.drill is not None else spec.drill
     if address is not None and options.drill is None:
         drill = []
-    pools = spec.pools
-    if address is None and "pools" not in spec.model_fields_set:
+    pools, floor = spec.pools, spec.on_demand_floor
+    if options.cluster is not None:
+        cluster = _cluster_of(options.cluster, options.local, address)
+        pools = [PoolSpec(**asdict(pool)) for pool in cluster.pools]
+        if cluster.on_demand_floor and "on_demand_floor" not in spec.model_fields_set:
+            floor = cluster.on_demand_floor
+    elif address is None and "pools" not in spec.model_fields_set:
         from elastic.cluster.local import visible_gpus
 
         pools = embedded_pools(len(visible_gpus()))
-    return spec.model_copy(update={"drill": drill, "pools": pools})
+    return spec.model_copy(update={"drill": drill, "pools": pools, "on_demand_floor": floor})
+
+
+def _cluster_of(file: str | Path, local: bool, address: str | None) -> ClusterSpec:
+    """Raises SpecError where the cluster that it describes is not there to be used."""
+    cluster = load_cluster(file)
+    if address is None and not local:
+        raise SpecError(
+            f"{file}: this process is on no Ray cluster; start that one (`ray up {file}`), then submit the run to it (`ray job "
+            "submit`) or set RAY_ADDRESS; or --local tries its pools on this machine"
+        )
+    return cluster
 
 
 def _job(program: str | Path | Program, job: str | Path | Mapping[str, Any] | None, options: Options) -> JobSpec:
@@ -267,7 +285,8 @@ class _Run:
         return cluster
 
     def _backend(self, start: DriverStarted, before: State | None, cluster: LocalCluster | None, lease: Lease) -> Backend:
-        from elastic.cluster.backend import RayBackend, RayRun
+        from elastic.cluster.backend import RayBackend
+        from elastic.cluster.ray_run import RayRun
 
         plans = tuple(before.plans[number] for number in sorted(before.plans)) if before and start.attached else ()
         run = RayRun(

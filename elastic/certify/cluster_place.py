@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.certify.place import CPU_RANKS, MOST_RANKS, Place
 from elastic.errors import SpecError
+from elastic.types.labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS
 
 if TYPE_CHECKING:
     from elastic.cluster.nodes import RayNode
@@ -50,7 +51,7 @@ def place_of(address: str, nodes: Sequence[RayNode], gpus: int | None) -> Place:
     seats = tuple(_seat(node, on_gpu) for node, count in zip(nodes, counts) for _ in range(count))
     if not on_gpu:
         return Place("cpu-gloo", n, ray=True, address=address, nodes=used, seats=seats)
-    names = tuple(node.labels.get("ray.io/accelerator-type", "GPU") for node, count in zip(nodes, counts) for _ in range(count))
+    names = tuple(node.labels.get(ACCELERATOR_LABEL, "GPU") for node, count in zip(nodes, counts) for _ in range(count))
     return Place("one-gpu" if n == 1 else "several-gpus", n, ("",) * n, names, True, address, used, seats)
 
 
@@ -76,8 +77,6 @@ def _seat(node: RayNode, on_gpu: bool) -> Seat:
 
 def pools(place: Place) -> list[dict[str, Any]]:
     """Of a job whose nodes are those of the place: as their labels name them, else by market and accelerator."""
-    from elastic.cluster.nodes import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS
-
     found: dict[tuple[str, str, str], list[RayNode]] = {}
     for node in place.nodes:
         name = next((node.labels[label] for label in POOL_LABELS if label in node.labels), "")

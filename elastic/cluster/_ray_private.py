@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
+import json
 import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +44,40 @@ def draining_nodes() -> dict[str, float]:
 
 def drain(ray_id: str, deadline_s: float, why: str) -> bool:
     """Tells the cluster that the node will be preempted at `deadline_s` (epoch seconds); True = accepted."""
+    return _drain(ray_id, "PREEMPTION", why, deadline_s)
+
+
+def _drain(ray_id: str, reason: str, why: str, deadline_s: float) -> bool:
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2
 
     client = GcsClient(address=ray.get_runtime_context().gcs_address)
-    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # type: ignore[attr-defined]
-    accepted, _ = client.drain_node(ray_id, reason, why, int(deadline_s * 1000))
+    number = autoscaler_pb2.DrainNodeReason.Value(f"DRAIN_NODE_REASON_{reason}")  # type: ignore[attr-defined]
+    accepted, _ = client.drain_node(ray_id, number, why, int(deadline_s * 1000))
     return bool(accepted)
+
+
+def launcher_problem(data: Mapping[str, Any]) -> tuple[tuple[str | int, ...], str] | None:
+    """What `ray up` itself finds wrong in a cluster file: place and text; None = nothing. It tells only the first."""
+    import click
+    import jsonschema
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    told = logging.getLogger("ray.autoscaler._private.util")
+    was, told.disabled = told.disabled, True  # it speaks of keys that it added itself
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            validate_config(prepare_config(copy.deepcopy(dict(data))))
+        json.dumps(data)  # as `ray up` does to keep it
+    except jsonschema.ValidationError as error:
+        return tuple(error.absolute_path), error.message
+    except click.ClickException as error:
+        return (), error.format_message()
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
+        return (), f"{type(error).__name__}: {error}"
+    finally:
+        told.disabled = was
+    return None
 
 
 def mute_errors() -> None:
@@ -96,3 +129,53 @@ def answer_preemption_info(ask: Callable[[], dict[str, Any] | None]) -> None:
             raise RuntimeError(f"ray.train: '{name}' is not there for a script; only get_preemption_info() is")
 
     set_train_fn_utils(Answers())
+
+
+# ------------------------------------------------------------------------------------------ the autoscaler
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What the autoscaler (v2) told the head last, by node type. `coming`: instances that exist and have not joined.
+    `asked`: launches without an instance yet. `failed`: launches that failed, since the autoscaler started. `infeasible`: the
+    sum of what was requested cannot be had, and then nothing of it is; bundles by their (resources, labels)."""
+
+    coming: Counter[str]
+    asked: Counter[str]
+    failed: Counter[str]
+    infeasible: Counter[tuple[frozenset[tuple[str, float]], frozenset[tuple[str, str]]]]
+
+
+def autoscaler_v2() -> bool:
+    """Does the cluster that this process is connected to have version 2 of the autoscaler, even one that only looks on?"""
+    from ray.autoscaler.v2.utils import is_autoscaler_v2
+
+    return bool(is_autoscaler_v2(fetch_from_server=True))
+
+
+def scaling() -> Scaling:
+    """Raises RuntimeError (ray.exceptions.RpcError is one) when the head does not answer."""
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.core.generated import autoscaler_pb2
+
+    reply = autoscaler_pb2.GetClusterStatusReply()  # type: ignore[attr-defined]
+    reply.ParseFromString(GcsClient(address=ray.get_runtime_context().gcs_address).get_cluster_status())
+    state = reply.autoscaling_state
+    infeasible: Counter[Any] = Counter()
+    for constraint in state.infeasible_cluster_resource_constraints:
+        for entry in constraint.resource_requests:
+            labels = {c.label_key: c.label_values[0] for s in entry.request.label_selectors for c in s.label_constraints}
+            key = (frozenset(entry.request.resources_bundle.items()), frozenset(labels.items()))
+            infeasible[key] += entry.count
+    asked, failed = Counter[str](), Counter[str]()
+    for request in state.pending_instance_requests:
+        asked[request.ray_node_type_name] += request.count
+    for failure in state.failed_instance_requests:
+        failed[failure.ray_node_type_name] += failure.count
+    return Scaling(Counter(i.ray_node_type_name for i in state.pending_instances), asked, failed, infeasible)
+
+
+def end_when_idle(ray_id: str, why: str) -> bool:
+    """Ends a node that nobody uses, as the autoscaler does with one that was idle for long; it then ends the machine. False: it
+    is in use still."""
+    return _drain(ray_id, "IDLE_TERMINATION", why, 0.0)

@@ -19,15 +19,19 @@ from typing import Any
 import ray
 
 from elastic.cluster import _ray_private, drills
-from elastic.cluster.actors import SESSION, WorkerSetup
+from elastic.cluster.actors import WorkerSetup
+from elastic.cluster.autoscaler import provider_for
+from elastic.cluster.claims import Order
 from elastic.cluster.copies import Commit, DurableCopies, holders_of
 from elastic.cluster.crew import POLL_S, Answer, Berth, Broken, Crew
 from elastic.cluster.drilling import Drilling
 from elastic.cluster.lease import Lease
 from elastic.cluster.local import ENVIRONMENT, HOST, LAST_WORDS, LocalCluster
-from elastic.cluster.nodes import ClusterNodes, EmbeddedNodes, NodeProvider, Survey
-from elastic.cluster.notices import Drains
+from elastic.cluster.lookouts import drain_in_ray
+from elastic.cluster.nodes import EmbeddedNodes, NodeProvider, Survey
+from elastic.cluster.outlook import Outlook
 from elastic.cluster.output import last_words
+from elastic.cluster.ray_run import RayRun
 from elastic.cluster.silence import Silence
 from elastic.errors import InternalError, SpecError
 from elastic.fingerprint import KEY
@@ -35,12 +39,14 @@ from elastic.storage import open_storage
 from elastic.types import (
     Abort,
     Action,
+    DrainNode,
     EnterPlan,
     Event,
     Node,
     NodeLost,
     NodePrepared,
     NodeReady,
+    Notice,
     Plan,
     PlanEntered,
     Pool,
@@ -65,35 +71,6 @@ log = logging.getLogger(__name__)
 SLICE_S = 0.05  # how long one look for answers waits
 LOOK_S = 0.25  # between looks at the inbox, deadlines, notices and silence
 TIMEOUT_LEAST_S, TIMEOUT_STEPS = 60.0, 20.0  # of a generation's groups: the last resort
-
-
-@dataclass(frozen=True)
-class RayRun:
-    """What the backend needs to know of a run.
-
-    `uri`: the run's folder. `address`: of an existing cluster, as ray.init takes it; without meaning for the embedded one.
-    `spared`: drills leave the nodes of an existing cluster alone and take their workers only.
-    `attach`: a driver was here before, its actors may live; `plans`: those that they may still run, the newest last; `step`:
-    the last one of them that is written down. `logs`: a folder for what the workers print; None = where Ray puts it.
-    """
-
-    name: str
-    uri: str
-    job: dict[str, Any]
-    pools: tuple[Pool, ...]
-    epoch: int = 1
-    address: str = "auto"
-    attach: bool = False
-    plans: tuple[Plan, ...] = ()
-    step: int = 0
-    session: str = SESSION
-    python_path: tuple[str, ...] = ()
-    logs: str | None = None
-    spared: bool = False
-
-    @property
-    def namespace(self) -> str:
-        return f"elastic-{self.name}"
 
 
 @dataclass
@@ -137,9 +114,9 @@ class RayBackend:
         self.copies = DurableCopies(self.storage, run.epoch, {"run": run.name, KEY: run.job.get(KEY)}, self.commit)
         self.gather = Gather(self.copies.commit, self._workers_of)
         self.silence = Silence(POLL_S, run.job.get("max_silence_s"))
-        self.drains = Drains()
+        self.outlook = Outlook.of(run.pools, embedded=self.cluster is not None)
         self.survey = Survey()
-        self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else ClusterNodes(run.pools, run.spared)
+        self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else self._acquisition()
         schedule = drills.Schedule(run.job.get("drill") or (), self.storage)
         self.drilling = Drilling(schedule, self.provider, self.crew, self.nodes, run.pools)
         for plan in run.plans:
@@ -182,9 +159,11 @@ class RayBackend:
             return
         self._closed = True
         self.survey.close()
+        self.outlook.close()
         self.inbox.close()
         self.copies.close()
         self.crew.close(end=self.cluster is None and not self._let_go)
+        self.provider.close(end=not self._let_go)
         self._stores.clear()
         if self._connected:
             ray.shutdown()
@@ -204,6 +183,16 @@ class RayBackend:
             self.provider.release(action.node_id)
             self._forget(action.node_id)
         self._early.append(NodeLost(action.node_id, "released"))
+
+    def _drain(self, action: DrainNode) -> None:
+        node, ray_id = self.nodes.get(action.node_id), self.provider.ray_id(action.node_id)
+        if node is None or ray_id is None:
+            return
+        announced_s = self.outlook.notices.announced_s(node.node_id)
+        if announced_s is None and not self.provider.autoscaled:
+            return  # it stays in the cluster: for others, or for the day when it is asked for again
+        self.outlook.notices.left(node.node_id)
+        drain_in_ray(ray_id, announced_s or self.now_s() + self._pool(node.pool).notice_s, "elastic leaves the node")
 
     def _quarantine(self, action: Quarantine) -> None:
         self._end_workers(action.node_id)
@@ -308,7 +297,7 @@ class RayBackend:
         """What the backend itself does about a worker's message."""
         if isinstance(event, StepDone):
             self.silence.step_time_s[event.generation] = event.step_time_s
-            return self.drilling.at_step(event.step, self._plan, self.now_s())
+            return self._drilled(self.drilling.at_step(event.step, self._plan, self.now_s()))
         if isinstance(event, PlanEntered):
             self._drop_stores(event.generation - 1)
         if isinstance(event, WorkerFailed) and event.kind == "collective" and self._plan is not None:
@@ -390,15 +379,22 @@ class RayBackend:
         self._suspect(worker.node_id for worker in self.silence.late())
         orders = self.inbox.take()
         now_s = self.now_s()
-        events += [event for entry in orders.drills for event in self.drilling.carry_out(entry, self._plan, now_s)]
+        for entry in orders.drills:
+            events += self._drilled(self.drilling.carry_out(entry, self._plan, now_s))
         if orders.stop is not None:
             events.append(StopAsked(orders.stop))
         events += self._stuck_generation()
         self._write_late_parts()
         self.drilling.pass_deadlines(now_s)
-        by_ray_id = {self.provider.ray_id(node_id): node_id for node_id in self.nodes}
-        draining = {by_ray_id[r]: at_s for r, at_s in self.survey.draining.items() if r in by_ray_id}
-        return [*events, *self.drains.news(draining, now_s)]
+        ray_ids = {node_id: ray_id for node_id in self.nodes if (ray_id := self.provider.ray_id(node_id))}
+        return [*events, *self.outlook.news(self.nodes, ray_ids, self.survey.draining, now_s)]
+
+    def _drilled(self, events: list[Event]) -> list[Event]:
+        """A drill's notice is one among those of its node."""
+        for event in events:
+            if isinstance(event, Notice):
+                self.outlook.notices.also(event)
+        return events
 
     def _write_late_parts(self) -> None:
         """Parts of a durable copy that are long overdue are written by others that hold the same boxes."""
@@ -448,13 +444,18 @@ class RayBackend:
             self.lease.give_up()
         raise SpecError(f"run '{self.run.name}': this driver ends, another one drives the run: {why}")
 
+    def _acquisition(self) -> NodeProvider:
+        run = self.run
+        order = Order(run.name, run.epoch, run.namespace, run.pools, self.crew.setup.orphan_lease_s)
+        return provider_for(order, run.attach, run.spared)
+
     def _pool(self, name: str) -> Pool:
         return next(pool for pool in self.run.pools if pool.name == name)
 
     def _forget(self, node_id: str) -> None:
         self.nodes.pop(node_id, None)
         self.drilling.forget(node_id)
-        self.drains.forget(node_id)
+        self.outlook.forget(node_id)
         self.gather.forget(node_id)
 
     def _end_workers(self, node_id: str) -> None:
@@ -473,8 +474,9 @@ class RayBackend:
 
 
 _ORDERS: dict[type, Callable[[RayBackend, Any], None]] = {
-    RequestNodes: RayBackend._request, ReleaseNode: RayBackend._release, Quarantine: RayBackend._quarantine,
-    Prepare: RayBackend._prepare, EnterPlan: RayBackend._enter, Quiesce: RayBackend._quiesce,
-    StoreCopy: RayBackend._store_copy, RemoveCopy: RayBackend._remove_copy, Abort: RayBackend._abort, Stop: RayBackend._stop,
-    RollForward: RayBackend._roll_forward, SetCadence: RayBackend._set_cadence,
+    RequestNodes: RayBackend._request, ReleaseNode: RayBackend._release, DrainNode: RayBackend._drain,
+    Quarantine: RayBackend._quarantine, Prepare: RayBackend._prepare, EnterPlan: RayBackend._enter,
+    Quiesce: RayBackend._quiesce, StoreCopy: RayBackend._store_copy, RemoveCopy: RayBackend._remove_copy,
+    Abort: RayBackend._abort, Stop: RayBackend._stop, RollForward: RayBackend._roll_forward,
+    SetCadence: RayBackend._set_cadence,
 }  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from elastic.cluster import drills
 from elastic.cluster.nodes import NodeProvider
+from elastic.cluster.notices import DRILL
 from elastic.errors import SpecError
 from elastic.types import DrillAsked, Event, Node, Notice, Plan, Pool, WorkerId
 
@@ -69,7 +70,7 @@ class Drilling:
         self._lower_capacity(node_id)
         at_s = now_s + entry.get("deadline_s", self._pool(node_id).notice_s)
         self._deadlines[node_id] = at_s
-        return [Notice(node_id, at_s, "drill")]
+        return [Notice(node_id, at_s, DRILL)]
 
     def _kill(self, node_id: str, entry: Mapping[str, Any], now_s: float) -> list[Event]:
         self._lower_capacity(node_id)

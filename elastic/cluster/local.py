@@ -42,12 +42,13 @@ LOG_TAIL = 2000  # bytes of the cluster process's log that go into an error
 
 @dataclass(frozen=True)
 class NodeOrder:
-    """A node to start: `cpus` workers fit on it; `gpus` are indices of this machine's GPUs."""
+    """A node to start: `cpus` workers fit on it; `gpus` are indices of this machine's GPUs; `environment`: of its processes."""
 
     name: str
     cpus: int
     labels: dict[str, str] = field(default_factory=dict)
     gpus: tuple[int, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def visible_gpus() -> tuple[int, ...]:
@@ -234,7 +235,7 @@ class _Nodes:
                 n,
                 {
                     "num_cpus": order.cpus, "num_gpus": len(order.gpus), "labels": order.labels,
-                    "env_vars": {"CUDA_VISIBLE_DEVICES": devices},
+                    "env_vars": {**order.environment, "CUDA_VISIBLE_DEVICES": devices},
                 },
             )  # fmt: skip
             raylet = node.all_processes["raylet"][0].process.pid

@@ -18,16 +18,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.cluster import _ray_private
 from elastic.cluster.local import LocalCluster, NodeOrder, visible_gpus
 from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
+from elastic.types.labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
 
-NODE_LABEL, POOL_LABELS = "elastic-node", ("elastic-pool", "pool", "ray.io/node-group")
-MARKET_LABEL, ACCELERATOR_LABEL = "ray.io/market-type", "ray.io/accelerator-type"
+NODE_LABEL = "elastic-node"
 SURVEY_S, PROBE_S = 0.5, 0.1
 PROBE_WAIT_S, SUSPECT_MOST_S = 0.3, 5.0
 MUTE_MOST_S = 3.0  # a suspect whose raylet cannot be reached for so long is gone
 
 
 class NodeProvider(Protocol):
-    """Gives and takes nodes; returns at once, what comes of it is in `news`."""
+    """Gives and takes nodes; returns at once, what comes of it is in `news`. `autoscaled`: Ray ends what is given back."""
+
+    autoscaled: bool
 
     def request(self, pool: str, count: int, request_id: str) -> None: ...
     def release(self, node_id: str) -> None:
@@ -44,6 +46,8 @@ class NodeProvider(Protocol):
         """NodeReady and RequestFailed since the last call."""
 
     def ray_id(self, node_id: str) -> str | None: ...
+    def close(self, end: bool) -> None:
+        """No more news. `end`: the run is over, what it has is given back; else another driver has it."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class EmbeddedNodes:
 
     cluster: LocalCluster
     pools: Sequence[Pool]
+    autoscaled: bool = field(init=False, default=False)
     _capacity: dict[str, int] = field(init=False)
     _names: dict[str, str] = field(default_factory=dict)  # node id -> pool, from the request on
     _ray_ids: dict[str, str] = field(default_factory=dict)
@@ -107,7 +112,7 @@ class EmbeddedNodes:
             gpus = tuple(free[: pool.gpus_per_node])
         self._count[name] = self._count.get(name, 0) + 1
         node_id = f"{name}-{self._count[name]}"
-        labels = {NODE_LABEL: node_id, POOL_LABELS[0]: name, MARKET_LABEL: pool.market_type}
+        labels = {NODE_LABEL: node_id, POOL_LABEL: name, MARKET_LABEL: pool.market_type}
         self._names[node_id], self._gpus[node_id] = name, gpus
         order = NodeOrder(node_id, pool.gpus_per_node, labels, gpus)
         self._starting.append((node_id, request_id, self.cluster.add(order)))
@@ -148,6 +153,9 @@ class EmbeddedNodes:
     def ray_id(self, node_id: str) -> str | None:
         return self._ray_ids.get(node_id)
 
+    def close(self, end: bool) -> None:
+        """They end with the cluster."""
+
 
 @dataclass
 class ClusterNodes:
@@ -160,6 +168,7 @@ class ClusterNodes:
 
     pools: Sequence[Pool]
     spared: bool = False
+    autoscaled: bool = field(init=False, default=False)
     _capacity: dict[str, int] = field(init=False)
     _ours: dict[str, tuple[str, str]] = field(default_factory=dict)  # node id -> pool, Ray id
     _released: dict[str, str] = field(default_factory=dict)  # Ray id -> pool
@@ -196,7 +205,7 @@ class ClusterNodes:
 
     def _welcome(self, found: RayNode, pool: Pool) -> Event:
         self._released.pop(found.ray_id, None)
-        node_id = found.labels.get(NODE_LABEL) or f"{pool.name}-{found.ray_id[:8]}"
+        node_id = found.labels.get(NODE_LABEL) or f"{pool.name}-{found.ray_id[-8:]}"
         self._ours[node_id] = (pool.name, found.ray_id)
         return NodeReady(Node(node_id, pool.name, workers_of(found, pool), host_memory_bytes=found.memory_bytes))
 
@@ -222,6 +231,9 @@ class ClusterNodes:
 
     def ray_id(self, node_id: str) -> str | None:
         return self._ours.get(node_id, (None, None))[1]
+
+    def close(self, end: bool) -> None:
+        """They are the cluster's."""
 
 
 def pool_of(found: RayNode, pools: Iterable[Pool]) -> Pool | None:

@@ -18,10 +18,9 @@ import ray
 import ray.train
 
 from elastic.errors import SpecError
+from elastic.types.labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS
 
 POOL = "workers"  # where the job names none
-POOL_LABELS = {"elastic-pool", "pool", "ray.io/node-group"}
-MARKET_LABEL, ACCELERATOR_LABEL = "ray.io/market-type", "ray.io/accelerator-type"
 DEPRECATED = "DEPRECATED"
 SHOWN_AT = ("DEBUG", "INFO", "NOTSET")
 

@@ -17,11 +17,13 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster import _ray_private, drills
+from elastic.cluster.autoscaler import provider_for
+from elastic.cluster.claims import Order
 from elastic.cluster.drilling import Drilling
 from elastic.cluster.lease import Lease
 from elastic.cluster.local import ENVIRONMENT, HOST, LocalCluster
-from elastic.cluster.nodes import ClusterNodes, EmbeddedNodes, NodeProvider, Survey, signal_there
-from elastic.cluster.notices import Drains
+from elastic.cluster.nodes import EmbeddedNodes, NodeProvider, Survey, signal_there
+from elastic.cluster.outlook import Outlook
 from elastic.cluster.script_fit import Fit
 from elastic.cluster.script_state import Needs, Script, lines_of, some
 from elastic.cluster.script_words import Board, Hello, Said, Word
@@ -48,6 +50,7 @@ DEAD_MOST_S = 4.0  # how long the next group waits for Ray to list a lost node a
 FIRST_NODES_S = 60.0  # how long the first group waits for nodes that were asked for
 BACKOFF_S, BACKOFF_MOST_S = 30.0, 600.0
 END_S = 15.0  # for Ray Train to end
+ORPHAN_LEASE_S = 120.0  # the groups end with their driver: this is only for what it asked of an autoscaler
 LEAVE_S = 3.0  # for the supervisors of a run that was stopped or has failed
 
 
@@ -147,9 +150,11 @@ class ScriptRun:
     def _begin(self, start: DriverStarted) -> None:
         self.journal.append(self.now_s(), [(self.now_s(), start)])
         self.storage = open_storage(self.job.uri)
-        self.inbox, self.survey, self.drains = drills.Inbox(self.storage), Survey(), Drains()
         pools = self.job.needs.pools
-        self.provider = EmbeddedNodes(self.cluster, pools) if self.cluster is not None else ClusterNodes(pools)
+        self.inbox, self.survey = drills.Inbox(self.storage), Survey()
+        self.outlook = Outlook.of(pools, embedded=self.cluster is not None)
+        order = Order(self.job.name, start.epoch, f"elastic-{self.job.name}", tuple(pools), ORPHAN_LEASE_S)
+        self.provider = EmbeddedNodes(self.cluster, pools) if self.cluster is not None else provider_for(order, take_over=False)
         schedule = drills.Schedule(self.job.drill, self.storage)
         hands = Hands(self.script, self.provider.ray_id)
         self.drilling = Drilling(schedule, self.provider, hands, self.script.nodes, pools)
@@ -169,6 +174,9 @@ class ScriptRun:
     def _close(self) -> None:
         self.inbox.close()
         self.survey.close()
+        self.outlook.close()
+        if hasattr(self, "provider"):
+            self.provider.close(end=True)
         ray.shutdown()
         if self.cluster is not None:
             self.cluster.close()
@@ -253,9 +261,8 @@ class ScriptRun:
             if why:
                 self._lose(node_id, why, now_s)
         self.drilling.pass_deadlines(now_s)
-        by_ray_id = {self.provider.ray_id(node_id): node_id for node_id in self.script.nodes}
-        draining = {by_ray_id[r]: at_s for r, at_s in self.survey.draining.items() if r in by_ray_id}
-        for event in self.drains.news(draining, now_s):
+        ray_ids = {node_id: ray_id for node_id in self.script.nodes if (ray_id := self.provider.ray_id(node_id))}
+        for event in self.outlook.news(self.script.nodes, ray_ids, self.survey.draining, now_s):
             if not (isinstance(event, Notice) and event.node_id in self.script.leaving):
                 self.script.node(event, now_s)
 
@@ -265,7 +272,7 @@ class ScriptRun:
             self._dead[ray_id] = node_id
         self.provider.lost(node_id)
         self.drilling.forget(node_id)
-        self.drains.forget(node_id)
+        self.outlook.forget(node_id)
         self.script.node(NodeLost(node_id, why), now_s)
 
     def _release(self, node_id: str, now_s: float) -> None:
@@ -274,7 +281,7 @@ class ScriptRun:
         if ray_id is not None and self.cluster is not None:
             self._dead[ray_id] = node_id
         self.drilling.forget(node_id)
-        self.drains.forget(node_id)
+        self.outlook.forget(node_id)
         self.script.node(NodeLost(node_id, "released"), now_s)
 
     def _orders(self, now_s: float) -> None:

@@ -24,6 +24,8 @@ def of(event: Event, view: View) -> str | None:
             return f"notice: {node_name(event.node_id, view)} goes in {max(0.0, event.deadline_s - view.at_s):.0f} s"
         case types.NoticeWithdrawn():
             return f"notice withdrawn: {node_name(event.node_id, view)} stays"
+        case types.NodeWarned():
+            return f"{node_name(event.node_id, view)}: {event.what}; it stays until there is a notice"
         case types.NodeLost():
             return f"{node_name(event.node_id, view)} was {'released' if event.cause == 'released' else f'lost: {event.cause}'}"
         case types.RequestFailed():

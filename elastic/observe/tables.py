@@ -9,6 +9,7 @@ from typing import Any
 from elastic.observe.grid import draw, letters
 from elastic.observe.sentences import duration, n_of, size
 from elastic.observe.view import View
+from elastic.types import Pool
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,53 @@ def checkpoint(item: Mapping[str, Any]) -> tuple[str, ...]:
     ranks = str(item["world_size"]) if item["committed"] else "-"
     layout = item["layout"] or "-"
     return (str(item["step"]), str(item["generation"]), committed, layout, ranks, size(item["n_bytes"]), age, item["uri"])
+
+
+MACHINES = ("INSTANCE", "NODE", "NODE TYPE", "TYPE", "MARKET", "STATE", "ZONE", "SINCE (UTC)")
+POOLS = ("POOL", "TYPE", "MARKET", "NODES", "GPUS", "USD/NODE-H", "USD/GPU-H", "WHERE", "PRICE FROM")
+
+
+def pool(item: Pool, price_from: str) -> tuple[str, ...]:
+    """A row of `elastic cluster check`, under POOLS."""
+    kind = "processes" if item.accelerator_type == "CPU" else item.accelerator_type
+    return (
+        item.name,
+        item.instance_type or "-",
+        item.market_type,
+        f"{item.min_nodes}-{item.max_nodes}",
+        f"{item.gpus_per_node} {kind}",
+        f"{item.usd_per_node_h:.2f}",
+        f"{item.usd_per_gpu_h:.3f}",
+        item.zone or item.region or "-",
+        price_from,
+    )
+
+
+INSTANCES = ("TYPE", "CLOUD", "GPUS", "REGION", "ON DEMAND", "SPOT USD/H")
+POOL_PRICES = ("POOL", "TYPE", "MARKET", "WHERE", "USD/NODE-H", "FROM", "ZONES", "SCORES")
+
+
+def prices(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What `elastic prices` prints: rows of pools, or of instance types."""
+    if rows and "pool" not in rows[0]:
+        return columns([INSTANCES, *map(_instance, rows)], right=(4, 5))
+    return columns([POOL_PRICES, *map(_pool_price, rows)], right=(4,))
+
+
+def _instance(row: Mapping[str, Any]) -> tuple[str, ...]:
+    usd = dollars(row["usd_per_h"]), dollars(row["spot_usd_per_h"])
+    return (row["instance_type"], row["cloud"], row["gpus"], row["region"], *usd)
+
+
+def _pool_price(row: Mapping[str, Any]) -> tuple[str, ...]:
+    zones = ", ".join(f"{zone} {usd:.4f}" for zone, usd in row["zones"].items()) or "-"
+    scores = ", ".join(f"{zone} {score}/10" for zone, score in row["scores"].items()) or "-"
+    where, usd = row["zone"] or row["region"] or "-", dollars(row["usd_per_node_h"])
+    return (row["pool"], row["instance_type"] or "-", row["market_type"], where, usd, row["source"], zones, scores)
+
+
+def dollars(usd: float | None) -> str:
+    return "-" if usd is None else f"{usd:.4f}"
 
 
 def phase(view: View, live: bool) -> str:

@@ -45,10 +45,10 @@ class Space:
         sizes = tuple(sorted({node.gpus for node in nodes}))
         unequal = bool(job.get("microbatch_tokens"))  # samples of unequal length
         no_cp = bool(job.get("compile") or job.get("script") or unequal)
+        no_tp = bool(job.get("float8") or (job.get("compile") and unequal))
         script, known = bool(job.get("script")) or unequal, model.sample is not None
         return cls(
-            model, pinned(job), int(job["global_batch"]), sizes, bool(job.get("float8")), no_cp, script, roomy and known,
-            tight and known,
+            model, pinned(job), int(job["global_batch"]), sizes, no_tp, no_cp, script, roomy and known, tight and known,
         )  # fmt: skip
 
     def shapes(self, world: int) -> Iterator[Layout]:

@@ -182,6 +182,8 @@ class _Search:
             )
         if layout.tp > 1 and job.get("float8"):
             raise InfeasiblePlan(f"tp={layout.tp} does not go with float8: true")
+        if layout.tp > 1 and job.get("compile") and job.get("microbatch_tokens"):
+            raise InfeasiblePlan(f"tp={layout.tp} goes with compile: true or with microbatch_tokens, not with both")
         if layout.cp > 1 and job.get("compile"):
             raise InfeasiblePlan(f"cp={layout.cp} does not go with compile: true")
         if layout.pp > 1 and job.get("microbatch_tokens"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, sqrt
 
+from elastic.policy.hazard import losses_per_h
 from elastic.policy.known import State
 from elastic.policy.placement import Copies
 from elastic.types import Decision, Node, SetCadence
@@ -13,8 +14,6 @@ PEER_SHARE = 0.01  # of the step time
 PEER_UNMEASURED = 5
 BURST_BYTES = 8 << 20  # go unpaced (elastic/worker/copy_stream.py)
 DURABLE_LEAST, DURABLE_UNMEASURED, DURABLE_ALONE, DURABLE_COPIES = 20, 20, 10, 4
-LOSSES_PER_NODE_H = {"spot": 0.05, "on-demand": 0.002, "reserved": 0.002, "owned": 0.002}  # prior: one per 20 and 500 h
-PRIOR_NODE_H = 20.0  # weight of the prior against what the run sees
 STALL_UNMEASURED_S = 0.5
 CHANGE_FACTOR = 1.5  # another cadence is ordered when the best one differs by more
 CHANGE_COPIES, CHANGE_WAIT_S = 3, 10.0  # measured, and passed, since the plan was entered or changed last
@@ -48,15 +47,6 @@ def best_every(state: State, nodes: Sequence[Node], cost_s: float, flight_s: flo
     share = ceil(cost_s / (PEER_SHARE * step_s) - 1e-9)
     worth = round(sqrt(2 * cost_s * 3600 / max(1e-9, losses_per_h(state, nodes))) / step_s)
     return max(1, wire, min(share, worth))
-
-
-def losses_per_h(state: State, nodes: Sequence[Node]) -> float:
-    """Expected losses per hour of these nodes: a prior by market type, corrected by what this run has seen."""
-    markets = {pool.name: pool.market_type for pool in state.pools}
-    prior = sum(LOSSES_PER_NODE_H[markets.get(node.pool, "owned")] for node in nodes)
-    seen_h = state.node_s / 3600
-    per_node_prior = prior / max(1, len(nodes))
-    return len(nodes) * (per_node_prior * PRIOR_NODE_H + state.n_losses) / (PRIOR_NODE_H + seen_h)
 
 
 def durable_every(state: State, nodes: Sequence[Node], alone: bool = False) -> int:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import ceil, inf
 
 from elastic.planner.search import most_workers
-from elastic.policy import drain
-from elastic.policy.known import State
+from elastic.policy import drain, limits, mix
+from elastic.policy.known import Backoff, Request, State
+from elastic.policy.leaving import leaving
 from elastic.policy.retries import worn_out
-from elastic.types import Action, Decision, Node, Pool, Prepare, Quarantine, ReleaseNode, RequestNodes
+from elastic.types import Action, Decision, Node, Prepare, Quarantine, ReleaseNode, RequestNodes
 
-REQUEST_LASTS_S = 900.0  # a request without an answer is forgotten then
 PREPARE_MOST_S = 600.0  # since its preparation was asked for, or has got on last
 LEAVE_MOST_S = 5.0
-ORDER = {"owned": 0, "reserved": 1, "spot": 2, "on-demand": 3}
 
 
 def together(*decisions: Decision) -> Decision:
@@ -27,7 +25,7 @@ def together(*decisions: Decision) -> Decision:
 
 def capacity(state: State, now_s: float) -> Decision:
     """What to do about nodes, whatever the generations do."""
-    return together(_prepare(state, now_s), _release(state, now_s), _request(state, now_s))
+    return together(_prepare(state, now_s), _release(state, now_s), leaving(state, now_s), _request(state, now_s))
 
 
 def _prepare(state: State, now_s: float) -> Decision:
@@ -84,46 +82,89 @@ def _still_leaving(state: State) -> set[str]:
 
 
 def _request(state: State, now_s: float) -> Decision:
-    """Fill the pools, cheapest way of buying first, up to their own bounds, the job's and what its layout can use."""
-    asked = {
-        name: sum(r.count for r in state.requests.values() if r.pool == name and now_s < r.at_s + REQUEST_LASTS_S)
-        for name in (pool.name for pool in state.pools)
-    }
-    counted = [node for node in state.nodes.values() if node.status in ("pending", "ready", "prepared")]
-    sizes = {pool.name: pool.gpus_per_node for pool in state.pools}
-    most = most_workers(state.job)
-    workers = (most if most is not None else inf) - sum(n.gpus for n in counted) - sum(sizes[p] * n for p, n in asked.items())
-    bound = state.job.get("max_nodes")
-    nodes = (int(bound) if bound is not None else inf) - len(counted) - sum(asked.values())
-    actions: list[Action] = []
-    reasons: list[str] = []
-    wakes = [r.at_s + REQUEST_LASTS_S for r in state.requests.values() if r.at_s + REQUEST_LASTS_S > now_s]
-    for pool in _by_price(state):
-        have = sum(node.pool == pool.name for node in counted) + asked[pool.name]
-        want = int(min(pool.max_nodes - have, nodes, ceil(workers / max(1, pool.gpus_per_node)) if workers < inf else inf))
-        if want <= 0:
-            continue
-        backoff = state.backoff.get(pool.name)
-        if backoff and now_s < backoff.until_s:
-            wakes.append(backoff.until_s)
-            continue
-        actions.append(RequestNodes(pool.name, want, f"{pool.name}-{state.n_requests + len(actions) + 1}"))
-        reasons.append(
-            f"{want} of {pool.max_nodes} nodes of pool {pool.name} ({pool.market_type}) asked for, {have} there or coming"
+    """Fill the pools as the mix wants it, up to the job's bounds, what its layout can use, and what the budget bears."""
+    wanted, need = mix.wants(state, now_s)
+    book = _Book(state, now_s)
+    for request in state.requests.values():
+        book.withdraw(request)
+    for want in wanted:
+        book.ask(want)
+    reasons = [*book.reasons, need.note] if need.note and not need.workers else book.reasons
+    return Decision(tuple(book.actions), "; ".join(reasons), min((*book.wakes, *need.wakes), default=None))
+
+
+class _Book:
+    """Counts what is there, coming and asked for now."""
+
+    def __init__(self, state: State, now_s: float) -> None:
+        self.state, self.now_s = state, now_s
+        self.actions: list[RequestNodes] = []
+        self.reasons: list[str] = []
+        self.wakes: list[float] = []
+        self.closed: set[str] = set()
+        pools = {pool.name: pool for pool in state.pools}
+        self.have = {name: mix.asked(state, name, now_s) for name in pools}
+        counted = mix.there(state)
+        bound, most = state.job.get("max_nodes"), most_workers(state.job)
+        n_coming = sum(self.have.values())
+        self.nodes: float = inf if bound is None else int(bound) - len(state.alive) - n_coming  # all that is paid for counts
+        gpus = sum(node.gpus for node in counted) + sum(pools[name].gpus_per_node * n for name, n in self.have.items())
+        self.workers: float = inf if most is None else most - gpus
+        self.usd_per_h = sum(pools[name].usd_per_node_h * n for name, n in self.have.items())
+        for node in counted:
+            self.have[node.pool] = self.have.get(node.pool, 0) + 1
+        self.stand_in = mix.stand_in_workers(state, now_s)
+
+    def withdraw(self, request: Request) -> None:
+        """A request that nobody answers is taken back: the pool counts as one that said no."""
+        at_s = request.at_s + mix.patience_s(self.state, request.pool)
+        if self.now_s < at_s:
+            self.wakes.append(at_s)
+            return
+        self.actions.append(RequestNodes(request.pool, 0, request.request_id))
+        self.closed.add(request.pool)
+        self.reasons.append(
+            f"pool {request.pool} has not answered for {self.now_s - request.at_s:.0f} s: not waited for any more"
         )
-        nodes, workers = nodes - want, workers - want * pool.gpus_per_node
-    return Decision(tuple(actions), "; ".join(reasons), min(wakes, default=None))
 
+    def ask(self, want: mix.Want) -> None:
+        pool, state = want.pool, self.state
+        have, gpus = self.have[pool.name], max(1, pool.gpus_per_node)
+        workers = self.workers + (self.stand_in if pool.market_type != "on-demand" else 0)
+        n = int(min(want.nodes - have, self.nodes, ceil(workers / gpus) if workers < inf else inf))
+        backoff = state.backoff.get(pool.name)
+        if n <= 0 or pool.name in self.closed:
+            return
+        if backoff and self.now_s < backoff.until_s:
+            self.wakes.append(backoff.until_s)
+            if backoff.deaths:
+                self.reasons.append(_said_no(pool.name, backoff))
+            return
+        most = limits.affordable(state, pool, self.usd_per_h, self.now_s)
+        if most is not None and most < n:
+            if not most:
+                self.reasons.append(limits.too_dear(pool))
+                return
+            n = most
+        self._order(want, n, have)
 
-def _by_price(state: State) -> Iterator[Pool]:
-    yield from sorted(state.pools, key=lambda pool: (ORDER[pool.market_type], pool.usd_per_gpu_h, pool.name))
+    def _order(self, want: mix.Want, n: int, have: int) -> None:
+        pool = want.pool
+        request_id = f"{pool.name}-{self.state.n_requests + sum(a.count > 0 for a in self.actions) + 1}"
+        self.actions.append(RequestNodes(pool.name, n, request_id))
+        text = f"{n} of {pool.max_nodes} nodes of pool {pool.name} ({pool.market_type}) asked for, {have} there or coming"
+        self.reasons.append(f"{text}: {want.why}" if want.why else text)
+        self.have[pool.name] += n
+        self.nodes -= n
+        self.workers -= n * pool.gpus_per_node
+        self.usd_per_h += n * pool.usd_per_node_h
 
 
 def potential(state: State) -> tuple[Node, ...]:
     """The nodes there are and all that the pools could still give: if no plan fits them, none ever will."""
     nodes = [node for node in state.alive if node.status not in ("quarantined", "draining")]
     bound = state.job.get("max_nodes")
-    for pool in _by_price(state):
+    for pool in mix.by_price(state):
         missing = pool.max_nodes - sum(node.pool == pool.name for node in nodes)
         room = missing if bound is None else min(missing, int(bound) - len(nodes))
         nodes += [Node(f"{pool.name}?{k}", pool.name, pool.gpus_per_node) for k in range(max(0, room))]
@@ -132,6 +173,8 @@ def potential(state: State) -> tuple[Node, ...]:
 
 def missing_capacity(state: State) -> str:
     """Which pools said no, and until when they are left alone; for a reason."""
-    return "; ".join(
-        f"pool {name}: {b.reason}, asked again after {b.wait_s:.0f} s" for name, b in sorted(state.backoff.items())
-    )
+    return "; ".join(_said_no(name, backoff) for name, backoff in sorted(state.backoff.items()))
+
+
+def _said_no(pool: str, backoff: Backoff) -> str:
+    return f"pool {pool}: {backoff.reason}, asked again after {backoff.wait_s:.0f} s"

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from elastic.errors import ElasticError, InfeasiblePlan
-from elastic.policy import cadence, drain, moves, recovery, retries
+from elastic.planner.search import Choice
+from elastic.policy import cadence, drain, limits, moves, recovery, retries
 from elastic.policy.capacity import capacity, missing_capacity, potential, together
 from elastic.policy.known import ENDED, State, StopWish
+from elastic.policy.leaving import back_to_spot
 from elastic.policy.plans import choice_of, count, enter, from_where, with_rehearsals
 from elastic.policy.retention import COPY_TRIES, COPY_WAIT_S, removal, retention
-from elastic.types import Abort, Cause, Decision, Node, Quarantine, Quiesce, ReleaseNode, Stop, StoreCopy  # fmt: skip
+from elastic.types import (
+    Abort,
+    Cause,
+    Decision,
+    DrainNode,
+    EnterPlan,
+    Node,
+    Quarantine,
+    Quiesce,
+    ReleaseNode,
+    Stop,
+    StoreCopy,
+)  # fmt: skip
 
 QUIESCED_MOST_S = 5.0  # a survivor that has not answered an abort by then is treated as a dead process
-STOP_MOST_S = 60.0
 LAST_COPY_MOST_S = 120.0  # since the last step, or since what comes after it has got on last
 ENTER_MOST_S = 600.0  # the last resort: workers report what goes wrong long before
 ATTACH_MOST_S = 30.0
@@ -40,11 +54,12 @@ def decide(state: State, now_s: float) -> Decision:
         return found
     wish = _wish(state, now_s)
     if wish:
-        return together(found, Decision(wake_at_s=wish.at_s + STOP_MOST_S))
+        return together(found, Decision(wake_at_s=wish.at_s + limits.stop_most_s(state)))
     if state.phase == "running" and state.step >= state.steps:
         return found
     found = together(found, retention(state))
-    return together(found, with_rehearsals(state, capacity(state, now_s)), _budget_wake(state, now_s))
+    look = Decision(wake_at_s=min(limits.wakes(state, now_s), default=None))
+    return together(found, with_rehearsals(state, capacity(state, now_s)), look)
 
 
 # ------------------------------------------------------------------------------------------------ ends
@@ -61,12 +76,8 @@ def _ending(state: State, now_s: float) -> Decision | None:
 
 
 def _wish(state: State, now_s: float) -> StopWish | None:
-    """The wish to stop, also when the budget has run out since the last event."""
-    budget = state.job.get("budget_usd")
-    usd = state.usd_at(now_s)
-    if state.stop is None and budget is not None and usd >= budget:
-        return StopWish(f"the budget of ${budget:.2f} is spent (${usd:.2f})", now_s)
-    return state.stop
+    """The wish to stop, also when the budget or the time has run out since the last event."""
+    return state.stop or limits.wish(state, now_s)
 
 
 def _stopping(state: State, now_s: float) -> Decision | None:
@@ -74,10 +85,12 @@ def _stopping(state: State, now_s: float) -> Decision | None:
     wish = _wish(state, now_s)
     if wish is None:
         return None
-    bound_s = wish.at_s + STOP_MOST_S
+    bound_s = wish.at_s + limits.stop_most_s(state)
+    if state.durable_s:  # how long saving takes is known, and that much was kept for it
+        bound_s = min(bound_s, max(wish.at_s, limits.spent_at_s(state, now_s)))
     saved = f"step {state.step} reached, saved is step {state.saved_step}"
     if now_s >= bound_s:
-        return _stop("stopped", f"{wish.reason}; {saved} ({STOP_MOST_S:.0f} s were not enough to save more)")
+        return _stop("stopped", f"{wish.reason}; {saved} ({now_s - wish.at_s:.0f} s were not enough to save more)")
     if state.phase == "waiting":
         memory = recovery.from_memory(state)
         if memory and memory.step > state.saved_step and state.available:
@@ -98,13 +111,6 @@ def _stopping(state: State, now_s: float) -> Decision | None:
 
 def _stop(outcome: str, reason: str) -> Decision:
     return Decision((Stop(outcome, reason),), reason)  # type: ignore[arg-type]
-
-
-def _budget_wake(state: State, now_s: float) -> Decision:
-    budget = state.job.get("budget_usd")
-    if budget is None or not state.usd_per_h:
-        return Decision()
-    return Decision(wake_at_s=now_s + max(0.0, budget - state.usd_at(now_s)) / state.usd_per_h * 3600 + 1e-3)
 
 
 # ------------------------------------------------------------------------------------------------ losses
@@ -184,9 +190,9 @@ def _starting(state: State, now_s: float) -> Decision | None:
         if now_s < at_s:
             return Decision((), f"attempt {state.retries + 2} after {retries.wait_s(state):.0f} s: {failure.reason}", at_s)
     try:
-        choice = choice_of(state, drain.usable(state, now_s))
+        choice = _startable(state, now_s)
     except InfeasiblePlan as error:
-        return _not_yet(state, error)
+        return _not_yet(state, error, now_s)
     if failure is None and state.generation == 0 and _others_coming(state) and now_s < state.prepared_at_s + START_WAIT_S:
         wait = f"{choice.layout.world_size} workers are prepared; more are coming, waits up to {START_WAIT_S:.0f} s"
         return Decision((), wait, state.prepared_at_s + START_WAIT_S)
@@ -201,16 +207,29 @@ def _starting(state: State, now_s: float) -> Decision | None:
     return enter(state, choice, resume, cause, f"{why}: {from_where(resume)}{back}")
 
 
+def _startable(state: State, now_s: float) -> Choice:
+    """With the nodes that may be used; where these are too few, also with those that were to be left for others."""
+    try:
+        return choice_of(state, drain.usable(state, now_s))
+    except InfeasiblePlan:
+        if not (given_up := drain.given_up(state)):
+            raise
+    return choice_of(state, (*drain.usable(state, now_s), *given_up))
+
+
 def _others_coming(state: State) -> bool:
     return bool(state.requests or state.preparing or any(node.status == "ready" for node in state.nodes.values()))
 
 
-def _not_yet(state: State, error: InfeasiblePlan) -> Decision:
-    """Too few nodes: wait, unless no number of nodes would do."""
+def _not_yet(state: State, error: InfeasiblePlan, now_s: float) -> Decision:
+    """Too few nodes: wait, unless no number of nodes would do, or the budget buys none."""
     try:
         choice_of(state, potential(state))
     except InfeasiblePlan as never:
         return _stop("failed", f"InfeasiblePlan: {never}")
+    why = "" if _others_coming(state) else limits.nothing_to_buy(state, now_s)
+    if why:
+        return _stop("stopped", f"{why}; {error}; step {state.step} reached, saved is step {state.saved_step}")
     parts = (f"waits for nodes: {error}", missing_capacity(state))
     return Decision((), "; ".join(part for part in parts if part))
 
@@ -227,7 +246,7 @@ def _running(state: State, now_s: float) -> Decision | None:
     if state.quiescing:
         done = state.quiesced >= set(plan.ranks)
         return Decision((Abort(state.generation),), "the notice was withdrawn: goes on") if done else Decision()
-    return _growing(state, now_s) or cadence.adjust(state, now_s)
+    return back_to_spot(state, now_s) or _growing(state, now_s) or cadence.adjust(state, now_s)
 
 
 def _finishing(state: State, now_s: float) -> Decision:
@@ -275,20 +294,26 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
         wait = Decision((), text, near_s if now_s < near_s else act_s)
         return _growing(state, now_s, act_s) or wait
     more = f", but {', '.join(node.node_id for node in stay)} stays for a while" if stay else ""
-    return enter(
+    moved = enter(
         state, choice, recovery.live(state), "notice", f"{left}: the state moves from live memory at the next step{more}"
     )
+    used = {name for action in moved.actions if isinstance(action, EnterPlan) for name in action.plan.nodes}
+    gone = tuple(
+        DrainNode(node.node_id) for node in leaving if node.node_id not in used
+    )  # in Ray too: there is no way back now
+    return replace(moved, actions=(*gone, *moved.actions))
 
 
 def _save_before(state: State, now_s: float, deadline_s: float, why: str) -> Decision:
     """The nodes that stay are too few: store a copy now, and stop with another one just before the deadline."""
     assert state.plan is not None
-    generation, last_s = state.plan.generation, deadline_s - DEADLINE_MARGIN_S
+    generation, margin_s = state.plan.generation, max(DEADLINE_MARGIN_S, limits.save_s(state))
+    last_s = deadline_s - margin_s
     if now_s >= last_s:
         return Decision((Quiesce(generation, save=True),), f"{why}; saved at the next step")
     if state.stored_generation != generation:
         return Decision((StoreCopy(generation),), f"{why}; a durable copy is taken now", last_s)
-    return Decision((), f"{why}; goes on until {DEADLINE_MARGIN_S:.0f} s before", last_s)
+    return Decision((), f"{why}; goes on until {margin_s:.0f} s before", last_s)
 
 
 def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision | None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from elastic.policy import hazard, limits
 from elastic.policy.failing import FAILURES, failed, infeasible, seen, set_status, tripped, with_node, without
-from elastic.policy.known import Backoff, Failure, State, StopWish
+from elastic.policy.known import ENDED, Failure, State, StopWish
 from elastic.policy.moves import paced
 from elastic.policy.retention import HANDLERS as COPIES
 from elastic.types import (
@@ -40,7 +41,6 @@ from elastic.types import (
     WorkerId,
 )  # fmt: skip
 
-REQUEST_BACKOFF_S, REQUEST_BACKOFF_MAX_S = 30.0, 600.0
 KEPT_DIGESTS = 512
 KEPT_COPIES = 100
 KEPT_LOST_NODES = 32
@@ -52,10 +52,10 @@ def billed(state: State, at_s: float) -> State:
     if passed_s <= 0:
         return state
     usd = state.usd + state.usd_per_h * passed_s / 3600
-    stop, budget = state.stop, state.job.get("budget_usd")
-    if budget is not None and usd >= budget and stop is None:
-        stop = StopWish(f"the budget of ${budget:.2f} is spent (${usd:.2f})", at_s)
-    return replace(state, usd=usd, billed_at_s=at_s, node_s=state.node_s + passed_s * len(state.alive), stop=stop)
+    node_s = state.node_s + passed_s * len(state.alive)
+    state = replace(state, usd=usd, billed_at_s=at_s, node_s=node_s, history=hazard.lived(state, passed_s))
+    stop = limits.wish(state, at_s) if state.stop is None and state.phase not in ENDED else None
+    return replace(state, stop=stop) if stop else state
 
 
 def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
@@ -80,6 +80,8 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
             usd=state.usd,
             digests=digests,
             distrusted=state.distrusted,
+            first_started_at_s=at_s if state.first_started_at_s is None else state.first_started_at_s,
+            history={name: replace(seen, dry_since_s=None, deaths=0) for name, seen in state.history.items()},
         )
     repeat: tuple[EnterPlan | Quiesce | Abort, ...] = ()
     if state.aborting and state.aborting.owing:
@@ -103,11 +105,12 @@ def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
         return state
     requests = dict(state.requests)
     asked = next((r for r in requests.values() if r.pool == node.pool), None)
+    state = hazard.gave(state, node, asked.at_s if asked else at_s, at_s)
     if asked and asked.count > 1:
         requests[asked.request_id] = replace(asked, count=asked.count - 1)
     elif asked:
         del requests[asked.request_id]
-    backoff = {name: b for name, b in state.backoff.items() if name != node.pool}
+    backoff = {name: b for name, b in state.backoff.items() if name != node.pool or b.deaths}
     nodes = {name: n for name, n in state.nodes.items() if name != node.node_id}  # at the end: order of arrival
     nodes[node.node_id] = replace(node, status="ready", deadline_s=None)
     dead = frozenset(w for w in state.dead if w.node_id != node.node_id)
@@ -120,7 +123,7 @@ def _node_prepared(state: State, event: NodePrepared, at_s: float) -> State:
     state, node = seen(state, event.node_id), state.nodes.get(event.node_id)
     if node is None or node.status in ("lost", "quarantined"):
         return state
-    model = state.model
+    state, model = hazard.started(state, node, at_s), state.model
     if model is not None and model.sample is None and event.sample is not None:
         model = replace(model, sample=event.sample)
     state = replace(
@@ -138,7 +141,11 @@ def _notice(state: State, event: Notice, at_s: float) -> State:
     node = state.nodes.get(event.node_id)
     if node is None or node.status in ("lost", "quarantined"):
         return state
-    state = replace(state, n_notices=state.n_notices + (node.status != "draining"))
+    pool = state.pool(node.pool)
+    if pool is not None and pool.ends_at_s is not None and event.deadline_s >= pool.ends_at_s:
+        state = replace(state, n_notices=state.n_notices + (node.status != "draining"))  # it was known, and is no hazard
+    elif node.status != "draining":
+        state = hazard.taken(replace(state, n_notices=state.n_notices + 1), node.pool, lost=False, known=False)
     return set_status(state, event.node_id, "draining", event.deadline_s)
 
 
@@ -162,6 +169,10 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
         n_losses=state.n_losses + (not released),
     )
     why = f"node {node.node_id} is gone" + (f" ({event.cause})" if event.cause else "")
+    if not released:
+        state = hazard.taken(state, node.pool, lost=True, known=node.status == "draining")
+        state = hazard.died(state, node, event.cause or "gone", at_s)
+    state = replace(state, born={name: t for name, t in state.born.items() if name != node.node_id})
     state = without(state, gone, why, at_s)
     lost = [name for name, n in state.nodes.items() if n.status == "lost"]
     forgotten = set(lost[:-KEPT_LOST_NODES])
@@ -177,11 +188,7 @@ def _progress(state: State, event: Progress, at_s: float) -> State:
 
 
 def _request_failed(state: State, event: RequestFailed, at_s: float) -> State:
-    old = state.backoff.get(event.pool)
-    wait_s = min(REQUEST_BACKOFF_MAX_S, old.wait_s * 2) if old else REQUEST_BACKOFF_S
-    requests = {name: r for name, r in state.requests.items() if name != event.request_id}
-    backoff = {**state.backoff, event.pool: Backoff(at_s + wait_s, wait_s, event.reason)}
-    return replace(state, requests=requests, backoff=backoff)
+    return hazard.refused(state, event.pool, event.request_id, event.reason, at_s)
 
 
 def _plan_entered(state: State, event: PlanEntered, at_s: float) -> State:
@@ -240,11 +247,13 @@ def _timed(state: State, plan: Plan, event: StepDone, at_s: float) -> State:
     step_time_s = state.step_time_s
     if not first or not step_time_s:
         step_time_s = ordinary_s if not step_time_s or first else 0.8 * step_time_s + 0.2 * ordinary_s
-    pauses_s = state.pauses_s
+    pauses_s, worker_step_s = state.pauses_s, event.step_time_s * plan.layout.world_size
+    if state.worker_step_s:
+        worker_step_s = state.worker_step_s if first else 0.9 * state.worker_step_s + 0.1 * worker_step_s
     if first and plan.resume.source == "live" and state.last_step_at_s:
         pause_s = at_s - state.last_step_at_s - plan.predicted_step_time_s
         pauses_s = (*pauses_s, max(0.0, pause_s))[-KEPT_PAUSES:]
-    return replace(state, step_time_s=step_time_s, pauses_s=pauses_s)
+    return replace(state, step_time_s=step_time_s, pauses_s=pauses_s, worker_step_s=worker_step_s)
 
 
 def _text_of(event: StepDone) -> str:
@@ -267,9 +276,11 @@ def _copy_stored(state: State, event: CopyStored, at_s: float) -> State:
         return state
     if copy.kind == "durable":
         stall_s = event.stall_s if not state.durable_stall_s else 0.5 * (state.durable_stall_s + event.stall_s)
+        took_s = event.seconds if not state.durable_s else 0.5 * (state.durable_s + event.seconds)
         return replace(
-            state, durable=_newest_first((copy, *state.durable)), durable_stall_s=stall_s, copy_failed=None, copy_failures=0
-        )
+            state, durable=_newest_first((copy, *state.durable)), durable_stall_s=stall_s, durable_s=took_s, copy_failed=None,
+            copy_failures=0,
+        )  # fmt: skip
     if copy.kind != "peer" or state.plan is None or copy.generation != state.plan.generation:
         return state
     return state if state.peer and state.peer.step >= copy.step else _copy_timed(replace(state, peer=copy), event)

@@ -46,6 +46,22 @@ class Backoff:
     until_s: float
     wait_s: float
     reason: str
+    deaths: int = 0  # > 0: it gives nodes, and they die at start
+
+
+@dataclass(frozen=True)
+class PoolSeen:
+    """What was seen of a pool since the run's first start."""
+
+    node_s: float = 0.0  # node-seconds
+    reclaims: int = 0  # nodes that were taken, with a notice or without
+    losses: int = 0  # nodes that were gone before they had been given back
+    start_s: float = 0.0  # from the request to the prepared node, a running mean; 0 = none yet
+    deaths: int = 0  # starts in a row that ended before a node was prepared
+    died_at_s: float = 0.0
+    dry_since_s: float | None = None  # when it said no for the first time since it gave a node
+    dry_s: float = 0.0  # of all droughts that have ended
+    droughts: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,6 +106,7 @@ class State:
     model: ModelProfile | None = None
     hardware: tuple[HardwareProfile, ...] = ()
     started_at_s: float = 0.0
+    first_started_at_s: float | None = None  # the run's, whatever drivers it has had since
     unseen: frozenset[str] = frozenset()  # nodes that an attached driver has not heard of yet
     attached_at_s: float = 0.0
     repeat: tuple[EnterPlan | Quiesce | Abort, ...] = ()  # orders that a driver that died may not have carried out
@@ -99,10 +116,13 @@ class State:
     prepared_at_s: float = 0.0  # when the last node was prepared
     preparing: Mapping[str, float] = field(default_factory=dict)  # node -> when it was asked, or has got on last
     releasing: frozenset[str] = frozenset()
+    given_up: frozenset[str] = frozenset()  # nodes that we leave without being told to; released when nothing is left on them
     dead: frozenset[WorkerId] = frozenset()  # processes that are gone on nodes that are not
     requests: Mapping[str, Request] = field(default_factory=dict)
     backoff: Mapping[str, Backoff] = field(default_factory=dict)
     n_requests: int = 0
+    history: Mapping[str, PoolSeen] = field(default_factory=dict)  # pool -> what was seen of it
+    born: Mapping[str, float] = field(default_factory=dict)  # nodes never prepared yet -> when they were asked for
 
     generation: int = 0  # the newest that was ever ordered
     plan: Plan | None = None  # the running one
@@ -126,6 +146,7 @@ class State:
     busy_at_s: float = 0.0  # when the plan's rank 0 has last said that it gets on between steps
     move_pace: float = 1.0  # measured by predicted seconds of moves between memories
     step_time_s: float = 0.0  # running mean; 0 = not measured
+    worker_step_s: float = 0.0  # worker-seconds per step, data and copies included; 0 = not measured
     pauses_s: tuple[float, ...] = ()  # of the newest live transitions: from step to step, less an ordinary one
     copy_stall_s: float = 0.0  # of a peer copy; 0 = not measured
     copy_slowed_s: float = 0.0  # by which a peer copy made the steps of its flight longer
@@ -133,6 +154,7 @@ class State:
     n_copies_timed: int = 0  # since the plan was entered or its cadence changed
     cadence_at_s: float = 0.0  # when the running plan's cadence was changed
     durable_stall_s: float = 0.0
+    durable_s: float = 0.0  # from its boundary until a durable copy was stored
     peer: Copy | None = None  # the newest acknowledged peer copy
     durable: tuple[Copy, ...] = ()  # newest first
     damaged: Mapping[str, str] = field(default_factory=dict)  # durable copies that could not be read: URI -> what is wrong

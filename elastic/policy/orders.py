@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from elastic.policy import hazard
 from elastic.policy.failing import process_failed, set_status, without
 from elastic.policy.known import Aborting, Failure, Request, State
 from elastic.policy.retention import ordered_removal
 from elastic.types import (
     Abort,
+    DrainNode,
     EnterPlan,
     Prepare,
     Quarantine,
@@ -29,6 +31,10 @@ KEPT_PLANS = 16  # generations whose layout is remembered: holdings of older one
 
 
 def _ordered_nodes(state: State, action: RequestNodes, at_s: float) -> State:
+    if action.count == 0:
+        asked = state.requests.get(action.request_id)
+        waited_s = at_s - asked.at_s if asked else 0.0
+        return hazard.refused(state, action.pool, action.request_id, f"no answer for {waited_s:.0f} s", at_s)
     request = Request(action.request_id, action.pool, action.count, at_s)
     return replace(state, requests={**state.requests, action.request_id: request}, n_requests=state.n_requests + 1)
 
@@ -41,10 +47,24 @@ def _ordered_release(state: State, action: ReleaseNode, at_s: float) -> State:
     return set_status(state, action.node_id, "draining", node.deadline_s)
 
 
+def _ordered_drain(state: State, action: DrainNode, at_s: float) -> State:
+    """The node is going to be left: at the end of its reservation, or at once."""
+    node = state.nodes.get(action.node_id)
+    if node is None or node.status not in ("pending", "ready", "prepared"):
+        return state
+    pool = state.pool(node.pool)
+    ends_at_s = pool.ends_at_s if pool else None
+    if ends_at_s is None:
+        alive = frozenset(node.node_id for node in state.alive)
+        state = replace(state, given_up=(state.given_up & alive) | {action.node_id})
+    return set_status(state, action.node_id, "draining", ends_at_s)
+
+
 def _ordered_quarantine(state: State, action: Quarantine, at_s: float) -> State:
     node = state.nodes.get(action.node_id)
     if node is None:
         return state
+    state = hazard.died(state, node, action.reason, at_s)
     state = replace(set_status(state, action.node_id, "quarantined"), unseen=state.unseen - {action.node_id})
     state = replace(state, preparing={name: t for name, t in state.preparing.items() if name != action.node_id})
     gone = frozenset(WorkerId(node.node_id, k) for k in range(node.gpus))
@@ -118,6 +138,6 @@ def _ordered_stop(state: State, action: Stop, at_s: float) -> State:
 ORDERS: dict[type, Callable[[State, Any, float], State]] = {
     RequestNodes: _ordered_nodes, ReleaseNode: _ordered_release, Quarantine: _ordered_quarantine, Prepare: _ordered_prepare,
     EnterPlan: _ordered_plan, Abort: _ordered_abort, Quiesce: _ordered_quiesce, StoreCopy: _ordered_copy, Stop: _ordered_stop,
-    SetCadence: _ordered_cadence, RemoveCopy: ordered_removal,
+    SetCadence: _ordered_cadence, DrainNode: _ordered_drain, RemoveCopy: ordered_removal,
     RollForward: _ordered_forward,
 }  # fmt: skip

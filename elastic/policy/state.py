@@ -8,6 +8,7 @@ from elastic.policy.known import Aborting as Aborting
 from elastic.policy.known import Backoff as Backoff
 from elastic.policy.known import Failure as Failure
 from elastic.policy.known import Phase as Phase
+from elastic.policy.known import PoolSeen as PoolSeen
 from elastic.policy.known import Request as Request
 from elastic.policy.known import State as State
 from elastic.policy.known import StopWish as StopWish

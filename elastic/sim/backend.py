@@ -15,6 +15,7 @@ from elastic.sim.generations import Generations
 from elastic.types import (
     Abort,
     Action,
+    DrainNode,
     EnterPlan,
     Plan,
     Pool,
@@ -52,7 +53,8 @@ class SimBackend(Generations):
 
     def execute(self, action: Action) -> None:
         orders: dict[type, Callable[[Any], None]] = {
-            RequestNodes: self._request, ReleaseNode: self._release, Prepare: self._prepare, EnterPlan: self._enter,
+            RequestNodes: self._request, ReleaseNode: self._release, DrainNode: self._drain,
+            Prepare: self._prepare, EnterPlan: self._enter,
             Abort: self._abort, Quiesce: self._quiesce, StoreCopy: self._store, Stop: self._stop,
             SetCadence: self._set_cadence, RollForward: self._roll_forward,
         }  # fmt: skip
@@ -69,8 +71,8 @@ class SimBackend(Generations):
     # ------------------------------------------------------------------------------------------ faults
 
     def _fault(self, fault: Fault) -> None:
-        if fault.kind == "drought":
-            self._dry_until_s[fault.pool] = max(self._dry_until_s.get(fault.pool, 0.0), self._now_s + fault.lasts_s)
+        if fault.kind in ("drought", "slow", "crash", "price"):
+            self._pool_fault(fault)
             return
         if fault.kind == "add":
             self._boot(next(p for p in self.pools if p.name == fault.pool))
@@ -82,7 +84,8 @@ class SimBackend(Generations):
             self._not_finite.add(max((g.step for g in self._running()), default=0) + 1)
             self._for_ever |= fault.lasting
             return
-        alive = [name for name in self._machines if name not in self._lost()]
+        lost = self._lost()
+        alive = [name for name, m in self._machines.items() if name not in lost and fault.only in ("", m.node.pool)]
         if alive:
             self._node_fault(fault, alive)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-FaultKind = Literal["notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought", "add", "stop"]
+FaultKind = Literal[
+    "notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought", "slow", "crash", "price",
+    "add", "stop",
+]  # fmt: skip
 Moment = Literal["inside", "waiting", "torn"]
 
 
@@ -29,10 +32,13 @@ class Delays:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at `at_s`. `which` picks a node by its place among those that live (modulo their number).
+    """What happens at `at_s`. `which` picks a node by its place among those that live (modulo their number), of the pool `only`
+    where that is given.
 
     notice: taken after `lasts_s`; for a node that has notice, another deadline. withdraw: the notice of a node that has one.
-    drought: the pool gives nothing for `lasts_s`. loss, hang, process: of a node, or of its first worker. error: a collective
+    drought: the pool gives nothing for `lasts_s`. slow: what is asked of it in that time comes `amount` seconds later. crash:
+    its nodes that come in that time are gone before they are prepared. price: it costs `amount` dollars per node-hour from now
+    on. loss, hang, process: of a node, or of its first worker. error: a collective
     fails, nobody is gone. corrupt: the content of the newest generation is found wrong. not_finite: the next step gives no
     number, once, or whenever it is done (`lasting`).
     `moment`, of a loss, process or error: where the step was. inside: its gradients were not summed yet. waiting: every
@@ -46,3 +52,5 @@ class Fault:
     pool: str = ""
     moment: Moment = "inside"
     lasting: bool = False
+    amount: float = 0.0
+    only: str = ""

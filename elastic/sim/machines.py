@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.sim.clock import Clock
-from elastic.sim.faults import Delays, Moment
+from elastic.sim.faults import Delays, Fault, Moment
 from elastic.types import (
+    DrainNode,
     Holding,
     Node,
     NodeLost,
@@ -18,6 +19,7 @@ from elastic.types import (
     NoticeWithdrawn,
     Pool,
     Prepare,
+    PriceSeen,
     ReleaseNode,
     RequestFailed,
     RequestNodes,
@@ -48,8 +50,13 @@ class Machines(Clock):
         self._held: dict[WorkerId, tuple[Holding, ...]] = {}
         self._dead: set[WorkerId] = set()
         self._dry_until_s: dict[str, float] = {}
+        self._slow: dict[str, tuple[float, float]] = {}  # pool -> until when, and by how much
+        self._crash_until_s: dict[str, float] = {}
+        self._prices = {pool.name: [(0.0, pool.usd_per_node_h)] for pool in pools}  # since when which
         self._coming: dict[str, int] = {}
+        self._withdrawn: set[str] = set()
         self._n_nodes = 0
+        self.most_nodes = 0  # that were paid for at a time
 
     def _kill(self, workers: set[WorkerId], moment: Moment = "inside") -> None:
         """Processes end: what they hold is gone."""
@@ -62,23 +69,61 @@ class Machines(Clock):
         end_s = self._now_s if self._stopped_s is None else self._stopped_s
         return sum((min(end_s, m.gone_s or end_s) - m.born_s) * m.node.gpus for m in self._machines.values())
 
+    def usd(self) -> float:
+        """The bill in dollars, at the prices of each moment."""
+        end_s = self._now_s if self._stopped_s is None else self._stopped_s
+        return sum(self._cost(m.node.pool, m.born_s, min(end_s, m.gone_s or end_s)) for m in self._machines.values())
+
+    def _cost(self, pool: str, from_s: float, to_s: float) -> float:
+        known = self._prices[pool]
+        ends = [at_s for at_s, _ in known[1:]] + [float("inf")]
+        return sum(
+            max(0.0, min(end_s, to_s) - max(at_s, from_s)) / 3600 * usd for (at_s, usd), end_s in zip(known, ends, strict=True)
+        )
+
+    def _pool_fault(self, fault: Fault) -> None:
+        name, until_s = fault.pool, self._now_s + fault.lasts_s
+        if fault.kind == "drought":
+            self._dry_until_s[name] = max(self._dry_until_s.get(name, 0.0), until_s)
+        elif fault.kind == "slow":
+            self._slow[name] = (until_s, fault.amount)
+        elif fault.kind == "crash":
+            self._crash_until_s[name] = until_s
+        else:
+            self._prices[name].append((self._now_s, fault.amount))
+            self._tell(PriceSeen(name, fault.amount))
+
     def _request(self, action: RequestNodes) -> None:
+        if action.count == 0:
+            self._withdrawn.add(action.request_id)
+            return
         pool = next(p for p in self.pools if p.name == action.pool)
         there = [m for m in self._machines.values() if m.node.pool == pool.name and m.gone_s is None and m.deadline_s is None]
         room = pool.max_nodes - len(there) - self._coming.get(pool.name, 0)
         if self._now_s < self._dry_until_s.get(pool.name, 0.0) or room <= 0:
             self._tell(RequestFailed(pool.name, action.request_id, "no capacity"), 1.0)
             return
+        until_s, more_s = self._slow.get(pool.name, (0.0, 0.0))
+        boot_s = self.delays.boot_s + (more_s if self._now_s < until_s else 0.0)
         for k in range(min(action.count, room)):
             self._coming[pool.name] = self._coming.get(pool.name, 0) + 1
-            self._after(self.delays.boot_s + 0.5 * k, lambda: self._boot(pool))
+            self._after(boot_s + 0.5 * k, lambda: self._come(pool, action.request_id))
+
+    def _come(self, pool: Pool, request_id: str) -> None:
+        self._coming[pool.name] = max(0, self._coming.get(pool.name, 0) - 1)
+        if request_id not in self._withdrawn:
+            self._boot(pool)
 
     def _boot(self, pool: Pool) -> None:
-        self._coming[pool.name] = max(0, self._coming.get(pool.name, 0) - 1)
         self._n_nodes += 1
         node = Node(f"{pool.name}-{self._n_nodes}", pool.name, pool.gpus_per_node)
         self._machines[node.node_id] = Machine(node, self._now_s)
+        self.most_nodes = max(self.most_nodes, sum(m.gone_s is None for m in self._machines.values()))
         self._tell(NodeReady(node))
+        if self._now_s < self._crash_until_s.get(pool.name, 0.0):
+            self._after(0.5 * self.delays.prepare_s, lambda: self._lose(node.node_id, "ended at start", 0.0))
+        if pool.ends_at_s is not None:
+            self._at(pool.ends_at_s, lambda: self._lose(node.node_id, "the reservation has ended", self.delays.confirm_s))
 
     def _prepare(self, action: Prepare) -> None:
         machine = self._machines.get(action.node_id)
@@ -109,6 +154,13 @@ class Machines(Clock):
     def _release(self, action: ReleaseNode) -> None:
         if action.node_id in self._machines:
             self._lose(action.node_id, "released", self.delays.release_s)
+
+    def _drain(self, action: DrainNode) -> None:
+        """The cluster drains it, and says so; a drain takes no node by itself."""
+        machine = self._machines.get(action.node_id)
+        if machine is not None and machine.deadline_s is None and machine.gone_s is None:
+            pool = next(p for p in self.pools if p.name == machine.node.pool)
+            self._tell(Notice(action.node_id, pool.ends_at_s or self._now_s + pool.notice_s, "drained"))
 
     def _lose(self, node_id: str, cause: str, confirm_s: float, moment: Moment = "inside") -> None:
         machine = self._machines[node_id]

@@ -44,6 +44,7 @@ from elastic.types.events import (
     NodeLost,
     NodePrepared,
     NodeReady,
+    NodeWarned,
     NoiseSeen,
     Notice,
     NoticeWithdrawn,
@@ -98,13 +99,13 @@ from elastic.types.nouns import (
 __all__ = [
     "AUTO", "AXES", "Abort", "Action", "Box", "Cause", "Copy", "CopyDamaged", "CopyFailed", "CopyKind", "CopyRemoved",
     "CopyStored", "DTYPE_BYTES", "Decided", "Decision", "DigestChecked", "DigestPart", "DrainNode", "DrillAsked",
-    "DriverStarted", "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan", "GuardTripped", "HardwareProfile", "Holding",
-    "LAYOUT_OPTIONS", "Layout", "MarketType", "ModelProfile", "Move", "Node", "NodeLost", "NodePrepared", "NodeReady",
-    "NodeStatus", "NoiseSeen", "Notice", "NoticeWithdrawn", "OptimizerSpec", "Outcome", "Plan", "PlanEntered", "PlanFailed",
-    "Pool", "Prepare", "PriceSeen", "Progress", "Quarantine", "Quiesce", "Quiesced", "Rehearsal", "ReleaseNode", "RemoveCopy",
-    "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored",
-    "Silent", "Source", "SpeedMeasured", "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Transfer",
-    "WorkerFailed", "WorkerId", "is_auto", "layout_options", "names_of", "parse_layout", "pinned",
+    "DriverStarted", "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan", "GuardTripped", "HardwareProfile",
+    "Holding", "LAYOUT_OPTIONS", "Layout", "MarketType", "ModelProfile", "Move", "Node", "NodeLost", "NodePrepared",
+    "NodeReady", "NodeStatus", "NodeWarned", "NoiseSeen", "Notice", "NoticeWithdrawn", "OptimizerSpec", "Outcome", "Plan",
+    "PlanEntered", "PlanFailed", "Pool", "Prepare", "PriceSeen", "Progress", "Quarantine", "Quiesce", "Quiesced", "Rehearsal",
+    "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile", "SetCadence",
+    "SetShares", "ShardStored", "Silent", "Source", "SpeedMeasured", "StepDone", "Stop", "StopAsked", "StoreCopy",
+    "TensorSpec", "Transfer", "WorkerFailed", "WorkerId", "is_auto", "layout_options", "names_of", "parse_layout", "pinned",
 ]  # fmt: skip
 
 

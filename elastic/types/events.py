@@ -73,6 +73,16 @@ class NoticeWithdrawn(Event):
 
 
 @dataclass(frozen=True)
+class NodeWarned(Event):
+    """The cloud says something of the node that is no notice: it stays, and no deadline is known. `risk`: a reclaim has become
+    more likely (AWS's rebalance recommendation), which may count for its pool's hazard; else it will stand still a moment."""
+
+    node_id: str
+    what: str
+    risk: bool = False
+
+
+@dataclass(frozen=True)
 class NodeLost(Event):
     """The node and all its workers are gone. `cause`: why it is believed so ('released' = given back by us)."""
 

@@ -36,6 +36,8 @@ class Pool:
     ends_at_s: float | None = None
     memory_bytes_per_gpu: int = 0  # 0 = not known
     host_memory_bytes: int = 0  # of a node; 0 = not known
+    instance_type: str = ""  # as the cloud names it; "" = not of a cloud, or not known
+    cloud: str = ""  # aws, gcp, azure, kubernetes; "" = not known
 
     @property
     def usd_per_gpu_h(self) -> float:

@@ -2,8 +2,9 @@
 
 Both are there at once, and one is frozen (SIGSTOP to all its processes) while the other runs: blocks of a few seconds in turn,
 elastic and bare, bare and elastic, so that whatever the machine does meanwhile falls on both. Under elastic: two nodes of one
-worker each (dp_shard=2) on the embedded cluster with the default cadences (peer copies and journal on). Bare: bare.py in two
-processes. Wall seconds and CPU seconds per step; CPU seconds are of all processes, under elastic also of driver and Ray.
+worker each (dp_shard=2) on the embedded cluster, peer copies and journal on. How often it copies is what a run before it comes
+to by itself (one that is frozen now and then measures long steps, and copies more often). Bare: bare.py in two processes. Wall
+seconds and CPU seconds per step; CPU seconds are of all processes, under elastic also of driver and Ray.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from trial import LOOK_S, PROGRAM, Clock, Failed, Tree, Trial
 
 from elastic.cluster import processes
 
-MOST_S, PAIRS, WARM = 1500.0, 32, 15  # WARM: steps before the first block
+MOST_S, PAIRS, WARM = 1800.0, 32, 15  # WARM: steps before the first block
+UNDISTURBED = 100  # steps in which a run finds its own cadence
 BATCH = 8
 STEPS_A_BLOCK, BLOCK_LEAST_S = 10, 2.5
 MODELS = {"small": PROGRAM, "wide": PROGRAM.with_name("wide.py")}
@@ -128,9 +130,20 @@ def warm(contender: Contender, clock: Clock, process: Popen[bytes], log: Path) -
     return (ends[-1] - ends[-6]) / 5
 
 
-@contextmanager
-def under_elastic(folder: Path, program: Path, clock: Clock) -> Iterator[tuple[Elastic, float]]:
+def own_cadence(folder: Path, program: Path, clock: Clock) -> int:
+    """Steps between peer copies that a run of the program comes to when nothing disturbs it."""
     trial = Trial(folder, {**JOB, "program": str(program)}, clock)
+    try:
+        trial.start()
+        trial.until(lambda: len(trial.steps) >= UNDISTURBED, "the run that finds its cadence")
+    finally:
+        trial.end()
+    return trial.peer_every
+
+
+@contextmanager
+def under_elastic(folder: Path, program: Path, peer_every: int, clock: Clock) -> Iterator[tuple[Elastic, float]]:
+    trial = Trial(folder, {**JOB, "program": str(program), "peer_every": peer_every}, clock)
     contender = Elastic(trial)
     try:
         trial.start()
@@ -158,7 +171,8 @@ def under_bare(folder: Path, program: Path, clock: Clock) -> Iterator[tuple[Bare
 def compare(program: Path, n_pairs: int, clock: Clock) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as name:
         folder = Path(name)
-        with under_elastic(folder, program, clock) as (ours, _), under_bare(folder, program, clock) as (bare, step_s):
+        every = own_cadence(folder / "before", program, clock)
+        with under_elastic(folder, program, every, clock) as (ours, _), under_bare(folder, program, clock) as (bare, step_s):
             seconds = max(BLOCK_LEAST_S, (STEPS_A_BLOCK + figures.SETTLES) * step_s)
             pairs: list[tuple[Block, Block]] = []
             for number in range(n_pairs):
@@ -168,7 +182,7 @@ def compare(program: Path, n_pairs: int, clock: Clock) -> dict[str, Any]:
                 one, other = found[id(ours)], found[id(bare)]
                 if one is not None and other is not None:
                     pairs.append((one, other))
-    return figures.overhead(pairs)
+    return {**figures.overhead(pairs), "peer_every": every}
 
 
 def measure(clock: Clock, n_pairs: int, models: list[str]) -> dict[str, Any]:

@@ -52,3 +52,9 @@ def test_overhead() -> None:
     found = bench("overhead")
     assert found["step_time_ratio"] > 0
     assert found["cpu_seconds_ratio"] > 0
+
+
+def test_capacity() -> None:
+    found = bench("capacity")
+    assert 0 < found["event_to_drained_s"] < found["notice_to_drained_s"]
+    assert found["notice_to_event_s"] > 0

@@ -114,6 +114,7 @@ class Trial:
     steps: list[tuple[int, int, float]] = field(default_factory=list)  # generation, step, at_s
     times_s: list[dict[str, float]] = field(default_factory=list)  # of each: what the workers told of it
     n_durable: int = 0
+    peer_every: int = 0  # of the newest plan, or as it was changed since
 
     @property
     def journal(self) -> Path:
@@ -189,6 +190,9 @@ class Trial:
         for action in (line.get("decision") or {}).get("actions", ()):
             if action["kind"] == "EnterPlan":
                 self.worlds[action["plan"]["generation"]] = len(action["plan"]["ranks"])
+                self.peer_every = action["plan"]["peer_every"]
+            elif action["kind"] == "SetCadence":
+                self.peer_every = action["peer_every"]
 
     @property
     def generation(self) -> int:

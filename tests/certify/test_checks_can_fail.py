@@ -1,13 +1,15 @@
-"""Each check that runs on worker processes finds the fault that it is for. Two ranks, real processes."""
+"""Each check that runs on worker processes finds the fault that it is for. Two ranks, real processes: forks of one that has
+torch imported, except where a cold start is measured."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from forks import FORKS
 from roomy import wrong
 
-from elastic.certify import fault_checks, layout_checks, move_checks, speed_checks
+from elastic.certify import fault_checks, layout_checks, member, move_checks, speed_checks
 from elastic.certify.lab import Lab
 from elastic.certify.layout_checks import _groups, groups_bound
 from elastic.certify.place import Place
@@ -31,6 +33,11 @@ def verdicts(found: dict[str, Check]) -> set[str]:
     return {check.verdict for check in found.values()}
 
 
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "get_context", lambda method: FORKS)
+
+
 def test_groups_that_take_long_fail() -> None:
     most_s = groups_bound(4).most
     assert most_s is not None
@@ -41,17 +48,20 @@ def test_groups_that_take_long_fail() -> None:
 
 
 @pytest.mark.slow
-class TestSlow:
-    def test_layouts_abort_and_story_pass_without_a_fault(self) -> None:
-        with lab_of("") as lab:
-            found = run(layout_checks.task(lab)) | run(fault_checks.abort_task(lab)) | run(fault_checks.story_task(lab))
-        folder_is_gone = not Path(lab.folder).exists()
-        assert not [text for text in map(wrong, found.values()) if text]
-        assert len(found) == 5 + 1 + len(fault_checks.abort_layouts(2)) + 3
-        assert found["kill"].figures["steps_before_acknowledged_copy"] == 0
-        assert found["notice"].figures["steps_lost"] == found["growth"].figures["steps_lost"] == 0
-        assert folder_is_gone
+def test_layouts_abort_and_story_pass_without_a_fault() -> None:
+    with lab_of("") as lab:
+        found = run(layout_checks.task(lab)) | run(fault_checks.abort_task(lab)) | run(fault_checks.story_task(lab))
+    folder_is_gone = not Path(lab.folder).exists()
+    assert not [text for text in map(wrong, found.values()) if text]
+    assert len(found) == 5 + 1 + len(fault_checks.abort_layouts(2)) + 3
+    assert found["kill"].figures["steps_before_acknowledged_copy"] == 0
+    assert found["notice"].figures["steps_lost"] == found["growth"].figures["steps_lost"] == 0
+    assert folder_is_gone
 
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm")
+class TestFaults:
     @pytest.mark.parametrize("fault", ["WrongLoss", "LeavesOutSteps"])
     def test_wrong_losses_and_missing_steps_fail_every_layout(self, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(layout_checks, "all_layouts", lambda n: fault_checks.layouts(n)[:2])

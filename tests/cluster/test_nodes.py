@@ -10,9 +10,8 @@ import pytest
 
 from elastic.cluster.local import NodeOrder
 from elastic.cluster.nodes import ClusterNodes, EmbeddedNodes, RayNode, machine_bytes, pool_of, reaches
-from elastic.cluster.notices import Drains
 from elastic.errors import InternalError
-from elastic.types import Node, NodeReady, Notice, NoticeWithdrawn, Pool, RequestFailed
+from elastic.types import Node, NodeReady, Pool, RequestFailed
 
 SPOT = Pool("spot", "A100", 4, "spot", max_nodes=2)
 ON_DEMAND = Pool("od", "A100", 4, "on-demand", max_nodes=2)
@@ -126,14 +125,3 @@ def test_a_port_answers_or_refuses() -> None:
         assert reaches("127.0.0.1", port) is False
         listening.listen()
         assert reaches("127.0.0.1", port) is True
-
-
-def test_draining_is_told_once_and_withdrawn() -> None:
-    drains = Drains(usual_s=120.0)
-    assert drains.news({"a": 500.0, "b": 0.0}, 100.0) == [
-        Notice("a", 500.0, "Ray drains the node"), Notice("b", 220.0, "Ray drains the node")
-    ]  # fmt: skip
-    assert drains.news({"a": 500.0, "b": 0.0}, 101.0) == []
-    assert drains.news({"a": 400.0, "b": 0.0}, 102.0) == [Notice("a", 400.0, "Ray drains the node")]
-    drains.forget("a")
-    assert drains.news({}, 103.0) == [NoticeWithdrawn("b")]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,53 @@ def test_runtime_environments_are_offered_where_they_are_asked_for() -> None:
         commands = [" ".join(processes.command(pid)) for pid in processes.descendants(own.pid)]
     assert sum("runtime_env/agent/main.py" in command for command in commands) >= 1
     assert sum(command.startswith("sleep infinity") for command in commands) == 1  # the other agent of the head
+
+
+def test_the_launcher_says_what_it_refuses() -> None:
+    types = {"head": {"resources": {}, "node_config": {}}}
+    good = {
+        "cluster_name": "a",
+        "provider": {"type": "aws", "region": "r"},
+        "head_node_type": "head",
+        "available_node_types": types,
+    }
+    assert _ray_private.launcher_problem(good) is None
+    assert good["available_node_types"] == {"head": {"resources": {}, "node_config": {}}}  # Ray fills in a copy
+    wrong = good | {"max_workers": "two"}
+    assert _ray_private.launcher_problem(wrong) == (("max_workers",), "'two' is not of type 'integer'")
+    found = _ray_private.launcher_problem(good | {"head_node_type": "boss"})
+    assert found is not None
+    assert "must be one of `available_node_types`" in found[1]
+    found = _ray_private.launcher_problem(good | {"provider": {"type": "local"}})
+    assert found is not None
+    assert "not supported for on-premise clusters" in found[1]
+
+
+def test_an_idle_node_ends_and_a_busy_one_does_not(cluster: LocalCluster, tmp_path: Path) -> None:
+    ray_id = cluster.add(NodeOrder("idle", 1)).result(180)["ray_id"]
+    where = NodeAffinitySchedulingStrategy(ray_id, soft=False)
+    begun, end = tmp_path / "begun", tmp_path / "end"
+
+    def work() -> None:
+        begun.touch()
+        while not end.exists():
+            time.sleep(0.05)
+
+    task = ray.remote(work).options(num_cpus=1, scheduling_strategy=where, max_retries=0).remote()
+    deadline = time.monotonic() + 60
+    while not begun.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not _ray_private.end_when_idle(ray_id, "a test")
+    end.touch()
+    ray.get(task)
+    while any(node["NodeID"] == ray_id and node["Alive"] for node in ray.nodes()):
+        assert time.monotonic() < deadline
+        _ray_private.end_when_idle(ray_id, "a test")
+        time.sleep(0.1)
+
+
+def test_no_autoscaler_runs_on_the_embedded_cluster(cluster: LocalCluster) -> None:
+    """test_autoscaler.py has one that runs."""
+    assert not _ray_private.autoscaler_v2()
+    assert _ray_private.scaling() == _ray_private.Scaling(Counter(), Counter(), Counter(), Counter())

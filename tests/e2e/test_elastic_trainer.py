@@ -26,18 +26,18 @@ from elastic.types import DrillAsked
 
 ray_train = pytest.importorskip("ray.train")
 pytestmark = pytest.mark.ray
-STEPS = 200
+STEPS = 80
 
 
 def test_fit_through_a_notice_a_kill_and_a_growth(tmp_path: Path) -> None:
     drill = [
         {"at_step": 20, "notice": "any-spot", "deadline_s": SOON_S},
-        {"at_step": 50, "kill": "any-spot"},
-        {"at_step": 60, "add": "spot"},
+        {"at_step": 35, "kill": "any-spot"},
+        {"at_step": 40, "add": "spot"},
     ]
     job = {
         "steps": STEPS, "global_batch": 12, "seed": 3, "clip_grad_norm": 1.0, "peer_every": 4, "durable_every": 0,
-        "eval_every": 100, "pools": POOLS, "drill": drill,
+        "eval_every": 40, "pools": POOLS, "drill": drill,
     }  # fmt: skip
     config = ray_train.RunConfig(name="run", storage_path=str(tmp_path), logging_config=ray_train.LoggingConfig("ERROR"))
     trainer = elastic.ElasticTrainer(
@@ -58,7 +58,7 @@ def test_fit_through_a_notice_a_kill_and_a_growth(tmp_path: Path) -> None:
     frame = result.metrics_dataframe
     assert list(frame["step"]) == list(range(1, STEPS + 1))
     assert max(abs(a - b) for a, b in zip(frame["train_loss"], alone(STEPS), strict=True)) < TOLERANCE
-    assert [step for step, loss in zip(frame["step"], frame["validation_loss"]) if not math.isnan(loss)] == [100, STEPS]
+    assert [step for step, loss in zip(frame["step"], frame["validation_loss"]) if not math.isnan(loss)] == [40, STEPS]
     assert Path(result.checkpoint.path).name.startswith(f"step-{STEPS:08d}")
     with pytest.raises(SpecError, match="run 'run' is done"):
         trainer.fit()

@@ -1,4 +1,4 @@
-"""One run each: notice, kill and growth; rank 0 killed; a loss during a transition; a worker stopped instead of killed."""
+"""One run each: notice, kill and growth; rank 0 killed, then a worker stopped; a loss during a transition; no room."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from runs import (
     events,
     job,
     lost_only_what_no_copy_had,
+    plans,
     run,
     slow_until_grown,
     survivors_kept_their_processes,
@@ -27,16 +28,16 @@ pytestmark = pytest.mark.ray
 def test_notice_kill_and_growth_in_one_run(tmp_path: Path) -> None:
     drill = [
         {"at_step": 20, "notice": "any-spot", "deadline_s": SOON_S},
-        {"at_step": 50, "kill": "any-spot"},
-        {"at_step": 60, "add": "spot"},
+        {"at_step": 35, "kill": "any-spot"},
+        {"at_step": 40, "add": "spot"},
     ]
-    folder = job(tmp_path, 220, drill, layout={6: "dp_shard=3,tp=2", 4: "pp=2,dp_shard=2", 2: "dp_shard=2"})
+    folder = job(tmp_path, 80, drill, layout={6: "dp_shard=3,tp=2", 4: "pp=2,dp_shard=2", 2: "dp_shard=2"})
     watch = Watch(tmp_path / "runs" / "run" / "journal.jsonl")
     watch.start()
     with slow_until_grown(watch.journal, tmp_path / "slow"):
         summary, lines = run(folder)
     watch.ended.set()
-    went_on_as_if_nothing_happened(summary, lines, 220)
+    went_on_as_if_nothing_happened(summary, lines, 80)
     by_cause = {t["cause"]: t for t in summary["transitions"]}
     assert set(by_cause) == {"start", "notice", "loss", "growth"}
     assert by_cause["notice"]["steps_lost"] == 0
@@ -50,15 +51,17 @@ def test_notice_kill_and_growth_in_one_run(tmp_path: Path) -> None:
     assert replay(lines).identical
 
 
-def test_the_killed_node_held_rank_0(tmp_path: Path) -> None:
-    summary, lines = run(job(tmp_path, 60, [{"at_step": 25, "kill": "rank0"}]))
-    went_on_as_if_nothing_happened(summary, lines, 60)
-    loss = next(t for t in summary["transitions"] if t["cause"] == "loss")
-    lost_only_what_no_copy_had(loss, lines)
-    killed = {name for e in events(lines, DrillAsked) for name in e.drill["kill"]}
-    first = next(d.plan for line in lines if line.decision for d in line.decision.actions if hasattr(d, "plan"))
-    assert killed == {first.ranks[0].node_id}
-    survivors_kept_their_processes(lines, killed)
+def test_the_killed_node_held_rank_0_then_a_worker_is_stopped_and_left_behind(tmp_path: Path) -> None:
+    summary, lines = run(job(tmp_path, 70, [{"at_step": 20, "kill": "rank0"}, {"at_step": 45, "hang": "any-spot"}]))
+    went_on_as_if_nothing_happened(summary, lines, 70)
+    of_rank_0, of_the_stopped = [t for t in summary["transitions"] if t["cause"] == "loss"]
+    lost_only_what_no_copy_had(of_rank_0, lines)
+    lost_only_what_no_copy_had(of_the_stopped, lines)
+    killed, hung = ({name for e in events(lines, DrillAsked) for name in e.drill.get(kind, ())} for kind in ("kill", "hang"))
+    assert killed == {plans(lines)[0].ranks[0].node_id}
+    survivors_kept_their_processes(lines, killed | hung)
+    assert {e.worker.node_id for e in events(lines, Silent)} == hung
+    assert of_the_stopped["pause_s"] < 60, "that of the group's own timeout"
 
 
 def test_loss_during_a_transition(tmp_path: Path) -> None:
@@ -70,18 +73,6 @@ def test_loss_during_a_transition(tmp_path: Path) -> None:
     entered = {e.generation for e in events(lines, PlanEntered)}
     assert {p.generation for p in ordered} - entered, "the kill must have hit a generation that was ordered and not entered"
     assert [p.generation for p in ordered] == sorted({p.generation for p in ordered}), "generations only rise"
-
-
-def test_a_stopped_worker_is_found_and_left_behind(tmp_path: Path) -> None:
-    summary, lines = run(job(tmp_path, 60, [{"at_step": 25, "hang": "any-spot"}]))
-    went_on_as_if_nothing_happened(summary, lines, 60)
-    silent = events(lines, Silent)
-    assert silent
-    hung = {name for e in events(lines, DrillAsked) for name in e.drill["hang"]}
-    assert {e.worker.node_id for e in silent} <= hung
-    loss = next(t for t in summary["transitions"] if t["cause"] == "loss")
-    lost_only_what_no_copy_had(loss, lines)
-    assert loss["pause_s"] < 60, "that of the group's own timeout"
 
 
 def test_a_layout_that_does_not_fit_gives_way_to_the_next(tmp_path: Path) -> None:

@@ -91,10 +91,10 @@ def test_the_receiver_of_a_transition_is_lost(tmp_path: Path) -> None:
     """A node that was to join dies when it has been told to: those that hold the state lose no step."""
     pools = [{**SINGLES[0], "max_nodes": 2}, SINGLES[1]]
     drill = [{"at_step": 22, "kill": "any-spot"}, {"at_step": 30, "add": "spot"}]
-    folder = job(tmp_path, 160, drill, pools=pools, layout={n: f"dp_shard={n}" for n in (3, 2, 1)})
+    folder = job(tmp_path, 70, drill, pools=pools, layout={n: f"dp_shard={n}" for n in (3, 2, 1)})
     with slow_until_grown(tmp_path / "runs" / "run" / "journal.jsonl", tmp_path / "slow"):
         summary, lines, victim = struck(folder, "growth", newcomer)
-    went_on_as_if_nothing_happened(summary, lines, 160)
+    went_on_as_if_nothing_happened(summary, lines, 70)
     growth = next(p for p in plans(lines) if p.cause == "growth")
     after = plans(lines)[plans(lines).index(growth) + 1]
     assert after.cause == "loss"
@@ -107,9 +107,9 @@ def test_the_receiver_of_a_transition_is_lost(tmp_path: Path) -> None:
 def test_the_sender_of_a_transition_is_lost(tmp_path: Path) -> None:
     """A node with a notice dies when it has been told to send its boxes: they come from its partner."""
     drill = [{"at_step": 25, "notice": "rank:1", "deadline_s": SOON_S}]
-    folder = job(tmp_path, 160, drill, **FOUR_NODES)
+    folder = job(tmp_path, 70, drill, **FOUR_NODES)
     summary, lines, victim = struck(folder, "notice", lambda plan: next(h.worker for h in plan.resume.holdings if h.rank == 1))
-    went_on_as_if_nothing_happened(summary, lines, 160)
+    went_on_as_if_nothing_happened(summary, lines, 70)
     ordered = plans(lines)
     notice = next(p for p in ordered if p.cause == "notice")
     assert victim not in notice.ranks

@@ -85,6 +85,9 @@ def test_a_sequence_that_cannot_be_cut_is_not() -> None:
         chosen(eight_b(131072, no_cp="the model does not call elastic.attention"), 1, 8, layout="auto,tp=1")
     with pytest.raises(InfeasiblePlan, match=r"cp=8, but the model does not call elastic\.attention"):
         chosen(eight_b(131072, no_cp="the model does not call elastic.attention"), 1, 8, layout="cp=8")
+    keys = {"compile": True, "memory": 0, "layout": "auto"}
+    assert chosen(one_b(), 1, 4, **keys).layout.tp > 1
+    assert chosen(one_b(), 1, 4, microbatch_tokens=8192, **keys).layout == Layout(dp_shard=4)
     assert chosen(eight_b(131072), 1, 8, compile=True, layout="auto", memory=0).layout.cp == 1
 
 

@@ -9,7 +9,7 @@ from story import SPOT, job
 
 from elastic.policy.cadence import BURST_BYTES, adjust, durable_every, peer_every
 from elastic.policy.placement import Copies
-from elastic.policy.state import State, fold
+from elastic.policy.state import PoolSeen, State, fold
 from elastic.types import Copy, CopyStored, Decided, Decision, Layout, Node, Plan, SetCadence, WorkerId
 
 NODES = [Node(name, "spot") for name in "abcd"]
@@ -40,7 +40,7 @@ def test_many_losses_are_worth_more_than_one_percent() -> None:
     """9 s a copy, one loss in 5 h: sqrt(2 x 9 x 18000) steps of 1 s, where 1 % would ask for 900."""
     state = replace(STATE, copy_stall_s=9.0, step_time_s=1.0)
     assert peer_every(state, NODES, TO) == 569
-    assert peer_every(replace(state, n_losses=20), NODES, TO) < 200
+    assert peer_every(replace(state, history={"spot": PoolSeen(losses=20)}), NODES, TO) < 200
 
 
 def test_a_copy_is_not_taken_before_the_one_before_it_has_crossed_the_wire() -> None:
@@ -63,7 +63,7 @@ def test_durable_copies_follow_young_and_daly() -> None:
     every = durable_every(measured, NODES)  # 4 nodes x 0.05 losses per hour: one in 5 h; sqrt(2 x 0.5 x 18000)
     assert every == pytest.approx(134, abs=1)
     assert durable_every(replace(measured, durable_stall_s=2.0), NODES) == pytest.approx(2 * every, abs=2)
-    assert durable_every(replace(measured, n_losses=20), NODES) < every / 3
+    assert durable_every(replace(measured, history={"spot": PoolSeen(losses=20)}), NODES) < every / 3
     assert durable_every(replace(measured, step_time_s=60.0), NODES) == 20
     assert durable_every(STATE, NODES) == 20
     assert durable_every(replace(measured, job=job(steps=200)), NODES) == 50

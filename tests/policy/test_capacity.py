@@ -48,7 +48,7 @@ def test_what_is_there_or_coming_counts_and_what_is_leaving_does_not() -> None:
     requests = {"fixed-1": Request("fixed-1", "fixed", 1, 0.0)}
     found = state(nodes=nodes, requests=requests, preparing={"c": 0.0})
     assert asked(found) == [("cheap", 2), ("fixed", 1)]
-    assert asked(found, 901.0) == [("cheap", 2), ("fixed", 2)]  # a request without an answer is forgotten
+    assert asked(found, 901.0) == [("fixed", 0), ("cheap", 2)]  # a request without an answer is taken back
 
 
 def test_a_pool_that_said_no_is_left_alone_until_its_time() -> None:
@@ -61,8 +61,11 @@ def test_a_pool_that_said_no_is_left_alone_until_its_time() -> None:
 def test_request_ids_are_never_used_twice() -> None:
     story = Story(pools=(SPOT, FIXED))
     story.tick(after_s=1000)
-    ids = [a.request_id for d in story.decisions for a in d.actions if isinstance(a, RequestNodes)]
+    story.tick(after_s=60)
+    ids = [a.request_id for d in story.decisions for a in d.actions if isinstance(a, RequestNodes) and a.count]
     assert len(ids) == len(set(ids)) == 4
+    assert [a.request_id for d in story.decisions for a in d.actions if isinstance(a, RequestNodes) and not a.count] == ids[:2]
+    assert story.state.backoff["cheap"].reason == "no answer for 1000 s"
 
 
 def test_potential_is_what_is_there_plus_what_pools_could_give() -> None:

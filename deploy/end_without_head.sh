@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Ends this machine when the cluster's head has been gone, or no raylet has run here, for LIMIT_S seconds: a node that nobody
+# can release any more would be paid for ever. Started by worker_start_ray_commands:
+#
+#     bash ~/elastic/deploy/end_without_head.sh "$RAY_HEAD_IP" &> /dev/null
+#
+# It returns at once and watches in a session of its own, one watcher per machine: a second call only names the new head. A
+# shutdown gives the machine back where its type says so (AWS: InstanceInitiatedShutdownBehavior: terminate).
+set -eu
+head=${1:?usage: end_without_head.sh HEAD_IP}
+port=${PORT:-6379}             # Ray's GCS on the head
+limit_s=${LIMIT_S:-1200}
+every_s=${EVERY_S:-15}
+folder=${FOLDER:-$HOME/.elastic}
+raylet=${RAYLET-raylet}        # the process that has to run here; "" = only the head counts
+end=${END:-"sudo shutdown -h now"}
+
+watch_head() {
+    exec 9>"$folder/end_without_head.lock"
+    flock -n 9 || exit 0       # another watcher is here, and reads the new head's address
+    echo $$ >"$folder/end_without_head.pid"
+    local seen_s now_s missed=0
+    seen_s=$(uptime_s)
+    while sleep "$every_s" 9>&-; do
+        now_s=$(uptime_s)      # of this machine: clocks may be set meanwhile
+        if answers && runs; then seen_s=$now_s missed=0; else missed=$((missed + 1)); fi
+        if [ $((now_s - seen_s)) -ge "$limit_s" ] && [ "$missed" -ge 3 ]; then  # a machine that slept has not looked
+            logger -t elastic "the head $(cat "$folder/head") has been gone for $((now_s - seen_s)) s: this machine ends" 2>/dev/null || true
+            $end 9>&-
+            exit 0
+        fi
+    done
+}
+
+uptime_s() { cut -d. -f1 /proc/uptime; }
+answers() { timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$(cat "$folder/head")" "$port" 2>/dev/null 9>&-; }
+runs() { [ -z "$raylet" ] || pgrep -x "$raylet" >/dev/null; }
+
+mkdir -p "$folder"
+if [ "${2:-}" = --watch ]; then watch_head; exit; fi
+echo "$head" >"$folder/head"
+setsid nohup bash "$0" "$head" --watch </dev/null >/dev/null 2>&1 &

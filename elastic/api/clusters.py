@@ -1,0 +1,106 @@
+"""check(): what is wrong in a cluster file, by Ray's rules and by ours, and what its pools cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic import catalog
+from elastic.cluster_spec import ClusterSpec, Problem, problems_of, read_cluster
+from elastic.errors import SpecError
+from elastic.spec import check_fit, job_data, job_of
+
+
+@dataclass(frozen=True)
+class ClusterCheck:
+    """A cluster file with all that was found in it."""
+
+    spec: ClusterSpec
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(problem.warning for problem in self.problems)
+
+    def lines(self) -> list[str]:
+        """Each problem in one line."""
+        return [problem.line(self.spec.file, self.spec.lines) for problem in self.problems]
+
+    def plain(self) -> dict[str, Any]:
+        problems = [
+            {
+                "place": ".".join(map(str, problem.place)),
+                "what": problem.what,
+                "right": problem.right,
+                "severity": "warning" if problem.warning else "error",
+                "line": line,
+            }
+            for problem, line in zip(self.problems, self.lines(), strict=True)
+        ]
+        return {
+            "file": self.spec.file, "cluster": self.spec.name, "provider": self.spec.provider, "region": self.spec.region,
+            "zones": list(self.spec.zones), "head": _head(self.spec), "on_demand_floor": self.spec.on_demand_floor,
+            "pools": [_pool(self.spec, n) for n in range(len(self.spec.pools))], "problems": problems, "ok": self.ok,
+        }  # fmt: skip
+
+
+def check_cluster(file: str | Path, job: str | Path | None = None) -> ClusterCheck:
+    """Of a cluster file; with the folder of a job also whether that can run there. Asks no cloud. Raises
+    SpecError where it is no cluster file at all, or no job."""
+    from elastic.cluster._ray_private import launcher_problem
+    from elastic.cluster.ec2_model import node_config_problems
+
+    spec, problems = read_cluster(file)
+    if spec.provider != "kubernetes":
+        found = launcher_problem(spec.data)
+        if found is not None:
+            problems.insert(0, Problem(found[0], f"Ray refuses it: {found[1]}", "see Ray's reference of cluster files"))
+    if spec.head is not None:  # else Ray has said so, and what is a worker is not known
+        problems += problems_of(spec)
+    if spec.provider == "aws":
+        problems += node_config_problems(spec)
+    if job is not None:
+        problems += _of_job(spec, job)
+    return ClusterCheck(spec, tuple(_in_order(spec, problems)))
+
+
+def _of_job(spec: ClusterSpec, folder: str | Path) -> list[Problem]:
+    data, where = job_data(folder)
+    job = job_of(data, Path(folder) / str(data.get("program", "program.py")), where)
+    found = []
+    try:
+        check_fit(job, spec.pools)
+    except SpecError as error:
+        found.append(Problem(("available_node_types",), str(error), "more nodes, or a job that asks for less"))
+    most = sum(pool.max_nodes for pool in spec.pools if pool.market_type != "spot")
+    wanted = 1 if job.on_demand_floor == "copy" else job.on_demand_floor
+    if isinstance(wanted, int) and wanted > most:
+        what = f"{where} asks for on_demand_floor: {job.on_demand_floor}, the pools that are no spot give {most} nodes"
+        found.append(Problem(("available_node_types",), what, "add a node type that is labelled on-demand, or lower the floor"))
+    return found
+
+
+def _in_order(spec: ClusterSpec, problems: list[Problem]) -> list[Problem]:
+    """Errors first, each kind in the order of the file, none twice."""
+    return sorted(dict.fromkeys(problems), key=lambda problem: (problem.warning, problem.line_number(spec.lines)))
+
+
+def _head(spec: ClusterSpec) -> dict[str, Any] | None:
+    head = spec.head
+    if head is None:
+        return None
+    known = catalog.instance_type(head.instance_type)
+    price = known.usd_per_h_or_elsewhere(spec.region)[0] if known else None
+    return {"instance_type": head.instance_type, "market_type": head.market_type, "usd_per_h": price}
+
+
+def _pool(spec: ClusterSpec, n: int) -> dict[str, Any]:
+    pool = spec.pools[n]
+    return {
+        "name": pool.name, "instance_type": pool.instance_type, "market_type": pool.market_type, "min_nodes": pool.min_nodes,
+        "max_nodes": pool.max_nodes, "gpus_per_node": pool.gpus_per_node, "accelerator_type": pool.accelerator_type,
+        "usd_per_node_h": pool.usd_per_node_h, "usd_per_gpu_h": round(pool.usd_per_gpu_h, 6), "price_from":
+        spec.prices_of.get(pool.name, ""), "region": pool.region, "zone": pool.zone, "notice_s": pool.notice_s,
+        "ends_at_s": pool.ends_at_s,
+    }  # fmt: skip

@@ -1,0 +1,235 @@
+"""Nodes of a cluster that Ray's autoscaler (v2) runs: asked for by pool, given back one by one, paid for only in between.
+
+The watcher on the head asks and gives back; this is the driver's side of it. What the autoscaler starts beyond what was asked
+for (it replaces a node that is reclaimed by itself) answers an open request, or is given back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from elastic.cluster import _ray_private
+from elastic.cluster.claims import Order
+from elastic.cluster.nodes import ClusterNodes, NodeProvider, RayNode, living
+from elastic.cluster.watcher import NAME, NAMESPACE, Report, Watcher
+from elastic.types import Event, RequestFailed
+
+log = logging.getLogger(__name__)
+
+SPEAK_S = 1.0  # between two words to the watcher
+ANSWER_MOST_S = 60.0  # of the watcher: its process may have to start
+END_MOST_S = 20.0
+LAUNCH_MOST_S = 180.0  # without an instance of the pool, a request has failed
+JOIN_MOST_S = 840.0  # with one; the policy forgets a request after 900 s
+
+
+def provider_for(order: Order, take_over: bool, spared: bool = False) -> NodeProvider:
+    """Of the cluster that this process is connected to."""
+    desk = Desk(replace(order, fresh=not take_over)) if _ray_private.autoscaler_v2() else None
+    if desk is None or not desk.opened:
+        return ClusterNodes(order.pools, spared)
+    return AutoscalerNodes(order.pools, spared, desk=desk)
+
+
+class Desk:
+    """Speaks to the watcher, in a thread of its own. `opened`: there is an autoscaler that starts nodes."""
+
+    def __init__(self, order: Order) -> None:
+        self._order, self._report = order, Report()
+        self._number = self._answered = 0
+        self._lock = threading.Lock()
+        self._wake, self._done = threading.Event(), threading.Event()
+        self._watcher = watcher(order.lease_s)
+        self._thread = threading.Thread(target=self._run, name="autoscaler", daemon=True)
+        self.opened = bool(ray.get(self._watcher.serves.remote(), timeout=ANSWER_MOST_S))
+        if not self.opened:
+            ray.kill(self._watcher)
+            return
+        self._speak()
+        self._order = replace(order, fresh=False)
+        self._thread.start()
+
+    def tell(self, waits: Mapping[str, int], held: frozenset[str], dropped: frozenset[str]) -> None:
+        with self._lock:
+            order = replace(self._order, waits=waits, held=held, dropped=dropped)
+            if order != self._order:
+                self._order, self._number = order, self._number + 1
+                self._wake.set()
+
+    def heard(self) -> tuple[Report, bool]:
+        """The newest report; whether it answers what was told last."""
+        with self._lock:
+            return self._report, self._answered == self._number
+
+    def close(self, end: bool) -> None:
+        """`end`: the run is over, and the watcher is told so; where it cannot be, it finds out by itself after the lease."""
+        self._done.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(END_MOST_S)
+        if not end:
+            return
+        try:
+            ray.get(self._watcher.end.remote(self._order.run, self._order.epoch), timeout=END_MOST_S)
+        except (RayError, OSError) as error:
+            log.warning(
+                "the autoscaler's watcher cannot be told that the run is over (%s); it gives the nodes back by itself", error
+            )
+
+    def _run(self) -> None:
+        while not self._done.is_set():
+            self._wake.wait(SPEAK_S)
+            self._wake.clear()
+            if self._done.is_set():
+                return
+            try:
+                self._speak()
+            except (RayActorError, ValueError):  # its process is gone: another one is told all
+                self._renew()
+            except (RayError, GetTimeoutError, OSError) as error:
+                log.warning("the autoscaler's watcher does not answer: %s", error)
+
+    def _renew(self) -> None:
+        try:
+            self._watcher = watcher(self._order.lease_s)
+        except (RayError, ValueError, OSError) as error:
+            log.warning("the autoscaler's watcher cannot be started again: %s", error)
+
+    def _speak(self) -> None:
+        with self._lock:
+            order, number = self._order, self._number
+        report = ray.get(self._watcher.order.remote(order), timeout=ANSWER_MOST_S)
+        with self._lock:
+            self._report, self._answered = report, number
+
+
+def watcher(quiet_s: float) -> Any:
+    """The cluster's one, made where there is none. Raises ValueError when no head is listed."""
+    head = next((node.ray_id for node in living() if node.head), None)
+    if head is None:
+        raise ValueError("Ray lists no head node")
+    made: Any = ray.remote(Watcher)
+    return made.options(
+        name=NAME, namespace=NAMESPACE, get_if_exists=True, lifetime="detached", max_restarts=-1, max_concurrency=4, num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=False),
+    ).remote(quiet_s)  # fmt: skip
+
+
+@dataclass
+class _Open:
+    """A request that is not answered yet. `failed_before`: launches of the pool that had failed when it was made."""
+
+    pool: str
+    request_id: str
+    missing: int
+    short: int  # that the pool's bound does not allow
+    since_s: float
+    failed_before: int
+
+
+@dataclass
+class AutoscalerNodes(ClusterNodes):
+    """`launch_most_s`, `join_most_s`: how long a request may stay unanswered, without an instance and with one."""
+
+    desk: Desk = field(kw_only=True)
+    autoscaled: bool = field(init=False, default=True)
+    launch_most_s: float = LAUNCH_MOST_S
+    join_most_s: float = JOIN_MOST_S
+    _open: list[_Open] = field(default_factory=list)
+    _dropped: set[str] = field(default_factory=set)
+    _failed: list[Event] = field(default_factory=list)
+    _inherited: set[str] = field(default_factory=set)  # Ray ids that the run had when this driver came
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._inherited = set(self.desk.heard()[0].given)
+
+    def request(self, pool: str, count: int, request_id: str) -> None:
+        """None of them = what is still open of that request is not wanted any more."""
+        if count <= 0:
+            self._open = [asked for asked in self._open if asked.request_id != request_id]
+            self._tell()
+            return
+        if request_id in self._requests:
+            return
+        self._requests.add(request_id)
+        most = self._capacity.get(pool, 0) - self._used(pool) - sum(o.missing for o in self._open if o.pool == pool)
+        allowed = max(0, min(count, most))
+        failed = self.desk.heard()[0].failed.get(pool, 0)
+        self._open.append(_Open(pool, request_id, allowed, count - allowed, time.monotonic(), failed))
+        self._tell()
+
+    def news(self, alive: Mapping[str, RayNode]) -> list[Event]:
+        report, current = self.desk.heard()
+        events = [event for ray_id, pool in report.given.items() if (event := self._take(alive.get(ray_id), pool))]
+        for asked in list(self._open):
+            why = self._why_failed(asked, report, current)
+            if why:
+                self._open.remove(asked)
+                events.append(RequestFailed(asked.pool, asked.request_id, why))
+            elif asked.missing <= 0:
+                self._open.remove(asked)
+        self._tell()
+        return events
+
+    def _take(self, found: RayNode | None, name: str) -> Event | None:
+        if found is None or found.ray_id in self._dropped or any(ray_id == found.ray_id for _, ray_id in self._ours.values()):
+            return None
+        asked = next((o for o in self._open if o.pool == name and o.missing > 0), None)
+        pool = next((p for p in self.pools if p.name == name), None)
+        if pool is None or (asked is None and found.ray_id not in self._inherited):
+            self._dropped.add(found.ray_id)
+            return None
+        if asked is not None:
+            asked.missing -= 1
+        return self._welcome(found, pool)
+
+    def _why_failed(self, asked: _Open, report: Report, current: bool) -> str:
+        """'' = it has not."""
+        age_s = time.monotonic() - asked.since_s
+        if asked.missing <= 0:
+            return f"no capacity: {self._used(asked.pool)} of {self._capacity[asked.pool]} in use" if asked.short > 0 else ""
+        if asked.pool in report.refused:
+            return report.refused[asked.pool]
+        if report.failed.get(asked.pool, 0) > asked.failed_before:
+            return report.why.get(asked.pool) or "its launch failed; the autoscaler's log on the head (monitor.log) says why"
+        if current and report.impossible and asked is self._open[-1]:
+            return "the cluster cannot have so many nodes: max_workers of the node type or of the cluster file is reached"
+        if age_s > self.join_most_s:
+            return f"{asked.missing} of its nodes did not join within {self.join_most_s:.0f} s"
+        if age_s > self.launch_most_s and not report.coming.get(asked.pool):
+            return f"no capacity: no answer within {self.launch_most_s:.0f} s"
+        return ""
+
+    def _tell(self) -> None:
+        waits: Counter[str] = Counter()
+        for asked in self._open:
+            waits[asked.pool] += asked.missing
+        held = frozenset(ray_id for _, ray_id in self._ours.values())
+        self.desk.tell({pool: n for pool, n in waits.items() if n > 0}, held, frozenset(self._dropped))
+
+    def release(self, node_id: str) -> None:
+        """It ends as soon as nothing runs there."""
+        self._drop(node_id)
+
+    def lost(self, node_id: str) -> None:
+        self._drop(node_id)
+
+    def _drop(self, node_id: str) -> None:
+        _, ray_id = self._ours.pop(node_id, ("", ""))
+        if ray_id:
+            self._dropped.add(ray_id)
+            self._tell()
+
+    def close(self, end: bool) -> None:
+        self.desk.close(end)

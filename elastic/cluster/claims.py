@@ -1,0 +1,144 @@
+"""Which run waits for how many nodes of an autoscaled cluster, which it has, and which are to go. No Ray, no clock.
+
+Ray knows one request for the whole cluster, which the last caller sets: the sum over all runs stands here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from elastic.types import Pool
+
+UNASKED_S = 10.0  # a node that nobody of us asked for may be somebody else's, who uses it by then
+LEAVE_MOST_S = 150.0  # workers of a run whose driver is gone save and leave by themselves for so long
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a driver says every second. `waits`: nodes of each pool that are still to come. `held`: Ray ids of those it has,
+    `dropped`: of those it wants no more. `fresh`: the first of a driver that takes nothing over."""
+
+    run: str
+    epoch: int
+    namespace: str
+    pools: tuple[Pool, ...]
+    lease_s: float
+    waits: Mapping[str, int] = field(default_factory=dict)
+    held: frozenset[str] = frozenset()
+    dropped: frozenset[str] = frozenset()
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A living worker node: the pool that it counts to, and whether the cluster has been told to give it up."""
+
+    pool: str
+    draining: bool = False
+
+
+@dataclass
+class _Run:
+    order: Order
+    heard_s: float
+    given: dict[str, str] = field(default_factory=dict)  # Ray id -> pool
+    silent: bool = False
+
+
+@dataclass
+class Claims:
+    """`leaving`: nodes that nobody wants any more, since when. `_new`: nodes that came meanwhile, since when."""
+
+    runs: dict[str, _Run] = field(default_factory=dict)
+    leaving: dict[str, float] = field(default_factory=dict)
+    _known: set[str] | None = None
+    _new: dict[str, float] = field(default_factory=dict)
+
+    def hear(self, order: Order, now_s: float) -> bool:
+        """False: a newer driver of the run was here."""
+        run = self.runs.get(order.run)
+        if run is not None and order.epoch < run.order.epoch:
+            return False
+        if run is None:
+            run = self.runs[order.run] = _Run(order, now_s)
+        gone = set(run.given) if order.fresh else set(order.dropped)
+        if run.silent:  # it is back: what has not gone yet is its own again
+            self.leaving = {node: since for node, since in self.leaving.items() if node not in run.given}
+        run.order, run.heard_s, run.silent = order, now_s, False
+        self._leave((node for node in gone if node in run.given or node in order.dropped), now_s)
+        run.given = {node: pool for node, pool in run.given.items() if node not in gone}
+        return True
+
+    def end(self, name: str, epoch: int, now_s: float) -> None:
+        """The run is over: all that it has goes."""
+        run = self.runs.get(name)
+        if run is not None and epoch >= run.order.epoch:
+            del self.runs[name]
+            self._leave((node for node in (*run.given, *run.order.held, *run.order.dropped)), now_s)
+
+    def look(self, nodes: Mapping[str, Seen], now_s: float) -> None:
+        """Deals living nodes out to those that wait, and finds drivers that are silent and nodes that nobody asked for."""
+        if self._known is not None:
+            self._new |= dict.fromkeys(set(nodes) - self._known, now_s)
+        self._known = (self._known or set()) | set(nodes)
+        self.leaving = {node: since for node, since in self.leaving.items() if node in nodes}
+        for run in self.runs.values():
+            run.given |= {node: nodes[node].pool for node in run.order.held if node in nodes and node not in self.leaving}
+            run.given = {node: pool for node, pool in run.given.items() if node in nodes}
+            if now_s - run.heard_s > run.order.lease_s and not run.silent:
+                run.silent = True
+                self._leave(run.given, now_s)
+        taken = {node for run in self.runs.values() for node in run.given} | set(self.leaving)
+        free = [node for node, seen in nodes.items() if node not in taken and not seen.draining]
+        for run in self.runs.values():
+            for pool in [] if run.silent else run.order.waits:
+                for node in [node for node in free if nodes[node].pool == pool][: self._missing(run, pool)]:
+                    run.given[node] = pool
+                    free.remove(node)
+        self._leave((node for node in free if now_s - self._new.get(node, now_s) >= UNASKED_S), now_s)
+
+    def _missing(self, run: _Run, pool: str) -> int:
+        told = sum(1 for node, name in run.given.items() if name == pool and node not in run.order.held)
+        return max(0, run.order.waits.get(pool, 0) - told)
+
+    def _leave(self, nodes: Iterable[str], now_s: float) -> None:
+        for node in nodes:
+            self.leaving.setdefault(node, now_s)
+
+    def wanted(self, nodes: Mapping[str, Seen]) -> Counter[str]:
+        """How many nodes of each pool the cluster is to have for us; those that it gives up do not count."""
+        total: Counter[str] = Counter()
+        for run in self.runs.values():
+            if not run.silent:
+                total.update({pool: n for pool, n in run.order.waits.items() if n > 0})
+                total.update(nodes[n].pool for n in run.order.held if n in nodes and not nodes[n].draining and n in run.given)
+        return total
+
+    def overdue(self, now_s: float) -> list[_Run]:
+        """Runs without a driver whose workers should have left by now."""
+        return [run for run in self.runs.values() if run.silent and now_s - run.heard_s > run.order.lease_s + LEAVE_MOST_S]
+
+    def forget_gone(self) -> None:
+        """Silent runs of which no node is left."""
+        self.runs = {
+            name: run for name, run in self.runs.items() if not run.silent or any(n in self.leaving for n in run.given)
+        }
+
+    def given(self, name: str) -> dict[str, str]:
+        """Ray id -> pool."""
+        run = self.runs.get(name)
+        return {} if run is None else dict(run.given)
+
+    def to_drain(self, nodes: Mapping[str, Seen], least: Mapping[str, int]) -> list[str]:
+        """Nodes that are to go now. One that the autoscaler would replace at once (`least` nodes of a pool) stays, for whoever
+        asks next."""
+        stay = Counter(seen.pool for node, seen in nodes.items() if not seen.draining and node not in self.leaving)
+        for node in sorted(self.leaving.keys() & nodes.keys()):
+            pool = nodes[node].pool
+            if stay[pool] < least.get(pool, 0) and not nodes[node].draining:
+                stay[pool] += 1
+                self._new.pop(node, None)
+                del self.leaving[node]
+        return sorted(self.leaving.keys() & nodes.keys())

@@ -1,0 +1,179 @@
+"""What a run's pools cost now: asked in the background, told as PriceSeen. Without an answer the catalog's dated table counts.
+
+Spot: the newest price of the pool's zone, or the median of its region's zones. On demand: the price list. Only AWS is asked;
+what a user has stated as a price is never looked up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from statistics import median
+from typing import Any
+
+from elastic import catalog
+from elastic.cluster.aws_prices import AwsPrices, NoAnswer, NoCredentials
+from elastic.types import Event, Pool, PriceSeen
+
+log = logging.getLogger(__name__)
+
+REFRESH_S = 300.0  # spot prices move within minutes to hours
+SCORES_S = 3600.0  # AWS limits how many different questions of it may be asked in a day
+ON_DEMAND_S = 86400.0
+NEWS = 0.001  # a change by less than this share is none
+TABLE = f"table of {catalog.PRICES_AT}"
+
+
+@dataclass(frozen=True)
+class Price:
+    """Of a pool. `source`: where it is from, in words; `zones`: spot price by zone; `scores`: placement score by zone id."""
+
+    pool: Pool
+    usd_per_node_h: float | None
+    source: str
+    zones: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[str, int] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        pool = self.pool
+        return {
+            "pool": pool.name, "instance_type": pool.instance_type, "market_type": pool.market_type, "region": pool.region,
+            "zone": pool.zone, "usd_per_node_h": self.usd_per_node_h, "source": self.source, "zones": dict(self.zones),
+            "scores": dict(self.scores),
+        }  # fmt: skip
+
+
+def is_looked_up(pool: Pool) -> bool:
+    """A price that is not the table's was stated by the user, who may have a contract."""
+    if pool.cloud != "aws" or not pool.instance_type or not pool.region or pool.market_type not in ("spot", "on-demand"):
+        return False
+    return pool.usd_per_node_h in (0.0, from_table(pool).usd_per_node_h)
+
+
+@dataclass
+class Market:
+    """Asks for pools; `problems`: why what was not found, in one line each, of the last look."""
+
+    prices: AwsPrices = field(default_factory=AwsPrices)
+    problems: list[str] = field(default_factory=list)
+    _kept: dict[tuple[str, ...], tuple[float, Any]] = field(default_factory=dict)
+    _mute: bool = False
+
+    def look(self, pools: Sequence[Pool], scores: bool = True) -> list[Price]:
+        """Of each pool. Never raises for what AWS does; takes as long as it takes, at most about a minute per pool."""
+        self.problems, self._mute = [], False
+        return [self._price(pool, scores) if is_looked_up(pool) else given(pool) for pool in pools]
+
+    def _price(self, pool: Pool, scores: bool) -> Price:
+        if self._mute:
+            return from_table(pool)
+        try:
+            if pool.market_type == "on-demand":
+                usd = self._keep(("on-demand", pool.instance_type, pool.region), ON_DEMAND_S, self._on_demand, pool)
+                return from_table(pool) if usd is None else Price(pool, usd, "price list of AWS")
+            found = self.prices.spot(pool.instance_type, pool.region)
+        except NoAnswer as error:
+            self._mute = isinstance(error, NoCredentials)
+            self._note(str(error))
+            return from_table(pool)
+        zones = {spot.zone: spot.usd_per_h for spot in found}
+        zone_scores = self._scores(pool) if scores else {}
+        if not zones:
+            self._note(f"AWS has no spot price of {pool.instance_type} in {pool.region}")
+            return Price(pool, from_table(pool).usd_per_node_h, TABLE, scores=zone_scores)
+        usd = zones[pool.zone] if pool.zone in zones else median(zones.values())
+        where = pool.zone if pool.zone in zones else f"median of {len(zones)} zones of {pool.region}"
+        return Price(pool, usd, f"spot price of AWS, {where}", zones, zone_scores)
+
+    def _on_demand(self, pool: Pool) -> float | None:
+        return self.prices.on_demand(pool.instance_type, pool.region)
+
+    def _scores(self, pool: Pool) -> dict[str, int]:
+        key = ("scores", pool.instance_type, pool.region, str(pool.max_nodes))
+        try:
+            return dict(self._keep(key, SCORES_S, self._ask_scores, pool))
+        except NoAnswer as error:
+            self._note(str(error))
+            return {}
+
+    def _ask_scores(self, pool: Pool) -> dict[str, int]:
+        return self.prices.scores(pool.instance_type, pool.region, pool.max_nodes)
+
+    def _keep(self, key: tuple[str, ...], for_s: float, ask: Any, pool: Pool) -> Any:
+        """What was found less than `for_s` ago is not asked for again."""
+        known = self._kept.get(key)
+        if known is None or time.monotonic() - known[0] > for_s:
+            known = self._kept[key] = (time.monotonic(), ask(pool))
+        return known[1]
+
+    def _note(self, text: str) -> None:
+        if text not in self.problems:
+            self.problems.append(text)
+
+
+def given(pool: Pool) -> Price:
+    """Of a pool that is not looked up."""
+    found = from_table(pool)
+    return found if pool.usd_per_node_h in (0.0, found.usd_per_node_h) else Price(pool, pool.usd_per_node_h, "as stated")
+
+
+def from_table(pool: Pool) -> Price:
+    """Of the catalog; what the pool says already where that does not know it."""
+    known = catalog.instance_type(pool.instance_type)
+    if pool.market_type == "owned" or known is None:
+        return Price(pool, pool.usd_per_node_h, "as stated")
+    usd, region = known.usd_per_h_or_elsewhere(pool.region, pool.market_type == "spot")
+    if usd is None:
+        return Price(pool, pool.usd_per_node_h or None, "as stated" if pool.usd_per_node_h else "not known")
+    return Price(pool, usd, TABLE if region == pool.region else f"{TABLE} of {region}")
+
+
+class Ticker:
+    """Looks at the market in a thread, and tells what has changed since the pools were read. Does nothing where there is
+    nothing to look up."""
+
+    def __init__(self, pools: Sequence[Pool], market: Market | None = None, refresh_s: float = REFRESH_S) -> None:
+        self._pools = [pool for pool in pools if is_looked_up(pool)]
+        self._market, self._refresh_s = market or Market(), refresh_s
+        self._told = {pool.name: pool.usd_per_node_h for pool in self._pools}
+        self._news: SimpleQueue[Event] = SimpleQueue()
+        self._said: set[str] = set()
+        self._ended = threading.Event()
+        if self._pools:
+            threading.Thread(target=self._run, name="market", daemon=True).start()
+
+    def take(self) -> list[Event]:
+        """What has come since the last call."""
+        found = []
+        while not self._news.empty():
+            found.append(self._news.get())
+        return found
+
+    def close(self) -> None:
+        """Does not wait for an answer that may never come."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            for price in self._market.look(self._pools, scores=False):
+                self._tell(price)
+            for text in self._market.problems:
+                self._say(text)
+            self._ended.wait(self._refresh_s)
+
+    def _tell(self, price: Price) -> None:
+        name, usd = price.pool.name, price.usd_per_node_h
+        if usd is None or price.source.startswith(TABLE) or self._ended.is_set():
+            return  # the pool was read from the table, or has a newer price than that
+        if abs(usd - self._told[name]) > NEWS * self._told[name]:
+            self._told[name] = usd
+            self._news.put(PriceSeen(name, usd))
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("prices: %s; the %s counts", text, TABLE)

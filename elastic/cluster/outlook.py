@@ -1,0 +1,66 @@
+"""What the world outside says that concerns a run's nodes: who will be taken, and what they cost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elastic.cluster.lookouts import Lookouts, OwnLookout
+from elastic.cluster.market import Ticker
+from elastic.cluster.notices import Notices
+from elastic.cluster.probes.watch import Report
+from elastic.types import Event, Node, Pool
+
+log = logging.getLogger(__name__)
+
+DEAF = (
+    "nodes of pool {} are told nothing of their end (no metadata service, no pod, no $ELASTIC_NOTICE_FILE there): "
+    "a reclaim is noticed when it happens"
+)
+
+
+@dataclass
+class Outlook:
+    """`pools`: of the run."""
+
+    pools: Sequence[Pool]
+    lookouts: Lookouts | OwnLookout
+    ticker: Ticker
+    notices: Notices = field(default_factory=Notices)
+    _said: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, pools: Sequence[Pool], embedded: bool) -> Outlook:
+        """Of an embedded cluster nothing is looked up: its pools are made up, and all its nodes are this machine."""
+        return cls(pools, OwnLookout(), Ticker(())) if embedded else cls(pools, Lookouts(), Ticker(pools))
+
+    def news(
+        self, nodes: Mapping[str, Node], ray_ids: Mapping[str, str], draining: Mapping[str, float], now_s: float
+    ) -> list[Event]:
+        """`nodes`: those that stand; `ray_ids`: node id -> Ray's. `draining`: Ray id -> deadline, 0 = not known."""
+        self.lookouts.keep(ray_ids)
+        events: list[Event] = []
+        for node_id, report in self.lookouts.take():
+            if node_id in nodes:
+                self._say(nodes[node_id], report)
+                events += self.notices.heard(node_id, report, now_s)
+        self.notices.drains({n: draining[r] for n, r in ray_ids.items() if r in draining}, now_s)
+        self.notices.ends(nodes.values(), self.pools, now_s)
+        return [*events, *self.notices.news(), *self.ticker.take()]
+
+    def forget(self, node_id: str) -> None:
+        self.notices.forget(node_id)
+
+    def close(self) -> None:
+        self.lookouts.close()
+        self.ticker.close()
+
+    def _say(self, node: Node, report: Report) -> None:
+        """What a person should know of it, each once per run."""
+        market = next((pool.market_type for pool in self.pools if pool.name == node.pool), "owned")
+        deaf = [DEAF.format(node.pool)] if market == "spot" and not report.sources and report.version else []
+        for text in [*deaf, *report.notes] if isinstance(self.lookouts, Lookouts) else report.notes:
+            if text not in self._said:
+                self._said.add(text)
+                log.warning("notices: %s", text)

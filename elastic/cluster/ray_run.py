@@ -1,0 +1,38 @@
+"""What the backend on Ray is told of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.cluster.actors import SESSION
+from elastic.types import Plan, Pool
+
+
+@dataclass(frozen=True)
+class RayRun:
+    """What the backend needs to know of a run.
+
+    `uri`: the run's folder. `address`: of an existing cluster, as ray.init takes it; without meaning for the embedded one.
+    `spared`: drills leave the nodes of an existing cluster alone and take their workers only.
+    `attach`: a driver was here before, its actors may live; `plans`: those that they may still run, the newest last; `step`:
+    the last one of them that is written down. `logs`: a folder for what the workers print; None = where Ray puts it.
+    """
+
+    name: str
+    uri: str
+    job: dict[str, Any]
+    pools: tuple[Pool, ...]
+    epoch: int = 1
+    address: str = "auto"
+    attach: bool = False
+    plans: tuple[Plan, ...] = ()
+    step: int = 0
+    session: str = SESSION
+    python_path: tuple[str, ...] = ()
+    logs: str | None = None
+    spared: bool = False
+
+    @property
+    def namespace(self) -> str:
+        return f"elastic-{self.name}"

@@ -1,0 +1,107 @@
+"""Machines of a dead cluster: found on EC2 by the tag that Ray gives each of its instances, and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import boto3
+from botocore import exceptions as aws
+from botocore.config import Config
+
+from elastic.errors import CloudFailed, SpecError
+
+T = TypeVar("T")
+
+CLUSTER_TAG, KIND_TAG, TYPE_TAG = "ray-cluster-name", "ray-node-type", "ray-user-node-type"
+STATES = ("pending", "running", "stopping", "stopped")
+ENDED = ("shutting-down", "terminated")
+AT_ONCE = 100  # ids in one call
+PATIENCE = Config(connect_timeout=5, read_timeout=20, retries={"mode": "standard", "total_max_attempts": 4})
+EXPIRED = ("ExpiredToken", "RequestExpired", "ExpiredTokenException")
+UNKNOWN = ("AuthFailure", "InvalidClientTokenId", "UnrecognizedClientException", "SignatureDoesNotMatch")
+FORBIDDEN = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """`kind`: head or worker. `since`: when it was launched, in UTC."""
+
+    instance_id: str
+    kind: str
+    node_type: str
+    instance_type: str
+    market_type: str
+    state: str
+    zone: str
+    since: str
+
+    def plain(self) -> dict[str, str]:
+        return asdict(self)
+
+
+class Reaper:
+    """Of one region. Raises SpecError (credentials, region, permission) and CloudFailed."""
+
+    def __init__(self, region: str) -> None:
+        self._region = region
+        self._client = _told(lambda: boto3.session.Session().client("ec2", region_name=region, config=PATIENCE), region)
+
+    def instances(self, cluster: str) -> list[Instance]:
+        """All that are not ended, the head first."""
+        filters = [{"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster]}, {"Name": "instance-state-name", "Values": list(STATES)}]
+        pages = self._client.get_paginator("describe_instances")
+        found = _told(lambda: list(pages.paginate(Filters=filters)), self._region)
+        entries = [entry for page in found for group in page["Reservations"] for entry in group["Instances"]]
+        return sorted(
+            map(_instance, entries), key=lambda instance: (instance.kind != "head", instance.node_type, instance.since)
+        )
+
+    def end(self, instance_ids: Iterable[str]) -> list[str]:
+        """Ends them; returns those of which EC2 does not say that they end."""
+        ids = list(instance_ids)
+        left = set(ids)
+        for i in range(0, len(ids), AT_ONCE):
+            some = ids[i : i + AT_ONCE]
+            answer = _told(lambda some=some: self._client.terminate_instances(InstanceIds=some), self._region)  # type: ignore[misc]
+            ending = answer["TerminatingInstances"]
+            left -= {entry["InstanceId"] for entry in ending if entry["CurrentState"]["Name"] in ENDED}
+        return sorted(left)
+
+
+def _instance(entry: Mapping[str, Any]) -> Instance:
+    tags = {tag["Key"]: tag["Value"] for tag in entry.get("Tags", ())}
+    launched: datetime | None = entry.get("LaunchTime")
+    return Instance(
+        entry["InstanceId"], tags.get(KIND_TAG, ""), tags.get(TYPE_TAG, ""), entry.get("InstanceType", ""),
+        "spot" if entry.get("InstanceLifecycle") == "spot" else "on-demand", entry["State"]["Name"],
+        entry.get("Placement", {}).get("AvailabilityZone", ""),
+        launched.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S") if launched else "",
+    )  # fmt: skip
+
+
+def _told(call: Callable[[], T], region: str) -> T:
+    """The call's answer, or what a person can do about its fault."""
+    try:
+        return call()
+    except (aws.NoCredentialsError, aws.PartialCredentialsError, aws.ProfileNotFound) as error:
+        raise SpecError(f"EC2 needs credentials ({error}); set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret") from error
+    except (aws.NoRegionError, aws.InvalidRegionError) as error:
+        raise SpecError(f"EC2: '{region}' is no region ({error}); correct provider.region in the cluster file") from error
+    except (aws.HTTPClientError, aws.EndpointConnectionError) as error:
+        raise CloudFailed(f"EC2 in {region} does not answer: {error}; look at the network and at AWS_ENDPOINT_URL") from error
+    except aws.ClientError as error:
+        raise _refused(error, region) from error
+
+
+def _refused(error: aws.ClientError, region: str) -> SpecError | CloudFailed:
+    code, text = error.response["Error"].get("Code", ""), error.response["Error"].get("Message", "")
+    if code in EXPIRED:
+        return SpecError(f"EC2: the credentials have expired ({code}); renew them (aws sso login, or new keys)")
+    if code in UNKNOWN:
+        return SpecError(f"EC2 in {region} does not accept the credentials ({code}); set AWS_PROFILE or the access key right")
+    if code in FORBIDDEN:
+        return SpecError(f"EC2: the credentials may not call ec2:{error.operation_name} in {region}; allow it to this role")
+    return CloudFailed(f"EC2 in {region}, {error.operation_name}: {code}: {text}")

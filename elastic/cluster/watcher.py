@@ -1,0 +1,230 @@
+"""A small actor on the head of an autoscaled cluster: the one that asks the autoscaler for nodes, for all runs together, and
+gives back what nobody wants any more, also when no driver is left to say so.
+
+Drivers speak to it every second (Order); it answers with what the cluster does about it (Report).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.autoscaler.sdk import request_resources
+from ray.exceptions import RayError
+
+from elastic.cluster import _ray_private
+from elastic.cluster.claims import Claims, Order, Seen
+from elastic.cluster.node_types import Bundle, Monitor, NodeType, bundle_of, monitor_here, read_types, type_of
+from elastic.cluster.nodes import RayNode, living, pool_of
+from elastic.types import Pool
+
+log = logging.getLogger(__name__)
+
+NAME, NAMESPACE = "watcher", "elastic"
+LOOK_S = 0.5
+ASK_AGAIN_S = 10.0  # somebody else may have set the cluster's one request
+LINGER_S = 30.0  # without runs and nodes, until the watcher ends
+LINGER_MOST_S = 1800.0  # launches that are under way may still become nodes
+FAILED_LINE = re.compile(r"Failed to launch \d+ nodes? of type (\S+): (.*)")
+REASON_MOST = 300
+LOG_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Report:
+    """`given`: Ray id -> pool of the nodes that are the run's. By pool: `coming` instances that have not joined yet, how many
+    launches `failed` so far and `why` the last one did, why a pool is `refused`. `impossible`: the cluster cannot have all that
+    is asked of it together, and starts nothing. `replaced`: a newer driver has the run."""
+
+    given: Mapping[str, str] = field(default_factory=dict)
+    coming: Mapping[str, int] = field(default_factory=dict)
+    failed: Mapping[str, int] = field(default_factory=dict)
+    why: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    impossible: bool = False
+    replaced: bool = False
+
+
+class Watcher:
+    """`quiet_s`: after a start without any driver's word (its process was replaced) it leaves the request alone for so long."""
+
+    def __init__(self, quiet_s: float) -> None:
+        self._monitor = monitor_here()
+        self._types = _types(self._monitor)
+        self._claims, self._pools = Claims(), dict[str, Pool]()
+        self._reasons = Reasons(self._monitor.log if self._monitor else Path("/tmp/ray/session_latest/logs/monitor.log"))
+        self._scaling = _ray_private.Scaling(Counter(), Counter(), Counter(), Counter())
+        self._asked: Counter[Bundle] | None = None  # None = not known
+        self._asked_s = 0.0
+        self._heard = self._asked_for = 0  # how often an order changed, and up to which change it was asked
+        self._quiet_until_s = time.monotonic() + quiet_s
+        self._busy_s = time.monotonic()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._me = ray.get_runtime_context().current_actor
+        threading.Thread(target=self._run, name="watch", daemon=True).start()
+
+    def serves(self) -> bool:
+        """Is there an autoscaler that starts nodes? On Kubernetes it runs in a container of its own."""
+        return bool(self._monitor.config) if self._monitor is not None else "KUBERNETES_SERVICE_HOST" in os.environ
+
+    def order(self, order: Order) -> Report:
+        with self._lock:
+            run = self._claims.runs.get(order.run)
+            before = run.order if run is not None else None
+            if not self._claims.hear(order, time.monotonic()):
+                return Report(replaced=True)
+            self._pools |= {pool.name: pool for pool in order.pools}
+            self._quiet_until_s = 0.0
+            if before != order:
+                self._heard += 1
+                self._wake.set()
+            return self._report(order)
+
+    def end(self, run: str, epoch: int) -> None:
+        """The run is over."""
+        with self._lock:
+            self._claims.end(run, epoch, time.monotonic())
+        self._wake.set()
+
+    def leave(self) -> None:
+        ray.actor.exit_actor()
+
+    def pending(self) -> dict[str, Any]:
+        """What stands, for a person or a test: what is asked of the cluster, whose nodes, which are to go."""
+        with self._lock:
+            return {
+                "asked": sum((self._asked or Counter()).values()),
+                "runs": sorted(self._claims.runs),
+                "leaving": sorted(self._claims.leaving),
+            }
+
+    def _report(self, order: Order) -> Report:
+        types = {pool.name: self._type_name(pool) for pool in order.pools}
+        scaling, reasons = self._scaling, self._reasons.by_type
+        bundles = {pool.name: bundle_of(pool, self._types) for pool in order.pools}
+        return Report(
+            self._claims.given(order.run),
+            {name: scaling.coming[kind] for name, kind in types.items()},
+            {name: scaling.failed[kind] for name, kind in types.items()},
+            {name: reasons[kind] for name, kind in types.items() if kind in reasons},
+            {name: bundle for name, bundle in bundles.items() if isinstance(bundle, str)},
+            self._asked_for == self._heard and bool(self._asked) and scaling.infeasible == _as_ray_says(self._asked or {}),
+        )
+
+    def _type_name(self, pool: Pool) -> str:
+        kind = type_of(pool, self._types) if self._types is not None else None
+        return kind.name if kind else pool.name
+
+    # ------------------------------------------------------------------------------------------ what it does by itself
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(LOOK_S)
+            self._wake.clear()
+            try:
+                self._look()
+            except (OSError, RuntimeError, RayError) as error:  # the head does not answer: nothing new is known
+                log.warning("the head did not answer: %s", error)
+                time.sleep(LOOK_S)
+
+    def _look(self) -> None:
+        scaling, nodes, draining = _ray_private.scaling(), living(), _ray_private.draining_nodes()
+        self._reasons.read()
+        now_s = time.monotonic()
+        with self._lock:
+            self._scaling = scaling
+            seen = self._seen(nodes, draining)
+            self._claims.look(seen, now_s)
+            heard = self._heard
+            wanted, drain = self._claims.wanted(seen), self._claims.to_drain(seen, self._least())
+            overdue = [run.order.namespace for run in self._claims.overdue(now_s)]
+            self._claims.forget_gone()
+        if self._claims.runs or now_s > self._quiet_until_s:
+            self._ask(wanted, now_s)
+            self._asked_for = heard
+        for ray_id in drain:
+            _ray_private.end_when_idle(ray_id, "given back by elastic")
+        for namespace in overdue:
+            end_actors(namespace)
+        self._maybe_leave(now_s)
+
+    def _seen(self, nodes: list[RayNode], draining: Mapping[str, float]) -> dict[str, Seen]:
+        found = {node.ray_id: pool_of(node, self._pools.values()) for node in nodes if not node.head}
+        return {ray_id: Seen(pool.name, ray_id in draining) for ray_id, pool in found.items() if pool is not None}
+
+    def _least(self) -> dict[str, int]:
+        kinds = {pool.name: type_of(pool, self._types or {}) for pool in self._pools.values()}
+        return {name: kind.least for name, kind in kinds.items() if kind is not None}
+
+    def _ask(self, wanted: Counter[str], now_s: float) -> None:
+        total: Counter[Bundle] = Counter()
+        for name, n in wanted.items():
+            bundle = bundle_of(self._pools[name], self._types)
+            if isinstance(bundle, Bundle):
+                total[bundle] += n
+        if total != self._asked or (total and now_s - self._asked_s > ASK_AGAIN_S):
+            bundles = sorted(total.elements(), key=str)
+            request_resources(
+                bundles=[dict(bundle.resources) for bundle in bundles],
+                bundle_label_selectors=[dict(bundle.selector) for bundle in bundles],
+            )
+            self._asked, self._asked_s = total, now_s
+
+    def _maybe_leave(self, now_s: float) -> None:
+        kinds = {self._type_name(pool) for pool in self._pools.values()}
+        under_way = any(self._scaling.asked[kind] + self._scaling.coming[kind] for kind in kinds)
+        if self._claims.runs or self._claims.leaving or now_s < self._quiet_until_s or self._asked:
+            self._busy_s = now_s
+        elif now_s - self._busy_s > (LINGER_MOST_S if under_way else LINGER_S):
+            self._me.leave.remote()
+
+
+@dataclass
+class Reasons:
+    """Why launches failed, by node type: only the autoscaler's log has what the cloud said."""
+
+    path: Path
+    by_type: dict[str, str] = field(default_factory=dict)
+    _read_bytes: int = 0
+
+    def read(self) -> None:
+        try:
+            with self.path.open("rb") as file:
+                size = file.seek(0, 2)
+                begin = self._read_bytes if self._read_bytes <= size else 0  # a new file after rotation
+                file.seek(max(begin, size - LOG_MOST_BYTES))
+                text = file.read()
+        except OSError:
+            return
+        whole = text.rpartition(b"\n")[0]
+        self._read_bytes = size - (len(text) - len(whole))
+        for kind, why in FAILED_LINE.findall(whole.decode(errors="replace")):
+            self.by_type[kind] = why.strip()[:REASON_MOST]
+
+
+def end_actors(namespace: str) -> None:
+    """All named actors of a run."""
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == namespace:
+            try:
+                ray.kill(ray.get_actor(entry["name"], namespace), no_restart=True)
+            except (RayError, ValueError):  # it has just ended
+                continue
+
+
+def _types(monitor: Monitor | None) -> Mapping[str, NodeType] | None:
+    return read_types(monitor.config) if monitor is not None and monitor.config else None
+
+
+def _as_ray_says(bundles: Mapping[Bundle, int]) -> Counter[Any]:
+    return Counter({(frozenset(b.resources), frozenset(b.selector)): n for b, n in bundles.items()})

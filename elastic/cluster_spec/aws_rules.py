@@ -1,0 +1,147 @@
+"""What a cluster file for AWS should say. node_config is that of EC2's RunInstances, and `SubnetIds`, which is Ray's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from elastic import catalog
+from elastic.cluster_spec.nouns import ClusterSpec, NodeType, Problem
+
+EFA_KINDS = ("efa", "efa-only")
+
+
+def profile(spec: ClusterSpec) -> Iterator[Problem]:
+    """Who may do what."""
+    head = spec.head
+    if head is None:
+        return
+    place = (*head.place, "node_config")
+    own = head.node_config.get("IamInstanceProfile")
+    if own is None:
+        right = "IamInstanceProfile: {Name: ...} with deploy/iam/aws-head.json"
+        yield Problem(place, "Ray gives the head its default profile: all rights on EC2 and S3", right, True)
+    for worker in spec.workers:
+        given = worker.node_config.get("IamInstanceProfile")
+        if given is not None and given == own:
+            right = "another profile for workers, with deploy/iam/aws-worker.json: no EC2 rights"
+            yield Problem((*worker.place, "node_config"), "it has the head's profile: it may start instances", right, True)
+        if given is None:
+            right = "IamInstanceProfile: {Name: ...} with deploy/iam/aws-worker.json"
+            yield Problem((*worker.place, "node_config"), "it has no profile: no access to checkpoints in S3", right, True)
+
+
+def metadata_service(spec: ClusterSpec) -> Iterator[Problem]:
+    for node_type in spec.node_types:
+        options = _mapping(node_type.node_config.get("MetadataOptions"))
+        if options.get("HttpTokens") != "required":
+            what = (
+                "its metadata service answers without a token (IMDSv1): one forwarded request gives the node's credentials away"
+            )
+            place = (*node_type.place, "node_config", "MetadataOptions")
+            yield Problem(place, what, "MetadataOptions: {HttpTokens: required}")
+
+
+def shutdown(spec: ClusterSpec) -> Iterator[Problem]:
+    for worker in spec.workers:
+        if worker.node_config.get("InstanceInitiatedShutdownBehavior") != "terminate":
+            what = "a node that shuts itself down is only stopped: its disk is paid"
+            place = (*worker.place, "node_config", "InstanceInitiatedShutdownBehavior")
+            yield Problem(place, what, "InstanceInitiatedShutdownBehavior: terminate")
+
+
+def image(spec: ClusterSpec) -> Iterator[Problem]:
+    for node_type in spec.node_types:
+        if str(node_type.node_config.get("ImageId", "latest_dlami")).lower() == "latest_dlami":
+            right = "ImageId: resolve:ssm:/aws/service/deeplearning/ami/... or an image of your own"
+            what = "no ImageId: Ray's default is an Ubuntu 18.04 of 2023, whose Python is too old"
+            yield Problem((*node_type.place, "node_config"), what, right)
+
+
+def subnets(spec: ClusterSpec) -> Iterator[Problem]:
+    zones_of: dict[str, set[str]] = defaultdict(set)
+    for node_type in spec.node_types:
+        named = subnets_of(node_type)
+        place = (*node_type.place, "node_config")
+        if node_type.zone and spec.zones and node_type.zone not in spec.zones:
+            right = f"add it: availability_zone: {','.join((*spec.zones, node_type.zone))}"
+            what = f"its zone {node_type.zone} is not among the cluster's: Ray drops its subnets"
+            yield Problem((*node_type.place, "labels"), what, right)
+        if not node_type.head and len(spec.zones) > 1:
+            yield from _zone_without_subnet(spec, node_type, named)
+        if node_type.zone:
+            for subnet in named:
+                zones_of[subnet].add(node_type.zone)
+        if not named.isdisjoint({""}):
+            yield Problem((*place, "NetworkInterfaces"), "an interface has no SubnetId", "SubnetId and Groups in each")
+    for subnet, zones in zones_of.items():
+        if subnet and len(zones) > 1:
+            what = f"{subnet} is named for {' and '.join(sorted(zones))}, but a subnet lies in one zone"
+            yield Problem(("available_node_types",), what, "a subnet of its own for each zone")
+
+
+def _zone_without_subnet(spec: ClusterSpec, worker: NodeType, named: set[str]) -> Iterator[Problem]:
+    place = (*worker.place, "node_config", "SubnetIds")
+    if not named:
+        of = worker.zone or "each zone"
+        right = f"SubnetIds: [the subnet in {of}]"
+        yield Problem(
+            place, f"the cluster has {len(spec.zones)} zones and this type no subnet: Ray takes them in its order", right
+        )
+    elif worker.zone and len(named) > 1:
+        right = f"SubnetIds: [the one in {worker.zone}]"
+        what = f"{len(named)} subnets, but all nodes are labelled {worker.zone}: some would be elsewhere"
+        yield Problem(place, what, right)
+
+
+def security_groups(spec: ClusterSpec) -> Iterator[Problem]:
+    for node_type in spec.node_types:
+        config = node_type.node_config
+        if not config.get("SecurityGroupIds") and not config.get("NetworkInterfaces"):
+            right = "SecurityGroupIds: [a group of your own], see docs/network.md"
+            what = "Ray makes a security group that opens SSH to the whole internet"
+            yield Problem((*node_type.place, "node_config"), what, right, True)
+
+
+def fabric(spec: ClusterSpec) -> Iterator[Problem]:
+    """EFA where it pays: on nodes of eight GPUs with NVLink between them."""
+    for worker in spec.workers:
+        known = catalog.instance_type(worker.instance_type)
+        if known is None or known.gpus < 8 or not known.efa:
+            continue
+        config, place = worker.node_config, (*worker.place, "node_config", "NetworkInterfaces")
+        interfaces = config.get("NetworkInterfaces") or []
+        n_efa = sum(_mapping(interface).get("InterfaceType") in EFA_KINDS for interface in interfaces)
+        chip = catalog.chip(known.chip)
+        if n_efa == 0 and chip is not None and chip.nvlink_bytes_per_s:
+            right = f"InterfaceType: efa-only on {known.efa_interfaces} of its NetworkInterfaces"
+            yield Problem(place, f"a {known.name} has EFA, which is not used", right, True)
+        if n_efa > known.efa_interfaces:
+            yield Problem(place, f"{n_efa} EFA interfaces, a {known.name} has {known.efa_interfaces}", "leave out the others")
+        if n_efa and len(spec.zones) < 2 and not _mapping(config.get("Placement")).get("GroupName"):
+            right = "Placement: {GroupName: ...} of a cluster placement group"
+            yield Problem((*worker.place, "node_config", "Placement"), "EFA without a placement group", right, True)
+
+
+def reservation(spec: ClusterSpec) -> Iterator[Problem]:
+    for worker in spec.workers:
+        market = _mapping(worker.node_config.get("InstanceMarketOptions")).get("MarketType")
+        target = _mapping(worker.node_config.get("CapacityReservationSpecification")).get("CapacityReservationTarget")
+        if market == "capacity-block" and not target:
+            right = "CapacityReservationSpecification: {CapacityReservationTarget: {CapacityReservationId: cr-...}}"
+            yield Problem((*worker.place, "node_config"), "a capacity block that is not named", right)
+
+
+def subnets_of(node_type: NodeType) -> set[str]:
+    """The subnets that it names; '' among them: an interface names none."""
+    interfaces = node_type.node_config.get("NetworkInterfaces") or []
+    listed = node_type.node_config.get("SubnetIds") or []
+    return {str(subnet) for subnet in listed} | {str(_mapping(interface).get("SubnetId", "")) for interface in interfaces}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+RULES = (profile, metadata_service, shutdown, image, subnets, security_groups, fabric, reservation)

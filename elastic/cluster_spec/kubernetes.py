@@ -1,0 +1,116 @@
+"""RayCluster and RayJob manifests of KubeRay as a ClusterSpec: a worker group is a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from elastic.cluster_spec.nouns import MARKETS, ClusterSpec, NodeType, Place, Problem
+from elastic.cluster_spec.own import Own, OwnPool
+from elastic.cluster_spec.pools import pools_of
+from elastic.errors import SpecError
+from elastic.types import MarketType
+from elastic.types.labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
+
+KINDS = ("RayCluster", "RayJob")
+GPU_KEYS = ("nvidia.com/gpu", "amd.com/gpu")
+PRICE = "elastic/usd-per-node-h"  # an annotation of a group's pod template
+# node labels by which the common Kubernetes offers and autoscalers tell spot machines
+SPOT_SELECTORS = {
+    "cloud.google.com/gke-spot": "true",
+    "cloud.google.com/gke-provisioning": "spot",
+    "eks.amazonaws.com/capacityType": "SPOT",
+    "karpenter.sh/capacity-type": "spot",
+    "kubernetes.azure.com/scalesetpriority": "spot",
+}
+INSTANCE_SELECTOR, ZONE_SELECTOR = "node.kubernetes.io/instance-type", "topology.kubernetes.io/zone"
+
+
+def documents(text: str, shown: str) -> list[Mapping[str, Any]]:
+    """The RayCluster and RayJob manifests in a file's text. Raises SpecError where it is not YAML."""
+    try:
+        found = list(yaml.safe_load_all(text))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f", line {mark.line + 1}" if mark else ""
+        raise SpecError(f"{shown}{at}: not YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}") from error
+    return [entry for entry in found if isinstance(entry, dict) and entry.get("kind") in KINDS]
+
+
+def spec_of(file: str, manifests: list[Mapping[str, Any]]) -> tuple[ClusterSpec, list[Problem]]:
+    manifest = manifests[0]
+    place: Place = ("spec",) if manifest["kind"] == "RayCluster" else ("spec", "rayClusterSpec")
+    cluster: Any = manifest
+    for key in place:
+        cluster = _mapping(cluster).get(str(key))
+    groups = _mapping(cluster).get("workerGroupSpecs")
+    entries = groups if isinstance(groups, list) else []
+    workers = [_group(_mapping(entry), (*place, "workerGroupSpecs", n)) for n, entry in enumerate(entries)]
+    head = NodeType("head", (*place, "headGroupSpec"), node_config=_mapping(_mapping(cluster).get("headGroupSpec")), head=True)
+    prices = {w.name: OwnPool(usd_per_node_h=p) for w in workers if (p := _price(w.node_config)) is not None}
+    pools, sources, problems = pools_of("kubernetes", (head, *workers), Own(pools=prices))
+    name = str(_mapping(manifest.get("metadata")).get("name", ""))
+    return ClusterSpec(file, name, "kubernetes", "", (), (head, *workers), pools, dict(manifest), 0, sources), problems
+
+
+def _group(entry: Mapping[str, Any], place: Place) -> NodeType:
+    labels = {str(key): str(value) for key, value in _mapping(entry.get("labels")).items()}
+    pod = _mapping(_mapping(entry.get("template")).get("spec"))
+    selector = {str(key): str(value) for key, value in _mapping(pod.get("nodeSelector")).items()}
+    bought_as = _market(selector)
+    market = labels.get(MARKET_LABEL)
+    return NodeType(
+        str(entry.get("groupName", f"group {place[-1]}")),
+        place,
+        selector.get(INSTANCE_SELECTOR, ""),
+        next((m for m in MARKETS if m == market), bought_as),
+        bought_as,
+        labels.get(REGION_LABEL, ""),
+        labels.get(ZONE_LABEL) or selector.get(ZONE_SELECTOR, ""),
+        labels,
+        _resources(pod, labels),
+        dict(entry),
+        _whole(entry.get("minReplicas")),
+        _whole(entry.get("maxReplicas", entry.get("replicas"))),
+    )
+
+
+def _market(selector: Mapping[str, str]) -> MarketType:
+    return "spot" if any(selector.get(key) == value for key, value in SPOT_SELECTORS.items()) else "on-demand"
+
+
+def _resources(pod: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, float]:
+    """GPUs that the containers may use; where there are none: whole CPUs."""
+    containers = pod.get("containers")
+    limits = [_mapping(_mapping(_mapping(c).get("resources")).get("limits")) for c in (containers or [])]
+    gpus = sum(_quantity(limit.get(key)) for limit in limits for key in GPU_KEYS)
+    if gpus or labels.get(ACCELERATOR_LABEL):
+        return {"GPU": gpus}
+    return {"CPU": float(int(sum(_quantity(limit.get("cpu")) for limit in limits)))}
+
+
+def _price(entry: Mapping[str, Any]) -> float | None:
+    metadata = _mapping(_mapping(entry.get("template")).get("metadata"))
+    text = _mapping(metadata.get("annotations")).get(PRICE)
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _quantity(value: Any) -> float:
+    text = str(value if value is not None else 0)
+    try:
+        return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
+    except ValueError:
+        return 0.0
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and value >= 0 else 0

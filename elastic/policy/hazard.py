@@ -1,0 +1,146 @@
+"""What the run has seen of each pool: how often its nodes are taken, how long it gives nothing, how long a start takes.
+
+Rates have a Gamma prior, so that the first hours are not believed too much: with `a` events in `b` hours believed beforehand,
+and n seen in t, the posterior mean is (a + n) / (b + t) (Gelman et al., Bayesian Data Analysis, section 2.6).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elastic.policy.known import Backoff, PoolSeen, State
+from elastic.types import Node, Pool
+
+RECLAIMS_PER_NODE_H = {"spot": 0.05, "on-demand": 0.002, "reserved": 0.002, "owned": 0.002}  # prior: one per 20 and 500 h
+PRIOR_NODE_H = 20.0  # weight of the prior against what the run sees
+DROUGHT_PRIOR_H = 0.25  # how long a pool that said no is believed to go on with that, before any drought has ended
+START_PRIOR_S = 180.0  # from the request to a node that is prepared, before the pool has given one
+BACKOFF_S, BACKOFF_MAX_S = 30.0, 600.0  # of a pool that has no capacity
+DEATHS_BORNE = 1  # at start, in a row, before the pool is left alone
+DEATH_BACKOFF_S, DEATH_BACKOFF_MAX_S = 30.0, 3600.0
+
+
+def of(state: State, pool: str) -> PoolSeen:
+    return state.history.get(pool, PoolSeen())
+
+
+def _rate_per_node_h(state: State, pool: str, n_seen: int) -> float:
+    market = next((p.market_type for p in state.pools if p.name == pool), "owned")
+    prior = RECLAIMS_PER_NODE_H[market] * PRIOR_NODE_H
+    return (prior + n_seen) / (PRIOR_NODE_H + of(state, pool).node_s / 3600)
+
+
+def reclaims_per_node_h(state: State, pool: str) -> float:
+    """How often a node of the pool is taken, with a notice or without: the posterior mean per hour."""
+    return _rate_per_node_h(state, pool, of(state, pool).reclaims)
+
+
+def losses_per_h(state: State, nodes: Sequence[Node]) -> float:
+    """Expected losses per hour of these nodes; what was given back in time is none."""
+    by_pool = {name: _rate_per_node_h(state, name, of(state, name).losses) for name in {node.pool for node in nodes}}
+    return sum(by_pool[node.pool] for node in nodes)
+
+
+def reclaims_per_h(state: State, nodes: Sequence[Node]) -> float:
+    by_pool = {name: reclaims_per_node_h(state, name) for name in {node.pool for node in nodes}}
+    return sum(by_pool[node.pool] for node in nodes)
+
+
+def dry_for_h(state: State, pool: str, now_s: float) -> float:
+    """How long a pool that gives nothing is expected to go on with that.
+
+    Droughts are believed to end at a rate with a Gamma prior of one end in DROUGHT_PRIOR_H; hours without an end count too, so
+    the longer this one lasts, the longer it is expected to last.
+    """
+    seen = of(state, pool)
+    lasted_s = max(0.0, now_s - seen.dry_since_s) if seen.dry_since_s is not None else 0.0
+    return (DROUGHT_PRIOR_H + (seen.dry_s + lasted_s) / 3600) / (1 + seen.droughts)
+
+
+def start_s(state: State, pool: str, prior_s: float = START_PRIOR_S) -> float:
+    """Seconds from a request to a node that is prepared: a running mean."""
+    return of(state, pool).start_s or prior_s
+
+
+# ------------------------------------------------------------------------------------------------ fold
+
+
+def _with(state: State, pool: str, seen: PoolSeen) -> State:
+    return replace(state, history={**state.history, pool: seen})
+
+
+def lived(state: State, passed_s: float) -> dict[str, PoolSeen]:
+    """The history when the nodes that are paid for have lived so much longer."""
+    history = dict(state.history)
+    for pool, n in Counter(node.pool for node in state.alive).items():
+        seen = history.get(pool, PoolSeen())
+        history[pool] = replace(seen, node_s=seen.node_s + n * passed_s)
+    return history
+
+
+def taken(state: State, pool: str, lost: bool, known: bool) -> State:
+    """A node of the pool will be or is taken. `lost`: it is gone, and was not given back; `known`: there was a notice."""
+    seen = of(state, pool)
+    return _with(state, pool, replace(seen, losses=seen.losses + lost, reclaims=seen.reclaims + (not known)))
+
+
+def refused(state: State, pool: str, request_id: str, reason: str, at_s: float) -> State:
+    """The pool said no, or nothing at all: it is left alone, twice as long each time until it gives a node."""
+    old, seen = state.backoff.get(pool), of(state, pool)
+    wait_s = min(BACKOFF_MAX_S, old.wait_s * 2) if old else BACKOFF_S
+    backoff = {**state.backoff, pool: Backoff(at_s + wait_s, wait_s, reason, old.deaths if old else 0)}
+    requests = {name: r for name, r in state.requests.items() if name != request_id}
+    state = replace(state, backoff=backoff, requests=requests)
+    return state if seen.dry_since_s is not None else _with(state, pool, replace(seen, dry_since_s=at_s))
+
+
+def gave(state: State, node: Node, asked_s: float, at_s: float) -> State:
+    """A node has come; how it starts is waited for."""
+    seen = of(state, node.pool)
+    if seen.dry_since_s is not None:
+        dry_s = seen.dry_s + max(0.0, at_s - seen.dry_since_s)
+        state = _with(state, node.pool, replace(seen, dry_s=dry_s, droughts=seen.droughts + 1, dry_since_s=None))
+    return replace(state, born={**state.born, node.node_id: asked_s})
+
+
+def started(state: State, node: Node, at_s: float) -> State:
+    """It is prepared for the first time."""
+    if node.node_id not in state.born:
+        return state
+    seen, took_s = of(state, node.pool), at_s - state.born[node.node_id]
+    state = replace(state, born={name: t for name, t in state.born.items() if name != node.node_id})
+    state = _with(state, node.pool, replace(seen, start_s=0.5 * (seen.start_s + took_s) if seen.start_s else took_s, deaths=0))
+    bad = state.backoff.get(node.pool)
+    return without_backoff(state, node.pool) if bad and bad.deaths else state
+
+
+def died(state: State, node: Node, why: str, at_s: float) -> State:
+    """The node is gone or put aside before it was prepared: after the second in a row the pool is left alone, twice as long
+    each time. Those that were asked for before the last one had died count with it."""
+    asked_s = state.born.get(node.node_id)
+    if asked_s is None:
+        return state
+    state = replace(state, born={name: t for name, t in state.born.items() if name != node.node_id})
+    seen = of(state, node.pool)
+    if seen.deaths and asked_s < seen.died_at_s:
+        return state
+    n = seen.deaths + 1
+    state = _with(state, node.pool, replace(seen, deaths=n, died_at_s=at_s))
+    if n <= DEATHS_BORNE:
+        return state
+    wait_s = min(DEATH_BACKOFF_MAX_S, DEATH_BACKOFF_S * 2.0 ** min(20, n - DEATHS_BORNE - 1))
+    reason = f"{n} starts in a row ended before a node was prepared (the last one: {why})"
+    return replace(state, backoff={**state.backoff, node.pool: Backoff(at_s + wait_s, wait_s, reason, n)})
+
+
+def without_backoff(state: State, pool: str) -> State:
+    return replace(state, backoff={name: b for name, b in state.backoff.items() if name != pool})
+
+
+def usd_per_gpu_h(state: State, pool: Pool, n_nodes: int = 1, pause_s: float = 0.0) -> float:
+    """What an hour of one of its GPUs costs when reclaims are paid too: each costs the start of another node, and a pause of
+    all `n_nodes` of the run. price x (1 + reclaims per node-hour x (start + nodes x pause) / 3600 s)."""
+    lost_h = (start_s(state, pool.name) + n_nodes * pause_s) / 3600
+    return pool.usd_per_gpu_h * (1 + reclaims_per_node_h(state, pool.name) * lost_h)

@@ -1,0 +1,171 @@
+"""Nodes that the policy gives up by itself: what is too much, what spot replaces, and what a reservation's end takes."""
+
+from __future__ import annotations
+
+from math import inf
+
+from elastic.errors import InfeasiblePlan
+from elastic.policy import drain, hazard, mix, recovery
+from elastic.policy.known import State
+from elastic.policy.plans import choice_of, enter
+from elastic.types import Decision, DrainNode, Node, Pool, ReleaseNode
+
+SETTLE_S = 2.0  # for nodes that are being prepared, after the last one was
+
+
+def leaving(state: State, now_s: float) -> Decision:
+    """Nodes that nobody works on, and those whose reservation ends."""
+    ending, (surplus, texts) = _ending(state, now_s), _surplus(state, now_s)
+    if ending:
+        texts = [_told(state, ending, now_s), *texts]
+    return Decision((*ending, *surplus), "; ".join(texts), min(_ends(state, now_s), default=None))
+
+
+def _told(state: State, ending: list[DrainNode], now_s: float) -> str:
+    pools = {node.pool for order in ending if (node := state.nodes.get(order.node_id))}
+    left = {p.name: (p.ends_at_s or now_s) - now_s for p in state.pools if p.name in pools}
+    ends = ", ".join(f"{name} in {s / 60:.0f} min" for name, s in sorted(left.items()))
+    return f"{', '.join(order.node_id for order in ending)}: the reservation ends ({ends})"
+
+
+def _ends(state: State, now_s: float) -> list[float]:
+    times = [p.ends_at_s - mix.notice_of_end_s(state, p) for p in state.pools if p.ends_at_s is not None]
+    return [at_s for at_s in times if at_s > now_s]
+
+
+def _ending(state: State, now_s: float) -> list[DrainNode]:
+    """A reservation's end is a notice that has been known for days."""
+    found = []
+    for node in state.nodes.values():
+        pool = state.pool(node.pool)
+        if pool is None or pool.ends_at_s is None or node.status not in ("ready", "prepared"):
+            continue
+        if now_s >= pool.ends_at_s - mix.notice_of_end_s(state, pool):
+            found.append(DrainNode(node.node_id))
+    return found
+
+
+def _surplus(state: State, now_s: float) -> tuple[list[ReleaseNode], list[str]]:
+    """Nodes above max_nodes, and on-demand nodes that are not needed any more; those that no plan uses."""
+    if state.phase not in ("running", "entering"):
+        return _above_bound(state)
+    above, texts = _above_bound(state)
+    if not mix.cheapest(state):
+        return above, texts
+    gone = {order.node_id for order in above}
+    spare = [node for node in _spare(state, now_s) if node.node_id not in gone]
+    if spare:
+        usd = sum(pool.usd_per_node_h for node in spare if (pool := state.pool(node.pool)))
+        names = ", ".join(node.node_id for node in spare)
+        texts = [*texts, f"{names} on demand not needed any more: given back, ${usd:.2f}/h less"]
+    return [*above, *(ReleaseNode(node.node_id) for node in spare)], texts
+
+
+def _idle(state: State) -> list[Node]:
+    """Nodes without a part in any plan, the newest first; nothing of the state is on them."""
+    busy = {worker.node_id for worker in state.members} | {worker.node_id for worker in state.holdings}
+    nodes = [n for n in state.nodes.values() if n.status in ("ready", "prepared") and n.node_id not in state.releasing]
+    return [node for node in reversed(nodes) if node.node_id not in busy]
+
+
+def _above_bound(state: State) -> tuple[list[ReleaseNode], list[str]]:
+    bound = state.job.get("max_nodes")
+    n = 0 if bound is None else len(state.alive) - len(state.releasing) - int(bound)
+    if n <= 0:
+        return [], []
+    price = {pool.name: pool.usd_per_node_h for pool in state.pools}
+    found = sorted(_idle(state), key=lambda node: -price.get(node.pool, 0.0))[:n]
+    orders = [ReleaseNode(node.node_id) for node in found]
+    names = ", ".join(node.node_id for node in found)
+    return orders, [f"{names}: given back, max_nodes is {bound}"] if found else []
+
+
+def _spare(state: State, now_s: float) -> list[Node]:
+    """Idle on-demand nodes beyond what is wanted."""
+    fixed = _fixed(state)
+    idle = [node for node in _idle(state) if node.pool in fixed]
+    return _beyond(state, idle, now_s) if idle else []
+
+
+def _fixed(state: State) -> dict[str, Pool]:
+    return {pool.name: pool for pool in mix.on_demand(state)}
+
+
+def _beyond(state: State, nodes: list[Node], now_s: float) -> list[Node]:
+    """Of these on-demand nodes, the dearest that can go while as many workers stay as are wanted."""
+    fixed = _fixed(state)
+    pools = list(fixed.values())
+    if len(pools) == len(state.pools):
+        return []
+    wanted = mix.floor_workers(state, pools) + mix.fall_back(state, now_s).workers
+    room = mix.on_demand_workers(state, pools) - wanted
+    found = []
+    for node in sorted(nodes, key=lambda node: -fixed[node.pool].usd_per_gpu_h):
+        if node.gpus <= room:
+            found.append(node)
+            room -= node.gpus
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ back to spot
+
+
+def back_to_spot(state: State, now_s: float) -> Decision | None:
+    """On-demand nodes of the plan are left when others do their work, and the move pays for itself: one transition that takes
+    in the new nodes and leaves these; the state moves from live memory."""
+    plan = state.plan
+    if plan is None or not mix.cheapest(state) or state.steps - state.step <= 1:
+        return None
+    fixed = _fixed(state)
+    used = [node for name in plan.nodes if (node := state.nodes.get(name)) and node.pool in fixed and node.status == "prepared"]
+    if not used or (state.preparing and now_s < state.prepared_at_s + SETTLE_S):
+        return None
+    go = _beyond(state, used, now_s)
+    stay = [node for node in state.available if node not in go]
+    if not go or sum(node.gpus for node in stay) < mix.least_workers(state):
+        return None
+    why = pays(state, go, stay)
+    if not why:
+        return None
+    try:
+        choice = choice_of(state, stay)
+    except InfeasiblePlan:
+        return None
+    names = ", ".join(node.node_id for node in go)
+    moved = enter(
+        state, choice, recovery.live(state), "release", f"{names} on demand {'are' if len(go) > 1 else 'is'} left: {why}"
+    )
+    return Decision((*(DrainNode(node.node_id) for node in go), *moved.actions), moved.reason, moved.wake_at_s)
+
+
+def pays(state: State, go: list[Node], stay: list[Node]) -> str:
+    """Why the move is worth it, in dollars and minutes; '' = it is not.
+
+    Gain: (on-demand price - price of the others, reclaims included) x the time until one of these is taken (1 / their hazard)
+    or until the end. Cost: the pause for all nodes, drain.WORTH times, and a pause with another start for the reclaim that may
+    come in that time.
+    """
+    fixed = _fixed(state)
+    gpus = sum(node.gpus for node in go)
+    others = [node for node in stay if node.pool not in fixed]
+    lead, n = drain.lead_of(state), len(stay)
+    kinds = [(node, pool) for node in others if (pool := state.pool(node.pool))]
+    if not kinds:
+        return ""  # what they would have done is done later, at the same price
+    paid = sum(node.gpus * hazard.usd_per_gpu_h(state, pool, n, lead.pause_s) for node, pool in kinds)
+    per_gpu = paid / max(1, sum(node.gpus for node, _ in kinds))
+    less = sum(node.gpus * fixed[node.pool].usd_per_gpu_h for node in go) - gpus * per_gpu
+    if less <= 0:
+        return ""
+    hazard_per_h = hazard.reclaims_per_h(state, others)
+    rest_s = (state.steps - state.step) * state.worker_step_s / max(1, sum(node.gpus for node in stay))
+    hours = min(1 / hazard_per_h if hazard_per_h else inf, rest_s / 3600)
+    start_s = max(hazard.start_s(state, node.pool) for node in go)
+    pause_usd = drain.WORTH * lead.pause_s / 3600 * state.usd_per_h
+    risk_usd = min(1.0, hazard_per_h * hours) * (lead.pause_s + start_s) / 3600 * state.usd_per_h
+    if less * hours <= pause_usd + risk_usd:
+        return ""
+    return (
+        f"${less:.2f}/h less, for {60 * hours:.0f} min until the next reclaim or the end: ${less * hours:.2f} saved for "
+        f"${pause_usd:.2f} of pause ({lead.pause_s:.1f} s) and ${risk_usd:.2f} of risk"
+    )

@@ -1,0 +1,127 @@
+"""Budget and deadline: hard limits, kept with enough in hand to save the state."""
+
+from __future__ import annotations
+
+from math import floor
+
+from elastic.policy import hazard
+from elastic.policy.known import State, StopWish
+from elastic.types import Pool
+
+STOP_MOST_S = 60.0  # at least, for saving after a wish to stop
+SAVE_STEPS = 2  # the order may just miss the word of a step
+SAVE_SAFETY = 1.5  # times the seconds that a durable copy took
+SAVE_PRIOR_S = 2.0  # for a durable copy, before one was stored
+START_LEAST_S = 10.0  # before a pool has given a node: requests are not refused by guesses
+
+
+def save_s(state: State) -> float:
+    """Seconds until the running generation has stopped and its state is stored; 0 when nothing runs."""
+    if state.phase not in ("running", "entering"):
+        return 0.0
+    return SAVE_STEPS * step_s(state) + SAVE_SAFETY * (state.durable_s or SAVE_PRIOR_S)
+
+
+def step_s(state: State) -> float:
+    plan = state.plan or state.target
+    return state.step_time_s or (plan.predicted_step_time_s if plan else 0.0)
+
+
+def stop_most_s(state: State) -> float:
+    """How long a wish to stop waits for the copy."""
+    return max(STOP_MOST_S, 2 * save_s(state))
+
+
+def budget_usd(state: State) -> float | None:
+    budget = state.job.get("budget_usd")
+    return None if budget is None else float(budget)
+
+
+def deadline_s(state: State) -> float | None:
+    """When the run must have ended: `deadline_h` hours after its first start."""
+    hours = state.job.get("deadline_h")
+    return None if hours is None or state.first_started_at_s is None else state.first_started_at_s + 3600 * float(hours)
+
+
+def wish(state: State, at_s: float) -> StopWish | None:
+    """The wish to stop of a budget or a deadline that is all but used up."""
+    return _by_budget(state, at_s) or _by_deadline(state, at_s)
+
+
+def _by_budget(state: State, at_s: float) -> StopWish | None:
+    budget = budget_usd(state)
+    if budget is None:
+        return None
+    usd, kept_s = state.usd_at(at_s), save_s(state)
+    if usd >= budget:
+        return StopWish(f"the budget of ${budget:.2f} is spent (${usd:.2f})", at_s)
+    if usd + state.usd_per_h * kept_s / 3600 >= budget:
+        text = f"the budget of ${budget:.2f} is all but spent (${usd:.2f}; the last {kept_s:.0f} s are kept for saving)"
+        return StopWish(text, at_s)
+    return None
+
+
+def _by_deadline(state: State, at_s: float) -> StopWish | None:
+    end_s = deadline_s(state)
+    if end_s is None or at_s < end_s - save_s(state) or (state.steps and state.step >= state.steps):
+        return None
+    left = state.steps - state.step
+    if state.phase == "running" and state.step_time_s and at_s + left * step_s(state) < end_s:
+        return None  # it gets done
+    hours = float(state.job["deadline_h"])
+    return StopWish(f"the deadline of {hours:g} h is over at step {state.step} of {state.steps}", at_s)
+
+
+def wakes(state: State, now_s: float) -> list[float]:
+    """When a limit is reached if nothing changes."""
+    found = []
+    budget, end_s = budget_usd(state), deadline_s(state)
+    if budget is not None and state.usd_per_h:
+        left_s = (budget - state.usd_at(now_s)) / state.usd_per_h * 3600 - save_s(state)
+        found.append(now_s + max(0.0, left_s) + 1e-3)
+    if end_s is not None:
+        found.append((end_s if now_s >= end_s - save_s(state) else end_s - save_s(state)) + 1e-3)
+    return found
+
+
+def spent_at_s(state: State, now_s: float) -> float:
+    """When the bill reaches the budget."""
+    budget = budget_usd(state)
+    if budget is None or not state.usd_per_h:
+        return float("inf")
+    return now_s + (budget - state.usd_at(now_s)) / state.usd_per_h * 3600
+
+
+def useful_s(state: State, pool: Pool) -> float:
+    """For how long another node of the pool must be paid to be of use: its start, the pause that takes it in, and at least as
+    much training as the start took, then saving."""
+    pause_s = max(state.pauses_s, default=0.0)
+    return 2 * hazard.start_s(state, pool.name, START_LEAST_S) + pause_s + save_s(state)
+
+
+def affordable(state: State, pool: Pool, coming_usd_per_h: float, now_s: float) -> int | None:
+    """How many more nodes of the pool the budget bears, with all that is there and coming, until they have been of use; None =
+    any number."""
+    budget = budget_usd(state)
+    if budget is None or pool.usd_per_node_h <= 0:
+        return None
+    left = budget - state.usd_at(now_s)
+    borne_usd_per_h = left * 3600 / useful_s(state, pool)
+    return max(0, floor((borne_usd_per_h - state.usd_per_h - coming_usd_per_h) / pool.usd_per_node_h))
+
+
+def too_dear(pool: Pool) -> str:
+    """Why a pool is not asked; the same words as long as that holds."""
+    price = f"${pool.usd_per_node_h:.2f}/h"
+    return f"no more nodes of pool {pool.name} ({price}): the rest of the budget would be gone before one had been of use"
+
+
+def nothing_to_buy(state: State, now_s: float) -> str:
+    """Why no node of any pool that has room can be paid any more; '' = one can."""
+    room = [pool for pool in state.pools if sum(node.pool == pool.name for node in state.alive) < pool.max_nodes]
+    if not room or any(affordable(state, pool, 0.0, now_s) != 0 for pool in room):
+        return ""
+    left, cheapest = (budget_usd(state) or 0.0) - state.usd_at(now_s), min(pool.usd_per_node_h for pool in room)
+    need_s = min(useful_s(state, pool) for pool in room)
+    price = f"${left:.2f} are left, the cheapest costs ${cheapest:.2f}/h and is of use after {need_s:.0f} s at the earliest"
+    return f"the budget of ${budget_usd(state):.2f} buys no more nodes: {price}"

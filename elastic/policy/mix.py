@@ -1,0 +1,315 @@
+"""The mix of pools: how many nodes of each are wanted now, and why.
+
+Two purposes. `fastest`: all that the pools give. `cheapest`: what is owned and reserved, then spot, and on-demand nodes only
+for the floor, while too few others are there for longer than waiting is worth, or while the deadline needs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from elastic.errors import InfeasiblePlan
+from elastic.planner import cost
+from elastic.planner.search import USABLE
+from elastic.policy import drain, hazard, pace
+from elastic.policy.known import Request, State
+from elastic.policy.plans import choice_of
+from elastic.types import Layout, Node, Pool, is_auto, parse_layout, pinned
+
+ORDER = {"owned": 0, "reserved": 1, "spot": 2, "on-demand": 3}
+REQUEST_LASTS_S = 900.0  # a request without an answer is withdrawn then
+PATIENCE, PATIENCE_LEAST_S = 2.0, 60.0  # times an ordinary start, where another pool could give
+LOSS_SHARE, LOSS_SHARE_KEPT = 0.01, 0.005  # of the spend, that the floor's default bears; and below which a floor is given up
+TOGETHER = 0.2  # of the losses, believed to take the holders of the peer copies with them
+END_NOTICE_S = 600.0  # a reservation's end is a notice from then on
+
+
+@dataclass(frozen=True)
+class Want:
+    """At most so many nodes of a pool, those that are there or coming included."""
+
+    pool: Pool
+    nodes: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Workers on demand beyond the floor; `wakes`: when to look again; `note`: why no more of them."""
+
+    workers: int = 0
+    why: str = ""
+    wakes: tuple[float, ...] = ()
+    note: str = ""
+
+
+def cheapest(state: State) -> bool:
+    """Is the run to be as cheap as its limits allow, not as fast as possible?"""
+    purpose = state.job.get("purpose") or "fastest"
+    if purpose == "auto":
+        return state.job.get("deadline_h") is not None or state.job.get("on_demand_floor", "auto") != "auto"
+    return bool(purpose == "cheapest")
+
+
+def wants(state: State, now_s: float) -> tuple[list[Want], Need]:
+    """In the order in which pools are asked; and what was found of on-demand nodes."""
+    pools = [pool for pool in by_price(state) if not ends_soon(state, pool, now_s)]
+    cheap = [pool for pool in pools if pool.market_type != "on-demand"]
+    if not cheapest(state) or not cheap:
+        return [Want(pool, pool.max_nodes) for pool in pools], Need()
+    fixed = [pool for pool in pools if pool.market_type == "on-demand"]
+    floor, why = floor_nodes(state, fixed)
+    first = _shared(state, fixed, floor, why, now_s)
+    need = fall_back(state, now_s)
+    last = _shared(state, fixed, floor + _nodes_for(fixed, need.workers), need.why, now_s)
+    return [*first, *(Want(pool, pool.max_nodes) for pool in _by_worth(state, cheap)), *last], need
+
+
+def on_demand(state: State) -> list[Pool]:
+    """The cheapest first."""
+    return [pool for pool in by_price(state) if pool.market_type == "on-demand"]
+
+
+def by_price(state: State) -> list[Pool]:
+    return sorted(state.pools, key=lambda pool: (ORDER[pool.market_type], pool.usd_per_gpu_h, pool.name))
+
+
+def _by_worth(state: State, pools: list[Pool]) -> list[Pool]:
+    """Prices with the reclaims that they bring; what is owned or reserved is paid for anyway."""
+
+    def worth(pool: Pool) -> tuple[int, float, str]:
+        n, pause_s = len(state.alive), drain.lead_of(state).pause_s
+        return ORDER[pool.market_type], hazard.usd_per_gpu_h(state, pool, max(1, n), pause_s), pool.name
+
+    return sorted(pools, key=worth)
+
+
+def _nodes_for(fixed: list[Pool], workers: int) -> int:
+    return ceil(workers / max(1, fixed[0].gpus_per_node)) if fixed and workers > 0 else 0
+
+
+def _shared(state: State, fixed: list[Pool], nodes: int, why: str, now_s: float) -> list[Want]:
+    """So many nodes on demand, from the cheapest pool that gives some; one that said no keeps what it has."""
+    found = []
+    for pool in fixed:
+        backoff = state.backoff.get(pool.name)
+        most = pool.max_nodes
+        if backoff is not None and now_s < backoff.until_s:
+            most = min(most, sum(node.pool == pool.name for node in there(state)) + asked(state, pool.name, now_s))
+        found.append(Want(pool, min(nodes, most), why))
+        nodes -= min(nodes, most)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ what there is
+
+
+def there(state: State) -> list[Node]:
+    """Nodes that are or will be of use."""
+    return [node for node in state.nodes.values() if node.status in ("pending", "ready", "prepared")]
+
+
+def patience_s(state: State, pool: str) -> float:
+    """How long an answer to a request is waited for."""
+    if not cheapest(state):
+        return REQUEST_LASTS_S
+    return min(REQUEST_LASTS_S, max(PATIENCE_LEAST_S, PATIENCE * hazard.start_s(state, pool)))
+
+
+def unanswered(state: State, request: Request, now_s: float) -> bool:
+    return now_s >= request.at_s + patience_s(state, request.pool)
+
+
+def asked(state: State, pool: str, now_s: float) -> int:
+    """Nodes of the pool that may still come."""
+    return sum(r.count for r in state.requests.values() if r.pool == pool and not unanswered(state, r, now_s))
+
+
+def ends_soon(state: State, pool: Pool, now_s: float) -> bool:
+    """Is it too late to ask for a node of a reservation?"""
+    if pool.ends_at_s is None:
+        return False
+    return now_s + notice_of_end_s(state, pool) + 2 * hazard.start_s(state, pool.name) >= pool.ends_at_s
+
+
+def notice_of_end_s(state: State, pool: Pool) -> float:
+    """How long before a reservation's end its nodes are looked upon as ones with a notice: others can be there by then."""
+    others = [hazard.start_s(state, other.name) for other in state.pools if other.name != pool.name]
+    return max(END_NOTICE_S, 2 * max(others, default=0.0), 3 * drain.lead_of(state).seconds)
+
+
+def least_workers(state: State) -> int:
+    """With fewer the job cannot run: min_workers, the smallest layout that it names, and memory for its state."""
+    job = state.job
+    wanted = job.get("layout") or "auto"
+    if not isinstance(wanted, str):
+        layouts = [parse_layout(str(text)) for text in wanted.values()]
+    else:
+        layouts = [Layout(**pinned(job)) if is_auto(wanted) else parse_layout(wanted)]
+    least = max(int(job.get("min_workers") or 1), min(layout.world_size for layout in layouts))
+    memory = max((pool.memory_bytes_per_gpu for pool in state.pools), default=0)
+    if state.model is None or not memory or job.get("offload"):
+        return least
+    return max(least, ceil(cost.state_bytes(state.model) / (USABLE * memory)))
+
+
+# ------------------------------------------------------------------------------------------------ the floor
+
+
+def floor_nodes(state: State, fixed: list[Pool]) -> tuple[int, str]:
+    """Nodes on demand that are kept whatever spot does, and why."""
+    wanted = state.job.get("on_demand_floor", "auto")
+    if not fixed:
+        return 0, ""
+    if not isinstance(wanted, str):
+        return int(wanted), f"on_demand_floor is {int(wanted)}"
+    n = _copy_nodes(state, fixed[0])
+    price = f"{n} on-demand node{'s' * (n > 1)} for one whole copy of the state, ${n * fixed[0].usd_per_node_h:.2f}/h"
+    if wanted == "copy":
+        return n, price
+    share = expected_loss_share(state)
+    have = any(node.pool == pool.name for node in there(state) for pool in fixed)
+    if share <= (LOSS_SHARE_KEPT if have else LOSS_SHARE):
+        return 0, ""
+    return n, f"{price}: with durable copies alone more than {LOSS_SHARE:.0%} of the spend would be done again"
+
+
+def _copy_nodes(state: State, pool: Pool) -> int:
+    """As many nodes of the pool as hold the parameters and what the optimizer keeps, once."""
+    room = pool.memory_bytes_per_gpu * pool.gpus_per_node * USABLE
+    if state.model is None or not room:
+        return 1
+    return max(1, ceil(cost.state_bytes(state.model) / room))
+
+
+def expected_loss_share(state: State) -> float:
+    """Of the spend, what is expected to be done again because nodes are lost with every copy of their state in memory: losses
+    per hour of the plan's spot nodes x half the time between durable copies; where peer copies are kept, the share TOGETHER of
+    that."""
+    plan, step_s = state.plan, state.step_time_s
+    if plan is None or not step_s:
+        return 0.0
+    spot = {pool.name for pool in state.pools if pool.market_type == "spot"}
+    nodes = [node for name in plan.nodes if (node := state.nodes.get(name)) and node.pool in spot]
+    kept = TOGETHER if plan.copies_to and plan.peer_every else 1.0
+    return kept * hazard.losses_per_h(state, nodes) * (plan.durable_every or state.steps) * step_s / 2 / 3600
+
+
+# ------------------------------------------------------------------------------------------------ falling back
+
+
+def fall_back(state: State, now_s: float) -> Need:
+    """Workers on demand beyond the floor that are wanted now: the most that the minimum or the deadline asks for."""
+    fixed = on_demand(state)
+    if not fixed:
+        return Need()
+    by_minimum, by_deadline = _for_minimum(state, fixed, now_s), _for_deadline(state, fixed, now_s)
+    wakes = (*by_minimum.wakes, *by_deadline.wakes)
+    most = max(by_deadline, by_minimum, key=lambda need: need.workers)
+    return Need(most.workers, most.why, wakes, by_minimum.note)
+
+
+def on_demand_workers(state: State, fixed: list[Pool], now_s: float | None = None) -> int:
+    """There, and coming where `now_s` is given."""
+    return _workers_of(state, fixed, now_s)
+
+
+def _workers_of(state: State, pools: list[Pool], now_s: float | None) -> int:
+    gpus = {pool.name: pool.gpus_per_node for pool in pools}
+    n = sum(node.gpus for node in there(state) if node.pool in gpus)
+    return n if now_s is None else n + sum(asked(state, name, now_s) * each for name, each in gpus.items())
+
+
+def floor_workers(state: State, fixed: list[Pool]) -> int:
+    return floor_nodes(state, fixed)[0] * fixed[0].gpus_per_node if fixed else 0
+
+
+def stand_in_workers(state: State, now_s: float) -> int:
+    """On demand beyond the floor: what spot may come for although the job can use no more."""
+    fixed = on_demand(state)
+    if not fixed or not cheapest(state):
+        return 0
+    return max(0, on_demand_workers(state, fixed, now_s) - floor_workers(state, fixed))
+
+
+def cheap_workers(state: State, now_s: float | None = None) -> int:
+    """Workers not on demand that are there, and asked for where `now_s` is given."""
+    return _workers_of(state, [pool for pool in state.pools if pool.market_type != "on-demand"], now_s)
+
+
+def _for_minimum(state: State, fixed: list[Pool], now_s: float) -> Need:
+    """Too few nodes to run at all: on demand, when waiting on costs more."""
+    floor = floor_workers(state, fixed)
+    have = max(0, on_demand_workers(state, fixed, now_s) - floor)
+    missing = _missing(state, fixed, cheap_workers(state) + floor)
+    if missing <= 0:
+        return Need()
+    kept = Need(min(missing, have), "too few spot nodes are there to run without")
+    ask_s = [r.at_s + patience_s(state, r.pool) for r in state.requests.values()]
+    wakes = tuple(at_s for at_s in ask_s if at_s > now_s)
+    if missing <= cheap_workers(state, now_s) - cheap_workers(state) or _can_be_asked(state, now_s):
+        return Need(kept.workers, kept.why, wakes)  # they may come yet
+    worth = pace.waiting(state, fixed[0], missing, now_s)
+    if worth.falls_back:
+        return Need(missing, worth.why)
+    return Need(kept.workers, kept.why, (*wakes, worth.look_s), worth.why)
+
+
+def _can_be_asked(state: State, now_s: float) -> bool:
+    """Is there a pool other than on demand that has not said no lately, and has nodes that it was not asked for?"""
+    silent = {r.pool for r in state.requests.values() if unanswered(state, r, now_s)}
+    for pool in state.pools:
+        backoff = state.backoff.get(pool.name)
+        if pool.market_type == "on-demand" or pool.name in silent or (backoff and now_s < backoff.until_s):
+            continue
+        have = sum(node.pool == pool.name for node in there(state)) + asked(state, pool.name, now_s)
+        if have < pool.max_nodes and not ends_soon(state, pool, now_s):
+            return True
+    return False
+
+
+def _missing(state: State, fixed: list[Pool], workers: int) -> int:
+    """Workers without which no plan is possible; the search is asked where memory needs more than the least."""
+    missing = least_workers(state) - workers
+    if missing > 0 or state.phase != "waiting" or state.preparing or any(n.status == "ready" for n in state.nodes.values()):
+        return missing
+    nodes = list(drain.usable(state, state.billed_at_s))
+    gpus = fixed[0].gpus_per_node
+    spares = [Node(f"?{k}", fixed[0].name, gpus) for k in range(fixed[0].max_nodes)]
+    for k in range(len(spares) + 1):
+        try:
+            choice_of(state, [*nodes, *spares[:k]])
+        except InfeasiblePlan:
+            continue
+        return k * gpus
+    return 0
+
+
+def _for_deadline(state: State, fixed: list[Pool], now_s: float) -> Need:
+    """Progress is below what the deadline needs."""
+    floor = floor_workers(state, fixed)
+    found = pace.needed(state, fixed[0], _steady_workers(state, fixed), now_s)
+    if found is None:
+        return Need()
+    steady = [p.name for p in state.pools if p.market_type in ("owned", "reserved")]
+    owned = sum(node.gpus for node in there(state) if node.pool in steady)
+    workers = max(found.workers, least_workers(state))
+    if found.last_call:
+        return Need(max(0, workers - owned - floor), found.why)
+    missing = max(0, workers - cheap_workers(state, now_s) - floor)
+    if found.behind:
+        return Need(missing, found.why)
+    have = max(0, on_demand_workers(state, fixed, now_s) - floor)
+    kept = 0 if found.ahead else min(have, missing)
+    return Need(kept, "the lead on the deadline is still small" if kept else "", found.wakes)
+
+
+def _steady_workers(state: State, fixed: list[Pool]) -> int:
+    """The most workers that do not depend on spot."""
+    steady = [pool for pool in state.pools if pool.market_type in ("owned", "reserved")]
+    nodes = sorted([p.gpus_per_node for p in (*fixed, *steady) for _ in range(p.max_nodes)], reverse=True)
+    bound = state.job.get("max_nodes")
+    most = state.job.get("max_workers")
+    n = sum(nodes[: int(bound)] if bound is not None else nodes)
+    return min(n, int(most)) if most else n

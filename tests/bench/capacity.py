@@ -1,0 +1,111 @@
+"""How soon a run knows what the cloud says of its nodes, on real Ray nodes of this machine, each with metadata of its own.
+
+A spot interruption is written on the metadata server at any moment between two looks; until the run has the Notice, and until
+Ray drains the node too once the policy leaves it. Each repeat has a node of its own, which ends with it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from figures import Spread
+from report import finish, options
+from trial import Clock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
+from metadata_server import MetadataServer
+
+from elastic.cluster import _ray_private
+from elastic.cluster.backend import RayBackend
+from elastic.cluster.local import HOST, LocalCluster, NodeOrder
+from elastic.cluster.ray_run import RayRun
+from elastic.types import DrainNode, Event, NodeReady, Notice, Pool, ReleaseNode
+
+MOST_S, REPEATS = 600.0, 10
+WAIT_S = 120.0
+ENDPOINT = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
+POOL = Pool("spot", market_type="spot", max_nodes=99)
+
+
+@contextmanager
+def stage() -> Iterator[tuple[LocalCluster, RayBackend]]:
+    """A driver on a cluster that somebody else started, as yet without nodes."""
+    import ray
+
+    with LocalCluster() as cluster, tempfile.TemporaryDirectory() as folder:
+        _ray_private.connect(cluster.address, "bench", HOST)
+        _ray_private.mute_errors()
+        backend = RayBackend(RayRun("capacity", folder, {}, (POOL,)))
+        try:
+            yield cluster, backend
+        finally:
+            backend.close()
+            ray.shutdown()
+
+
+def wait(backend: RayBackend, clock: Clock, kind: type[Event]) -> Any:
+    """The next event of the kind."""
+    end_s = time.monotonic() + WAIT_S
+    while time.monotonic() < end_s:
+        clock.look(kind.__name__)
+        for event in backend.poll(backend.now_s() + 0.5):
+            if isinstance(event, kind):
+                return event
+    raise TimeoutError(f"no {kind.__name__} within {WAIT_S:.0f} s")
+
+
+def one(cluster: LocalCluster, backend: RayBackend, server: MetadataServer, clock: Clock, name: str) -> tuple[float, float]:
+    """Seconds from the notice written to the Notice, and from the Notice to the drained node."""
+    server.node(name)
+    labels = {"elastic-node": name, "elastic-pool": "spot", "ray.io/market-type": "spot"}
+    ray_id = cluster.add(NodeOrder(name, 1, labels, environment={ENDPOINT: server.endpoint(name)})).result(WAIT_S)["ray_id"]
+    wait(backend, clock, NodeReady)
+    looked = f"GET /{name}/latest/meta-data/spot/instance-action"
+    while looked not in server.asked:
+        clock.look("the first look of a lookout")
+        backend.poll(backend.now_s() + 0.1)
+    pause_s = time.monotonic() + Random(name).random()
+    while time.monotonic() < pause_s:
+        backend.poll(backend.now_s() + 0.05)
+    written_s = time.monotonic()
+    server.interrupt(name, in_s=120)
+    wait(backend, clock, Notice)
+    noticed_s = time.monotonic()
+    backend.execute(DrainNode(name))
+    while ray_id in {node.ray_id for node in backend.survey.alive.values()} and ray_id not in _ray_private.draining_nodes():
+        clock.look("the drained node")
+        time.sleep(0.005)
+    drained_s = time.monotonic()
+    backend.execute(ReleaseNode(name))
+    cluster.kill(name).result(WAIT_S)
+    return noticed_s - written_s, drained_s - noticed_s
+
+
+def measure(repeats: int, clock: Clock) -> Mapping[str, Any]:
+    found = []
+    with MetadataServer() as server, stage() as (cluster, backend):
+        for n in range(repeats):
+            found.append(one(cluster, backend, server, clock, f"spot-{n}"))
+    spreads = {
+        "notice_to_event_s": Spread(tuple(noticed for noticed, _ in found)),
+        "event_to_drained_s": Spread(tuple(drained for _, drained in found)),
+        "notice_to_drained_s": Spread(tuple(map(sum, found))),
+    }
+    middles = {name: spread.middle for name, spread in spreads.items()}
+    return middles | {"spread": {name: spread.plain() for name, spread in spreads.items()}}
+
+
+def main() -> int:
+    given = options(__doc__, MOST_S, REPEATS)
+    return finish("capacity", given, lambda clock: measure(given.repeats, clock))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""A cluster that the real autoscaler runs, in namespaces of its own, and scenes on it. `python autoscaled.py FOLDER`: inside.
+
+It reads names of scenes from its input, a line each, and answers each by a JSON line: {"scene", "error"}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PORT = 6379
+HEAD_ID = "f" * 51 + "00000"  # as the fake provider calls it
+WITHIN_S = 90.0
+INSIDE = """
+ip link set lo up && mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"
+"""
+SETTINGS = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+
+
+def not_allowed() -> str:
+    """Why there can be no namespaces here; '' = there can."""
+    try:
+        done = subprocess.run(
+            [*NAMESPACES, "ip", "link", "set", "lo", "up"], capture_output=True, text=True, check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"namespaces: {error}"
+    return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else ""
+
+
+NAMESPACES = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--ipc"]
+
+
+class Autoscaled:
+    """From outside: the cluster, and `play` for a scene."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "inside.log"
+        environment = {
+            **os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": f"{HERE}:{ROOT}",
+            "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        }  # fmt: skip
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*NAMESPACES, "sh", "-c", INSIDE, "sh", sys.executable, __file__, str(folder)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
+            )  # fmt: skip
+
+    def play(self, scene: str) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(scene + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the cluster ended: {self.log.read_text()[-3000:]}"
+        error = json.loads(line)["error"]
+        assert not error, error
+
+    def close(self) -> None:
+        with self.process:
+            self.process.kill()  # and with the namespace's first process all in it
+
+
+# ------------------------------------------------------------------------------------------ inside
+
+
+def kind(market: str, name: str) -> dict[str, Any]:
+    return {
+        "resources": {"CPU": 2, "object_store_memory": 80 << 20}, "node_config": {}, "min_workers": 0, "max_workers": 3,
+        "labels": {"ray.io/market-type": market, "ray.io/node-group": name},
+    }  # fmt: skip
+
+
+def configuration(folder: Path, python: str) -> dict[str, Any]:
+    """No idle node ends by itself in the time of a test."""
+    provider = {
+        "type": "external", "module": "scarce_provider.ScarceProvider", "folder": str(folder), "python": python,
+        "head_node_id": HEAD_ID, "gcs_address": f"127.0.0.1:{PORT}", "launch_multiple": True, "use_node_id_as_ip": True,
+        "disable_node_updaters": True, "disable_launch_config_check": True,
+    }  # fmt: skip
+    head = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
+    lists = ["initialization_commands", "cluster_synced_files", "rsync_exclude", "rsync_filter"]
+    lists += [f"{who}setup_commands" for who in ("", "head_", "worker_")]
+    lists += [f"{who}_start_ray_commands" for who in ("head", "worker")]
+    return {
+        "cluster_name": "scarce", "max_workers": 5, "provider": provider, "idle_timeout_minutes": 60, "upscaling_speed": 100,
+        "available_node_types": {"spot": kind("spot", "spot"), "safe": kind("on-demand", "safe"), "ray.head.default": head},
+        "head_node_type": "ray.head.default", "file_mounts_sync_continuously": False,
+        **{name: {} for name in ("auth", "docker", "file_mounts")}, **{name: [] for name in lists},
+    }  # fmt: skip
+
+
+def start_head(folder: Path) -> None:
+    from elastic.cluster import _ray_private
+
+    python = _ray_private.lean_python(str(folder))
+    path = folder / "cluster.json"
+    path.write_text(json.dumps(configuration(folder, python)))
+    words = [
+        "start", "--head", f"--port={PORT}", "--node-ip-address=127.0.0.1", f"--autoscaling-config={path}", "--num-cpus=0",
+        "--num-gpus=0", "--object-store-memory=80000000", "--include-dashboard=False", "--disable-usage-stats",
+        f"--system-config={json.dumps(SETTINGS, separators=(',', ':'))}",
+    ]  # fmt: skip
+    text = (
+        f"import sys; sys.executable = {python!r}; sys.argv = ['ray', *{words!r}]\nfrom ray.scripts.scripts import main; main()"
+    )
+    own = {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID}
+    own["RAY_NODE_TYPE_NAME"] = "ray.head.default"
+    subprocess.run([sys.executable, "-c", text], env={**os.environ, **own}, check=True, stdout=sys.stderr)
+
+
+def until(what: str, done: Callable[[], Any], within_s: float = WITHIN_S) -> float:
+    """Waits until it is true; returns how long it took."""
+    began = time.monotonic()
+    while not done():
+        assert time.monotonic() - began < within_s, f"not within {within_s} s: {what}"
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def main(folder: Path) -> None:
+    import ray
+    from scenes import SCENES, Stagehand
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    began = time.monotonic()
+    start_head(folder)
+    ray.init(f"127.0.0.1:{PORT}", namespace="tests", log_to_driver=False)
+    print(f"head up after {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    hand = Stagehand(folder)
+    for line in sys.stdin:
+        name, began, error = line.strip(), time.monotonic(), ""
+        try:
+            SCENES[name](hand)
+        except Exception:  # noqa: BLE001 - told to the test
+            error = traceback.format_exc() + hand.state()
+        print(f"{name}: {time.monotonic() - began:.1f} s {error}", file=sys.stderr, flush=True)
+        print(json.dumps({"scene": name, "error": error}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

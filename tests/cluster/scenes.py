@@ -1,0 +1,182 @@
+"""Scenes on a cluster that the real autoscaler runs (autoscaled.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from autoscaled import HERE, PORT, until
+from conftest import Stage, plan
+from ray.autoscaler.sdk import request_resources
+
+from elastic.cluster import _ray_private
+from elastic.cluster.backend import RayBackend
+from elastic.cluster.ray_run import RayRun
+from elastic.cluster.watcher import NAME, NAMESPACE
+from elastic.types import EnterPlan, NodeLost, NodeReady, Pool, ReleaseNode, RequestFailed, RequestNodes, StepDone, WorkerId
+
+SPOT = Pool("spot", market_type="spot", max_nodes=2, gpus_per_node=1)
+SAFE = Pool("safe", market_type="on-demand", max_nodes=2, gpus_per_node=1)
+LEASE_S = 6.0
+ADDRESS = f"127.0.0.1:{PORT}"
+
+
+@dataclass
+class Stagehand:
+    folder: Path
+    open: list[Any] = field(default_factory=list)
+
+    def stage(self, name: str, lease_s: float = 900.0) -> Stage:
+        uri = self.folder / name
+        uri.mkdir(exist_ok=True)
+        job, pools = {"orphan_lease_s": lease_s}, (SPOT, SAFE)
+        fake = {"session": "fake_session:FakeSession", "python_path": (str(HERE),)}
+        run = RayRun(name, str(uri), job, pools, address=ADDRESS, **fake)  # type: ignore[arg-type]
+        return Stage(RayBackend(run))
+
+    def nodes(self) -> dict[str, str]:
+        """What the provider has, and somebody pays for."""
+        return dict(json.loads((self.folder / "nodes").read_text()))
+
+    def launches(self) -> list[str]:
+        path = self.folder / "launches"
+        return path.read_text().split("\n")[:-1] if path.exists() else []
+
+    def watcher(self) -> dict[str, Any]:
+        try:
+            return dict(ray.get(ray.get_actor(NAME, NAMESPACE).pending.remote(), timeout=60))
+        except ValueError:
+            return {}
+
+    def requested(self) -> int:
+        """Bundles that Ray itself has as the cluster's request."""
+        from ray.autoscaler.v2.sdk import get_cluster_status
+
+        demands = get_cluster_status(ray.get_runtime_context().gcs_address).resource_demands.cluster_constraint_demand
+        return sum(entry.count for demand in demands for entry in demand.bundles_by_count)
+
+    def nothing_left(self) -> bool:
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        return not self.nodes() and not self.requested() and len(alive) == 1
+
+    def state(self) -> str:
+        log = Path("/tmp/ray/session_latest/logs/monitor.log").read_text().splitlines()[-12:]
+        return "\n".join(map(str, [self.nodes(), self.launches(), self.watcher(), _ray_private.scaling(), *log]))
+
+
+def asked(on: Stage, pool: str, count: int, number: int) -> None:
+    on.backend.execute(RequestNodes(pool, count, f"r{number}"))
+
+
+def given_and_given_back(hand: Stagehand) -> None:
+    """A node comes, works, and its meter stops within seconds after it was released; nothing else was ever launched."""
+    from elastic.types import NodePrepared, Prepare
+
+    on = hand.stage("first")
+    assert type(on.backend.provider).__name__ == "AutoscalerNodes"
+    asked(on, "spot", 1, 1)
+    node = on.wait(NodeReady).node
+    assert (node.pool, node.gpus) == ("spot", 1) and list(hand.nodes().values()) == ["spot"]
+    on.backend.execute(Prepare(node.node_id))
+    on.wait(NodePrepared)
+    on.backend.execute(EnterPlan(plan(1, [WorkerId(node.node_id, 0)])))
+    on.wait(StepDone)
+    on.backend.execute(ReleaseNode(node.node_id))
+    on.wait(NodeLost)
+    took_s = until("the provider has ended the node", lambda: on.backend.poll(0.0) is not None and not hand.nodes())
+    print(f"released to ended: {took_s:.1f} s", file=sys.stderr)
+    until("the request is gone", lambda: not hand.requested())
+    assert hand.launches() == ["spot 1"]
+    on.backend.close()
+
+
+def drought_then_on_demand(hand: Stagehand) -> None:
+    """A launch that fails tells the cloud's reason and is not repeated; the next pool is asked and answers."""
+    text = "An error occurred (InsufficientInstanceCapacity) when calling the RunInstances operation: none is left"
+    (hand.folder / "spot.error").write_text(text)
+    on = hand.stage("second")
+    asked(on, "spot", 2, 1)
+    failed = on.wait(RequestFailed)
+    assert (failed.pool, failed.request_id, failed.reason) == ("spot", "r1", text)
+    asked(on, "safe", 1, 2)
+    assert on.wait(NodeReady).node.pool == "safe"
+    before = len(hand.launches())
+    (hand.folder / "spot.error").unlink()
+    on.backend.provider.launch_most_s = 2.0
+    (hand.folder / "spot.silent").touch()
+    asked(on, "spot", 1, 3)
+    assert on.wait(RequestFailed).reason == "no capacity: no answer within 2 s"
+    (hand.folder / "spot.silent").unlink()
+    assert len(hand.launches()) <= before + 2 and list(hand.nodes().values()) == ["safe"]
+    hand.open.append(on)
+
+
+def no_more_than_asked(hand: Stagehand) -> None:
+    """Nodes that come although no run asked for them go again. What cannot be had fails, and leaves what there is alone."""
+    on = hand.open[0]
+    before = len(hand.launches())
+    two: dict[str, Any] = {"bundles": [{"CPU": 2}] * 2, "bundle_label_selectors": [{"ray.io/node-group": "safe"}] * 2}
+    until("a node nobody asked for", lambda: request_resources(**two) or len(hand.nodes()) == 2)
+    until("it has gone", lambda: list(hand.nodes().values()) == ["safe"] and hand.requested() == 1)
+    assert len(hand.launches()) <= before + 2 and len(on.backend.nodes) == 1
+    on.backend.provider.change_capacity("spot", 9)
+    on.backend.provider.launch_most_s = 180.0
+    asked(on, "spot", 4, 5)
+    assert "max_workers" in on.wait(RequestFailed).reason
+    assert list(hand.nodes().values()) == ["safe"]
+
+
+def done_and_cleared(hand: Stagehand) -> None:
+    """close() ends everything that the run has, also what is just being launched."""
+    on = hand.open.pop()
+    before = len(hand.launches())
+    asked(on, "safe", 1, 7)
+    until("a launch has begun", lambda: len(hand.launches()) > before)
+    on.backend.close()
+    until("nothing is left", hand.nothing_left)
+
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {here!r})
+import ray
+ray.init({address!r}, namespace="elastic-third", log_to_driver=False)
+from scenes import *
+from elastic.types import NodePrepared, Prepare
+on = Stagehand(Path({folder!r})).stage("third", LEASE_S)
+on.backend.execute(RequestNodes("safe", 1, "r1"))
+node = on.wait(NodeReady).node
+on.backend.execute(Prepare(node.node_id))
+on.wait(NodePrepared)
+print("prepared", flush=True)
+while True:
+    on.backend.poll(on.backend.now_s() + 1)
+"""
+
+
+def killed_driver(hand: Stagehand) -> None:
+    """Without its driver a run saves and leaves after the lease; its nodes end and its request is cleared."""
+    text = DRIVER.format(here=str(HERE), address=ADDRESS, folder=str(hand.folder))
+    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline().strip() == "prepared"
+        os.kill(driver.pid, signal.SIGKILL)
+    assert list(hand.nodes().values()) == ["safe"]
+    took_s = until("nothing is left", hand.nothing_left)
+    print(f"killed to nothing left: {took_s:.1f} s, lease {LEASE_S} s", file=sys.stderr)
+    assert took_s < LEASE_S + 60
+
+
+SCENES: dict[str, Callable[[Stagehand], None]] = {
+    "given_and_given_back": given_and_given_back, "drought_then_on_demand": drought_then_on_demand,
+    "no_more_than_asked": no_more_than_asked, "done_and_cleared": done_and_cleared, "killed_driver": killed_driver,
+}  # fmt: skip

@@ -1,0 +1,184 @@
+"""Who has which node of an autoscaled cluster, and which are to go: numbers only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from elastic.cluster.autoscaler import AutoscalerNodes
+from elastic.cluster.claims import LEAVE_MOST_S, UNASKED_S, Claims, Order, Seen
+from elastic.cluster.node_types import Bundle, NodeType, bundle_of, read_types
+from elastic.cluster.nodes import RayNode
+from elastic.cluster.watcher import Reasons, Report
+from elastic.types import NodeReady, Pool
+
+SPOT, SAFE = Pool("spot", "A100", 8, "spot", max_nodes=4), Pool("safe", "A100", 8, "on-demand", max_nodes=4)
+ORDER = Order("a", 1, "elastic-a", (SPOT, SAFE), 100.0)
+
+
+def nodes(**pools: str) -> dict[str, Seen]:
+    return {name: Seen(pool) for name, pool in pools.items()}
+
+
+def test_nodes_are_dealt_to_those_that_wait_once_each() -> None:
+    claims = Claims()
+    claims.hear(replace(ORDER, waits={"spot": 2}), 0)
+    claims.hear(replace(ORDER, run="b", waits={"spot": 1}), 0)
+    claims.look(nodes(n1="spot", n2="spot", n3="spot", n4="spot", n5="safe"), 0)
+    assert (set(claims.given("a")), set(claims.given("b"))) == ({"n1", "n2"}, {"n3"})
+    claims.look(nodes(n1="spot", n2="spot", n3="spot", n4="spot", n5="safe"), 1)
+    assert len(claims.given("a")) == 2, "what was given answers what is waited for, until the driver says that it has it"
+    assert not claims.leaving, "n4 and n5 stood there before: they are somebody else's"
+
+
+def test_the_request_is_the_sum_of_what_is_held_and_waited_for() -> None:
+    claims = Claims()
+    claims.hear(replace(ORDER, waits={"spot": 1, "safe": 0}, held=frozenset({"n1", "n2"})), 0)
+    claims.hear(replace(ORDER, run="b", waits={"safe": 2}), 0)
+    seen = nodes(n1="spot") | {"n2": Seen("spot", draining=True)}
+    claims.look(seen, 0)
+    assert claims.wanted(seen) == Counter({"spot": 2, "safe": 2}), "a node that is taken away is not asked for any more"
+
+
+def test_a_dropped_node_leaves_and_is_not_dealt_again() -> None:
+    claims = Claims()
+    claims.hear(replace(ORDER, held=frozenset({"n1", "n2"})), 0)
+    claims.look(nodes(n1="spot", n2="spot"), 0)
+    claims.hear(replace(ORDER, waits={"spot": 1}, held=frozenset({"n2"}), dropped=frozenset({"n1"})), 1)
+    claims.look(nodes(n1="spot", n2="spot"), 1)
+    assert claims.to_drain(nodes(n1="spot", n2="spot"), {}) == ["n1"] and set(claims.given("a")) == {"n2"}
+    claims.look(nodes(n2="spot"), 2)
+    assert not claims.leaving
+
+
+def test_a_node_below_the_least_of_its_type_stays_for_the_next_request() -> None:
+    claims, seen = Claims(), nodes(n1="spot", n2="spot")
+    claims.hear(replace(ORDER, held=frozenset(seen)), 0)
+    claims.look(seen, 0)
+    claims.end("a", 1, 1)
+    claims.look(seen, 1)
+    assert claims.to_drain(seen, {"spot": 1}) == ["n2"]
+    claims.hear(replace(ORDER, run="b", waits={"spot": 1}), 2)
+    claims.look(nodes(n1="spot"), 2)
+    assert set(claims.given("b")) == {"n1"}
+
+
+def test_what_comes_unasked_goes_after_a_while() -> None:
+    claims = Claims()
+    claims.hear(ORDER, 0)
+    claims.look({}, 0)
+    claims.look(nodes(n1="spot"), 1)
+    claims.look(nodes(n1="spot"), UNASKED_S)
+    assert not claims.leaving
+    claims.look(nodes(n1="spot"), 1 + UNASKED_S)
+    assert set(claims.leaving) == {"n1"}
+
+
+def test_a_silent_driver_loses_its_request_and_its_nodes_and_may_come_back() -> None:
+    claims, seen = Claims(), nodes(n1="spot")
+    order = replace(ORDER, waits={"safe": 1}, held=frozenset(seen))
+    claims.hear(order, 0)
+    claims.look(seen, 100)
+    assert claims.wanted(seen)
+    claims.look(seen, 101)
+    assert not claims.wanted(seen) and claims.to_drain(seen, {}) == ["n1"] and not claims.overdue(101)
+    claims.forget_gone()
+    assert [run.order.namespace for run in claims.overdue(102 + LEAVE_MOST_S)] == ["elastic-a"]
+    claims.hear(replace(order, epoch=2), 103)
+    claims.look(seen, 103)
+    assert not claims.leaving and set(claims.given("a")) == {"n1"}
+    claims.look({}, 300)
+    claims.forget_gone()
+    assert not claims.runs
+
+
+def test_an_older_driver_is_not_heard_and_a_fresh_one_inherits_nothing() -> None:
+    claims, seen = Claims(), nodes(n1="spot")
+    claims.hear(replace(ORDER, epoch=2, held=frozenset(seen)), 0)
+    claims.look(seen, 0)
+    assert not claims.hear(ORDER, 1)
+    claims.end("a", 1, 1)
+    assert claims.given("a")
+    claims.hear(replace(ORDER, epoch=3, fresh=True), 2)
+    claims.look(seen, 2)
+    assert not claims.given("a") and set(claims.leaving) == {"n1"}
+
+
+# ------------------------------------------------------------------------------------------ how a node is asked for
+
+LABELS = {"ray.io/market-type": "spot", "ray.io/accelerator-type": "A100"}
+BIG = NodeType("big", LABELS, {"CPU": 96, "GPU": 8}, most=4)
+
+
+class DeafDesk:
+    """Has heard nothing yet, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.report, self.waits = Report(), dict[str, int]()
+
+    def heard(self) -> tuple[Report, bool]:
+        return self.report, True
+
+    def tell(self, waits: Mapping[str, int], held: frozenset[str], dropped: frozenset[str]) -> None:
+        self.waits = dict(waits)
+
+
+def test_a_request_that_is_taken_back_brings_no_node() -> None:
+    desk: Any = DeafDesk()
+    nodes = AutoscalerNodes((SPOT, SAFE), desk=desk)
+    nodes.request("spot", 2, "spot-1")
+    nodes.request("safe", 1, "safe-2")
+    assert desk.waits == {"spot": 2, "safe": 1}
+    nodes.request("spot", 0, "spot-1")
+    assert desk.waits == {"safe": 1}
+    desk.report = Report(given={"r1": "spot", "r2": "safe"})
+    alive = {ray_id: RayNode(ray_id, "10.0.0.1", 1, {}, 8, 8, False) for ray_id in ("r1", "r2")}
+    (ready,) = nodes.news(alive)
+    assert isinstance(ready, NodeReady) and ready.node.pool == "safe", "the other one had been on its way: it is given back"
+
+
+def test_a_bundle_fills_a_node_of_its_type() -> None:
+    found = bundle_of(replace(SPOT, name="big", gpus_per_node=4), {"big": BIG})
+    assert found == Bundle((("GPU", 8.0),), tuple(sorted(LABELS.items())))
+    assert bundle_of(replace(SPOT, name="other"), {"big": BIG}) == found, "the only type of its kind"
+    cpu = bundle_of(Pool("big", "CPU", 2, "spot"), {"big": BIG})
+    assert isinstance(cpu, Bundle) and cpu.resources == (("CPU", 96.0),)
+    assert isinstance(bundle_of(SPOT, None), Bundle)
+
+
+def test_what_cannot_be_asked_for_is_said() -> None:
+    text = bundle_of(SAFE, {"big": BIG})
+    assert isinstance(text, str) and "named or labelled 'safe'" in text and "big" in text
+    twin = replace(BIG, name="twin", resources={"GPU": 16})
+    text = bundle_of(replace(SPOT, name="big"), {"big": BIG, "twin": twin})
+    assert isinstance(text, str) and "'big' and 'twin' have the same labels" in text and "elastic-pool: big" in text
+    small = replace(BIG, name="small", resources={"GPU": 4})
+    assert isinstance(bundle_of(replace(SPOT, name="big"), {"big": BIG, "small": small}), Bundle)
+
+
+def test_types_are_read_without_the_head(tmp_path: Path) -> None:
+    path = f"{tmp_path}/cluster.yaml"
+    with open(path, "w") as file:
+        file.write(
+            "head_node_type: h\navailable_node_types: {h: {}, w: {min_workers: 1, max_workers: 3, resources: {GPU: 8}}}\n"
+        )
+    assert read_types(path) == {"w": NodeType("w", {}, {"GPU": 8}, 1, 3)}
+
+
+def test_reasons_are_read_from_the_log_as_it_grows(tmp_path: Path) -> None:
+    log = tmp_path / "monitor.log"
+    reasons = Reasons(log)
+    reasons.read()
+    line = "2026-11-22 04:51:01,411\tINFO node_provider.py:491 -- Failed to launch 2 nodes of type spot: none is left\n"
+    log.write_text(line + line.replace("none is", "nothing is")[:-5])
+    reasons.read()
+    assert reasons.by_type == {"spot": "none is left"}
+    log.write_text(line + line.replace("none is", "nothing is"))
+    reasons.read()
+    assert reasons.by_type == {"spot": "nothing is left"}
+    log.write_text(line)
+    reasons.read()
+    assert reasons.by_type == {"spot": "none is left"}

@@ -1,0 +1,139 @@
+"""elastic cluster reap, against moto's EC2 on loopback (real boto3)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic import api
+from elastic.cli import main
+from elastic.cluster import reap
+from elastic.errors import CloudFailed, SpecError
+
+YAML = """
+cluster_name: NAME
+provider: {type: aws, region: us-east-1}
+auth: {ssh_user: ubuntu}
+head_node_type: head
+available_node_types:
+  head: {node_config: {InstanceType: m5.large}}
+  spot: {max_workers: 4, node_config: {InstanceType: p4d.24xlarge, InstanceMarketOptions: {MarketType: spot}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def ec2() -> Iterator[Any]:
+    """A client of a server that this process, too, asks instead of Amazon."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.get_host_and_port()[1]}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-of-tests")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        import boto3
+
+        client = boto3.session.Session().client("ec2", region_name="us-east-1")
+        yield client
+        client.close()
+    server.stop()
+
+
+def file_of(tmp_path: Path, name: str) -> str:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(YAML.replace("NAME", name))
+    return str(path)
+
+
+def launch(ec2: Any, cluster: str, kind: str, n: int = 1) -> list[str]:
+    tags = [{"Key": "ray-cluster-name", "Value": cluster}, {"Key": "ray-node-type", "Value": kind}]
+    market = {"InstanceMarketOptions": {"MarketType": "spot"}} if kind == "worker" else {}
+    answer = ec2.run_instances(
+        ImageId="ami-12c6146b", InstanceType="m5.large" if kind == "head" else "p4d.24xlarge", MinCount=n, MaxCount=n, **market,
+        TagSpecifications=[{"ResourceType": "instance", "Tags": [*tags, {"Key": "ray-user-node-type", "Value": kind}]}],
+    )  # fmt: skip
+    return sorted(entry["InstanceId"] for entry in answer["Instances"])
+
+
+def running(ec2: Any, ids: list[str]) -> list[str]:
+    found = ec2.describe_instances(InstanceIds=ids)["Reservations"]
+    return sorted(i["InstanceId"] for group in found for i in group["Instances"] if i["State"]["Name"] == "running")
+
+
+def test_workers_without_a_head_are_listed_and_ended(ec2: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, mine, others = file_of(tmp_path, "dead"), launch(ec2, "dead", "worker", 2), launch(ec2, "other", "worker")
+    assert main(["cluster", "reap", file]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in mine) and others[0] not in shown and "--yes ends them" in shown and "spot" in shown
+    assert running(ec2, mine) == mine
+    assert main(["cluster", "reap", file, "--yes", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert sorted(entry["instance_id"] for entry in told["instances"]) == mine
+    assert told["ended"] and not told["left"] and told["usd_per_h"] > 0
+    assert not running(ec2, mine) and running(ec2, others) == others
+    assert main(["cluster", "reap", file, "--yes"]) == 0
+    assert "no instance is left" in capsys.readouterr().out
+
+
+def test_a_cluster_whose_head_runs_is_not_dead(ec2: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, head, workers = file_of(tmp_path, "living"), launch(ec2, "living", "head"), launch(ec2, "living", "worker")
+    assert main(["cluster", "reap", file, "--yes"]) == 2
+    assert f"its head {head[0]} runs" in capsys.readouterr().err
+    assert running(ec2, workers) == workers
+    assert main(["cluster", "reap", file, "--yes", "--alive"]) == 0
+    assert not running(ec2, [*head, *workers])
+
+
+def test_what_does_not_end_is_told(
+    ec2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, ids = file_of(tmp_path, "stubborn"), launch(ec2, "stubborn", "worker")
+    monkeypatch.setattr(reap, "ENDED", ("gone",))
+    assert main(["cluster", "reap", file, "--yes"]) == 1
+    assert f"{ids[0]} of 1 instance could not be ended" in capsys.readouterr().out
+
+
+def test_faults_are_said_in_one_line(ec2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from botocore.config import Config
+    from botocore.exceptions import ClientError
+
+    file = file_of(tmp_path, "faulty")
+    said = {
+        "RequestExpired": "have expired",
+        "AuthFailure": "does not accept",
+        "UnauthorizedOperation": "may not call ec2:DescribeInstances",
+    }
+    for code, words in said.items():
+        error = ClientError({"Error": {"Code": code, "Message": "no"}}, "DescribeInstances")
+        assert words in str(reap._refused(error, "us-east-1"))
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        monkeypatch.setattr(reap, "PATIENCE", Config(connect_timeout=1, read_timeout=1, retries={"total_max_attempts": 1}))
+        with pytest.raises(CloudFailed, match="does not answer"):
+            api.reap(file)
+        closed.listen()  # and never answers
+        with pytest.raises(CloudFailed, match="does not answer"):
+            api.reap(file)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(SpecError, match="needs credentials"):
+        api.reap(file)
+
+
+def test_other_clouds_and_files_without_a_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(YAML.replace("type: aws", "type: gcp, project_id: p, availability_zone: us-east1-b"))
+    with pytest.raises(SpecError, match="EC2 only"):
+        api.reap(path)

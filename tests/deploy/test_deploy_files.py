@@ -1,0 +1,261 @@
+"""What stands in deploy/: policies, manifests and the image's recipe, as far as that can be tried without a cloud or Docker."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from fnmatch import fnmatch
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from elastic import api
+from elastic.cluster_spec import load_cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+SHARED = Path(os.environ.get("ELASTIC_SHARED", ROOT.parent / "shared"))
+MANIFESTS = {"RayCluster": "raycluster", "RayJob": "rayjob"}
+POLICIES = sorted((DEPLOY / "iam").glob("*.json"))
+# What Ray's provider for AWS calls on EC2, on a head and from `ray up`, and `elastic prices` and `reap` besides.
+CALLED = {
+    "RunInstances",
+    "CreateTags",
+    "TerminateInstances",
+    "DescribeInstances",
+    "DescribeSpotPriceHistory",
+    "GetSpotPlacementScores",
+}
+
+
+def statements(name: str) -> list[dict[str, Any]]:
+    return json.loads((DEPLOY / "iam" / f"aws-{name}.json").read_text())["Statement"]
+
+
+def actions(found: dict[str, Any]) -> list[str]:
+    return [found["Action"]] if isinstance(found["Action"], str) else found["Action"]
+
+
+# ---------------------------------------------------------------------------------------------------- IAM
+
+
+@pytest.mark.parametrize("file", POLICIES, ids=lambda file: file.stem)
+def test_a_policy_names_actions_that_are_there_and_no_stars(file: Path) -> None:
+    import botocore.session
+
+    known = set(botocore.session.get_session().get_service_model("ec2").operation_names)
+    found = statements(file.stem.removeprefix("aws-"))
+    assert len({entry["Sid"] for entry in found}) == len(found) > 2
+    for entry in found:
+        assert entry["Effect"] == "Allow"
+        for action in actions(entry):
+            service, _, call = action.partition(":")
+            assert "*" not in action
+            assert service != "ec2" or call in known, action
+            if not call.startswith(("Describe", "Get")):
+                assert entry["Resource"] != "*", action
+
+
+@pytest.mark.parametrize("name", ["head", "user"])
+def test_instances_are_started_and_ended_by_the_clusters_tag_alone(name: str) -> None:
+    found = statements(name)
+    assert {action.removeprefix("ec2:") for entry in found for action in actions(entry)} >= CALLED
+    for entry in found:
+        condition = json.dumps(entry.get("Condition", {}))
+        instances = "arn:aws:ec2:*:*:instance/*" in entry["Resource"] or entry["Resource"] == "*"
+        if "ec2:TerminateInstances" in actions(entry):
+            assert "aws:ResourceTag/ray-cluster-name" in condition
+        if "ec2:RunInstances" in actions(entry) and instances:
+            assert "aws:RequestTag/ray-cluster-name" in condition
+        if "ec2:CreateTags" in actions(entry):
+            assert "ray-cluster-name" in condition or "ec2:CreateAction" in condition
+    passed = next(entry["Resource"] for entry in found if "iam:PassRole" in actions(entry))
+    assert passed == f"arn:aws:iam::*:role/elastic-{'worker' if name == 'head' else 'head'}"
+
+
+def test_workers_have_no_rights_on_instances_and_none_outside_their_prefixes() -> None:
+    for entry in statements("worker"):
+        assert all(action.startswith("s3:") for action in actions(entry))
+        assert fnmatch(entry["Resource"], "arn:aws:s3:::REPLACE-BUCKET/*/*") or "s3:prefix" in json.dumps(entry["Condition"])
+
+
+def test_the_policies_fit_the_cluster_files() -> None:
+    """Names by the pattern that the policies allow, and the profiles that deploy/iam/README.md makes."""
+    for file in (ROOT / "cluster_configs").glob("aws*.yaml"):
+        spec = load_cluster(file)
+        assert fnmatch(spec.name, "elastic-*")
+        for node_type in spec.node_types:
+            wanted = "elastic-head" if node_type.head else "elastic-worker"
+            assert node_type.node_config["IamInstanceProfile"] == {"Name": wanted}
+
+
+# ---------------------------------------------------------------------------------------------------- Kubernetes
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_a_manifest_is_right_but_for_its_placeholders(kind: str) -> None:
+    found = api.check_cluster(DEPLOY / "kubernetes" / f"{MANIFESTS[kind]}.yaml")
+    assert [line for line in found.lines() if "placeholders; put in your own" not in line] == []
+    assert {pool.market_type for pool in found.spec.pools} == {"spot", "on-demand"}
+    assert all(pool.gpus_per_node == 8 and pool.usd_per_node_h > 0 for pool in found.spec.pools)
+    assert found.spec.head is not None
+    assert "nvidia.com/gpu" not in json.dumps(found.spec.head.node_config)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            ("authOptions: {mode: token}", "authOptions: {mode: disabled}"),
+            "spec.authOptions: Ray runs the code of whoever reaches",
+        ),
+        (("    version: v2", "    version: v1"), "spec.autoscalerOptions: the first autoscaler does not know label selectors"),
+        (("        ray.io/market-type: spot\n", ""), "spec.workerGroupSpecs.0.labels: the label ray.io/market-type is missing"),
+        (
+            ("ray.io/market-type: spot", "ray.io/market-type: on-demand"),
+            "labelled on-demand, but its node_config asks for spot nodes",
+        ),
+        (
+            ("terminationGracePeriodSeconds: 120", "terminationGracePeriodSeconds: 5"),
+            "a pod that is told to leave has 5 s; at least 30",
+        ),
+        (("elastic:0.1.0", "elastic:latest"), "'REPLACE/elastic:latest' may be another one tomorrow"),
+        (
+            ('limits: {cpu: "180", memory: 1900Gi, nvidia.com/gpu: "8"', 'limits: {cpu: "180", nvidia.com/gpu: "4"'),
+            "GPU: 4, but a p5",
+        ),
+    ],
+)
+def test_a_mistake_in_a_manifest_is_one_line(tmp_path: Path, change: tuple[str, str], told: str) -> None:
+    text = (DEPLOY / "kubernetes" / "raycluster.yaml").read_text()
+    assert change[0] in text
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text.replace(*change, 1))
+    assert any(told in line for line in api.check_cluster(file).lines()), api.check_cluster(file).lines()
+
+
+def strict(schema: Any) -> Any:
+    """A CRD's schema as one that knows no other keys."""
+    if isinstance(schema, list):
+        return [strict(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: value if key in ("default", "enum") else strict(value) for key, value in schema.items()}
+    open_ended = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
+    if isinstance(made.get("properties"), dict) and schema.get("type") == "object" and not open_ended:
+        made["additionalProperties"] = False
+    return made
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_a_manifest_follows_kuberays_schema(kind: str) -> None:
+    import jsonschema
+
+    file = SHARED / "kuberay" / f"{MANIFESTS[kind]}s_v1.schema.json"
+    if not file.is_file():
+        pytest.skip(f"{file} is not there")
+    schema = strict(json.loads(file.read_text()))
+    schema["properties"]["metadata"] = {"type": "object"}
+    validator = jsonschema.Draft7Validator(schema)
+    text = (DEPLOY / "kubernetes" / f"{MANIFESTS[kind]}.yaml").read_text()
+    assert [error.message for error in validator.iter_errors(yaml.safe_load(text))] == []
+    misspelt = yaml.safe_load(text.replace("maxReplicas:", "maxReplicaz:", 1))
+    assert len(list(validator.iter_errors(misspelt))) == 2  # the unknown key, and the one that is missing now
+
+
+def test_both_manifests_describe_the_same_cluster() -> None:
+    cluster = yaml.safe_load((DEPLOY / "kubernetes" / "raycluster.yaml").read_text())["spec"]
+    job = yaml.safe_load((DEPLOY / "kubernetes" / "rayjob.yaml").read_text())["spec"]
+    assert job["rayClusterSpec"] == cluster
+    assert job["shutdownAfterJobFinishes"] is True  # nothing is left to be paid
+    policy = yaml.safe_load((DEPLOY / "kubernetes" / "network_policy.yaml").read_text())
+    assert (policy["kind"], policy["spec"]["policyTypes"]) == ("NetworkPolicy", ["Ingress"])
+    accounts = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "accounts.yaml").read_text()))
+    names = {entry["metadata"]["name"] for entry in accounts if entry["kind"] == "ServiceAccount"}
+    pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    assert {pod["serviceAccountName"] for pod in pods} == names
+    role = next(entry for entry in accounts if entry["kind"] == "Role")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}]
+
+
+# ---------------------------------------------------------------------------------------------------- the image
+
+
+def recipe() -> list[tuple[str, str]]:
+    """Instruction and arguments of each line of the Dockerfile."""
+    text = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text())
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in lines]
+
+
+def copied(to: Path) -> None:
+    """What the first stage sees of this repository."""
+    for instruction, words in recipe()[: [i for i, (word, _) in enumerate(recipe()) if word == "FROM"][1]]:
+        if instruction == "COPY":
+            *sources, target = words.split()
+            for source in sources:
+                if (ROOT / source).is_dir():
+                    shutil.copytree(ROOT / source, to / target, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    shutil.copy(ROOT / source, to)
+
+
+def test_the_image_runs_as_nobody_special_and_copies_what_is_there() -> None:
+    lines = recipe()
+    assert [words for word, words in lines if word == "USER"] == ["1000"]
+    assert len([word for word, _ in lines if word == "FROM"]) == 2
+    for word, words in lines:
+        if word == "COPY" and "--from" not in words:
+            sources = [source for source in words.split()[:-1] if not source.startswith("--")]
+            assert all((ROOT / source).exists() for source in sources), words
+
+
+@pytest.mark.slow
+def test_what_the_image_copies_is_enough_to_install_the_package(tmp_path: Path) -> None:
+    """Its last install command, without the packages that this one needs, from the files that it sees."""
+    if int(version("setuptools").split(".")[0]) < 77:
+        pytest.skip("the setuptools of this environment is older than 77")
+    copied(tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(tmp_path / "out"),
+        ".",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    text = "from elastic import catalog; print(catalog.__file__, len(catalog.instance_types()))"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "out")}
+    said = subprocess.run(
+        [sys.executable, "-c", text], cwd="/", env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert said.startswith(str(tmp_path / "out"))
+    assert int(said.split()[1]) > 80  # the tables came along
+
+
+@pytest.mark.product
+def test_the_images_install_commands_run_in_a_fresh_environment(tmp_path: Path) -> None:
+    """Minutes, and hundreds of megabytes from pip's index."""
+    copied(tmp_path)
+    runs = [words for word, words in recipe() if word == "RUN" and "/opt/elastic" in words]
+    assert len(runs) == 3
+    for words in runs:
+        command = words.replace("/opt/elastic", str(tmp_path / "venv")).replace("python3.12", sys.executable)
+        subprocess.run(command, shell=True, cwd=tmp_path, check=True, timeout=1800)
+    said = subprocess.run(
+        [tmp_path / "venv" / "bin" / "elastic", "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    assert said.startswith("elastic ")

@@ -1,0 +1,132 @@
+"""What is learnt of each pool: reclaims, droughts, starts, and nodes that die at start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from story import SPOT, Story, job, orders
+
+from elastic.policy import hazard
+from elastic.policy.state import PoolSeen, State
+from elastic.types import (
+    DriverStarted,
+    Node,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    Notice,
+    Pool,
+    PriceSeen,
+    ReleaseNode,
+    RequestFailed,
+    RequestNodes,
+)
+
+FIXED = Pool("fixed", "CPU", 1, "on-demand", 3.0, 0, 2)
+STATE = State(run="r", job=job(), pools=(SPOT, FIXED))
+
+
+def seen(**changes: PoolSeen) -> State:
+    return replace(STATE, history=changes)
+
+
+@pytest.mark.parametrize(
+    ("pool", "found", "per_h"),
+    [
+        ("spot", PoolSeen(), 0.05),
+        ("fixed", PoolSeen(), 0.002),
+        ("spot", PoolSeen(node_s=20 * 3600.0), 0.025),  # 20 h without any, as many as the prior's weight
+        ("spot", PoolSeen(node_s=20 * 3600.0, reclaims=3), 0.1),
+        ("spot", PoolSeen(node_s=980 * 3600.0, reclaims=99), 0.1),
+    ],
+)
+def test_the_posterior_mean_of_reclaims(pool: str, found: PoolSeen, per_h: float) -> None:
+    assert hazard.reclaims_per_node_h(seen(**{pool: found}), pool) == pytest.approx(per_h)
+
+
+def test_each_pool_is_judged_by_what_it_did_itself() -> None:
+    state = seen(spot=PoolSeen(losses=19, reclaims=19))
+    nodes = [Node("a", "spot"), Node("b", "fixed")]
+    assert hazard.losses_per_h(state, nodes) == pytest.approx(1.0 + 0.002)
+    assert hazard.reclaims_per_h(state, [nodes[1]]) == pytest.approx(0.002)
+
+
+def test_reclaims_count_once_and_what_is_given_back_is_none() -> None:
+    story = Story(pools=(SPOT, FIXED))
+    story.running("a", "b", "c", steps=2)
+    story.tick(Notice("b", story.now_s + 10))
+    story.tick(Notice("b", story.now_s + 8))  # another deadline
+    story.entered()
+    for order in orders(story.tick(after_s=10), ReleaseNode):
+        story.tick(NodeLost(order.node_id, "released"))
+    found = story.state.history["spot"]
+    assert (found.reclaims, found.losses) == (1, 0)
+    story.tick(NodeLost("c"))
+    found = story.state.history["spot"]
+    assert (found.reclaims, found.losses) == (2, 1)
+    assert found.node_s == pytest.approx(story.state.node_s) and found.node_s > 3 * 20
+
+
+def test_a_drought_that_lasts_is_expected_to_last() -> None:
+    story = Story(pools=(SPOT,))
+    (request,) = orders(story.decisions[0], RequestNodes)
+    story.tick(RequestFailed("spot", request.request_id, "no capacity"))
+    assert hazard.dry_for_h(story.state, "spot", story.now_s) == pytest.approx(0.25)
+    assert hazard.dry_for_h(story.state, "spot", story.now_s + 1800) == pytest.approx(0.75)
+    story.tick(NodeReady(Node("a", "spot")), after_s=1800)
+    assert hazard.dry_for_h(story.state, "spot", story.now_s) == pytest.approx(0.75 / 2)
+
+
+def test_starts_are_timed_from_the_request_on() -> None:
+    story = Story(pools=(SPOT,))
+    assert hazard.start_s(story.state, "spot") == hazard.START_PRIOR_S
+    story.tick(NodeReady(Node("a", "spot")), after_s=60)
+    story.tick(NodePrepared("a"), after_s=30)
+    assert hazard.start_s(story.state, "spot") == pytest.approx(90)
+
+
+def test_a_pool_whose_nodes_die_at_start_is_asked_again_at_once_and_then_ever_later() -> None:
+    story = Story(pools=(replace(SPOT, max_nodes=2), FIXED))
+    waits = []
+    for k in range(6):
+        names = [f"a{k}", f"b{k}"]
+        story.tick(*(NodeReady(Node(name, "spot")) for name in names), after_s=30)
+        decision = story.tick(*(NodeLost(name, "boot failed") for name in names), after_s=5)
+        asked = [order for order in orders(decision, RequestNodes) if order.pool == "spot"]
+        assert bool(asked) == (k == 0), "both of a request are one start; the second in a row is one too many"
+        if asked:
+            continue
+        assert f"pool spot: {k + 1} starts in a row" in decision.reason and "asked again after" in decision.reason
+        backoff = story.state.backoff["spot"]
+        waits.append(backoff.wait_s)
+        assert f"{k + 1} starts in a row" in backoff.reason and "boot failed" in backoff.reason
+        decision = story.tick(after_s=backoff.until_s - story.now_s)
+        assert "spot" in [order.pool for order in orders(decision, RequestNodes)]
+    assert waits == [30.0, 60.0, 120.0, 240.0, 480.0]
+    story.tick(NodeReady(Node("good", "spot")))
+    assert "spot" in story.state.backoff, "a node that has come has not started yet"
+    story.tick(NodePrepared("good"))
+    assert "spot" not in story.state.backoff and story.state.history["spot"].deaths == 0
+
+
+def test_a_new_driver_knows_what_was_seen_and_when_the_run_began() -> None:
+    story = Story()
+    story.running("a", "b", steps=2)
+    before = story.state.history["spot"]
+    start = DriverStarted("story", 2, story.start.job, (SPOT,), story.start.model)
+    story.tick(start, after_s=3600)
+    assert story.state.history["spot"] == before and before.node_s > 0
+    assert story.state.first_started_at_s == pytest.approx(0.1)
+
+
+def test_prices_are_those_seen_last_and_hazard_is_in_them() -> None:
+    story = Story(pools=(SPOT, FIXED))
+    story.running("a", "b", steps=2)
+    usd = story.state.usd
+    story.tick(PriceSeen("spot", 2.0), after_s=1800)
+    assert story.state.usd == pytest.approx(usd + 1.0) and story.state.usd_per_h == 4.0  # what was used was cheaper
+    pool = story.state.pool("spot")
+    assert pool is not None
+    reclaimed = replace(story.state, history={"spot": PoolSeen(node_s=0.0, reclaims=19, start_s=360.0)})
+    assert hazard.usd_per_gpu_h(reclaimed, pool) == pytest.approx(2.0 * (1 + 1.0 * 0.1))
