@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 from elastic.errors import ElasticError, InfeasiblePlan, InternalError, NoCapacity, ProgramError, SpecError, StateLost
 from elastic.program import Program, Weights
 from elastic.types import Layout, Plan, Pool
+from elastic.version import __version__
 
 if TYPE_CHECKING:
     from elastic.api import ElasticTrainer, Options, Result, run
     from elastic.cluster.ray_train import train_loop
     from elastic.models.attention import attention, positions
     from elastic.worker.loop import loop
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ElasticError", "ElasticTrainer", "InfeasiblePlan", "InternalError", "Layout", "NoCapacity", "Options", "Plan", "Pool",

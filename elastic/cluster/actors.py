@@ -19,9 +19,11 @@ from typing import Any
 from elastic.cluster import processes
 from elastic.cluster.output import Output
 from elastic.errors import ElasticError, SpecError
-from elastic.types import Event, NodePrepared, Quiesced, Rehearsal, StepDone, WorkerId
+from elastic.types import Event, NodePrepared, Quiesced, Rehearsal, StepDone, Terms, WorkerId
 
 log = logging.getLogger(__name__)
+
+Neighbours = tuple[Any, ...]  # actors on other nodes of the run
 
 SESSION = "elastic.worker.session:Session"
 MAX_CONCURRENCY = 6  # one long poll, the others for orders
@@ -90,9 +92,23 @@ class Worker:
         setup = self.setup
         return Passport(setup.me, setup.incarnation, setup.pool, os.getpid(), self.prepared, self.ordered)
 
-    def prepare(self, epoch: int, rehearsals: tuple[Rehearsal, ...] = ()) -> None:
+    def prepare(
+        self, epoch: int, rehearsals: tuple[Rehearsal, ...] = (), terms: Terms | None = None, neighbours: Neighbours = ()
+    ) -> None:
+        """`terms`: what the node must be like; None = that is not looked at."""
         self._fence(epoch)
-        self.session.prepare(rehearsals)
+        if terms is None:
+            self.session.prepare(rehearsals)
+            return
+        from elastic.cluster.admission import entry
+
+        self.session.prepare(rehearsals, entry(terms, neighbours))
+
+    def hear(self) -> Any:
+        """A neighbour that is being let in measures its link to here: a Door. That is no word of the driver."""
+        from elastic.cluster.admission import open_door
+
+        return open_door(self.setup.me.node_id)
 
     def enter(self, epoch: int, order: Any) -> None:
         """An order that comes twice counts once."""

@@ -20,6 +20,7 @@ import ray
 
 from elastic.cluster import _ray_private, drills
 from elastic.cluster.actors import WorkerSetup
+from elastic.cluster.admission import Entrance
 from elastic.cluster.autoscaler import provider_for
 from elastic.cluster.claims import Order
 from elastic.cluster.copies import Commit, DurableCopies, holders_of
@@ -111,6 +112,7 @@ class RayBackend:
             float(run.job.get("orphan_lease_s") or 900.0), outlives, run.logs,
         )  # fmt: skip
         self.crew = Crew(setup, run.namespace, local=self.cluster is not None)
+        self.entrance = Entrance(self.crew)
         self.copies = DurableCopies(self.storage, run.epoch, {"run": run.name, KEY: run.job.get(KEY)}, self.commit)
         self.gather = Gather(self.copies.commit, self._workers_of)
         self.silence = Silence(POLL_S, run.job.get("max_silence_s"))
@@ -203,15 +205,15 @@ class RayBackend:
             self._early.append(NodeLost(action.node_id, "it is not there"))
             return
         self.gather.forget(node.node_id)
-        pool = self._pool(node.pool)
+        pool, preparation = self._pool(node.pool), self.entrance.preparation(action, self._plan)
         self._end([worker for worker in self.crew.workers(node.node_id) if self.silence.is_silent(worker)])
         there = self.crew.workers(node.node_id)
         for k in range(node.gpus):
             me = WorkerId(node.node_id, k)
             if me in there:
-                self.crew.call(me, "prepare", action.rehearse)
+                self.crew.call(me, "prepare", *preparation)
             else:
-                self.crew.start(me, Berth(ray_id, node.pool, pool.accelerator_type != "CPU"), action.rehearse)
+                self.crew.start(me, Berth(ray_id, node.pool, pool.accelerator_type != "CPU"), *preparation)
 
     def _enter(self, action: EnterPlan) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -284,7 +286,7 @@ class RayBackend:
             if self._is_known(message):
                 continue
             for event in self.gather.add(answer.worker, message, time.monotonic()):
-                events.append(event)
+                events.append(self.entrance.passed(event, self.nodes))
                 events += self._follow(event)
         return events
 
@@ -456,6 +458,7 @@ class RayBackend:
         self.nodes.pop(node_id, None)
         self.drilling.forget(node_id)
         self.outlook.forget(node_id)
+        self.entrance.forget(node_id)
         self.gather.forget(node_id)
 
     def _end_workers(self, node_id: str) -> None:

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.cluster.actors import MAX_CONCURRENCY, Passport, Worker, WorkerSetup
 from elastic.cluster.nodes import signal_there
 from elastic.errors import SpecError
-from elastic.types import Rehearsal, WorkerId
+from elastic.types import WorkerId
 
 POLL_S = 0.5  # how long a worker without news holds a poll
 PASSPORT_MOST_S = 10.0
@@ -95,14 +95,19 @@ class Crew:
         member = self._members.get(worker)
         return member.generation if member else 0
 
-    def start(self, me: WorkerId, berth: Berth, rehearsals: tuple[Rehearsal, ...] = ()) -> None:
-        """Starts an actor in the background and lets it prepare."""
+    def actor(self, worker: WorkerId) -> Any:
+        """None = there is no such worker."""
+        member = self._members.get(worker)
+        return member.actor if member else None
+
+    def start(self, me: WorkerId, berth: Berth, *preparation: Any) -> None:
+        """Starts an actor in the background and lets it prepare: `preparation` as Worker.prepare takes it."""
         with self._lock:
             self._incarnations[me] = self._incarnations.get(me, 0) + 1
             incarnation = self._incarnations[me]
-        self._starter.submit(self._start, me, berth, incarnation, rehearsals)
+        self._starter.submit(self._start, me, berth, incarnation, preparation)
 
-    def _start(self, me: WorkerId, berth: Berth, incarnation: int, rehearsals: tuple[Rehearsal, ...]) -> None:
+    def _start(self, me: WorkerId, berth: Berth, incarnation: int, preparation: tuple[Any, ...]) -> None:
         setup = replace(self.setup, me=me, incarnation=incarnation, pool=berth.pool)
         need: dict[str, Any] = {"num_cpus": 0, "num_gpus": 1} if berth.on_gpu else {"num_cpus": 1}
         actor_class: Any = ray.remote(Worker)
@@ -120,7 +125,7 @@ class Crew:
                 _kill(actor)
                 return
             self._members[me] = _Member(actor, berth.ray_id, incarnation)
-        self.call(me, "prepare", rehearsals)
+        self.call(me, "prepare", *preparation)
 
     def adopt(self, keep: bool) -> list[Passport]:
         """Finds the run's living actors, of each worker the newest; the others end. Not `keep`: all of them end."""

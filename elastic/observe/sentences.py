@@ -20,6 +20,8 @@ def of(event: Event, view: View) -> str | None:
             return f"{again} (run {event.run}, epoch {event.epoch}){found}"
         case types.NodeReady(node):
             return f"node {node.node_id} is ready: pool {node.pool}, {n_of(node.gpus, 'worker')}"
+        case types.NodeRefused():
+            return f"{node_name(event.node_id, view)} is not let in: {event.reason}"
         case types.Notice():
             return f"notice: {node_name(event.node_id, view)} goes in {max(0.0, event.deadline_s - view.at_s):.0f} s"
         case types.NoticeWithdrawn():

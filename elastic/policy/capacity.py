@@ -35,6 +35,11 @@ def _prepare(state: State, now_s: float) -> Decision:
     for node in state.nodes.values():
         if node.status != "ready":
             continue
+        if node.node_id in state.refused:
+            why = f"not let in: {state.refused[node.node_id]}"
+            actions += [Quarantine(node.node_id, why), ReleaseNode(node.node_id)]
+            reasons.append(f"node {node.node_id} of pool {node.pool} is given back, {why}")
+            continue
         since_s = state.preparing.get(node.node_id)
         if since_s is not None and now_s < since_s + PREPARE_MOST_S:
             wakes.append(since_s + PREPARE_MOST_S)

@@ -26,6 +26,7 @@ from elastic.types import (
     NodeLost,
     NodePrepared,
     NodeReady,
+    NodeRefused,
     Notice,
     NoticeWithdrawn,
     Plan,
@@ -114,9 +115,20 @@ def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
     nodes = {name: n for name, n in state.nodes.items() if name != node.node_id}  # at the end: order of arrival
     nodes[node.node_id] = replace(node, status="ready", deadline_s=None)
     dead = frozenset(w for w in state.dead if w.node_id != node.node_id)
+    refused = {name: why for name, why in state.refused.items() if name != node.node_id}
     return replace(
-        state, nodes=nodes, requests=requests, backoff=backoff, dead=dead, releasing=state.releasing - {node.node_id}
-    )
+        state, nodes=nodes, requests=requests, backoff=backoff, dead=dead, releasing=state.releasing - {node.node_id},
+        refused=refused,
+    )  # fmt: skip
+
+
+def _node_refused(state: State, event: NodeRefused, at_s: float) -> State:
+    """It is put aside by the next decision, and counts for its pool as a start that failed."""
+    state, node = seen(state, event.node_id), state.nodes.get(event.node_id)
+    if node is None or node.status in ("lost", "quarantined") or event.node_id in state.releasing:
+        return state
+    preparing = {name: t for name, t in state.preparing.items() if name != event.node_id}
+    return replace(state, preparing=preparing, refused={**state.refused, event.node_id: event.reason})
 
 
 def _node_prepared(state: State, event: NodePrepared, at_s: float) -> State:
@@ -165,6 +177,7 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
     state = replace(
         set_status(state, node.node_id, "lost"),
         preparing={name: t for name, t in state.preparing.items() if name != node.node_id},
+        refused={name: why for name, why in state.refused.items() if name != node.node_id},
         releasing=state.releasing - {node.node_id},
         n_losses=state.n_losses + (not released),
     )
@@ -322,6 +335,7 @@ def _stop_asked(state: State, event: StopAsked, at_s: float) -> State:
 
 HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     DriverStarted: _driver_started, NodeReady: _node_ready, NodePrepared: _node_prepared, Notice: _notice,
+    NodeRefused: _node_refused,
     NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost, RequestFailed: _request_failed, PlanEntered: _plan_entered,
     PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored, SpeedMeasured: _speed_measured,
     PriceSeen: _price_seen, Progress: _progress, StopAsked: _stop_asked, **FAILURES, **COPIES,

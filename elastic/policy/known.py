@@ -115,6 +115,7 @@ class State:
     prepared: frozenset[str] = frozenset()  # nodes whose workers all live and have imported the program
     prepared_at_s: float = 0.0  # when the last node was prepared
     preparing: Mapping[str, float] = field(default_factory=dict)  # node -> when it was asked, or has got on last
+    refused: Mapping[str, str] = field(default_factory=dict)  # nodes that may not take part -> why, until they are put aside
     releasing: frozenset[str] = frozenset()
     given_up: frozenset[str] = frozenset()  # nodes that we leave without being told to; released when nothing is left on them
     dead: frozenset[WorkerId] = frozenset()  # processes that are gone on nodes that are not

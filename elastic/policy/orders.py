@@ -66,7 +66,9 @@ def _ordered_quarantine(state: State, action: Quarantine, at_s: float) -> State:
         return state
     state = hazard.died(state, node, action.reason, at_s)
     state = replace(set_status(state, action.node_id, "quarantined"), unseen=state.unseen - {action.node_id})
-    state = replace(state, preparing={name: t for name, t in state.preparing.items() if name != action.node_id})
+    preparing = {name: t for name, t in state.preparing.items() if name != action.node_id}
+    refused = {name: why for name, why in state.refused.items() if name != action.node_id}
+    state = replace(state, preparing=preparing, refused=refused)
     gone = frozenset(WorkerId(node.node_id, k) for k in range(node.gpus))
     return without(state, gone, f"node {node.node_id} is quarantined: {action.reason}", at_s)
 

@@ -24,7 +24,8 @@ def choice_of(state: State, nodes: Sequence[Node]) -> Choice:
 
 
 def with_rehearsals(state: State, decision: Decision) -> Decision:
-    """Nodes that are prepared rehearse what they may soon run: with all nodes that there are, and with one less."""
+    """Nodes that are prepared rehearse what they may soon run: with all nodes that there are, and with one less. They must have
+    the memory that one of the two needs."""
     wanted = [action for action in decision.actions if isinstance(action, Prepare)]
     if not wanted:
         return decision
@@ -36,12 +37,18 @@ def with_rehearsals(state: State, decision: Decision) -> Decision:
         except InfeasiblePlan:  # nothing to rehearse
             continue
     actions = tuple(
-        replace(action, rehearse=tuple(_rehearsal(choice, state.nodes[action.node_id]) for choice in choices))
-        if isinstance(action, Prepare)
-        else action
-        for action in decision.actions
+        _rehearsing(state, action, choices) if isinstance(action, Prepare) else action for action in decision.actions
     )
     return replace(decision, actions=actions)
+
+
+def _rehearsing(state: State, action: Prepare, choices: list[Choice]) -> Prepare:
+    node = state.nodes[action.node_id]
+    pool = state.pool(node.pool)
+    on_gpu = pool is not None and pool.accelerator_type != "CPU"
+    least = min((choice.memory_bytes for choice in choices), default=0)
+    rehearse = tuple(_rehearsal(choice, node) for choice in choices)
+    return replace(action, rehearse=rehearse, gpu_bytes=least if on_gpu else 0, host_bytes=0 if on_gpu else least * node.gpus)
 
 
 def _rehearsal(choice: Choice, node: Node) -> Rehearsal:

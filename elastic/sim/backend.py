@@ -71,7 +71,7 @@ class SimBackend(Generations):
     # ------------------------------------------------------------------------------------------ faults
 
     def _fault(self, fault: Fault) -> None:
-        if fault.kind in ("drought", "slow", "crash", "price"):
+        if fault.kind in ("drought", "slow", "crash", "refuse", "price"):
             self._pool_fault(fault)
             return
         if fault.kind == "add":

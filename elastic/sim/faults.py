@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 FaultKind = Literal[
-    "notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought", "slow", "crash", "price",
-    "add", "stop",
+    "notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought", "slow", "crash", "refuse",
+    "price", "add", "stop",
 ]  # fmt: skip
 Moment = Literal["inside", "waiting", "torn"]
 
@@ -17,6 +17,7 @@ class Delays:
     """Seconds on the virtual clock. A step takes `work_s` divided by the number of workers."""
 
     boot_s: float = 5.0
+    admit_s: float = 1.0  # of prepare_s, until a node that may not take part is found out
     prepare_s: float = 4.0
     enter_s: float = 0.8
     restore_s: float = 2.5
@@ -37,10 +38,10 @@ class Fault:
 
     notice: taken after `lasts_s`; for a node that has notice, another deadline. withdraw: the notice of a node that has one.
     drought: the pool gives nothing for `lasts_s`. slow: what is asked of it in that time comes `amount` seconds later. crash:
-    its nodes that come in that time are gone before they are prepared. price: it costs `amount` dollars per node-hour from now
-    on. loss, hang, process: of a node, or of its first worker. error: a collective
-    fails, nobody is gone. corrupt: the content of the newest generation is found wrong. not_finite: the next step gives no
-    number, once, or whenever it is done (`lasting`).
+    its nodes that come in that time are gone before they are prepared. refuse: they are not let in. price: it costs `amount`
+    dollars per node-hour from now on. loss, hang, process: of a node, or of its first worker. error: a collective fails, nobody
+    is gone. corrupt: the content of the newest generation is found wrong. not_finite: the next step gives no number, once, or
+    whenever it is done (`lasting`).
     `moment`, of a loss, process or error: where the step was. inside: its gradients were not summed yet. waiting: every
     survivor waits for the commit. torn: every other survivor has seen it.
     """

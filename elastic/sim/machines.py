@@ -15,6 +15,7 @@ from elastic.types import (
     NodeLost,
     NodePrepared,
     NodeReady,
+    NodeRefused,
     Notice,
     NoticeWithdrawn,
     Pool,
@@ -52,6 +53,7 @@ class Machines(Clock):
         self._dry_until_s: dict[str, float] = {}
         self._slow: dict[str, tuple[float, float]] = {}  # pool -> until when, and by how much
         self._crash_until_s: dict[str, float] = {}
+        self._refuse_until_s: dict[str, float] = {}
         self._prices = {pool.name: [(0.0, pool.usd_per_node_h)] for pool in pools}  # since when which
         self._coming: dict[str, int] = {}
         self._withdrawn: set[str] = set()
@@ -89,6 +91,8 @@ class Machines(Clock):
             self._slow[name] = (until_s, fault.amount)
         elif fault.kind == "crash":
             self._crash_until_s[name] = until_s
+        elif fault.kind == "refuse":
+            self._refuse_until_s[name] = until_s
         else:
             self._prices[name].append((self._now_s, fault.amount))
             self._tell(PriceSeen(name, fault.amount))
@@ -129,6 +133,9 @@ class Machines(Clock):
         machine = self._machines.get(action.node_id)
         if machine is None:
             return
+        if machine.born_s < self._refuse_until_s.get(machine.node.pool, 0.0):
+            self._after(self.delays.admit_s, lambda: self._refuse(machine))
+            return
 
         def done() -> None:
             if machine.gone_s is None and machine.node.node_id not in self._lost():
@@ -137,6 +144,10 @@ class Machines(Clock):
                 self._tell(NodePrepared(action.node_id))
 
         self._after(self.delays.prepare_s, done)
+
+    def _refuse(self, machine: Machine) -> None:
+        if machine.gone_s is None and machine.node.node_id not in self._lost():
+            self._tell(NodeRefused(machine.node.node_id, "scripted", machine.node.pool))
 
     def _lost(self) -> set[str]:
         return {name for name, m in self._machines.items() if m.gone_s is not None or name in self._dying}

@@ -28,6 +28,7 @@ from elastic.types.actions import (
     Stop,
     StoreCopy,
 )  # fmt: skip
+from elastic.types.admission import Admission, Terms, version_differences, worst
 from elastic.types.events import (
     CopyDamaged,
     CopyFailed,
@@ -44,6 +45,7 @@ from elastic.types.events import (
     NodeLost,
     NodePrepared,
     NodeReady,
+    NodeRefused,
     NodeWarned,
     NoiseSeen,
     Notice,
@@ -97,15 +99,16 @@ from elastic.types.nouns import (
 )  # fmt: skip
 
 __all__ = [
-    "AUTO", "AXES", "Abort", "Action", "Box", "Cause", "Copy", "CopyDamaged", "CopyFailed", "CopyKind", "CopyRemoved",
-    "CopyStored", "DTYPE_BYTES", "Decided", "Decision", "DigestChecked", "DigestPart", "DrainNode", "DrillAsked",
-    "DriverStarted", "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan", "GuardTripped", "HardwareProfile",
-    "Holding", "LAYOUT_OPTIONS", "Layout", "MarketType", "ModelProfile", "Move", "Node", "NodeLost", "NodePrepared",
-    "NodeReady", "NodeStatus", "NodeWarned", "NoiseSeen", "Notice", "NoticeWithdrawn", "OptimizerSpec", "Outcome", "Plan",
-    "PlanEntered", "PlanFailed", "Pool", "Prepare", "PriceSeen", "Progress", "Quarantine", "Quiesce", "Quiesced", "Rehearsal",
-    "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile", "SetCadence",
-    "SetShares", "ShardStored", "Silent", "Source", "SpeedMeasured", "StepDone", "Stop", "StopAsked", "StoreCopy",
-    "TensorSpec", "Transfer", "WorkerFailed", "WorkerId", "is_auto", "layout_options", "names_of", "parse_layout", "pinned",
+    "AUTO", "AXES", "Abort", "Action", "Admission", "Box", "Cause", "Copy", "CopyDamaged", "CopyFailed", "CopyKind",
+    "CopyRemoved", "CopyStored", "DTYPE_BYTES", "Decided", "Decision", "DigestChecked", "DigestPart", "DrainNode",
+    "DrillAsked", "DriverStarted", "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan", "GuardTripped",
+    "HardwareProfile", "Holding", "LAYOUT_OPTIONS", "Layout", "MarketType", "ModelProfile", "Move", "Node", "NodeLost",
+    "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned", "NoiseSeen", "Notice", "NoticeWithdrawn",
+    "OptimizerSpec", "Outcome", "Plan", "PlanEntered", "PlanFailed", "Pool", "Prepare", "PriceSeen", "Progress", "Quarantine",
+    "Quiesce", "Quiesced", "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume", "RollForward",
+    "SampleProfile", "SetCadence", "SetShares", "ShardStored", "Silent", "Source", "SpeedMeasured", "StepDone", "Stop",
+    "StopAsked", "StoreCopy", "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId", "is_auto", "layout_options",
+    "names_of", "parse_layout", "pinned", "version_differences", "worst",
 ]  # fmt: skip
 
 

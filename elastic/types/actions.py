@@ -38,11 +38,14 @@ class Quarantine(Action):
 
 @dataclass(frozen=True)
 class Prepare(Action):
-    """Start the workers of a node (or replace those that are gone), let them import the program and rehearse what may come:
-    the first before they count as prepared, the others while they are idle."""
+    """Start the workers of a node (or replace those that are gone), let them look whether the node may take part, import the
+    program and rehearse what may come: the first before they count as prepared, the others while they are idle. `gpu_bytes`:
+    what the job needs at least of each worker's GPU, `host_bytes`: of the node's host memory; 0 = not known."""
 
     node_id: str
     rehearse: tuple[Rehearsal, ...] = ()
+    gpu_bytes: int = 0
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.types.admission import Admission
 from elastic.types.nouns import (
     Copy,
     FailureKind,
@@ -50,12 +51,22 @@ class NodeReady(Event):
 class NodePrepared(Event):
     """All workers of the node have imported the program and wait for a plan. `pids` are their process ids, `n_samples` is the
     length of the dataset that they have opened (0 = not told); `sample`: what one sample asks of the model, None = it could not
-    be found out."""
+    be found out; `admission`: what was found when it was let in, None = nobody looked."""
 
     node_id: str
     pids: tuple[int, ...] = ()
     n_samples: int = 0
     sample: SampleProfile | None = None
+    admission: Admission | None = None
+
+
+@dataclass(frozen=True)
+class NodeRefused(Event):
+    """The node was looked at when it started and may not take part: `reason` says why, in one line. It is still paid for."""
+
+    node_id: str
+    reason: str
+    pool: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elastic.types import CopyFailed, DigestChecked, DigestPart, Event, NodePrepared, Plan, SampleProfile, ShardStored, WorkerId
+from elastic.types import (
+    Admission,
+    CopyFailed,
+    DigestChecked,
+    DigestPart,
+    Event,
+    NodePrepared,
+    Plan,
+    SampleProfile,
+    ShardStored,
+    WorkerId,
+    worst,
+)
 from elastic.worker.commit import Told
 
 OPEN_COPIES = 4  # durable copies whose parts are waited for; of older ones the rest will not come
@@ -42,6 +54,7 @@ class Gather:
     plans: dict[int, Plan] = field(default_factory=dict)
     _told: Told = field(default_factory=Told)
     _pids: dict[str, dict[WorkerId, int]] = field(default_factory=dict)
+    _admitted: dict[str, list[Admission]] = field(default_factory=dict)
     _sample: SampleProfile | None = None
     _copies: dict[tuple[int, int], Parts] = field(default_factory=dict)  # by generation and step, oldest first
     _failed: set[tuple[int, int]] = field(default_factory=set)
@@ -54,6 +67,7 @@ class Gather:
     def forget(self, node_id: str) -> None:
         """A node is gone or starts anew."""
         self._pids.pop(node_id, None)
+        self._admitted.pop(node_id, None)
 
     def add(self, worker: WorkerId, event: Event, at_s: float = 0.0) -> list[Event]:
         """Events for the policy that this message completes."""
@@ -85,9 +99,12 @@ class Gather:
         pids = self._pids.setdefault(worker.node_id, {})
         pids[worker] = event.pids[0] if event.pids else 0
         self._sample = event.sample or self._sample
+        found = self._admitted.setdefault(worker.node_id, [])
+        found += [event.admission] if event.admission is not None else []
         if len(pids) < self.workers_of(worker.node_id):
             return []
-        return [replace(event, pids=tuple(pids[w] for w in sorted(pids)), sample=self._sample)]
+        admission = worst(found) if found else None
+        return [replace(event, pids=tuple(pids[w] for w in sorted(pids)), sample=self._sample, admission=admission)]
 
     def _stored(self, event: ShardStored, at_s: float) -> None:
         plan, key = self.plans.get(event.generation), (event.generation, event.step)

@@ -24,13 +24,16 @@ from elastic.data.progress import heard_by
 from elastic.data.readers import readers_of
 from elastic.data.streams import with_stream
 from elastic.errors import ElasticError, ProgramError, SpecError, StateLost, StorageFailed
+from elastic.fingerprint import KEY, fingerprint
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import (
+    Admission,
     CopyDamaged,
     Event,
     FailureKind,
     NodePrepared,
+    NodeRefused,
     Plan,
     Progress,
     Quiesced,
@@ -39,6 +42,7 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.worker import durable
+from elastic.worker.admission import Checks, Entry, Refused
 from elastic.worker.allocator import settle_allocator, settle_cuda_allocator
 from elastic.worker.compiled import settle_compiler
 from elastic.worker.durable import Damaged
@@ -87,7 +91,8 @@ class Session:
         self._outbox: list[tuple[int, Event]] = []
         self._sequence = 0
         self._orders: list[EnterOrder] = []
-        self._prepare_asked: tuple[Rehearsal, ...] | None = None
+        self._prepare_asked: tuple[tuple[Rehearsal, ...], Entry | None] | None = None
+        self._admission: Admission | None = None
         self._closed = False
         self._phase, self._step, self._progress = "idle", 0, 0
         self._told_s = 0.0  # when this phase began, or when it was told last that this worker gets on with it
@@ -104,11 +109,12 @@ class Session:
 
     # ------------------------------------------------------------------------------------------ orders (any thread)
 
-    def prepare(self, rehearsals: tuple[Rehearsal, ...] = ()) -> None:
-        """Import the program, build it on the meta device, open its data, rehearse the first of the plans that may come ->
-        NodePrepared or WorkerFailed(program); then, while idle, the others."""
+    def prepare(self, rehearsals: tuple[Rehearsal, ...] = (), entry: Entry | None = None) -> None:
+        """Look whether this node may take part (`entry`), import the program, build it on the meta device, open its data,
+        rehearse the first of the plans that may come -> NodePrepared, NodeRefused or WorkerFailed(program); then, while idle,
+        the others."""
         with self._lock:
-            self._prepare_asked = rehearsals
+            self._prepare_asked = rehearsals, entry
             self._lock.notify_all()
 
     def enter(self, order: EnterOrder) -> None:
@@ -240,16 +246,16 @@ class Session:
                 if self._closed:
                     return
                 forward, self._forward = self._forward, None
-                rehearsals = None
+                asked = None
                 if not forward:
-                    rehearsals, self._prepare_asked = self._prepare_asked, None
-                order = self._orders.pop(0) if not forward and rehearsals is None else None
+                    asked, self._prepare_asked = self._prepare_asked, None
+                order = self._orders.pop(0) if not forward and asked is None else None
             if forward:
                 self._roll_forward(*forward)
             elif order is not None:
                 self._live(order)
-            else:
-                self._prepare(rehearsals or ())
+            elif asked is not None:
+                self._prepare(*asked)
             self._at_phase("idle", self._step)
 
     def _roll_forward(self, number: int, step: int, commit: tuple[float, ...]) -> None:
@@ -265,34 +271,49 @@ class Session:
         with self._lock:
             self._put(self._quiesced(number))
 
-    def _prepare(self, rehearsals: tuple[Rehearsal, ...] = ()) -> None:
+    def _prepare(self, rehearsals: tuple[Rehearsal, ...] = (), entry: Entry | None = None) -> None:
         self._at_phase("preparing", 0)
+        checks = Checks(entry, self._device(), self.me.local_rank == 0) if entry is not None and self._place is None else None
         try:
-            if self._place is None:
-                with heard_by(lambda: self._at_phase("preparing", 0)):
-                    place = self._open()
-                rehearse(place)
-                if self.me.local_rank == 0:
-                    place.sample = sample_profile(place.program, self.job, place.dataset[0])
-                self._place = place
-                gc.collect()
-                gc.freeze()  # what stays for good need not be looked at again: see Workplace.keep
+            place = self._place = self._place or self._settled(checks)
             for i, rehearsal in enumerate(rehearsals):
                 if i == 1:
                     self._put(self._prepared())
                 if not self._orders:  # a real plan that is here is better than any rehearsal
                     self._at_phase("preparing", 0)
-                    self._rehearse(self._place, rehearsal)
+                    self._rehearse(place, rehearsal)
+        except Refused as refused:
+            self._put(NodeRefused(self.me.node_id, str(refused)))
+            return
         except Exception as error:  # noqa: BLE001 - the worker's boundary: whatever the program raises becomes a message
             _print(error)
-            self._put(WorkerFailed(self.me, 0, _kind_of(error), _text(error)))
+            why = checks.reason() if checks is not None and self._place is None else ""
+            self._put(NodeRefused(self.me.node_id, why) if why else WorkerFailed(self.me, 0, _kind_of(error), _text(error)))
             return
         if len(rehearsals) < 2:
             self._put(self._prepared())
 
+    def _settled(self, checks: Checks | None) -> Workplace:
+        """A workplace, opened while the node is looked at. Raises Refused, and what the program raises."""
+        if checks is not None:
+            checks.begin(self._pool.submit)
+        with heard_by(lambda: self._at_phase("preparing", 0)):
+            place = self._open()
+        if checks is not None and self.job.get(KEY):
+            mine = fingerprint(self.job["program"], self.job, place.profile, int(self.job["n_samples"]))
+            checks.program(self.job[KEY], mine)
+        rehearse(place)
+        if self.me.local_rank == 0:
+            place.sample = sample_profile(place.program, self.job, place.dataset[0])
+        if checks is not None:
+            self._admission = checks.end()
+        gc.collect()
+        gc.freeze()  # what stays for good need not be looked at again: see Workplace.keep
+        return place
+
     def _prepared(self) -> NodePrepared:
         sample = self._place.sample if self._place is not None else None
-        return NodePrepared(self.me.node_id, (os.getpid(),), int(self.job["n_samples"]), sample)
+        return NodePrepared(self.me.node_id, (os.getpid(),), int(self.job["n_samples"]), sample, self._admission)
 
     def _rehearse(self, place: Workplace, rehearsal: Rehearsal) -> None:
         """Its numbers are garbage, so what the program says of them is no reason to stop: the first step will be slower."""
@@ -303,7 +324,7 @@ class Session:
 
     def _open(self) -> Workplace:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        device = self.device or (torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+        device = self._device()
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread
         if self.job.get("compile"):
@@ -323,6 +344,9 @@ class Session:
             self.me, program, profile, self.job, dataset, validation, storage, device, self._put, self._at_phase, behind,
             script=script, readers=readers_of(self.job),
         )  # fmt: skip
+
+    def _device(self) -> torch.device:
+        return self.device or (torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
 
     def _words(self, number: int) -> tuple[bool, bool]:
         superseded = any(o.plan.generation > number for o in self._orders)

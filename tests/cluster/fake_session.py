@@ -43,7 +43,7 @@ class FakeSession:
             self.outbox.append((self.n, event))
             self.lock.notify_all()
 
-    def prepare(self, rehearsals: tuple[object, ...] = ()) -> None:
+    def prepare(self, rehearsals: tuple[object, ...] = (), entry: Any = None) -> None:
         if self.job.get("prepare_raises"):
             self.put(WorkerFailed(self.me, 0, "program", "ValueError: the program is wrong"))
         else:

@@ -11,6 +11,7 @@ import pytest
 
 from elastic.driver import Backend
 from elastic.sim.backend import SimBackend
+from elastic.sim.faults import Fault
 from elastic.types import (
     Abort,
     Action,
@@ -22,10 +23,12 @@ from elastic.types import (
     NodeLost,
     NodePrepared,
     NodeReady,
+    NodeRefused,
     Plan,
     PlanEntered,
     Pool,
     Prepare,
+    Quarantine,
     Quiesce,
     Quiesced,
     ReleaseNode,
@@ -135,10 +138,31 @@ def _live_to_one_node(talk: Talk, first: Plan) -> None:
     assert all(e.holdings == () for e in talk.of(Quiesced, 2))
 
 
+def _refuses(talk: Talk) -> None:
+    """A node that may not take part is told with a reason, and stays until it is given back."""
+    if isinstance(talk.backend, SimBackend):
+        talk.backend._fault(Fault(0.0, "refuse", pool="spot", lasts_s=1e6))
+    else:
+        talk.backend.entrance.known["torch"] = "0.0"  # type: ignore[attr-defined]
+    talk.order(RequestNodes("spot", 1, "r3"))
+    talk.until(lambda: bool(talk.of(NodeReady)), "a node")
+    node = talk.of(NodeReady)[0].node
+    talk.order(Prepare(node.node_id))
+    talk.until(lambda: bool(talk.of(NodeRefused)), "its refusal")
+    refused = talk.of(NodeRefused)[0]
+    assert (refused.node_id, refused.pool) == (node.node_id, "spot") and refused.reason
+    assert not talk.of(NodeLost) and not talk.of(NodePrepared)
+    talk.order(Quarantine(node.node_id, refused.reason), ReleaseNode(node.node_id))
+    talk.until(lambda: bool(talk.of(NodeLost)), "the refused node given back")
+    assert [(e.node_id, e.cause) for e in talk.of(NodeLost)] == [(node.node_id, "released")]
+
+
 def _ends(talk: Talk, names: list[str], workers: tuple[WorkerId, ...]) -> None:
     talk.order(ReleaseNode(names[1]))
     talk.until(lambda: bool(talk.of(NodeLost)), "the node given back")
     assert [(e.node_id, e.cause) for e in talk.of(NodeLost)] == [(names[1], "released")]
+
+    _refuses(talk)
 
     talk.order(Quiesce(2, save=True))
     talk.until(lambda: len(talk.of(Quiesced, 2)) == 2 and bool(talk.of(CopyStored)), "the end of generation 2 and its copy")

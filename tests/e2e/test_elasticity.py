@@ -19,8 +19,9 @@ from runs import (
     went_on_as_if_nothing_happened,
 )  # fmt: skip
 
+from elastic.ledger.journal import Line
 from elastic.sim.replay import replay
-from elastic.types import DrillAsked, PlanEntered, Silent, StepDone
+from elastic.types import DrillAsked, NodePrepared, PlanEntered, Silent, StepDone
 
 pytestmark = pytest.mark.ray
 
@@ -49,6 +50,18 @@ def test_notice_kill_and_growth_in_one_run(tmp_path: Path) -> None:
     assert watch.started
     assert not watch.replaced
     assert replay(lines).identical
+    let_in(lines)
+
+
+def let_in(lines: list[Line]) -> None:
+    """Every node was looked at, beside what its workers do anyway; one that joined a running generation, its link too."""
+    prepared = events(lines, NodePrepared)
+    found = [event.admission for event in prepared]
+    assert found and all(one is not None and one.flop_per_s > 0 and one.host_bytes > 0 for one in found)
+    joined = found[-1]
+    assert joined is not None and joined.neighbour in {node for plan in plans(lines) for node in plan.nodes}
+    assert joined.neighbour != prepared[-1].node_id and joined.link_bytes_per_s > 0
+    print("let in:", [(one.seconds, one.waited_s) for one in found if one is not None])
 
 
 def test_the_killed_node_held_rank_0_then_a_worker_is_stopped_and_left_behind(tmp_path: Path) -> None:

@@ -54,6 +54,9 @@ def scenario(seed: int) -> tuple[dict[str, Any], tuple[Pool, ...], list[Fault], 
     for once in ("corrupt", "not_finite"):  # one roll-back each is what a run bears
         if chance.random() < 0.2:
             faults.append(Fault(chance.uniform(20, 60), once))
+    if chance.random() < 0.3:
+        lasts_s = chance.uniform(10, 60)
+        faults.append(Fault(chance.uniform(0, 60), "refuse", lasts_s=lasts_s, pool=chance.choice(pools).name))
     return job, tuple(pools), faults, Delays(work_s=chance.choice([1.0, 4.0]))
 
 

@@ -1,0 +1,53 @@
+"""What a node must be like to take part in a run, and what was found of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Terms:
+    """`versions`: those of the run, as far as they are known. `gpu_bytes`: memory that each worker's GPU must have free,
+    `host_bytes`: the node's host memory, likewise; 0 = not known."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    gpu_bytes: int = 0
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What was found of a node that was let in; of its workers the worst. `seconds`: that the checks took, most of them beside
+    the worker's preparation; `waited_s`: by which they made it longer. `flop_per_s`: of a short matmul. Free memory is what
+    was free before the state came; 0 = there is none. `link_bytes_per_s`: to `neighbour`; "" = nobody was there to be asked."""
+
+    seconds: float
+    waited_s: float
+    versions: dict[str, str]
+    flop_per_s: float
+    host_bytes: int
+    gpu_bytes: int = 0
+    link_bytes_per_s: float = 0.0
+    neighbour: str = ""
+
+
+def version_differences(run: Mapping[str, str], node: Mapping[str, str]) -> str:
+    """In one line; '' = none. What only one of the two knows is not compared."""
+    return ", ".join(
+        f"{name} {node[name]} (the run has {run[name]})" for name in sorted(run.keys() & node.keys()) if run[name] != node[name]
+    )
+
+
+def worst(found: list[Admission]) -> Admission:
+    """Of the workers of one node."""
+    linked = [one for one in found if one.neighbour]
+    link = min(linked, key=lambda one: one.link_bytes_per_s) if linked else found[0]
+    versions: dict[str, str] = {}
+    for one in found:
+        versions |= one.versions
+    return Admission(
+        max(one.seconds for one in found), max(one.waited_s for one in found), versions,
+        min(one.flop_per_s for one in found), min(one.host_bytes for one in found), min(one.gpu_bytes for one in found),
+        link.link_bytes_per_s, link.neighbour,
+    )  # fmt: skip

@@ -1,0 +1,225 @@
+"""Whether this worker's node may take part in the run: versions, memory, a matmul, the program, a link to a neighbour.
+
+What costs nothing is looked at before the program is opened, the rest beside that. Most nodes that are bad are so from their
+start (a wrong image, memory that others use, a GPU that computes wrongly, a security group that lets nothing through): here it
+costs seconds, in a generation it would cost the whole run a recovery.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.fingerprint import differences
+from elastic.types import Admission, Terms, version_differences
+from elastic.version import __version__
+from elastic.worker.link import Door, Link, measure
+
+PERIOD = 7  # of the matrices, in every direction
+CPU_SIZE, GPU_SIZE = 64 * PERIOD, 512 * PERIOD  # a power of 2 times the period: every sum is exact, also in bfloat16
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+END_MOST_S = 30.0  # what is not over by then is not waited for
+
+
+class Refused(Exception):
+    """Why this node may not take part, in one line."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """`doors`: asks neighbours to listen, and says where they do; called in the background, at most once."""
+
+    terms: Terms
+    doors: Callable[[], Sequence[Door]] = tuple
+
+
+@dataclass
+class Checks:
+    """Of one worker that starts. `linked`: this one looks at the node's link too. Each of `begin`, `program`, `end` raises
+    Refused."""
+
+    entry: Entry
+    device: torch.device
+    linked: bool
+    _began_s: float = 0.0
+    _spent_s: float = 0.0
+    _versions: dict[str, str] = field(default_factory=dict)
+    _free: tuple[int, int] = (0, 0)
+    _speed: Future[tuple[float, float]] | None = None
+    _link: Future[tuple[Link | None, float]] | None = None
+
+    def begin(self, background: Callable[..., Future[Any]]) -> None:
+        """What is known at once; the rest begins in the background."""
+        self._began_s = time.monotonic()
+        terms = self.entry.terms
+        self._versions = versions()
+        if different := version_differences(terms.versions, self._versions):
+            raise Refused(different)
+        self._free = free_host_bytes(), free_gpu_bytes(self.device)
+        if why := too_little(terms, *self._free):
+            raise Refused(why)
+        self._speed = background(_timed, multiply, self.device)
+        if self.linked:
+            self._link = background(_timed, try_links, self.entry.doors)
+        self._spent_s = time.monotonic() - self._began_s
+
+    def program(self, run: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+        """The fingerprints of the run's program and of the one that was opened here."""
+        if different := differences(run, mine):
+            raise Refused(f"its program is another one: {different}")
+
+    def end(self) -> Admission:
+        """Waits for what is still under way."""
+        asked_s = time.monotonic()
+        assert self._speed is not None
+        try:
+            flop_per_s, speed_s = self._speed.result(END_MOST_S)
+        except TimeoutError:
+            raise Refused(f"a matmul of {CPU_SIZE} to {GPU_SIZE} rows did not end within {END_MOST_S:.0f} s") from None
+        link, link_s = self._found_link()
+        if link is not None and link.problem:
+            raise Refused(link.problem)
+        waited_s = time.monotonic() - asked_s
+        name, bytes_per_s = (link.name, link.bytes_per_s) if link is not None else ("", 0.0)
+        took_s = self._spent_s + max(speed_s, link_s)
+        return Admission(round(took_s, 4), round(waited_s, 4), self._versions, flop_per_s, *self._free, bytes_per_s, name)
+
+    def _found_link(self) -> tuple[Link | None, float]:
+        try:
+            return self._link.result(END_MOST_S) if self._link is not None else (None, 0.0)
+        except TimeoutError:
+            return None, END_MOST_S
+
+    def reason(self) -> str:
+        """Why the node is refused, where the checks say so by now or soon; for a program that could not be opened there."""
+        try:
+            if self._speed is not None:
+                self.end()
+        except Refused as refused:
+            return str(refused)
+        return ""
+
+
+def _timed(what: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    began_s = time.monotonic()
+    found = what(*arguments)
+    return found, time.monotonic() - began_s
+
+
+# ------------------------------------------------------------------------------------------ versions and memory
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all nodes: builds of torch for CPU and for CUDA count as one, and only the latter have NCCL."""
+    found = {
+        "elastic": __version__,
+        "torch": torch.__version__.partition("+")[0],
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+    if dist.is_nccl_available():
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def too_little(terms: Terms, host_bytes: int, gpu_bytes: int) -> str:
+    """'' = the memory is enough, as far as is known."""
+    if terms.host_bytes > host_bytes:
+        return f"{_gib(host_bytes)} of host memory are free, the job needs {_gib(terms.host_bytes)} there"
+    if terms.gpu_bytes > gpu_bytes:
+        return f"{_gib(gpu_bytes)} of a GPU's memory are free, the job needs {_gib(terms.gpu_bytes)} there"
+    return ""
+
+
+def free_host_bytes() -> int:
+    """What processes here can still take: the kernel's estimate, or less where a control group allows less. Files that it
+    keeps in memory count as free, since it lets go of them."""
+    rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(rows["MemAvailable"].split()[0]) * 1024
+    with suppress(OSError, ValueError):  # no control group, or "max"
+        most, used = (int((CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
+        free = min(free, max(0, most - used + int(stat.get("inactive_file", 0))))
+    return free
+
+
+def free_gpu_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB"
+
+
+# ------------------------------------------------------------------------------------------ a matmul
+
+
+def multiply(device: torch.device, matmul: Callable[..., torch.Tensor] = torch.matmul) -> float:
+    """FLOP/s of a product of known value. Raises Refused where it comes out wrong, or not at all."""
+    try:
+        return _multiply(device, matmul)
+    except RuntimeError as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise Refused(f"it cannot compute on {device.type}: {line}") from error
+
+
+def _multiply(device: torch.device, matmul: Callable[..., torch.Tensor]) -> float:
+    """FLOP/s.
+
+    a[i, k] = (i + 2 k) mod 7 - 3 and b[k, j] = (3 k + j) mod 7 - 3 repeat every 7, so that each element of the product is
+    size / 7 times one of 49 integers of at most 28: exact in float32, TF32 and bfloat16, whatever the order of the sums."""
+    on_gpu = device.type == "cuda"
+    size, dtype = (GPU_SIZE, torch.bfloat16) if on_gpu else (CPU_SIZE, torch.float32)
+    n = torch.arange(size, device=device)
+    a = ((n[:, None] + 2 * n[None, :]) % PERIOD - 3).to(dtype)
+    b = ((3 * n[:, None] + n[None, :]) % PERIOD - 3).to(dtype)
+    matmul(a, b)  # the first one also loads the library
+    _settle(device)
+    began_s = time.monotonic()
+    c = matmul(a, b)
+    _settle(device)
+    took_s = time.monotonic() - began_s
+    few = _known(size // PERIOD).to(device)
+    wrong = int((c != few[n % PERIOD][:, n % PERIOD].to(dtype)).sum())  # a NaN differs from everything
+    finite = "" if not wrong or bool(c.isfinite().all()) else ", some are no numbers"
+    if on_gpu:
+        del a, b, c
+        torch.cuda.empty_cache()
+    if wrong:
+        raise Refused(f"it computes wrongly: {wrong} of {size * size} elements of a product on {device.type}{finite}")
+    return 2.0 * size**3 / max(took_s, 1e-9)
+
+
+def _known(times: int) -> torch.Tensor:
+    """[7, 7]: the elements of the product by row and column mod 7, in Python's integers."""
+    every = range(PERIOD)
+    rows = [[sum(((i + 2 * k) % PERIOD - 3) * ((3 * k + j) % PERIOD - 3) for k in every) for j in every] for i in every]
+    return torch.tensor(rows, dtype=torch.float32) * times
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ------------------------------------------------------------------------------------------ a link
+
+
+def try_links(doors: Callable[[], Sequence[Door]]) -> Link | None:
+    """The first neighbour that is reached; None = nobody was there to be asked. Where none of several is reached, the node is
+    at fault and not one of them."""
+    failed: Link | None = None
+    for door in doors():
+        found = measure(door)
+        if not found.problem:
+            return found
+        failed = failed or found
+    return failed

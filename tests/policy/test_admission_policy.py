@@ -1,0 +1,88 @@
+"""A node that is not let in is given back with the reason, and its pool is not asked again in a tight loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from story import SPOT, Story, orders
+
+from elastic.types import (
+    Node,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    NodeRefused,
+    Pool,
+    Prepare,
+    Quarantine,
+    ReleaseNode,
+    RequestNodes,
+)
+
+FIXED = Pool("fixed", "CPU", 1, "on-demand", 3.0, 0, 2)
+WHY = "torch 2.12.0 (the run has 2.13.0)"
+
+
+def test_a_refused_node_is_given_back_with_the_reason() -> None:
+    story = Story(pools=(replace(SPOT, max_nodes=2),))
+    story.tick(NodeReady(Node("a", "spot")), NodeReady(Node("b", "spot")))
+    decision = story.tick(NodeRefused("a", WHY, "spot"), NodeRefused("a", "another worker of it says so too", "spot"))
+    assert [order.node_id for order in orders(decision, ReleaseNode)] == ["a"]
+    assert [order.node_id for order in orders(decision, Quarantine)] == ["a"]
+    assert "node a of pool spot is given back, not let in: " in decision.reason
+    assert story.state.nodes["a"].status == "quarantined" and not story.state.refused
+    late = story.tick(NodeRefused("a", WHY, "spot"))
+    assert not orders(late, ReleaseNode), "once"
+    story.tick(NodeLost("a", "released"))
+    story.tick(NodePrepared("b"))
+    assert story.state.n_losses == 0, "it was given back"
+
+
+def test_a_pool_whose_nodes_all_are_refused_is_backed_off_and_the_reason_stands() -> None:
+    story = Story(pools=(replace(SPOT, max_nodes=1),))
+    waits = []
+    for k in range(5):
+        story.tick(NodeReady(Node(f"a{k}", "spot")), after_s=30)
+        decision = story.tick(NodeRefused(f"a{k}", WHY, "spot"))
+        asked = orders(decision, RequestNodes)
+        decision = story.tick(NodeLost(f"a{k}", "released"))
+        asked += orders(decision, RequestNodes)
+        assert bool(asked) == (k == 0), "the first may be chance"
+        if k:
+            backoff = story.state.backoff["spot"]
+            waits.append(backoff.wait_s)
+            said = f"pool spot: {k + 1} starts in a row ended before a node was prepared (the last one: not let in: {WHY})"
+            assert f"{said}, asked again after {backoff.wait_s:.0f} s" in decision.reason
+            assert decision.wake_at_s is not None and decision.wake_at_s >= backoff.until_s - 1.0, "nobody looks again before"
+            asked = orders(story.tick(after_s=backoff.until_s - story.now_s), RequestNodes)
+            assert [order.pool for order in asked] == ["spot"]
+    assert waits == [30.0, 60.0, 120.0, 240.0]
+
+
+def test_another_pool_is_asked_meanwhile() -> None:
+    story = Story(pools=(replace(SPOT, max_nodes=1), FIXED), purpose="cheapest", waiting_usd_per_h=100.0)
+    asked: set[str] = set()
+    for k in range(2):
+        story.tick(NodeReady(Node(f"a{k}", "spot")), after_s=30)
+        story.tick(NodeRefused(f"a{k}", WHY, "spot"))
+        for _ in range(2):
+            asked |= {order.pool for order in orders(story.tick(NodeLost(f"a{k}", "released")), RequestNodes)}
+    assert "fixed" in asked
+
+
+def test_a_refusal_that_a_loss_has_overtaken_changes_nothing() -> None:
+    story = Story()
+    story.tick(NodeReady(Node("a", "spot")))
+    story.tick(NodeLost("a", "boot failed"), NodeRefused("a", WHY))
+    assert story.state.nodes["a"].status == "lost" and not story.state.refused
+    story.tick(NodeReady(Node("a", "spot")))
+    assert story.state.nodes["a"].status == "ready"
+
+
+def test_nodes_are_told_what_memory_the_coming_layout_needs() -> None:
+    gpu = replace(SPOT, name="gpu", accelerator_type="H100", gpus_per_node=2)
+    story = Story(pools=(SPOT, gpu))
+    decision = story.tick(NodeReady(Node("a", "spot")), NodeReady(Node("g", "gpu", 2)))
+    needs = {order.node_id: (order.gpu_bytes, order.host_bytes) for order in orders(decision, Prepare)}
+    assert needs["a"][0] == needs["g"][1] == 0
+    assert needs["a"][1] == needs["g"][0] > 1_000_000, "a third or half of 16 MB, per worker"

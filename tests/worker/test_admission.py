@@ -1,0 +1,214 @@
+"""What a worker looks at before its node may take part: each check finds its fault, and none finds one where there is none."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.fingerprint import KEY
+from elastic.types import Admission, NodeRefused, Terms, WorkerId, version_differences, worst
+from elastic.worker import admission, link
+from elastic.worker.admission import Checks, Entry, Refused, free_host_bytes, multiply, too_little, try_links, versions
+from elastic.worker.link import Door, listen, measure
+from elastic.worker.session import Session
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+JOB: dict[str, Any] = {
+    "name": "admission", "folder": str(ROOT), "program": str(ROOT / "tests" / "programs" / "tiny.py"), "steps": 4,
+    "global_batch": 12, "seed": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def background() -> Iterator[Callable[..., Any]]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool.submit
+
+
+# ------------------------------------------------------------------------------------------ versions and memory
+
+
+def test_a_version_that_only_one_side_knows_is_no_difference() -> None:
+    mine = versions()
+    assert set(mine) >= {"elastic", "torch", "Python"} and "+" not in mine["torch"]
+    assert version_differences(mine, {**mine, "NCCL": "2.27.5"}) == ""
+    assert version_differences({**mine, "NCCL": "2.27.5"}, mine) == ""
+    assert version_differences({"NCCL": "2.27.5", "torch": "2.13.0"}, {"NCCL": "2.26.2", "torch": "2.13.0"}) == (
+        "NCCL 2.26.2 (the run has 2.27.5)"
+    )
+
+
+@pytest.mark.parametrize("name", ["elastic", "torch", "Python"])
+def test_another_version_is_refused_before_anything_else_is_done(name: str, background: Callable[..., Any]) -> None:
+    mine = versions()
+    checks = Checks(Entry(Terms({**mine, name: "0.0"})), CPU, linked=False)
+    with pytest.raises(Refused, match=f"^{name} {mine[name]} \\(the run has 0.0\\)$"):
+        checks.begin(lambda *_: pytest.fail("something was begun"))
+
+
+def test_memory_that_is_not_there(background: Callable[..., Any]) -> None:
+    free = free_host_bytes()
+    assert 0 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with pytest.raises(Refused, match=r"GiB of host memory are free, the job needs 1048576\.00 GiB there"):
+        Checks(Entry(Terms(host_bytes=1 << 50)), CPU, linked=False).begin(background)
+    assert "of a GPU's memory are free, the job needs 2.00 GiB" in too_little(Terms(gpu_bytes=2 << 30), 1 << 40, 1 << 30)
+    assert too_little(Terms(gpu_bytes=1 << 30, host_bytes=1 << 30), 1 << 30, 1 << 30) == ""
+
+
+def test_a_control_group_bounds_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it keeps of files it lets go of."""
+    monkeypatch.setattr(admission, "CONTROL_GROUP", tmp_path)
+    for name, text in (("memory.max", "1000"), ("memory.current", "900"), ("memory.stat", "anon 300\ninactive_file 600\n")):
+        (tmp_path / name).write_text(text)
+    assert free_host_bytes() == 700
+    (tmp_path / "memory.max").write_text("max")
+    assert free_host_bytes() > 1 << 20
+
+
+# ------------------------------------------------------------------------------------------ the matmul
+
+
+def test_the_product_is_as_known_and_its_speed_is_measured() -> None:
+    assert multiply(CPU) > 1e6
+
+
+def one_wrong(value: float) -> Callable[..., torch.Tensor]:
+    def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        c = a @ b
+        c[-1, -1] = c[-1, -1] + 1 if value == 1 else value
+        return c
+
+    return matmul
+
+
+@pytest.mark.parametrize(("value", "more"), [(1.0, ""), (float("nan"), ", some are no numbers")])
+def test_one_wrong_element_is_found(value: float, more: str) -> None:
+    n = admission.CPU_SIZE**2
+    with pytest.raises(Refused, match=f"^it computes wrongly: 1 of {n} elements of a product on cpu{more}$"):
+        multiply(CPU, one_wrong(value))
+
+
+def test_an_error_of_the_device_is_a_reason(background: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with ...")
+
+    with pytest.raises(Refused, match="^it cannot compute on cpu: CUDA error: uncorrectable ECC error encountered$"):
+        multiply(CPU, broken)
+    monkeypatch.setattr(admission, "multiply", lambda device: multiply(device, broken))
+    checks = Checks(Entry(Terms()), CPU, linked=False)
+    checks.begin(background)
+    assert "ECC" in checks.reason(), "also where the program failed first because of it"
+
+
+def test_bfloat16_holds_every_element_of_the_large_product() -> None:
+    largest = admission._known(admission.GPU_SIZE // admission.PERIOD)
+    assert torch.equal(largest.to(torch.bfloat16).to(torch.float32), largest)
+    assert largest.unique(dim=0).shape == largest.unique(dim=1).shape == (7, 7), "it tells one row and column from another"
+
+
+# ------------------------------------------------------------------------------------------ the link
+
+
+def closed_door() -> Door:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return Door("gone", "127.0.0.1", int(server.getsockname()[1]), b"t" * link.TOKEN_BYTES)
+
+
+def test_a_link_is_measured() -> None:
+    found = measure(listen("b", "127.0.0.1"))
+    assert found.problem == "" and found.name == "b" and found.bytes_per_s > 0
+
+
+def test_a_door_is_for_one_visitor_who_knows_the_token() -> None:
+    door = listen("b", "127.0.0.1")
+    assert "b cannot be reached" in measure(replace(door, token=b"?" * link.TOKEN_BYTES)).problem
+    assert measure(door).problem == "", "the wrong one was only sent away"
+    end_s = time.monotonic() + 60
+    while "cannot be reached" not in measure(door).problem:
+        assert time.monotonic() < end_s, "the door stays open"
+
+
+def test_a_neighbour_that_cannot_be_reached() -> None:
+    assert measure(closed_door()).problem.startswith("gone cannot be reached at 127.0.0.1:")
+
+
+def test_what_arrives_altered_is_found() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def altering() -> None:
+        with server, server.accept()[0] as visitor:
+            link._read(visitor, link.TOKEN_BYTES)
+            text = bytearray(link._read(visitor, link.PAYLOAD_BYTES))
+            text[1000] ^= 1
+            visitor.sendall(struct.pack("<QI", len(text), zlib.crc32(text)))
+
+    threading.Thread(target=altering, daemon=True).start()
+    door = Door("b", "127.0.0.1", int(server.getsockname()[1]), b"t" * link.TOKEN_BYTES)
+    assert measure(door).problem == "what it sends to b arrives altered"
+
+
+def test_a_node_that_reaches_one_of_two_neighbours_is_not_at_fault() -> None:
+    found = try_links(lambda: [closed_door(), listen("b", "127.0.0.1")])
+    assert found is not None and (found.name, found.problem) == ("b", "")
+    failed = try_links(lambda: [closed_door(), closed_door()])
+    assert failed is not None and failed.problem
+    assert try_links(list) is None, "nobody is there yet"
+
+
+def test_all_checks_of_a_good_node(background: Callable[..., Any]) -> None:
+    checks = Checks(Entry(Terms(versions(), host_bytes=1 << 20), lambda: [listen("b", "127.0.0.1")]), CPU, linked=True)
+    checks.begin(background)
+    checks.program({"program": "p", "n_samples": None}, {"program": "p", "n_samples": 5})
+    found = checks.end()
+    assert found.neighbour == "b" and min(found.flop_per_s, found.link_bytes_per_s, found.host_bytes, found.seconds) > 0
+    assert found.versions == versions() and found.gpu_bytes == 0
+    with pytest.raises(Refused, match=r"its program is another one: the code of its program\.py"):
+        checks.program({"program": "p"}, {"program": "q"})
+
+
+def test_of_several_workers_the_worst_counts() -> None:
+    a = Admission(0.2, 0.1, {"torch": "2"}, 5e9, 100, 7, 3e8, "b")
+    b = Admission(0.3, 0.0, {"torch": "2"}, 4e9, 90, 8)
+    assert worst([a, b]) == worst([b, a]) == Admission(0.3, 0.1, {"torch": "2"}, 4e9, 90, 7, 3e8, "b")
+
+
+# ------------------------------------------------------------------------------------------ in a session
+
+
+def refused(job: dict[str, Any], entry: Entry, tmp_path: Path) -> NodeRefused:
+    session = Session(WorkerId("a", 0), job, str(tmp_path))
+    try:
+        session.prepare((), entry)
+        ((_, event),) = session.poll(0, 120.0).messages
+    finally:
+        session.close()
+    assert isinstance(event, NodeRefused), event
+    return event
+
+
+def test_a_session_refuses_instead_of_preparing(tmp_path: Path) -> None:
+    told = refused(JOB, Entry(Terms({"torch": "0.0"})), tmp_path)
+    assert told.node_id == "a" and told.reason == f"torch {versions()['torch']} (the run has 0.0)"
+    told = refused({**JOB, KEY: {"program": "0", "n_samples": None}}, Entry(Terms()), tmp_path)
+    assert told.reason == "its program is another one: the code of its program.py"
+    told = refused(JOB, Entry(Terms(), lambda: [closed_door()]), tmp_path)
+    assert told.reason.startswith("gone cannot be reached")
+
+
+def test_a_bad_node_is_not_the_programs_fault(tmp_path: Path) -> None:
+    """The program could not be opened there either, which would end the run."""
+    broken = {**JOB, "program": str(tmp_path / "not_there.py")}
+    assert refused(broken, Entry(Terms(), lambda: [closed_door()]), tmp_path).reason.startswith("gone cannot be reached")
