@@ -146,7 +146,7 @@ class AutoscalerNodes(ClusterNodes):
     launch_most_s: float = LAUNCH_MOST_S
     join_most_s: float = JOIN_MOST_S
     _open: list[_Open] = field(default_factory=list)
-    _dropped: set[str] = field(default_factory=set)
+    _dropped: set[str] = field(default_factory=set)  # Ray ids of nodes that are not wanted any more, until they are gone
     _failed: list[Event] = field(default_factory=list)
     _inherited: set[str] = field(default_factory=set)  # Ray ids that the run had when this driver came
 
@@ -171,6 +171,8 @@ class AutoscalerNodes(ClusterNodes):
 
     def news(self, alive: Mapping[str, RayNode]) -> list[Event]:
         report, current = self.desk.heard()
+        if current:  # the watcher knows of them; what is gone is not dealt again
+            self._dropped &= {*alive, *report.given}
         events = [event for ray_id, pool in report.given.items() if (event := self._take(alive.get(ray_id), pool))]
         for asked in list(self._open):
             why = self._why_failed(asked, report, current)

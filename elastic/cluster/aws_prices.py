@@ -19,6 +19,8 @@ from botocore import exceptions as aws
 from botocore.config import Config
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
 
+from elastic.cluster.aws_errors import EXPIRED, NO_CREDENTIALS, NO_LOGIN, PASSING, REFUSED, THROTTLED, UNKNOWN, code_of
+
 T = TypeVar("T")
 
 PATIENCE_S, ATTEMPTS = 20.0, 4
@@ -26,11 +28,6 @@ CONNECT_S, READ_S = 3.0, 8.0
 PRICING_REGION = "us-east-1"  # the price list service is in few regions and knows the prices of all
 LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
 SPOT_LOOK = timedelta(hours=1)  # history begins with the price that was in force then; clocks may differ
-THROTTLED = ("Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequestsException", "SlowDown")
-PASSING = (*THROTTLED, "InternalError", "InternalErrorException", "ServiceUnavailable", "Unavailable", "RequestTimeout")
-EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired")
-UNKNOWN = ("AuthFailure", "InvalidClientTokenId", "UnrecognizedClientException", "SignatureDoesNotMatch", "InvalidAccessKeyId")
-REFUSED = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException", "OptInRequired")
 ADVICE = {
     **dict.fromkeys(EXPIRED, "the credentials have expired: renew them (aws sso login, or new keys)"),
     **dict.fromkeys(UNKNOWN, "AWS does not know these credentials: set AWS_PROFILE or AWS_ACCESS_KEY_ID"),
@@ -110,11 +107,11 @@ class AwsPrices:
             self._made[service, region] = client
             return tries(lambda: request(client))
         except aws.ClientError as error:
-            code = str(error.response.get("Error", {}).get("Code", ""))
+            code = code_of(error)
             raise NoAnswer(f"{what}: {ADVICE.get(code, 'AWS refuses')} ({code})") from error
-        except (aws.NoCredentialsError, aws.PartialCredentialsError, aws.CredentialRetrievalError) as error:
+        except NO_CREDENTIALS as error:
             raise NoCredentials("there are no AWS credentials here") from error
-        except (aws.TokenRetrievalError, aws.SSOError) as error:
+        except NO_LOGIN as error:
             raise NoAnswer(f"{what}: {ADVICE['ExpiredToken']}") from error
         except aws.BotoCoreError as error:
             raise NoAnswer(f"{what}: AWS does not answer ({type(error).__name__})") from error
@@ -155,5 +152,5 @@ def _hourly(product: dict[str, Any]) -> list[float]:
 def _passes(error: BaseException) -> bool:
     if isinstance(error, aws.ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return error.response.get("Error", {}).get("Code") in PASSING or status >= 500
+        return code_of(error) in PASSING or status >= 500
     return isinstance(error, aws.HTTPClientError | aws.ConnectionError)

@@ -11,6 +11,7 @@ import boto3
 from botocore import exceptions as aws
 from botocore.config import Config
 
+from elastic.cluster.aws_errors import EXPIRED, NO_CREDENTIALS, NO_LOGIN, REFUSED, THROTTLED, UNKNOWN, code_of
 from elastic.errors import CloudFailed, SpecError
 
 T = TypeVar("T")
@@ -19,10 +20,8 @@ CLUSTER_TAG, KIND_TAG, TYPE_TAG = "ray-cluster-name", "ray-node-type", "ray-user
 STATES = ("pending", "running", "stopping", "stopped")
 ENDED = ("shutting-down", "terminated")
 AT_ONCE = 100  # ids in one call
-PATIENCE = Config(connect_timeout=5, read_timeout=20, retries={"mode": "standard", "total_max_attempts": 4})
-EXPIRED = ("ExpiredToken", "RequestExpired", "ExpiredTokenException")
-UNKNOWN = ("AuthFailure", "InvalidClientTokenId", "UnrecognizedClientException", "SignatureDoesNotMatch")
-FORBIDDEN = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
+ATTEMPTS = 4
+PATIENCE = Config(connect_timeout=5, read_timeout=20, retries={"mode": "standard", "total_max_attempts": ATTEMPTS})
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,10 @@ def _told(call: Callable[[], T], region: str) -> T:
     """The call's answer, or what a person can do about its fault."""
     try:
         return call()
-    except (aws.NoCredentialsError, aws.PartialCredentialsError, aws.ProfileNotFound) as error:
+    except NO_CREDENTIALS as error:
         raise SpecError(f"EC2 needs credentials ({error}); set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret") from error
+    except NO_LOGIN as error:
+        raise SpecError(f"EC2: the login has ended ({error}); renew it (aws sso login)") from error
     except (aws.NoRegionError, aws.InvalidRegionError) as error:
         raise SpecError(f"EC2: '{region}' is no region ({error}); correct provider.region in the cluster file") from error
     except (aws.HTTPClientError, aws.EndpointConnectionError) as error:
@@ -97,11 +98,13 @@ def _told(call: Callable[[], T], region: str) -> T:
 
 
 def _refused(error: aws.ClientError, region: str) -> SpecError | CloudFailed:
-    code, text = error.response["Error"].get("Code", ""), error.response["Error"].get("Message", "")
+    code, text = code_of(error), error.response["Error"].get("Message", "")
     if code in EXPIRED:
         return SpecError(f"EC2: the credentials have expired ({code}); renew them (aws sso login, or new keys)")
     if code in UNKNOWN:
         return SpecError(f"EC2 in {region} does not accept the credentials ({code}); set AWS_PROFILE or the access key right")
-    if code in FORBIDDEN:
+    if code in REFUSED:
         return SpecError(f"EC2: the credentials may not call ec2:{error.operation_name} in {region}; allow it to this role")
+    if code in THROTTLED:
+        return CloudFailed(f"EC2 in {region} asks to slow down ({code}), also after {ATTEMPTS} tries; try again in a minute")
     return CloudFailed(f"EC2 in {region}, {error.operation_name}: {code}: {text}")

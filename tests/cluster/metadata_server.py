@@ -63,6 +63,12 @@ class MetadataServer:
         """What AWS does about two minutes before it takes a spot instance."""
         self.node(node).aws["spot/instance-action"] = {"action": action, "time": iso(self.now_s() + in_s)}
 
+    def plan_maintenance(self, node: str = "", in_s: float = 7200.0, status: str = "PENDING") -> None:
+        """What Google does some days before it stops a host with GPUs."""
+        window = {"window_start_time": iso(self.now_s() + in_s), "window_end_time": iso(self.now_s() + in_s + 7200)}
+        said = {"can_reschedule": "true", "maintenance_status": status, "type": "SCHEDULED", **window}
+        self.node(node).gcp["instance/upcoming-maintenance"] = json.dumps(said)
+
     def __enter__(self) -> MetadataServer:
         return self
 
@@ -135,7 +141,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Metadata-Flavor") != "Google":
             self._answer(403)
             return
-        value = said.gcp.get(path, "NONE" if path == "instance/maintenance-event" else None)
+        usual = {"instance/maintenance-event": "NONE", "instance/upcoming-maintenance": "{ }"}
+        value = said.gcp.get(path, usual.get(path))
+        if path == "instance/upcoming-maintenance" and "alt=json" not in self.path:
+            value = None  # a folder: without alt=json it lists its keys
         flavor = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
         self._answer(404, headers=flavor) if value is None else self._answer(200, value, flavor)
 

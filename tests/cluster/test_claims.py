@@ -117,13 +117,13 @@ class DeafDesk:
     """Has heard nothing yet, and keeps what it was told."""
 
     def __init__(self) -> None:
-        self.report, self.waits = Report(), dict[str, int]()
+        self.report, self.waits, self.dropped, self.current = Report(), dict[str, int](), frozenset[str](), True
 
     def heard(self) -> tuple[Report, bool]:
-        return self.report, True
+        return self.report, self.current
 
     def tell(self, waits: Mapping[str, int], held: frozenset[str], dropped: frozenset[str]) -> None:
-        self.waits = dict(waits)
+        self.waits, self.dropped = dict(waits), dropped
 
 
 def test_a_request_that_is_taken_back_brings_no_node() -> None:
@@ -138,6 +138,26 @@ def test_a_request_that_is_taken_back_brings_no_node() -> None:
     alive = {ray_id: RayNode(ray_id, "10.0.0.1", 1, {}, 8, 8, False) for ray_id in ("r1", "r2")}
     (ready,) = nodes.news(alive)
     assert isinstance(ready, NodeReady) and ready.node.pool == "safe", "the other one had been on its way: it is given back"
+
+
+def test_nodes_that_were_given_back_are_told_until_they_are_gone_and_then_forgotten() -> None:
+    desk: Any = DeafDesk()
+    nodes = AutoscalerNodes((replace(SPOT, max_nodes=1),), desk=desk)
+    for k in range(50):
+        node = RayNode(f"r{k}", "10.0.0.1", 1, {}, 8, 8, False)
+        nodes.request("spot", 1, f"spot-{k}")
+        desk.report = Report(given={node.ray_id: "spot"})
+        (ready,) = nodes.news({node.ray_id: node})
+        nodes.release(ready.node.node_id)
+        nodes.news({node.ray_id: node})
+        assert desk.dropped == {node.ray_id}, "it is still there"
+        desk.report, desk.current = Report(), False
+        nodes.news({})
+        assert desk.dropped == {node.ray_id}, "a watcher that has not answered since may not know of it"
+        desk.current = True
+        nodes.news({})
+        assert desk.dropped == frozenset()
+    assert not nodes._dropped and nodes._used("spot") == 0
 
 
 def test_a_bundle_fills_a_node_of_its_type() -> None:

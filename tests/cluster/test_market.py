@@ -164,6 +164,30 @@ def test_without_credentials_the_table_counts_and_that_is_said_once(
     assert ticker.take() == [] and aws.asked == []
 
 
+def test_an_endpoint_that_hangs_is_said_once_and_the_table_counts(
+    aws: AwsEndpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(aws_prices, "READ_S", 0.2)
+    monkeypatch.setattr(aws_prices, "_client", MAKE_CLIENT)
+    aws.hang.set()
+    with caplog.at_level(logging.WARNING, "elastic"):
+        ticker = Ticker([SPOT], refresh_s=0.01)
+        until(lambda: len(aws.asked) > 8)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"prices: spot prices of {TYPE} in {REGION}: AWS does not answer (ReadTimeoutError); the {TABLE} counts"
+    ]
+    ticker.close()
+    assert ticker.take() == [], "the price that the pool was read with stays"
+
+
+def test_a_profile_that_is_not_there_is_missing_credentials(aws: AwsEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aws_prices, "_client", MAKE_CLIENT)
+    monkeypatch.setenv("AWS_PROFILE", "missing")
+    market = Market()
+    assert market.look([SPOT, FIXED]) == [Price(SPOT, SPOT_USD, TABLE), Price(FIXED, USD, TABLE)]
+    assert market.problems == ["there are no AWS credentials here"] and aws.asked == []
+
+
 def until(holds: object, within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not holds():  # type: ignore[operator]

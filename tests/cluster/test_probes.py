@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from metadata_server import MetadataServer, iso
 
+from elastic.cluster.notices import Notices
 from elastic.cluster.probes import ask as ask_module
-from elastic.cluster.probes import detect
+from elastic.cluster.probes import detect, gcp, notice_file
 from elastic.cluster.probes.ask import Finding, Source, ask
 from elastic.cluster.probes.aws import Aws
 from elastic.cluster.probes.azure import Azure
@@ -22,6 +25,7 @@ from elastic.cluster.probes.gcp import Gcp
 from elastic.cluster.probes.kubernetes import Kubernetes
 from elastic.cluster.probes.notice_file import NoticeFile
 from elastic.cluster.probes.watch import Report, Watch
+from elastic.types import Notice
 
 MINUTE = 60.0
 
@@ -120,6 +124,42 @@ def test_gcp(server: MetadataServer) -> None:
         source.read()
 
 
+def test_gcp_maintenance_that_has_a_time(server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Days ahead it is a warning, within the hour a notice; by the clock of the server that named the time."""
+    monkeypatch.setattr(gcp, "UPCOMING_EVERY_S", 0.0)
+    server.clock_off_s = -MINUTE
+    source, said = Gcp(server.endpoint(), gpus=True), server.node().gcp
+    assert list(source.read()) == [], "{ } where nothing is planned"
+    server.plan_maintenance(in_s=2 * 86400)
+    warning = only(source)
+    assert warning.in_s is None and not warning.risk and "maintenance is planned for 20" in warning.what
+    server.plan_maintenance(in_s=1800)
+    notice = only(source)
+    assert notice.in_s is not None and 1790 < notice.in_s <= 1800 and notice.what != warning.what
+    server.plan_maintenance(in_s=-60, status="ONGOING")
+    assert only(source).in_s == 0.0
+    said["instance/maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
+    assert "maintenance-event TERMINATE" in only(source).what, "one notice of it is enough"
+    said["instance/maintenance-event"] = "NONE"
+    server.plan_maintenance(status="COMPLETE")
+    assert list(source.read()) == []
+    for text in ("", "[]", '{"window_start_time": 5}', '{"error": "no notifications have been received yet"}'):
+        said["instance/upcoming-maintenance"] = text
+        assert list(source.read()) == []
+    server.plan_maintenance(in_s=1800)
+    assert list(Gcp(server.endpoint(), gpus=False).read()) == [], "asked only where there are GPUs"
+
+
+def test_gcp_is_asked_for_what_is_planned_every_half_minute(server: MetadataServer) -> None:
+    source = Gcp(server.endpoint(), gpus=True)
+    for _ in range(3):
+        source.read()
+    assert [path for path in server.asked if "upcoming" in path] == [
+        "GET /computeMetadata/v1/instance/upcoming-maintenance?alt=json"
+    ]
+    assert sum("instance/preempted" in path for path in server.asked) == 3
+
+
 def azure_event(kind: str, in_s: float | None, names: tuple[str, ...] = ("vm_0",)) -> dict[str, object]:
     at = "" if in_s is None else formatdate(time.time() + in_s, usegmt=True)
     return {
@@ -211,6 +251,38 @@ def test_a_trap_on_sigterm_writes_the_file(tmp_path: Path) -> None:
         began_s = time.monotonic()
         process.wait(60)
         assert time.monotonic() - began_s > 0.5, "Ray keeps the rest of the grace period"
+
+
+@pytest.mark.parametrize("off_s", [-MINUTE, MINUTE])
+def test_a_node_whose_clock_is_off_gives_the_driver_the_right_deadline(
+    server: MetadataServer, account: Path, off_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clocks of cloud and driver are right, the node's is not: what goes from it to the driver are seconds from now."""
+    shifted = SimpleNamespace(time=lambda: time.time() + off_s, monotonic=time.monotonic)
+    for module in (ask_module, notice_file):
+        monkeypatch.setattr(module, "time", shifted)
+    server.interrupt(in_s=100)
+    server.node().azure = [azure_event("Preempt", 100)]
+    server.node().pod = {"metadata": {"deletionTimestamp": iso(server.now_s() + 100), "deletionGracePeriodSeconds": 100}}
+    server.plan_maintenance(in_s=100)
+    file = account / "notice"
+    file.write_text("100")
+    written_s = time.time() + off_s  # a file of that node has its clock's time
+    os.utime(file, (written_s, written_s))
+    sources: list[Source] = [
+        Aws(server.endpoint()), Azure(server.endpoint()), Gcp(server.endpoint(), gpus=True), NoticeFile(str(file)),
+        Kubernetes(pod_environment(server), account, scheme="http"),
+    ]  # fmt: skip
+    for source in sources:
+        watch, notices = Watch(lambda source=source: Sources((source,))), Notices()  # type: ignore[misc]
+        report = Report(0)
+        while not report.said:
+            report = watch.news(report.version, 60.0)
+        watch.close()
+        now_s = time.time()
+        notices.heard("n", report, now_s)
+        (notice,) = notices.news()
+        assert isinstance(notice, Notice) and 80 < notice.deadline_s - now_s <= 100, source.name
 
 
 # ------------------------------------------------------------------------------------------ which of them is here

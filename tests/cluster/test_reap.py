@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aws_endpoint import AwsEndpoint
 
 from elastic import api
 from elastic.cli import main
@@ -130,6 +131,70 @@ def test_faults_are_said_in_one_line(ec2: Any, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     with pytest.raises(SpecError, match="needs credentials"):
         api.reap(file)
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AwsEndpoint]:
+    """An EC2 of which only its faults are known; retries come at once."""
+    from botocore.retries import standard
+
+    monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda *_: 0.0)
+    with AwsEndpoint() as started:
+        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_EC2"):
+            monkeypatch.setenv(name, started.url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-of-tests")
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "exit_code", "tries"),
+    [
+        ("RequestLimitExceeded", "asks to slow down (RequestLimitExceeded), also after 4 tries", 1, 4),
+        ("InternalError", "DescribeInstances: InternalError", 1, 4),
+        ("ExpiredToken", "the credentials have expired (ExpiredToken); renew them", 2, 1),
+        ("InvalidAccessKeyId", "does not accept the credentials", 2, 1),
+        ("OptInRequired", "may not call ec2:DescribeInstances", 2, 1),
+    ],
+)
+def test_what_ec2_refuses_is_one_line(
+    faulty: AwsEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str], code: str, said: str, exit_code: int, tries: int
+) -> None:
+    faulty.fault = code
+    assert main(["cluster", "reap", file_of(tmp_path, "refused")]) == exit_code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and "secret" not in line
+    assert faulty.asked == ["DescribeInstances"] * tries
+
+
+def test_an_endpoint_that_hangs_is_left_in_bounded_time(
+    faulty: AwsEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from botocore.config import Config
+
+    real = reap.PATIENCE
+    assert reap.ATTEMPTS * max(real.connect_timeout, real.read_timeout) <= 100, "seconds, as it stands"
+    quick = Config(connect_timeout=0.3, read_timeout=0.3, retries={"mode": "standard", "total_max_attempts": reap.ATTEMPTS})
+    monkeypatch.setattr(reap, "PATIENCE", quick)
+    faulty.hang.set()
+    assert main(["cluster", "reap", file_of(tmp_path, "hung"), "--yes"]) == 1
+    assert "EC2 in us-east-1 does not answer" in capsys.readouterr().err
+    assert faulty.asked == ["DescribeInstances"] * reap.ATTEMPTS
+
+
+def test_credentials_that_cannot_be_fetched(faulty: AwsEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    (tmp_path / "config").write_text("[profile broken]\ncredential_process = false\n")
+    monkeypatch.setenv("AWS_PROFILE", "broken")
+    with pytest.raises(SpecError, match="EC2 needs credentials"):
+        api.reap(file_of(tmp_path, "unknown"))
+    monkeypatch.setenv("AWS_PROFILE", "missing")
+    with pytest.raises(SpecError, match="EC2 needs credentials"):
+        api.reap(file_of(tmp_path, "unknown"))
+    assert faulty.asked == []
 
 
 def test_other_clouds_and_files_without_a_name_are_refused(tmp_path: Path) -> None:

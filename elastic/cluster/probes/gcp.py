@@ -3,19 +3,28 @@
 `instance/preempted` turns from FALSE to TRUE with the preemption notice, about 30 s before the end.
 `instance/maintenance-event` is NONE, MIGRATE_ON_HOST_MAINTENANCE (it stands still for a moment) or
 TERMINATE_ON_HOST_MAINTENANCE, 60 s ahead, an hour where the VM has GPUs. Neither names a time: it counts from when it was seen.
-Source: https://cloud.google.com/compute/docs/ instances/spot, metadata/getting-live-migration-notice, gpus/gpu-host-maintenance
+`instance/upcoming-maintenance`, where the VM has GPUs, is {} or {"window_start_time": "2026-12-01T19:00:01Z",
+"maintenance_status": "PENDING", ...}, days ahead: a warning until an hour before. All are polled: a request that is held until
+a value changes (wait_for_change) would need a connection for each value, to hear of it a second earlier.
+Source: https://cloud.google.com/compute/docs/ instances/spot, metadata/getting-live-migration-notice,
+gpus/gpu-host-maintenance, instances/monitor-plan-host-maintenance-event
 """
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
 
 from elastic.cluster.probes.ask import Answer, Finding, ask
 
 ADDRESS = "169.254.169.254"  # the name metadata.google.internal would have to be resolved first
 PREEMPTED_S = 30.0
 MAINTENANCE_S, GPU_MAINTENANCE_S = 60.0, 3600.0
+UPCOMING_EVERY_S = 30.0
 GPU_FILE = "/dev/nvidia0"
 
 
@@ -30,7 +39,9 @@ class Gcp:
 
     def __init__(self, endpoint: str, gpus: bool | None = None) -> None:
         self._endpoint = endpoint.rstrip("/")
-        self._maintenance_s = GPU_MAINTENANCE_S if (os.path.exists(GPU_FILE) if gpus is None else gpus) else MAINTENANCE_S
+        self._gpus = os.path.exists(GPU_FILE) if gpus is None else gpus
+        self._maintenance_s = GPU_MAINTENANCE_S if self._gpus else MAINTENANCE_S
+        self._upcoming: tuple[float, Finding | None] = (-UPCOMING_EVERY_S, None)  # when it was asked last, what it said
 
     def greet(self) -> None:
         if self._get("instance/id").headers.get("metadata-flavor") != "Google":
@@ -45,13 +56,43 @@ class Gcp:
             found.append(Finding(f"GCP: maintenance-event {event}", self._maintenance_s))
         elif event.startswith("MIGRATE"):
             found.append(Finding(f"GCP: maintenance-event {event} (it stands still for a moment)"))
-        return found
+        planned = self._planned() if self._gpus and not event.startswith("TERMINATE") else None
+        return [*found, planned] if planned is not None else found
+
+    def _planned(self) -> Finding | None:
+        """Maintenance that has a time. The key is young, and not there for every machine: without an answer it says nothing."""
+        asked_s, known = self._upcoming
+        if time.monotonic() - asked_s >= UPCOMING_EVERY_S:
+            with suppress(OSError):
+                answer = self._ask("instance/upcoming-maintenance?alt=json")
+                known = _maintenance(answer) if answer.status == 200 else None
+            self._upcoming = (time.monotonic(), known)
+        return known
+
+    def _ask(self, path: str) -> Answer:
+        return ask(f"{self._endpoint}/computeMetadata/v1/{path}", {"Metadata-Flavor": "Google"})
 
     def _get(self, path: str) -> Answer:
         """Raises OSError also for the 503 that the server may answer during maintenance: asked again. 404 = nothing is said."""
-        answer = ask(f"{self._endpoint}/computeMetadata/v1/{path}", {"Metadata-Flavor": "Google"})
+        answer = self._ask(path)
         if answer.status == 404:
             return Answer(404, "", answer.headers)
         if answer.status != 200:
             raise ConnectionError(f"{self._endpoint}: HTTP {answer.status} for {path}")
         return answer
+
+
+def _maintenance(answer: Answer) -> Finding | None:
+    """None: nothing is planned, or it cannot be read."""
+    try:
+        said = json.loads(answer.text)
+        status, at = str(said.get("maintenance_status", "")), str(said.get("window_start_time") or "")
+        at_s = datetime.fromisoformat(at).timestamp() if at else None
+    except (ValueError, TypeError, AttributeError):
+        return None
+    if at_s is None or status == "COMPLETE":
+        return None
+    in_s = answer.seconds_until(at_s, GPU_MAINTENANCE_S)
+    if status != "ONGOING" and in_s > GPU_MAINTENANCE_S:
+        return Finding(f"GCP: maintenance is planned for {at}")
+    return Finding(f"GCP: upcoming-maintenance {status.lower() or 'pending'} at {at}", 0.0 if status == "ONGOING" else in_s)
