@@ -220,7 +220,7 @@ class AutoscalerNodes(ClusterNodes):
         held = frozenset(ray_id for _, ray_id in self._ours.values())
         self.desk.tell({pool: n for pool, n in waits.items() if n > 0}, held, frozenset(self._dropped))
 
-    def release(self, node_id: str) -> None:
+    def release(self, node_id: str, taken_in_s: float | None = None) -> None:
         """It ends as soon as nothing runs there."""
         self._drop(node_id)
 

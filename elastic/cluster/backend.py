@@ -182,7 +182,8 @@ class RayBackend:
     def _release(self, action: ReleaseNode) -> None:
         if action.node_id in self.nodes:
             self._end_workers(action.node_id)
-            self.provider.release(action.node_id)
+            announced_s = self.outlook.notices.announced_s(action.node_id)
+            self.provider.release(action.node_id, None if announced_s is None else announced_s - self.now_s())
             self._forget(action.node_id)
         self._early.append(NodeLost(action.node_id, "released"))
 

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.cluster import _ray_private
+from elastic.cluster import _ray_private, processes
 from elastic.cluster.probes.detect import Place, sources_of
 from elastic.cluster.probes.watch import Report, Watch
 
@@ -33,6 +33,7 @@ class Lookout:
     """The actor: the watch of its node."""
 
     def __init__(self) -> None:
+        processes.end_with_parent()
         self._watch = Watch(partial(sources_of, Place(dict(os.environ))))
 
     def news(self, seen: int, wait_s: float) -> Report:

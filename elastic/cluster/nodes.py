@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import ray
@@ -32,8 +32,8 @@ class NodeProvider(Protocol):
     autoscaled: bool
 
     def request(self, pool: str, count: int, request_id: str) -> None: ...
-    def release(self, node_id: str) -> None:
-        """Give the node back; its workers have been ended."""
+    def release(self, node_id: str, taken_in_s: float | None = None) -> None:
+        """Give the node back; its workers have been ended. `taken_in_s`: until somebody takes it, where that is announced."""
 
     def lost(self, node_id: str) -> None:
         """The node is gone; it is not ours any more."""
@@ -62,6 +62,7 @@ class RayNode:
     gpus: int
     head: bool
     memory_bytes: int = 0  # of the host, as Ray measured or was told; 0 = not known
+    draining: bool = False
 
 
 @dataclass
@@ -135,7 +136,7 @@ class EmbeddedNodes:
             events.append(NodeReady(Node(node_id, pool, gpus, host_memory_bytes=machine_bytes() // max(1, most))))
         return events
 
-    def release(self, node_id: str) -> None:
+    def release(self, node_id: str, taken_in_s: float | None = None) -> None:
         self.cluster.kill(node_id)
         self.lost(node_id)
 
@@ -162,7 +163,8 @@ class ClusterNodes:
     """Nodes of an existing Ray cluster: each suitable living one is ours, also one that joins later, up to `max_nodes`.
 
     A node belongs to the pool that its label elastic-pool, pool or ray.io/node-group names; else to the first pool of its
-    market type and accelerator type. Released nodes stay in the cluster and come back when they are asked for again.
+    market type and accelerator type. Released nodes stay in the cluster and come back when they are asked for again, unless
+    they are about to be taken.
     `spared`: a drill takes the workers of a node and leaves the node itself alone.
     """
 
@@ -172,6 +174,7 @@ class ClusterNodes:
     _capacity: dict[str, int] = field(init=False)
     _ours: dict[str, tuple[str, str]] = field(default_factory=dict)  # node id -> pool, Ray id
     _released: dict[str, str] = field(default_factory=dict)  # Ray id -> pool
+    _not_before_s: dict[str, float] = field(default_factory=dict)  # Ray id -> when a released one may be had again
     _asked: list[list[Any]] = field(default_factory=list)  # pool, how many are still missing, request id
     _requests: set[str] = field(default_factory=set)
 
@@ -191,7 +194,7 @@ class ClusterNodes:
             if pool is None or self._used(pool.name) >= self._capacity[pool.name]:
                 continue
             asked = next((a for a in self._asked if a[0] == pool.name), None)
-            if found.ray_id in self._released and asked is None:
+            if found.ray_id in self._released and (asked is None or self._leaving(found)):
                 continue
             if asked is not None:
                 asked[1] -= 1
@@ -209,13 +212,18 @@ class ClusterNodes:
         self._ours[node_id] = (pool.name, found.ray_id)
         return NodeReady(Node(node_id, pool.name, workers_of(found, pool), host_memory_bytes=found.memory_bytes))
 
+    def _leaving(self, found: RayNode) -> bool:
+        """It was given back since it is to be taken, or Ray starts nothing there any more."""
+        return found.draining or time.monotonic() < self._not_before_s.get(found.ray_id, 0.0)
+
     def _used(self, pool: str) -> int:
         return sum(1 for name, _ in self._ours.values() if name == pool)
 
-    def release(self, node_id: str) -> None:
+    def release(self, node_id: str, taken_in_s: float | None = None) -> None:
         pool, ray_id = self._ours.pop(node_id, ("", ""))
         if ray_id:
             self._released[ray_id] = pool
+            self._not_before_s[ray_id] = time.monotonic() + (taken_in_s or 0.0)
 
     def kill(self, node_id: str, pids: Sequence[int]) -> None:
         ray_id = self.ray_id(node_id)
@@ -325,9 +333,10 @@ class Survey:
         found = living()
         for ray_id in set(self.alive) - {node.ray_id for node in found}:
             self._lose(ray_id, "Ray lists it as dead")
+        self.draining = draining = _ray_private.draining_nodes()
+        found = [replace(node, draining=node.ray_id in draining) for node in found]
         with self._lock:
             self.alive = {node.ray_id: node for node in found if node.ray_id not in self.gone}
-        self.draining = _ray_private.draining_nodes()
 
     def _lose(self, ray_id: str, why: str) -> None:
         with self._lock:

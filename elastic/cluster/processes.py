@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -104,6 +105,18 @@ def adopt_orphans() -> None:
 def die_with_parent() -> None:
     """SIGKILL when the thread that started this process ends, whatever this one does."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def end_with_parent(look_s: float = 1.0) -> None:
+    """Ends this process when its parent is gone: an actor's is its raylet, and Ray may leave an actor behind where only that
+    was killed. (Not PR_SET_PDEATHSIG: that fires when the thread that started this process ends.)"""
+    threading.Thread(target=_watch_parent, args=(os.getppid(), look_s), name="parent", daemon=True).start()
+
+
+def _watch_parent(parent: int, look_s: float) -> None:
+    while os.getppid() == parent:
+        time.sleep(look_s)
+    os._exit(1)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import time
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +65,26 @@ def test_nodes_of_a_cluster_come_leave_and_come_back() -> None:
     events = nodes.news(alive)
     assert [e.node.node_id for e in events if isinstance(e, NodeReady)] == ["spot-11111111"]
     assert [e.request_id for e in events if isinstance(e, RequestFailed)] == ["r"]
+
+
+def test_a_node_that_is_about_to_be_taken_is_not_given_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was given back for that, and would be prepared again and again until it is gone."""
+    now_s = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    nodes = ClusterNodes((Pool("spot", "CPU", 1, "spot", max_nodes=2),))
+    alive = {"a": ray_node("a"), "b": replace(ray_node("b"), draining=True)}
+    assert {e.node.node_id for e in nodes.news(alive) if isinstance(e, NodeReady)} == {"spot-a", "spot-b"}
+    nodes.release("spot-a", taken_in_s=20.0)
+    nodes.release("spot-b")
+
+    def asked(request_id: str) -> list[type]:
+        nodes.request("spot", 1, request_id)
+        return [type(event) for event in nodes.news(alive)]
+
+    assert asked("at once") == [RequestFailed]
+    now_s[0] += 21.0
+    assert asked("when it stands all the same") == [NodeReady], "nobody has taken it"
+    assert asked("Ray drains the other one") == [RequestFailed]
 
 
 class FakeCluster:

@@ -1,0 +1,29 @@
+"""Actors end with their raylet, also where that alone is killed: Ray itself leaves a lookout behind, for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from conftest import wait_gone
+
+CHILD = (
+    "from elastic.cluster import processes as p; import time; p.end_with_parent(0.05); print('up', flush=True); time.sleep(600)"
+)
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_process_ends_when_its_parent_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        os.kill(parent.pid, signal.SIGKILL)
+        wait_gone([child], within_s=60.0)

@@ -1,0 +1,113 @@
+"""Capacity events by chance on a real Ray cluster of four to six nodes: training goes on as if nothing had happened, and
+nothing of the run is left. `ELASTIC_SOAK_SEED=N` plays the same events again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import SystemRandom
+
+import pytest
+import ray
+from runs import MARK, SLOW, job, went_on_as_if_nothing_happened
+from soak import NODES_FIRST, START_MOST_S, Before, Chance, happenings, settled, steps_of
+
+from elastic import api
+from elastic.cluster import _ray_private
+from elastic.cluster.local import HOST, LocalCluster, NodeOrder
+from elastic.ledger.journal import read
+
+pytestmark = pytest.mark.ray
+ROOT = Path(__file__).resolve().parents[2]
+SEED = 20
+POOL = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 6, "notice_s": 12}
+SHARDS = {n: f"dp_shard={n}" for n in (6, 5, 4, 3, 2, 1)}
+MIXED = SHARDS | {6: "dp_shard=3,tp=2", 4: "pp=2,dp_shard=2"}
+THREADS = ("lookouts", "survey", "autoscaler", "inbox", "lease", "drain")
+
+
+@pytest.fixture
+def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Before]:
+    """Temporary files of the test's processes and of this one go to a folder of their own."""
+    temp = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    monkeypatch.setenv("TMPDIR", str(temp))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))  # of all runs of a user: it is to stay
+    monkeypatch.setenv(MARK, mark)
+    monkeypatch.setenv(SLOW, str(tmp_path / "slow"))
+    monkeypatch.setenv("ELASTIC_TEST_PAUSE_S", "0.7")  # workers that start rehearse: they pause too
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    yield Before.now(mark, temp)
+    shutil.rmtree(temp, ignore_errors=True)
+
+
+def soak(seed: int, n_events: int, layout: dict[int, str], folder: Path, before: Before) -> None:
+    script = happenings(seed, n_events)
+    steps = steps_of(script)
+    print(f"seed {seed}: {n_events} events within {steps} steps")
+    job(folder, steps, [], pools=[POOL], layout=layout, durable_every=25)
+    with LocalCluster((str(ROOT),)) as cluster:
+        chance = Chance(cluster, folder, folder / "runs" / "soak" / "journal.jsonl", script)
+        for _ in range(NODES_FIRST):
+            chance.add()
+        chance.arrived(START_MOST_S)
+        chance.start()
+        try:
+            options = api.Options(run_name="soak", address=cluster.address, show=False)
+            result = api.run(folder, options=options)
+        finally:
+            chance.close()
+            print("\n".join(chance.played))
+        assert not chance.error, chance.error
+        moves = [move for move in result.summary["transitions"] if move["at_step"] < steps]  # else no step checks its digests
+        went_on_as_if_nothing_happened(result.summary | {"transitions": moves}, read(result.folder / "journal.jsonl"), steps)
+        assert not chance.script, f"{len(chance.script)} events did not happen"
+        print(f"{len(result.summary['transitions'])} transitions, {result.summary['wall_s']:.0f} s")
+        assert settled(lambda: before.left_on_cluster(cluster, set(chance.nodes))) == []
+        assert not [thread.name for thread in threading.enumerate() if thread.name in THREADS]
+    assert settled(before.left_on_machine) == []
+
+
+def test_twenty_events(tmp_path: Path, before: Before) -> None:
+    soak(int(os.environ.get("ELASTIC_SOAK_SEED", SEED)), 20, SHARDS, tmp_path, before)
+
+
+@pytest.mark.product
+@pytest.mark.timeout(3600)
+def test_two_hundred_events(tmp_path: Path, before: Before) -> None:
+    soak(int(os.environ.get("ELASTIC_SOAK_SEED", SystemRandom().randrange(10**6))), 200, MIXED, tmp_path, before)
+
+
+def test_each_kind_of_leak_is_seen(before: Before) -> None:
+    with LocalCluster((str(ROOT),)) as cluster:
+        cluster.add(NodeOrder("stays", 1, {"elastic-node": "stays"})).result(START_MOST_S)
+        assert before.left_on_cluster(cluster, {"stays"}) == []
+        cluster.add(NodeOrder("more", 1, {"elastic-node": "more"})).result(START_MOST_S)
+        _ray_private.connect(cluster.address, "leaks", HOST)
+        actor = ray.remote(num_cpus=0)(threading.Event).options(name="a", namespace="elastic-x", lifetime="detached").remote()
+        ray.get(actor.is_set.remote())
+        ray.util.placement_group([{"CPU": 1}], name="p", lifetime="detached")
+        ray.shutdown()
+        left = sorted(text.partition(" (")[0] for text in before.left_on_cluster(cluster, {"stays"}))
+        assert left == ["actor elastic-x/a", "node more is left", "placement group p", "ray::Event"]
+        assert "node gone is gone" in before.left_on_cluster(cluster, {"stays", "more", "gone"})
+        assert any("ray" in text for text in before.left_on_machine()), "it stands still"
+    assert settled(before.left_on_machine) == []
+    segment, folder = Path(f"/dev/shm/leaked-{os.getpid()}"), before.temp / "leaked"
+    segment.touch()
+    folder.mkdir()
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        try:
+            left = before.left_on_machine()
+            assert left == [f"process {sleeper.pid}: sleep 600 ", f"temporary {folder}", f"shared memory {segment.name}"]
+        finally:
+            sleeper.kill()
+            segment.unlink()
