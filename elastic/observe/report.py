@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic.ledger.accounts import Account, Transition, account
 from elastic.ledger.journal import Line
+from elastic.ledger.launches import launches, sentence
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.noise import advice, estimate
 from elastic.observe.plot import save_loss
@@ -52,6 +53,7 @@ def summary(view: View, books: Account) -> dict[str, Any]:
         "goodput": round(totals.goodput, 4),
         "usd": round(totals.usd, 6),
         "launch_to_first_step_s": totals.launch_to_first_step_s,
+        "launch_to_first_step_s_by_pool": view.launches.medians(),
         "samples_exact": None,
         "data_wait": _data_wait(books),
         "token_imbalance": _mean(view, "imbalance"),
@@ -69,12 +71,13 @@ def text(view: View, books: Account, data: Mapping[str, Any]) -> list[str]:
 
 
 def ledger(lines: Sequence[Line]) -> list[str]:
-    books = account(lines)
-    return [*spent(books), "", *transitions(books.transitions)]
+    books, by_pool = account(lines), sentence(launches(lines).medians())
+    started = ["", f"from a node's request to its first step: {by_pool} (medians)"] if by_pool else []
+    return [*spent(books), "", *transitions(books.transitions), *started]
 
 
 def ledger_plain(lines: Sequence[Line]) -> dict[str, Any]:
-    return _plain(account(lines))
+    return _plain(account(lines)) | {"launch_to_first_step_s_by_pool": launches(lines).medians()}
 
 
 def transitions(found: Sequence[Transition]) -> list[str]:
@@ -139,6 +142,8 @@ def _head(data: Mapping[str, Any]) -> list[str]:
         rows.append(("filling", f"{100 * data['pad_share']:.1f} % of the places of the micro-batches held no token"))
     if data["launch_to_first_step_s"] is not None:
         rows.append(("first step", f"{data['launch_to_first_step_s']:.1f} s after the launch"))
+    if by_pool := sentence(data["launch_to_first_step_s_by_pool"]):
+        rows.append(("of a node", f"{by_pool} from its request to its first step (medians)"))
     return columns(rows)
 
 

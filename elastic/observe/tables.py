@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elastic.ledger.launches import sentence
 from elastic.observe.grid import draw, letters
 from elastic.observe.sentences import duration, n_of, size
 from elastic.observe.view import View
@@ -134,6 +135,7 @@ def status(view: View, holder: str = "") -> list[str]:
             for name, value in found.items()
         ),
         ("durable copy", _durable(view)),
+        *([("first step", f"{said} after its node was asked for")] if (said := sentence(view.launches.medians())) else []),
         ("reason", view.reason or "-"),
     ]
     lines = columns(rows)
@@ -168,6 +170,7 @@ def status_plain(view: View, holder: str = "") -> dict[str, Any]:
         "evaluations": {str(step): metrics for step, metrics in view.evaluations.items()},
         "durable_step": view.saved_step,
         "copies_failed": view.copies_failed,
+        "launch_to_first_step_s_by_pool": view.launches.medians(),
         "eta_s": None if view.ended else view.eta_s(),
         "tokens_per_s": view.tokens_per_s(),
         "unit": view.unit,

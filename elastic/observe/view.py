@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from elastic.ledger.journal import Line, parse_line
+from elastic.ledger.launches import Launches
 from elastic.observe import sentences
 from elastic.types import (
     CopyStored,
@@ -86,6 +87,7 @@ class View:
     notes: list[Note] = field(default_factory=list)
     reason: str = ""
     wanted: dict[str, int] = field(default_factory=dict)  # nodes that are asked for, per pool
+    launches: Launches = field(default_factory=Launches)
     started_at_s: float = 0.0
     at_s: float = 0.0
 
@@ -147,6 +149,7 @@ class View:
         if line.epoch < self.epoch:
             return []  # the writer had lost its lease
         n_before = len(self.notes)
+        self.launches.add(line)
         for at_s, event in line.events:
             self.at_s = at_s
             text = sentences.of(event, self)

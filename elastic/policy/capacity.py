@@ -145,6 +145,10 @@ class _Book:
             if backoff.deaths:
                 self.reasons.append(_said_no(pool.name, backoff))
             return
+        if backoff and backoff.deaths:
+            n = min(n, 1 - self._starting(pool.name))
+            if n <= 0:
+                return
         most = limits.affordable(state, pool, self.usd_per_h, self.now_s)
         if most is not None and most < n:
             if not most:
@@ -152,6 +156,11 @@ class _Book:
                 return
             n = most
         self._order(want, n, have)
+
+    def _starting(self, pool: str) -> int:
+        """Nodes that are not prepared yet, or still to come. Of a pool whose nodes die at start one at a time is tried."""
+        ready = sum(node.pool == pool and node.status in ("pending", "ready") for node in self.state.nodes.values())
+        return ready + mix.asked(self.state, pool, self.now_s)
 
     def _order(self, want: mix.Want, n: int, have: int) -> None:
         pool = want.pool
