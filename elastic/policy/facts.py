@@ -27,6 +27,7 @@ from elastic.types import (
     NodePrepared,
     NodeReady,
     NodeRefused,
+    NodeWarned,
     Notice,
     NoticeWithdrawn,
     Plan,
@@ -157,7 +158,7 @@ def _notice(state: State, event: Notice, at_s: float) -> State:
     if pool is not None and pool.ends_at_s is not None and event.deadline_s >= pool.ends_at_s:
         state = replace(state, n_notices=state.n_notices + (node.status != "draining"))  # it was known, and is no hazard
     elif node.status != "draining":
-        state = hazard.taken(replace(state, n_notices=state.n_notices + 1), node.pool, lost=False, known=False)
+        state = hazard.taken(replace(state, n_notices=state.n_notices + 1), node, lost=False, known=False)
     return set_status(state, event.node_id, "draining", event.deadline_s)
 
 
@@ -166,6 +167,12 @@ def _notice_withdrawn(state: State, event: NoticeWithdrawn, at_s: float) -> Stat
     if node is None or node.status != "draining" or event.node_id in state.releasing:
         return state
     return set_status(state, event.node_id, "prepared" if event.node_id in state.prepared else "ready")
+
+
+def _node_warned(state: State, event: NodeWarned, at_s: float) -> State:
+    node = state.nodes.get(event.node_id)
+    known = node is None or node.status in ("lost", "quarantined", "draining")
+    return state if node is None or known or not event.risk else hazard.warned(state, node)
 
 
 def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
@@ -183,7 +190,7 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
     )
     why = f"node {node.node_id} is gone" + (f" ({event.cause})" if event.cause else "")
     if not released:
-        state = hazard.taken(state, node.pool, lost=True, known=node.status == "draining")
+        state = hazard.taken(state, node, lost=True, known=node.status == "draining")
         state = hazard.died(state, node, event.cause or "gone", at_s)
     state = replace(state, born={name: t for name, t in state.born.items() if name != node.node_id})
     state = without(state, gone, why, at_s)
@@ -335,7 +342,7 @@ def _stop_asked(state: State, event: StopAsked, at_s: float) -> State:
 
 HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     DriverStarted: _driver_started, NodeReady: _node_ready, NodePrepared: _node_prepared, Notice: _notice,
-    NodeRefused: _node_refused,
+    NodeRefused: _node_refused, NodeWarned: _node_warned,
     NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost, RequestFailed: _request_failed, PlanEntered: _plan_entered,
     PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored, SpeedMeasured: _speed_measured,
     PriceSeen: _price_seen, Progress: _progress, StopAsked: _stop_asked, **FAILURES, **COPIES,

@@ -15,6 +15,7 @@ from elastic.types import Node, Pool
 
 RECLAIMS_PER_NODE_H = {"spot": 0.05, "on-demand": 0.002, "reserved": 0.002, "owned": 0.002}  # prior: one per 20 and 500 h
 PRIOR_NODE_H = 20.0  # weight of the prior against what the run sees
+WARNED_SHARE = 0.2  # of a reclaim, that a warned node counts as until it is taken; nobody publishes how many of them are
 DROUGHT_PRIOR_H = 0.25  # how long a pool that said no is believed to go on with that, before any drought has ended
 START_PRIOR_S = 180.0  # from the request to a node that is prepared, before the pool has given one
 BACKOFF_S, BACKOFF_MAX_S = 30.0, 600.0  # of a pool that has no capacity
@@ -26,15 +27,17 @@ def of(state: State, pool: str) -> PoolSeen:
     return state.history.get(pool, PoolSeen())
 
 
-def _rate_per_node_h(state: State, pool: str, n_seen: int) -> float:
+def _rate_per_node_h(state: State, pool: str, n_seen: float) -> float:
     market = next((p.market_type for p in state.pools if p.name == pool), "owned")
     prior = RECLAIMS_PER_NODE_H[market] * PRIOR_NODE_H
     return (prior + n_seen) / (PRIOR_NODE_H + of(state, pool).node_s / 3600)
 
 
 def reclaims_per_node_h(state: State, pool: str) -> float:
-    """How often a node of the pool is taken, with a notice or without: the posterior mean per hour."""
-    return _rate_per_node_h(state, pool, of(state, pool).reclaims)
+    """How often a node of the pool is taken, with a notice or without: the posterior mean per hour. Nodes that the cloud has
+    only warned of count as WARNED_SHARE of a reclaim each."""
+    seen = of(state, pool)
+    return _rate_per_node_h(state, pool, seen.reclaims + WARNED_SHARE * seen.warnings)
 
 
 def losses_per_h(state: State, nodes: Sequence[Node]) -> float:
@@ -80,10 +83,25 @@ def lived(state: State, passed_s: float) -> dict[str, PoolSeen]:
     return history
 
 
-def taken(state: State, pool: str, lost: bool, known: bool) -> State:
-    """A node of the pool will be or is taken. `lost`: it is gone, and was not given back; `known`: there was a notice."""
-    seen = of(state, pool)
-    return _with(state, pool, replace(seen, losses=seen.losses + lost, reclaims=seen.reclaims + (not known)))
+def taken(state: State, node: Node, lost: bool, known: bool) -> State:
+    """The node will be or is taken. `lost`: it is gone, and was not given back; `known`: there was a notice. A warning of it
+    was right, and counts no more beside the reclaim."""
+    seen, warned = of(state, node.pool), not known and node.node_id in state.warned
+    state = replace(state, warned=state.warned - {node.node_id}) if warned else state
+    found = replace(
+        seen, losses=seen.losses + lost, reclaims=seen.reclaims + (not known), warnings=max(0, seen.warnings - warned)
+    )
+    return _with(state, node.pool, found)
+
+
+def warned(state: State, node: Node) -> State:
+    """The cloud has said that a reclaim of the node has become more likely. Said again, it counts once."""
+    if node.node_id in state.warned:
+        return state
+    seen = of(state, node.pool)
+    alive = {other.node_id for other in state.alive}
+    state = replace(state, warned=(state.warned & alive) | {node.node_id})
+    return _with(state, node.pool, replace(seen, warnings=seen.warnings + 1))
 
 
 def refused(state: State, pool: str, request_id: str, reason: str, at_s: float) -> State:

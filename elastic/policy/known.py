@@ -55,6 +55,7 @@ class PoolSeen:
 
     node_s: float = 0.0  # node-seconds
     reclaims: int = 0  # nodes that were taken, with a notice or without
+    warnings: int = 0  # nodes that the cloud said are likelier to be taken, and that were not taken since
     losses: int = 0  # nodes that were gone before they had been given back
     start_s: float = 0.0  # from the request to the prepared node, a running mean; 0 = none yet
     deaths: int = 0  # starts in a row that ended before a node was prepared
@@ -123,6 +124,7 @@ class State:
     backoff: Mapping[str, Backoff] = field(default_factory=dict)
     n_requests: int = 0
     history: Mapping[str, PoolSeen] = field(default_factory=dict)  # pool -> what was seen of it
+    warned: frozenset[str] = frozenset()  # nodes that the cloud said are likelier to be taken
     born: Mapping[str, float] = field(default_factory=dict)  # nodes never prepared yet -> when they were asked for
 
     generation: int = 0  # the newest that was ever ordered

@@ -15,6 +15,7 @@ from elastic.types import (
     NodeLost,
     NodePrepared,
     NodeReady,
+    NodeWarned,
     Notice,
     Pool,
     PriceSeen,
@@ -66,6 +67,40 @@ def test_reclaims_count_once_and_what_is_given_back_is_none() -> None:
     found = story.state.history["spot"]
     assert (found.reclaims, found.losses) == (2, 1)
     assert found.node_s == pytest.approx(story.state.node_s) and found.node_s > 3 * 20
+
+
+def test_a_warned_node_counts_a_little_until_it_is_taken() -> None:
+    """A fifth of a reclaim, once for each node; a reclaim in place of it where the cloud was right."""
+
+    def rate() -> float:
+        return hazard.reclaims_per_node_h(
+            replace(story.state, history={"spot": replace(story.state.history["spot"], node_s=0.0)}), "spot"
+        )
+
+    story = Story(pools=(SPOT, FIXED))
+    story.running("a", "b", "c", steps=2)
+    losses = hazard.losses_per_h(story.state, [story.state.nodes["b"]])
+    decision = story.tick(NodeWarned("b", "AWS: rebalance recommendation", risk=True))
+    assert not decision.actions and story.state.nodes["b"].status == "prepared", "it trains on"
+    assert rate() == pytest.approx((1.0 + 0.2) / 20)
+    story.tick(NodeWarned("b", "again, in other words", risk=True), NodeWarned("c", "GCP: it stands still", risk=False))
+    assert rate() == pytest.approx((1.0 + 0.2) / 20)
+    assert hazard.losses_per_h(story.state, [story.state.nodes["b"]]) <= losses, "it says nothing of losses without a notice"
+    story.tick(NodeWarned("a", "AWS: rebalance recommendation", risk=True))
+    assert rate() == pytest.approx((1.0 + 0.4) / 20)
+    story.tick(Notice("b", story.now_s + 10))
+    assert rate() == pytest.approx((1.0 + 0.2 + 1.0) / 20), "one of the two was taken"
+    story.tick(NodeWarned("b", "late", risk=True), NodeWarned("gone", "of a node nobody knows", risk=True))
+    assert rate() == pytest.approx((1.0 + 0.2 + 1.0) / 20)
+    story.entered()
+    story.tick(NodeLost("a", "taken"))
+    assert (story.state.history["spot"].warnings, story.state.history["spot"].reclaims) == (0, 2)
+
+
+def test_a_pool_that_is_warned_of_costs_more() -> None:
+    pool = replace(SPOT, name="warned")
+    state = replace(STATE, pools=(SPOT, pool), history={"warned": PoolSeen(warnings=5)})
+    assert hazard.usd_per_gpu_h(state, pool) > hazard.usd_per_gpu_h(state, SPOT)
 
 
 def test_a_drought_that_lasts_is_expected_to_last() -> None:
