@@ -53,9 +53,9 @@ class Entrance:
         node = nodes.get(getattr(event, "node_id", ""))
         if isinstance(event, NodeRefused) and node is not None:
             return replace(event, pool=node.pool)
-        if not isinstance(event, NodePrepared) or event.admission is None or node is None:
+        if not isinstance(event, NodePrepared) or node is None:
             return event
-        found = event.admission.versions
+        found = event.admission.versions if event.admission is not None else {}
         if different := version_differences(self.known, found):
             return NodeRefused(node.node_id, different, node.pool)
         self.known = {**found, **self.known}

@@ -1,0 +1,117 @@
+"""The driver's side of admission: who is asked as a neighbour, and nodes that came together held against each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from conftest import plan
+
+from elastic.cluster.actors import Worker, WorkerSetup
+from elastic.cluster.admission import NEIGHBOURS, Entrance
+from elastic.types import Admission, Node, NodePrepared, NodeRefused, Notice, Prepare, StepDone, Terms, WorkerId
+from elastic.worker.admission import Entry, versions
+from elastic.worker.gather import Gather
+
+NODES = {name: Node(name, "spot", 2) for name in "abcd"}
+
+
+class FakeCrew:
+    """An actor is its worker's name."""
+
+    def __init__(self, *nodes: str) -> None:
+        self.there = [WorkerId(node, k) for node in nodes for k in range(2)]
+
+    def workers(self, node_id: str | None = None) -> list[WorkerId]:
+        return [worker for worker in self.there if node_id in (None, worker.node_id)]
+
+    def actor(self, worker: WorkerId) -> str | None:
+        return str(worker) if worker in self.there else None
+
+
+def prepared(node_id: str, **more: str) -> NodePrepared:
+    return NodePrepared(node_id, (1, 2), admission=Admission(0.1, 0.0, {**versions(), **more}, 1e9, 1 << 30))
+
+
+def entrance(*nodes: str) -> Entrance:
+    crew: Any = FakeCrew(*nodes)
+    return Entrance(crew)
+
+
+def test_the_first_node_has_no_neighbour_then_those_that_were_let_in_are_asked() -> None:
+    at = entrance("a", "b", "c")
+    assert at.preparation(Prepare("a", gpu_bytes=5), None) == ((), Terms(versions(), 5, 0), ())
+    at.passed(prepared("b"), NODES)
+    assert at.preparation(Prepare("a"), None)[2] == ("b/0",)
+    assert at.preparation(Prepare("b"), None)[2] == (), "not itself"
+    at.passed(prepared("c"), NODES)
+    at.forget("b")
+    assert at.preparation(Prepare("a"), None)[2] == ("c/0",)
+
+
+def test_workers_of_the_plan_are_asked_first_one_of_a_node_and_not_more_than_enough() -> None:
+    at = entrance("a", "b", "c", "d")
+    for name in "bcd":
+        at.passed(prepared(name), NODES)
+    ranks = [WorkerId("gone", 0), WorkerId("d", 1), WorkerId("d", 0), WorkerId("a", 0), WorkerId("c", 1)]
+    found = at.preparation(Prepare("a"), plan(1, ranks))[2]
+    assert found == ("d/1", "c/1") and len(found) == NEIGHBOURS
+
+
+def test_what_the_driver_does_not_know_the_first_node_says_for_all() -> None:
+    at = entrance("a", "b")
+    at.preparation(Prepare("a"), None)
+    first = prepared("a", NCCL="2.27.5")
+    assert at.passed(first, NODES) == first
+    assert at.preparation(Prepare("b"), None)[1].versions["NCCL"] == "2.27.5"
+    assert at.passed(prepared("b", NCCL="2.26.2"), NODES) == NodeRefused("b", "NCCL 2.26.2 (the run has 2.27.5)", "spot")
+    assert at.passed(NodeRefused("b", "why"), NODES) == NodeRefused("b", "why", "spot")
+    for other in (StepDone(1, 1, 1.0, 8, 0.1), Notice("a", 5.0), NodePrepared("nobody")):
+        assert at.passed(other, NODES) == other
+
+
+def test_a_node_is_prepared_when_all_its_workers_are_and_is_as_good_as_the_worst() -> None:
+    gather = Gather(lambda parts: None, lambda node_id: 2)
+    slow = replace(prepared("a").admission, flop_per_s=1.0)  # type: ignore[type-var]
+    for _ in range(2):  # again after it was prepared anew
+        assert gather.add(WorkerId("a", 0), replace(prepared("a"), pids=(5,), admission=slow)) == []
+        (event,) = gather.add(WorkerId("a", 1), replace(prepared("a"), pids=(6,)))
+        assert isinstance(event, NodePrepared) and event.pids == (5, 6) and event.admission == slow
+        gather.forget("a")
+    assert gather.add(WorkerId("a", 0), NodePrepared("a", (5,))) == []
+    (event,) = gather.add(WorkerId("a", 1), NodePrepared("a", (6,)))
+    assert isinstance(event, NodePrepared) and event.admission is None
+
+
+def test_the_shell_passes_terms_on_and_a_neighbour_that_does_not_answer_is_left_out(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from elastic.cluster import admission, processes
+
+    monkeypatch.setattr(processes, "stand_back", lambda: False)
+    worker = Worker(WorkerSetup(WorkerId("a", 0), 1, "spot", {"folder": ""}, str(tmp_path), 1, "fake_session:FakeSession"))
+    told: list[Any] = []
+    monkeypatch.setattr(worker.session, "prepare", lambda *arguments: told.append(arguments))
+    worker.prepare(1)
+    assert told == [((),)], "without terms nothing is looked at"
+
+    class Actor:
+        class hear:
+            @staticmethod
+            def remote() -> str:
+                return "answer"
+
+    def get(ref: str, timeout: float) -> Any:
+        answers.append(timeout)
+        if len(answers) == 1:
+            raise admission.GetTimeoutError("it is busy")
+        return "a door"
+
+    answers: list[float] = []
+    monkeypatch.setattr(admission.ray, "get", get)
+    worker.prepare(1, (), Terms({"torch": "2"}), (Actor, Actor))
+    entry = told[1][1]
+    assert isinstance(entry, Entry) and entry.terms == Terms({"torch": "2"})
+    assert answers == [], "asked in the background"
+    assert entry.doors() == ["a door"] and answers == [admission.HEAR_MOST_S] * 2
