@@ -86,7 +86,7 @@ def test_what_never_came_and_what_was_never_asked_for_is_left_out() -> None:
 def test_a_driver_that_attaches_finds_its_nodes_again_and_one_that_does_not_begins_anew() -> None:
     more = tick(150, orders=(RequestNodes("spot", 1, "s3"),))
     attached = [*BEGIN, tick(145, replace(START, attached=True), ready("a")), more, tick(155, ready("a"), ready("b"))]
-    attached += [tick(156, orders=entering(2, "a", "b")), tick(170, step(2, 2))]
-    assert launches(attached).seconds == {"spot": [40.0, 20.0]}
+    attached += [tick(156, orders=entering(2, "a")), tick(170, step(2, 2), orders=entering(3, "a", "b")), tick(180, step(3, 3))]
+    assert launches(attached).seconds == {"spot": [40.0, 30.0]}, "b answers the request, not a once more"
     anew = [*BEGIN, tick(145, START, orders=(RequestNodes("spot", 1, "s1"),)), tick(155, ready("a"), orders=entering(2, "a"))]
     assert launches([*anew, tick(165, step(2, 2))]).seconds == {"spot": [40.0, pytest.approx(20.0)]}
