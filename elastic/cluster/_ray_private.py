@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ for word in "$@"; do case "$word" in
 */ray/dashboard/agent.py) names="metrics_agent_port metrics_export_port dashboard_agent_listen_port" ;;
 */ray/_private/runtime_env/agent/main.py) names=@RUNTIME_ENV@ ;;
 esac; done
+case "$1" in */ray/_private/workers/default_worker.py) exec @WORKER@ "$@" ;; esac
 test -n "$names" || exec @PYTHON@ "$@"
 for name in $names; do
   printf %s -1 >"$session/.$name.$$" && mv "$session/.$name.$$" "$session/${name}_$node"
@@ -88,14 +89,15 @@ def mute_errors() -> None:
     global_worker.gcs_error_subscriber.close()  # type: ignore[attr-defined]
 
 
-def lean_python(folder: str, environments: bool = False) -> str:
+def lean_python(folder: str, environments: bool = False, worker: Sequence[str] = ()) -> str:
     """A Python for a cluster on one machine that needs no dashboard and no metrics, and no runtime environments unless asked.
+    `worker`: words to start one of Ray's worker processes by, in the place of Python itself.
 
     It naps where Ray starts its agents (two processes, 3 s of CPU and 200 MB per node; a raylet ends itself when they are not
     up within 15 s), after saying as they would that they offer nothing (port -1). Where Ray names them otherwise they just run.
     """
     script = Path(folder, "python")
-    text = _LEAN_PYTHON.replace("@PYTHON@", shlex.quote(sys.executable))
+    text = _LEAN_PYTHON.replace("@WORKER@", shlex.join(worker) or "@PYTHON@").replace("@PYTHON@", shlex.quote(sys.executable))
     script.write_text(text.replace("@RUNTIME_ENV@", "" if environments else "runtime_env_agent_port"))
     script.chmod(0o755)
     return str(script) if os.access(script, os.X_OK) else sys.executable

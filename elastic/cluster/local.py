@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic.cluster import processes
+from elastic.cluster import fork_server, processes
 from elastic.errors import InternalError
 
 HOST = "127.0.0.2"  # loopback, but not a name that Ray replaces by the machine's outer address
@@ -199,7 +199,10 @@ class _Nodes:
         from elastic.cluster._ray_private import lean_python
 
         self.folder, self.out = folder, out
-        sys.executable = lean_python(folder, ENVIRONMENTS in os.environ)  # what Ray starts its processes with
+        self.python = sys.executable
+        sys.executable = lean_python(
+            folder, ENVIRONMENTS in os.environ, self._fork_server()
+        )  # what Ray starts its processes with
         self.cluster = Cluster(shutdown_at_exit=False)
         self.raylets: dict[str, int] = {}
         self.numbers = itertools.count()
@@ -208,6 +211,14 @@ class _Nodes:
         head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "_system_config": SYSTEM_CONFIG}
         self._start(next(self.numbers), head)
         self.answer(0, address=self.cluster.address, folder=folder)
+
+    def _fork_server(self) -> list[str]:
+        """Starts it; words that ask it for a worker. None where there are GPUs: a fork beside CUDA was never tried."""
+        if visible_gpus():
+            return []
+        subprocess.Popen([self.python, "-m", fork_server.__name__, self.folder, str(os.getpid())])
+        client = Path(fork_server.__file__).with_name("fork_client.py")
+        return [self.python, "-I", "-S", str(client), f"{self.folder}/{fork_server.SOCKET}", self.python]
 
     def _start(self, n: int, values: Mapping[str, Any]) -> Any:
         return self.cluster.add_node(
@@ -254,7 +265,10 @@ class _Nodes:
 
     def _kill(self, name: str) -> list[int]:
         raylet = self.raylets.pop(name, None)
-        return [] if raylet is None else processes.end_tree(raylet)
+        if raylet is None:
+            return []
+        ended = processes.end_tree(raylet)
+        return ended + processes.send(fork_server.forks_of(self.folder, ended))
 
 
 def main(folder: str, keeper: int) -> None:

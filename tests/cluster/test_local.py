@@ -86,6 +86,38 @@ def test_killing_a_node_ends_all_its_processes_and_no_others() -> None:
         assert cluster.kill("a").result(60)["pids"] == []
 
 
+def test_workers_are_forks_and_go_with_their_node() -> None:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from elastic.cluster import _ray_private
+    from elastic.cluster.local import HOST
+
+    def look() -> tuple[int, int, bool, str]:
+        return os.getpid(), os.getppid(), "elastic.worker.session" in sys.modules, os.environ["ONLY_HERE"]
+
+    with LocalCluster() as cluster:
+        orders = [NodeOrder(name, 1, environment={"ONLY_HERE": name}) for name in ("a", "b")]
+        added = [answer.result(180) for answer in [cluster.add(order) for order in orders]]
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        _ray_private.connect(cluster.address, "forks", HOST)
+        try:
+            task = ray.remote(look)
+            asked = [
+                task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(a["ray_id"], soft=False)).remote()
+                for a in added
+            ]
+            (first, parent, loaded, here), (second, same, too, there) = ray.get(asked, timeout=180)
+            assert (loaded, too, here, there) == (True, True, "a", "b")
+            assert parent == same, "one process forks them all"
+            assert first in cluster.kill("a").result(60)["pids"]
+            wait_gone([first])
+            assert second in cluster.kill("b").result(60)["pids"]
+            wait_gone([second])
+        finally:
+            ray.shutdown()
+
+
 def test_nodes_carry_labels_and_workers() -> None:
     import ray
 

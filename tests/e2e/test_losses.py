@@ -124,7 +124,7 @@ def test_another_node_is_lost_while_the_first_loss_is_repaired(tmp_path: Path) -
     went_on_as_if_nothing_happened(summary, lines, 60)
     ordered = [p for p in plans(lines) if p.cause == "loss"]
     assert len(ordered) >= 2
-    assert all(p.resume.source == "peer" for p in ordered[:2])
+    assert [p.resume.source for p in ordered[:2]] == ["peer", "peer"]
     assert victim not in ordered[1].ranks
     first_entered = next(t for t in summary["transitions"] if t["cause"] == "loss")
     lost_only_what_no_copy_had(first_entered, lines)

@@ -1,0 +1,202 @@
+"""Workers of the embedded cluster as forks of one process that has imported torch and elastic already.
+
+Four workers on one machine would import the same for 4 s of CPU each, on cores that others train on; and a worker that is
+replaced would take that long to come. `python -m elastic.cluster.fork_server FOLDER` imports once, then forks when asked
+(by fork_client.py, which Ray starts in the place of a worker): the fork takes over the client's arguments, environment, working
+folder and open files, and becomes a Ray worker as any other. It imports no ray: Ray reads its environment when it is loaded.
+
+The client waits for the end of its fork and ends with its status; a client that is killed takes its fork along. Where a fork
+would not be safe (there are threads, or GPUs) the client hears "no", and starts Python by itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic.cluster import processes
+
+log = logging.getLogger(__name__)
+
+SOCKET, FORKS = "fork-server", "forks"  # in the cluster's folder; FORKS holds a file per client, with the pid of its fork
+PRELOADED = ("elastic.worker.session", "elastic.worker.job_program")
+REQUEST_MOST = 1 << 20
+N_FILES = 3  # standard input, output and error go over
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client hands over."""
+
+    pid: int
+    words: list[str]
+    environment: dict[str, str]
+    folder: str
+    files: tuple[int, ...]
+
+
+def forks_of(folder: str, clients: list[int]) -> list[int]:
+    """Processes that were forked for these clients."""
+    found = []
+    for client in clients:
+        try:
+            found.append(int(Path(folder, FORKS, str(client)).read_text()))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+class _Server:
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        Path(folder, FORKS).mkdir()
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(f"{folder}/{SOCKET}")
+        self.listener.listen(64)
+        self.clients: dict[int, tuple[socket.socket, int]] = {}  # fork -> its client's connection and pid
+
+    def serve(self) -> None:
+        """Until it is killed."""
+        ended, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        while True:
+            watched: list[Any] = [self.listener, ended, *(connection for connection, _ in self.clients.values())]
+            ready, _, _ = select.select(watched, [], [])
+            if ended in ready:
+                os.read(ended, 4096)
+                self._reap()
+            for fork, (connection, _) in list(self.clients.items()):
+                if connection in ready:  # a client says nothing more: it is gone
+                    processes.send([fork])
+            if self.listener in ready:
+                self._accept(self.listener.accept()[0])
+
+    def _accept(self, connection: socket.socket) -> None:
+        try:
+            request = _received(connection)
+        except (OSError, ValueError, KeyError) as error:
+            log.warning("not understood, so not forked: %s", error)
+            connection.close()
+            return
+        if len(os.listdir("/proc/self/task")) > 1:
+            _close(request.files)
+            connection.sendall(b"no")
+            connection.close()
+            return
+        fork = os.fork()
+        if fork == 0:
+            self._become(request, connection)
+        _close(request.files)
+        Path(self.folder, FORKS, str(request.pid)).write_text(str(fork))
+        self.clients[fork] = (connection, request.pid)
+        connection.sendall(b"ok")
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                fork, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not fork:
+                return
+            connection, client = self.clients.pop(fork)
+            Path(self.folder, FORKS, str(client)).unlink(missing_ok=True)
+            try:
+                connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+            except OSError as error:
+                log.debug("client %s did not wait for the end of its fork: %s", client, error)
+            connection.close()
+
+    def _become(self, request: Request, connection: socket.socket) -> None:
+        """In the fork: from here on it is the program that the client was to be."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.listener.close()
+        connection.close()
+        for other, _ in self.clients.values():
+            other.close()
+        for number, file in enumerate(request.files):
+            os.dup2(file, number)
+        _close(request.files)
+        os.environ.clear()
+        os.environ.update(request.environment)
+        os.chdir(request.folder)
+        sys.argv = request.words
+        gc.enable()
+        status = 0
+        try:
+            runpy.run_path(request.words[0], run_name="__main__")
+        except SystemExit as leave:
+            status = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        except BaseException:  # noqa: BLE001 - where a program ends
+            sys.excepthook(*sys.exc_info())
+            status = 1
+        finally:
+            _flush()
+            os._exit(status)
+
+
+def _received(connection: socket.socket) -> Request:
+    """Raises OSError, ValueError or KeyError where it is none."""
+    head, files, _, _ = socket.recv_fds(connection, 8, N_FILES)
+    n_bytes = int.from_bytes(head, "little")
+    try:
+        if len(head) != 8 or len(files) != N_FILES or n_bytes > REQUEST_MOST:
+            raise ValueError(f"a request of {n_bytes} bytes with {len(files)} files")
+        text = b""
+        while len(text) < n_bytes:
+            part = connection.recv(n_bytes - len(text))
+            if not part:
+                raise ValueError(f"a request that ends after {len(text)} of {n_bytes} bytes")
+            text += part
+        said: dict[str, Any] = json.loads(text)
+        return Request(said["pid"], said["words"], said["environment"], said["folder"], tuple(files))
+    except Exception:
+        _close(tuple(files))
+        raise
+
+
+def _close(files: tuple[int, ...]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+
+
+def main(folder: str, parent: int) -> None:
+    processes.die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.getppid() != parent:
+        return
+    server = _Server(folder)  # who asks from now on waits until all is imported
+    from elastic.cluster.actors import ENVIRONMENT
+
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    gc.disable()
+    for module in PRELOADED:
+        __import__(module)
+    gc.freeze()  # what all forks share is never looked at again, and so never copied
+    server.serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

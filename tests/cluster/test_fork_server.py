@@ -1,0 +1,155 @@
+"""Forks in the place of new Python processes: what they inherit, how they end, and when there is none. No Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.cluster import fork_server, processes
+
+CLIENT = Path(fork_server.__file__).with_name("fork_client.py")
+SAYS = """
+import json, os, signal, sys, time
+loaded = "elastic.worker.session" in sys.modules
+print(json.dumps({"loaded": loaded, "words": sys.argv[1:], "mine": os.environ.get("MINE"), "home": os.environ.get("SERVERS"),
+                  "folder": os.getcwd(), "pid": os.getpid(), "parent": os.getppid(), "name": __name__}), flush=True)
+print("to the error file", file=sys.stderr, flush=True)
+if "sleep" in sys.argv: time.sleep(600)
+if "signal" in sys.argv: os.kill(os.getpid(), signal.SIGTERM)
+if "raise" in sys.argv: raise ValueError("on purpose")
+sys.exit(int(sys.argv[1]) if sys.argv[1:] else 0)
+"""
+WITHIN_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
+    folder = tmp_path_factory.mktemp("f")
+    environment = {**os.environ, "SERVERS": "yes", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    process: Any = subprocess.Popen(
+        [sys.executable, "-m", "elastic.cluster.fork_server", str(folder), str(os.getpid())], env=environment
+    )
+    process.folder = folder
+    wait_for(lambda: (folder / fork_server.SOCKET).exists())
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def client(server: Any, tmp_path: Path, *words: str, address: str = "") -> subprocess.Popen[str]:
+    script = tmp_path / "says.py"
+    script.write_text(SAYS)
+    at = address or str(server.folder / fork_server.SOCKET)
+    command = [sys.executable, "-I", "-S", str(CLIENT), at, sys.executable, str(script), *words]
+    environment = {"MINE": "this one", "PATH": os.environ["PATH"]}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+
+
+def test_a_fork_is_what_its_client_was_to_be(server: Any, tmp_path: Path) -> None:
+    one = client(server, tmp_path, "7", "two words")
+    out, err = one.communicate(timeout=WITHIN_S)
+    said = json.loads(out)
+    assert said["loaded"], "what the server imported is there"
+    assert (said["words"], said["mine"], said["home"]) == (["7", "two words"], "this one", None)
+    assert (said["folder"], said["name"], said["parent"]) == (str(tmp_path), "__main__", server.pid)
+    assert err == "to the error file\n"
+    assert one.returncode == 7
+    assert fork_server.forks_of(str(server.folder), [one.pid]) == []
+
+
+@pytest.mark.parametrize(("word", "status"), [("signal", -signal.SIGTERM), ("raise", 1)])
+def test_a_client_ends_as_its_fork_does(server: Any, tmp_path: Path, word: str, status: int) -> None:
+    one = client(server, tmp_path, "0", word)
+    _, err = one.communicate(timeout=WITHIN_S)
+    assert one.returncode == status
+    assert ("ValueError: on purpose" in err) == (word == "raise")
+
+
+def test_a_client_that_is_killed_takes_its_fork_along_and_no_other(server: Any, tmp_path: Path) -> None:
+    both = [client(server, tmp_path, "0", "sleep") for _ in range(2)]
+    forks = []
+    for one in both:
+        assert one.stdout is not None
+        forks.append(json.loads(one.stdout.readline())["pid"])
+    wait_for(lambda: fork_server.forks_of(str(server.folder), [one.pid for one in both]) == forks)
+    both[0].kill()
+    wait_for(lambda: processes.started(forks[0]) is None)
+    assert processes.started(forks[1]) is not None
+    os.kill(forks[1], signal.SIGKILL)
+    both[1].communicate(timeout=WITHIN_S)
+    assert both[1].returncode == -signal.SIGKILL
+    both[0].communicate()
+
+
+def test_without_a_server_a_client_is_the_program_itself(server: Any, tmp_path: Path) -> None:
+    one = client(server, tmp_path, "3", address=str(tmp_path / "nobody"))
+    said = json.loads(one.communicate(timeout=WITHIN_S)[0])
+    assert (said["loaded"], said["pid"], said["words"], said["mine"]) == (False, one.pid, ["3"], "this one")
+    assert one.returncode == 3
+
+
+def test_a_server_with_threads_does_not_fork(tmp_path: Path) -> None:
+    text = f"""
+import os, sys, threading, time
+from elastic.cluster import fork_server
+fork_server.PRELOADED = ()
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+fork_server.main({str(tmp_path)!r}, os.getppid())
+"""
+    process: Any = subprocess.Popen([sys.executable, "-c", text])
+    process.folder = tmp_path
+    try:
+        wait_for(lambda: (tmp_path / fork_server.SOCKET).exists())
+        one = client(process, tmp_path, "4")
+        said = json.loads(one.communicate(timeout=WITHIN_S)[0])
+        assert (said["loaded"], said["pid"], one.returncode) == (False, one.pid, 4)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_ends_with_who_started_it(tmp_path: Path) -> None:
+    text = f"""
+import os, subprocess, sys
+server = subprocess.Popen([sys.executable, "-m", "elastic.cluster.fork_server", {str(tmp_path)!r}, str(os.getpid())])
+print(server.pid, flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        server = int(starter.stdout.readline())
+        wait_for(lambda: (tmp_path / fork_server.SOCKET).exists())
+        starter.kill()
+    wait_for(lambda: processes.started(server) is None)
+
+
+def test_what_is_no_request_is_not_forked(server: Any, tmp_path: Path) -> None:
+    import socket
+
+    for said in (b"\xff" * 8, (5).to_bytes(8, "little") + b"{", (2).to_bytes(8, "little") + b"{}"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(str(server.folder / fork_server.SOCKET))
+            socket.send_fds(connection, [said[:8]], [0, 1, 2])
+            connection.sendall(said[8:])
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(2) == b""
+    one = client(server, tmp_path, "0")
+    assert json.loads(one.communicate(timeout=WITHIN_S)[0])["loaded"]
