@@ -10,6 +10,8 @@ import json
 import os
 import socket
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -30,6 +32,7 @@ from elastic.mesh import axis_groups, coordinates, stage_ranks
 from elastic.types import Layout
 
 CONNECT_S = 5.0
+LOOK_S = 0.02
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 # must stand in the environment before torch is imported: NCCL's default error modes end a surviving process
@@ -143,6 +146,7 @@ class Groups:
         self._before: set[int] = set()
         self._store: Store | None = None
         self._aborted = False
+        self._joining = threading.Event()
 
     @property
     def world(self) -> dist.ProcessGroup:
@@ -154,17 +158,27 @@ class Groups:
 
     def join(self, store: tuple[str, int], me: int, n_participants: int, timeout_s: float) -> None:
         """Meets the other participants and makes all groups. Blocks until everyone is there; `abort` frees it."""
+        self._joining.set()
+        try:
+            self._join(store, me, n_participants, timedelta(seconds=timeout_s))
+        finally:
+            self._joining.clear()
+        if self._aborted:
+            raise ConnectionAbortedError(f"generation {self.generation} was broken off while it met")
+
+    def _join(self, store: tuple[str, int], me: int, n_participants: int, timeout: timedelta) -> None:
         host, port = store
         if host in LOOPBACK:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        timeout = timedelta(seconds=timeout_s)
-        self._store_port = port
         self._before = {_inode(fd) for fd in own_sockets()}
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was broken off before it met")
         socket.create_connection(store, timeout=CONNECT_S).close()  # a store that is gone refuses at once; TCPStore would retry
         tcp = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False)
         tcp.set_timeout(timeout)
+        self._store_port = port  # known to `abort` from here on: a connection that it shuts while it is made is made again
+        if self._aborted:
+            raise ConnectionAbortedError(f"generation {self.generation} was broken off before it met")
         self._store = PrefixStore(f"generation-{self.generation}", tcp)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._store, rank=me, world_size=n_participants, timeout=timeout)
@@ -229,10 +243,23 @@ class Groups:
             self._ports.update(json.loads(self._store.get(f"ports/{i}")))
 
     def abort(self) -> None:
-        """Breaks off everything that waits on this generation. Safe from another thread, and twice."""
+        """Breaks off everything that waits on this generation. Safe from another thread, and twice.
+
+        While the participants still meet, connections are made all the time, and one that is made after the look would wait for
+        a peer that is gone: the look is repeated until `join` has ended."""
         self._aborted = True
         if self.device.type == "cuda" and dist.is_initialized():
             self.world.abort()
+        self._shut_own()
+        if self._joining.is_set():
+            threading.Thread(target=self._shut_until_joined, name="abort-join", daemon=True).start()
+
+    def _shut_until_joined(self) -> None:
+        while self._joining.is_set():
+            self._shut_own()
+            time.sleep(LOOK_S)
+
+    def _shut_own(self) -> None:
         for fd in list(own_sockets()):  # before `join` ends the ports are not known: only the store's connection is shut
             with suppress(OSError):
                 if _inode(fd) not in self._before:

@@ -1,0 +1,90 @@
+"""A generation that is broken off while its participants meet: whenever the order comes, nobody waits for one that is gone."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.types import Layout
+from elastic.worker import groups
+from elastic.worker.groups import Groups, is_collective_error
+
+NEVER_S = 900.0  # what a rank would wait for a peer that does not come; longer than the test may take
+WITHIN_S = 120.0
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+def met(of: Groups, store: dist.TCPStore, found: list[BaseException | None]) -> threading.Thread:
+    """Joins as rank 0 of two, of which the other never comes."""
+
+    def join() -> None:
+        try:
+            of.join(("127.0.0.1", store.port), 0, 2, NEVER_S)
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            found.append(error)
+
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    return thread
+
+
+def left(thread: threading.Thread, found: list[BaseException | None], of: Groups) -> None:
+    thread.join(WITHIN_S)
+    assert not thread.is_alive(), "it still waits for the other one"
+    of.close()
+    assert len(found) == 1
+    assert found[0] is not None
+    assert is_collective_error(found[0]), found
+
+
+@pytest.mark.parametrize("name", ["TCPStore", "PrefixStore"])
+def test_the_order_comes_between_two_connections(name: str, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has looked at the sockets that there were; the wait begins on one that comes after."""
+    of = Groups(1, Layout(dp_shard=2), torch.device("cpu"))
+    real: Any = getattr(groups, name)
+
+    def first_the_order(*words: Any, **more: Any) -> Any:
+        of.abort()
+        return real(*words, **more)
+
+    monkeypatch.setattr(groups, name, first_the_order)
+    found: list[BaseException | None] = []
+    left(met(of, store, found), found, of)
+
+
+def test_the_order_comes_before_the_group_is_made(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = Groups(1, Layout(dp_shard=2), torch.device("cpu"))
+    real = dist.init_process_group
+    shut_once = threading.Event()
+
+    def first_the_order(*words: Any, **more: Any) -> Any:
+        if not shut_once.is_set():
+            shut_once.set()
+            monkeypatch.setattr(of, "_shut_own", lambda: None)
+            of.abort()
+            monkeypatch.undo()  # the look has found nothing, as one does that comes a moment before the connection
+        return real(*words, **more)
+
+    monkeypatch.setattr(dist, "init_process_group", first_the_order)
+    found: list[BaseException | None] = []
+    left(met(of, store, found), found, of)
+    assert shut_once.is_set()
+
+
+def test_the_order_comes_while_it_waits(store: dist.TCPStore) -> None:
+    of = Groups(1, Layout(dp_shard=2), torch.device("cpu"))
+    found: list[BaseException | None] = []
+    thread = met(of, store, found)
+    while not of._joining.is_set():
+        thread.join(0.01)
+    of.abort()
+    left(thread, found, of)
