@@ -166,7 +166,7 @@ def lost_only_what_no_copy_had(transition: dict[str, Any], lines: list[Line]) ->
 
 def survivors_kept_their_processes(lines: list[Line], killed: set[str]) -> None:
     """No worker of a node that was never killed was replaced: each of its nodes was prepared once and failed never."""
-    prepared = [e.node_id for e in events(lines, NodePrepared)]
+    prepared = [e.node_id for e in events(lines, NodePrepared) if e.node_id not in killed]
     assert len(prepared) == len(set(prepared)), f"a node was prepared twice: {prepared}"
     dead = {e.worker.node_id for e in events(lines, WorkerFailed) if e.kind == "process"}
     assert dead <= killed, f"processes ended on {dead - killed}"
