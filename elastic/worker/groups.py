@@ -30,10 +30,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from elastic.mesh import axis_groups, coordinates, stage_ranks
 from elastic.types import Layout
+from elastic.worker.interfaces import interface_of
 
 CONNECT_S = 5.0
 LOOK_S = 0.02
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 # must stand in the environment before torch is imported: NCCL's default error modes end a surviving process
 NCCL_ENVIRONMENT = {
@@ -168,12 +168,14 @@ class Groups:
 
     def _join(self, store: tuple[str, int], me: int, n_participants: int, timeout: timedelta) -> None:
         host, port = store
-        if host in LOOPBACK:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._before = {_inode(fd) for fd in own_sockets()}
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was broken off before it met")
-        socket.create_connection(store, timeout=CONNECT_S).close()  # a store that is gone refuses at once; TCPStore would retry
+        # a store that is gone refuses at once; TCPStore would retry
+        with socket.create_connection(store, timeout=CONNECT_S) as there:
+            interface = interface_of(there.getsockname()[0])
+        if interface is not None:  # the way to the store is the way to the others
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         tcp = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False)
         tcp.set_timeout(timeout)
         self._store_port = port  # known to `abort` from here on: a connection that it shuts while it is made is made again

@@ -1,0 +1,50 @@
+"""The interface by which the store is reached is gloo's: not what the host's name resolves to."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from elastic.types import Layout
+from elastic.worker.groups import Groups
+from elastic.worker.interfaces import interface_of
+
+INSIDE = """
+ip link set lo up && ip link add lan0 type veth peer name lan1 && ip addr add 10.9.8.7/24 dev lan0 &&
+ip addr add fd09::7/64 dev lan0 nodad && ip link set lan0 up && exec "$@"
+"""
+SAY = """
+from elastic.worker.interfaces import interface_of
+print(*map(interface_of, ("10.9.8.7", "fd09::7", "127.0.0.1", "::1", "10.9.8.6")))
+"""
+
+
+def test_an_address_belongs_to_its_interface() -> None:
+    words = ["unshare", "--net", "sh", "-c", INSIDE, "sh", sys.executable, "-c", SAY]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    except OSError as error:
+        pytest.skip(f"namespaces: {error}")
+    if "unshare" in done.stderr or "not permitted" in done.stderr:
+        pytest.skip(f"namespaces are not allowed here: {done.stderr.strip()}")
+    assert done.stdout.split() == ["lan0", "lan0", "lo", "lo", "None"], done.stderr
+
+
+def test_groups_meet_on_the_way_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    groups = Groups(1, Layout(), torch.device("cpu"))
+    try:
+        groups.join(("127.0.0.1", store.port), 0, 1, 60.0)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1") == "lo"
+    finally:
+        groups.close()
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
