@@ -51,7 +51,8 @@ def is_looked_up(pool: Pool) -> bool:
     """A price that is not the table's was stated by the user, who may have a contract."""
     if pool.cloud != "aws" or not pool.instance_type or not pool.region or pool.market_type not in ("spot", "on-demand"):
         return False
-    return pool.usd_per_node_h in (0.0, from_table(pool).usd_per_node_h)
+    found = from_table(pool)
+    return pool.usd_per_node_h == 0.0 or (found.source.startswith(TABLE) and pool.usd_per_node_h == found.usd_per_node_h)
 
 
 @dataclass

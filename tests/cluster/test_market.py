@@ -14,7 +14,7 @@ from aws_endpoint import AwsEndpoint
 
 from elastic import catalog, cli
 from elastic.cluster import aws_prices
-from elastic.cluster.market import TABLE, Market, Price, Ticker, given, is_looked_up
+from elastic.cluster.market import TABLE, Market, Price, Ticker, from_table, given, is_looked_up
 from elastic.types import Event, Pool, PriceSeen
 
 TYPE, REGION = "g5.4xlarge", "us-east-1"
@@ -93,7 +93,11 @@ def test_what_is_stated_owned_or_of_another_cloud_is_not_looked_up(aws: AwsEndpo
     stated = Pool(**{**FIXED.__dict__, "usd_per_node_h": 0.9})
     owned = Pool("ours", usd_per_node_h=0.0)
     google = Pool("g", "A100", 1, "spot", 0.0, region="us-central1", instance_type="a2-highgpu-1g", cloud="gcp")
-    assert not any(is_looked_up(pool) for pool in (stated, owned, google)) and is_looked_up(SPOT) and is_looked_up(FIXED)
+    unlisted = Pool(**{**SPOT.__dict__, "instance_type": "m7i.large", "usd_per_node_h": 0.04})
+    assert from_table(unlisted).source == "as stated", "the table knows the type and no spot price of it"
+    assert (
+        not any(is_looked_up(pool) for pool in (stated, unlisted, owned, google)) and is_looked_up(SPOT) and is_looked_up(FIXED)
+    )
     prices = Market().look([stated, owned, google])
     assert [(p.usd_per_node_h, p.source) for p in prices[:2]] == [(0.9, "as stated"), (0.0, "as stated")]
     assert prices[2] == given(google) and prices[2].source == TABLE
