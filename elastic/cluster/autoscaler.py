@@ -127,13 +127,15 @@ def watcher(quiet_s: float) -> Any:
 
 @dataclass
 class _Open:
-    """A request that is not answered yet. `failed_before`: launches of the pool that had failed when it was made."""
+    """A request that is not answered yet. `coming_s`: when an instance of the pool was last on its way: one that does not come
+    up is replaced by the autoscaler. `failed_before`: launches of the pool that had failed when it was made."""
 
     pool: str
     request_id: str
     missing: int
     short: int  # that the pool's bound does not allow
     since_s: float
+    coming_s: float
     failed_before: int
 
 
@@ -166,7 +168,8 @@ class AutoscalerNodes(ClusterNodes):
         most = self._capacity.get(pool, 0) - self._used(pool) - sum(o.missing for o in self._open if o.pool == pool)
         allowed = max(0, min(count, most))
         failed = self.desk.heard()[0].failed.get(pool, 0)
-        self._open.append(_Open(pool, request_id, allowed, count - allowed, time.monotonic(), failed))
+        now_s = time.monotonic()
+        self._open.append(_Open(pool, request_id, allowed, count - allowed, now_s, now_s, failed))
         self._tell()
 
     def news(self, alive: Mapping[str, RayNode]) -> list[Event]:
@@ -198,7 +201,9 @@ class AutoscalerNodes(ClusterNodes):
 
     def _why_failed(self, asked: _Open, report: Report, current: bool) -> str:
         """'' = it has not."""
-        age_s = time.monotonic() - asked.since_s
+        now_s = time.monotonic()
+        if report.coming.get(asked.pool):
+            asked.coming_s = now_s
         if asked.missing <= 0:
             return f"no capacity: {self._used(asked.pool)} of {self._capacity[asked.pool]} in use" if asked.short > 0 else ""
         if asked.pool in report.refused:
@@ -207,9 +212,9 @@ class AutoscalerNodes(ClusterNodes):
             return report.why.get(asked.pool) or "its launch failed; the autoscaler's log on the head (monitor.log) says why"
         if current and report.impossible and asked is self._open[-1]:
             return "the cluster cannot have so many nodes: max_workers of the node type or of the cluster file is reached"
-        if age_s > self.join_most_s:
+        if now_s - asked.since_s > self.join_most_s:
             return f"{asked.missing} of its nodes did not join within {self.join_most_s:.0f} s"
-        if age_s > self.launch_most_s and not report.coming.get(asked.pool):
+        if now_s - asked.coming_s > self.launch_most_s:
             return f"no capacity: no answer within {self.launch_most_s:.0f} s"
         return ""
 
