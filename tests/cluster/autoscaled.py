@@ -1,6 +1,6 @@
 """A cluster that the real autoscaler runs, in namespaces of its own, and scenes on it. `python autoscaled.py FOLDER`: inside.
 
-It reads names of scenes from its input, a line each, and answers each by a JSON line: {"scene", "error"}.
+It reads names of scenes from its input, a line each, and answers each by a JSON line: {"scene", "error", "told"}.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -40,33 +40,42 @@ def not_allowed() -> str:
 NAMESPACES = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--ipc"]
 
 
-class Autoscaled:
-    """From outside: the cluster, and `play` for a scene."""
+class Inside:
+    """From outside: a script in namespaces of its own, and `play` for a scene. `setup`: shell lines before it. `failed`: the
+    scene that did."""
 
-    def __init__(self, folder: Path) -> None:
-        self.log = folder / "inside.log"
-        environment = {
-            **os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": f"{HERE}:{ROOT}",
-            "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-        }  # fmt: skip
+    def __init__(self, script: str, folder: Path, environment: Mapping[str, str], setup: str = INSIDE) -> None:
+        self.log, self.failed = folder / "inside.log", ""
+        own = {**environment, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": f"{HERE}:{ROOT}"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*NAMESPACES, "sh", "-c", INSIDE, "sh", sys.executable, __file__, str(folder)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
+                [*NAMESPACES, "sh", "-c", setup, "sh", sys.executable, script, str(folder)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=own,
             )  # fmt: skip
 
-    def play(self, scene: str) -> None:
+    def play(self, scene: str) -> Any:
+        """What the scene returned."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(scene + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         assert line, f"the cluster ended: {self.log.read_text()[-3000:]}"
-        error = json.loads(line)["error"]
-        assert not error, error
+        answer = json.loads(line)
+        self.failed = scene if answer["error"] else ""
+        assert not answer["error"], answer["error"]
+        return answer["told"]
 
     def close(self) -> None:
         with self.process:
             self.process.kill()  # and with the namespace's first process all in it
+
+
+class Autoscaled(Inside):
+    """The cluster that this file starts."""
+
+    def __init__(self, folder: Path) -> None:
+        own = {"RAY_AUTH_MODE": "disabled", "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+        super().__init__(__file__, folder, {**os.environ, **own})
 
 
 # ------------------------------------------------------------------------------------------ inside
@@ -130,21 +139,31 @@ def main(folder: Path) -> None:
     import ray
     from scenes import SCENES, Stagehand
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    began = time.monotonic()
+    answers, began = own_output(), time.monotonic()
     start_head(folder)
     ray.init(f"127.0.0.1:{PORT}", namespace="tests", log_to_driver=False)
     print(f"head up after {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
     hand = Stagehand(folder)
+    answer_scenes(answers, lambda name: SCENES[name](hand), hand.state)
+
+
+def own_output() -> TextIO:
+    """For answers alone; all else that is printed goes to the log."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def answer_scenes(answers: TextIO, play: Callable[[str], Any], state: Callable[[], str]) -> None:
+    """Plays what is asked for, one after the other. `state`: for a person, where one has failed."""
     for line in sys.stdin:
-        name, began, error = line.strip(), time.monotonic(), ""
+        name, began, error, told = line.strip(), time.monotonic(), "", None
         try:
-            SCENES[name](hand)
+            told = play(name)
         except Exception:  # noqa: BLE001 - told to the test
-            error = traceback.format_exc() + hand.state()
+            error = traceback.format_exc() + state()
         print(f"{name}: {time.monotonic() - began:.1f} s {error}", file=sys.stderr, flush=True)
-        print(json.dumps({"scene": name, "error": error}), file=answers, flush=True)
+        print(json.dumps({"scene": name, "error": error, "told": told}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A metadata server on loopback that follows the documents of AWS (IMDSv2 only), GCP, Azure and of Kubernetes' pod resource.
 
-What it says is set per node: a node asks under its own prefix (`endpoint("a")`); without one it is the node "".
+What it says is set per node: a node asks under its own prefix (`endpoint("a")`); without one it is the node "". Where each
+node has an address of its own (`by_client`), that is its name.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ class Said:
     azure: list[dict[str, Any]] = field(default_factory=list)
     azure_name: str = "vm_0"
     pod: dict[str, Any] | None = None
+    aws_only: bool = False  # an EC2 instance: no other cloud answers there
 
 
 class MetadataServer:
     """`clock_off_s`: of the server's clock from this machine's. `says_date`: it tells its clock. `hang`: it takes connections
     and never answers. `broken`: HTTP status of all answers, 0 = as it should be."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0), by_client: bool = False) -> None:
+        self.by_client = by_client
         self.nodes: dict[str, Said] = {}
         self.tokens: dict[str, float] = {}
         self.asked: list[str] = []  # method and path
@@ -44,7 +47,7 @@ class MetadataServer:
         self.hang = threading.Event()
         self._closed = threading.Event()
         handler = type("Handler", (_Handler,), {"outer": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = ThreadingHTTPServer(address, handler)
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
@@ -100,7 +103,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         path = self.path.partition("?")[0]
         node, cut = "", path.split("/")
-        if cut[1] in outer.nodes and len(cut) > 2:
+        if outer.by_client:
+            node = self.client_address[0]
+        elif cut[1] in outer.nodes and len(cut) > 2:
             node, path = cut[1], "/" + "/".join(cut[2:])
         said = outer.node(node)
         if outer.broken:
@@ -109,6 +114,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._token(method)
         elif path.startswith("/latest/meta-data/"):
             self._aws(said, path.removeprefix("/latest/meta-data/"))
+        elif said.aws_only:
+            self._answer(401)
         elif path.startswith("/computeMetadata/v1/"):
             self._gcp(said, path.removeprefix("/computeMetadata/v1/"))
         elif path.startswith("/metadata/"):

@@ -84,7 +84,8 @@ def given_and_given_back(hand: Stagehand) -> None:
     assert type(on.backend.provider).__name__ == "AutoscalerNodes"
     asked(on, "spot", 1, 1)
     node = on.wait(NodeReady).node
-    assert (node.pool, node.gpus) == ("spot", 1) and list(hand.nodes().values()) == ["spot"]
+    assert (node.pool, node.gpus) == ("spot", 1)
+    until("the provider has written it down", lambda: list(hand.nodes().values()) == ["spot"])
     on.backend.execute(Prepare(node.node_id))
     on.wait(NodePrepared)
     on.backend.execute(EnterPlan(plan(1, [WorkerId(node.node_id, 0)])))
