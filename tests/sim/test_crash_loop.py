@@ -43,6 +43,8 @@ def test_a_pool_of_bad_nodes_is_asked_ever_later_and_taken_up_again_when_it_is_w
     said = "\n".join(tables.status(view_of(ill)))
     assert f"starts in a row ended before a node was prepared (the last one: {WHY[kind]})" in said
     assert "asked again after" in said
+    told = [note.text for note in view_of(ill).notes if note.kind == "NodeRefused"]
+    assert bool(told) == (kind == "refuse") and all(text.endswith("(spot) is not let in: scripted") for text in told)
     assert replay(run.journal.lines).identical
     lost = [event for line in run.journal.lines for _, event in line.events if isinstance(event, NodeLost)]
     assert {event.cause for event in lost} >= {"released" if kind == "refuse" else "ended at start"}
