@@ -1,3 +1,18 @@
-"""Which version of this package it is."""
+"""Which version of this package it is, and of what else must be the same on all nodes of a run. Imports none of it."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
 
 __version__ = "0.1.0"
+
+
+def versions() -> dict[str, str]:
+    """Builds of torch for CPU and for CUDA count as one."""
+    found = {"elastic": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+    try:
+        found["torch"] = metadata.version("torch").partition("+")[0]
+    except metadata.PackageNotFoundError:  # the driver's machine may do without
+        pass
+    return found

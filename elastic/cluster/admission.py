@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from elastic.cluster.crew import Crew
 from elastic.types import Event, Node, NodePrepared, NodeRefused, Plan, Prepare, Terms, version_differences
+from elastic.version import versions
 from elastic.worker.link import Door, listen
 
 log = logging.getLogger(__name__)
@@ -28,15 +29,11 @@ class Entrance:
     """The driver's side. `known`: versions of the run: the driver's own, and what only nodes know as the first one told it."""
 
     crew: Crew
-    known: dict[str, str] = field(default_factory=dict)
+    known: dict[str, str] = field(default_factory=versions)
     _inside: dict[str, None] = field(default_factory=dict)  # nodes that were let in, in order
 
     def preparation(self, action: Prepare, plan: Plan | None) -> tuple[Any, ...]:
         """What the workers of a node are told (Worker.prepare)."""
-        if not self.known:
-            from elastic.worker.admission import versions
-
-            self.known = versions()
         terms = Terms(dict(self.known), action.gpu_bytes, action.host_bytes)
         return action.rehearse, terms, tuple(self._neighbours(action.node_id, plan))
 

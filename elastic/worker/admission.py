@@ -7,7 +7,6 @@ costs seconds, in a generation it would cost the whole run a recovery.
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic import version
 from elastic.fingerprint import differences
 from elastic.types import Admission, Terms, version_differences
-from elastic.version import __version__
 from elastic.worker.link import Door, Link, measure
 
 PERIOD = 7  # of the matrices, in every direction
@@ -119,12 +118,8 @@ def _timed(what: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all nodes: builds of torch for CPU and for CUDA count as one, and only the latter have NCCL."""
-    found = {
-        "elastic": __version__,
-        "torch": torch.__version__.partition("+")[0],
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-    }
+    """What must be the same on all nodes; builds of torch for CPU have no NCCL."""
+    found = version.versions()
     if dist.is_nccl_available():
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found

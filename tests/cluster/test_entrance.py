@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import plan
 
 from elastic.cluster.actors import Worker, WorkerSetup
 from elastic.cluster.admission import NEIGHBOURS, Entrance
-from elastic.types import Admission, Node, NodePrepared, NodeRefused, Notice, Prepare, StepDone, Terms, WorkerId
-from elastic.worker.admission import Entry, versions
+from elastic.types import Admission, Layout, Node, NodePrepared, NodeRefused, Notice, Plan, Prepare, StepDone, Terms, WorkerId
+from elastic.version import versions
+from elastic.worker.admission import Entry
 from elastic.worker.gather import Gather
 
 NODES = {name: Node(name, "spot", 2) for name in "abcd"}
@@ -55,7 +55,8 @@ def test_workers_of_the_plan_are_asked_first_one_of_a_node_and_not_more_than_eno
     for name in "bcd":
         at.passed(prepared(name), NODES)
     ranks = [WorkerId("gone", 0), WorkerId("d", 1), WorkerId("d", 0), WorkerId("a", 0), WorkerId("c", 1)]
-    found = at.preparation(Prepare("a"), plan(1, ranks))[2]
+    running = Plan(1, Layout(dp_shard=5), tuple(ranks), (1,) * 5, (4,))
+    found = at.preparation(Prepare("a"), running)[2]
     assert found == ("d/1", "c/1") and len(found) == NEIGHBOURS
 
 
