@@ -1,15 +1,18 @@
 """How soon a run knows what the cloud says of its nodes, on real Ray nodes of this machine, each with metadata of its own.
 
 A spot interruption is written on the metadata server at any moment between two looks; until the run has the Notice, and until
-Ray drains the node too once the policy leaves it. Each repeat has a node of its own, which ends with it.
+Ray drains the node too once the policy leaves it. Each repeat has a node of its own, which ends with it. Then a real run, to
+which nodes are added and from which they are killed: until it prepares a node that Ray has, and until it breaks off a step.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -19,14 +22,19 @@ from figures import Spread
 from report import finish, options
 from trial import Clock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
-from metadata_server import MetadataServer
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from cluster.metadata_server import MetadataServer
+from e2e.runs import job
+from e2e.soak import Seen
 
+from elastic import api
 from elastic.cluster import _ray_private
 from elastic.cluster.backend import RayBackend
 from elastic.cluster.local import HOST, LocalCluster, NodeOrder
 from elastic.cluster.ray_run import RayRun
-from elastic.types import DrainNode, Event, NodeReady, Notice, Pool, ReleaseNode
+from elastic.ledger.journal import read
+from elastic.storage import open_storage
+from elastic.types import Abort, Action, DrainNode, Event, NodeReady, Notice, Pool, Prepare, ReleaseNode
 
 MOST_S, REPEATS = 600.0, 10
 WAIT_S = 120.0
@@ -88,7 +96,60 @@ def one(cluster: LocalCluster, backend: RayBackend, server: MetadataServer, cloc
     return noticed_s - written_s, drained_s - noticed_s
 
 
+def ordered_s(journal: Path, clock: Clock, after_s: float, done: Callable[[Action], bool]) -> float:
+    """When the run first ordered such an action after that."""
+    while True:
+        clock.look("an order of the run")
+        for line in read(journal) if journal.is_file() else ():
+            if line.at_s > after_s and line.decision is not None and any(map(done, line.decision.actions)):
+                return line.at_s
+        time.sleep(0.1)
+
+
+def in_a_run(repeats: int, clock: Clock) -> Mapping[str, Spread]:
+    """Two nodes stay, a third one comes and is killed as soon as the run trains on it."""
+    joined, broken = [], []
+    with LocalCluster((str(Path(__file__).resolve().parents[2]),)) as cluster, tempfile.TemporaryDirectory() as folder:
+        layout = {n: f"dp_shard={n}" for n in (3, 2, 1)}
+        pool = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 3}
+        path = job(Path(folder), 1_000_000, [], pools=[pool], layout=layout)
+        journal = path / "runs" / "bench" / "journal.jsonl"
+        options = api.Options(run_name="bench", address=cluster.address, show=False)
+        run = threading.Thread(target=api.run, args=(path,), kwargs={"options": options})
+
+        def add(name: str) -> None:
+            labels = {"elastic-node": name, "elastic-pool": "spot", "ray.io/market-type": "spot"}
+            cluster.add(NodeOrder(name, 1, labels)).result(WAIT_S)
+
+        for name in ("a", "b"):
+            add(name)
+        run.start()
+        seen = Seen(journal)
+        try:
+            for n in range(repeats):
+                name, added_s = f"c{n}", time.time()
+                add(name)
+                ready_s = time.time()
+                prepared_s = ordered_s(
+                    journal, clock, added_s, lambda a, name=name: isinstance(a, Prepare) and a.node_id == name
+                )
+                joined.append(max(0.0, prepared_s - ready_s))
+                while seen.in_transition or seen.plan is None or name not in seen.plan.nodes or not seen.entered:
+                    clock.look("a plan with the node")
+                    time.sleep(0.1)
+                    seen.look()
+                time.sleep(1.0)
+                killed_s = time.time()
+                cluster.kill(name)
+                broken.append(ordered_s(journal, clock, killed_s, lambda a: isinstance(a, Abort)) - killed_s)
+        finally:
+            api.stop(open_storage(str(journal.parent)), "measured")
+            run.join(WAIT_S)
+    return {"ready_to_prepare_s": Spread(tuple(joined)), "kill_to_abort_s": Spread(tuple(broken))}
+
+
 def measure(repeats: int, clock: Clock) -> Mapping[str, Any]:
+    os.environ["RAY_AUTH_MODE"] = "disabled"
     found = []
     with MetadataServer() as server, stage() as (cluster, backend):
         for n in range(repeats):
@@ -97,6 +158,7 @@ def measure(repeats: int, clock: Clock) -> Mapping[str, Any]:
         "notice_to_event_s": Spread(tuple(noticed for noticed, _ in found)),
         "event_to_drained_s": Spread(tuple(drained for _, drained in found)),
         "notice_to_drained_s": Spread(tuple(map(sum, found))),
+        **in_a_run(repeats, clock),
     }
     middles = {name: spread.middle for name, spread in spreads.items()}
     return middles | {"spread": {name: spread.plain() for name, spread in spreads.items()}}

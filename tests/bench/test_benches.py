@@ -58,3 +58,4 @@ def test_capacity() -> None:
     found = bench("capacity")
     assert 0 < found["event_to_drained_s"] < found["notice_to_drained_s"]
     assert found["notice_to_event_s"] > 0
+    assert found["kill_to_abort_s"] > 0 and found["ready_to_prepare_s"] >= 0

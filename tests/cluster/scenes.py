@@ -142,7 +142,9 @@ def done_and_cleared(hand: Stagehand) -> None:
     asked(on, "safe", 1, 7)
     until("a launch has begun", lambda: len(hand.launches()) > before)
     on.backend.close()
-    until("nothing is left", hand.nothing_left)
+    took_s = until("nothing is left", hand.nothing_left)
+    print(f"the run's end to nothing left: {took_s:.1f} s", file=sys.stderr)
+    assert took_s < 60
 
 
 DRIVER = """

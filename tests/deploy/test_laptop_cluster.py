@@ -1,75 +1,94 @@
-"""deploy/laptop_cluster.sh: Ray's autoscaler starts a node of the pool that is asked for; nothing is left at the end."""
+"""The quickstart on a cluster launched from cluster_configs/laptop.yaml, in namespaces: Ray's autoscaler starts its nodes, and
+all of them are given back at the end."""
 
 from __future__ import annotations
 
+import json
 import os
-import socket
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from e2e.runs import events
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
+from autoscaled import not_allowed, until
+from namespace import Namespace
+
+from elastic.ledger.journal import Line, read
+from elastic.types import NodeReady, RequestFailed
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "deploy" / "laptop_cluster.sh"
-FILE = ROOT / "cluster_configs" / "laptop.yaml"
-ASK = """
-import sys, time, ray
-from ray.autoscaler.sdk import request_resources
-from elastic.cluster.nodes import living, pool_of
-from elastic.cluster_spec import load_cluster
-ray.init(sys.argv[1], log_to_driver=False)
-pools = load_cluster(sys.argv[2]).pools
-request_resources(bundles=[{"CPU": 2}], bundle_label_selectors=[{"ray.io/market-type": "on-demand"}])
-deadline = time.monotonic() + 120
-while not (found := [node for node in living() if not node.head]):
-    assert time.monotonic() < deadline
-    time.sleep(0.1)
-assert [pool_of(node, pools).name for node in found] == ["on-demand"], found
+SCRIPT = str(ROOT / "deploy" / "laptop_cluster.sh")
+FILE = str(ROOT / "cluster_configs" / "laptop.yaml")
+QUICK = {"eval_every": 0, "durable_every": 0, "max_nodes": 1}  # the floor of the file: one node on demand
+WITHIN_S = 300.0
+REQUESTED = """
+import ray
+from ray.autoscaler.v2.sdk import get_cluster_status
+ray.init(log_to_driver=False)
+demands = get_cluster_status(ray.get_runtime_context().gcs_address).resource_demands.cluster_constraint_demand
+print("requested", sum(entry.count for demand in demands for entry in demand.bundles_by_count))
 """
 
 
-def left(folder: Path) -> list[str]:
-    """Processes of that cluster."""
-    marker = f"ELASTIC_LAPTOP={folder}".encode()
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker in (process / "environ").read_bytes().split(b"\0"):
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return found
+class Laptop:
+    """The cluster inside, and runs on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runs, self.folder = folder / "runs", Path("/tmp") / f"elastic-laptop-{os.getpid()}"  # sockets want a short path
+        environment = {"HOME": str(folder), "FOLDER": str(self.folder), "RAY": str(Path(sys.executable).parent / "ray")}
+        self.space = Namespace({**environment, "RAY_AUTH_MODE": "token", "PYTHONPATH": str(ROOT)})
+
+    def script(self, word: str) -> str:
+        return self.space.run("bash", SCRIPT, word)
+
+    def run(self, name: str, **values: Any) -> subprocess.Popen[str]:
+        sets = [f"--set={key}={value}" for key, value in {**QUICK, "storage": self.runs, **values}.items()]
+        words = ["run", str(ROOT / "jobs" / "quickstart"), "--cluster", FILE, "--run-name", name, "--json", *sets]
+        return self.space.start(sys.executable, "-m", "elastic", *words, RAY_ADDRESS="127.0.0.1:6399")
+
+    def lines(self, name: str) -> list[Line]:
+        journal = self.runs / name / "journal.jsonl"
+        return read(journal) if journal.is_file() else []
+
+    def only_the_head(self) -> bool:
+        return len(self.space.pids("raylet/raylet")) == 1
+
+    def requested(self) -> str:
+        out = self.space.run(sys.executable, "-c", REQUESTED, RAY_ADDRESS="127.0.0.1:6399")
+        return out.strip().splitlines()[-1]
 
 
-def test_a_node_comes_from_the_pool_that_is_asked_for_and_all_go(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    folder = Path("/tmp") / f"elastic-laptop-{os.getpid()}"  # Ray's sockets want a short path
-    environment = os.environ | {
-        "PORT": str(port), "FOLDER": str(folder), "RAY": str(Path(sys.executable).parent / "ray"), "HOME": str(tmp_path),
-        "RAY_AUTH_MODE": "token",
-    }  # fmt: skip
-    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        environment.pop(name, None)
+@pytest.fixture
+def laptop(tmp_path: Path) -> Iterator[Laptop]:
+    if why := not_allowed():
+        pytest.skip(why)
+    made = Laptop(tmp_path)
+    yield made
+    made.space.close()
+    shutil.rmtree(made.folder, ignore_errors=True)
 
-    def script(word: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", str(SCRIPT), word]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
-    try:
-        started = script("start")
-        assert started.returncode == 0, started.stderr
-        assert f"127.0.0.1:{port}" in started.stdout
-        again = script("start")
-        assert (again.returncode, again.stderr) == (1, f"it runs already, at 127.0.0.1:{port}; stop it first\n")
-        asked = [sys.executable, "-c", ASK, f"127.0.0.1:{port}", str(FILE)]
-        done = subprocess.run(asked, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert len(left(folder)) > 3
-    finally:
-        stopped = script("stop")
-    assert stopped.returncode == 0
-    assert left(folder) == []
-    assert not folder.exists()
+def test_the_quickstart_gets_its_nodes_and_gives_them_back(laptop: Laptop) -> None:
+    assert "127.0.0.1:6399" in laptop.script("start")
+    with pytest.raises(AssertionError, match="it runs already, at 127.0.0.1:6399; stop it first"):
+        laptop.script("start")
+    assert laptop.only_the_head()
+    first = laptop.run("first", steps=4)
+    out, err = first.communicate(timeout=WITHIN_S)
+    assert first.returncode == 0, err[-3000:]
+    found = json.loads(out.strip().splitlines()[-1])
+    assert (found["steps"], found["samples_exact"]) == (4, True)
+    failed = {event.pool for event in events(laptop.lines("first"), RequestFailed)}  # a busy machine: its raylet came too late
+    assert {event.node.pool for event in events(laptop.lines("first"), NodeReady)} == {"spot" if failed else "on-demand"}
+    until("its node has ended", laptop.only_the_head, WITHIN_S)
+    assert laptop.requested() == "requested 0"
+    laptop.script("stop")
+    assert not [*laptop.space.pids("raylet/raylet"), *laptop.space.pids("gcs_server"), *laptop.space.pids("ray::")]
+    assert not laptop.folder.exists()

