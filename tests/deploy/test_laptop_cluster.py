@@ -90,5 +90,5 @@ def test_the_quickstart_gets_its_nodes_and_gives_them_back(laptop: Laptop) -> No
     until("its node has ended", laptop.only_the_head, WITHIN_S)
     assert laptop.requested() == "requested 0"
     laptop.script("stop")
-    assert not [*laptop.space.pids("raylet/raylet"), *laptop.space.pids("gcs_server"), *laptop.space.pids("ray::")]
+    until("its last processes follow their raylets", lambda: not any(map(laptop.space.pids, ("raylet", "gcs_server", "ray::"))))
     assert not laptop.folder.exists()
