@@ -68,6 +68,7 @@ class Watcher:
         self._heard = self._asked_for = 0  # how often an order changed, and up to which change it was asked
         self._quiet_until_s = time.monotonic() + quiet_s
         self._busy_s = time.monotonic()
+        self._drains = Drains()
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._me = ray.get_runtime_context().current_actor
@@ -153,7 +154,7 @@ class Watcher:
             self._ask(wanted, now_s)
             self._asked_for = heard
         for ray_id in drain:
-            _ray_private.end_when_idle(ray_id, "given back by elastic")
+            self._drains.end(ray_id)
         for namespace in overdue:
             end_actors(namespace)
         self._maybe_leave(now_s)
@@ -187,6 +188,26 @@ class Watcher:
             self._busy_s = now_s
         elif now_s - self._busy_s > (LINGER_MOST_S if under_way else LINGER_S):
             self._me.leave.remote()
+
+
+class Drains:
+    """Each in a thread of its own: that of a machine which nobody reaches takes minutes, and the others cost money."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, threading.Thread] = {}
+
+    def end(self, ray_id: str) -> None:
+        """Returns at once; again and again until the node is gone."""
+        self._running = {known: thread for known, thread in self._running.items() if thread.is_alive()}
+        if ray_id not in self._running:
+            self._running[ray_id] = threading.Thread(target=self._end, args=(ray_id,), name="drain", daemon=True)
+            self._running[ray_id].start()
+
+    def _end(self, ray_id: str) -> None:
+        try:
+            _ray_private.end_when_idle(ray_id, "given back by elastic")
+        except (OSError, RuntimeError, RayError) as error:  # tried again
+            log.warning("node %s cannot be drained: %s", ray_id, error)
 
 
 @dataclass

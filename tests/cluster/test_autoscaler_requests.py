@@ -1,15 +1,17 @@
-"""When a request to the autoscaler counts as failed, by what its watcher reports. No Ray."""
+"""When a request to the autoscaler counts as failed, and how nodes are given back. No Ray."""
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elastic.cluster import autoscaler
+from elastic.cluster import _ray_private, autoscaler
 from elastic.cluster.autoscaler import AutoscalerNodes
-from elastic.cluster.watcher import Report
+from elastic.cluster.watcher import Drains, Report
 from elastic.types import Pool, RequestFailed
 
 SPOT = Pool("spot", market_type="spot", max_nodes=2)
@@ -48,3 +50,23 @@ def test_one_that_never_joins_has_failed(monkeypatch: pytest.MonkeyPatch) -> Non
     clock.now_s += 2
     (failed,) = nodes.news({})
     assert isinstance(failed, RequestFailed) and failed.reason == "1 of its nodes did not join within 840 s"
+
+
+def test_a_machine_that_nobody_reaches_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, asked = threading.Event(), list[str]()
+
+    def end_when_idle(ray_id: str, why: str) -> bool:
+        asked.append(ray_id)
+        return ray_id != "dead" or reached.wait(60)
+
+    monkeypatch.setattr(_ray_private, "end_when_idle", end_when_idle)
+    drains = Drains()
+    try:
+        for ray_id in ("dead", "idle", "dead"):
+            drains.end(ray_id)
+        end_s = time.monotonic() + 60
+        while "idle" not in asked and time.monotonic() < end_s:
+            time.sleep(0.01)
+        assert sorted(asked) == ["dead", "idle"], "and the dead one is asked once at a time"
+    finally:
+        reached.set()
