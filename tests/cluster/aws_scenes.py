@@ -27,7 +27,7 @@ RUN = "rayup"
 STEPS, LEASE_S, NOTICE_S = 100_000, 45, 30
 LEAVE_S = 120  # that an orphan is given to stop and store
 WORKER = re.compile(r"ray::(Worker\b|\S+/\d+\.\d+:)")
-WITHIN_S = 300.0
+WITHIN_S, UNPAID_MOST_S = 300.0, 120.0
 ADDRESS = "http://127.0.0.1:8265"
 
 
@@ -268,7 +268,7 @@ def ended(hand: Stagehand) -> Any:
     hand.job.wait(WITHIN_S)
     summary = json.loads(next(line for line in hand.output.read_text().splitlines() if line.startswith('{"')))
     over_s = time.monotonic()
-    unpaid_s = until("no worker that is paid for", lambda: not hand.aws.paid(), WITHIN_S)
+    unpaid_s = until("no worker that is paid for", lambda: not hand.aws.paid(), UNPAID_MOST_S)
     hand.ray("down", "-y", str(hand.file))
     until("no head", lambda: not hand.aws.paid("head"), WITHIN_S)
     assert json.loads(hand.elastic("cluster", "reap", str(hand.file), "--json").splitlines()[-1])["instances"] == []
