@@ -74,7 +74,7 @@ class Worker:
         for folder in reversed((setup.job.get("folder", ""), *setup.python_path)):
             if folder and folder not in sys.path:
                 sys.path.insert(0, folder)
-        processes.end_with_parent()
+        processes.end_with(processes.raylet())
         self.output = _output(setup)
         self.stands_back = not setup.outlives and processes.stand_back()  # embedded: the others train on the same cores
         self.setup, self.epoch = setup, setup.epoch

@@ -33,7 +33,7 @@ class Lookout:
     """The actor: the watch of its node."""
 
     def __init__(self) -> None:
-        processes.end_with_parent()
+        processes.end_with(processes.raylet())
         self._watch = Watch(partial(sources_of, Place(dict(os.environ))))
 
     def news(self, seen: int, wait_s: float) -> Report:

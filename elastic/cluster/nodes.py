@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.cluster import _ray_private
+from elastic.cluster import _ray_private, processes
 from elastic.cluster.local import LocalCluster, NodeOrder, visible_gpus
 from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
 from elastic.types.labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
@@ -393,4 +393,4 @@ def _signal(pids: Sequence[int], number: int, raylet: bool) -> None:
         except ProcessLookupError:
             continue
     if raylet:
-        os.kill(os.getppid(), number)
+        os.kill(processes.raylet(), number)

@@ -107,14 +107,19 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def end_with_parent(look_s: float = 1.0) -> None:
-    """Ends this process when its parent is gone: an actor's is its raylet, and Ray may leave an actor behind where only that
-    was killed. (Not PR_SET_PDEATHSIG: that fires when the thread that started this process ends.)"""
-    threading.Thread(target=_watch_parent, args=(os.getppid(), look_s), name="parent", daemon=True).start()
+def raylet() -> int:
+    """The raylet of the node that this Ray worker belongs to: by Ray's own word, since its parent may be a fork server."""
+    return int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
 
 
-def _watch_parent(parent: int, look_s: float) -> None:
-    while os.getppid() == parent:
+def end_with(pid: int, look_s: float = 1.0) -> None:
+    """Ends this process when that one is gone: Ray may leave an actor behind whose raylet alone was killed. (Not
+    PR_SET_PDEATHSIG: that fires when the thread that started this process ends, and knows only the parent.)"""
+    threading.Thread(target=_watch, args=(pid, started(pid), look_s), name="end-with", daemon=True).start()
+
+
+def _watch(pid: int, since: int | None, look_s: float) -> None:
+    while since is not None and started(pid) == since:
         time.sleep(look_s)
     os._exit(1)
 

@@ -93,8 +93,8 @@ def test_workers_are_forks_and_go_with_their_node() -> None:
     from elastic.cluster import _ray_private
     from elastic.cluster.local import HOST
 
-    def look() -> tuple[int, int, bool, str]:
-        return os.getpid(), os.getppid(), "elastic.worker.session" in sys.modules, os.environ["ONLY_HERE"]
+    def look() -> tuple[int, int, bool, str, int]:
+        return os.getpid(), os.getppid(), "elastic.worker.session" in sys.modules, os.environ["ONLY_HERE"], processes.raylet()
 
     with LocalCluster() as cluster:
         orders = [NodeOrder(name, 1, environment={"ONLY_HERE": name}) for name in ("a", "b")]
@@ -107,9 +107,10 @@ def test_workers_are_forks_and_go_with_their_node() -> None:
                 task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(a["ray_id"], soft=False)).remote()
                 for a in added
             ]
-            (first, parent, loaded, here), (second, same, too, there) = ray.get(asked, timeout=180)
+            (first, parent, loaded, here, one), (second, same, too, there, other) = ray.get(asked, timeout=180)
             assert (loaded, too, here, there) == (True, True, "a", "b")
             assert parent == same, "one process forks them all"
+            assert [one, other] == [node["pid"] for node in added]
             assert first in cluster.kill("a").result(60)["pids"]
             wait_gone([first])
             assert second in cluster.kill("b").result(60)["pids"]

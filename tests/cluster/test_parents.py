@@ -9,8 +9,10 @@ import sys
 
 from conftest import wait_gone
 
-CHILD = (
-    "from elastic.cluster import processes as p; import time; p.end_with_parent(0.05); print('up', flush=True); time.sleep(600)"
+CHILD = "from elastic.cluster import processes as p; import time; p.end_with(p.raylet(), 0.05); print('up', flush=True); time.sleep(600)"
+ELSEWHERE = (  # not its parent, as for the fork of a fork server
+    "import os, subprocess, sys; from elastic.cluster import processes as p; import time; os.environ['RAY_RAYLET_PID'] = sys.argv[1];"
+    " p.end_with(p.raylet(), 0.05); print('up', flush=True); time.sleep(600)"
 )
 PARENT = """
 import subprocess, sys
@@ -21,9 +23,19 @@ child.wait()
 """
 
 
-def test_a_process_ends_when_its_parent_is_killed() -> None:
+def test_a_process_ends_when_its_raylet_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         os.kill(parent.pid, signal.SIGKILL)
         wait_gone([child], within_s=60.0)
+
+
+def test_a_process_ends_when_its_raylet_is_killed_that_is_not_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as raylet:
+        command = [sys.executable, "-c", ELSEWHERE, str(raylet.pid)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "up\n"
+            raylet.kill()
+            assert child.wait(60) == 1
