@@ -9,11 +9,14 @@ import sys
 
 from conftest import wait_gone
 
-CHILD = "from elastic.cluster import processes as p; import time; p.end_with(p.raylet(), 0.05); print('up', flush=True); time.sleep(600)"
-ELSEWHERE = (  # not its parent, as for the fork of a fork server
-    "import os, subprocess, sys; from elastic.cluster import processes as p; import time; os.environ['RAY_RAYLET_PID'] = sys.argv[1];"
-    " p.end_with(p.raylet(), 0.05); print('up', flush=True); time.sleep(600)"
-)
+CHILD = """
+import os, sys, time
+from elastic.cluster import processes
+if sys.argv[1:]: os.environ["RAY_RAYLET_PID"] = sys.argv[1]  # not its parent, as for the fork of a fork server
+processes.end_with(processes.raylet(), 0.05)
+print("up", flush=True)
+time.sleep(600)
+"""
 PARENT = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
@@ -33,7 +36,7 @@ def test_a_process_ends_when_its_raylet_is_killed() -> None:
 
 def test_a_process_ends_when_its_raylet_is_killed_that_is_not_its_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as raylet:
-        command = [sys.executable, "-c", ELSEWHERE, str(raylet.pid)]
+        command = [sys.executable, "-c", CHILD, str(raylet.pid)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             assert child.stdout.readline() == "up\n"
