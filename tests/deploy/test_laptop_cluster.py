@@ -1,11 +1,12 @@
 """The quickstart on a cluster launched from cluster_configs/laptop.yaml, in namespaces: Ray's autoscaler starts its nodes, and
-all of them are given back at the end."""
+all of them are given back: at the end, by a driver that came after one that was killed, at Ctrl-C."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.runs import events
+from e2e.runs import events, plans
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 from autoscaled import not_allowed, until
-from namespace import Namespace
+from namespace import Namespace, below
 
 from elastic.ledger.journal import Line, read
-from elastic.types import NodeReady, RequestFailed
+from elastic.types import NodeReady, RequestFailed, StepDone
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,12 +58,35 @@ class Laptop:
         journal = self.runs / name / "journal.jsonl"
         return read(journal) if journal.is_file() else []
 
+    def step(self, name: str, epoch: int = 1) -> int:
+        """The last step that a driver has written down; 0 = none."""
+        done = [event.step for line in self.lines(name) if line.epoch == epoch for event in events([line], StepDone)]
+        return max(done, default=0)
+
     def only_the_head(self) -> bool:
         return len(self.space.pids("raylet/raylet")) == 1
 
     def requested(self) -> str:
         out = self.space.run(sys.executable, "-c", REQUESTED, RAY_ADDRESS="127.0.0.1:6399")
         return out.strip().splitlines()[-1]
+
+
+def a_driver_is_killed_and_another_is_stopped_by_hand(laptop: Laptop) -> None:
+    """The second finds the workers of the first at work and goes on with them; Ctrl-C gives their node back."""
+    killed = laptop.run("second", steps=100_000)
+    until("it trains", lambda: laptop.step("second") > 3 or killed.poll() is not None, WITHIN_S)
+    os.kill(below(killed), signal.SIGKILL)
+    killed.communicate(timeout=WITHIN_S)
+    attached = laptop.run("second", steps=100_000)
+    until("a new driver goes on", lambda: laptop.step("second", epoch=2) > 3 or attached.poll() is not None, WITHIN_S)
+    assert attached.poll() is None, attached.communicate()[1][-3000:]
+    assert [plan.generation for plan in plans(laptop.lines("second"))] == [1], "with the workers that it found"
+    assert not laptop.only_the_head()
+    os.kill(below(attached), signal.SIGINT)
+    _, err = attached.communicate(timeout=WITHIN_S)
+    assert attached.returncode == 3, err[-3000:]
+    until("its node has ended", laptop.only_the_head, WITHIN_S)
+    assert laptop.requested() == "requested 0"
 
 
 @pytest.fixture
@@ -89,6 +113,7 @@ def test_the_quickstart_gets_its_nodes_and_gives_them_back(laptop: Laptop) -> No
     assert {event.node.pool for event in events(laptop.lines("first"), NodeReady)} == {"spot" if failed else "on-demand"}
     until("its node has ended", laptop.only_the_head, WITHIN_S)
     assert laptop.requested() == "requested 0"
+    a_driver_is_killed_and_another_is_stopped_by_hand(laptop)
     laptop.script("stop")
     until("its last processes follow their raylets", lambda: not any(map(laptop.space.pids, ("raylet", "gcs_server", "ray::"))))
     assert not laptop.folder.exists()
