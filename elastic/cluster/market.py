@@ -30,20 +30,22 @@ TABLE = f"table of {catalog.PRICES_AT}"
 
 @dataclass(frozen=True)
 class Price:
-    """Of a pool. `source`: where it is from, in words; `zones`: spot price by zone; `scores`: placement score by zone id."""
+    """Of a pool. `source`: where it is from, in words; `zones`: spot price by zone; `scores`: placement score by zone id;
+    `score`: that of the pool's own zone, of the best one where it has none; 0 = not known."""
 
     pool: Pool
     usd_per_node_h: float | None
     source: str
     zones: Mapping[str, float] = field(default_factory=dict)
     scores: Mapping[str, int] = field(default_factory=dict)
+    score: int = 0
 
     def plain(self) -> dict[str, Any]:
         pool = self.pool
         return {
             "pool": pool.name, "instance_type": pool.instance_type, "market_type": pool.market_type, "region": pool.region,
             "zone": pool.zone, "usd_per_node_h": self.usd_per_node_h, "source": self.source, "zones": dict(self.zones),
-            "scores": dict(self.scores),
+            "scores": dict(self.scores), "score": self.score,
         }  # fmt: skip
 
 
@@ -64,12 +66,12 @@ class Market:
     _kept: dict[tuple[str, ...], tuple[float, Any]] = field(default_factory=dict)
     _mute: bool = False
 
-    def look(self, pools: Sequence[Pool], scores: bool = True) -> list[Price]:
+    def look(self, pools: Sequence[Pool]) -> list[Price]:
         """Of each pool. Never raises for what AWS does; takes as long as it takes, at most about a minute per pool."""
         self.problems, self._mute = [], False
-        return [self._price(pool, scores) if is_looked_up(pool) else given(pool) for pool in pools]
+        return [self._price(pool) if is_looked_up(pool) else given(pool) for pool in pools]
 
-    def _price(self, pool: Pool, scores: bool) -> Price:
+    def _price(self, pool: Pool) -> Price:
         if self._mute:
             return from_table(pool)
         try:
@@ -82,13 +84,15 @@ class Market:
             self._note(str(error))
             return from_table(pool)
         zones = {spot.zone: spot.usd_per_h for spot in found}
-        zone_scores = self._scores(pool) if scores else {}
+        scores = self._scores(pool)
+        ids = {spot.zone: spot.zone_id for spot in found}
+        score = scores.get(ids.get(pool.zone, ""), 0) if pool.zone else max(scores.values(), default=0)
         if not zones:
             self._note(f"AWS has no spot price of {pool.instance_type} in {pool.region}")
-            return Price(pool, from_table(pool).usd_per_node_h, TABLE, scores=zone_scores)
+            return Price(pool, from_table(pool).usd_per_node_h, TABLE, scores=scores, score=score)
         usd = zones[pool.zone] if pool.zone in zones else median(zones.values())
         where = pool.zone if pool.zone in zones else f"median of {len(zones)} zones of {pool.region}"
-        return Price(pool, usd, f"spot price of AWS, {where}", zones, zone_scores)
+        return Price(pool, usd, f"spot price of AWS, {where}", zones, scores, score)
 
     def _on_demand(self, pool: Pool) -> float | None:
         return self.prices.on_demand(pool.instance_type, pool.region)
@@ -99,6 +103,7 @@ class Market:
             return dict(self._keep(key, SCORES_S, self._ask_scores, pool))
         except NoAnswer as error:
             self._note(str(error))
+            self._kept[key] = (time.monotonic(), {})  # nor is what was refused asked for at every look
             return {}
 
     def _ask_scores(self, pool: Pool) -> dict[str, int]:
@@ -140,7 +145,7 @@ class Ticker:
     def __init__(self, pools: Sequence[Pool], market: Market | None = None, refresh_s: float = REFRESH_S) -> None:
         self._pools = [pool for pool in pools if is_looked_up(pool)]
         self._market, self._refresh_s = market or Market(), refresh_s
-        self._told = {pool.name: pool.usd_per_node_h for pool in self._pools}
+        self._told = {pool.name: (pool.usd_per_node_h, 0) for pool in self._pools}
         self._news: SimpleQueue[Event] = SimpleQueue()
         self._said: set[str] = set()
         self._ended = threading.Event()
@@ -160,7 +165,7 @@ class Ticker:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            for price in self._market.look(self._pools, scores=False):
+            for price in self._market.look(self._pools):
                 self._tell(price)
             for text in self._market.problems:
                 self._say(text)
@@ -168,13 +173,15 @@ class Ticker:
 
     def _tell(self, price: Price) -> None:
         name, usd = price.pool.name, price.usd_per_node_h
-        if usd is None or price.source.startswith(TABLE) or self._ended.is_set():
-            return  # the pool was read from the table, or has a newer price than that
-        if abs(usd - self._told[name]) > NEWS * self._told[name]:
-            self._told[name] = usd
-            self._news.put(PriceSeen(name, usd))
+        known_usd, known_score = self._told[name]
+        if usd is None or price.source.startswith(TABLE):
+            usd = known_usd  # the pool was read from the table, or has a newer price than that
+        score = price.score or known_score
+        if not self._ended.is_set() and (abs(usd - known_usd) > NEWS * known_usd or score != known_score):
+            self._told[name] = usd, score
+            self._news.put(PriceSeen(name, usd, score))
 
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            log.warning("prices: %s; the %s counts", text, TABLE)
+            log.warning("prices: %s; where a price is missing, that of the %s counts", text, TABLE)

@@ -333,7 +333,7 @@ def _speed_measured(state: State, event: SpeedMeasured, at_s: float) -> State:
 
 def _price_seen(state: State, event: PriceSeen, at_s: float) -> State:
     pools = tuple(replace(p, usd_per_node_h=event.usd_per_node_h) if p.name == event.pool else p for p in state.pools)
-    return replace(state, pools=pools)
+    return replace(state, pools=pools, scores={**state.scores, event.pool: event.score} if event.score else state.scores)
 
 
 def _stop_asked(state: State, event: StopAsked, at_s: float) -> State:

@@ -157,8 +157,9 @@ def without_backoff(state: State, pool: str) -> State:
     return replace(state, backoff={name: b for name, b in state.backoff.items() if name != pool})
 
 
-def usd_per_gpu_h(state: State, pool: Pool, n_nodes: int = 1, pause_s: float = 0.0) -> float:
-    """What an hour of one of its GPUs costs when reclaims are paid too: each costs the start of another node, and a pause of
-    all `n_nodes` of the run. price x (1 + reclaims per node-hour x (start + nodes x pause) / 3600 s)."""
-    lost_h = (start_s(state, pool.name) + n_nodes * pause_s) / 3600
+def usd_per_gpu_h(state: State, pool: Pool, n_nodes: int = 1, pause_s: float = 0.0, wait_s: float = 0.0) -> float:
+    """What an hour of one of its GPUs costs when reclaims are paid too: each costs the start of another node, a pause of all
+    `n_nodes` of the run, and the wait for a node that does not come.
+    price x (1 + reclaims per node-hour x (start + nodes x pause + wait) / 3600 s)."""
+    lost_h = (start_s(state, pool.name) + n_nodes * pause_s + wait_s) / 3600
     return pool.usd_per_gpu_h * (1 + reclaims_per_node_h(state, pool.name) * lost_h)

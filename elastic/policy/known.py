@@ -124,6 +124,7 @@ class State:
     backoff: Mapping[str, Backoff] = field(default_factory=dict)
     n_requests: int = 0
     history: Mapping[str, PoolSeen] = field(default_factory=dict)  # pool -> what was seen of it
+    scores: Mapping[str, int] = field(default_factory=dict)  # pool -> its placement score, 1 to 10, where one is known
     warned: frozenset[str] = frozenset()  # nodes that the cloud said are likelier to be taken
     born: Mapping[str, float] = field(default_factory=dict)  # nodes never prepared yet -> when they were asked for
 

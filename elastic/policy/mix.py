@@ -22,6 +22,7 @@ REQUEST_LASTS_S = 900.0  # a request without an answer is withdrawn then
 PATIENCE, PATIENCE_LEAST_S = 2.0, 60.0  # times an ordinary start, where another pool could give
 LOSS_SHARE, LOSS_SHARE_KEPT = 0.01, 0.005  # of the spend, that the floor's default bears; and below which a floor is given up
 TOGETHER = 0.2  # of the losses, believed to take the holders of the peer copies with them
+UNSCORED = 5
 END_NOTICE_S = 600.0  # a reservation's end is a notice from then on
 
 
@@ -80,9 +81,18 @@ def _by_worth(state: State, pools: list[Pool]) -> list[Pool]:
 
     def worth(pool: Pool) -> tuple[int, float, str]:
         n, pause_s = len(state.alive), drain.lead_of(state).pause_s
-        return ORDER[pool.market_type], hazard.usd_per_gpu_h(state, pool, max(1, n), pause_s), pool.name
+        usd = hazard.usd_per_gpu_h(state, pool, max(1, n), pause_s, _vain_wait_s(state, pool))
+        return ORDER[pool.market_type], usd, pool.name
 
     return sorted(pools, key=worth)
+
+
+def _vain_wait_s(state: State, pool: Pool) -> float:
+    """How long a node of a spot pool is waited for in vain on average: the patience x the chance that it does not come, for
+    which one tenth of what the placement score lacks of 10 is taken; of a pool without a score, beside ones with, UNSCORED."""
+    if pool.market_type != "spot" or not state.scores:
+        return 0.0
+    return patience_s(state, pool.name) * (1 - state.scores.get(pool.name, UNSCORED) / 10)
 
 
 def _nodes_for(fixed: list[Pool], workers: int) -> int:

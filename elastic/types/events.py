@@ -327,8 +327,11 @@ class SpeedMeasured(Event):
 
 @dataclass(frozen=True)
 class PriceSeen(Event):
+    """`score`: AWS's placement score of a spot pool's zone, 1 to 10: how likely its nodes are to be had; 0 = not known."""
+
     pool: str
     usd_per_node_h: float
+    score: int = 0
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ def test_spot_prices_by_zone_and_the_median_of_a_region(aws: AwsEndpoint) -> Non
     assert market.problems == []
     (there,) = market.look([Pool(**{**SPOT.__dict__, "zone": "us-east-1b"})])
     assert (there.usd_per_node_h, there.source) == (0.4, "spot price of AWS, us-east-1b")
+    assert (found.score, there.score) == (9, 3), "that of the best zone where the pool names none"
     assert aws.asked.count("GetSpotPlacementScores") == 1, "not asked again within the hour"
 
 
@@ -138,6 +139,8 @@ def test_prices_are_found_where_only_scores_are_forbidden(aws: AwsEndpoint, monk
     monkeypatch.setattr(market.prices, "scores", refuse)
     assert market.look([SPOT])[0].usd_per_node_h == 0.6
     assert len(market.problems) == 1
+    assert market.look([SPOT])[0].score == 0
+    assert market.problems == [], "not asked again within the hour"
 
 
 def test_an_endpoint_that_hangs(aws: AwsEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +166,7 @@ def test_without_credentials_the_table_counts_and_that_is_said_once(
         time.sleep(0.3)
         ticker.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"prices: there are no AWS credentials here; the {TABLE} counts"
+        f"prices: there are no AWS credentials here; where a price is missing, that of the {TABLE} counts"
     ]
     assert ticker.take() == [] and aws.asked == []
 
@@ -178,7 +181,7 @@ def test_an_endpoint_that_hangs_is_said_once_and_the_table_counts(
         ticker = Ticker([SPOT], refresh_s=0.01)
         until(lambda: len(aws.asked) > 8)
     assert [record.getMessage() for record in caplog.records] == [
-        f"prices: spot prices of {TYPE} in {REGION}: AWS does not answer (ReadTimeoutError); the {TABLE} counts"
+        f"prices: spot prices of {TYPE} in {REGION}: AWS does not answer (ReadTimeoutError); where a price is missing, that of the {TABLE} counts"
     ]
     ticker.close()
     assert ticker.take() == [], "the price that the pool was read with stays"
@@ -208,13 +211,13 @@ def test_the_ticker_tells_what_has_changed(aws: AwsEndpoint) -> None:
         return len(told) >= n
 
     until(lambda: heard(2))
-    assert told == [PriceSeen("spot", 0.6), PriceSeen("fixed", 1.5)]
+    assert told == [PriceSeen("spot", 0.6, 9), PriceSeen("fixed", 1.5)]
     n = len(aws.asked)
     until(lambda: len(aws.asked) > n + 3)
     assert ticker.take() == [], "the same price is no news"
     aws.spot = [("us-east-1a", "use1-az1", "0.90", "2026-11-22T05:00:00.000Z")]
     until(lambda: heard(3))
-    assert told[2:] == [PriceSeen("spot", 0.9)]
+    assert told[2:] == [PriceSeen("spot", 0.9, 9)]
     aws.fault = "RequestLimitExceeded"
     ticker.close()
 

@@ -426,3 +426,21 @@ def test_memory_is_part_of_the_least() -> None:
     assert mix.least_workers(told.state) == 4 and MODEL.n_params == 1_000_000
     assert mix.least_workers(story(min_workers=1).state) == 1
     assert mix.least_workers(story(min_workers=1, layout={"2": "dp_shard=2", "4": "dp_shard=4"}).state) == 2
+
+
+# ------------------------------------------------------------------------------------------ placement scores
+
+
+@pytest.mark.parametrize(
+    ("usd_of_a", "scores", "first"),
+    [(1.0, {}, "a"), (1.0, {"a": 2, "b": 9}, "b"), (1.0, {"b": 9}, "b"), (1.0, {"a": 9}, "a"), (0.95, {"a": 1, "b": 10}, "a")],
+)
+def test_between_equal_prices_the_better_placement_score_is_asked_first(
+    usd_of_a: float, scores: dict[str, int], first: str
+) -> None:
+    pools = [Pool(name, "CPU", 1, "spot", usd, 0, 4) for name, usd in (("a", usd_of_a), ("b", 1.0))]
+    told = story(*pools, FIXED)
+    told.tick(*(PriceSeen(pool.name, pool.usd_per_node_h, scores.get(pool.name, 0)) for pool in pools))
+    wanted, _ = mix.wants(told.state, told.now_s)
+    assert [want.pool.name for want in wanted if want.pool.market_type == "spot"][0] == first
+    assert told.state.scores == scores
