@@ -181,7 +181,8 @@ def test_an_endpoint_that_hangs_is_said_once_and_the_table_counts(
         ticker = Ticker([SPOT], refresh_s=0.01)
         until(lambda: len(aws.asked) > 8)
     assert [record.getMessage() for record in caplog.records] == [
-        f"prices: spot prices of {TYPE} in {REGION}: AWS does not answer (ReadTimeoutError); where a price is missing, that of the {TABLE} counts"
+        f"prices: spot prices of {TYPE} in {REGION}: AWS does not answer (ReadTimeoutError); "
+        f"where a price is missing, that of the {TABLE} counts"
     ]
     ticker.close()
     assert ticker.take() == [], "the price that the pool was read with stays"
