@@ -56,7 +56,7 @@ class Stagehand:
     folder: Path
     aws: Aws
     submitted: Path = field(init=False)
-    job: subprocess.Popen[str] | None = None
+    driven: bool = False  # the job's driver was seen
     tunnel: subprocess.Popen[str] | None = None
     _state: Any = None
 
@@ -65,7 +65,6 @@ class Stagehand:
         shutil.copytree(ROOT / "jobs" / "quickstart", self.submitted / "jobs" / "quickstart")
         self.file = self.submitted / "cluster.yaml"
         self.file.write_text(yaml.safe_dump(cluster_file(self.aws)))
-        self.output = self.folder / "job.log"
 
     def ray(self, *words: str, within_s: float = WITHIN_S) -> str:
         return self.command([*RAY, *words], within_s)
@@ -73,10 +72,10 @@ class Stagehand:
     def elastic(self, *words: str) -> str:
         return self.command([sys.executable, "-m", "elastic", *words])
 
-    def command(self, words: list[str], within_s: float = WITHIN_S) -> str:
-        """On the user's machine, in the repository."""
+    def command(self, words: list[str], within_s: float = WITHIN_S, folder: Path = ROOT) -> str:
+        """On the user's machine."""
         done = subprocess.run(
-            words, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=within_s
+            words, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=within_s
         )
         text = done.stdout + done.stderr
         with (self.folder / "commands.log").open("a") as log:
@@ -93,10 +92,19 @@ class Stagehand:
         words = ["elastic", "run", "jobs/quickstart", "--cluster", "cluster.yaml", "--run-name", RUN, "--json"]
         words += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
         until("the dashboard's port", lambda: answers("127.0.0.1", 8265), 60)
-        submit = [*RAY, "job", "submit", "--address", ADDRESS, "--working-dir", ".", "--", *words]
-        output = self.output.open("w")
-        own = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-        self.job = subprocess.Popen(submit, cwd=self.submitted, text=True, **own)
+        submit = ["job", "submit", "--no-wait", "--address", ADDRESS, "--working-dir", ".", "--", *words]
+        self.command([*RAY, *submit], folder=self.submitted)
+
+    def drives(self) -> bool:
+        """Is the job's driver there? It was once, where `driven`."""
+        there = any("jobs/quickstart --cluster" in words for words in self.aws.head().processes().values())
+        self.driven |= there
+        return there
+
+    def output(self) -> str:
+        """What the job has printed."""
+        logs = self.aws.head().path("/tmp/ray").glob("session_*/logs/job-driver-*.log") if self.aws.paid("head") else []
+        return "".join(path.read_text() for path in logs)
 
     # ------------------------------------------------------------------------------------------ what the run says
 
@@ -162,8 +170,8 @@ class Stagehand:
 
     def until(self, what: str, done: Callable[[], Any], within_s: float = WITHIN_S) -> float:
         def look() -> Any:
-            if self.job is not None and self.job.poll() is not None:
-                raise AssertionError(f"the job ended with {self.job.returncode} while it was waited for: {what}")
+            if not self.drives() and self.driven:
+                raise AssertionError(f"the job ended while it was waited for: {what}")
             time.sleep(0.3)  # the journal is long
             return done()
 
@@ -177,8 +185,7 @@ class Stagehand:
     def state(self) -> str:
         """For a person."""
         said = [f"problems of the account: {self.aws.problems[-3:]}", f"hosts: {self.aws.hosts}"]
-        if self.output.exists():
-            said.append(self.output.read_text()[-3000:])
+        said.append(self.output()[-3000:])
         for line in self.lines()[-15:] if self.aws.paid("head") else []:
             said.append(f"{line.at_s:.1f} {[e for _, e in line.events if not isinstance(e, StepDone)]} {line.decision}")
         return "\n".join(said)
@@ -262,11 +269,11 @@ def cut(hand: Stagehand) -> Any:
 
 def ended(hand: Stagehand) -> Any:
     """Nobody pays for a worker after the run, nor for the head after `ray down`."""
-    assert hand.job is not None
+    assert hand.drives()
     began = time.monotonic()
     hand.elastic("stop", RUN, "--storage", f"s3://{BUCKET}")
-    hand.job.wait(WITHIN_S)
-    summary = json.loads(next(line for line in hand.output.read_text().splitlines() if line.startswith('{"')))
+    until("the end of the job", lambda: not hand.drives(), WITHIN_S)
+    summary = json.loads(next(line for line in hand.output().splitlines() if line.startswith('{"')))
     over_s = time.monotonic()
     unpaid_s = until("no worker that is paid for", lambda: not hand.aws.paid(), UNPAID_MOST_S)
     hand.ray("down", "-y", str(hand.file))
