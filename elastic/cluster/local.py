@@ -213,10 +213,11 @@ class _Nodes:
         self.answer(0, address=self.cluster.address, folder=folder)
 
     def _fork_server(self) -> list[str]:
-        """Starts it; words that ask it for a worker. None where there are GPUs: a fork beside CUDA was never tried."""
+        """Starts it (-P: it imports nothing from the folder in which the user stands); words that ask it for a worker. None
+        where there are GPUs: a fork beside CUDA was never tried."""
         if visible_gpus():
             return []
-        subprocess.Popen([self.python, "-m", fork_server.__name__, self.folder, str(os.getpid())])
+        subprocess.Popen([self.python, "-P", "-m", fork_server.__name__, self.folder, str(os.getpid())])
         client = Path(fork_server.__file__).with_name("fork_client.py")
         return [self.python, "-I", "-S", str(client), f"{self.folder}/{fork_server.SOCKET}", self.python]
 
