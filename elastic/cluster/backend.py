@@ -284,8 +284,8 @@ class RayBackend:
                 self.show(f"[rank 0] {line}")
         events: list[Event] = []
         for message in answer.messages:
-            if self._is_known(message):
-                continue
+            if self._is_known(message) or (isinstance(message, NodePrepared) and answer.worker.node_id not in self.nodes):
+                continue  # written down already; or its node was lost in this very round
             for event in self.gather.add(answer.worker, message, time.monotonic()):
                 events.append(self.entrance.passed(event, self.nodes))
                 events += self._follow(event)
