@@ -92,7 +92,7 @@ class _Server:
             return
         if len(os.listdir("/proc/self/task")) > 1:
             _close(request.files)
-            connection.sendall(b"no")
+            _say(connection, b"no")
             connection.close()
             return
         fork = os.fork()
@@ -101,7 +101,7 @@ class _Server:
         _close(request.files)
         Path(self.folder, FORKS, str(request.pid)).write_text(str(fork))
         self.clients[fork] = (connection, request.pid)
-        connection.sendall(b"ok")
+        _say(connection, b"ok")
 
     def _reap(self) -> None:
         while True:
@@ -113,10 +113,7 @@ class _Server:
                 return
             connection, client = self.clients.pop(fork)
             Path(self.folder, FORKS, str(client)).unlink(missing_ok=True)
-            try:
-                connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-            except OSError as error:
-                log.debug("client %s did not wait for the end of its fork: %s", client, error)
+            _say(connection, str(os.waitstatus_to_exitcode(status)).encode())
             connection.close()
 
     def _become(self, request: Request, connection: socket.socket) -> None:
@@ -166,6 +163,14 @@ def _received(connection: socket.socket) -> Request:
     except Exception:
         _close(tuple(files))
         raise
+
+
+def _say(connection: socket.socket, what: bytes) -> None:
+    """To a client that may have been killed meanwhile: the others still need this server."""
+    try:
+        connection.sendall(what)
+    except OSError as error:
+        log.debug("a client did not wait for %r: %s", what, error)
 
 
 def _close(files: tuple[int, ...]) -> None:

@@ -200,9 +200,8 @@ class _Nodes:
 
         self.folder, self.out = folder, out
         self.python = sys.executable
-        sys.executable = lean_python(
-            folder, ENVIRONMENTS in os.environ, self._fork_server()
-        )  # what Ray starts its processes with
+        # what Ray starts its processes with
+        sys.executable = lean_python(folder, ENVIRONMENTS in os.environ, self._fork_server())
         self.cluster = Cluster(shutdown_at_exit=False)
         self.raylets: dict[str, int] = {}
         self.numbers = itertools.count()

@@ -155,3 +155,21 @@ def test_what_is_no_request_is_not_forked(server: Any, tmp_path: Path) -> None:
             assert connection.recv(2) == b""
     one = client(server, tmp_path, "0")
     assert json.loads(one.communicate(timeout=WITHIN_S)[0])["loaded"]
+
+
+def test_a_client_that_is_gone_before_its_answer_ends_no_server(server: Any, tmp_path: Path) -> None:
+    import socket
+
+    os.kill(server.pid, signal.SIGSTOP)  # so that it finds the client gone
+    script = tmp_path / "says.py"
+    script.write_text(SAYS)
+    said = {"pid": 0, "words": [str(script)], "environment": dict(os.environ), "folder": str(tmp_path)}
+    text = json.dumps(said).encode()
+    with open(os.devnull, "w") as nothing, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(str(server.folder / fork_server.SOCKET))
+        socket.send_fds(connection, [len(text).to_bytes(8, "little")], [nothing.fileno()] * 3)
+        connection.sendall(text)
+    os.kill(server.pid, signal.SIGCONT)
+    one = client(server, tmp_path, "0")
+    assert json.loads(one.communicate(timeout=WITHIN_S)[0])["loaded"]
+    assert server.poll() is None
