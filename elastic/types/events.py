@@ -6,17 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.types.admission import Admission
-from elastic.types.nouns import (
-    Copy,
-    FailureKind,
-    HardwareProfile,
-    Holding,
-    ModelProfile,
-    Node,
-    Pool,
-    SampleProfile,
-    WorkerId,
-)  # fmt: skip
+from elastic.types.nouns import Copy, FailureKind, Holding, Node, Pool, WorkerId
+from elastic.types.profiles import HardwareProfile, ModelProfile, SampleProfile
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,157 @@
+"""What the planner knows of a model and of the hardware: numbers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A logical tensor of the training state.
+
+    `tp_dim`: the dimension that tensor parallelism cuts, None = replicated over tp. `block`: index of the model block that it
+    belongs to, -1 = before the blocks (first stage), n_blocks = after them (last stage), None = on every rank (step, RNG).
+    `tied_to`: fqn of the tensor (named earlier) that it shares its memory with. Only trainable tensors have optimizer state;
+    buffers are never cut. `reread`: no part of the training state; who needs it reads it from the program's weights.
+    `optimizer`: index in ModelProfile.optimizers of the one that trains it.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    tp_dim: int | None = None
+    block: int | None = None
+    tied_to: str | None = None
+    trainable: bool = True
+    buffer: bool = False
+    reread: bool = False
+    optimizer: int = 0
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """What an optimizer keeps for each of its parameters. `entries`: those of the parameter's shape; `scalars`: single numbers;
+    `first`: those that do not begin as 0, and what they begin as; `name`: among several optimizers of a program."""
+
+    entries: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+    first: tuple[tuple[str, float], ...] = ()
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """Products [rows, k] x [k, n] of one sample's forward pass, `count` of them in a mean block. `cut`: the dimension that tp
+    divides, `n` (colwise), `k` (rowwise) or '' (neither). `experts`: over so many matrices the rows are spread, each rank of ep
+    has its share of them; 0 = one matrix takes all rows."""
+
+    rows: int
+    k: int
+    n: int
+    count: float = 1.0
+    cut: str = ""
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Scaled dot-product attention of one sample, `count` times in a mean block. `window`: keys that a query sees at most,
+    0 = all (half of them under `causal`). tp divides the heads, cp the queries."""
+
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool = True
+    window: int = 0
+    count: float = 1.0
+
+
+@dataclass(frozen=True)
+class SampleProfile:
+    """What one sample asks of a model, found by running it on the meta device in the job's `precision`. Bytes are of one sample
+    on a rank that has the whole model.
+
+    `sequence`: dim 1 of the model's input, 0 = it has none. `no_cp`: why that cannot be cut over ranks, '' = it can.
+    `sequence_parallel`: between the modules that tp cuts, a rank has a part of the sequence. `loss_parallel`: logits stay cut
+    over tp for the loss. `kept_bytes`: what a block, on average, keeps for its backward pass under each
+    activation_checkpointing. `hidden_bytes`: what a block is called with. `key_value_bytes`: keys and values of a block's
+    attention. `ends_bytes`: what is kept outside of the blocks, with the model's output, its gradient and what the loss keeps.
+
+    `matmuls`, `attentions`: of a mean block's forward pass; `ends_matmuls`: outside of the blocks. `moved_bytes`: what all
+    other operations of a mean block read and write in the forward pass, `n_ops` of them; `ends_moved_bytes`: those outside of the
+    blocks, with the loss. `tokens`: what throughput is counted in, 0 = samples.
+    """
+
+    flop: float  # of forward and backward pass, attention included, nothing computed twice
+    kept_bytes: tuple[tuple[str, int], ...]
+    hidden_bytes: int
+    ends_bytes: int
+    sequence: int = 0
+    key_value_bytes: int = 0
+    no_cp: str = ""
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    matmuls: tuple[Matmul, ...] = ()
+    attentions: tuple[Attention, ...] = ()
+    ends_matmuls: tuple[Matmul, ...] = ()
+    moved_bytes: int = 0
+    ends_moved_bytes: int = 0
+    n_ops: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """What the planner knows of a model: numbers only. `specs` are parameters and buffers, without optimizer state."""
+
+    n_blocks: int
+    n_params: int
+    specs: tuple[TensorSpec, ...]
+    optimizers: tuple[OptimizerSpec, ...] = ()
+    flop_per_token: float = 0.0
+    tp_limit: int = 1  # largest tp that the model's plan and shapes allow (1 = no tp plan)
+    extra: tuple[TensorSpec, ...] = ()  # boxes of the program's extra_state, under their names in the training state
+    pipeline: bool = True  # may the blocks be spread over pipeline stages?
+    n_expert_params: int = 0  # of n_params, those of experts, which ep divides
+    sample: SampleProfile | None = None  # None = not known (yet): the first node that is prepared tells it
+
+    def kept_of(self, spec: TensorSpec) -> OptimizerSpec:
+        """What is kept for a tensor of the model besides itself."""
+        if not self.optimizers or spec.buffer or not spec.trainable:
+            return OptimizerSpec()
+        return self.optimizers[spec.optimizer]
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """A GPU kind in its nodes. Rates are peaks as the maker prints them, until `elastic profile` has measured; those of links
+    are one direction of one GPU. 0 = not known.
+
+    `flop_per_s`: dense peak by dtype. `reached`: the share of it that a large product reaches. `units`: streaming
+    multiprocessors, over which the tiles of a product are spread. `link_*`: between nodes; `node_*`: inside one;
+    `*_hop_s`: what each step of a collective takes beside its bytes. `launch_s`: of one operation. `measured`: names of the
+    numbers here that were measured. `step_share`: measured step time over the predicted one, 1 = never compared.
+    """
+
+    accelerator_type: str = "CPU"
+    peak_flop_per_s: float = 1e10
+    memory_bytes: int = 0
+    link_bytes_per_s: float = 2.9e9
+    flop_per_s: tuple[tuple[str, float], ...] = ()
+    reached: float = 0.0
+    units: int = 0
+    memory_bytes_per_s: float = 0.0
+    node_bytes_per_s: float = 0.0
+    host_bytes_per_s: float = 0.0
+    link_hop_s: float = 0.0
+    node_hop_s: float = 0.0
+    launch_s: float = 0.0
+    arch: str = ""
+    measured: tuple[str, ...] = ()
+    step_share: float = 1.0
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of products in `dtype`."""
+        return dict(self.flop_per_s).get(dtype, 0.0) or self.peak_flop_per_s
