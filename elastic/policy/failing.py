@@ -148,7 +148,8 @@ def process_failed(state: State, worker: WorkerId, why: str, at_s: float) -> Sta
 
 def _silent(state: State, event: Silent, at_s: float) -> State:
     text = f"worker {event.worker} has been silent for {event.silent_s:.1f} s while {event.phase}"
-    if state.is_current(event.generation) and event.worker in state.members and state.aborting is None:
+    awaited = state.target is not None and event.worker in state.members  # its last answer may be older than this generation
+    if (awaited or state.is_current(event.generation)) and event.worker in state.members and state.aborting is None:
         return failed(state, Failure("loss", text, at_s, frozenset({event.worker}), (event.worker,)))
     return state if event.worker in state.members else process_failed(state, event.worker, text, at_s)
 

@@ -233,6 +233,20 @@ def test_a_silent_worker_is_ended_with_the_abort() -> None:
     assert story.state.aborting is not None and story.state.aborting.owing == {WorkerId("a", 0)}
 
 
+def test_a_worker_that_falls_silent_before_it_enters_breaks_the_new_generation_off() -> None:
+    """Its last answer was of no generation, or of the one before: the others would wait for it until their store gives up."""
+    for newcomer, last in (("c", 0), ("a", 1)):
+        story = Story()
+        old = story.running("a", "b", steps=7)
+        assert old.generation == 1
+        story.nodes("c")
+        target = story.state.target or plan_of(story.tick(after_s=30))
+        assert set(target.nodes) == {"a", "b", "c"}
+        worker = WorkerId(newcomer, 0)
+        decision = story.tick(Silent(worker, last, "idle", 10.6))
+        assert orders(decision, Abort) == [Abort(target.generation, kill=(worker,))]
+
+
 def test_a_loss_while_entering_goes_back_to_what_the_old_generation_left() -> None:
     story = Story()
     old = story.running("a", "b", "c", steps=6)
