@@ -80,8 +80,8 @@ class SampleProfile:
     attention. `ends_bytes`: what is kept outside of the blocks, with the model's output, its gradient and what the loss keeps.
 
     `matmuls`, `attentions`: of a mean block's forward pass; `ends_matmuls`: outside of the blocks. `moved_bytes`: what all
-    other operations of a mean block read and write in the forward pass, `n_ops` of them; `ends_moved_bytes`: those outside of the
-    blocks, with the loss. `tokens`: what throughput is counted in, 0 = samples.
+    other operations of a mean block read and write in the forward pass, `n_ops` of them; `ends_moved_bytes`: those outside of
+    the blocks, with the loss. `tokens`: what throughput is counted in, 0 = samples.
     """
 
     flop: float  # of forward and backward pass, attention included, nothing computed twice

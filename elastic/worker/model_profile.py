@@ -33,6 +33,9 @@ CUT = {
     "sequence_colwise_loss": {"weight": 0, "bias": 0},
 }
 
+EXPERT_COUNTS = ("num_experts", "n_experts", "num_local_experts")
+ONE_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
+
 
 def pattern_regex(pattern: str) -> re.Pattern[str]:
     """`layers.*.attn.w[qkv]`: `*` stands for one part of a module name, brackets as in file names."""
@@ -52,6 +55,13 @@ def tp_styles(model: nn.Module, program: Program) -> dict[str, str]:
     for pattern, style in program.tp.items():
         styles.update(dict.fromkeys(block_names(model, pattern), style))
     return styles
+
+
+def cut_dims(model: nn.Module, program: Program) -> dict[str, int]:
+    """Name of a parameter -> the dimension that tp cuts, of those that it cuts."""
+    styles = tp_styles(model, program)
+    named = {f"{module}.{leaf}": dim for module, style in styles.items() for leaf, dim in CUT[style].items()}
+    return {name: named[name] for name, _ in model.named_parameters(remove_duplicate=False) if name in named}
 
 
 def check_patterns(model: nn.Module, program: Program) -> None:
@@ -103,8 +113,22 @@ def trace(program: Program) -> ModelProfile:
     extra = ExtraState(program.extra_state).specs()
     stages = program.pipeline and program.evaluate is None
     return ModelProfile(
-        len(blocks), n_params, with_kept(specs, kept), kept.optimizers, 6.0 * n_params, max(1, limit), extra, stages
-    )
+        len(blocks), n_params, with_kept(specs, kept), kept.optimizers, 6.0 * n_params, max(1, limit), extra, stages,
+        n_expert_params(model),
+    )  # fmt: skip
+
+
+def n_expert_params(model: nn.Module) -> int:
+    """Parameters of experts, as far as the module tree tells them: tensors of three dimensions, the first of which is the
+    `num_experts` of their module (as transformers has them), and what is registered under `experts.0`, `experts.1` ...
+    0 where it does not tell them."""
+    n = 0
+    for name, module in model.named_modules():
+        counts = {getattr(module, attribute, None) for attribute in EXPERT_COUNTS}
+        for leaf, parameter in module.named_parameters(recurse=False):
+            stacked = parameter.ndim == 3 and parameter.shape[0] in counts
+            n += parameter.numel() if stacked or ONE_EXPERT.search(f".{name}.{leaf}") else 0
+    return n
 
 
 def _specs(model: nn.Module, blocks: list[str], styles: dict[str, str], reread: bool) -> tuple[TensorSpec, ...]:

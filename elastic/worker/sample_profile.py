@@ -1,7 +1,8 @@
 """What one sample asks of a program: its passes are run once on the meta device, where nothing is computed nor stored.
 
-Counted is what autograd keeps, each piece of memory once, without parameters and the batch. Attention counts as the fused
-kernels do it (FlashAttention: Dao et al. 2022, section 3.1): queries, keys, values, output and one float32 per row are kept.
+Products, attention and what the other operations move are counted as they are dispatched, in eager mode. Of memory counts
+what autograd keeps, each piece once, without parameters and the batch. Attention counts as the fused kernels do it
+(FlashAttention: Dao et al. 2022, section 3.1): queries, keys, values, output and one float32 per row are kept.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from elastic.data.loader import collate
 from elastic.errors import ElasticError
 from elastic.models.attention import Seen, over
 from elastic.program import Program
 from elastic.types import SampleProfile
-from elastic.worker.calls import call_model, loss_of
+from elastic.worker.calls import call_model, count_of, loss_of
 from elastic.worker.checkpointing import kept_ops
 from elastic.worker.loop_program import LoopProgram
-from elastic.worker.model_profile import block_names, build_meta
+from elastic.worker.model_profile import block_names, build_meta, cut_dims
+from elastic.worker.operations import operations_of
 from elastic.worker.sequence import before_cut, check_sum, sequence_length, tensors_in
 
 log = logging.getLogger(__name__)
@@ -37,20 +38,25 @@ log = logging.getLogger(__name__)
 Batch = dict[str, Tensor]
 POSITIONS = 16  # of a sample, on which its loss is tried
 OUTSIDE = -1  # of all blocks
+GROUPED = torch.ops.aten._grouped_mm.default  # rows by expert
 
 
 def sample_profile(program: Program, job: Mapping[str, Any], sample: Mapping[str, Any]) -> SampleProfile | None:
     """`sample`: an item of the dataset. None where the program cannot be run on the meta device, a script computes its loss, or
     samples are of unequal length (`microbatch_tokens`)."""
-    if isinstance(program, LoopProgram) or job.get("microbatch_tokens"):
-        return None
-    batch = collate([dict(sample)])
-    precision = str(job.get("precision") or "float32")
     try:
-        return _Run(program, batch, None if precision == "float32" else getattr(torch, precision)).profile()
+        return traced_sample(program, job, sample)
     except Exception as error:  # noqa: BLE001 - the user's model on a device that it was not written for
         log.info("what a sample asks of the model is not known: %s", " ".join(str(error).split())[:200])
         return None
+
+
+def traced_sample(program: Program, job: Mapping[str, Any], sample: Mapping[str, Any]) -> SampleProfile | None:
+    """The same; raises what the program raises on the meta device."""
+    if isinstance(program, LoopProgram) or job.get("microbatch_tokens"):
+        return None
+    precision = str(job.get("precision") or "float32")
+    return _Run(program, collate([dict(sample)]), None if precision == "float32" else getattr(torch, precision)).profile()
 
 
 @dataclass
@@ -81,7 +87,6 @@ class _Run:
         self.program, self.batch, self.compute = program, batch, compute
         self.place = OUTSIDE
         self.none, self.selective, self.full, self.key_values = _Kept(), _Kept(), _Kept(), _Kept()
-        self.attention_flop = 0.0
         self.called: set[int] = set()  # blocks that have called elastic.attention
         self.seen = Seen(None)
 
@@ -95,6 +100,7 @@ class _Run:
         known = [*model.parameters(), *model.buffers(), *batch.values()]
         for kept in (self.none, self.selective, self.full):
             kept.without(known)
+        self.operations = operations_of(model, cut_dims(model, self.program))
         blocks = [model.get_submodule(name) for name in block_names(model, self.program.blocks)]
         with ExitStack() as stack:
             for i, block in enumerate(blocks):
@@ -103,35 +109,51 @@ class _Run:
             if not self.program.no_cp:
                 self.seen = stack.enter_context(over(None))
             stack.enter_context(saved_tensors_hooks(self._keeps, lambda tensor: tensor))
-            flop = stack.enter_context(FlopCounterMode(display=False))
-            stack.enter_context(_KeptOutputs(self))
+            stack.enter_context(_Outputs(self))
             stack.enter_context(_Attention(self))
             output = call_model(self.program, model, batch)
             for first in islice(tensors_in(output), 1):
                 self._loss(first, batch)
-        return self._found(len(blocks), flop.get_total_flops(), output)
+        return self._found(len(blocks), output)
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute) if self.compute and x.is_floating_point() else x
 
-    def _found(self, n_blocks: int, flop: float, output: Any) -> SampleProfile:
+    def _found(self, n_blocks: int, output: Any) -> SampleProfile:
         bytes_of = {"none": self.none, "selective": self.selective, "full": self.full}
         out_bytes = sum(x.numel() * max(4, x.element_size()) for x in tensors_in(output))  # given back, and its gradient
         styles = self.program.tp.values()
+        inside, ends, n = self.operations.blocks, self.operations.ends, max(1, n_blocks)
         found = SampleProfile(
-            flop=3.0 * (flop + self.attention_flop),
+            flop=3.0 * (inside.flop + ends.flop),
             kept_bytes=tuple((mode, kept.per_block(n_blocks)) for mode, kept in bytes_of.items()),
             hidden_bytes=self.full.per_block(n_blocks),
             ends_bytes=self.none.bytes_at.get(OUTSIDE, 0) + 2 * out_bytes,
             key_value_bytes=self.key_values.per_block(n_blocks),
             sequence_parallel=any("scatter" in style for style in styles),
             loss_parallel="sequence_colwise_loss" in styles,
+            matmuls=inside.mean_matmuls(n),
+            attentions=inside.mean_attentions(n),
+            ends_matmuls=ends.mean_matmuls(1),
+            moved_bytes=-(-inside.moved_bytes // n),
+            ends_moved_bytes=ends.moved_bytes,
+            n_ops=-(-inside.n_ops // n),
         )
         try:
-            n = sequence_length(self.program, self.batch)
+            sequence = sequence_length(self.program, self.batch)
         except ElasticError as error:
             return replace(found, no_cp=str(error))
-        return replace(found, sequence=n, no_cp=self._no_cp(n_blocks, output, n))
+        no_cp = self._no_cp(n_blocks, output, sequence)
+        return replace(found, sequence=sequence, no_cp=no_cp, tokens=self._tokens(output, sequence))
+
+    def _tokens(self, output: Any, sequence: int) -> int:
+        """0 where the loss is that of whole samples, as in classification."""
+        if not _with_sequence(output, sequence):
+            return 0
+        try:
+            return sequence if count_of(self.program, self.batch) != 1 else 0
+        except Exception:  # noqa: BLE001 - the user's count
+            return sequence
 
     # ------------------------------------------------------------------------------------------ the passes
 
@@ -164,6 +186,7 @@ class _Run:
             loss_of(self.program, given, batch)
         except Exception:  # noqa: BLE001 - the user's loss, on a device without values
             self.none.add(OUTSIDE, torch.empty_like(given))
+            self.operations.ends.moved_bytes += 2 * given.numel() * given.element_size()
 
     # ------------------------------------------------------------------------------------------ may the sequence be cut?
 
@@ -177,7 +200,7 @@ class _Run:
             return f"block {idle[0]} does not call elastic.attention"
         if not self.seen.asked and self.program.before_cut is None:
             return "the model does not take positions from elastic.positions"
-        cut = [x for x in tensors_in(output) if x.ndim > 1 and x.shape[1] == n]
+        cut = _with_sequence(output, n)
         if not cut:
             return "the model's output does not have the sequence as its dim 1"
         m = min(POSITIONS, n - n % 4)
@@ -196,8 +219,13 @@ class _Run:
         return ""
 
 
-class _KeptOutputs(TorchDispatchMode):
-    """Outputs of what `selective` does not compute twice. A value that the model asks for is 1: there is none."""
+def _with_sequence(output: Any, n: int) -> list[Tensor]:
+    """Tensors of an output with the sequence as their dim 1."""
+    return [x for x in tensors_in(output) if x.ndim > 1 and x.shape[1] == n]
+
+
+class _Outputs(TorchDispatchMode):
+    """Operations, and outputs of what `selective` does not compute twice. A value that is asked for is 1: there is none."""
 
     def __init__(self, run: _Run) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -206,7 +234,11 @@ class _KeptOutputs(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype).item()
-        out = func(*args, **(kwargs or {}))
+        if func is GROUPED and args[0].is_meta and args[0].dtype != torch.bfloat16:  # the meta device knows no other
+            out = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+        else:
+            out = func(*args, **(kwargs or {}))
+        self.run.operations.count(self.run.place != OUTSIDE, func, args, out)
         if func in self.ops and self.run.place != OUTSIDE:
             for tensor in tensors_in(out):
                 self.run.selective.add(self.run.place, tensor)
@@ -228,8 +260,7 @@ class _Attention(TorchFunctionMode):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, is_causal: bool = False, **__: Any) -> Tensor:
         run = self.run
         out, row_sums = _Fused.apply(query, key, value)  # type: ignore[no-untyped-call]
-        products = query.numel() * key.shape[-2] + out.numel() * key.shape[-2]
-        run.attention_flop += 2 * products / (2 if is_causal else 1)
+        run.operations.attend(run.place != OUTSIDE, query, key, value, is_causal)
         if run.place != OUTSIDE:
             run.key_values.add(run.place, key)
             run.key_values.add(run.place, value)

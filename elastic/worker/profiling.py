@@ -1,0 +1,52 @@
+"""The numbers of a job's model, for a planner on a machine that has neither GPUs nor a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from elastic.data.opening import dataset_of
+from elastic.data.streams import with_stream
+from elastic.errors import ElasticError, ProgramError, SpecError
+from elastic.program import Program
+from elastic.types import ModelProfile
+from elastic.worker.job_program import with_job
+from elastic.worker.loss_scale import profile_of
+from elastic.worker.sample_profile import traced_sample
+
+
+def model_profile_of(program: Program, job: Mapping[str, Any]) -> ModelProfile:
+    """Traces the model on the meta device and runs the first sample of the dataset there; allocates no weights.
+
+    `job`: plain data, as of job.yaml. `sample` is None where samples are of unequal length (`microbatch_tokens`). Raises
+    ProgramError for what the program raises there, SpecError where its dataset cannot be read.
+    """
+    dataset, sample = _data(program, job)
+    try:
+        program = with_stream(with_job(program, job), dataset, job)
+        profile = profile_of(program, job)
+        return replace(profile, sample=traced_sample(program, job, sample))
+    except ElasticError:
+        raise
+    except Exception as error:  # a boundary: the user's model may raise anything
+        raise ProgramError(f"{_where(job)}: on the meta device, where tensors have no values, it {_raised(error)}") from error
+
+
+def _data(program: Program, job: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """The dataset, and its first sample."""
+    try:
+        dataset = dataset_of(program, dict(job))
+        return dataset, dataset[0]
+    except ElasticError:
+        raise
+    except Exception as error:  # a boundary: so may the dataset
+        raise SpecError(f"{_where(job)}: its dataset {_raised(error)}") from error
+
+
+def _where(job: Mapping[str, Any]) -> str:
+    return str(job.get("program") or "the program")
+
+
+def _raised(error: Exception) -> str:
+    return f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
