@@ -113,7 +113,7 @@ def operations_of(model: nn.Module, cut_dims: Mapping[str, int]) -> Operations:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _convolution(x: Tensor, weight: Tensor, out: Tensor, transposed: bool, groups: int) -> dict[Matmul, int]:
