@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from elastic import __version__, api
 from elastic.certify import command as certify
 from elastic.errors import ElasticError, SpecError
-from elastic.observe import doctor, logs, report, runs, tables
+from elastic.observe import doctor, logs, pricelist, report, runs, tables
 
 EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
 RUN = "run name (or how it begins, or the job's name: its newest run), its folder or its URI"
@@ -158,6 +158,11 @@ def _add_checkpoint(verbs: Any) -> None:
 def _add_cluster(verbs: Any) -> None:
     made = _verb(verbs, "prices", _prices, "what instances cost: a cluster file's pools now, or the table that comes with this")
     made.add_argument("--cluster", metavar="FILE", help="a cluster file; AWS is asked for the prices of its pools")
+    made.add_argument("--gpu", metavar="NAME", default="", help="only with this GPU, in any spelling, as h100 or A100-80GB")
+    made.add_argument("--cloud", metavar="NAME", default="", help="only of this cloud: aws, gcp, azure or one of your own")
+    made.add_argument("--region", metavar="NAME", default="", help="only in this region")
+    made.add_argument("--chips", action="store_true", help="the GPUs instead: peaks, memory, links, sources")
+    made.add_argument("--catalog", metavar="FILE", action="append", default=[], help="own entries (also: $ELASTIC_CATALOG)")
     about = "cluster files: what `ray up` launches"
     actions = verbs.add_parser("cluster", help=about, description=about.capitalize() + ".").add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=_Parser
@@ -334,8 +339,13 @@ def _checkpoint_rm(given: argparse.Namespace) -> int:
 
 
 def _prices(given: argparse.Namespace) -> int:
-    found = api.prices(given.cluster)
-    _show(given, found.plain(), [*tables.prices(found.rows), *found.problems, f"table of {found.plain()['table_at']}"])
+    wanted = api.Wanted(given.gpu, given.cloud, given.region, tuple(given.catalog))
+    if given.chips:
+        rows = api.gpus(wanted)
+        _show(given, {"chips": rows}, pricelist.chips(rows))
+        return 0
+    found = api.prices(given.cluster, wanted)
+    _show(given, found.plain(), [*pricelist.prices(found.rows), *found.problems, f"table of {found.plain()['table_at']}"])
     return 0
 
 

@@ -74,29 +74,6 @@ def pool(item: Pool, price_from: str) -> tuple[str, ...]:
     )
 
 
-INSTANCES = ("TYPE", "CLOUD", "GPUS", "REGION", "ON DEMAND", "SPOT USD/H")
-POOL_PRICES = ("POOL", "TYPE", "MARKET", "WHERE", "USD/NODE-H", "FROM", "ZONES", "SCORES")
-
-
-def prices(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What `elastic prices` prints: rows of pools, or of instance types."""
-    if rows and "pool" not in rows[0]:
-        return columns([INSTANCES, *map(_instance, rows)], right=(4, 5))
-    return columns([POOL_PRICES, *map(_pool_price, rows)], right=(4,))
-
-
-def _instance(row: Mapping[str, Any]) -> tuple[str, ...]:
-    usd = dollars(row["usd_per_h"]), dollars(row["spot_usd_per_h"])
-    return (row["instance_type"], row["cloud"], row["gpus"], row["region"], *usd)
-
-
-def _pool_price(row: Mapping[str, Any]) -> tuple[str, ...]:
-    zones = ", ".join(f"{zone} {usd:.4f}" for zone, usd in row["zones"].items()) or "-"
-    scores = ", ".join(f"{zone} {score}/10" for zone, score in row["scores"].items()) or "-"
-    where, usd = row["zone"] or row["region"] or "-", dollars(row["usd_per_node_h"])
-    return (row["pool"], row["instance_type"] or "-", row["market_type"], where, usd, row["source"], zones, scores)
-
-
 def dollars(usd: float | None) -> str:
     return "-" if usd is None else f"{usd:.4f}"
 
