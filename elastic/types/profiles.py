@@ -133,6 +133,11 @@ class HardwareProfile:
     multiprocessors, over which the tiles of a product are spread. `link_*`: between nodes; `node_*`: inside one;
     `*_hop_s`: what each step of a collective takes beside its bytes. `launch_s`: of one operation. `measured`: names of the
     numbers here that were measured. `step_share`: measured step time over the predicted one, 1 = never compared.
+
+    What only `elastic profile` tells, at the sizes of the job that it was given: `products`: (rows, k, n, FLOP/s); `crowded`:
+    (processes that compute at once on a node, FLOP/s of each in the job's products), `crowded_bytes`: the same of what its
+    other operations move; `op_bytes_per_s`: by one process alone. `collectives`: (name, ranks, seconds, seconds per byte of
+    the whole tensor) inside a node; `send` is from one rank to another. `storage_*`: of the job's storage, one process.
     """
 
     accelerator_type: str = "CPU"
@@ -151,6 +156,14 @@ class HardwareProfile:
     arch: str = ""
     measured: tuple[str, ...] = ()
     step_share: float = 1.0
+    attention_flop_per_s: float = 0.0
+    op_bytes_per_s: float = 0.0
+    storage_write_bytes_per_s: float = 0.0
+    storage_read_bytes_per_s: float = 0.0
+    products: tuple[tuple[int, int, int, float], ...] = ()
+    crowded: tuple[tuple[int, float], ...] = ()
+    crowded_bytes: tuple[tuple[int, float], ...] = ()
+    collectives: tuple[tuple[str, int, float, float], ...] = ()
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of products in `dtype`."""
