@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elastic import catalog
+from elastic.catalog import finding
 from elastic.catalog.rows import suggestion
 from elastic.cluster_spec import load_cluster
 from elastic.errors import SpecError
+from elastic.types import Pool
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,12 @@ def prices(cluster: str | Path | None = None, wanted: Wanted = Wanted()) -> Pric
     from elastic.cluster.market import Market
 
     market, spec = Market(), load_cluster(cluster)
-    _check(wanted, known.values(), [pool.region for pool in spec.pools])
+    _check(wanted, known.values(), spec.pools)
     rows = []
     for price in market.look(spec.pools):
-        of_type, pool = known.get(price.pool.instance_type), price.pool
-        usd = {"usd_per_gpu_h": _each(price.usd_per_node_h, pool.gpus_per_node)}
-        rows.append({**price.plain(), "cloud": pool.cloud, **_hardware(of_type), **usd})
+        pool, hardware = price.pool, _hardware_of_pool(price.pool, known.get(price.pool.instance_type))
+        usd = {"usd_per_gpu_h": None if hardware["gpus"] == "-" else _each(price.usd_per_node_h, pool.gpus_per_node)}
+        rows.append({**price.plain(), "cloud": pool.cloud, **hardware, **usd})
     return Prices(tuple(_chosen(rows, wanted)), tuple(market.problems), str(cluster))
 
 
@@ -102,6 +104,17 @@ def _hardware(found: catalog.InstanceType | None) -> dict[str, Any]:
     }
 
 
+def _hardware_of_pool(pool: Pool, found: catalog.InstanceType | None) -> dict[str, Any]:
+    """What the file says of its GPUs counts, since a pool may use fewer of them, or machines that the catalog does not have."""
+    known = _hardware(found)
+    if pool.accelerator_type == "CPU":
+        return {**known, "gpus": "-"}
+    same = finding.matching(pool.accelerator_type, catalog.chips())
+    chip = known["chip"] or (same[0].name if same else "")
+    memory = pool.memory_bytes_per_gpu or known["gpu_memory_bytes"]
+    return {**known, "gpus": f"{pool.gpus_per_node} {pool.accelerator_type}", "chip": chip, "gpu_memory_bytes": memory}
+
+
 def _each(usd: float | None, gpus: int) -> float | None:
     return None if usd is None or not gpus else round(usd / gpus, 6)
 
@@ -114,13 +127,14 @@ def _chosen(rows: Iterable[dict[str, Any]], wanted: Wanted) -> Iterator[dict[str
             yield row
 
 
-def _check(wanted: Wanted, types: Iterable[catalog.InstanceType], regions: Iterable[str]) -> None:
+def _check(wanted: Wanted, types: Iterable[catalog.InstanceType], pools: Sequence[Pool]) -> None:
     """A word that nothing has is a slip of the pen: an empty table would not tell that."""
     found = list(types)
-    clouds = {each.cloud for each in found}
+    clouds = {each.cloud for each in (*found, *pools)} - {""}
     if wanted.cloud and wanted.cloud not in clouds:
         raise SpecError(f"--cloud {wanted.cloud}: no such cloud in the catalog{suggestion(wanted.cloud, sorted(clouds))}")
-    priced = {region for each in found if wanted.cloud in ("", each.cloud) for region in each.prices} | {*regions}
+    priced = {region for each in found if wanted.cloud in ("", each.cloud) for region in each.prices}
+    priced |= {pool.region for pool in pools}
     if wanted.region and wanted.region not in priced:
         of = f" of {wanted.cloud}" if wanted.cloud else ""
         near = suggestion(wanted.region, sorted(priced - {""}))

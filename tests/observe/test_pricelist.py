@@ -114,3 +114,17 @@ def test_pools_of_a_cluster_file_have_hardware_beside_their_price(capsys: pytest
     assert cli.main(["prices", "--cluster", file]) == 0
     text = capsys.readouterr().out
     assert "USD/GPU-H" in text and "NVLink 4" in text
+
+
+def test_pools_of_machines_that_no_cloud_has_say_what_their_file_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    text = (CLUSTERS / "gcp_a3_a2_spot.yaml").read_text()
+    file.write_text(text.replace("a3-highgpu-8g", "e2-standard-8"))  # whose hardware says nothing of GPUs
+    rows = {row["pool"]: row for row in said(capsys, "--cluster", str(file), "--cloud", "gcp")["prices"]}
+    assert rows["a3-spot"]["gpus"] == "8 H100" and rows["a3-spot"]["chip"] == "H100-80GB-SXM"
+    laptop = said(capsys, "--cluster", str(CLUSTERS / "laptop.yaml"))["prices"]
+    assert laptop and all(row["gpus"] == "-" and row["usd_per_gpu_h"] is None and row["chip"] == "" for row in laptop)
+    assert cli.main(["prices", "--cluster", str(file), "--region", "us-central2"]) == 2
+    assert "did you mean us-central1" in capsys.readouterr().err
