@@ -32,6 +32,8 @@ def test_a_known_type_has_its_hardware_and_prices() -> None:
     assert found.usd_per_h("eu-west-1") is None
     assert found.usd_per_h_or_elsewhere("eu-west-1") == (55.04, "us-east-1")
     assert found.usd_per_h_or_elsewhere("eu-west-1", spot=True) == (23.45, "us-east-1")
+    azure = catalog.instance_types()["Standard_NC24ads_A100_v4"]
+    assert azure.usd_per_h_or_elsewhere("norwayeast") == (3.673, "eastus")  # the region that the others are compared with
     quote = found.prices["us-east-1"]
     assert quote.at == "2026-11-22" and "skypilot" in quote.source
 
@@ -133,11 +135,13 @@ def test_units_of_a_chip() -> None:
 
 def test_peaks_by_dtype_fall_back_only_where_the_hardware_does() -> None:
     peaks = {
-        name: [catalog.find_chip(name).peak_flop_per_s(dtype) for dtype in catalog.DTYPES] for name in ("V100", "B200", "L4")
+        name: [catalog.find_chip(name).peak_flop_per_s(dtype) for dtype in catalog.DTYPES]
+        for name in ("V100", "B200", "L4", "A10G")
     }
     assert peaks["V100"] == [15.7e12, 15.7e12, 125e12, 0, 0, 0]  # tf32 runs as float32; no bfloat16 units
     assert peaks["B200"] == [75e12, 1100e12, 2250e12, 2250e12, 4500e12, 9000e12]
     assert peaks["L4"] == [30.3e12, 60e12, 121e12, 121e12, 242.5e12, 0]
+    assert peaks["A10G"] == [31.2e12, 0, 70e12, 70e12, 0, 0]  # it has units for tf32, of which nobody says how fast
     unknown = catalog.find_chip("H100-96GB-HBM2e-500W")
     assert [unknown.peak_flop_per_s(dtype) for dtype in catalog.DTYPES] == [0] * 6
     with pytest.raises(SpecError, match="no peak is kept for 'int8'; it is one of float32, tf32, "):

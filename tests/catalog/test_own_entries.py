@@ -62,6 +62,12 @@ def test_the_environment_names_files_and_the_last_one_wins(own: Path, monkeypatc
     assert changed is not None and (changed.vcpus, changed.usd_per_h("room-1")) == (16, 2.5)  # read again
 
 
+def test_an_own_name_is_taken_as_it_stands_before_any_spelling(own: Path) -> None:
+    own.write_text("chips: {H100: {memory_gb: 70}}\n")
+    assert catalog.find_chip("H100", [own]).memory_bytes == 70 * 2**30
+    assert catalog.find_chip("h100", [own]).name == "H100-80GB-SXM"
+
+
 def test_another_chip_brings_its_own_memory(own: Path) -> None:
     own.write_text("instances: {p5.48xlarge: {chip: H200}}\n")
     found = catalog.instance_types([own])["p5.48xlarge"]
