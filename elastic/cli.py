@@ -157,11 +157,12 @@ def _add_checkpoint(verbs: Any) -> None:
 
 def _add_cluster(verbs: Any) -> None:
     made = _verb(verbs, "prices", _prices, "what instances cost: a cluster file's pools now, or the table that comes with this")
-    made.add_argument("--cluster", metavar="FILE", help="a cluster file; AWS is asked for the prices of its pools")
+    instead = made.add_mutually_exclusive_group()
+    instead.add_argument("--cluster", metavar="FILE", help="a cluster file; AWS is asked for the prices of its pools")
+    instead.add_argument("--chips", action="store_true", help="the GPUs instead: peaks, memory, links, sources")
     made.add_argument("--gpu", metavar="NAME", default="", help="only with this GPU, in any spelling, as h100 or A100-80GB")
     made.add_argument("--cloud", metavar="NAME", default="", help="only of this cloud: aws, gcp, azure or one of your own")
     made.add_argument("--region", metavar="NAME", default="", help="only in this region")
-    made.add_argument("--chips", action="store_true", help="the GPUs instead: peaks, memory, links, sources")
     made.add_argument("--catalog", metavar="FILE", action="append", default=[], help="own entries (also: $ELASTIC_CATALOG)")
     about = "cluster files: what `ray up` launches"
     actions = verbs.add_parser("cluster", help=about, description=about.capitalize() + ".").add_subparsers(

@@ -130,7 +130,7 @@ def _chosen(rows: Iterable[dict[str, Any]], wanted: Wanted) -> Iterator[dict[str
 def _check(wanted: Wanted, types: Iterable[catalog.InstanceType], pools: Sequence[Pool]) -> None:
     """A word that nothing has is a slip of the pen: an empty table would not tell that."""
     found = list(types)
-    clouds = {each.cloud for each in (*found, *pools)} - {""}
+    clouds = ({each.cloud for each in found} | {pool.cloud for pool in pools}) - {""}
     if wanted.cloud and wanted.cloud not in clouds:
         raise SpecError(f"--cloud {wanted.cloud}: no such cloud in the catalog{suggestion(wanted.cloud, sorted(clouds))}")
     priced = {region for each in found if wanted.cloud in ("", each.cloud) for region in each.prices}

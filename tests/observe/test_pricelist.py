@@ -87,6 +87,9 @@ def test_gpus_with_peaks_and_sources(capsys: pytest.CaptureFixture[str]) -> None
     wanted = "B200-180GB-SXM Blackwell 2250 2250 4500 9000 1100 75 148 1000 180 8000 NVLink 5 900 63"
     assert " ".join(row.split()) == wanted
     assert "\nB200-180GB-SXM: stas00/ml-engineering" in text
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["prices", "--chips", "--cluster", "any.yaml"])
+    assert "not allowed with argument" in capsys.readouterr().err
     (chip,) = said(capsys, "--chips", "--gpu", "l4")["chips"]
     assert (chip["name"], chip["fp32_flop_per_s"], chip["nvlink_bytes_per_s"]) == ("L4-24GB", 30.3e12, 0)
 
