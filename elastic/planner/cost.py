@@ -1,140 +1,41 @@
-"""Memory and time of a rank: one formula per function. Good enough to rank layouts, not to promise seconds.
+"""Seconds of an optimizer step, part by part: one formula per function, each with its source.
 
-What a sample asks of the model (`ModelProfile.sample`) may not be known: activations then count as nothing, and communication
-as shares that were guessed once.
+The parts add up to the step. Collectives that run under computation count where they are longer, and by what the two cost each
+other (Kernels.crowd); what is waited for counts wholly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, prod
+from functools import cached_property
+from math import ceil, log2
 
-from elastic.types import DTYPE_BYTES, Layout, ModelProfile, SampleProfile, TensorSpec
+from elastic.planner import compute
+from elastic.planner.collectives import Group, Links, exchange_s, gather_s, reduce_s, send_s, under
+from elastic.planner.compute import Chip, Passes
+from elastic.planner.kernels import Kernels
+from elastic.planner.memory import Held, Step, held, zero_stage
+from elastic.planner.work import Work
+from elastic.types import Layout, SampleProfile
 
-WHOLE_SHARE = 10 / 34  # of a block's activations, which tp without sequence parallelism leaves whole
-RECOMPUTED = {"none": 0.0, "selective": 0.05, "full": 1 / 3}  # of the FLOPs of forward and backward pass, done twice
+GRADIENT_BYTES = 4  # of an element, as gradients are summed
 
 
-@dataclass(frozen=True)
-class Step:
-    """How a step is shared out. `n_gpus`: of the smallest node; `dtype`: in which forward and backward pass are computed."""
+@dataclass(frozen=True, eq=False)
+class Site:
+    """What a layout runs on: equal GPUs in equal nodes."""
 
-    n_microbatches: int
-    largest_share: int  # samples of a step that one data-parallel rank has
-    global_batch: int
-    n_gpus: int = 8
-    dtype: str = "float32"
+    chip: Chip
+    per_node: int
 
     @property
-    def n_rows(self) -> int:
-        """Samples that a rank computes at once."""
-        return ceil(self.largest_share / self.n_microbatches)
+    def kernels(self) -> Kernels:
+        return self.chip.kernels
 
-
-@dataclass(frozen=True)
-class Machine:
-    """What ranks layouts where nothing is measured: an H100 node by NVIDIA's data sheet, at rates that training reaches (40 %
-    of the FLOPs in bfloat16, 80 % of NVLink and of 400 Gbit/s per GPU)."""
-
-    flop_per_s: float = 4e14
-    node_bytes_per_s: float = 3.6e11
-    net_bytes_per_s: float = 4e10
-    hop_s: float = 5e-6
-
-
-NOMINAL = Machine()
-
-# ------------------------------------------------------------------------------------------ memory
-
-
-def parameter_bytes(model: ModelProfile) -> int:
-    """Bytes of all parameters, tied ones once."""
-    return sum(n_bytes for _, n_bytes in _parameters(model)) or model.n_params * 4
-
-
-def trained_bytes(model: ModelProfile) -> int:
-    """Of the gradients, and of the optimizer entries of the parameter's shape, of all parameters that are trained."""
-    sizes = _parameters(model)
-    if not sizes:
-        return model.n_params * 4 * (1 + max((len(kept.entries) for kept in model.optimizers), default=0))
-    return sum(n_bytes * (1 + len(model.kept_of(spec).entries)) for spec, n_bytes in sizes if spec.trainable)
-
-
-def _parameters(model: ModelProfile) -> list[tuple[TensorSpec, int]]:
-    """Bytes of each, tied ones once."""
-    every = (spec for spec in model.specs if spec.tied_to is None and not spec.buffer)
-    return [(spec, prod(spec.shape) * DTYPE_BYTES.get(spec.dtype, 4)) for spec in every]
-
-
-def state_bytes(model: ModelProfile) -> int:
-    """Of parameters, gradients and optimizer entries."""
-    return parameter_bytes(model) + trained_bytes(model)
-
-
-def gradient_bytes(model: ModelProfile) -> int:
-    """Of the gradients of all parameters that are trained."""
-    sizes = _parameters(model)
-    return sum(n_bytes for spec, n_bytes in sizes if spec.trainable) if sizes else model.n_params * 4
-
-
-def zero_stage(layout: Layout) -> int:
-    """Torch's pipeline schedules keep parameters and gradients whole until the last microbatch, whatever is asked for."""
-    return 1 if layout.pp > 1 else layout.zero_stage
-
-
-def memory_bytes(model: ModelProfile, layout: Layout, dtype: str = "float32") -> int:
-    """Bytes of a rank without activations: its shard of parameters, gradients and optimizer entries (with `offload` in host
-    memory: not counted); where they are sharded, also what is gathered, as in ZeRO (Rajbhandari et al. 2020, section 3): at
-    stage 3 one block twice (the running one and the prefetched one), at stage 2 all parameters, at stage 1 all gradients too.
-    Parameters are gathered in `dtype`."""
-    parameters, gradients = parameter_bytes(model), gradient_bytes(model)
-    low = DTYPE_BYTES[dtype] / 4
-    cut = layout.tp * layout.pp
-    sharded = layout.dp_shard * layout.cp > 1 or layout.offload
-    two_blocks = 2 * parameters * low / max(1, model.n_blocks) / layout.tp
-    gathered = {3: two_blocks, 2: parameters * low / cut, 1: (parameters * low + gradients) / cut}[zero_stage(layout)]
-    own = 0.0 if layout.offload else state_bytes(model) / (cut * layout.dp_shard * layout.cp)
-    return int(own + (gathered if sharded else 0))
-
-
-def kept_bytes(sample: SampleProfile, layout: Layout, mode: str) -> float:
-    """Of one sample in one block. cp divides all of it (Llama 3: Grattafiori et al. 2024, section 3.3.2); tp with sequence
-    parallelism too, without it 24 parts of 34 (Korthikanti et al. 2022, sections 4.2.1 and 4.2.2), and of `full`, which keeps
-    the block's input, nothing."""
-    whole = 0.0 if sample.sequence_parallel or layout.tp == 1 else 1.0 if mode == "full" else WHOLE_SHARE
-    return dict(sample.kept_bytes)[mode] / layout.cp * (whole + (1 - whole) / layout.tp)
-
-
-def in_flight(layout: Layout, n_microbatches: int) -> float:
-    """Microbatches whose activations the first stage keeps at once, in stages of 1/pp of the blocks: all under GPipe, pp under
-    1F1B (Narayanan et al. 2021, section 2.2.1), pp + (pp - 1)/v under the interleaved one (Korthikanti et al. 2022, 4.2.3)."""
-    if layout.pp == 1:
-        return 1.0
-    if layout.schedule == "gpipe" or n_microbatches < layout.pp:
-        return float(n_microbatches)
-    more = (layout.pp - 1) * layout.pp / layout.n_stages if layout.n_stages > layout.pp else 0.0
-    return min(float(n_microbatches), layout.pp + more)
-
-
-def ends_bytes(sample: SampleProfile, layout: Layout) -> float:
-    """Of one sample outside of the blocks, logits above all: cp divides them; tp does where they stay cut for the loss."""
-    return sample.ends_bytes / layout.cp / (layout.tp if sample.loss_parallel else 1)
-
-
-def activation_bytes(model: ModelProfile, layout: Layout, step: Step) -> int:
-    """Of the pipeline stage that keeps most: the first has most microbatches in flight, the last has the logits. Where blocks
-    are computed again, one of them has all of its activations for that time (Chen et al. 2016, section 3)."""
-    sample, mode = model.sample, layout.activation_checkpointing
-    if sample is None:
-        return 0
-    kept, none = kept_bytes(sample, layout, mode), kept_bytes(sample, layout, "none")
-    blocks = ceil(model.n_blocks / layout.pp) * kept
-    first = blocks * in_flight(layout, step.n_microbatches)
-    last = blocks + ends_bytes(sample, layout)
-    return int(step.n_rows * (max(first, last) + max(0.0, none - kept)))
-
-
-# ------------------------------------------------------------------------------------------ time
+    @cached_property
+    def links(self) -> Links:
+        return Links.of(self.chip.gpu, self.chip.kernels, self.per_node)
 
 
 def bubble(layout: Layout, n_microbatches: int) -> float:
@@ -143,76 +44,163 @@ def bubble(layout: Layout, n_microbatches: int) -> float:
     return (layout.pp - 1) / max(1, n_microbatches) * layout.pp / layout.n_stages
 
 
-def ring_s(n_bytes: float, n_ranks: int, bytes_per_s: float) -> float:
-    """Seconds of an all-gather or reduce-scatter of `n_bytes` in all over a ring (Thakur et al. 2005, section 4.1)."""
-    return (n_ranks - 1) * (NOMINAL.hop_s + n_bytes / n_ranks / bytes_per_s)
+def tp_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float:
+    """Seconds of a microbatch's tp in one block: two all-reduces of the hidden state forward and two backward (Shoeybi et al.
+    2019, section 3; with sequence parallelism as many bytes, Korthikanti et al. 2022, section 4.2.2); two more where the block
+    is computed again."""
+    if layout.tp == 1:
+        return 0.0
+    times = 6 if layout.activation_checkpointing == "full" else 4
+    n_bytes = step.n_rows * sample.hidden_bytes / layout.cp
+    return times * reduce_s(site.links, n_bytes, Group(layout.tp)) * (1 - site.kernels.tp_hidden)
 
 
-def tp_s(model: ModelProfile, sample: SampleProfile, layout: Layout, step: Step) -> float:
-    """Seconds of a rank's step in tp: two all-reduces of a block's hidden state forward and two backward, each a
-    reduce-scatter and an all-gather (Shoeybi et al. 2019, section 3; with sequence parallelism as many bytes, Korthikanti et
-    al. 2022, section 4.2.2)."""
-    times = 8 * model.n_blocks / layout.pp * step.n_microbatches
-    return times * ring_s(step.n_rows * sample.hidden_bytes / layout.cp, layout.tp, NOMINAL.node_bytes_per_s)
-
-
-def cp_s(model: ModelProfile, sample: SampleProfile, layout: Layout, step: Step) -> float:
-    """Seconds of a rank's step in cp: keys and values of a block are gathered forward and backward, their gradients scattered
+def cp_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float:
+    """Seconds of a microbatch's cp in one block: keys and values are gathered forward and backward, their gradients scattered
     in float32 (Grattafiori et al. 2024, section 3.3.2; elastic/models/attention.py)."""
-    n_bytes = step.n_rows * sample.key_value_bytes / layout.tp
-    times, rate = model.n_blocks / layout.pp * step.n_microbatches, NOMINAL.node_bytes_per_s
-    scattered = ring_s(n_bytes * 4 / DTYPE_BYTES[step.dtype], layout.cp, rate)
-    return times * (2 * ring_s(n_bytes, layout.cp, rate) + scattered)
+    if layout.cp == 1:
+        return 0.0
+    n_bytes, group = step.n_rows * sample.key_value_bytes / layout.tp, Group(layout.cp, layout.tp)
+    return 2 * gather_s(site.links, n_bytes, group) + gather_s(site.links, n_bytes * 4 / step.compute_bytes, group)
 
 
-def pp_s(sample: SampleProfile, layout: Layout, step: Step) -> float:
-    """Seconds of a rank's step in pp: a hidden state is sent forward and its gradient back at each end of each of its v stages
-    (Narayanan et al. 2021, sections 2.2.2 and 3.2)."""
+def ep_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float:
+    """Seconds of a microbatch's experts in one block: tokens go to their experts and back, forward and backward (Lepikhin et al.
+    2020, section 3.2)."""
+    routed = [product for product in sample.matmuls if product.experts]
+    if layout.ep == 1 or not routed:
+        return 0.0
+    n_bytes = routed[0].rows * routed[0].k * step.compute_bytes * step.n_rows / layout.cp / layout.tp
+    return 4 * exchange_s(site.links, n_bytes, Group(layout.ep, layout.tp))
+
+
+def pp_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float:
+    """Seconds of a microbatch in pp: a hidden state is sent forward and its gradient back at each end of each of a rank's v
+    stages (Narayanan et al. 2021, sections 2.2.2 and 3.2)."""
     if layout.pp == 1:
         return 0.0
     hidden = step.n_rows * sample.hidden_bytes / layout.cp / (layout.tp if sample.sequence_parallel else 1)
-    times = 2 * layout.n_stages / layout.pp * step.n_microbatches
-    return times * (NOMINAL.hop_s + hidden / NOMINAL.net_bytes_per_s)
+    stride = layout.world_size // layout.pp
+    return 2 * layout.n_stages / layout.pp * send_s(site.links, hidden, stride)
 
 
-def fsdp_s(model: ModelProfile, layout: Layout, step: Step) -> float:
-    """Seconds of a rank's step in gathering parameters and scattering gradients, block by block, as often as the ZeRO stage
-    says (docs/memory.md; Rajbhandari et al. 2020, section 7), and in adding up over replicas once. A ring that leaves its node
-    goes through all of the node's network cards."""
-    n, m = layout.dp_shard * layout.cp, step.n_microbatches
-    cut = layout.tp * layout.pp * max(1, model.n_blocks / layout.pp)
-    rate = NOMINAL.node_bytes_per_s
-    if n * layout.tp > step.n_gpus:
-        rate = min(rate, NOMINAL.net_bytes_per_s * max(1, step.n_gpus // layout.tp))
-    stage = zero_stage(layout)
-    gathers, scatters = {3: (2 * m, m), 2: (m, m), 1: (1, 1)}[stage]
-    gathered = parameter_bytes(model) * DTYPE_BYTES[step.dtype] / 4 / cut
-    scattered = gradient_bytes(model) / cut
-    seconds = gathers * ring_s(gathered, n, rate) + scatters * ring_s(scattered, n, rate)
-    replicas = 2 * ring_s(scattered / n, layout.dp_replicate, NOMINAL.net_bytes_per_s)
-    return (seconds + replicas) * model.n_blocks / layout.pp
+@dataclass(frozen=True)
+class Shards:
+    """Seconds of sharded data parallelism: of one block's gather and of its scatter, of the sum over replicas per step."""
+
+    gather: float
+    scatter: float
+    replicas: float
 
 
-def time_parts(model: ModelProfile, layout: Layout, step: Step) -> dict[str, float]:
-    """What a step takes beyond a perfect split of its FLOPs over the same ranks, in multiples of that. FSDP's collectives run
-    under the computation (Zhao et al. 2023, section 3.3) and count where they are longer; those of tp, cp and pp are waited
-    for."""
-    sample, uneven = model.sample, step.largest_share * layout.dp / max(1, step.global_batch)
-    parts = {"uneven": uneven - 1, "recomputed": uneven * RECOMPUTED[layout.activation_checkpointing]}
-    idle = bubble(layout, step.n_microbatches)
-    if sample is None or not sample.flop:
-        parts["bubble"] = (1 + sum(parts.values())) * idle
-        return parts | {"guessed": (1 + sum(parts.values())) * (_guessed(layout) - 1)}
-    perfect_s = sample.flop * step.global_batch / layout.world_size / NOMINAL.flop_per_s
-    busy_s = (1 + sum(parts.values())) * perfect_s
-    parts["tp"] = tp_s(model, sample, layout, step) / perfect_s
-    parts["cp"] = cp_s(model, sample, layout, step) / perfect_s
-    parts["pp"] = pp_s(sample, layout, step) / perfect_s
-    parts["bubble"] = (1 + sum(parts.values())) * idle
-    return parts | {"fsdp": max(0.0, fsdp_s(model, layout, step) - busy_s) / perfect_s}
+def shards(site: Site, work: Work, layout: Layout, step: Step) -> Shards:
+    """What is gathered (in the computation's dtype) and scattered (in float32) of one block; replicas add up their shards once
+    a step."""
+    low, links = step.compute_bytes / max(1.0, work.element_bytes), site.links
+    wide = GRADIENT_BYTES / max(1.0, work.element_bytes)
+    n, group = layout.dp_shard * layout.cp, Group(layout.dp_shard * layout.cp, layout.tp)
+    ranks = max(1, n // layout.ep)
+    over = Group(ranks, layout.tp * layout.ep)
+    dense, experts = work.block / layout.tp, work.experts / (layout.ep if layout.ep > 1 else layout.tp)
+    gather = gather_s(links, dense * low, group) + gather_s(links, experts * low, over)
+    scatter = (gather_s(links, dense * wide, group) + gather_s(links, experts * wide, over)) * work.trained
+    replicated, stage = Group(layout.dp_replicate, layout.tp * n), held(work, layout)
+    own = (stage.dense / n + stage.experts / ranks) * wide * work.trained
+    return Shards(gather, scatter, reduce_s(links, own, replicated))
 
 
-def _guessed(layout: Layout) -> float:
-    """Of collectives: 15 % for each doubling of tp, 2 % for each doubling of the data-parallel ranks."""
-    tp_doublings, dp_doublings = (layout.tp * layout.cp).bit_length() - 1, layout.dp.bit_length() - 1
-    return (1 + 0.15 * tp_doublings) * (1 + 0.02 * dp_doublings)
+def optimizer_s(site: Site, work: Work, layout: Layout) -> float:
+    """Parameters, gradients and entries are read, all but the gradients written, a low-precision copy written (Adam: 30 bytes a
+    parameter)."""
+    mine: Held = held(work, layout)
+    n = layout.dp_shard * layout.cp
+    cut = n if zero_stage(layout) else 1
+    own = (mine.dense / cut + mine.experts / max(1, cut // layout.ep)) * work.trained
+    rate = site.chip.gpu.memory_bytes_per_s * site.kernels.bandwidth
+    return own * (3.5 + 2 * work.entries) / rate if rate else 0.0
+
+
+def slowest_stage(n_blocks: int, layout: Layout, ends: float) -> float:
+    """Blocks of the slowest rank of a pipeline, the head counted as `ends` blocks, where the last rank has fewer blocks for it;
+    they are dealt out whole, or in parts of a rank's v stages."""
+    v, pp = layout.n_stages // layout.pp, layout.pp
+    fewest, even = max(0, n_blocks // pp - ceil(ends)), n_blocks // pp
+    return min(max(last + ends, ceil((n_blocks - last) / (pp - 1) / v) * v) for last in range(fewest, even + 1))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a step by what they are for; `flop` is the model's own, nothing counted twice."""
+
+    parts: Mapping[str, float]
+    flop: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.parts.values())
+
+
+def step_cost(site: Site, work: Work, layout: Layout, step: Step, passes: Passes | None = None) -> Cost:
+    """Of a model whose sample profile is known. The pipeline runs at the pace of its slowest stage, the last one with the head
+    or one with a block more; the others wait."""
+    sample, m = work.sample, step.n_microbatches
+    assert sample is not None
+    passes = passes or compute.block_s(site.chip, sample, layout, step.n_rows)
+    blocks = work.n_blocks / layout.pp
+    ends = compute.ends_s(site.chip, sample, layout, step.n_rows)
+    tp, cp, ep = (of(site, sample, layout, step) for of in (tp_s, cp_s, ep_s))
+    attends = passes.attention + passes.backward - 2 * (passes.products + passes.moved)
+    cp = under(attends, cp, site.kernels.crowd) - attends
+    one = passes.forward + passes.backward + passes.again + tp + cp + ep
+    mean = blocks * one + ends / layout.pp
+    slowest = slowest_stage(work.n_blocks, layout, ends / one) * one if layout.pp > 1 else mean
+    fsdp = _fsdp_s(site, work, layout, step, passes)
+    pp = pp_s(site, sample, layout, step)
+    parts = {
+        "products": m * (blocks * 3 * passes.products + ends / layout.pp),
+        "attention": m * blocks * attends,
+        "moved": m * blocks * 3 * passes.moved,
+        "recomputed": m * blocks * passes.again,
+        "tp": m * blocks * tp, "cp": m * blocks * cp, "ep": m * blocks * ep, "pp": m * pp,
+        "uneven": m * (slowest - mean),
+        "bubble": (layout.pp * mean - slowest + (layout.pp - 1) * pp) * layout.pp / layout.n_stages,
+        "fsdp": fsdp,
+        "replicas": _replicas_s(site, work, layout, step, passes),
+        "optimizer": optimizer_s(site, work, layout),
+    }  # fmt: skip
+    nodes = max(1.0, layout.world_size / site.per_node)
+    parts["jitter"] = sum(parts.values()) * site.kernels.jitter * log2(nodes)
+    return Cost(parts, sample.flop * step.global_batch)
+
+
+def _fsdp_s(site: Site, work: Work, layout: Layout, step: Step, passes: Passes) -> float:
+    """What gathering and scattering add to the computation that they run under, block by block (Zhao et al. 2023, section 3.3);
+    as often as the ZeRO stage says (docs/memory.md; Rajbhandari et al. 2020, section 7)."""
+    if layout.dp_shard * layout.cp == 1:
+        return 0.0
+    of, m, crowd = shards(site, work, layout, step), step.n_microbatches, site.kernels.crowd
+    blocks, stage = work.n_blocks / layout.pp, zero_stage(layout)
+    ahead, back = passes.forward, passes.backward + passes.again
+    gathered = under(ahead, of.gather, crowd) - ahead
+    regathered = under(back, of.gather + of.scatter, crowd) - back
+    scattered = under(back, of.scatter, crowd) - back
+    first = of.gather + of.scatter  # of the first and last block nothing hides
+    if stage == 3:
+        return m * (blocks * (gathered + regathered) + first)
+    if stage == 2:
+        return m * (blocks * (gathered + scattered) + first)
+    hidden = site.kernels.dp_hidden
+    alone = blocks * (of.gather + of.scatter if stage else 2 * of.scatter)
+    covered = min(alone, hidden * blocks * (ahead + back))
+    return alone - covered + crowd * covered
+
+
+def _replicas_s(site: Site, work: Work, layout: Layout, step: Step, passes: Passes) -> float:
+    """What the sum over replicas adds to the last microbatch's backward pass."""
+    if layout.dp_replicate == 1:
+        return 0.0
+    alone = shards(site, work, layout, step).replicas
+    covered = min(alone, site.kernels.dp_hidden * work.n_blocks / layout.pp * passes.backward)
+    return alone - covered + site.kernels.crowd * covered
+
+

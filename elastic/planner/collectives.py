@@ -1,0 +1,85 @@
+"""Seconds of collectives over links of two speeds: inside a node, and between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+from elastic.planner.kernels import Kernels
+from elastic.types import HardwareProfile
+
+
+@dataclass(frozen=True)
+class Links:
+    """`inside`, `between`: bytes per second of one GPU, one direction, as collectives reach them; hops in seconds. `per_node`:
+    GPUs that the faster links join."""
+
+    inside: float
+    between: float
+    per_node: int
+    inside_hop_s: float = 4e-6
+    between_hop_s: float = 1.2e-5
+
+    @classmethod
+    def of(cls, gpu: HardwareProfile, kernels: Kernels, per_node: int) -> Links:
+        return cls(
+            max(1.0, gpu.node_bytes_per_s * kernels.node), max(1.0, gpu.link_bytes_per_s * kernels.link), max(1, per_node),
+            gpu.node_hop_s or 4e-6, gpu.link_hop_s or 1.2e-5,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Group:
+    """`size` ranks, the neighbours of which are `stride` ranks apart."""
+
+    size: int
+    stride: int = 1
+
+    def in_node(self, per_node: int) -> int:
+        """How many of them are in one node."""
+        return max(1, min(self.size, per_node // self.stride))
+
+    def nodes(self, per_node: int) -> int:
+        return ceil(self.size / self.in_node(per_node))
+
+
+def gather_s(links: Links, n_bytes: float, group: Group) -> float:
+    """All-gather or reduce-scatter of `n_bytes` in all over a ring (Thakur et al. 2005, section 4.1), inside each node and
+    between the nodes at once: between, each node's share of the group sends on as many cards as it has GPUs in it. Latency as
+    in a tree between nodes (NCCL 2.4)."""
+    if group.size <= 1:
+        return 0.0
+    inside, nodes = group.in_node(links.per_node), group.nodes(links.per_node)
+    seconds = n_bytes * (inside - 1) / inside / links.inside + (inside - 1) * links.inside_hop_s if inside > 1 else 0.0
+    if nodes > 1:
+        across = n_bytes * (nodes - 1) / nodes / (links.between * inside)
+        seconds = max(seconds, across) + 2 * log2(nodes) * links.between_hop_s
+    return seconds
+
+
+def reduce_s(links: Links, n_bytes: float, group: Group) -> float:
+    """All-reduce: a reduce-scatter and an all-gather."""
+    return 2 * gather_s(links, n_bytes, group)
+
+
+def exchange_s(links: Links, n_bytes: float, group: Group) -> float:
+    """All-to-all of `n_bytes` per rank: what is for other nodes leaves on the rank's own card."""
+    if group.size <= 1:
+        return 0.0
+    inside = group.in_node(links.per_node)
+    away = n_bytes * (group.size - inside) / group.size
+    near = n_bytes * (inside - 1) / group.size
+    hop_s = links.between_hop_s if away else links.inside_hop_s
+    return max(away / links.between, near / links.inside) + hop_s * log2(group.size)
+
+
+def send_s(links: Links, n_bytes: float, stride: int) -> float:
+    """From one rank to the one `stride` further."""
+    if stride >= links.per_node:
+        return n_bytes / links.between + links.between_hop_s
+    return n_bytes / links.inside + links.inside_hop_s
+
+
+def under(busy_s: float, hidden_s: float, crowd: float) -> float:
+    """Two things at once: the longer one, and a share of the shorter, by which each slows the other."""
+    return max(busy_s, hidden_s) + crowd * min(busy_s, hidden_s)

@@ -1,0 +1,48 @@
+"""How well software uses hardware: constants of kernels and of software generations, each with its meaning.
+
+A generation is named by what a training job uses, never by who measured it; no constant belongs to a model or to a source. They
+were fitted by tests/bench/planner_fit.py to published measurements; docs/planner.md says how well they hold on sources that
+they were not fitted to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+TILE = (128, 128)  # rows and columns of a product that one multiprocessor computes at once
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """All shares are of what the hardware could do.
+
+    `matmul`, `low8`, `low4`: of the speed that a large product reaches alone, what products reach within a step (clocks fall
+    under load), in 16, 8 and 4 bits. `tail`: how much of the loss by padding and by a last wave that is not full counts (0 =
+    split-k hides it). `fused_attention`: scores are never written. `attend_forward`, `attend_backward`: of a large product's
+    speed, in attention. `odd_heads`: the same where scores are written and a head is no multiple of 8 wide, which tensor cores
+    need. `moved`: of the bytes that eager operations read and write, those that are moved after fusion. `bandwidth`: of the
+    memory's. `casts`: bytes per element that low precision reads and writes besides. `node`, `link`: of the links' peaks.
+    `crowd`: of the shorter of two things that run at once (collectives and computation), what they cost each other.
+    `tp_hidden`: of tp's collectives, run under products. `dp_hidden`: of the computation, what hides the gradients' sum where
+    they are not sharded. `jitter`: of a step, for each doubling of the nodes that wait for each other. `launch_s`: of one
+    operation on the GPU; `host_s`: on the host, which is waited for where it takes longer."""
+
+    matmul: float = 0.82
+    low8: float = 0.75
+    low4: float = 0.6
+    tail: float = 0.4
+    fused_attention: bool = True
+    attend_forward: float = 0.55
+    attend_backward: float = 0.45
+    odd_heads: float = 0.1
+    moved: float = 0.8
+    bandwidth: float = 0.8
+    casts: float = 3.0
+    node: float = 0.7
+    link: float = 0.6
+    crowd: float = 0.2
+    tp_hidden: float = 0.0
+    dp_hidden: float = 0.5
+    jitter: float = 0.01
+    launch_s: float = 5e-6
+    host_s: float = 8e-6

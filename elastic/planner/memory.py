@@ -1,0 +1,127 @@
+"""Bytes of a GPU: one formula per function. What a sample asks of the model may not be known: activations then count as none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from elastic.planner.work import Work
+from elastic.types import DTYPE_BYTES, Layout, SampleProfile
+
+WHOLE_SHARE = 10 / 34  # of a block's activations, which tp without sequence parallelism leaves whole
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a step is shared out. `n_gpus`: of the smallest node; `dtype`: in which forward and backward pass are computed."""
+
+    n_microbatches: int
+    largest_share: int  # samples of a step that one data-parallel rank has
+    global_batch: int
+    n_gpus: int = 8
+    dtype: str = "float32"
+
+    @property
+    def n_rows(self) -> int:
+        """Samples that a rank computes at once."""
+        return ceil(self.largest_share / self.n_microbatches)
+
+    @property
+    def compute_bytes(self) -> int:
+        return 2 if self.dtype in ("float8", "float4") else DTYPE_BYTES[self.dtype]
+
+
+def zero_stage(layout: Layout) -> int:
+    """Torch's pipeline schedules keep parameters and gradients whole until the last microbatch, whatever is asked for."""
+    return min(1, layout.zero_stage) if layout.pp > 1 else layout.zero_stage
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameter bytes (as stored) of one stage of a rank before dp cuts them: dense ones, and experts, which ep has cut."""
+
+    dense: float
+    experts: float
+
+
+def held(work: Work, layout: Layout) -> Held:
+    """Of the stage that has most: the first or the last one. Experts are not cut by tp where ep cuts them."""
+    blocks = ceil(work.n_blocks / layout.pp)
+    ends = work.first + work.last - work.tied if layout.pp == 1 else max(work.first, work.last)
+    experts = blocks * work.experts / (layout.ep if layout.ep > 1 else layout.tp)
+    return Held((blocks * work.block + ends) / layout.tp, experts)
+
+
+def state_parts(work: Work, layout: Layout, low: float) -> dict[str, float]:
+    """Bytes of a rank without activations. Its shard of parameters, gradients and optimizer entries (in host memory under
+    `offload`: not counted); where they are sharded, also what is gathered, in the dtype of the computation (`low` of the stored
+    one), as in ZeRO (Rajbhandari et al. 2020, section 3): at stage 3 one block twice (the running one and the prefetched one),
+    at stage 2 all parameters, at stage 1 all gradients too. Stage 0: nothing is sharded."""
+    n, stage, mine = layout.dp_shard * layout.cp, zero_stage(layout), held(work, layout)
+    whole, ranks = mine.dense + mine.experts, max(1, n // layout.ep)
+    own = mine.dense / n + mine.experts / ranks if stage else whole
+    parts = {"parameters": own, "gradients": own * work.trained, "optimizer": own * work.trained * work.entries}
+    if layout.offload:
+        parts = dict.fromkeys(parts, 0.0)
+    sharded = n > 1 or layout.offload
+    two_blocks = 2 * (work.block / layout.tp + work.experts / (layout.ep if layout.ep > 1 else layout.tp)) * low
+    gathered = {0: 0.0, 1: whole * (low + work.trained), 2: whole * low, 3: two_blocks}[stage] if sharded else 0.0
+    if not sharded and low < 1 and stage < 3:
+        gathered = whole * low  # what is computed with, beside the stored ones
+    return parts | {"gathered": gathered}
+
+
+def kept_bytes(sample: SampleProfile, layout: Layout, mode: str) -> float:
+    """Of one sample in one block. cp divides all of it (Llama 3: Grattafiori et al. 2024, section 3.3.2); tp with sequence
+    parallelism too, without it 24 parts of 34 (Korthikanti et al. 2022, sections 4.2.1 and 4.2.2), and of `full`, which keeps
+    the block's input, nothing."""
+    whole = 0.0 if sample.sequence_parallel or layout.tp == 1 else 1.0 if mode == "full" else WHOLE_SHARE
+    return dict(sample.kept_bytes)[mode] / layout.cp * (whole + (1 - whole) / layout.tp)
+
+
+def in_flight(layout: Layout, n_microbatches: int) -> float:
+    """Microbatches whose activations the first stage keeps at once, in stages of 1/pp of the blocks: all under GPipe, pp under
+    1F1B (Narayanan et al. 2021, section 2.2.1), pp + (pp - 1)/v under the interleaved one (Korthikanti et al. 2022, 4.2.3)."""
+    if layout.pp == 1:
+        return 1.0
+    if layout.schedule == "gpipe" or n_microbatches < layout.pp:
+        return float(n_microbatches)
+    more = (layout.pp - 1) * layout.pp / layout.n_stages if layout.n_stages > layout.pp else 0.0
+    return min(float(n_microbatches), layout.pp + more)
+
+
+def ends_bytes(sample: SampleProfile, layout: Layout) -> float:
+    """Of one sample outside of the blocks, logits above all: cp divides them; tp does where they stay cut for the loss."""
+    return sample.ends_bytes / layout.cp / (layout.tp if sample.loss_parallel else 1)
+
+
+def activation_parts(work: Work, layout: Layout, step: Step) -> dict[str, float]:
+    """Of the pipeline stage that keeps most: the first has most microbatches in flight, the last has the logits. Where blocks
+    are computed again, one of them has all of its activations for that time (Chen et al. 2016, section 3)."""
+    sample, mode = work.sample, layout.activation_checkpointing
+    if sample is None:
+        return {"activations": 0.0, "logits": 0.0, "again": 0.0}
+    kept, none = kept_bytes(sample, layout, mode), kept_bytes(sample, layout, "none")
+    blocks = ceil(work.n_blocks / layout.pp) * kept
+    first, ends = blocks * in_flight(layout, step.n_microbatches), ends_bytes(sample, layout)
+    rows, again = step.n_rows, max(0.0, none - kept)
+    if layout.pp > 1 and first >= blocks + ends:
+        return {"activations": rows * first, "logits": 0.0, "again": rows * again}
+    return {"activations": rows * blocks, "logits": rows * max(ends - again, 0.0), "again": rows * again}
+
+
+def parts(work: Work, layout: Layout, step: Step) -> Mapping[str, float]:
+    """Bytes of a GPU by what they are for."""
+    low = step.compute_bytes / max(1.0, work.element_bytes)
+    return state_parts(work, layout, low) | activation_parts(work, layout, step)
+
+
+def memory_bytes(work: Work, layout: Layout, dtype: str = "float32") -> int:
+    """Of a rank without activations."""
+    low = Step(1, 1, 1, dtype=dtype).compute_bytes / max(1.0, work.element_bytes)
+    return int(sum(state_parts(work, layout, low).values()))
+
+
+def activation_bytes(work: Work, layout: Layout, step: Step) -> int:
+    return int(sum(activation_parts(work, layout, step).values()))

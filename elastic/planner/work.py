@@ -1,0 +1,75 @@
+"""What a model is to the cost formulas: sums over its tensors, made once, since a search asks for them thousands of times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from elastic.types import DTYPE_BYTES, ModelProfile, SampleProfile, TensorSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Bytes as the parameters are stored. `block`, `experts`: of a mean block, without and with experts only; `first`, `last`:
+    before and behind the blocks, a tied matrix in both; `tied`: of `last`, what a single stage has only once. `trained`: the
+    share of the parameters that is trained; `entries`: optimizer entries of the parameter's shape, on average over those."""
+
+    model: ModelProfile
+    n_blocks: int
+    block: float
+    experts: float
+    first: float
+    last: float
+    tied: float
+    trained: float
+    entries: float
+
+    @classmethod
+    def of(cls, model: ModelProfile) -> Work:
+        specs = [spec for spec in model.specs if not spec.buffer]
+        own = [spec for spec in specs if spec.tied_to is None]
+        n_blocks = max(1, model.n_blocks)
+        if not own:
+            every = float(model.n_params * 4)
+            entries = float(max((len(kept.entries) for kept in model.optimizers), default=0))
+            return cls(model, n_blocks, every / n_blocks, 0.0, 0.0, 0.0, 0.0, 1.0, entries)
+        total = sum(map(_bytes, own))
+        first = sum(_bytes(spec) for spec in own if spec.block == -1)
+        last = sum(_bytes(spec) for spec in own if spec.block is not None and spec.block >= n_blocks)
+        sizes = {spec.fqn: _bytes(spec) for spec in own}
+        tied = sum(sizes.get(spec.tied_to, 0) for spec in specs if spec.tied_to is not None and spec.block != -1)
+        trained = sum(_bytes(spec) for spec in own if spec.trainable)
+        entries = sum(_bytes(spec) * len(model.kept_of(spec).entries) for spec in own if spec.trainable)
+        experts = total * model.n_expert_params / max(1, model.n_params)
+        inside = total - first - last - experts
+        return cls(
+            model, n_blocks, inside / n_blocks, experts / n_blocks, first, last + tied, tied,
+            trained / max(1, total), entries / max(1, trained),
+        )  # fmt: skip
+
+    @property
+    def sample(self) -> SampleProfile | None:
+        return self.model.sample
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Of all parameters, tied ones once."""
+        return self.n_blocks * (self.block + self.experts) + self.first + self.last - self.tied
+
+    @property
+    def gradient_bytes(self) -> float:
+        return self.parameter_bytes * self.trained
+
+    @property
+    def state_bytes(self) -> float:
+        """Of parameters, gradients and optimizer entries."""
+        return self.parameter_bytes * (1 + self.trained * (1 + self.entries))
+
+    @property
+    def element_bytes(self) -> float:
+        """Of a parameter as it is stored."""
+        return self.parameter_bytes / max(1, self.model.n_params)
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return prod(spec.shape) * DTYPE_BYTES.get(spec.dtype, 4)
