@@ -45,21 +45,23 @@ class Group:
 
 def gather_s(links: Links, n_bytes: float, group: Group) -> float:
     """All-gather or reduce-scatter of `n_bytes` in all over a ring (Thakur et al. 2005, section 4.1), inside each node and
-    between the nodes at once: between, each node's share of the group sends on as many cards as it has GPUs in it. Latency as
-    in a tree between nodes (NCCL 2.4)."""
+    between the nodes at once: between, each node's share of the group sends on as many cards as it has GPUs in it; each step
+    of the ring takes a hop."""
     if group.size <= 1:
         return 0.0
     inside, nodes = group.in_node(links.per_node), group.nodes(links.per_node)
     seconds = n_bytes * (inside - 1) / inside / links.inside + (inside - 1) * links.inside_hop_s if inside > 1 else 0.0
     if nodes > 1:
         across = n_bytes * (nodes - 1) / nodes / (links.between * inside)
-        seconds = max(seconds, across) + 2 * log2(nodes) * links.between_hop_s
+        seconds = max(seconds, across) + (nodes - 1) * links.between_hop_s
     return seconds
 
 
 def reduce_s(links: Links, n_bytes: float, group: Group) -> float:
-    """All-reduce: a reduce-scatter and an all-gather."""
-    return 2 * gather_s(links, n_bytes, group)
+    """All-reduce: the bytes of a reduce-scatter and an all-gather; between nodes with the latency of a tree (Sanders et al.
+    2009, as NCCL does it)."""
+    seconds, nodes = 2 * gather_s(links, n_bytes, group), group.nodes(links.per_node)
+    return seconds - 2 * max(0.0, nodes - 1 - log2(nodes)) * links.between_hop_s
 
 
 def exchange_s(links: Links, n_bytes: float, group: Group) -> float:

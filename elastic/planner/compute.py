@@ -15,7 +15,7 @@ LOW = {"float8": 1.0, "float4": 0.5}  # bytes of an element
 
 @dataclass(frozen=True)
 class Chip:
-    """What computes: a GPU kind and the software on it. `dtype`: of the products (float8 and float4 keep bfloat16 elsewhere)."""
+    """What computes: a GPU kind and the software on it. `dtype`: of the products (float8, float4: bfloat16 elsewhere)."""
 
     gpu: HardwareProfile
     kernels: Kernels
@@ -47,11 +47,11 @@ def matmul_s(chip: Chip, rows: int, k: int, n: int, dtype: str = "") -> float:
     dtype = dtype or chip.dtype
     flop, size = 2.0 * rows * k * n, LOW.get(dtype) or DTYPE_BYTES[dtype]
     share = {"float8": kernels.low8, "float4": kernels.low4}.get(dtype, kernels.matmul)
-    speed = gpu.peak(dtype) * (gpu.reached or 1.0) * share
+    speed: float = gpu.peak(dtype) * (gpu.reached or 1.0) * share
     tiles = ceil(rows / TILE[0]) * ceil(n / TILE[1])
     padded = tiles * TILE[0] * TILE[1] / (rows * n) if gpu.units else 1.0
     waves = ceil(tiles / gpu.units) * gpu.units / tiles if gpu.units else 1.0
-    lost = (padded * waves) ** kernels.tail
+    lost: float = (padded * waves) ** kernels.tail
     read_s = 0.0
     if gpu.memory_bytes_per_s:
         read_s = size * (rows * k + k * n + rows * n) / (gpu.memory_bytes_per_s * kernels.bandwidth)
@@ -96,11 +96,13 @@ def moved_s(chip: Chip, n_bytes: float, n_ops: float = 0.0) -> float:
     return (n_bytes * kernels.moved / rate if rate else 0.0) + n_ops * (gpu.launch_s or kernels.launch_s)
 
 
-def block_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float) -> Passes:
-    """One microbatch of `n_rows` samples through a mean block."""
+def block_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float, n_blocks: int) -> Passes:
+    """One microbatch of `n_rows` samples through a mean block. Where no products are known, the model's FLOPs are spread evenly
+    over its blocks."""
     products = sum(product_s(chip, product, layout, n_rows) for product in sample.matmuls)
     if not sample.matmuls:
-        products = sample.flop / 3 * n_rows / (layout.tp * layout.cp) / (chip.gpu.peak(chip.dtype) * (chip.gpu.reached or 1.0))
+        flop = sample.flop / 3 / max(1, n_blocks) * n_rows / (layout.tp * layout.cp)
+        products = flop / (chip.gpu.peak(chip.dtype) * (chip.gpu.reached or 1.0) * chip.kernels.matmul)
     ahead = sum(attention_s(chip, a, layout, n_rows, False) for a in sample.attentions)
     back = sum(attention_s(chip, a, layout, n_rows, True) for a in sample.attentions)
     whole = 0.0 if sample.sequence_parallel else WHOLE_SHARE

@@ -65,8 +65,8 @@ def cp_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float
 
 
 def ep_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float:
-    """Seconds of a microbatch's experts in one block: tokens go to their experts and back, forward and backward (Lepikhin et al.
-    2020, section 3.2)."""
+    """Seconds of a microbatch's experts in one block: tokens go to their experts and back, forward and backward (Lepikhin et
+    al. 2020, section 3.2)."""
     routed = [product for product in sample.matmuls if product.experts]
     if layout.ep == 1 or not routed:
         return 0.0
@@ -145,7 +145,7 @@ def step_cost(site: Site, work: Work, layout: Layout, step: Step, passes: Passes
     or one with a block more; the others wait."""
     sample, m = work.sample, step.n_microbatches
     assert sample is not None
-    passes = passes or compute.block_s(site.chip, sample, layout, step.n_rows)
+    passes = passes or compute.block_s(site.chip, sample, layout, step.n_rows, work.n_blocks)
     blocks = work.n_blocks / layout.pp
     ends = compute.ends_s(site.chip, sample, layout, step.n_rows)
     tp, cp, ep = (of(site, sample, layout, step) for of in (tp_s, cp_s, ep_s))
@@ -202,5 +202,3 @@ def _replicas_s(site: Site, work: Work, layout: Layout, step: Step, passes: Pass
     alone = shards(site, work, layout, step).replicas
     covered = min(alone, site.kernels.dp_hidden * work.n_blocks / layout.pp * passes.backward)
     return alone - covered + site.kernels.crowd * covered
-
-

@@ -15,9 +15,9 @@ ADAM = OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",))
 
 @dataclass(frozen=True)
 class Decoder:
-    """Dimensions. `gated`: the MLP has three matrices (SwiGLU), else two with a bias (GELU). `experts`: of each block's MLP, 0 =
-    it is dense; a token goes through `active` of them. `window`: keys that every second block sees at most, 0 = all. `fused`:
-    attention never writes its scores; else they are kept, [heads, seq, seq] three times (Korthikanti et al. 2022, equation 1).
+    """Dimensions. `gated`: the MLP has three matrices (SwiGLU), else two with a bias (GELU). `experts`: of each block's MLP,
+    0 = it is dense; a token goes through `active` of them. `window`: keys that every second block sees at most, 0 = all.
+    `fused`: attention never writes its scores; else they are kept (Korthikanti et al. 2022, equation 1).
     """
 
     layers: int
@@ -84,7 +84,7 @@ class Decoder:
             flop=flop,
             kept_bytes=self._kept(size),
             hidden_bytes=s * h * size,
-            ends_bytes=s * self.vocab * (2 * 4 + size),
+            ends_bytes=s * self.vocab * (3 * 4 + size),
             sequence=s,
             key_value_bytes=2 * s * self.kv_heads * self.width * size,
             sequence_parallel=True,

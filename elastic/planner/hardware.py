@@ -16,17 +16,13 @@ NETWORK_GBPS = {
     "CDNA3": 400.0,
 }
 REACHED = {"Volta": 0.8, "Turing": 0.4, "Ampere": 0.87, "Ada": 0.8, "Hopper": 0.8, "Blackwell": 0.78, "CDNA3": 0.51}
-UNITS = {"V100": 80, "T4": 40, "A10G": 80, "L4": 58, "L40S": 142, "A100": 108, "H100": 132, "H200": 132, "B200": 148}
-UNITS |= {"GB200": 148, "B300": 148, "GB300": 148, "MI300X": 304}
 DOMAIN = {"GB200": 72, "GB300": 72}  # GPUs that NVLink joins beyond one node
 PCIE_SHARE = 0.5  # of a GPU's PCIe link, for what goes to another GPU through the host
 
 
 def profile(chip: catalog.Chip, network_gbps: float = 0.0) -> HardwareProfile:
     """`network_gbps`: of one GPU; 0 = that of the architecture's reference design."""
-    kind = chip.name.split("-")[0]
-    peaks = {"bfloat16": chip.bf16_flop_per_s, "float16": chip.fp16_flop_per_s, "float8": chip.fp8_flop_per_s}
-    peaks = {dtype: peak for dtype, peak in peaks.items() if peak}
+    peaks = {dtype: peak for dtype in catalog.DTYPES if (peak := chip.peak_flop_per_s(dtype))}
     best = peaks.get("bfloat16") or peaks.get("float16") or 0.0
     measured = chip.measured_bf16_flop_per_s / chip.bf16_flop_per_s if chip.bf16_flop_per_s else 0.0
     pcie = chip.pcie_bytes_per_s or 12e9
@@ -37,7 +33,7 @@ def profile(chip: catalog.Chip, network_gbps: float = 0.0) -> HardwareProfile:
         memory_bytes=chip.memory_bytes,
         flop_per_s=tuple(peaks.items()),
         reached=measured or REACHED.get(chip.arch, 0.75),
-        units=UNITS.get(kind, 0),
+        units=chip.sm,
         memory_bytes_per_s=chip.memory_bytes_per_s,
         node_bytes_per_s=chip.nvlink_bytes_per_s or pcie * PCIE_SHARE,
         host_bytes_per_s=pcie,
@@ -48,3 +44,11 @@ def profile(chip: catalog.Chip, network_gbps: float = 0.0) -> HardwareProfile:
 def together(chip: catalog.Chip, per_node: int) -> int:
     """GPUs that the fast links join, where a node has `per_node`."""
     return max(per_node, DOMAIN.get(chip.name.split("-")[0], 0))
+
+
+# What ranks layouts where nothing is known of the hardware: an H100 node by NVIDIA's data sheet.
+NOMINAL = HardwareProfile(
+    accelerator_type="H100-80GB-SXM", arch="Hopper", peak_flop_per_s=9.89e14, memory_bytes=80 << 30,
+    flop_per_s=(("bfloat16", 9.89e14), ("float16", 9.89e14), ("float32", 4.9e14), ("float8", 1.979e15)), reached=0.8, units=132,
+    memory_bytes_per_s=3.35e12, node_bytes_per_s=4.5e11, host_bytes_per_s=6.3e10, link_bytes_per_s=5e10,
+)  # fmt: skip

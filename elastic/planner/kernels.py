@@ -7,7 +7,12 @@ they were not fitted to.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
 TILE = (128, 128)  # rows and columns of a product that one multiprocessor computes at once
 
@@ -46,3 +51,41 @@ class Kernels:
     jitter: float = 0.01
     launch_s: float = 5e-6
     host_s: float = 8e-6
+
+
+# Software generations. fsdp2: PyTorch's own (fused attention, eager; `fsdp2-compiled` with torch.compile), what elastic runs;
+# fsdp1: PyTorch 2.0's; megatron-2022: Megatron-LM and DeepSpeed before fused attention; megatron-2024: with Transformer Engine;
+# megatron-2026: with CUDA graphs and fused experts.
+SOFTWARE = ("fsdp2", "fsdp2-compiled", "fsdp1", "megatron-2022", "megatron-2024", "megatron-2026")
+UNFUSED = ("megatron-2022",)
+# Whose constants an architecture takes that nobody has measured with this software.
+LIKE = {"Ada": "Ampere", "Turing": "Ampere", "Volta": "Ampere", "Blackwell": "Hopper", "CDNA3": "Hopper", "Ampere": "Hopper"}
+PARENT = {"fsdp2-compiled": "fsdp2", "megatron-2026": "megatron-2024"}
+
+
+@cache
+def generation(software: str, arch: str, compiled: bool = False) -> Kernels:
+    """The constants of a software generation on a GPU architecture: those of all software, then of this one, then of this one
+    on this architecture."""
+    if compiled and software == "fsdp2":
+        software = "fsdp2-compiled"
+    table, made = _table(), Kernels(fused_attention=software not in UNFUSED)
+    lines = [name for name in (PARENT.get(software, ""), software) if name]
+    found = dict(table.get(("", ""), {}))
+    for name in lines:
+        found |= table.get((name, ""), {})
+    for name in lines:
+        kind = arch if (name, arch) in table else LIKE.get(arch, "")
+        found |= table.get((name, kind), {})
+    numbers: dict[str, Any] = {f.name: found[f.name] for f in fields(made) if f.name in found}
+    return replace(made, **numbers)
+
+
+@cache
+def _table() -> Mapping[tuple[str, str], Mapping[str, float]]:
+    """kernels.csv by software and architecture; empty = all of them."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    with (files(__package__ or "elastic.planner") / "kernels.csv").open(encoding="utf-8") as opened:
+        for row in csv.DictReader(opened):
+            found.setdefault((row["software"], row["arch"]), {})[row["constant"]] = float(row["value"])
+    return found

@@ -1,4 +1,4 @@
-"""Bytes of a GPU: one formula per function. What a sample asks of the model may not be known: activations then count as none."""
+"""Bytes of a GPU: one formula per function. What a sample asks may not be known: activations then count as none."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def activation_parts(work: Work, layout: Layout, step: Step) -> dict[str, float]
     rows, again = step.n_rows, max(0.0, none - kept)
     if layout.pp > 1 and first >= blocks + ends:
         return {"activations": rows * first, "logits": 0.0, "again": rows * again}
-    return {"activations": rows * blocks, "logits": rows * max(ends - again, 0.0), "again": rows * again}
+    return {"activations": rows * blocks, "logits": rows * ends, "again": rows * again}
 
 
 def parts(work: Work, layout: Layout, step: Step) -> Mapping[str, float]:

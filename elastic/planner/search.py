@@ -13,12 +13,18 @@ from itertools import groupby
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import balance, cost
+from elastic.planner import balance, hardware, memory
+from elastic.planner.compute import Chip
+from elastic.planner.cost import Site, bubble, step_cost
+from elastic.planner.kernels import generation
+from elastic.planner.memory import Step
 from elastic.planner.options import Space, cut, n_options
-from elastic.types import AUTO, Layout, ModelProfile, Node, WorkerId, is_auto, parse_layout
+from elastic.planner.work import Work
+from elastic.types import AUTO, HardwareProfile, Layout, ModelProfile, Node, WorkerId, is_auto, parse_layout
 
 SHOWN = 6  # rejections that an error message names
 SLOWER = 0.05  # that a simpler layout may be
+RECOMPUTED = {"none": 0.0, "selective": 0.05, "full": 1 / 3}  # of the step, where the model is not known
 USABLE = 0.92  # of a GPU's memory: the rest is CUDA's, NCCL's, and lies between allocations
 
 
@@ -32,18 +38,21 @@ class Choice:
     layers: tuple[int, ...]
     n_microbatches: int
     memory_bytes: int
-    relative_time: float
+    relative_time: float  # of a step, in multiples of a perfect split of the model's FLOPs
     activation_bytes: int = 0  # beside `memory_bytes`, while a step is computed; 0 = not known
-    parts: Mapping[str, float] = field(default_factory=dict)  # of relative_time beyond 1
+    parts: Mapping[str, float] = field(default_factory=dict)  # of relative_time
+    step_s: float = 0.0  # 0 = not known: the model or the hardware is not
     rejected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What layouts must fit into: bytes per worker (0 = not known) and layouts that were found not to (with the bytes)."""
+    """What layouts must fit into: bytes per worker (0 = not known) and layouts that were found not to (with the bytes).
+    `hardware`: of the slowest kind of node; None = not known, layouts are then compared as on H100 nodes."""
 
     memory_bytes: int = 0
     infeasible: Mapping[Layout, int] | None = None
+    hardware: HardwareProfile | None = None
 
 
 def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Node], limits: Limits | None = None) -> Choice:
@@ -85,6 +94,11 @@ class _Search:
     rejected: list[str] = field(default_factory=list)
     placed: dict[tuple[int, int], tuple[WorkerId, ...]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.work = Work.of(self.model)
+        self.per_node = min((node.gpus for node in self.nodes), default=1)
+        self.site = site_of(self.job, self.limits.hardware or hardware.NOMINAL, self.per_node)
+
     def named(self, layout: Layout) -> Choice | None:
         """The layout that the job names. It is refused only where its state alone is too large, or where it was tried."""
         try:
@@ -106,7 +120,7 @@ class _Search:
             for _, shapes in groupby(space.shapes(world), cut):
                 found = [one for shape in shapes for one in self.fitting(space, shape)]
                 if found:
-                    times = {layout: 1 + sum(self.parts(layout, step).values()) for layout, step in found}
+                    times = {layout: sum(self.parts(layout, step).values()) for layout, step in found}
                     near = [layout for layout in times if times[layout] <= min(times.values()) * (1 + SLOWER)]
                     best = min(near, key=lambda layout: (n_options(layout), times[layout]))
                     return self.choice(best, dict(found)[best])
@@ -115,12 +129,12 @@ class _Search:
     def too_few(self, world: int) -> bool:
         """Would the state alone, cut into equal parts for all of them, be too large for these workers?"""
         there = self.limits.memory_bytes
-        least = 0 if self.job.get("offload") else cost.state_bytes(self.model) // world
+        least = 0 if self.job.get("offload") else int(self.work.state_bytes) // world
         if there and least > there:
             self.rejected.append(f"on {world} the state alone needs {_gib(least)} GiB per worker, there are {_gib(there)}")
         return bool(there) and least > there
 
-    def fitting(self, space: Space, shape: Layout) -> Iterator[tuple[Layout, cost.Step]]:
+    def fitting(self, space: Space, shape: Layout) -> Iterator[tuple[Layout, Step]]:
         """What fits of the layouts of a shape: more is computed twice, or less at once, only where it must be."""
         modes = space.modes()
         for kind in space.kinds(shape):
@@ -137,7 +151,7 @@ class _Search:
                 if found is not None and found[0] == layouts[0]:
                     break
 
-    def fits(self, layout: Layout) -> cost.Step | None:
+    def fits(self, layout: Layout) -> Step | None:
         try:
             step = self.step(layout)
             if step.n_microbatches < layout.pp:
@@ -149,20 +163,34 @@ class _Search:
             return None
         return step
 
-    def parts(self, layout: Layout, step: cost.Step) -> dict[str, float]:
-        return cost.time_parts(self.model, layout, step)
+    def parts(self, layout: Layout, step: Step) -> dict[str, float]:
+        """Of a step's time, in multiples of a perfect split of the model's FLOPs over the same ranks."""
+        sample = self.model.sample
+        uneven = step.largest_share * layout.dp / max(1, step.global_batch)
+        if sample is None or not sample.flop:
+            busy = uneven * (1 + RECOMPUTED[layout.activation_checkpointing])
+            idle = busy * bubble(layout, step.n_microbatches)
+            return {"busy": busy, "bubble": idle, "guessed": (busy + idle) * (_guessed(layout) - 1)}
+        found = step_cost(self.site, self.work, layout, step)
+        perfect_s = found.flop / layout.world_size / self.site.chip.gpu.peak(self.site.chip.dtype)
+        return {name: seconds / perfect_s for name, seconds in found.parts.items()}
 
-    def choice(self, layout: Layout, step: cost.Step) -> Choice:
+    def step_s(self, layout: Layout, step: Step) -> float:
+        known = self.model.sample is not None and self.model.sample.flop and self.limits.hardware is not None
+        return step_cost(self.site, self.work, layout, step).step_s if known else 0.0
+
+    def choice(self, layout: Layout, step: Step) -> Choice:
         ranks, m = self.place(layout), step.n_microbatches
         samples = balance.shares(step.global_batch // m, _dp_speeds(layout, ranks, self.nodes), m)
         layers = balance.stage_layers(self.model.n_blocks, layout.n_stages)
         parts = self.parts(layout, replace(step, largest_share=max(samples)))
         return Choice(
             layout, ranks, samples, layers, m,
-            memory_bytes=cost.memory_bytes(self.model, layout, step.dtype),
-            activation_bytes=cost.activation_bytes(self.model, layout, step),
-            relative_time=1 + sum(parts.values()),
+            memory_bytes=memory.memory_bytes(self.work, layout, step.dtype),
+            activation_bytes=memory.activation_bytes(self.work, layout, step),
+            relative_time=sum(parts.values()),
             parts=parts,
+            step_s=self.step_s(layout, replace(step, largest_share=max(samples))),
             rejected=tuple(self.rejected),
         )  # fmt: skip
 
@@ -172,7 +200,7 @@ class _Search:
             self.placed[key] = place(layout, self.nodes, int(self.job.get("max_workers") or 0))
         return self.placed[key]
 
-    def step(self, layout: Layout) -> cost.Step:
+    def step(self, layout: Layout) -> Step:
         """How a step is shared out over ranks that are equally fast. Raises InfeasiblePlan where the model, the job or the
         batch cannot have this layout."""
         model, job, global_batch = self.model, self.job, int(self.job["global_batch"])
@@ -197,13 +225,13 @@ class _Search:
             raise InfeasiblePlan(f"{layout.dp} data-parallel ranks are more than the {global_batch} samples of a step")
         m = balance.microbatches(global_batch, layout)
         share = -(-(global_batch // m) // layout.dp) * m
-        return cost.Step(m, share, global_batch, min(node.gpus for node in self.nodes), str(job.get("precision") or "float32"))
+        return Step(m, share, global_batch, self.per_node, str(job.get("precision") or "float32"))
 
-    def needs(self, layout: Layout, step: cost.Step) -> int:
+    def needs(self, layout: Layout, step: Step) -> int:
         """Bytes of a worker."""
-        return cost.memory_bytes(self.model, layout, step.dtype) + cost.activation_bytes(self.model, layout, step)
+        return memory.memory_bytes(self.work, layout, step.dtype) + memory.activation_bytes(self.work, layout, step)
 
-    def check_size(self, layout: Layout, step: cost.Step, exact: bool) -> None:
+    def check_size(self, layout: Layout, step: Step, exact: bool) -> None:
         """Raises InfeasiblePlan where it needs more memory than there is, or as much as what was found not to fit. `exact`:
         only what is certain counts."""
         infeasible = self.limits.infeasible or {}
@@ -211,7 +239,7 @@ class _Search:
         if layout in infeasible:
             raise InfeasiblePlan(f"did not fit ({_gib(infeasible[layout])} GiB measured)")
         if exact:
-            needs = cost.memory_bytes(self.model, layout, step.dtype)
+            needs = memory.memory_bytes(self.work, layout, step.dtype)
         elif self.model.sample is not None:
             there = int(USABLE * there)
         if there and needs > there:
@@ -280,6 +308,18 @@ def _dp_speeds(layout: Layout, ranks: Sequence[WorkerId], nodes: Sequence[Node])
         min(speeds[ranks[p * stage + d * inner + k].node_id] for p in range(layout.pp) for k in range(inner))
         for d in range(layout.dp)
     ]
+
+
+def site_of(job: Mapping[str, Any], gpu: HardwareProfile, per_node: int) -> Site:
+    """What the job's layouts run on: `elastic`'s own worker, in the job's precision."""
+    dtype = "float8" if job.get("float8") else str(job.get("precision") or "float32")
+    return Site(Chip(gpu, generation("fsdp2", gpu.arch, bool(job.get("compile"))), dtype), per_node)
+
+
+def _guessed(layout: Layout) -> float:
+    """Of collectives, where the model is not known: 15 % for each doubling of tp, 2 % for each of the data-parallel ranks."""
+    tp_doublings, dp_doublings = (layout.tp * layout.cp).bit_length() - 1, layout.dp.bit_length() - 1
+    return (1 + 0.15 * tp_doublings) * (1 + 0.02 * dp_doublings)
 
 
 def _gib(n_bytes: int) -> str:

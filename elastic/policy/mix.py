@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import cost
 from elastic.planner.search import USABLE
+from elastic.planner.work import Work
 from elastic.policy import drain, hazard, pace
 from elastic.policy.known import Request, State
 from elastic.policy.plans import choice_of
@@ -161,7 +161,7 @@ def least_workers(state: State) -> int:
     memory = max((pool.memory_bytes_per_gpu for pool in state.pools), default=0)
     if state.model is None or not memory or job.get("offload"):
         return least
-    return max(least, ceil(cost.state_bytes(state.model) / (USABLE * memory)))
+    return max(least, ceil(Work.of(state.model).state_bytes / (USABLE * memory)))
 
 
 # ------------------------------------------------------------------------------------------------ the floor
@@ -190,7 +190,7 @@ def _copy_nodes(state: State, pool: Pool) -> int:
     room = pool.memory_bytes_per_gpu * pool.gpus_per_node * USABLE
     if state.model is None or not room:
         return 1
-    return max(1, ceil(cost.state_bytes(state.model) / room))
+    return max(1, ceil(Work.of(state.model).state_bytes / room))
 
 
 def expected_loss_share(state: State) -> float:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.cost import memory_bytes
+from elastic.planner import memory
 from elastic.planner.search import Limits, plan_layout
+from elastic.planner.work import Work
 from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId
 
 MODEL = ModelProfile(
@@ -19,6 +20,10 @@ MODEL = ModelProfile(
     0.0,
     4,
 )
+
+
+def memory_bytes(model: ModelProfile, layout: Layout) -> int:
+    return memory.memory_bytes(Work.of(model), layout)
 
 
 def job(**changes: Any) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def test_a_layout_that_does_not_fit_is_left() -> None:
     job = JOB | {"max_nodes": 3}
     backend = SimBackend(POOLS, job, (), fits=lambda plan: plan.layout.world_size > 3 or plan.layout.pp > 1)
     journal = Memory()
-    state = drive(backend, journal, DriverStarted("r", 1, job, POOLS, MODEL))
+    state = drive(backend, journal, DriverStarted("r", 1, job, POOLS, replace(MODEL, n_blocks=6)))
     assert state.phase == "succeeded" and [plan.cause for plan in plans(journal)] == ["start", "infeasible"]
 
 
