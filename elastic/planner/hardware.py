@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic import catalog
 from elastic.types import HardwareProfile
 
@@ -22,6 +24,7 @@ PCIE_SHARE = 0.5  # of a GPU's PCIe link, for what goes to another GPU through t
 
 def profile(chip: catalog.Chip, network_gbps: float = 0.0) -> HardwareProfile:
     """`network_gbps`: of one GPU; 0 = that of the architecture's reference design."""
+    chip = _with_peaks(chip)
     peaks = {dtype: peak for dtype in catalog.DTYPES if (peak := chip.peak_flop_per_s(dtype))}
     best = peaks.get("bfloat16") or peaks.get("float16") or 0.0
     measured = chip.measured_bf16_flop_per_s / chip.bf16_flop_per_s if chip.bf16_flop_per_s else 0.0
@@ -39,6 +42,20 @@ def profile(chip: catalog.Chip, network_gbps: float = 0.0) -> HardwareProfile:
         host_bytes_per_s=pcie,
         link_bytes_per_s=(network_gbps or NETWORK_GBPS.get(chip.arch, 100.0)) / 8 * 1e9,
     )
+
+
+def _with_peaks(chip: catalog.Chip) -> catalog.Chip:
+    """A part whose peaks nobody prints has those of its family's largest, in proportion to the power that it may draw."""
+    family = [other for other in catalog.chips().values() if other.name.split("-")[0] == chip.name.split("-")[0]]
+    like = max(family, key=lambda other: other.bf16_flop_per_s)
+    if chip.bf16_flop_per_s or chip.fp16_flop_per_s or chip.fp32_flop_per_s or not like.watts:
+        return chip
+    share = (chip.watts or like.watts) / like.watts
+    return replace(
+        chip, sm=chip.sm or like.sm, bf16_flop_per_s=like.bf16_flop_per_s * share,
+        fp16_flop_per_s=like.fp16_flop_per_s * share, fp8_flop_per_s=like.fp8_flop_per_s * share,
+        measured_bf16_flop_per_s=like.measured_bf16_flop_per_s * share,
+    )  # fmt: skip
 
 
 def together(chip: catalog.Chip, per_node: int) -> int:
