@@ -44,9 +44,12 @@ def test_what_is_not_known_is_none() -> None:
     assert without is not None
     assert without.usd_per_h_or_elsewhere("us-east-1") == (None, "")
     assert without.spot_usd_per_h is None
-    one_kind = catalog.instance_type("p5.4xlarge")
+    one_kind = catalog.instance_type("g6.48xlarge")
     assert one_kind is not None
-    assert (one_kind.usd_per_h("us-east-1"), one_kind.spot_usd_per_h) == (6.88, None)
+    assert (one_kind.usd_per_h("us-east-1"), one_kind.spot_usd_per_h) == (13.3504, None)
+    elsewhere = catalog.instance_type("p5.4xlarge")
+    assert elsewhere is not None
+    assert elsewhere.usd_per_h_or_elsewhere("us-east-1", spot=True) == (3.3417, "ap-northeast-1")
 
 
 def test_the_nearest_name_is_offered() -> None:
