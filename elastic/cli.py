@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     _add_orders(verbs)
     _add_checkpoint(verbs)
     _add_cluster(verbs)
+    _add_profile(verbs)
     certify.add_arguments(_verb(verbs, "certify", certify.run, certify.ABOUT))
     return top
 
@@ -175,6 +176,19 @@ def _add_cluster(verbs: Any) -> None:
     made.add_argument("file", metavar="FILE", help="the file that `ray up` launched it from")
     made.add_argument("--yes", action="store_true", help="end them")
     made.add_argument("--alive", action="store_true", help="also where the cluster's head runs")
+
+
+def _add_profile(verbs: Any) -> None:
+    about = (
+        "measure this machine with the products of a job, for plan and run (not the other nodes of a cluster: call it there)"
+    )
+    made = _verb(verbs, "profile", _profile, about)
+    made.add_argument("job", metavar="JOB", help="folder with job.yaml and program.py")
+    made.add_argument("--out", metavar="FILE", help="default: elastic/hardware/KIND.json in the user's cache folder")
+    made.add_argument("--seconds", metavar="S", type=_natural, default=60, help="about how long it may take (default: 60)")
+    made.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="over job.yaml; repeatable"
+    )
 
 
 def _natural(text: str) -> int:
@@ -365,3 +379,10 @@ def _cluster_reap(given: argparse.Namespace) -> int:
     rows: list[tuple[str, ...]] = [tables.MACHINES, *(tuple(i.plain().values()) for i in found.instances)]
     _show(given, found.plain(), [*(tables.columns(rows) if found.instances else []), found.verdict()])
     return 1 if found.left else 0
+
+
+def _profile(given: argparse.Namespace) -> int:
+    overrides = list(given.overrides) + ([f"storage={given.storage}"] if given.storage else [])
+    found = api.profile(given.job, given.out, given.seconds, overrides)
+    _show(given, found.plain(), found.lines())
+    return 0

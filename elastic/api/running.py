@@ -20,6 +20,7 @@ from elastic.data.streams import N_POSITIONS, SENTENCE
 from elastic.driver import Backend, drive, restored
 from elastic.errors import SpecError, StateLost
 from elastic.fingerprint import KEY, fingerprint
+from elastic.hardware_file import known_hardware
 from elastic.ledger.journal import Line, read
 from elastic.ledger.run_folder import RunFolder
 from elastic.ledger.segments import Stored
@@ -267,6 +268,7 @@ class _Run:
             model,
             attached=self.address is not None and state is not None and state.phase not in ENDED,
             durable=tuple(_copy(item) for item in found),
+            hardware=known_hardware(pool.accelerator_type for pool in self.pools),
         )
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
         check_layouts(self.spec, start.model)

@@ -1,0 +1,120 @@
+"""profile(): measures this machine with what a job computes, and leaves the numbers where plan and run find them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from elastic.api.running import Options, adapted, default_storage
+from elastic.errors import SpecError
+from elastic.hardware_file import check_writable, path_of, write_hardware
+from elastic.observe import runs
+from elastic.observe.tables import columns
+from elastic.program import load_program
+from elastic.spec import JobSpec, load_job
+from elastic.types import HardwareProfile
+
+START_S = 15.0  # until the measuring processes have loaded torch
+LEAST_S = 20
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """`found`: all numbers, as `elastic.worker.measure` tells them."""
+
+    path: Path
+    about: Mapping[str, Any]
+    found: Mapping[str, Any]
+    profile: HardwareProfile
+
+    def plain(self) -> dict[str, Any]:
+        return {"path": str(self.path), **self.about, "found": dict(self.found), "profile": asdict(self.profile)}
+
+    def lines(self) -> list[str]:
+        found, about = self.found, self.about
+        cores = f", {found['cores']} cores, {found['threads']} threads per process" if "cores" in found else ""
+        lines = [f"{about['host']}: {found['chip']}{cores}; torch {found['torch']}; {about['precision']}", *_alone(found)]
+        rows: list[Sequence[str]] = [("PROCESSES AT ONCE", "GFLOP/S OF EACH", "OTHER GB/S OF EACH")]
+        rows += [(str(one["processes"]), _giga(one.get("flop_per_s")), _giga(one["bytes_per_s"])) for one in found["crowded"]]
+        lines += ["", *columns(rows, right=(0, 1, 2))]
+        if found["collectives"]:
+            rows = [("COLLECTIVE", "RANKS", "ALPHA US", "BETA NS/KIB")]
+            rows += [_collective(one) for one in found["collectives"]]
+            lines += ["", *columns(rows, right=(1, 2, 3))]
+        if (load := about["load_before"]) > 0.5 * found.get("cores", load * 2):
+            lines += ["", f"other processes were busy (load {load:.1f}): on a quiet machine the numbers are better"]
+        return [*lines, "", f"written to {self.path}; elastic plan and elastic run read it from there"]
+
+
+def profile(job: str | Path, out: str | Path | None = None, seconds: float = 60, overrides: Sequence[str] = ()) -> Profiled:
+    """Takes about `seconds`. `out`: where the file goes, default: where plan and run look for it. Raises SpecError where the
+    input is wrong, ProgramError where the program cannot be traced."""
+    if seconds < LEAST_S:
+        raise SpecError(f"--seconds {seconds:g}: measuring takes at least {LEAST_S} s")
+    spec = load_job(job, tuple(overrides))
+    if out is not None:
+        check_writable(Path(out).expanduser())
+    program = load_program(spec.program)
+
+    from elastic.worker.measure import Wanted, accelerator_here, hardware_of, measure
+    from elastic.worker.profiling import model_profile_of
+
+    kind = _kind(spec, accelerator_here())
+    path = Path(out).expanduser() if out is not None else path_of(kind)
+    check_writable(path)
+    load, at = os.getloadavg()[0], datetime.now(UTC)
+    model = model_profile_of(program, spec.plain())
+    uri = runs.storage_uri(spec.storage or default_storage())
+    fresh = "://" not in uri and not Path(uri).exists()
+    try:
+        found = measure(Wanted(model, spec.precision, spec.global_batch, seconds - START_S, uri))
+    finally:
+        with suppress(OSError):  # it was not there before; with something in it, it stays
+            if fresh:
+                Path(uri).rmdir()
+    about = {
+        "job": spec.name, "host": socket.gethostname(), "at": at.isoformat(timespec="seconds"), "accelerator_type": kind,
+        "precision": spec.precision, "storage": uri, "load_before": round(load, 2),
+    }  # fmt: skip
+    made = hardware_of(found, kind)
+    write_hardware(path, made, about | {"found": found})
+    return Profiled(path, about, found, made)
+
+
+def _kind(spec: JobSpec, here: str) -> str:
+    """As the job's pools name it, where they are of one kind: the embedded cluster's is `GPU`, whatever the chip."""
+    kinds = {pool.accelerator_type for pool in adapted(spec, Options(drill=None), None).pools} - {"CPU"}
+    return kinds.pop() if here != "CPU" and len(kinds) == 1 else here
+
+
+def _alone(found: Mapping[str, Any]) -> list[str]:
+    """What one process alone reaches."""
+    products = [one["flop_per_s"] for one in found["products"]]
+    rows = [(f"a large product in {name}", f"{_giga(rate)} GFLOP/s") for name, rate in found["flop_per_s"].items()]
+    if products:
+        rows.append(("the job's products", f"{_giga(min(products))} to {_giga(max(products))} GFLOP/s"))
+    if "attention_flop_per_s" in found:
+        rows.append(("the job's attention", f"{_giga(found['attention_flop_per_s'])} GFLOP/s"))
+    rows += [
+        ("other operations", f"{_giga(found['op_bytes_per_s'])} GB/s, {found['launch_s'] * 1e6:.1f} us each at least"),
+        ("memory", f"{_giga(found['memory_bytes_per_s'])} GB/s"),
+        *((f"copies {way.replace('_', ' ')}", f"{_giga(rate)} GB/s") for way, rate in found["copy_bytes_per_s"].items()),
+    ]
+    if "storage_write_bytes_per_s" in found:
+        write, read = (_giga(found[f"storage_{way}_bytes_per_s"]) for way in ("write", "read"))
+        rows.append(("storage", f"writes {write} GB/s, reads {read} GB/s (what it has just written)"))
+    return [f"  {line}" for line in columns(rows)]
+
+
+def _collective(one: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    return one["op"], str(one["ranks"]), f"{one['alpha_s'] * 1e6:.0f}", f"{one['beta_s_per_byte'] * 1024e9:.0f}"
+
+
+def _giga(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate / 1e9:.3g}"

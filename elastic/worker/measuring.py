@@ -1,0 +1,190 @@
+"""One of the processes that `measure` starts: python -m elastic.worker.measuring FOLDER RANK.
+
+Rank 0 is timed alone while the others wait; then all of them compute at once, as many as a node may have; then they talk.
+What was found is in FOLDER/found.json. A process ends with the one that started it: its standard input is closed then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from elastic.types import Attention, Matmul
+
+ALONE, CROWDED, TALK = 0.4, 0.3, 0.3  # shares of the time
+BURST_S = 0.08
+TIMEOUT_S = 120.0
+
+
+def main(folder: Path, rank: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    asked = json.loads((folder / "asked.json").read_text())
+    found = _Member(folder, rank, asked).measured()
+    if rank == 0:
+        (folder / "found.part").write_text(json.dumps(found))
+        (folder / "found.part").rename(folder / "found.json")
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)  # not sys.stdin, whose lock a process cannot end with
+    os._exit(1)
+
+
+class _Member:
+    def __init__(self, folder: Path, rank: int, asked: dict[str, Any]) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from elastic.worker.measured_groups import Among
+        from elastic.worker.measured_ops import Limits, fitting
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as workers do
+        on_gpu = asked["device"] == "cuda"
+        self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        self.settle: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", init_method=f"file://{folder}/store", rank=rank,
+            world_size=max(asked["sizes"]), timeout=timedelta(seconds=TIMEOUT_S),
+        )  # fmt: skip
+        self.rank, self.asked, self.limits = rank, asked, Limits.of(self.device)
+        self.among = Among(tuple(asked["sizes"]), self.device, self.settle)
+        self.dtypes: dict[str, Any] = {name: getattr(torch, name) for name in asked["dtypes"]}
+        self.dtype = self.dtypes[asked["dtypes"][0]]
+        self.matmuls = fitting([Matmul(**one) for one in asked["matmuls"]], asked["times"], self.limits)
+
+    def measured(self) -> dict[str, Any]:
+        alone = self._alone() if self.rank == 0 else {}
+        self.among.together()
+        crowded = self._crowded(CROWDED * self.asked["seconds"])
+        collectives = self.among.collectives(TALK * self.asked["seconds"]) if self.among.groups else []
+        self.among.together()
+        return alone | {"crowded": crowded, "collectives": collectives} | _chip(self.device)
+
+    # ------------------------------------------------------------------------------------------ one process
+
+    def _alone(self) -> dict[str, Any]:
+        from elastic.worker import measured_ops as ops
+        from elastic.worker.operations import attention_flop
+        from elastic.worker.timings import medians_s
+
+        large = Matmul(*3 * (self.limits.large,))
+        calls = {f"large {name}": ops.product(large, dtype, self.device) for name, dtype in self.dtypes.items()}
+        calls |= {f"product {i}": ops.product(one, self.dtype, self.device) for i, one in enumerate(self.matmuls)}
+        work = {f"large {name}": ops.product_flop(large) for name in self.dtypes}
+        work |= {f"product {i}": ops.product_flop(one) for i, one in enumerate(self.matmuls)}
+        given = [Attention(**one) for one in self.asked["attentions"]]
+        heaviest = max(given, key=lambda one: attention_flop(one) * one.count, default=None)
+        if heaviest is not None:
+            calls["attention"], work["attention"] = ops.attended(
+                heaviest, self.asked["times"], self.dtype, self.device, self.limits
+            )
+        calls["ordinary"], work["ordinary"] = self._ordinary()
+        calls["launch"], work["launch"] = ops.small_ops(self.device), ops.SMALL_OPS
+        calls["memory"], work["memory"] = ops.summed(self.device, self.limits)
+        ways, n_bytes = ops.copied(self.device, self.limits)
+        calls, work = calls | ways, work | dict.fromkeys(ways, n_bytes)
+        seconds = medians_s(calls, 0.8 * ALONE * self.asked["seconds"], self.settle)
+        rates = {name: work[name] / seconds[name] for name in calls}
+        return self._named(rates) | self._stored(0.2 * ALONE * self.asked["seconds"])
+
+    def _ordinary(self) -> tuple[Callable[[], object], int]:
+        from elastic.worker.measured_ops import ordinary
+
+        n_elements = min(self.asked["hidden_elements"] * self.asked["times"], self.limits.n_bytes // 16)
+        width = min(max(16, self.asked["width"]), n_elements)
+        return ordinary(max(1, n_elements // width), width, self.dtype, self.device)
+
+    def _named(self, rates: dict[str, float]) -> dict[str, Any]:
+        """Rates by what they are of, with their units in the names."""
+        found: dict[str, Any] = {
+            "flop_per_s": {name: rates[f"large {name}"] for name in self.dtypes},
+            "products": [
+                {"rows": one.rows, "k": one.k, "n": one.n, "flop_per_s": rates[f"product {i}"]}
+                for i, one in enumerate(self.matmuls)
+            ],
+            "op_bytes_per_s": rates["ordinary"],
+            "launch_s": 1 / rates["launch"],
+            "memory_bytes_per_s": rates["memory"],
+            "copy_bytes_per_s": {way: rates[way] for way in ("to_device", "to_host") if way in rates},
+        }
+        return found | ({"attention_flop_per_s": rates["attention"]} if "attention" in rates else {})
+
+    def _stored(self, for_s: float) -> dict[str, Any]:
+        from elastic.worker.measured_ops import stored
+        from elastic.worker.timings import medians_s
+
+        if not self.asked["storage"]:
+            return {}
+        ways, clean, n_bytes = stored(self.asked["storage"], self.limits)
+        try:
+            seconds = medians_s(ways, for_s)
+        finally:
+            clean()
+        return {f"storage_{way}_bytes_per_s": n_bytes / took for way, took in seconds.items()}
+
+    # ------------------------------------------------------------------------------------------ many at once
+
+    def _crowded(self, for_s: float) -> list[dict[str, Any]]:
+        """For 1, 2 ... processes that compute at once: what each of them reaches in the job's products, and in the rest."""
+        from elastic.worker.measured_ops import mixed
+        from elastic.worker.timings import LEAST, MOST
+
+        works: dict[str, tuple[Callable[[], object], float]] = {"bytes_per_s": self._ordinary()}
+        if self.matmuls:
+            works["flop_per_s"] = mixed(self.matmuls, self.dtype, self.device)
+        found: dict[tuple[int, str], list[float]] = {(n, name): [] for n in self.asked["sizes"] for name in works}
+        began = time.perf_counter()
+        for repetition in range(MOST + 1):  # the first one does not count
+            if not self.among.agreed(repetition <= LEAST or time.perf_counter() - began < for_s):
+                break
+            for n, name in found:
+                self.among.together()
+                rate = self._burst(*works[name]) if self.rank < n else 0.0
+                mean = self.among.mean(rate, n)
+                found[n, name] += [mean] if repetition else []
+        return [{"processes": n} | {name: median(found[n, name]) for name in works} for n in self.asked["sizes"]]
+
+    def _burst(self, call: Callable[[], object], work: float) -> float:
+        """Work per second, over BURST_S or one call."""
+        began, n = time.perf_counter(), 0
+        while n == 0 or time.perf_counter() - began < BURST_S:
+            call()
+            n += 1
+            self.settle()
+        return n * work / (time.perf_counter() - began)
+
+
+def _chip(device: Any) -> dict[str, Any]:
+    """What computes here."""
+    import torch
+
+    if device.type != "cuda":
+        rows = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        name = rows[0].partition(":")[2].strip() if rows else "unknown CPU"
+        return {
+            "chip": name,
+            "cores": len(os.sched_getaffinity(0)),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
+    about = torch.cuda.get_device_properties(device)
+    return {
+        "chip": about.name, "units": about.multi_processor_count, "memory_bytes": about.total_memory,
+        "arch": f"sm_{about.major}{about.minor}", "torch": torch.__version__,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,188 @@
+"""What `elastic profile` measures: that calls do what they count, and that no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from elastic.errors import InternalError
+from elastic.program import load_program
+from elastic.types import Attention, HardwareProfile, Matmul
+from elastic.worker import measure as measuring_side
+from elastic.worker.measure import Wanted, hardware_of, measure
+from elastic.worker.measured_ops import Limits, attended, fitting, mixed, ordinary, product, product_flop, stored
+from elastic.worker.profiling import model_profile_of
+
+CPU = torch.device("cpu")
+LIMITS = Limits(64, 1e7, 1 << 20, 1 << 16)
+TINY = load_program(Path(__file__).parent.parent / "programs" / "tiny.py")
+JOB: dict[str, Any] = {"program": "tiny.py", "steps": 4, "global_batch": 4}
+
+
+def counted(call: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def test_products_do_the_work_that_is_counted() -> None:
+    one, other = Matmul(32, 16, 24, count=2.0), Matmul(32, 24, 16, count=1.0)
+    assert counted(product(one, torch.float32, CPU)) == product_flop(one)
+    call, flop = mixed([one, other], torch.float32, CPU)
+    assert counted(call) == flop == 3 * product_flop(one)
+
+
+def test_products_that_are_too_large_lose_rows_and_hopeless_ones_are_left_out() -> None:
+    small, wide, hopeless = Matmul(8, 16, 16), Matmul(1 << 20, 64, 64, 2.0), Matmul(8, 1 << 12, 1 << 12)
+    found = fitting([small, small, wide, hopeless], 4, LIMITS)
+    assert found == [Matmul(int(1e7 / (2 * 64 * 64)), 64, 64, count=2.0), Matmul(32, 16, 16, count=2.0)]
+    assert fitting([Matmul(64, 16, 16, experts=4)], 1, LIMITS) == [Matmul(16, 16, 16, count=4.0)]
+
+
+def test_attention_is_measured_whole_or_in_part() -> None:
+    one = Attention(16, 16, 4, 2, 8)
+    _, flop = attended(one, 2, torch.float32, CPU, LIMITS)
+    assert flop == 3 * 2 * (4 * 16 * 16 * 4 * 8) / 2
+    call, part = attended(replace(one, queries=1 << 14, keys=1 << 14), 2, torch.float32, CPU, LIMITS)
+    assert 0 < part <= 3 * LIMITS.flop
+    call()
+
+
+def test_bytes_of_ordinary_operations_are_those_that_a_trace_counts() -> None:
+    call, n_bytes = ordinary(32, 64, torch.float32, CPU)
+    size = 32 * 64 * 4
+    assert 20 * size < n_bytes < 30 * size  # about ten operations, two or three tensors each
+    assert ordinary(64, 64, torch.float32, CPU)[1] == 2 * n_bytes == 2 * 2 * ordinary(32, 64, torch.bfloat16, CPU)[1]
+    call()
+
+
+def test_storage_is_left_as_it_was(tmp_path: Path) -> None:
+    ways, clean, n_bytes = stored(str(tmp_path), LIMITS)
+    ways["write"]()
+    assert ways["read"]() == n_bytes == 1 << 16
+    clean()
+    assert list(tmp_path.iterdir()) == []
+
+
+FOUND: dict[str, Any] = {
+    "flop_per_s": {"float32": 4e10, "bfloat16": 9e10}, "products": [{"rows": 4, "k": 8, "n": 16, "flop_per_s": 3e10}],
+    "op_bytes_per_s": 6e9, "launch_s": 4e-6, "memory_bytes_per_s": 1e10, "copy_bytes_per_s": {"to_device": 7e9, "to_host": 5e9},
+    "crowded": [
+        {"processes": 1, "flop_per_s": 3e10, "bytes_per_s": 6e9}, {"processes": 2, "flop_per_s": 2e10, "bytes_per_s": 3e9},
+    ],
+    "collectives": [
+        {"op": "all_gather", "ranks": 4, "alpha_s": 9.0, "beta_s_per_byte": 9.0},
+        {"op": "all_gather", "ranks": 2, "alpha_s": 1e-4, "beta_s_per_byte": 5e-10},
+        {"op": "reduce_scatter", "ranks": 2, "alpha_s": 3e-4, "beta_s_per_byte": 2.5e-10},
+        {"op": "send", "ranks": 2, "alpha_s": 7.0, "beta_s_per_byte": 7.0},
+    ],
+}  # fmt: skip
+
+
+def test_numbers_by_the_names_that_the_planner_knows() -> None:
+    found = hardware_of(FOUND, "CPU")
+    assert found.flop_per_s == (("float32", 4e10), ("bfloat16", 9e10)) and found.peak("float32") == 4e10
+    assert (found.peak_flop_per_s, found.reached, found.host_bytes_per_s, found.launch_s) == (9e10, 1.0, 5e9, 4e-6)
+    assert found.crowded == ((1, 3e10), (2, 2e10)) and found.crowded_bytes == ((1, 6e9), (2, 3e9))
+    assert found.collectives[1] == ("all_gather", 2, 1e-4, 5e-10) and found.products == ((4, 8, 16, 3e10),)
+    assert found.node_bytes_per_s == found.link_bytes_per_s == pytest.approx(1.5e9)  # a half of the bytes, at 1 and 2 GB/s
+    assert found.node_hop_s == found.link_hop_s == pytest.approx(2e-4)
+    assert {"reached", "node_hop_s", "link_hop_s", "products"} <= set(found.measured)
+
+
+def test_of_gpus_the_links_between_nodes_are_not_known_from_one_node() -> None:
+    found = hardware_of(FOUND | {"units": 132, "memory_bytes": 80 << 30, "arch": "sm_90"}, "H100")
+    plain = HardwareProfile()
+    assert (found.link_bytes_per_s, found.link_hop_s) == (plain.link_bytes_per_s, plain.link_hop_s)
+    assert (found.units, found.memory_bytes, found.arch, found.accelerator_type) == (132, 80 << 30, "sm_90", "H100")
+    assert not {"link_hop_s", "link_bytes_per_s", "units", "arch"} & set(found.measured)
+
+
+# ------------------------------------------------------------------------------------------ processes
+
+
+def wanted(sizes: tuple[int, ...], storage: str = "") -> Wanted:
+    return Wanted(model_profile_of(TINY, JOB), samples=4, seconds=1.0, storage=storage, sizes=sizes)
+
+
+@pytest.mark.slow
+def test_it_measures_this_machine_and_leaves_nothing(tmp_path: Path) -> None:
+    found = measure(wanted((1, 2), str(tmp_path / "runs")))
+    made = hardware_of(found, "CPU")
+    assert [n for n, _ in made.crowded] == [n for n, _ in made.crowded_bytes] == [1, 2]
+    assert {(op, n) for op, n, *_ in made.collectives} == {
+        (op, 2) for op in ("all_gather", "reduce_scatter", "all_reduce", "send")
+    }
+    assert all(rate > 0 for rate in (*dict(made.crowded).values(), made.node_bytes_per_s, made.storage_write_bytes_per_s))
+    assert 1e8 < made.peak_flop_per_s < 1e13 and 1e-7 < made.launch_s < 1e-3
+    assert made.attention_flop_per_s > 0 and len(made.products) == len(found["products"]) > 0
+    assert list((tmp_path / "runs").iterdir()) == [] and processes_of(os.getpid()) == []
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_early_is_named_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = measuring_side._asked
+    monkeypatch.setattr(measuring_side, "_asked", lambda given: asked(given) | {"dtypes": ["float33"]})
+    with pytest.raises(InternalError, match=r"measuring process [01] ended with 1: .*no attribute 'float33'"):
+        measure(wanted((1, 2)))
+    assert processes_of(os.getpid()) == []
+
+
+def processes_of(parent: int) -> list[int]:
+    """Measuring processes whose parent this is, or was."""
+    found = []
+    for place in Path("/proc").iterdir():
+        try:
+            if b"elastic.worker.measuring" in (place / "cmdline").read_bytes().split(b"\0"):
+                status = (place / "status").read_text()
+                found += [int(place.name)] if f"\nPPid:\t{parent}\n" in status else []
+        except OSError:
+            continue
+    return found
+
+
+STARTER = """
+from elastic.types import ModelProfile
+from elastic.worker.measure import Wanted, measure
+measure(Wanted(ModelProfile(1, 1, ()), seconds=60.0, sizes=(1, 2)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_they_end_with_who_started_them(how: signal.Signals) -> None:
+    starter = subprocess.Popen([sys.executable, "-c", STARTER], stderr=subprocess.DEVNULL)
+    try:
+        children = waited(lambda: processes_of(starter.pid), lambda pids: len(pids) == 2)
+        time.sleep(1.0)
+        starter.send_signal(how)
+        starter.wait(20)
+        assert waited(lambda: [pid for pid in children if is_alive(pid)], lambda left: not left) == []
+    finally:
+        starter.kill()
+        starter.wait()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return b"elastic.worker.measuring" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def waited(look: Callable[[], list[int]], done: Callable[[list[int]], bool]) -> list[int]:
+    end = time.monotonic() + 30
+    while not done(found := look()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
