@@ -44,11 +44,11 @@ def microbatches(global_batch: int, layout: Layout) -> int:
     With a microbatch size: the fewest whose largest share fits into it. Else 1 without pp; with pp the largest divisor that
     is at most 2 pp (from pp on the pipeline is full) and leaves each data-parallel rank a sample per microbatch.
     """
-    divisors = [d for d in _divisors(global_batch) if global_batch // d >= layout.dp and mesh.fills_rounds(layout, d)]
-    if not divisors:
+    found = [d for d in divisors(global_batch) if global_batch // d >= layout.dp and mesh.fills_rounds(layout, d)]
+    if not found:
         raise InfeasiblePlan(f"a global batch of {global_batch} samples cannot feed {layout.dp} data-parallel ranks")
     if layout.microbatch_size:
-        fitting = [d for d in divisors if -(-(global_batch // d) // layout.dp) <= layout.microbatch_size]
+        fitting = [d for d in found if -(-(global_batch // d) // layout.dp) <= layout.microbatch_size]
         if not fitting:
             raise InfeasiblePlan(
                 f"microbatch_size={layout.microbatch_size}: no number of microbatches divides {global_batch} samples over "
@@ -57,9 +57,9 @@ def microbatches(global_batch: int, layout: Layout) -> int:
         return fitting[0]
     if layout.pp == 1:
         return 1
-    return max(d for d in divisors if d <= 2 * layout.pp)
+    return max(d for d in found if d <= 2 * layout.pp)
 
 
 @cache
-def _divisors(n: int) -> tuple[int, ...]:
+def divisors(n: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, n + 1) if n % d == 0)

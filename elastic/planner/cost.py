@@ -20,6 +20,8 @@ from elastic.planner.work import Work
 from elastic.types import Layout, SampleProfile
 
 GRADIENT_BYTES = 4  # of an element, as gradients are summed
+HOST_LINK_BYTES_PER_S = 2.5e10  # PCIe 4 x16, where nothing else is known
+HOST_BYTES_PER_S = 2e11  # of a host's memory, two sockets with eight channels of DDR4 at half of their peak
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +130,18 @@ def slowest_stage(n_blocks: int, layout: Layout, ends: float) -> float:
     return min(max(last + ends, ceil((n_blocks - last) / (pp - 1) / v) * v) for last in range(fewest, even + 1))
 
 
+def offload_s(site: Site, work: Work, layout: Layout, m: int) -> float:
+    """FSDP2's CPU offload: a rank's parameters go up for both passes of each microbatch, its gradients down once, and the
+    optimizer runs at the bandwidth of the host's memory, which the node's GPUs share."""
+    if not layout.offload:
+        return 0.0
+    own, n = held(work, layout), layout.dp_shard * layout.cp
+    shard = own.dense / n + own.experts / max(1, n // layout.ep)
+    link = site.chip.gpu.host_bytes_per_s or HOST_LINK_BYTES_PER_S
+    updated = shard * work.trained * (3.5 + 2 * work.entries) / (HOST_BYTES_PER_S / site.per_node)
+    return shard * (2 * m + work.trained) / link + updated
+
+
 @dataclass(frozen=True)
 class Cost:
     """Seconds of a step by what they are for; `flop` is the model's own, nothing counted twice."""
@@ -135,7 +149,7 @@ class Cost:
     parts: Mapping[str, float]
     flop: float = 0.0
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         return sum(self.parts.values())
 
@@ -166,7 +180,8 @@ def step_cost(site: Site, work: Work, layout: Layout, step: Step, passes: Passes
         "bubble": (layout.pp * mean - slowest + (layout.pp - 1) * pp) * layout.pp / layout.n_stages,
         "fsdp": fsdp,
         "replicas": _replicas_s(site, work, layout, step, passes),
-        "optimizer": optimizer_s(site, work, layout),
+        "optimizer": 0.0 if layout.offload else optimizer_s(site, work, layout),
+        "offload": offload_s(site, work, layout, m),
     }  # fmt: skip
     nodes = max(1.0, layout.world_size / site.per_node)
     parts["jitter"] = sum(parts.values()) * site.kernels.jitter * log2(nodes)

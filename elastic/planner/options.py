@@ -51,11 +51,16 @@ class Space:
             model, pinned(job), int(job["global_batch"]), sizes, no_tp, no_cp, script, roomy and known, tight and known,
         )  # fmt: skip
 
+    @classmethod
+    def on(cls, model: ModelProfile, job: Mapping[str, Any], sizes: tuple[int, ...]) -> Space:
+        """On nodes of these sizes, whose memory is known."""
+        return cls.of(model, job, [Node(f"n{size}", "", size) for size in sizes], roomy=True, tight=True)
+
     def shapes(self, world: int) -> Iterator[Layout]:
         """Layouts of that many ranks, those that cut least first; replicas only where they are pinned. Left out, but for the
         plain one, are those with fewer samples than data-parallel ranks, or than fill a pipeline."""
         found, replicas = [], int(self.pins.get("dp_replicate", 1))
-        sizes = [(tp, pp, cp) for tp in self._tps() for cp in self._cps(tp) for pp in self._pps(world // (tp * cp))]
+        sizes = [(tp, pp, cp) for tp in self.tps() for cp in self.cps(tp) for pp in self.pps(world // (tp * cp))]
         for tp, pp, cp in sizes:
             dp_shard, odd = divmod(world, tp * pp * cp * replicas)
             enough = dp_shard * replicas * pp <= self.global_batch or tp * pp * cp == 1
@@ -105,16 +110,16 @@ class Space:
         except InfeasiblePlan:
             return False
 
-    def _tps(self) -> Iterator[int]:
+    def tps(self) -> Iterator[int]:
         limit = 1 if self.no_tp else self.model.tp_limit
         most = min(limit, max(self.node_sizes, default=0))
         yield from (tp for tp in range(1, most + 1) if limit % tp == 0 and self._open("tp", tp))
 
-    def _pps(self, world: int) -> Iterator[int]:
+    def pps(self, world: int) -> Iterator[int]:
         most = max(1, min(self.model.n_blocks, world)) if self.model.pipeline else 1
         yield from (pp for pp in range(1, most + 1) if self._open("pp", pp))
 
-    def _cps(self, tp: int) -> Iterator[int]:
+    def cps(self, tp: int) -> Iterator[int]:
         sample, most = self.model.sample, max(self.node_sizes, default=0) // tp
         if "cp" in self.pins:
             yield self.pins["cp"]

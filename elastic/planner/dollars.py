@@ -1,0 +1,62 @@
+"""What a plan costs beside its nodes, and what is lost where nodes are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic.planner.offers import Group
+from elastic.planner.work import Work
+from elastic.types import Layout
+
+ZONE_USD_PER_GB = 0.02  # between zones of a region, both ends (AWS EC2 on-demand pricing, data transfer, 0.01 each way)
+STORED_USD_PER_GB_MONTH = 0.023  # S3 standard
+COPIES_KEPT = 2
+DETECT_S, REBUILD_S = 2.0, 5.0  # docs/benchmarks.md: a killed node, and groups, build and first step after it
+REPLACED_S = 300.0  # until another node has taken its place
+REDONE_STEPS = 5.0  # since the last peer copy, on average
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of taken nodes. `per_h`: of all of them; `seconds`: of training that one costs."""
+
+    per_h: float
+    seconds: float
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that is training: 1 / (1 + losses x seconds), as for any renewal process."""
+        return 1 / (1 + self.per_h * self.seconds / 3600)
+
+
+def loss(groups: Sequence[Group], work: Work, layout: Layout, step_s: float) -> Loss:
+    """Found, rebuilt, fetched from peers over the network, some steps done again, and one node less for a while."""
+    per_h = sum(group.n_nodes * group.lost_per_node_h for group in groups)
+    n_nodes = sum(group.n_nodes for group in groups)
+    slowest = min(group.hardware.link_bytes_per_s for group in groups)
+    fetched = work.state_bytes / (layout.pp * layout.tp * max(1, layout.dp_shard * layout.cp)) / max(1.0, slowest)
+    seconds = DETECT_S + REBUILD_S + fetched + REDONE_STEPS * step_s + REPLACED_S / max(1, n_nodes)
+    return Loss(per_h, seconds)
+
+
+def moved_usd_per_h(groups: Sequence[Group], work: Work, layout: Layout, step_s: float) -> float:
+    """Gradients between zones: a ring over replicas in several zones crosses each border once each way with twice the shard."""
+    zones = {group.zone for group in groups if group.zone}
+    if len(zones) < 2 or step_s <= 0:
+        return 0.0
+    return 2 * len(zones) * work.gradient_bytes / 1e9 * ZONE_USD_PER_GB * 3600 / step_s
+
+
+def stored_usd_per_h(work: Work) -> float:
+    """Of the durable copies that are kept."""
+    state = work.parameter_bytes * (1 + work.trained * work.entries)
+    return COPIES_KEPT * state / 1e9 * STORED_USD_PER_GB_MONTH / 730
+
+
+def host_bytes(group: Group, work: Work, layout: Layout) -> float:
+    """Of a node: each GPU's own boxes and a partner's, pinned, and what offload keeps there."""
+    n = layout.pp * layout.tp * max(1, layout.dp_shard * layout.cp)
+    own = work.parameter_bytes * (1 + work.trained * work.entries) / n
+    offloaded = work.state_bytes / n if layout.offload else 0.0
+    return group.gpus_per_node * (2 * own + offloaded)

@@ -1,0 +1,261 @@
+"""The best layouts on given nodes, by predicted cost: all of the space, with what cannot win left out early.
+
+A shape (tp, pp, cp and data-parallel ranks) is left out when its computation alone, at the largest microbatch, would take
+longer than the worst offer that is kept: collectives, bubbles and recomputation only add to that. Equal GPUs are one kind: what
+is looked at grows with the divisors of their number, not with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import nsmallest
+from itertools import combinations
+from math import ceil
+from typing import Any
+
+from elastic.errors import InfeasiblePlan
+from elastic.planner import dollars, memory, mixed, words
+from elastic.planner.cost import Cost, Site, step_cost
+from elastic.planner.memory import Step
+from elastic.planner.offers import Aim, Group, Offer, Offers, Part
+from elastic.planner.options import Space, n_options
+from elastic.planner.passes import Cache
+from elastic.planner.search import USABLE, site_of
+from elastic.planner.steps import step_of
+from elastic.planner.work import Work
+from elastic.types import Layout, ModelProfile
+
+PER_OPTION = 0.01  # that a layout must be better for each axis or option that it has more: predictions are no better
+FEWER_MOST = 64  # smaller numbers of GPUs that are tried where all of them have no layout
+SMALLEST_SHARE = 8  # nodes are halved down to this part of them where fewer may be cheaper
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout on some groups, costed."""
+
+    groups: tuple[Group, ...]
+    layout: Layout
+    step: Step
+    cost: Cost
+    memory: Mapping[str, float]
+    parts: tuple[Part, ...]
+    lone_s: float  # of a step on as many GPUs that never wait for each other
+    room_bytes: int = 0  # of the GPU that `memory` is of
+
+    @property
+    def usd_per_h(self) -> float:
+        return sum(group.usd_per_h for group in self.groups)
+
+
+def find_offers(model: ModelProfile, job: Mapping[str, Any], groups: Sequence[Group], aim: Aim | None = None) -> Offers:
+    """The best `aim.n_best` of different shapes. `job`: global_batch, precision and what it pins. Raises InfeasiblePlan in one
+    line, with the least pool that would hold the model."""
+    if model.sample is None:
+        raise InfeasiblePlan("what a sample asks of this model is not known, so that no step time can be predicted")
+    finder = _Finder(model, job, aim or Aim())
+    for pool in finder.pools([group for group in groups if group.n_gpus]):
+        finder.look(pool)
+    if not finder.kept:
+        raise InfeasiblePlan(words.nowhere(finder.work, groups, finder.reasons))
+    return finder.offers()
+
+
+@dataclass
+class _Finder:
+    """`kept`: the best candidate of each shape and pool; `families`: the best of each family of layouts; `reasons`: why a
+    family has none."""
+
+    model: ModelProfile
+    job: Mapping[str, Any]
+    aim: Aim
+    kept: dict[tuple[Any, ...], Candidate] = field(default_factory=dict)
+    families: dict[str, Candidate] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    n_looked_at: int = 0
+    _worst: float = float("inf")
+
+    def __post_init__(self) -> None:
+        self.work = Work.of(self.model)
+        self.batch = int(self.job["global_batch"])
+        self.cache = Cache(self.work)
+
+    # -------------------------------------------------------------------------------------- pools
+
+    def pools(self, groups: Sequence[Group]) -> Iterator[tuple[Group, ...]]:
+        """All nodes; each kind without the others; fewer nodes where the aim is not speed alone."""
+        whole = tuple(groups)
+        kinds = list(dict.fromkeys(group.hardware for group in whole))
+        sets = [whole]
+        for n in range(len(kinds) - 1, 0, -1):
+            sets += [tuple(g for g in whole if g.hardware in some) for some in combinations(kinds, n)]
+        for pool in sets:
+            yield pool
+            n = 2
+            while self.aim.purpose != "fastest" and n <= SMALLEST_SHARE and any(g.n_nodes >= n for g in pool):
+                yield tuple(replace(g, n_nodes=g.n_nodes // n) for g in pool if g.n_nodes >= n)
+                n *= 2
+
+    def look(self, pool: tuple[Group, ...]) -> None:
+        if len({group.hardware for group in pool}) == 1:
+            self.equal(pool)
+        else:
+            for found in mixed.layouts(self.cache, self.job, pool, lambda: self._worst):
+                self.n_looked_at += 1
+                self.take(
+                    Candidate(
+                        pool, found.layout, found.step, found.cost, found.memory, found.parts, found.lone_s, found.room_bytes
+                    )
+                )
+
+    # -------------------------------------------------------------------------------------- equal GPUs
+
+    def equal(self, pool: tuple[Group, ...]) -> None:
+        per_node = min(group.gpus_per_node for group in pool)
+        n_gpus, gpu = sum(group.n_gpus for group in pool), pool[0].hardware
+        site = site_of(self.job, gpu, per_node)
+        for offload in (False, True):
+            job = {**self.job, "offload": True} if offload else self.job
+            for world in self.worlds(n_gpus, per_node):
+                if self.size(pool, site, job, world):
+                    return
+
+    def worlds(self, n_gpus: int, per_node: int) -> Iterator[int]:
+        """All GPUs; where those have no layout, fewer: whole nodes less, then single GPUs."""
+        yield n_gpus
+        less = per_node if n_gpus > FEWER_MOST else 1
+        yield from range(n_gpus - less, max(0, n_gpus - less * FEWER_MOST), -less)
+
+    def size(self, pool: tuple[Group, ...], site: Site, job: Mapping[str, Any], world: int) -> bool:
+        """Looks at all layouts of that many GPUs; was there one that fits?"""
+        space = Space.on(self.model, job, (site.per_node,))
+        found = False
+        for shape in space.shapes(world):
+            if self.bound(site, shape) > self._worst and (pool, shape) not in self.kept:
+                self.reasons.setdefault(words.family(shape), "its computation alone takes longer than the offers shown")
+                continue
+            for kind in space.kinds(shape):
+                found = self.variants(pool, site, job, (space, kind)) or found
+        return found
+
+    def bound(self, site: Site, shape: Layout) -> float:
+        """What the aim would be at best: the step's computation, without recomputation and waiting."""
+        rows = max(1, self.batch // shape.dp)
+        one = self.cache.block_s(site, replace(shape, activation_checkpointing="none"), rows)
+        step_s = (one.forward + one.backward) / rows * self.batch / shape.dp * self.work.n_blocks / shape.pp
+        return step_s
+
+    def variants(self, pool: tuple[Group, ...], site: Site, job: Mapping[str, Any], open_: tuple[Space, Layout]) -> bool:
+        """Microbatch sizes and checkpointing of a kind of layout. Where the largest microbatch fits, nothing needs to be
+        computed again."""
+        space, kind = open_
+        sizes, any_fits = space.sizes(kind), False
+        for mode in space.modes():
+            fits = [
+                self.one(pool, site, job, replace(kind, activation_checkpointing=mode, microbatch_size=size)) for size in sizes
+            ]
+            any_fits = any_fits or any(fits)
+            if fits[0]:
+                break
+        return any_fits
+
+    def one(self, pool: tuple[Group, ...], site: Site, job: Mapping[str, Any], layout: Layout) -> bool:
+        """Costs a layout; does it fit?"""
+        try:
+            step = step_of(self.model, job, layout, site.per_node)
+        except InfeasiblePlan as error:
+            self.reasons.setdefault(words.family(layout), str(error))
+            return False
+        if step.n_microbatches < layout.pp:
+            return False
+        self.n_looked_at += 1
+        held = memory.parts(self.work, layout, step)
+        room = site.chip.gpu.memory_bytes
+        if room and sum(held.values()) > USABLE * room:
+            self.reasons[words.family(layout)] = words.too_large(sum(held.values()), room)
+            return False
+        found = step_cost(site, self.work, layout, step, self.cache.block_s(site, layout, step.n_rows))
+        parts = tuple(
+            Part(group.pool, n, step.largest_share, (self.work.n_blocks,), 1 - found.parts["bubble"] / found.step_s)
+            for group, n in mixed.taken(pool, layout.world_size)
+        )
+        self.take(Candidate(pool, layout, step, found, held, parts, self.cache.lone_s(site, step, layout.world_size), room))
+        return True
+
+    # -------------------------------------------------------------------------------------- the best
+
+    def take(self, found: Candidate) -> None:
+        key = (found.groups, found.layout.tp, found.layout.pp, found.layout.cp)
+        value = self.value(found)
+        if key not in self.kept or value < self.value(self.kept[key]):
+            self.kept[key] = found
+            if len(self.kept) > self.aim.n_best:
+                self._worst = nsmallest(self.aim.n_best + 1, (one.cost.step_s for one in self.kept.values()))[-1]
+        for name in words.families(found):
+            if name not in self.families or value < self.value(self.families[name]):
+                self.families[name] = found
+
+    def value(self, found: Candidate) -> tuple[float, float]:
+        """What is to be small, by the aim; of equally good ones the simpler."""
+        step_s = self.lasting_s(found) * (1 + PER_OPTION * n_options(replace(found.layout, microbatch_size=0)))
+        cut = found.layout.tp * found.layout.pp * found.layout.cp
+        if self.aim.purpose == "fastest":
+            return step_s, cut
+        usd = self.usd_per_h(found, step_s) * step_s
+        late = self.aim.purpose == "deadline" and self.hours(step_s) > self.aim.deadline_h > 0
+        return (usd + (1e12 * step_s if late else 0.0)) or step_s, cut
+
+    def lasting_s(self, found: Candidate) -> float:
+        """Of a step, with the share of what lost nodes cost."""
+        return found.cost.step_s / dollars.loss(found.groups, self.work, found.layout, found.cost.step_s).goodput
+
+    def hours(self, step_s: float) -> float:
+        sample = self.work.sample
+        tokens = self.batch * max(1, sample.tokens if sample else 1)
+        return self.aim.tokens / tokens * step_s / 3600
+
+    def usd_per_h(self, found: Candidate, step_s: float) -> float:
+        moved = dollars.moved_usd_per_h(found.groups, self.work, found.layout, step_s)
+        return found.usd_per_h + moved + (dollars.stored_usd_per_h(self.work) if found.usd_per_h else 0.0)
+
+    def offers(self) -> Offers:
+        ranked = sorted(self.kept.values(), key=self.value)
+        best = tuple(self.offer(found, ranked[0]) for found in ranked[: self.aim.n_best])
+        shown = {words.family(offer.layout) for offer in best}
+        slower = {
+            name: words.slower(found.cost, ranked[0].cost)
+            for name, found in self.families.items()
+            if name not in shown and found is not ranked[0]
+        }
+        left = {name: why for name, why in self.reasons.items() if name not in self.families}
+        return Offers(best, slower | left, self.n_looked_at)
+
+    def offer(self, found: Candidate, best: Candidate) -> Offer:
+        sample, step_s = self.work.sample, found.cost.step_s
+        assert sample is not None
+        lost = dollars.loss(found.groups, self.work, found.layout, step_s)
+        lasting_s, per_step = self.lasting_s(found), found.step.global_batch * max(1, sample.tokens)
+        usd_per_h, hours = self.usd_per_h(found, lasting_s), self.hours(lasting_s)
+        n_gpus = found.layout.world_size
+        flop_per_s = sum(mixed.peak_of(found.groups, part.pool, self.job) * part.n_gpus for part in found.parts)
+        return Offer(
+            layout=found.layout,
+            parts=found.parts,
+            step=found.step,
+            step_s=step_s,
+            seconds=found.cost.parts,
+            memory=found.memory,
+            room_bytes=found.room_bytes,
+            host_bytes=max(dollars.host_bytes(group, self.work, found.layout) for group in found.groups),
+            tokens_per_s=per_step / step_s,
+            mfu=found.cost.flop / step_s / flop_per_s if flop_per_s else 0.0,
+            usd_per_h=usd_per_h,
+            usd_per_mtoken=usd_per_h * lasting_s / 3600 / per_step * 1e6,
+            efficiency=min(1.0, found.lone_s / step_s),
+            goodput=lost.goodput,
+            hours=hours,
+            usd=hours * usd_per_h,
+            why=words.why(found, best),
+            warnings=words.warnings(found, ceil(n_gpus / max(1, found.step.n_gpus)), self.batch),
+        )

@@ -1,0 +1,43 @@
+"""Costs of a block, kept: a search asks for the same ones under many layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic.planner import compute
+from elastic.planner.compute import Passes
+from elastic.planner.cost import Site, optimizer_s
+from elastic.planner.memory import Step
+from elastic.planner.work import Work
+from elastic.types import Layout
+
+
+@dataclass
+class Cache:
+    """Of one model."""
+
+    work: Work
+    _blocks: dict[tuple[int, int, int, int, int, str], Passes] = field(default_factory=dict)
+    _lone: dict[tuple[int, int], float] = field(default_factory=dict)
+    _sites: list[Site] = field(default_factory=list)  # held, so that no two have one id
+
+    def block_s(self, site: Site, layout: Layout, n_rows: int) -> Passes:
+        key = (id(site), layout.tp, layout.cp, layout.ep, n_rows, layout.activation_checkpointing)
+        if key not in self._blocks:
+            sample = self.work.sample
+            assert sample is not None
+            self._sites.append(site)
+            self._blocks[key] = compute.block_s(site.chip, sample, layout, n_rows, self.work.n_blocks)
+        return self._blocks[key]
+
+    def lone_s(self, site: Site, step: Step, n_gpus: int) -> float:
+        """Of a step on GPUs that have the whole model each and never wait for each other; microbatches of one size."""
+        key = id(site), step.n_rows
+        if key not in self._lone:
+            sample = self.work.sample
+            assert sample is not None
+            alone = Layout()
+            one = self.block_s(site, alone, step.n_rows)
+            ends = compute.ends_s(site.chip, sample, alone, step.n_rows)
+            self._lone[key] = (self.work.n_blocks * (one.forward + one.backward) + ends) / step.n_rows
+        return self._lone[key] * step.global_batch / n_gpus + optimizer_s(site, self.work, Layout(dp_shard=n_gpus))
