@@ -21,7 +21,7 @@ from elastic.program import load_program
 program = load_program({str(Path(__file__).parent / "programs" / "tiny.py")!r})
 """
 FOUND: dict[str, Any] = {
-    "chip": "Some CPU", "cores": 2, "threads": 1, "torch": "2.13", "processes": [1, 2], "dtypes": ["float32"],
+    "chip": "Some CPU", "cores": 2, "threads": 1, "torch": "2.13", "cpu_share": 0.5, "processes": [1, 2], "dtypes": ["float32"],
     "flop_per_s": {"float32": 4e10}, "products": [{"rows": 4, "k": 8, "n": 16, "flop_per_s": 3e10}],
     "attention_flop_per_s": 2e10, "op_bytes_per_s": 6e9, "launch_s": 4e-6, "memory_bytes_per_s": 1e10,
     "copy_bytes_per_s": {"to_device": 7e9}, "storage_write_bytes_per_s": 1e9, "storage_read_bytes_per_s": 3e9,
@@ -61,9 +61,11 @@ def test_it_prints_what_it_found_and_leaves_it_where_a_run_looks(
     out = capsys.readouterr().out
     path = Path("hardware/CPU.json").absolute()
     assert f"written to {path}" in out and "Some CPU, 2 cores, 1 threads per process" in out
-    assert ["2", "20", "3"] in [line.split() for line in out.splitlines()]
+    assert ["2", "20", "-", "3"] in [line.split() for line in out.splitlines()]
+    assert "this one alone had 50% of a core" in out
     assert ["all_gather", "2", "100", "512"] in [line.split() for line in out.splitlines()]
     assert asked[0].samples == 8 and asked[0].seconds == 45 and asked[0].model.sample is not None
+    assert len(asked[0].some) == 16 and asked[0].job is not None and asked[0].job["global_batch"] == 8
     assert asked[0].storage == str(Path("elastic_runs").absolute()) and not Path("elastic_runs").exists()
     started = running._Run(running._job("tiny", None, Options()), Options())._start(1, [])
     assert started.hardware == (read_hardware(path),)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +21,8 @@ from elastic.types import HardwareProfile
 
 START_S = 15.0  # until the measuring processes have loaded torch
 LEAST_S = 20
+QUIET = 0.95  # of a core, for a process that only computes
+MANY = 16  # samples, of which the passes that are timed are made
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,17 @@ class Profiled:
         found, about = self.found, self.about
         cores = f", {found['cores']} cores, {found['threads']} threads per process" if "cores" in found else ""
         lines = [f"{about['host']}: {found['chip']}{cores}; torch {found['torch']}; {about['precision']}", *_alone(found)]
-        rows: list[Sequence[str]] = [("PROCESSES AT ONCE", "GFLOP/S OF EACH", "OTHER GB/S OF EACH")]
-        rows += [(str(one["processes"]), _giga(one.get("flop_per_s")), _giga(one["bytes_per_s"])) for one in found["crowded"]]
-        lines += ["", *columns(rows, right=(0, 1, 2))]
+        names = ("flop_per_s", "passes_flop_per_s", "bytes_per_s")
+        rows: list[Sequence[str]] = [("PROCESSES AT ONCE", "PRODUCTS GFLOP/S", "PASSES GFLOP/S", "OTHER GB/S")]
+        rows += [(str(one["processes"]), *(_giga(one.get(name)) for name in names)) for one in found["crowded"]]
+        lines += ["", *columns(rows, right=(0, 1, 2, 3))]
         if found["collectives"]:
             rows = [("COLLECTIVE", "RANKS", "ALPHA US", "BETA NS/KIB")]
             rows += [_collective(one) for one in found["collectives"]]
             lines += ["", *columns(rows, right=(1, 2, 3))]
-        if (load := about["load_before"]) > 0.5 * found.get("cores", load * 2):
-            lines += ["", f"other processes were busy (load {load:.1f}): on a quiet machine the numbers are better"]
+        if found["cpu_share"] < QUIET:
+            share = f"{found['cpu_share']:.0%} of a core"
+            lines += ["", f"other processes were busy: this one alone had {share}; on a quiet machine the numbers are better"]
         return [*lines, "", f"written to {self.path}; elastic plan and elastic run read it from there"]
 
 
@@ -58,29 +61,32 @@ def profile(job: str | Path, out: str | Path | None = None, seconds: float = 60,
     if seconds < LEAST_S:
         raise SpecError(f"--seconds {seconds:g}: measuring takes at least {LEAST_S} s")
     spec = load_job(job, tuple(overrides))
-    if out is not None:
-        check_writable(Path(out).expanduser())
     program = load_program(spec.program)
 
     from elastic.worker.measure import Wanted, accelerator_here, hardware_of, measure
-    from elastic.worker.profiling import model_profile_of
+    from elastic.worker.profiling import model_profile_of, samples_of
 
     kind = _kind(spec, accelerator_here())
     path = Path(out).expanduser() if out is not None else path_of(kind)
     check_writable(path)
-    load, at = os.getloadavg()[0], datetime.now(UTC)
+    at = datetime.now(UTC)
     model = model_profile_of(program, spec.plain())
     uri = runs.storage_uri(spec.storage or default_storage())
     fresh = "://" not in uri and not Path(uri).exists()
     try:
-        found = measure(Wanted(model, spec.precision, spec.global_batch, seconds - START_S, uri))
+        found = measure(
+            Wanted(
+                model, spec.precision, spec.global_batch, seconds - START_S, uri, job=spec.plain(),
+                some=samples_of(program, spec.plain(), MANY),
+            )
+        )  # fmt: skip
     finally:
         with suppress(OSError):  # it was not there before; with something in it, it stays
             if fresh:
                 Path(uri).rmdir()
     about = {
         "job": spec.name, "host": socket.gethostname(), "at": at.isoformat(timespec="seconds"), "accelerator_type": kind,
-        "precision": spec.precision, "storage": uri, "load_before": round(load, 2),
+        "precision": spec.precision, "storage": uri,
     }  # fmt: skip
     made = hardware_of(found, kind)
     write_hardware(path, made, about | {"found": found})

@@ -135,9 +135,10 @@ class HardwareProfile:
     numbers here that were measured. `step_share`: measured step time over the predicted one, 1 = never compared.
 
     What only `elastic profile` tells, at the sizes of the job that it was given: `products`: (rows, k, n, FLOP/s); `crowded`:
-    (processes that compute at once on a node, FLOP/s of each in the job's products), `crowded_bytes`: the same of what its
-    other operations move; `op_bytes_per_s`: by one process alone. `collectives`: (name, ranks, seconds, seconds per byte of
-    the whole tensor) inside a node; `send` is from one rank to another. `storage_*`: of the job's storage, one process.
+    (processes that compute at once on a node, FLOP/s of each in the job's products); `crowded_passes`: the same in whole passes
+    of its model, forward and backward; `crowded_bytes`: what each moves in its other operations, `op_bytes_per_s`: what one
+    alone moves. `collectives`: (name, ranks, seconds, seconds per byte of the whole tensor) inside a node; `send` is from one
+    rank to another. `storage_*`: of the job's storage, one process.
     """
 
     accelerator_type: str = "CPU"
@@ -162,6 +163,7 @@ class HardwareProfile:
     storage_read_bytes_per_s: float = 0.0
     products: tuple[tuple[int, int, int, float], ...] = ()
     crowded: tuple[tuple[int, float], ...] = ()
+    crowded_passes: tuple[tuple[int, float], ...] = ()
     crowded_bytes: tuple[tuple[int, float], ...] = ()
     collectives: tuple[tuple[str, int, float, float], ...] = ()
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,21 +16,24 @@ from typing import Any
 
 import torch
 
+from elastic.data.loader import collate
 from elastic.errors import InternalError, SpecError
 from elastic.types import HardwareProfile, ModelProfile
 from elastic.worker import measuring
-from elastic.worker.admission import free_host_bytes
+from elastic.worker.admission import free_gpu_bytes, free_host_bytes
 from elastic.worker.groups import NCCL_ENVIRONMENT
 
 SIZES = (1, 2, 4, 6)  # processes at once on a CPU
 PROCESS_BYTES = 600 << 20  # of host memory, of one of them
 LOOK_S = 0.05
+PASS_FLOP, PASS_FLOP_GPU = 3e10, 3e14  # of a forward and backward pass: about a second
 LAST_LINES = 3
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """`samples`: of a step, on all ranks; `seconds`: of measuring, once the processes are there; `storage`: URI, '' = is not
+    """`job`, `some`: as plain data, and a few samples of its dataset: its passes are run too, where they are not too large.
+    `samples`: of a step, on all ranks; `seconds`: of measuring, once the processes are there; `storage`: URI, '' = is not
     measured; `sizes`: () = as many processes as this machine bears."""
 
     model: ModelProfile
@@ -39,6 +42,8 @@ class Wanted:
     seconds: float = 45.0
     storage: str = ""
     sizes: tuple[int, ...] = ()
+    job: Mapping[str, Any] | None = None
+    some: Sequence[Mapping[str, Any]] = ()
 
 
 def measure(wanted: Wanted) -> dict[str, Any]:
@@ -48,6 +53,9 @@ def measure(wanted: Wanted) -> dict[str, Any]:
     limit_s = 60 + 4 * wanted.seconds
     with tempfile.TemporaryDirectory(prefix="elastic-profile-") as folder:
         (Path(folder) / "asked.json").write_text(json.dumps(asked))
+        if asked["program"]:
+            rows = [dict(wanted.some[i % len(wanted.some)]) for i in range(asked["times"])]
+            torch.save(collate(rows), Path(folder) / "batch.pt")
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(max(asked["sizes"])):
@@ -86,7 +94,21 @@ def _asked(wanted: Wanted) -> dict[str, Any]:
         "times": max(1, -(-wanted.samples // max(sizes))),
         "seconds": wanted.seconds,
         "storage": wanted.storage,
+        "program": dict(wanted.job) if wanted.job and wanted.some and _runs_here(wanted, sizes) else None,
+        "sample_flop": sample.flop if sample is not None else 0.0,
     }
+
+
+def _runs_here(wanted: Wanted, sizes: Sequence[int]) -> bool:
+    """Are weights, gradients and what a pass keeps small enough for so many processes, and a pass short enough?"""
+    sample, on_gpu = wanted.model.sample, torch.cuda.is_available()
+    if sample is None or not sample.flop:
+        return False
+    times = max(1, -(-wanted.samples // max(sizes)))
+    kept = wanted.model.n_blocks * dict(sample.kept_bytes).get("none", 0) + sample.ends_bytes
+    n_bytes = 3 * 4 * wanted.model.n_params + 2 * times * kept
+    free = free_gpu_bytes(torch.device("cuda", 0)) if on_gpu else free_host_bytes() // max(sizes)
+    return n_bytes < free // 2 and sample.flop * times < (PASS_FLOP_GPU if on_gpu else PASS_FLOP)
 
 
 def _sizes(n_gpus: int) -> tuple[int, ...]:
@@ -154,6 +176,7 @@ def hardware_of(found: dict[str, Any], accelerator_type: str) -> HardwareProfile
         "storage_read_bytes_per_s": found.get("storage_read_bytes_per_s", 0.0),
         "products": tuple((one["rows"], one["k"], one["n"], one["flop_per_s"]) for one in found["products"]),
         "crowded": tuple((one["processes"], one["flop_per_s"]) for one in crowded if "flop_per_s" in one),
+        "crowded_passes": tuple((one["processes"], one["passes_flop_per_s"]) for one in crowded if "passes_flop_per_s" in one),
         "crowded_bytes": tuple((one["processes"], one["bytes_per_s"]) for one in crowded),
         "collectives": tuple((one["op"], one["ranks"], one["alpha_s"], one["beta_s_per_byte"]) for one in collectives),
     }

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,10 @@ from elastic.types import Attention, Matmul
 ALONE, CROWDED, TALK = 0.4, 0.3, 0.3  # shares of the time
 BURST_S = 0.08
 TIMEOUT_S = 120.0
+ARCHITECTURES = {  # compute capability -> as the catalog names it
+    (7, 0): "Volta", (7, 5): "Turing", (8, 0): "Ampere", (8, 6): "Ampere", (8, 9): "Ada", (9, 0): "Hopper",
+    (10, 0): "Blackwell", (10, 3): "Blackwell", (12, 0): "Blackwell",
+}  # fmt: skip
 
 
 def main(folder: Path, rank: int) -> None:
@@ -62,6 +67,7 @@ class _Member:
         self.among = Among(tuple(asked["sizes"]), self.device, self.settle)
         self.dtypes: dict[str, Any] = {name: getattr(torch, name) for name in asked["dtypes"]}
         self.dtype = self.dtypes[asked["dtypes"][0]]
+        self.passes = self._passes(folder)
         self.matmuls = fitting([Matmul(**one) for one in asked["matmuls"]], asked["times"], self.limits)
 
     def measured(self) -> dict[str, Any]:
@@ -95,9 +101,11 @@ class _Member:
         calls["memory"], work["memory"] = ops.summed(self.device, self.limits)
         ways, n_bytes = ops.copied(self.device, self.limits)
         calls, work = calls | ways, work | dict.fromkeys(ways, n_bytes)
+        began, cpu_began = time.perf_counter(), time.process_time()
         seconds = medians_s(calls, 0.8 * ALONE * self.asked["seconds"], self.settle)
+        cpu_share = (time.process_time() - cpu_began) / (time.perf_counter() - began)
         rates = {name: work[name] / seconds[name] for name in calls}
-        return self._named(rates) | self._stored(0.2 * ALONE * self.asked["seconds"])
+        return self._named(rates) | {"cpu_share": cpu_share} | self._stored(0.2 * ALONE * self.asked["seconds"])
 
     def _ordinary(self) -> tuple[Callable[[], object], int]:
         from elastic.worker.measured_ops import ordinary
@@ -142,6 +150,8 @@ class _Member:
         from elastic.worker.timings import LEAST, MOST
 
         works: dict[str, tuple[Callable[[], object], float]] = {"bytes_per_s": self._ordinary()}
+        if self.passes is not None:
+            works["passes_flop_per_s"] = self.passes, self.asked["sample_flop"] * self.asked["times"]
         if self.matmuls:
             works["flop_per_s"] = mixed(self.matmuls, self.dtype, self.device)
         found: dict[tuple[int, str], list[float]] = {(n, name): [] for n in self.asked["sizes"] for name in works}
@@ -155,6 +165,38 @@ class _Member:
                 mean = self.among.mean(rate, n)
                 found[n, name] += [mean] if repetition else []
         return [{"processes": n} | {name: median(found[n, name]) for name in works} for n in self.asked["sizes"]]
+
+    def _passes(self, folder: Path) -> Callable[[], object] | None:
+        """The program's own forward and backward pass of a batch; None where it is too large for this, or fails."""
+        if not self.asked["program"]:
+            return None
+        run: Callable[[], object] | None = None
+        try:
+            run = self._pass_of(folder)
+            run()
+        except Exception:  # noqa: BLE001 - the user's program; the numbers are known without it
+            traceback.print_exc()
+            run = None
+        world = max(self.asked["sizes"])
+        return run if self.among.mean(float(run is not None), world) > 1 - 0.5 / world else None
+
+    def _pass_of(self, folder: Path) -> Callable[[], object]:
+        import torch
+
+        from elastic.program import load_program
+        from elastic.worker.calls import call_model, loss_of
+        from elastic.worker.job_program import with_job
+
+        program = with_job(load_program(self.asked["program"]["program"]), self.asked["program"])
+        model = program.model().to(device=self.device, dtype=self.dtype)
+        batch = torch.load(folder / "batch.pt", map_location=self.device, weights_only=True)
+        batch = {key: x.to(self.dtype) if x.is_floating_point() else x for key, x in batch.items()}
+
+        def run() -> None:
+            loss_of(program, call_model(program, model, batch), batch).backward()
+            model.zero_grad()
+
+        return run
 
     def _burst(self, call: Callable[[], object], work: float) -> float:
         """Work per second, over BURST_S or one call."""
@@ -182,7 +224,7 @@ def _chip(device: Any) -> dict[str, Any]:
     about = torch.cuda.get_device_properties(device)
     return {
         "chip": about.name, "units": about.multi_processor_count, "memory_bytes": about.total_memory,
-        "arch": f"sm_{about.major}{about.minor}", "torch": torch.__version__,
+        "arch": ARCHITECTURES.get((about.major, about.minor), ""), "torch": torch.__version__,
     }  # fmt: skip
 
 

@@ -44,6 +44,14 @@ def _data(program: Program, job: Mapping[str, Any]) -> tuple[Any, Mapping[str, A
         raise SpecError(f"{_where(job)}: its dataset {_raised(error)}") from error
 
 
+def samples_of(program: Program, job: Mapping[str, Any], n: int) -> list[Mapping[str, Any]]:
+    """The first few samples of the dataset, as `model_profile_of` sees the first one; none where they are of unequal length."""
+    dataset, first = _data(program, job)
+    if job.get("microbatch_tokens"):
+        return []
+    return [first, *(dataset[i] for i in range(1, min(n, len(dataset))))]
+
+
 def _where(job: Mapping[str, Any]) -> str:
     return str(job.get("program") or "the program")
 

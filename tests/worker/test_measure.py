@@ -22,11 +22,12 @@ from elastic.types import Attention, HardwareProfile, Matmul
 from elastic.worker import measure as measuring_side
 from elastic.worker.measure import Wanted, hardware_of, measure
 from elastic.worker.measured_ops import Limits, attended, fitting, mixed, ordinary, product, product_flop, stored
-from elastic.worker.profiling import model_profile_of
+from elastic.worker.profiling import model_profile_of, samples_of
 
 CPU = torch.device("cpu")
 LIMITS = Limits(64, 1e7, 1 << 20, 1 << 16)
-TINY = load_program(Path(__file__).parent.parent / "programs" / "tiny.py")
+PLACE = Path(__file__).parent.parent / "programs" / "tiny.py"
+TINY = load_program(PLACE)
 JOB: dict[str, Any] = {"program": "tiny.py", "steps": 4, "global_batch": 4}
 
 
@@ -45,7 +46,7 @@ def test_products_do_the_work_that_is_counted() -> None:
 
 def test_products_that_are_too_large_lose_rows_and_hopeless_ones_are_left_out() -> None:
     small, wide, hopeless = Matmul(8, 16, 16), Matmul(1 << 20, 64, 64, 2.0), Matmul(8, 1 << 12, 1 << 12)
-    found = fitting([small, small, wide, hopeless], 4, LIMITS)
+    found = fitting([small, small, wide, hopeless, Matmul(8, 600, 600)], 4, LIMITS)
     assert found == [Matmul(int(1e7 / (2 * 64 * 64)), 64, 64, count=2.0), Matmul(32, 16, 16, count=2.0)]
     assert fitting([Matmul(64, 16, 16, experts=4)], 1, LIMITS) == [Matmul(16, 16, 16, count=4.0)]
 
@@ -112,8 +113,20 @@ def test_of_gpus_the_links_between_nodes_are_not_known_from_one_node() -> None:
 # ------------------------------------------------------------------------------------------ processes
 
 
-def wanted(sizes: tuple[int, ...], storage: str = "") -> Wanted:
-    return Wanted(model_profile_of(TINY, JOB), samples=4, seconds=1.0, storage=storage, sizes=sizes)
+def wanted(sizes: tuple[int, ...], storage: str = "", program: Path = PLACE) -> Wanted:
+    job = JOB | {"program": str(program)}
+    some = samples_of(TINY, JOB, 3)
+    return Wanted(model_profile_of(TINY, JOB), samples=8, seconds=1.0, storage=storage, sizes=sizes, job=job, some=some)
+
+
+def test_passes_are_run_where_they_are_small() -> None:
+    given = wanted((1, 2))
+    assert measuring_side._asked(given)["program"] == given.job
+    sample = given.model.sample
+    assert sample is not None
+    for large in (replace(given.model, n_params=1 << 40), replace(given.model, sample=replace(sample, flop=1e13))):
+        assert measuring_side._asked(replace(given, model=large))["program"] is None
+    assert measuring_side._asked(replace(given, some=()))["program"] is None
 
 
 @pytest.mark.slow
@@ -127,7 +140,16 @@ def test_it_measures_this_machine_and_leaves_nothing(tmp_path: Path) -> None:
     assert all(rate > 0 for rate in (*dict(made.crowded).values(), made.node_bytes_per_s, made.storage_write_bytes_per_s))
     assert 1e8 < made.peak_flop_per_s < 1e13 and 1e-7 < made.launch_s < 1e-3
     assert made.attention_flop_per_s > 0 and len(made.products) == len(found["products"]) > 0
+    assert [n for n, rate in made.crowded_passes if 1e6 < rate < made.peak_flop_per_s] == [1, 2]
+    assert 0.01 < found["cpu_share"] < 1.5
     assert list((tmp_path / "runs").iterdir()) == [] and processes_of(os.getpid()) == []
+
+
+@pytest.mark.slow
+def test_a_program_that_does_not_run_here_takes_only_its_passes_away(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("raise ImportError('elsewhere')")
+    made = hardware_of(measure(wanted((1,), program=tmp_path / "program.py")), "CPU")
+    assert made.crowded_passes == () and made.crowded[0][1] > 0 and made.collectives == ()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program, load_program
 from elastic.worker.loss_scale import profile_of
-from elastic.worker.profiling import model_profile_of
+from elastic.worker.profiling import model_profile_of, samples_of
 from elastic.worker.sample_profile import traced_sample
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
@@ -31,6 +31,13 @@ def test_it_is_what_a_worker_finds() -> None:
 def test_samples_of_unequal_length_have_no_profile() -> None:
     unequal = load_program(PROGRAMS / "tiny_unequal.py")
     assert model_profile_of(unequal, JOB | {"microbatch_tokens": 64}).sample is None
+    assert samples_of(unequal, JOB | {"microbatch_tokens": 64}, 4) == []
+
+
+def test_the_first_samples() -> None:
+    dataset: Any = TINY.dataset and TINY.dataset()
+    assert [int(x["input"][0]) for x in samples_of(TINY, JOB, 3)] == [int(dataset[i]["input"][0]) for i in range(3)]
+    assert len(samples_of(replace(TINY, dataset=lambda: [dataset[0]]), JOB, 3)) == 1
 
 
 class Broken(nn.Module):

@@ -26,8 +26,8 @@ class Clock:
 
 def test_a_median_is_not_moved_by_the_first_call_nor_by_one_disturbance() -> None:
     clock = Clock()
-    calls = {"a": clock.call("a", 9.0, 1.0, 1.0, 50.0, 1.0), "b": clock.call("b", 2.0)}
-    assert medians_s(calls, 0.0, clock=lambda: clock.now) == {"a": 1.0, "b": 2.0}
+    calls = {"a": clock.call("a", 9.0, 1.0, 2.0, 50.0, 1.0), "b": clock.call("b", 2.0)}
+    assert medians_s(calls, 0.0, clock=lambda: clock.now) == {"a": 2.0, "b": 2.0}
     assert clock.order[-2 * LEAST :] == ["a", "b"] * LEAST  # they take turns
 
 
