@@ -142,6 +142,15 @@ def offload_s(site: Site, work: Work, layout: Layout, m: int) -> float:
     return shard * (2 * m + work.trained) / link + updated
 
 
+def accumulate_s(site: Site, work: Work, layout: Layout, m: int) -> float:
+    """Gradients of each further microbatch are read in the computation's dtype and added to the sum, which stage 2 and 3 have
+    cut already."""
+    mine, cut = held(work, layout), 1 if zero_stage(layout) < 2 else layout.dp_shard * layout.cp
+    rate = site.chip.gpu.memory_bytes_per_s * site.kernels.bandwidth
+    n_bytes = (mine.dense + mine.experts) * work.trained / cut / max(1.0, work.element_bytes) * (2 + 2 * GRADIENT_BYTES)
+    return (m - 1) * n_bytes / rate if rate else 0.0
+
+
 @dataclass(frozen=True)
 class Cost:
     """Seconds of a step by what they are for; `flop` is the model's own, nothing counted twice."""
@@ -169,7 +178,7 @@ def step_cost(site: Site, work: Work, layout: Layout, step: Step, passes: Passes
     mean = blocks * one + ends / layout.pp
     slowest = slowest_stage(work.n_blocks, layout, ends / one) * one if layout.pp > 1 else mean
     fsdp = _fsdp_s(site, work, layout, step, passes)
-    pp = pp_s(site, sample, layout, step)
+    pp = pp_s(site, sample, layout, step) + (site.kernels.microbatch_s if layout.pp > 1 else 0.0)
     parts = {
         "products": m * (blocks * 3 * passes.products + ends / layout.pp),
         "attention": m * blocks * attends,
@@ -177,6 +186,7 @@ def step_cost(site: Site, work: Work, layout: Layout, step: Step, passes: Passes
         "recomputed": m * blocks * passes.again,
         "tp": m * blocks * tp, "cp": m * blocks * cp, "ep": m * blocks * ep, "pp": m * pp,
         "uneven": m * (slowest - mean),
+        "accumulate": accumulate_s(site, work, layout, m),
         "bubble": (layout.pp * mean - slowest + (layout.pp - 1) * pp) * layout.pp / layout.n_stages,
         "fsdp": fsdp,
         "replicas": _replicas_s(site, work, layout, step, passes),

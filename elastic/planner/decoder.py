@@ -36,6 +36,7 @@ class Decoder:
     fused: bool = True
     dtype: str = "float32"  # of the parameters and their moments
     compute: str = "bfloat16"
+    logit_bytes: int = 14  # of a logit, at the end of the loss: as computed, in float32, its log-softmax, its gradient
 
     @property
     def width(self) -> int:
@@ -84,7 +85,7 @@ class Decoder:
             flop=flop,
             kept_bytes=self._kept(size),
             hidden_bytes=s * h * size,
-            ends_bytes=s * self.vocab * (3 * 4 + size),
+            ends_bytes=s * self.vocab * self.logit_bytes,
             sequence=s,
             key_value_bytes=2 * s * self.kv_heads * self.width * size,
             sequence_parallel=True,

@@ -30,7 +30,8 @@ class Kernels:
     `crowd`: of the shorter of two things that run at once (collectives and computation), what they cost each other.
     `tp_hidden`: of tp's collectives, run under products. `dp_hidden`: of the computation, what hides the gradients' sum where
     they are not sharded. `jitter`: of a step, for each doubling of the nodes that wait for each other. `launch_s`: of one
-    operation on the GPU; `host_s`: on the host, which is waited for where it takes longer."""
+    operation on the GPU; `host_s`: on the host, which is waited for where it takes longer; `microbatch_s`: of
+    a pipeline stage's host, for each microbatch."""
 
     matmul: float = 0.82
     low8: float = 0.75
@@ -51,6 +52,7 @@ class Kernels:
     jitter: float = 0.01
     launch_s: float = 5e-6
     host_s: float = 8e-6
+    microbatch_s: float = 1e-3
 
 
 # Software generations. fsdp2: PyTorch's own (fused attention, eager; `fsdp2-compiled` with torch.compile), what elastic runs;
@@ -58,6 +60,8 @@ class Kernels:
 # megatron-2026: with CUDA graphs and fused experts.
 SOFTWARE = ("fsdp2", "fsdp2-compiled", "fsdp1", "megatron-2022", "megatron-2024", "megatron-2026")
 UNFUSED = ("megatron-2022",)
+# Bytes of a logit at the end of the loss: fused losses write their gradient in place, others keep copies in float32.
+LOGIT_BYTES = {"fsdp2": 14, "fsdp2-compiled": 12, "fsdp1": 6, "megatron-2022": 8, "megatron-2024": 6, "megatron-2026": 6}
 # Whose constants an architecture takes that nobody has measured with this software.
 LIKE = {"Ada": "Ampere", "Turing": "Ampere", "Volta": "Ampere", "Blackwell": "Hopper", "CDNA3": "Hopper", "Ampere": "Hopper"}
 PARENT = {"fsdp2-compiled": "fsdp2", "megatron-2026": "megatron-2024"}

@@ -98,7 +98,8 @@ def ends_bytes(sample: SampleProfile, layout: Layout) -> float:
 
 def activation_parts(work: Work, layout: Layout, step: Step) -> dict[str, float]:
     """Of the pipeline stage that keeps most: the first has most microbatches in flight, the last has the logits. Where blocks
-    are computed again, one of them has all of its activations for that time (Chen et al. 2016, section 3)."""
+    are computed again, one of them has all of its activations for that time (Chen et al. 2016, section 3); by then the logits
+    are gone."""
     sample, mode = work.sample, layout.activation_checkpointing
     if sample is None:
         return {"activations": 0.0, "logits": 0.0, "again": 0.0}
@@ -108,7 +109,7 @@ def activation_parts(work: Work, layout: Layout, step: Step) -> dict[str, float]
     rows, again = step.n_rows, max(0.0, none - kept)
     if layout.pp > 1 and first >= blocks + ends:
         return {"activations": rows * first, "logits": 0.0, "again": rows * again}
-    return {"activations": rows * blocks, "logits": rows * ends, "again": rows * again}
+    return {"activations": rows * blocks, "logits": rows * max(0.0, ends - again), "again": rows * again}
 
 
 def parts(work: Work, layout: Layout, step: Step) -> Mapping[str, float]:

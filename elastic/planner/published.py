@@ -2,7 +2,7 @@
 
 A row says what a source prints; what it leaves out is filled by rules that hold for every row: where gated and tied are not
 said, the decoder whose parameters come nearest; heads of 128; the sequence of other rows of that model; checkpointing that is
-not said is none. The software generation follows from what was used (precision, ZeRO, checkpointing, GPU architecture), never
+not said is the least that fits. The software generation follows from what was used (precision, ZeRO, checkpointing, GPU architecture), never
 from who measured it.
 """
 
@@ -19,7 +19,7 @@ from elastic.planner import hardware
 from elastic.planner.compute import Chip
 from elastic.planner.cost import Cost, Site, step_cost
 from elastic.planner.decoder import Decoder
-from elastic.planner.kernels import UNFUSED, Kernels, generation
+from elastic.planner.kernels import LOGIT_BYTES, UNFUSED, Kernels, generation
 from elastic.planner.memory import Step, parts
 from elastic.planner.work import Work
 from elastic.types import Layout
@@ -28,6 +28,7 @@ COLUMNS = ("model", "params_b", "hidden", "gpu", "gpus", "tp", "pp")  # without 
 STAGES = {"0": 0, "1": 1, "2": 2, "3": 3, "fsdp": 3, "fsdp2": 3, "": 1}
 GRAPHED = (26, 6)  # containers of Megatron from this year and month on: CUDA graphs and fused experts
 CONTEXT_BYTES = 1.5 * 2**30  # CUDA's own, which nvidia-smi counts and an allocator does not
+RESERVED = 1.05  # what an allocator keeps over what is in use (PyTorch: max_memory_reserved over max_memory_allocated)
 LONE_HEAD = 128
 DEFAULT_SEQ = 4096
 EXPERTS = re.compile(r"(\d+) experts top-(\d+)")
@@ -61,8 +62,12 @@ class Case:
     def predicted_tokens_per_s(self, kernels: Kernels | None = None) -> float:
         return self.step.global_batch * self.tokens / self.cost(kernels).step_s / self.n_gpus
 
+    def allocated_bytes(self) -> float:
+        return sum(parts(self.work, self.layout, self.step).values())
+
     def predicted_bytes(self) -> float:
-        return sum(parts(self.work, self.layout, self.step).values()) + self.counted_bytes
+        """As it was measured."""
+        return RESERVED * self.allocated_bytes() + self.counted_bytes
 
 
 def cases(rows: Iterable[Mapping[str, str]]) -> list[Case]:
@@ -85,6 +90,8 @@ def _case(row: Mapping[str, str], seqs: Mapping[str, int]) -> Case:
     profile = decoder.profile()
     if software in UNFUSED and profile.sample is not None:
         profile = replace(profile, sample=replace(profile.sample, sequence_parallel=False))
+    work = Work.of(profile)
+    layout = _checkpointed(work, layout, step, chip.memory_bytes) if not row.get("activation_ckpt") else layout
     return Case(
         name=row.get("id", ""),
         source=row.get("source", ""),
@@ -94,7 +101,7 @@ def _case(row: Mapping[str, str], seqs: Mapping[str, int]) -> Case:
         software=software,
         layout=layout,
         step=step,
-        work=Work.of(profile),
+        work=work,
         site=Site(Chip(hardware.profile(chip), generation(software, chip.arch), dtype), per_node),
         tokens=seq,
         tokens_per_s=_float(row, "tokens_per_s_per_gpu"),
@@ -102,6 +109,15 @@ def _case(row: Mapping[str, str], seqs: Mapping[str, int]) -> Case:
         fits=row.get("fits", "1") != "0",
         counted_bytes=CONTEXT_BYTES if "nvidia-smi" in row.get("notes", "") else 0.0,
     )
+
+
+def _checkpointed(work: Work, layout: Layout, step: Step, room_bytes: int) -> Layout:
+    """With the first way of checkpointing under which it fits; with none where it never does."""
+    for mode in ("none", "selective", "full"):
+        tried = replace(layout, activation_checkpointing=mode)
+        if sum(parts(work, tried, step).values()) <= room_bytes:
+            return tried
+    return layout
 
 
 def precision(text: str) -> str:
@@ -167,7 +183,7 @@ def decoder_of(row: Mapping[str, str], seq: int, dtype: str, software: str) -> D
     plain = Decoder(
         layers or round((wanted - vocab * hidden) / (12 * hidden * hidden)), hidden, heads,
         _int(row, "kv_heads") or heads, _int(row, "ffn") or 4 * hidden, vocab, seq,
-        experts=experts, active=active, fused=software not in UNFUSED, dtype="bfloat16" if pure else "float32",
+        experts=experts, active=active, fused=software not in UNFUSED, logit_bytes=LOGIT_BYTES[software], dtype="bfloat16" if pure else "float32",
         compute="float16" if dtype == "float16" else "bfloat16",
     )  # fmt: skip
     widths = (0, 64, LONE_HEAD) if experts else (0,)

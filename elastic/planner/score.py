@@ -114,7 +114,7 @@ def score(rows: Iterable[Mapping[str, str]]) -> Score:
                 abs(predicted / measured - 1) if measured else float("nan"),
                 abs(constant / measured - 1) if measured else float("nan"),
                 abs(needs / case.memory_bytes - 1) if case.memory_bytes else None,
-                needs <= case.site.chip.gpu.memory_bytes * FITS,
+                case.allocated_bytes() <= case.site.chip.gpu.memory_bytes * FITS,
             )
         )
     return Score(tuple(lines), len(every))
@@ -161,7 +161,8 @@ def _ranked(lines: Sequence[Line]) -> bool:
 
 def _question(line: Line) -> tuple[str, ...]:
     case = line.case
-    return case.source, case.model, case.gpu, str(case.n_gpus), str(case.tokens), case.step.dtype
+    shape = f"{case.work.n_blocks} {case.work.block:.0f} {[a.heads for a in case.work.sample.attentions] if case.work.sample else 0}"
+    return case.source, case.model, shape, case.gpu, str(case.n_gpus), str(case.tokens), case.step.dtype
 
 
 def _grouped(lines: Iterable[Line], key: Callable[[Line], Any]) -> dict[Any, list[Line]]:
