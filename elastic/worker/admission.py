@@ -10,9 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +19,11 @@ import torch.distributed as dist
 from elastic import version
 from elastic.fingerprint import differences
 from elastic.types import Admission, Terms, version_differences
+from elastic.worker.free_memory import free_gpu_bytes, free_host_bytes
 from elastic.worker.link import Door, Link, measure
 
 PERIOD = 7  # of the matrices, in every direction
 CPU_SIZE, GPU_SIZE = 64 * PERIOD, 512 * PERIOD  # a power of 2 times the period: every sum is exact, also in bfloat16
-CONTROL_GROUP = Path("/sys/fs/cgroup")
 END_MOST_S = 30.0  # what is not over by then is not waited for
 
 
@@ -132,22 +130,6 @@ def too_little(terms: Terms, host_bytes: int, gpu_bytes: int) -> str:
     if terms.gpu_bytes > gpu_bytes:
         return f"{_gib(gpu_bytes)} of a GPU's memory are free, the job needs {_gib(terms.gpu_bytes)} there"
     return ""
-
-
-def free_host_bytes() -> int:
-    """What processes here can still take: the kernel's estimate, or less where a control group allows less. Files that it
-    keeps in memory count as free, since it lets go of them."""
-    rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(rows["MemAvailable"].split()[0]) * 1024
-    with suppress(OSError, ValueError):  # no control group, or "max"
-        most, used = (int((CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
-        free = min(free, max(0, most - used + int(stat.get("inactive_file", 0))))
-    return free
-
-
-def free_gpu_bytes(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 def _gib(n_bytes: int) -> str:

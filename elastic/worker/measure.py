@@ -20,7 +20,7 @@ from elastic.data.loader import collate
 from elastic.errors import InternalError, SpecError
 from elastic.types import HardwareProfile, ModelProfile
 from elastic.worker import measuring
-from elastic.worker.admission import free_gpu_bytes, free_host_bytes
+from elastic.worker.free_memory import free_gpu_bytes, free_host_bytes
 from elastic.worker.groups import NCCL_ENVIRONMENT
 
 SIZES = (1, 2, 4, 6)  # processes at once on a CPU

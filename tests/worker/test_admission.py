@@ -19,8 +19,9 @@ import torch
 
 from elastic.fingerprint import KEY
 from elastic.types import Admission, NodeRefused, Terms, WorkerId, version_differences, worst
-from elastic.worker import admission, link
-from elastic.worker.admission import Checks, Entry, Refused, free_host_bytes, multiply, too_little, try_links, versions
+from elastic.worker import admission, free_memory, link
+from elastic.worker.admission import Checks, Entry, Refused, multiply, too_little, try_links, versions
+from elastic.worker.free_memory import free_host_bytes
 from elastic.worker.link import Door, listen, measure
 from elastic.worker.session import Session
 
@@ -70,7 +71,7 @@ def test_memory_that_is_not_there(background: Callable[..., Any]) -> None:
 
 def test_a_control_group_bounds_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it keeps of files it lets go of."""
-    monkeypatch.setattr(admission, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(free_memory, "CONTROL_GROUP", tmp_path)
     for name, text in (("memory.max", "1000"), ("memory.current", "900"), ("memory.stat", "anon 300\ninactive_file 600\n")):
         (tmp_path / name).write_text(text)
     assert free_host_bytes() == 700

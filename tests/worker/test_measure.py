@@ -208,3 +208,20 @@ def waited(look: Callable[[], list[int]], done: Callable[[list[int]], bool]) -> 
     while not done(found := look()) and time.monotonic() < end:
         time.sleep(0.05)
     return found
+
+
+BLOCKED = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("ray", "pydantic"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Block())
+import elastic.worker.measure, elastic.worker.measured_groups, elastic.worker.measured_ops, elastic.worker.measuring
+"""
+
+
+@pytest.mark.slow
+def test_measuring_needs_neither_ray_nor_pydantic() -> None:
+    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
