@@ -2,8 +2,8 @@
 
 A row says what a source prints; what it leaves out is filled by rules that hold for every row: where gated and tied are not
 said, the decoder whose parameters come nearest; heads of 128; the sequence of other rows of that model; checkpointing that is
-not said is the least that fits. The software generation follows from what was used (precision, ZeRO, checkpointing, GPU architecture), never
-from who measured it.
+not said is the least that fits. The software generation follows from what was used (precision, ZeRO, checkpointing, GPU
+architecture), never from who measured it.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ def decoder_of(row: Mapping[str, str], seq: int, dtype: str, software: str) -> D
     plain = Decoder(
         layers or round((wanted - vocab * hidden) / (12 * hidden * hidden)), hidden, heads,
         _int(row, "kv_heads") or heads, _int(row, "ffn") or 4 * hidden, vocab, seq,
-        experts=experts, active=active, fused=software not in UNFUSED, logit_bytes=LOGIT_BYTES[software], dtype="bfloat16" if pure else "float32",
+        experts=experts, active=active, fused=software not in UNFUSED, logit_bytes=LOGIT_BYTES[software],
+        dtype="bfloat16" if pure else "float32",
         compute="float16" if dtype == "float16" else "bfloat16",
     )  # fmt: skip
     widths = (0, 64, LONE_HEAD) if experts else (0,)

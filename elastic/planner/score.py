@@ -161,7 +161,8 @@ def _ranked(lines: Sequence[Line]) -> bool:
 
 def _question(line: Line) -> tuple[str, ...]:
     case = line.case
-    shape = f"{case.work.n_blocks} {case.work.block:.0f} {[a.heads for a in case.work.sample.attentions] if case.work.sample else 0}"
+    heads = [a.heads for a in case.work.sample.attentions] if case.work.sample else []
+    shape = f"{case.work.n_blocks} {case.work.block:.0f} {heads}"
     return case.source, case.model, shape, case.gpu, str(case.n_gpus), str(case.tokens), case.step.dtype
 
 
