@@ -14,6 +14,7 @@ from elastic.ledger.run_folder import RunFolder
 from elastic.observe.noise import advice, estimate
 from elastic.observe.plot import save_loss
 from elastic.observe.sentences import size
+from elastic.observe.step_times import shown, step_times
 from elastic.observe.tables import columns
 from elastic.observe.view import View, view_of
 
@@ -73,11 +74,13 @@ def text(view: View, books: Account, data: Mapping[str, Any]) -> list[str]:
 def ledger(lines: Sequence[Line]) -> list[str]:
     books, by_pool = account(lines), sentence(launches(lines).medians())
     started = ["", f"from a node's request to its first step: {by_pool} (medians)"] if by_pool else []
-    return [*spent(books), "", *transitions(books.transitions), *started]
+    times = shown(step_times(lines))
+    return [*spent(books), "", *transitions(books.transitions), *started, *(["", *times] if times else [])]
 
 
 def ledger_plain(lines: Sequence[Line]) -> dict[str, Any]:
-    return _plain(account(lines)) | {"launch_to_first_step_s_by_pool": launches(lines).medians()}
+    more = {"launch_to_first_step_s_by_pool": launches(lines).medians(), "step_times": step_times(lines)}
+    return _plain(account(lines)) | more
 
 
 def transitions(found: Sequence[Transition]) -> list[str]:

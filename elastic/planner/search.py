@@ -42,18 +42,20 @@ class Choice:
     relative_time: float  # of a step, in multiples of a perfect split of the model's FLOPs
     activation_bytes: int = 0  # beside `memory_bytes`, while a step is computed; 0 = not known
     parts: Mapping[str, float] = field(default_factory=dict)  # of relative_time
-    step_s: float = 0.0  # 0 = not known: the model or the hardware is not
+    model_step_s: float = 0.0  # of a step, by the cost model; 0 = the model is not known
+    hardware_known: bool = False  # else `model_step_s` is of the nominal hardware, and only good for comparing layouts
     rejected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Limits:
     """What layouts must fit into: bytes per worker (0 = not known) and layouts that were found not to (with the bytes).
-    `hardware`: of the slowest kind of node; None = not known, layouts are then compared as on H100 nodes."""
+    `hardware`: of nodes by their id, as far as it is known; where it is not of all of them, layouts are compared as on H100
+    nodes."""
 
     memory_bytes: int = 0
     infeasible: Mapping[Layout, int] | None = None
-    hardware: HardwareProfile | None = None
+    hardware: Mapping[str, HardwareProfile] | None = None
 
 
 def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Node], limits: Limits | None = None) -> Choice:
@@ -98,7 +100,11 @@ class _Search:
     def __post_init__(self) -> None:
         self.work = Work.of(self.model)
         self.per_node = min((node.gpus for node in self.nodes), default=1)
-        self.site = site_of(self.job, self.limits.hardware or hardware.NOMINAL, self.per_node)
+        known = self.limits.hardware or {}
+        self.known = bool(self.nodes) and all(node.node_id in known for node in self.nodes)
+        kinds = [known[node.node_id] for node in self.nodes] if self.known else [hardware.NOMINAL]
+        self.site = min((site_of(self.job, kind, self.per_node) for kind in dict.fromkeys(kinds)), key=rate)
+        self.rates = {node.node_id: rate(site_of(self.job, kind, self.per_node)) for node, kind in zip(self.nodes, kinds)}
 
     def named(self, layout: Layout) -> Choice | None:
         """The layout that the job names. It is refused only where its state alone is too large, or where it was tried."""
@@ -177,12 +183,13 @@ class _Search:
         return {name: seconds / perfect_s for name, seconds in found.parts.items()}
 
     def step_s(self, layout: Layout, step: Step) -> float:
-        known = self.model.sample is not None and self.model.sample.flop and self.limits.hardware is not None
+        """On the hardware that is known, else on the nominal one; 0 where the model is not known."""
+        known = self.model.sample is not None and self.model.sample.flop
         return step_cost(self.site, self.work, layout, step).step_s if known else 0.0
 
     def choice(self, layout: Layout, step: Step) -> Choice:
         ranks, m = self.place(layout), step.n_microbatches
-        samples = balance.shares(step.global_batch // m, _dp_speeds(layout, ranks, self.nodes), m)
+        samples = balance.shares(step.global_batch // m, _dp_speeds(layout, ranks, self.nodes, self.rates), m)
         layers = balance.stage_layers(self.model.n_blocks, layout.n_stages)
         parts = self.parts(layout, replace(step, largest_share=max(samples)))
         return Choice(
@@ -191,7 +198,8 @@ class _Search:
             activation_bytes=memory.activation_bytes(self.work, layout, step),
             relative_time=sum(parts.values()),
             parts=parts,
-            step_s=self.step_s(layout, replace(step, largest_share=max(samples))),
+            model_step_s=self.step_s(layout, replace(step, largest_share=max(samples))),
+            hardware_known=self.known,
             rejected=tuple(self.rejected),
         )  # fmt: skip
 
@@ -261,14 +269,21 @@ def place(layout: Layout, nodes: Sequence[Node], max_workers: int = 0) -> tuple[
     return tuple(ranks[: layout.world_size])
 
 
-def _dp_speeds(layout: Layout, ranks: Sequence[WorkerId], nodes: Sequence[Node]) -> list[float]:
+def _dp_speeds(layout: Layout, ranks: Sequence[WorkerId], nodes: Sequence[Node], rates: Mapping[str, float]) -> list[float]:
     """Speed of each data-parallel rank: that of its slowest worker."""
-    speeds = {node.node_id: max(1e-3, node.speed) for node in nodes}
+    least = min(rates.values(), default=1.0)
+    speeds = {node.node_id: max(1e-3, node.speed) * rates.get(node.node_id, least) / least for node in nodes}
     inner, stage = layout.cp * layout.tp, layout.world_size // layout.pp
     return [
         min(speeds[ranks[p * stage + d * inner + k].node_id] for p in range(layout.pp) for k in range(inner))
         for d in range(layout.dp)
     ]
+
+
+def rate(site: Site) -> float:
+    """FLOP/s that products reach there."""
+    gpu = site.chip.gpu
+    return gpu.peak(site.chip.dtype) * (gpu.reached or 1.0) * site.kernels.matmul
 
 
 def site_of(job: Mapping[str, Any], gpu: HardwareProfile, per_node: int) -> Site:

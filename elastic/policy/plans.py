@@ -9,7 +9,19 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner.search import Choice, Limits, plan_layout
 from elastic.policy import cadence, moves, placement
 from elastic.policy.known import State
-from elastic.types import Action, Cause, Decision, EnterPlan, Node, Plan, Prepare, Rehearsal, Resume, WorkerId
+from elastic.types import (
+    Action,
+    Cause,
+    Decision,
+    EnterPlan,
+    HardwareProfile,
+    Node,
+    Plan,
+    Prepare,
+    Rehearsal,
+    Resume,
+    WorkerId,
+)  # fmt: skip
 
 
 def choice_of(state: State, nodes: Sequence[Node]) -> Choice:
@@ -20,7 +32,14 @@ def choice_of(state: State, nodes: Sequence[Node]) -> Choice:
     ordered = sorted(nodes, key=lambda node: place.get(node.node_id, len(place)))
     known = [pool.memory_bytes_per_gpu for pool in state.pools if pool.name in {node.pool for node in nodes}]
     memory_bytes = min(known) if known and all(known) else 0
-    return plan_layout(state.model, state.job, ordered, Limits(memory_bytes, state.infeasible))
+    return plan_layout(state.model, state.job, ordered, Limits(memory_bytes, state.infeasible, _hardware(state, nodes)))
+
+
+def _hardware(state: State, nodes: Sequence[Node]) -> dict[str, HardwareProfile]:
+    """Of these nodes, as far as the kind of their pool is known."""
+    kinds = {profile.accelerator_type: profile for profile in state.hardware}
+    of_pool = {pool.name: kinds[pool.accelerator_type] for pool in state.pools if pool.accelerator_type in kinds}
+    return {node.node_id: of_pool[node.pool] for node in nodes if node.pool in of_pool}
 
 
 def with_rehearsals(state: State, decision: Decision) -> Decision:
@@ -80,15 +99,17 @@ def enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) 
         copy_bytes_per_s=copies.bytes_per_s,
         durable_every=cadence.durable_every(state, nodes, alone=copies.missing),
         predicted_step_time_s=_expected_step_s(state, choice),
+        model_step_s=choice.model_step_s if choice.hardware_known else 0.0,
         memory_bytes=choice.memory_bytes + choice.activation_bytes,
         usd_per_h=sum(prices.get(node.pool, 0.0) for node in nodes),
         rolled_back=state.rolled_back,
     )
     actions: tuple[Action, ...] = (EnterPlan(plan),)
     where = f"{count(len(choice.ranks), 'worker')} of {count(len(nodes), 'node')}"
+    expected = f", a step is expected to take {plan.predicted_step_time_s:.3g} s" if plan.predicted_step_time_s else ""
     text = (
         f"{why}; generation {plan.generation}: {choice.layout} on {where}, "
-        f"${plan.usd_per_h:.2f}/h, {_every('peer', plan.peer_every)}, {_every('durable', plan.durable_every)}"
+        f"${plan.usd_per_h:.2f}/h, {_every('peer', plan.peer_every)}, {_every('durable', plan.durable_every)}{expected}"
     ) + "".join(f"; {more}" for more in (_instead(choice), moves.told(move), copies.note) if more)
     return Decision(actions, text)
 
@@ -107,10 +128,13 @@ def _every(kind: str, steps: int) -> str:
 
 
 def _expected_step_s(state: State, choice: Choice) -> float:
-    """The measured step time, scaled by the number of ranks; 0 before the first measurement."""
+    """The measured step time, scaled as the cost model says that the two layouts differ (where the hardware is not known: by
+    the number of ranks). Before the first measurement what the cost model says, where the hardware is known; else 0."""
     newest = state.plans.get(state.generation)
     if newest is None or not state.step_time_s:
-        return 0.0
+        return choice.model_step_s if choice.hardware_known else 0.0
+    if newest.model_step_s and choice.hardware_known:
+        return state.step_time_s * choice.model_step_s / newest.model_step_s
     return state.step_time_s * newest.layout.world_size / choice.layout.world_size
 
 

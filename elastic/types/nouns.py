@@ -236,7 +236,8 @@ class Plan:
     copy_bytes_per_s: float = 0.0  # a rank sends its peer copies at most this fast under the steps, 0 = no limit
     move: Move | None = None  # None = not predicted
     durable_every: int = 0  # optimizer steps between durable copies, 0 = only at the end
-    predicted_step_time_s: float = 0.0
+    predicted_step_time_s: float = 0.0  # measurements taken into account; 0 = nothing is known
+    model_step_s: float = 0.0  # by the cost model alone, before any measurement; 0 = the hardware is not known
     memory_bytes: int = 0
     usd_per_h: float = 0.0
     rolled_back: tuple[tuple[str, int], ...] = ()  # guards and steps that the run was rolled back for

@@ -1,0 +1,53 @@
+"""What a step was expected to take in each generation, and what it took."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from elastic.ledger.journal import Line
+from elastic.observe.tables import columns
+from elastic.types import EnterPlan, StepDone
+
+LEAST = 3  # steps behind a generation's first one, which also builds and compiles
+
+
+def step_times(lines: Iterable[Line]) -> list[dict[str, Any]]:
+    """A row per generation that trained: seconds as expected when it was ordered, as the cost model alone said (None = it did
+    not), and as measured (median without the first step, waiting for data and copies left out; None = too few steps)."""
+    plans, took = {}, defaultdict(list)
+    for line in lines:
+        for action in line.decision.actions if line.decision else ():
+            if isinstance(action, EnterPlan):
+                plans[action.plan.generation] = action.plan
+        for _, event in line.events:
+            if isinstance(event, StepDone) and event.step_time_s > 0:
+                took[event.generation].append(event.step_time_s - event.data_s - event.copy_s)
+    return [
+        {
+            "generation": generation,
+            "layout": str(plan.layout),
+            "expected_s": plan.predicted_step_time_s or None,
+            "model_s": plan.model_step_s or None,
+            "measured_s": median(took[generation][1:]) if len(took[generation]) > LEAST else None,
+            "steps": len(took[generation]),
+        }
+        for generation, plan in sorted(plans.items())
+        if took[generation]
+    ]
+
+
+def shown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Nothing where nothing was expected."""
+    if not any(row["expected_s"] for row in rows):
+        return []
+    head = ("GEN", "LAYOUT", "STEPS", "EXPECTED", "MODEL ALONE", "MEASURED", "OFF BY")
+    table: list[tuple[str, ...]] = [head]
+    for row in rows:
+        expected, measured = row["expected_s"], row["measured_s"]
+        off = f"{expected / measured - 1:+.0%}" if expected and measured else "-"
+        seconds = (f"{row[name]:.3f} s" if row[name] else "-" for name in ("expected_s", "model_s", "measured_s"))
+        table.append((str(row["generation"]), row["layout"], str(row["steps"]), *seconds, off))
+    return columns(table, right=(0, 2, 3, 4, 5, 6))
