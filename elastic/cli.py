@@ -179,11 +179,10 @@ def _add_cluster(verbs: Any) -> None:
 
 
 def _add_profile(verbs: Any) -> None:
-    about = (
-        "measure this machine with the products of a job, for plan and run (not the other nodes of a cluster: call it there)"
-    )
+    about = "measure what a job computes on this machine, or on a node of each kind of the Ray cluster; plan and run read it"
     made = _verb(verbs, "profile", _profile, about)
     made.add_argument("job", metavar="JOB", help="folder with job.yaml and program.py")
+    made.add_argument("--local", action="store_true", help="this machine even if RAY_ADDRESS is set")
     made.add_argument("--out", metavar="FILE", help="default: elastic/hardware/KIND.json in the user's cache folder")
     made.add_argument("--seconds", metavar="S", type=_natural, default=60, help="about how long it may take (default: 60)")
     made.add_argument(
@@ -383,6 +382,6 @@ def _cluster_reap(given: argparse.Namespace) -> int:
 
 def _profile(given: argparse.Namespace) -> int:
     overrides = list(given.overrides) + ([f"storage={given.storage}"] if given.storage else [])
-    found = api.profile(given.job, given.out, given.seconds, overrides)
-    _show(given, found.plain(), found.lines())
+    found = api.profile(given.job, api.ProfileWishes(given.out, given.seconds, tuple(overrides), given.local))
+    _show(given, {"hardware": [one.plain() for one in found]}, [line for one in found for line in one.lines()])
     return 0

@@ -48,7 +48,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
     def measure(wanted: Wanted) -> dict[str, Any]:
         given.append(wanted)
         (tmp_path / "elastic_runs").mkdir()  # as storage is made when something is written there
-        return FOUND
+        return dict(FOUND)
 
     monkeypatch.setattr(measuring, "measure", measure)
     return given
@@ -78,7 +78,7 @@ def test_it_prints_what_it_found_and_leaves_it_where_a_run_looks(
 def test_json_and_another_place(asked: list[Wanted], capsys: pytest.CaptureFixture[str]) -> None:
     words = ["profile", "tiny", "--json", "--out", "mine.json", "--seconds", "30", "--set", "precision=bfloat16"]
     assert main([*words, "--storage", "kept"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    (told,) = json.loads(capsys.readouterr().out)["hardware"]
     assert told["path"] == "mine.json" and told["found"]["launch_s"] == 4e-6 and told["profile"]["reached"] == 1.0
     assert read_hardware(Path("mine.json")).launch_s == 4e-6 and not path_of("CPU").exists()
     assert (asked[0].precision, asked[0].seconds, asked[0].storage) == ("bfloat16", 15, str(Path("kept").absolute()))

@@ -1,4 +1,5 @@
-"""profile(): measures this machine with what a job computes, and leaves the numbers where plan and run find them."""
+"""profile(): measures this machine, or nodes of a Ray cluster, with what a job computes, and leaves the numbers where plan and
+run find them."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from elastic.api.running import Options, adapted, default_storage
+from elastic.api.running import Options, adapted, default_storage, ray_address
 from elastic.errors import SpecError
 from elastic.hardware_file import check_writable, path_of, write_hardware
 from elastic.observe import runs
@@ -19,10 +20,24 @@ from elastic.program import load_program
 from elastic.spec import JobSpec, load_job
 from elastic.types import HardwareProfile
 
+if TYPE_CHECKING:
+    from elastic.worker.measure import Wanted
+
 START_S = 15.0  # until the measuring processes have loaded torch
 LEAST_S = 20
 QUIET = 0.95  # of a core, for a process that only computes
 MANY = 16  # samples, of which the passes that are timed are made
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """`out`: where the file goes, default: where plan and run look for it. `local`: this machine, also where a Ray address is
+    known."""
+
+    out: str | Path | None = None
+    seconds: float = 60.0
+    overrides: tuple[str, ...] = ()
+    local: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,42 +70,66 @@ class Profiled:
         return [*lines, "", f"written to {self.path}; elastic plan and elastic run read it from there"]
 
 
-def profile(job: str | Path, out: str | Path | None = None, seconds: float = 60, overrides: Sequence[str] = ()) -> Profiled:
-    """Takes about `seconds`. `out`: where the file goes, default: where plan and run look for it. Raises SpecError where the
-    input is wrong, ProgramError where the program cannot be traced."""
-    if seconds < LEAST_S:
-        raise SpecError(f"--seconds {seconds:g}: measuring takes at least {LEAST_S} s")
-    spec = load_job(job, tuple(overrides))
+def profile(job: str | Path, wishes: Wishes | None = None) -> tuple[Profiled, ...]:
+    """Takes about `seconds`. Raises SpecError where the input is wrong, ProgramError where the program cannot be traced."""
+    wishes = wishes or Wishes()
+    if wishes.seconds < LEAST_S:
+        raise SpecError(f"--seconds {wishes.seconds:g}: measuring takes at least {LEAST_S} s")
+    spec = load_job(job, wishes.overrides)
+    address = ray_address(Options(local=wishes.local))
     program = load_program(spec.program)
 
-    from elastic.worker.measure import Wanted, accelerator_here, hardware_of, measure
+    from elastic.worker.measure import Wanted, accelerator_here
     from elastic.worker.profiling import model_profile_of, samples_of
 
     kind = _kind(spec, accelerator_here())
-    path = Path(out).expanduser() if out is not None else path_of(kind)
-    check_writable(path)
-    at = datetime.now(UTC)
-    model = model_profile_of(program, spec.plain())
-    uri = runs.storage_uri(spec.storage or default_storage())
-    fresh = "://" not in uri and not Path(uri).exists()
+    check_writable(_path(wishes, kind))
+    plain, uri = spec.plain(), runs.storage_uri(spec.storage or default_storage())
+    wanted = Wanted(
+        model_profile_of(program, plain), spec.precision, spec.global_batch, wishes.seconds - START_S, uri, job=plain,
+        some=samples_of(program, plain, MANY),
+    )  # fmt: skip
+    found = _here(wanted, kind) if address is None else _there(address, wanted, spec)
+    if wishes.out is not None and len(found) > 1:
+        raise SpecError(
+            f"--out {wishes.out}: the cluster has {', '.join(found)}; without --out each kind gets a file of its own"
+        )
+    return tuple(_kept(_path(wishes, kind), kind, one, spec, uri) for kind, one in found.items())
+
+
+def _here(wanted: Wanted, kind: str) -> dict[str, dict[str, Any]]:
+    from elastic.worker import measure
+
+    fresh = "://" not in wanted.storage and not Path(wanted.storage).exists()
     try:
-        found = measure(
-            Wanted(
-                model, spec.precision, spec.global_batch, seconds - START_S, uri, job=spec.plain(),
-                some=samples_of(program, spec.plain(), MANY),
-            )
-        )  # fmt: skip
+        return {kind: measure.measure(wanted) | {"host": socket.gethostname()}}
     finally:
         with suppress(OSError):  # it was not there before; with something in it, it stays
             if fresh:
-                Path(uri).rmdir()
+                Path(wanted.storage).rmdir()
+
+
+def _there(address: str, wanted: Wanted, spec: JobSpec) -> dict[str, dict[str, Any]]:
+    from elastic.cluster.measured_nodes import measured
+
+    return measured(address, wanted, [pool.accelerator_type for pool in spec.pools])
+
+
+def _kept(path: Path, kind: str, found: dict[str, Any], spec: JobSpec, uri: str) -> Profiled:
+    """Writes the file of one kind."""
+    from elastic.worker.measure import hardware_of
+
     about = {
-        "job": spec.name, "host": socket.gethostname(), "at": at.isoformat(timespec="seconds"), "accelerator_type": kind,
-        "precision": spec.precision, "storage": uri,
+        "job": spec.name, "host": found.pop("host"), "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "accelerator_type": kind, "precision": spec.precision, "storage": uri,
     }  # fmt: skip
     made = hardware_of(found, kind)
     write_hardware(path, made, about | {"found": found})
     return Profiled(path, about, found, made)
+
+
+def _path(wishes: Wishes, kind: str) -> Path:
+    return Path(wishes.out).expanduser() if wishes.out is not None else path_of(kind)
 
 
 def _kind(spec: JobSpec, here: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -32,7 +33,7 @@ ARCHITECTURES = {  # compute capability -> as the catalog names it
 
 def main(folder: Path, rank: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     asked = json.loads((folder / "asked.json").read_text())
     found = _Member(folder, rank, asked).measured()
     if rank == 0:
@@ -40,8 +41,9 @@ def main(folder: Path, rank: int) -> None:
         (folder / "found.part").rename(folder / "found.json")
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
     os.read(0, 1)  # not sys.stdin, whose lock a process cannot end with
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

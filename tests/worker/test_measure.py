@@ -183,14 +183,16 @@ measure(Wanted(ModelProfile(1, 1, ()), seconds=60.0, sizes=(1, 2)))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_they_end_with_who_started_them(how: signal.Signals) -> None:
-    starter = subprocess.Popen([sys.executable, "-c", STARTER], stderr=subprocess.DEVNULL)
+def test_they_end_with_who_started_them(how: signal.Signals, tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    starter = subprocess.Popen([sys.executable, "-c", STARTER], stderr=subprocess.DEVNULL, env=environment)
     try:
         children = waited(lambda: processes_of(starter.pid), lambda pids: len(pids) == 2)
         time.sleep(1.0)
         starter.send_signal(how)
         starter.wait(20)
         assert waited(lambda: [pid for pid in children if is_alive(pid)], lambda left: not left) == []
+        assert not list(tmp_path.iterdir())
     finally:
         starter.kill()
         starter.wait()
