@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from elastic import __version__, api
+from elastic.api.planning import command as planning
 from elastic.certify import command as certify
 from elastic.errors import ElasticError, SpecError
 from elastic.observe import doctor, logs, pricelist, report, runs, tables
@@ -57,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"elastic {__version__}")
     verbs = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
     _add_run(verbs)
+    planning.add_arguments(_verb(verbs, "plan", _plan, planning.ABOUT))
     _add_readers(verbs)
     _add_orders(verbs)
     _add_checkpoint(verbs)
@@ -226,6 +228,12 @@ def _run(given: argparse.Namespace) -> int:
     elif result.outcome != "succeeded":
         print(f"elastic: run {result.run} {result.outcome}: {result.reason}", file=sys.stderr)
     return EXIT[result.outcome]
+
+
+def _plan(given: argparse.Namespace) -> int:
+    found = planning.answer(given)
+    _show(given, found.plain, found.lines)
+    return 0
 
 
 # ------------------------------------------------------------------------------------------------ readers

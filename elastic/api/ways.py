@@ -50,11 +50,11 @@ def run_folder(folder: str | Path, options: Options) -> Result:
     return run_file(file, args, data, where, options)
 
 
-def loaded(folder: str | Path) -> tuple[JobSpec, Program]:
+def loaded(folder: str | Path, overrides: Sequence[str] = ()) -> tuple[JobSpec, Program]:
     """The job of a folder and its program, whichever way it is given. Raises SpecError."""
-    data, where = job_data(folder)
+    data, where = job_data(folder, overrides)
     if "script" not in data:
-        spec = load_job(folder)
+        spec = load_job(folder, overrides)
         return spec, load_program(spec.program)
     file, args, data = _script_of(folder, data, where)
     if not enters_loop(file):

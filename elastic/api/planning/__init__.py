@@ -1,0 +1,1 @@
+"""plan: which layout on which nodes, how long, how many dollars."""

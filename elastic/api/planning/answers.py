@@ -1,0 +1,203 @@
+"""plan(), what_if(), scaling(): offers for given nodes, as plain data with units in the names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elastic import catalog
+from elastic.api.planning import contradictions
+from elastic.api.planning.machines import Machines
+from elastic.api.planning.subjects import Subject
+from elastic.errors import InfeasiblePlan
+from elastic.planner import words
+from elastic.planner.find import find_offers
+from elastic.planner.offers import Aim, Group, Offer, Offers
+from elastic.planner.work import Work
+from elastic.types import Layout, ModelProfile, is_auto
+from elastic.types.nouns import AUTO
+
+Find = Callable[[ModelProfile, Mapping[str, Any], Sequence[Group], Aim], Offers]
+WORTH_SAYING = 0.03  # of a step, that another layout would save
+MOST_GPUS = 16384  # that --scaling and --within look at
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is asked for, and who answers it."""
+
+    subject: Subject
+    aim: Aim
+    find: Find = find_offers
+
+    def offers(self, machines: Sequence[Machines]) -> Offers:
+        """Raises InfeasiblePlan."""
+        groups = [each.group for each in contradictions.needed(self.subject, machines)]
+        job = contradictions.pinning(self.subject, contradictions.n_gpus_of(machines))
+        return _in_host_memory(self.find(self.subject.model, job, groups, self.aim), groups, self.subject)
+
+    def plain(self) -> dict[str, Any]:
+        aim = self.aim
+        return {
+            "model": self.subject.plain(), "purpose": aim.purpose, "tokens": aim.tokens, "deadline_h": aim.deadline_h,
+            "prices_at": str(catalog.PRICES_AT),
+        }  # fmt: skip
+
+
+def _in_host_memory(found: Offers, groups: Sequence[Group], subject: Subject) -> Offers:
+    """Without those whose offloaded state is more than a node's own memory. Raises InfeasiblePlan where none is left."""
+    work, room = Work.of(subject.model), [group for group in groups if group.host_memory_bytes]
+    needs = {offer.layout: _offloaded_bytes(work, offer.layout) for offer in found.best if offer.layout.offload}
+    small = {
+        layout: f"offload needs {n_bytes * group.gpus_per_node / words.GIB:,.0f} GiB of a node's own memory, "
+        f"{group.host_memory_bytes / words.GIB:,.0f} are there"
+        for group in room
+        for layout, n_bytes in needs.items()
+        if n_bytes * group.gpus_per_node > group.host_memory_bytes
+    }
+    fitting = tuple(offer for offer in found.best if offer.layout not in small)
+    if found.best and not fitting:
+        raise InfeasiblePlan(words.nowhere(work, groups, {"the leanest": next(iter(small.values()))}))
+    left_out = {"with offload": next(iter(small.values()))} if small else {}
+    return replace(found, best=fitting, rejected={**found.rejected, **left_out})
+
+
+def _offloaded_bytes(work: Work, layout: Layout) -> float:
+    """Of a GPU: its shard of parameters, gradients and optimizer entries."""
+    return work.state_bytes / (layout.pp * layout.tp * layout.cp * layout.dp_shard)
+
+
+def plan(query: Query, machines: Sequence[Machines]) -> dict[str, Any]:
+    """The offers for these nodes, the best first. Raises SpecError, InfeasiblePlan."""
+    contradictions.check(query.subject, machines)
+    found = query.offers(machines)
+    idle = contradictions.idle(query.subject, machines)
+    _check_deadline(query, found, machines)
+    n_gpus = contradictions.n_gpus_of(machines)
+    return {
+        **query.plain(),
+        "pools": [each.plain() for each in machines],
+        "offers": [offer_plain(offer, n, n_gpus, idle) for n, offer in enumerate(found.best, 1)],
+        "rejected": dict(found.rejected),
+        "n_looked_at": found.n_looked_at,
+        "notes": [*_freer(query, found, machines), *notes_of(query.subject, machines)],
+    }
+
+
+def _freer(query: Query, found: Offers, machines: Sequence[Machines]) -> list[str]:
+    """What a free choice would be, where the layout that is asked for is slower than that."""
+    if is_auto(contradictions.wanted(query.subject, contradictions.n_gpus_of(machines))):
+        return []
+    best = replace(query, subject=query.subject.with_layout(AUTO)).offers(machines).best[0]
+    less = 1 - best.step_s / found.best[0].step_s
+    if less < WORTH_SAYING:
+        return []
+    return [f"this layout is asked for; a free choice (--layout auto) would be {best.layout}: {less:.0%} less time a step"]
+
+
+def _check_deadline(query: Query, found: Offers, machines: Sequence[Machines]) -> None:
+    aim = query.aim
+    if not aim.deadline_h or not aim.tokens or not found.best:
+        return
+    fastest = min(offer.hours for offer in found.best)
+    if fastest > aim.deadline_h:
+        pools = " + ".join(_pool_words(each) for each in machines)
+        raise InfeasiblePlan(
+            f"{aim.tokens:.4g} tokens within {aim.deadline_h:g} h: {pools} need {fastest:,.1f} h; take more nodes (with --gpus "
+            "KIND alone, --within says how many), fewer tokens or more time"
+        )
+
+
+def _pool_words(each: Machines) -> str:
+    return f"{each.group.n_gpus} x {each.group.hardware.accelerator_type}"
+
+
+def notes_of(subject: Subject, machines: Sequence[Machines]) -> list[str]:
+    return list(dict.fromkeys([*subject.notes, *(note for each in machines for note in each.notes)]))
+
+
+def offer_plain(offer: Offer, n: int, n_gpus: int, idle: str = "") -> dict[str, Any]:
+    return {
+        "n": n, "layout": str(offer.layout), "n_gpus": offer.n_gpus, "n_idle_gpus": n_gpus - offer.n_gpus,
+        "n_microbatches": offer.step.n_microbatches, "samples_at_once": offer.step.n_rows, "step_s": offer.step_s,
+        "tokens_per_s": offer.tokens_per_s, "mfu": offer.mfu, "memory_bytes": int(offer.memory_bytes),
+        "room_bytes": offer.room_bytes, "host_bytes": int(offer.host_bytes), "usd_per_h": offer.usd_per_h,
+        "usd_per_mtoken": offer.usd_per_mtoken, "efficiency": offer.efficiency, "goodput": offer.goodput,
+        "hours": offer.hours, "usd": offer.usd, "why": offer.why, "warnings": warnings_of(offer, idle),
+        "seconds": {name: seconds for name, seconds in offer.seconds.items() if seconds},
+        "memory": {name: int(n_bytes) for name, n_bytes in offer.memory.items() if n_bytes},
+        "parts": [
+            {"pool": part.pool, "n_gpus": part.n_gpus, "samples": part.samples, "layers": list(part.layers), "busy": part.busy}
+            for part in offer.parts
+        ],
+    }  # fmt: skip
+
+
+def warnings_of(offer: Offer, idle: str = "") -> list[str]:
+    """The planner's own; a layout that was asked for says itself what it leaves idle."""
+    found = [text for text in offer.warnings if not idle or "stay idle" not in text]
+    return [*found, idle] if idle else found
+
+
+# ------------------------------------------------------------------------------------------ side by side
+
+
+def what_if(query: Query, choices: Sequence[tuple[str, tuple[Machines, ...]]]) -> dict[str, Any]:
+    """The best offer on each of several sets of nodes. Raises InfeasiblePlan where nothing fits on any of them."""
+    rows = []
+    for name, machines in choices:
+        contradictions.check(query.subject, machines, f"--what-if {name}: layout")
+        rows.append(row_of(name, machines, query))
+    if all(row["layout"] is None for row in rows):
+        raise InfeasiblePlan("; ".join(f"{row['choice']}: {row['why_not']}" for row in rows))
+    marks = {"fastest": "step_s", "cheapest": "usd_per_mtoken"}
+    fitting = [row for row in rows if row["layout"] is not None]
+    for mark, key in marks.items():
+        best = min((row[key] for row in fitting if row[key]), default=None)
+        for row in rows:
+            row[mark] = best is not None and row[key] == best
+    notes = [note for _, machines in choices for note in notes_of(query.subject, machines)]
+    pools = [each.plain() for _, machines in choices for each in machines]
+    return {**query.plain(), "choices": rows, "pools": pools, "notes": list(dict.fromkeys(notes))}
+
+
+def row_of(name: str, machines: Sequence[Machines], query: Query) -> dict[str, Any]:
+    row: dict[str, Any] = {"choice": name, "n_gpus": contradictions.n_gpus_of(machines), "why_not": ""}
+    try:
+        offer = query.offers(machines).best[0]
+    except InfeasiblePlan as error:
+        return row | dict.fromkeys(KEYS) | {"layout": None, "why_not": str(error)}
+    return row | short(offer)
+
+
+KEYS = (
+    "step_s", "tokens_per_s", "mfu", "memory_bytes", "room_bytes", "usd_per_h", "usd_per_mtoken", "efficiency", "goodput",
+    "hours", "usd",
+)  # fmt: skip
+
+
+def short(offer: Offer) -> dict[str, Any]:
+    return {"layout": str(offer.layout)} | {key: getattr(offer, key) for key in KEYS}
+
+
+def scaling(query: Query, machines: Machines, least: float, n_most: int = 0) -> dict[str, Any]:
+    """From one node on, twice as many each time, until efficiency falls under `least` (or `n_most` GPUs are reached).
+    Raises InfeasiblePlan where even the most hold nothing."""
+    rows, per_node, useful = [], machines.group.gpus_per_node, None
+    n_nodes, most = 1, (n_most or MOST_GPUS) // per_node
+    while n_nodes <= most:
+        row = row_of(f"{n_nodes * per_node}", [machines.with_nodes(n_nodes)], query)
+        rows.append(row)
+        under = row["layout"] is not None and row["efficiency"] < least
+        if row["layout"] is not None and not under:
+            useful = row["n_gpus"]
+        if under and not n_most:
+            break
+        n_nodes *= 2
+    if all(row["layout"] is None for row in rows):
+        raise InfeasiblePlan(rows[-1]["why_not"] if rows else f"{n_most} GPUs are less than one node of {per_node}")
+    return {
+        **query.plain(), "pools": [machines.with_nodes(1).plain()], "efficiency": least, "useful_gpus": useful, "curve": rows,
+        "notes": notes_of(query.subject, [machines]),
+    }  # fmt: skip

@@ -1,0 +1,232 @@
+"""`elastic plan`: its arguments, which question they ask, and the answer as plain data and as lines."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from rich.console import Console
+from rich.text import Text
+
+from elastic.api.planning import answers, machines, scoring, sizing, subjects
+from elastic.api.planning.amounts import Asked, gpus_of, hours_of, tokens_of
+from elastic.api.planning.machines import Machines
+from elastic.api.planning.subjects import Subject
+from elastic.errors import SpecError
+from elastic.observe import plan_bars, plans
+from elastic.planner.offers import Aim, Purpose
+
+ABOUT = "which layout, how fast, how many dollars: a job on its pools, or a model on GPUs, before anything is started"
+KINDS = "A100-80GB,H100,H200,B200"  # that --within looks at, where --gpus names none
+EPILOG = """examples:
+  elastic plan jobs/gpt2_124m --cluster cluster_configs/aws_p5_p4d_spot.yaml --explain
+  elastic plan --model llama3-70b --gpus H100:256 --tokens 1T
+  elastic plan --model 8b --what-if H100:8 --what-if H100:8@spot --what-if A100:16 --tokens 20B
+  elastic plan --model 8b --gpus H100 --scaling
+  elastic plan --model llama3-70b --tokens 1T --within 3w --gpus H100,A100-80GB,B200
+
+GPUS are KIND:COUNT, KIND a GPU or an instance type; with commas several pools at once. Behind it may stand @2x8 (nodes x GPUs),
+@spot, @reserved or @owned, and @usd=2.50 (your price per GPU-hour; else the catalog's cheapest)."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    plain: Mapping[str, Any]
+    lines: Sequence[str]
+
+
+def add_arguments(made: argparse.ArgumentParser) -> None:
+    """All but --json and --storage, which every verb has."""
+    made.epilog, made.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
+    what = made.add_argument_group("what is trained")
+    what.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py")
+    what.add_argument("--model", metavar="NAME", help="or a published model: 8b, llama3-70b,seq=16384; or layers=80,hidden=...")
+    what.add_argument("--batch", metavar="N", type=_positive, help="sequences of an optimizer step (default: as published)")
+    what.add_argument("--precision", choices=("bfloat16", "float16", "float32"), help="(default: bfloat16, or the job's)")
+    what.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="over job.yaml")
+    where = made.add_argument_group("on what")
+    where.add_argument("--cluster", metavar="FILE", help="the pools of a cluster file (default: the job's own)")
+    where.add_argument("--nodes", metavar="POOL=N", action="append", default=[], help="not all that a pool may have")
+    where.add_argument("--gpus", metavar="GPUS", help="or GPUs by kind: H100:64, A100:16@2x8,H100:8@spot")
+    where.add_argument("--cloud", metavar="NAME", default="", help="prices and nodes of this cloud: aws, gcp, azure")
+    where.add_argument("--layout", metavar="LAYOUT", default="", help="this one: 'dp_shard=8,tp=4', or a part: 'auto,tp=4'")
+    why = made.add_argument_group("for what")
+    why.add_argument("--purpose", choices=get_args(Purpose), help="what the best one is (default: fastest, or deadline)")
+    why.add_argument("--tokens", metavar="N", help="to be trained on in all: 300B, 1T (default: the job's steps)")
+    why.add_argument("--within", metavar="TIME", help="3w, 10d, 36h; without counts of GPUs: how many it takes")
+    shown = made.add_argument_group("what is shown")
+    shown.add_argument("--top", metavar="N", type=_positive, default=5, help="offers (default: 5)")
+    shown.add_argument("--explain", metavar="N", type=_positive, nargs="?", const=1, help="where the time of offer N goes")
+    shown.add_argument("--png", metavar="FILE", help="a picture of that, all offers side by side")
+    shown.add_argument("--what-if", metavar="GPUS", action="append", default=[], help="compare pools; repeatable")
+    shown.add_argument("--scaling", action="store_true", help="8, 16, 32 ... GPUs, until efficiency is under --efficiency")
+    shown.add_argument("--score", metavar="FILE", help="instead: predictions against the measurements of a CSV file")
+    shown.add_argument("--efficiency", metavar="X", type=_share, default=0.8, help="(default: 0.8)")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 1")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a share between 0 and 1, as in 0.8")
+    return share
+
+
+def answer(given: argparse.Namespace) -> Answer:
+    """Raises SpecError, InfeasiblePlan."""
+    if given.score:
+        return _scored(given)
+    _check(given)
+    asked = gpus_of(given.gpus) if given.gpus else ()
+    tokens = tokens_of(given.tokens) if given.tokens else 0.0
+    within_h = hours_of(given.within) if given.within else 0.0
+    subject = _subject(given)
+    query = answers.Query(subject, _aim(given, subject, tokens, within_h))
+    if given.what_if:
+        choices = [(text, _machines(gpus_of(text, "--what-if"), given.cloud)) for text in given.what_if]
+        data = answers.what_if(query, choices)
+        return Answer(data, plans.what_if(data))
+    if given.scaling:
+        one = _one(asked, given.cloud) if asked else _of_files(given, subject)[0]
+        data = answers.scaling(query, one, given.efficiency, asked[0].n_gpus if asked else 0)
+        return Answer(data, plans.scaling(data))
+    if query.aim.deadline_h and (not _has_nodes(given, asked)):
+        kinds = [machines.of_asked(each, given.cloud) for each in asked or gpus_of(KINDS)]
+        data = sizing.capacity(query, kinds)
+        return Answer(data, plans.capacity(data))
+    return _plan(given, query, _counted(asked, given.cloud) if asked else _of_files(given, subject))
+
+
+def _scored(given: argparse.Namespace) -> Answer:
+    if given.job or given.model:
+        raise SpecError(f"plan: {'JOB' if given.job else '--model'} and --score are two questions; ask one of them")
+    found = scoring.scored(given.score)
+    data = found.plain()
+    return Answer(data, plans.scored(data, found.table()))
+
+
+def _plan(given: argparse.Namespace, query: answers.Query, found: tuple[Machines, ...]) -> Answer:
+    data = answers.plan(query, found)
+    if given.explain and given.explain > len(data["offers"]):
+        raise SpecError(f"--explain {given.explain}: there are {len(data['offers'])} offers; --top N shows more")
+    lines = plans.plan(data)
+    if given.explain:
+        width = min(100, shutil.get_terminal_size().columns)
+        lines += ["", *_colored(plan_bars.explain(data, given.explain, width))]
+    if given.png:
+        data["png"] = _picture(data, given.png)
+        lines += ["", f"picture: {data['png']}"]
+    return Answer(data, lines)
+
+
+def _picture(data: Mapping[str, Any], path: str) -> str:
+    try:
+        return str(plan_bars.save(data, path))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"--png {path}: cannot be written ({error}); give a file that ends in .png") from error
+
+
+def _colored(texts: Sequence[Text]) -> list[str]:
+    """With colours where somebody looks at it."""
+    if not sys.stdout.isatty():
+        return [text.plain for text in texts]
+    console, lines = Console(highlight=False, soft_wrap=True), []
+    for text in texts:
+        with console.capture() as captured:
+            console.print(text)
+        lines.append(captured.get().rstrip("\n"))
+    return lines
+
+
+# ------------------------------------------------------------------------------------------ what is asked
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Raises SpecError for what is missing or asked in two ways."""
+    if not given.job and not given.model:
+        raise SpecError(
+            "plan: JOB or --model is missing: elastic plan jobs/gpt2_124m, or elastic plan --model 8b --gpus H100:8"
+        )
+    pairs = (
+        ("JOB", given.job, "--model", given.model),
+        ("--cluster", given.cluster, "--gpus", given.gpus),
+        ("--gpus", given.gpus, "--what-if", given.what_if),
+        ("--scaling", given.scaling, "--what-if", given.what_if),
+        ("--nodes", given.nodes, "--gpus", given.gpus),
+        ("--set", given.overrides, "--model", given.model),
+    )
+    for name, one, other_name, other in pairs:
+        if one and other:
+            raise SpecError(f"plan: {name} and {other_name} are two ways at once; give one of them")
+    sized = given.within and given.tokens
+    if given.model and not (given.gpus or given.cluster or given.what_if or sized or given.scaling):
+        raise SpecError("plan: --model needs nodes: --gpus H100:64, --cluster FILE, --what-if, or --tokens N --within TIME")
+    if given.model and given.scaling and not (given.gpus or given.cluster):
+        raise SpecError("plan: --scaling needs a kind of GPU: --gpus H100")
+    if given.purpose == "deadline" and not given.within:
+        raise SpecError("--purpose deadline: until when? give --within 3w")
+
+
+def _subject(given: argparse.Namespace) -> Subject:
+    if given.model:
+        found = subjects.of_model(given.model, given.batch or 0, given.precision or "bfloat16")
+    else:
+        overrides = [f"global_batch={given.batch}"] if given.batch else []
+        overrides += [f"precision={given.precision}"] if given.precision else []
+        found = subjects.of_job(given.job, [*given.overrides, *overrides])
+    return found.with_layout(given.layout)
+
+
+def _aim(given: argparse.Namespace, subject: Subject, tokens: float, within_h: float) -> Aim:
+    """What the command line does not say, the job does."""
+    within_h = within_h or float(subject.job.get("deadline_h") or 0)
+    tokens = tokens or subject.tokens
+    own = subject.job.get("purpose")
+    default: Purpose = "cheapest" if own == "cheapest" else "fastest"
+    purpose: Purpose = given.purpose or ("deadline" if within_h else default)
+    if within_h and not tokens:
+        raise SpecError(f"--within {given.within}: for how many tokens? give --tokens 300B")
+    return Aim(purpose, tokens, within_h, given.top)
+
+
+def _has_nodes(given: argparse.Namespace, asked: Sequence[Asked]) -> bool:
+    """Are nodes named, so that their number is no question?"""
+    if asked:
+        return any(each.n_gpus for each in asked)
+    return bool(given.cluster or given.job)
+
+
+def _one(asked: Sequence[Asked], cloud: str) -> Machines:
+    if len(asked) > 1:
+        raise SpecError("--scaling looks at one kind of GPU; give one: --gpus H100")
+    return machines.of_asked(asked[0], cloud)
+
+
+def _counted(asked: Sequence[Asked], cloud: str) -> tuple[Machines, ...]:
+    for each in asked:
+        if not each.n_gpus:
+            raise SpecError(f"--gpus {each.text}: how many? give {each.kind}:64 (or --tokens and --within, which find that)")
+    return _machines(asked, cloud)
+
+
+def _machines(asked: Sequence[Asked], cloud: str) -> tuple[Machines, ...]:
+    for each in asked:
+        if not each.n_gpus:
+            raise SpecError(f"{each.text}: how many? as in {each.kind}:64")
+    return tuple(machines.of_asked(each, cloud) for each in asked)
+
+
+def _of_files(given: argparse.Namespace, subject: Subject) -> tuple[Machines, ...]:
+    return subjects.machines_of(subject, given.cluster, machines.nodes_of(given.nodes))

@@ -1,0 +1,97 @@
+"""Wishes that exclude each other, found before anything is searched: each message names both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from elastic.api.planning.machines import Machines
+from elastic.api.planning.subjects import Subject
+from elastic.errors import InfeasiblePlan, SpecError
+from elastic.planner import balance
+from elastic.types import AXES, Layout, is_auto, parse_layout, pinned
+from elastic.types.nouns import AUTO
+
+
+def wanted(subject: Subject, n_gpus: int) -> str:
+    """The layout that is asked for on that many GPUs, as it is written; `auto` = none is. A job's map of layouts is keyed by
+    workers: the largest one that fits counts, as in a run."""
+    text = subject.job.get("layout") or AUTO
+    if not isinstance(text, Mapping):
+        return str(text)
+    fitting = [key for key in text if int(key) <= n_gpus]
+    return str(text[max(fitting, key=int)]) if fitting else AUTO
+
+
+def layout_of(subject: Subject, n_gpus: int) -> Layout:
+    """With one rank on each axis that is left open. Raises SpecError."""
+    text = wanted(subject, n_gpus)
+    return Layout(**pinned({**subject.job, "layout": text})) if is_auto(text) else parse_layout(text, subject.job)
+
+
+def pinning(subject: Subject, n_gpus: int) -> dict[str, Any]:
+    """The job's keys, a layout that is asked for whole written as `auto` with all of its axes pinned."""
+    text = wanted(subject, n_gpus)
+    if is_auto(text):
+        return {**subject.job, "layout": text}
+    said = [part.partition("=")[0] for part in text.replace(" ", "").split(",")]
+    return {**subject.job, "layout": ",".join([AUTO, text, *(f"{axis}=1" for axis in AXES if axis not in said)])}
+
+
+def needed(subject: Subject, machines: Sequence[Machines]) -> tuple[Machines, ...]:
+    """The nodes that a layout which is asked for whole has a use for, in the order of the pools: only they are paid for."""
+    left = layout_of(subject, n_gpus_of(machines)).world_size
+    if is_auto(wanted(subject, n_gpus_of(machines))):
+        return tuple(machines)
+    found = []
+    for each in machines:
+        n = min(each.group.n_nodes, -(-left // each.group.gpus_per_node))
+        left -= n * each.group.gpus_per_node
+        found += [each.with_nodes(n)] if n else []
+        if left <= 0:
+            break
+    return tuple(found)
+
+
+def n_gpus_of(machines: Sequence[Machines]) -> int:
+    return sum(each.group.n_gpus for each in machines)
+
+
+def check(subject: Subject, machines: Sequence[Machines], flag: str = "layout") -> None:
+    """Raises SpecError for the first one."""
+    layout = layout_of(subject, n_gpus_of(machines))
+    for problem in _problems(subject, machines, layout):
+        raise SpecError(f"{flag} '{layout}': {problem}")
+
+
+def _problems(subject: Subject, machines: Sequence[Machines], layout: Layout) -> Iterator[str]:
+    model, batch = subject.model, int(subject.job["global_batch"])
+    groups = [each.group for each in machines]
+    n_gpus, largest = sum(group.n_gpus for group in groups), max(group.gpus_per_node for group in groups)
+    inside = layout.tp * layout.cp
+    if inside > largest:
+        yield f"tp x cp = {inside}, but the nodes have {largest} GPUs, which such a group never leaves; take at most {largest}"
+    if layout.world_size > n_gpus:
+        yield f"it needs {layout.world_size} GPUs, but there are {n_gpus}"
+    if layout.tp > 1 and model.tp_limit % layout.tp:
+        yield f"tp={layout.tp}, but tp must divide {model.tp_limit} (key-value heads, or what the program's tp plan allows)"
+    if layout.n_stages > max(1, model.n_blocks):
+        yield f"{layout.n_stages} pipeline stages, but the model has {model.n_blocks} blocks"
+    if layout.pp > 1 and not model.pipeline:
+        yield f"pp={layout.pp}, but this program cannot be spread over pipeline stages"
+    if layout.dp > batch:
+        yield f"{layout.dp} data-parallel ranks, but a step has {batch} samples (its batch); take fewer ranks, or more samples"
+    try:
+        balance.microbatches(batch, layout)
+    except InfeasiblePlan as error:
+        yield str(error)
+
+
+def idle(subject: Subject, machines: Sequence[Machines]) -> str:
+    """What a layout that is asked for whole leaves unused, in words; '' = nothing."""
+    there = n_gpus_of(machines)
+    if is_auto(wanted(subject, there)):
+        return ""
+    used, paid = layout_of(subject, there).world_size, n_gpus_of(needed(subject, machines))
+    told = f", the dollars are those of {paid}" if paid < there else ""
+    return f"{there - used} of {there} GPUs idle: the layout asks for {used}{told}" if used < there else ""

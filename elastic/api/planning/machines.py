@@ -1,0 +1,215 @@
+"""Which nodes a plan is for, and what is known of their hardware and prices: the catalog, or what was measured on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from elastic import catalog
+from elastic.api.planning.amounts import Asked
+from elastic.catalog.rows import suggestion
+from elastic.errors import SpecError
+from elastic.hardware_file import known_hardware, path_of
+from elastic.planner import hardware
+from elastic.planner.offers import Group
+from elastic.policy.hazard import RECLAIMS_PER_NODE_H
+from elastic.types import HardwareProfile, Pool
+
+GIVEN = "as given"
+USUAL_PER_NODE = 8  # at most, where nobody says how many GPUs a node has
+# A process on a CPU that nobody has measured: a guess, and named as one.
+GUESSED = HardwareProfile(
+    "CPU", 3e10, 4 << 30, 1e9, (("float32", 3e10), ("bfloat16", 3e10), ("float16", 3e10)), reached=0.7, units=1,
+    memory_bytes_per_s=5e9, node_bytes_per_s=1e9, host_bytes_per_s=5e9, link_hop_s=1e-4, node_hop_s=1e-4, launch_s=1e-5,
+    arch="CPU", op_bytes_per_s=2e9,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machines:
+    """A group of nodes, and where its numbers come from, in words. `instance_type`: '' = not of a cloud; `notes`: what a
+    reader should know of these numbers."""
+
+    group: Group
+    instance_type: str = ""
+    price_from: str = ""
+    hardware_from: str = "catalog"
+    notes: tuple[str, ...] = ()
+
+    def with_nodes(self, n: int) -> Machines:
+        return replace(self, group=replace(self.group, n_nodes=n))
+
+    def plain(self) -> dict[str, Any]:
+        group, gpu = self.group, self.group.hardware
+        return {
+            "pool": group.pool, "gpu": gpu.accelerator_type, "n_gpus": group.n_gpus, "n_nodes": group.n_nodes,
+            "gpus_per_node": group.gpus_per_node, "market_type": group.market_type, "instance_type": self.instance_type,
+            "usd_per_node_h": group.usd_per_node_h, "usd_per_gpu_h": round(group.usd_per_node_h / group.gpus_per_node, 6),
+            "price_from": self.price_from, "hardware_from": self.hardware_from, "memory_bytes_per_gpu": gpu.memory_bytes,
+            "peak_flop_per_s": gpu.peak_flop_per_s, "network_bytes_per_s_per_gpu": gpu.link_bytes_per_s,
+            "lost_per_node_h": group.lost_per_node_h, "notes": list(self.notes),
+        }  # fmt: skip
+
+
+def of_pool(pool: Pool, n_nodes: int, price_from: str = "") -> Machines:
+    """What a pool of a cluster file or of a job is made of. Raises SpecError for a GPU that nobody knows."""
+    known = catalog.instance_type(pool.instance_type) if pool.instance_type else None
+    gpu, source, note = _hardware(pool, known)
+    group = Group(
+        pool.name, gpu, n_nodes, pool.gpus_per_node, pool.usd_per_node_h, pool.market_type,
+        RECLAIMS_PER_NODE_H[pool.market_type], pool.zone, pool.host_memory_bytes or (known.host_memory_bytes if known else 0),
+    )  # fmt: skip
+    free = not pool.usd_per_node_h and pool.market_type != "owned" and price_from != GIVEN
+    unpriced = f"no {pool.market_type} price of pool {pool.name} is known: its dollars count as 0" if free else ""
+    return Machines(group, pool.instance_type, price_from, source, tuple(filter(None, (note, unpriced))))
+
+
+def _hardware(pool: Pool, known: catalog.InstanceType | None) -> tuple[HardwareProfile, str, str]:
+    """Of a GPU of the pool, where it comes from, and what to say about that."""
+    measured = next(iter(known_hardware([pool.accelerator_type])), None)
+    where = str(path_of(pool.accelerator_type))
+    if pool.accelerator_type in ("CPU", "GPU"):
+        if measured is not None:
+            return measured, where, ""
+        if pool.accelerator_type == "GPU":
+            raise SpecError(
+                f"pool '{pool.name}': GPU is no kind of GPU; name it, as in H100, or measure it: elastic profile JOB"
+            )
+        note = "nobody has measured this CPU: times are a guess (30 GFLOP/s per process); run `elastic profile JOB` first"
+        return GUESSED, "guessed", note
+    chip = _chip(pool, known)
+    network = known.network_bytes_per_s_per_gpu * 8e-9 if known and known.network_gbps else 0.0
+    gpu = hardware.profile(chip, network)
+    if pool.memory_bytes_per_gpu:
+        gpu = replace(gpu, memory_bytes=pool.memory_bytes_per_gpu)
+    if measured is not None:
+        return _over(gpu, measured), where, ""
+    note = (
+        "" if network else f"the network of pool {pool.name} is not known: {gpu.link_bytes_per_s * 8e-9:g} Gb/s per GPU assumed"
+    )
+    return gpu, "catalog", note
+
+
+def _chip(pool: Pool, known: catalog.InstanceType | None) -> catalog.Chip:
+    if known and known.chip:
+        return catalog.find_chip(known.chip)
+    try:
+        found = catalog.find_chips(pool.accelerator_type)
+    except SpecError as error:
+        raise SpecError(f"pool '{pool.name}': {error}") from None
+    size = pool.memory_bytes_per_gpu
+    return min(found, key=lambda chip: abs(chip.memory_bytes - size)) if size else found[0]
+
+
+def _over(gpu: HardwareProfile, measured: HardwareProfile) -> HardwareProfile:
+    """What was measured of the kind wins; the rest stays as its maker says."""
+    plain = HardwareProfile()
+    said = [f.name for f in fields(measured) if getattr(measured, f.name) != getattr(plain, f.name)]
+    keep = ("accelerator_type", "arch", "link_bytes_per_s")
+    taken = {name: getattr(measured, name) for name in said if name not in keep}
+    if "link_bytes_per_s" in measured.measured:
+        taken["link_bytes_per_s"] = measured.link_bytes_per_s
+    return replace(gpu, **taken)
+
+
+def with_counts(pools: Sequence[Pool], counts: Mapping[str, int]) -> dict[str, int]:
+    """Nodes of each pool: its most, or what --nodes says. Raises SpecError."""
+    names = [pool.name for pool in pools]
+    for name in counts:
+        if name not in names:
+            raise SpecError(f"--nodes {name}={counts[name]}: there is no such pool{suggestion(name, names)}")
+    found = {pool.name: counts.get(pool.name, pool.max_nodes) for pool in pools}
+    for pool in pools:
+        if found[pool.name] > pool.max_nodes:
+            raise SpecError(f"--nodes {pool.name}={found[pool.name]}: the pool gives at most {pool.max_nodes} (its max_nodes)")
+    if not any(found.values()):
+        raise SpecError("--nodes leaves no node: give at least one pool a node")
+    return found
+
+
+def nodes_of(texts: Sequence[str]) -> dict[str, int]:
+    """`--nodes POOL=N`. Raises SpecError."""
+    found = {}
+    for text in texts:
+        name, _, count = text.partition("=")
+        if not name or not count.isdigit():
+            raise SpecError(f"--nodes {text}: it must be POOL=N, as in --nodes spot=4")
+        found[name] = int(count)
+    return found
+
+
+# ------------------------------------------------------------------------------------------ GPUs by kind
+
+
+def of_asked(asked: Asked, cloud: str = "") -> Machines:
+    """Nodes with that GPU, as the cheapest instance type per GPU-hour has them. Raises SpecError in one line."""
+    named = catalog.instance_type(asked.kind)
+    types = [named] if named else _types(asked, cloud)
+    if named and not named.gpus:
+        raise SpecError(f"{asked.text}: {asked.kind} has no GPU; 'elastic prices' lists instance types with GPUs")
+    found = _cheapest(asked, types)
+    chip = catalog.find_chip(named.chip) if named else _wanted_chip(asked, found)
+    per_node = asked.per_node or (found.gpus if found else min(asked.n_gpus or USUAL_PER_NODE, USUAL_PER_NODE))
+    if asked.n_gpus % per_node:
+        raise SpecError(
+            f"{asked.text}: {asked.n_gpus} GPUs do not fill nodes of {per_node}; say the nodes, as in {asked.kind}@2x4"
+        )
+    usd, price_from = _price(asked, found)
+    pool = Pool(
+        asked.text, chip.name, per_node, asked.market_type, (usd or 0.0) * per_node, 0, max(1, asked.n_gpus // per_node),
+        memory_bytes_per_gpu=found.gpu_memory_bytes if found else 0, instance_type=found.name if found else "",
+        host_memory_bytes=found.host_memory_bytes if found else 0,
+    )  # fmt: skip
+    return of_pool(pool, pool.max_nodes, price_from)
+
+
+def _wanted_chip(asked: Asked, found: catalog.InstanceType | None) -> catalog.Chip:
+    return catalog.find_chip(found.chip) if found else catalog.find_chip(asked.kind)
+
+
+def _types(asked: Asked, cloud: str) -> list[catalog.InstanceType]:
+    """Those that have the GPU. Raises SpecError for a GPU that nobody knows, with the nearest names."""
+    chips = {chip.name for chip in catalog.find_chips(asked.kind)}
+    exact = catalog.find_chip(asked.kind).name
+    every = [each for each in catalog.instance_types().values() if each.chip in chips and each.gpus]
+    if re.search(r"\d+ ?gi?b?\b|pcie|sxm|nvl", asked.kind.lower()):
+        every = [each for each in every if each.chip == exact]
+    if cloud and not any(each.cloud == cloud for each in every):
+        has = sorted({each.cloud for each in every})
+        raise SpecError(f"--cloud {cloud}: it has no {asked.kind}; {', '.join(has) or 'none in the catalog'} has it")
+    return [each for each in every if cloud in ("", each.cloud)]
+
+
+def _cheapest(asked: Asked, types: Sequence[catalog.InstanceType]) -> catalog.InstanceType | None:
+    """Of the largest nodes (eight GPUs at most) that the GPUs fill; those with a price first."""
+    if len(types) == 1:
+        return types[0]
+    if asked.per_node:
+        fitting = [each for each in types if each.gpus == asked.per_node]
+    else:
+        sizes = {each.gpus for each in types if each.gpus <= USUAL_PER_NODE and asked.n_gpus % each.gpus == 0}
+        priced = {each.gpus for each in types if each.gpus in sizes and _usd(each, asked) is not None}
+        fitting = [each for each in types if each.gpus == max(priced or sizes, default=0)]
+    return min(fitting, key=lambda each: (_usd(each, asked) is None, (_usd(each, asked) or 0.0) / each.gpus), default=None)
+
+
+def _usd(found: catalog.InstanceType, asked: Asked) -> float | None:
+    """Dollars per hour of a node, in the cheapest region that the table has a price of."""
+    spot = asked.market_type == "spot"
+    return min((usd for quote in found.prices.values() if (usd := quote.usd(spot)) is not None), default=None)
+
+
+def _price(asked: Asked, found: catalog.InstanceType | None) -> tuple[float | None, str]:
+    """Per GPU-hour and where that comes from."""
+    if asked.usd_per_gpu_h is not None:
+        return asked.usd_per_gpu_h, GIVEN
+    if asked.market_type == "owned":
+        return 0.0, "owned: no price"
+    usd = _usd(found, asked) if found else None
+    if found is None or usd is None:
+        return None, "not known"
+    spot = asked.market_type == "spot"
+    region, quote = next((region, quote) for region, quote in sorted(found.prices.items()) if quote.usd(spot) == usd)
+    return usd / found.gpus, f"{found.cloud} {region}, table of {quote.at or catalog.PRICES_AT}"

@@ -1,0 +1,90 @@
+"""capacity(): how many nodes of each kind train so many tokens in so much time, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from elastic.api.planning.answers import MOST_GPUS, Query, notes_of, row_of
+from elastic.api.planning.machines import Machines
+from elastic.errors import SpecError
+
+
+def capacity(query: Query, kinds: Sequence[Machines]) -> dict[str, Any]:
+    """The fewest nodes of each kind that make it. Raises SpecError where no kind does."""
+    rows = [_kind(query, machines) for machines in kinds]
+    made = [row for row in rows if row["makes_it"]]
+    if not made:
+        raise SpecError(_impossible(query, rows))
+    priced = [row for row in made if row["usd"]]
+    cheapest = min(priced, key=lambda row: row["usd"], default=None)
+    for row in rows:
+        row["cheapest"] = row is cheapest
+    notes = [note for machines in kinds for note in notes_of(query.subject, [machines])]
+    pools = [machines.with_nodes(1).plain() for machines in kinds]
+    return {**query.plain(), "kinds": rows, "pools": pools, "notes": list(dict.fromkeys(notes))}
+
+
+def _kind(query: Query, machines: Machines) -> dict[str, Any]:
+    """Doubled until it is fast enough, then bisected: fewer nodes are slower, but for layouts that divide badly."""
+    per_node, most = machines.group.gpus_per_node, max(1, MOST_GPUS // machines.group.gpus_per_node)
+    tried: dict[int, dict[str, Any]] = {}
+
+    def row(n: int) -> dict[str, Any]:
+        if n not in tried:
+            tried[n] = row_of(machines.group.hardware.accelerator_type, [machines.with_nodes(n)], query)
+        return tried[n]
+
+    def enough(n: int) -> bool:
+        return row(n)["layout"] is not None and row(n)["hours"] <= query.aim.deadline_h
+
+    n = _start(query, machines, most)
+    while n < most and not enough(n) and not _flat(tried, n):
+        n = min(most, 2 * n)
+    if enough(n):
+        low = n // 2 if n > 1 else 0
+        while low and enough(low):
+            n, low = low, low // 2
+        n = _fewest(low, n, enough)
+    else:
+        n = min(tried, key=lambda n: tried[n]["hours"] or float("inf"))
+    found = row(n)
+    kind = {"kind": machines.group.hardware.accelerator_type, "instance_type": machines.instance_type, "n_nodes": n}
+    price = machines.group.usd_per_node_h / per_node
+    return {**kind, "market_type": machines.group.market_type, "usd_per_gpu_h": price, "makes_it": enough(n), **found}
+
+
+def _start(query: Query, machines: Machines, most: int) -> int:
+    """Nodes below which even the peak would not do."""
+    gpu, sample = machines.group.hardware, query.subject.model.sample
+    flop = (sample.flop if sample else 0.0) / query.subject.sample_tokens * query.aim.tokens
+    peak = gpu.peak(str(query.subject.job.get("precision") or "float32")) * machines.group.gpus_per_node
+    return min(most, max(1, int(flop / peak / (query.aim.deadline_h * 3600))))
+
+
+def _flat(tried: dict[int, dict[str, Any]], n: int) -> bool:
+    """Twice as many nodes have not made it any faster: the batch gives them nothing to do."""
+    now, before = tried[n], tried.get(n // 2)
+    return bool(before and before["hours"] and now["hours"] and now["hours"] > 0.98 * before["hours"])
+
+
+def _fewest(low: int, high: int, enough: Any) -> int:
+    """`high` is enough, `low` is not."""
+    while high - low > max(1, high // 64):
+        middle = (low + high) // 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _impossible(query: Query, rows: Sequence[dict[str, Any]]) -> str:
+    told = [
+        f"{row['n_gpus']} x {row['kind']} take {row['hours']:,.0f} h" if row["hours"] else f"{row['kind']}: {row['why_not']}"
+        for row in rows
+    ]
+    return (
+        f"--tokens {query.aim.tokens:.4g} and --within {query.aim.deadline_h:g} h exclude each other at a step of "
+        f"{query.subject.step_tokens:,} tokens: {'; '.join(told)}; take more time, fewer tokens or a larger --batch"
+    )

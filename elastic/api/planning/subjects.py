@@ -1,0 +1,119 @@
+"""What shall be trained: a job folder's program, or a published decoder, or one of given sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from elastic.api.planning.machines import Machines, of_pool, with_counts
+from elastic.api.ways import loaded
+from elastic.cluster_spec import load_cluster
+from elastic.data_spec import KINDS
+from elastic.errors import SpecError
+from elastic.planner import known_decoders
+from elastic.planner.work import Work
+from elastic.spec import job_data
+from elastic.types import ModelProfile, Pool
+
+OWN_POOLS = "neither the job nor --cluster names pools: planned for what elastic run would start on this machine"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`job`: plain data, as of job.yaml. `pools`: its own, of a job. `steps`: 0 = not said."""
+
+    name: str
+    model: ModelProfile
+    job: Mapping[str, Any]
+    pools: tuple[Pool, ...] = ()
+    steps: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sample_tokens(self) -> int:
+        """Of a sample; of models without tokens a sample counts as one."""
+        sample = self.model.sample
+        return (sample.tokens if sample else 0) or 1
+
+    @property
+    def step_tokens(self) -> int:
+        return self.sample_tokens * int(self.job["global_batch"])
+
+    @property
+    def tokens(self) -> float:
+        """Of all steps that the job has; 0 = not said."""
+        return float(self.steps * self.step_tokens)
+
+    def with_layout(self, text: str) -> Subject:
+        """Its options stand for themselves: keys of the job of the same names are left out."""
+        return replace(self, job={**self.job, "layout": text}) if text else self
+
+    def plain(self) -> dict[str, Any]:
+        sample = self.model.sample
+        return {
+            "name": self.name, "n_params": self.model.n_params, "n_expert_params": self.model.n_expert_params,
+            "n_blocks": self.model.n_blocks, "state_bytes": int(Work.of(self.model).state_bytes),
+            "sample_tokens": sample.tokens if sample else 0, "unit": "tokens" if sample and sample.tokens else "samples",
+            "global_batch": self.job["global_batch"], "step_tokens": self.step_tokens,
+            "precision": self.job.get("precision") or "float32", "layout": str(self.job.get("layout") or "auto"),
+            "steps": self.steps,
+        }  # fmt: skip
+
+
+def of_model(text: str, batch: int = 0, precision: str = "bfloat16") -> Subject:
+    """`batch`: samples of a step, 0 = what the model was published with, or about 4 M tokens. Raises SpecError."""
+    found = known_decoders.find(text)
+    decoder = replace(found.decoder, compute=precision)
+    size = batch or max(1, round(found.batch_tokens / decoder.seq))
+    told = f"{found.batch_tokens / 1e6:.3g} M tokens" + ("" if found.params_b else ", as is usual")
+    notes = () if batch else (f"a step has {size} sequences ({told}): say another with --batch",)
+    job = {"name": found.name, "global_batch": size, "precision": precision, "layout": "auto", "min_workers": 1}
+    return Subject(found.name, decoder.profile(), job, notes=notes)
+
+
+def of_job(folder: str, overrides: Sequence[str] = ()) -> Subject:
+    """Traces the program on the meta device; nothing is allocated. Raises SpecError, ProgramError."""
+    data, where = job_data(folder, overrides)
+    if "script" not in data and not (Path(folder) / str(data.get("program", "program.py"))).is_file():
+        raise SpecError(f"{folder}: it has no program.py, which says what is trained; or plan a model by its sizes: --model 8b")
+    from elastic.worker.profiling import model_profile_of
+
+    spec, program = loaded(folder, overrides)
+    with made_up_data(spec.plain()) as job:
+        model = model_profile_of(program, job)
+    notes = () if "pools" in data else (OWN_POOLS,)
+    if model.sample is None:
+        raise SpecError(
+            f"{where}: samples of unequal length (microbatch_tokens) have no one cost: plan it with data.seq, or --model"
+        )
+    return Subject(spec.name, model, spec.plain(), tuple(pool.pool() for pool in spec.pools), spec.steps, notes)
+
+
+@contextmanager
+def made_up_data(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The job's keys, with tokens that mean nothing in place of those in a remote store: only their number counts here, and
+    nobody is asked for credentials."""
+    source = (job.get("data") or {}).get("train") or {}
+    remote = isinstance(source, dict) and "://" in str(next((source[kind] for kind in KINDS if kind in source), ""))
+    if not remote or not source.get("seq") or source.get("pack") in ("document", "whole", "pad"):
+        yield job
+        return
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "zeros.bin").write_bytes(bytes(2 * (8 * int(source["seq"]) + 1)))
+        train = {"tokens": folder, "pattern": "*.bin", "dtype": "uint16", "seq": source["seq"]}
+        yield {**job, "data": {"train": train}}
+
+
+def machines_of(subject: Subject, cluster: str | None, counts: Mapping[str, int]) -> tuple[Machines, ...]:
+    """Of the cluster file's pools, else the job's own. Raises SpecError."""
+    if cluster is not None:
+        spec = load_cluster(cluster)
+        pools, prices = spec.pools, dict(spec.prices_of)
+    else:
+        pools, prices = subject.pools, dict.fromkeys((pool.name for pool in subject.pools), "the job")
+    nodes = with_counts(pools, counts)
+    return tuple(of_pool(pool, nodes[pool.name], prices.get(pool.name, "")) for pool in pools if nodes[pool.name])

@@ -1,0 +1,150 @@
+"""Where the time and the memory of an offer go, as stacked bars: in the terminal (letters tell parts apart, colour only helps)
+and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from elastic.observe.plans import GIB, hours, seconds, short, usd
+
+# part -> letter, colour, what it is
+TIME = {
+    "products": ("P", "#1f618d", "matrix products, forward and backward"),
+    "attention": ("A", "#2e86c1", "attention"),
+    "moved": ("M", "#85c1e9", "norms, activations, sums: bytes moved in memory"),
+    "recomputed": ("R", "#d4ac0d", "computed a second time (activation checkpointing)"),
+    "tp": ("t", "#af7ac5", "waiting for tensor-parallel sums"),
+    "cp": ("c", "#7d3c98", "waiting for keys and values of other ranks (cp)"),
+    "ep": ("e", "#5b2c6f", "waiting for tokens on their way to experts"),
+    "pp": ("p", "#e59866", "sending between pipeline stages"),
+    "bubble": ("b", "#cb4335", "idle while the pipeline fills and drains"),
+    "uneven": ("u", "#f1948a", "waiting for the slowest stage or rank"),
+    "fsdp": ("f", "#229954", "gathering and scattering shards that computation does not hide"),
+    "replicas": ("r", "#52be80", "summing gradients over replicas, not hidden"),
+    "optimizer": ("O", "#808b96", "optimizer update"),
+    "jitter": ("j", "#abb2b9", "nodes that wait for each other"),
+    "data": ("d", "#6e2c00", "waiting for the data"),
+}
+MEMORY = {
+    "parameters": ("W", "#1f618d", "parameters, this GPU's shard"),
+    "gradients": ("G", "#2e86c1", "gradients"),
+    "optimizer": ("O", "#808b96", "optimizer state"),
+    "gathered": ("g", "#229954", "parameters gathered for the running block"),
+    "activations": ("A", "#d4ac0d", "activations kept for the backward pass"),
+    "again": ("R", "#e59866", "one block's activations, computed again"),
+    "logits": ("L", "#cb4335", "logits and what the loss keeps"),
+}
+OTHER = ("?", "#17202a")
+
+
+def explain(data: Mapping[str, Any], n: int, width: int = 80) -> list[Text]:
+    """Of offer `n`: a bar of a step's time and one of a GPU's memory, and a line for each part, the largest first."""
+    offer = next(offer for offer in data["offers"] if offer["n"] == n)
+    unit = data["model"]["unit"]
+    mfu = f", MFU {offer['mfu']:.1%}"
+    head = f"offer {n}: {short(offer['layout'])}"
+    step = f"a step: {seconds(offer['step_s'])}, {offer['tokens_per_s']:,.0f} {unit}/s{mfu}"
+    lines = [Text(head, style="bold"), Text(step), *_bar(offer["seconds"], TIME, offer["step_s"], width)]
+    lines += _parts(offer["seconds"], TIME, seconds, width)
+    room, used = offer["room_bytes"], sum(offer["memory"].values())
+    total = f"memory of the GPU that needs most: {_gib(used)}" + (f" of {_gib(room)}" if room else "")
+    lines += [Text(), Text(total), *_bar(offer["memory"], MEMORY, max(room, used), width)]
+    lines += _parts(offer["memory"], MEMORY, _gib, width)
+    lines += [Text(), *_shares(offer), *_money(offer, data)]
+    return lines
+
+
+def _bar(parts: Mapping[str, float], known: Mapping[str, tuple[str, str, str]], whole: float, width: int) -> list[Text]:
+    """`[PPPPAAMMtt....]`, dots = what is left of `whole`."""
+    room, text, drawn, reached = width - 2, Text("["), 0, 0.0
+    for name in _ordered(parts, known):
+        reached += parts[name]
+        end = min(room, round(room * reached / whole)) if whole else 0
+        letter, color = known.get(name, OTHER)[:2]
+        text.append(letter * (end - drawn), style=color)
+        drawn = max(drawn, end)
+    return [text.append("." * (room - drawn) + "]")]
+
+
+def _parts(parts: Mapping[str, float], known: Mapping[str, tuple[str, str, str]], shown: Any, width: int) -> list[Text]:
+    """A line for each: letter, share, size, meaning."""
+    total, lines = sum(parts.values()), []
+    for name in sorted(parts, key=lambda name: -parts[name]):
+        letter, color, *meaning = known.get(name, OTHER)
+        about = meaning[0] if meaning else name
+        share = parts[name] / total if total else 0.0
+        line = Text(f" {letter} ", style=color)
+        line.append(f"{share:6.1%} {shown(parts[name]):>9}  {name:<11} {about}")
+        line.truncate(width, overflow="ellipsis")
+        lines.append(line)
+    return lines
+
+
+def _ordered(parts: Iterable[str], known: Mapping[str, Any]) -> list[str]:
+    there = list(parts)
+    return [*(name for name in known if name in there), *(name for name in there if name not in known)]
+
+
+def _shares(offer: Mapping[str, Any]) -> list[Text]:
+    """What each pool does, where there are several or stages are unequal."""
+    lines = []
+    for part in offer["parts"] if len(offer["parts"]) > 1 else ():
+        layers = f", layers {'+'.join(map(str, part['layers']))}" if len(part["layers"]) > 1 else ""
+        text = f"pool {part['pool']}: {part['n_gpus']} GPUs, {part['samples']} samples of a step to each data-parallel rank"
+        lines.append(Text(f"{text}{layers}, busy {part['busy']:.0%} of it"))
+    return lines
+
+
+def _money(offer: Mapping[str, Any], data: Mapping[str, Any]) -> list[Text]:
+    if not offer["usd_per_h"]:
+        return []
+    unit = data["model"]["unit"]
+    lost = f"; {1 - offer['goodput']:.1%} of the time goes to nodes that are taken" if offer["goodput"] < 0.999 else ""
+    total = f"; {hours(offer['hours'])} and {usd(offer['usd'])} in all" if offer["hours"] else ""
+    return [Text(f"{usd(offer['usd_per_h'])}/h, {usd(offer['usd_per_mtoken'])} per million {unit}{lost}{total}")]
+
+
+def _gib(n_bytes: float) -> str:
+    return f"{n_bytes / GIB:.1f} GiB"
+
+
+def save(data: Mapping[str, Any], path: str | Path) -> Path:
+    """All offers side by side: seconds of a step and memory of a GPU by part. Returns the file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    offers = data["offers"]
+    figure = Figure(figsize=(13, 1.8 + 0.75 * len(offers)), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
+    _stacked(left, offers, "seconds", TIME, 1.0)
+    _stacked(right, offers, "memory", MEMORY, GIB)
+    room = max(offer["room_bytes"] for offer in offers) / GIB
+    if room:
+        right.axvline(room, color="#c0392b", linestyle="--", linewidth=1, label="there is")
+    left.set_yticks(range(len(offers)), [f"{offer['n']}  {short(offer['layout'])}" for offer in offers], fontsize=8)
+    left.invert_yaxis()
+    left.set_xlabel("seconds of an optimizer step")
+    right.set_xlabel("GiB of the GPU that needs most")
+    for axes in (left, right):
+        axes.grid(axis="x", alpha=0.25)
+        axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12 - 0.3 / len(offers)), ncols=4)
+    pools = " + ".join(f"{pool['n_gpus']} x {pool['gpu']}" for pool in data["pools"])
+    figure.suptitle(f"{data['model']['name']} on {pools}", fontsize=11)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=120)
+    return target
+
+
+def _stacked(axes: Any, offers: Sequence[Mapping[str, Any]], key: str, known: Mapping[str, Any], unit: float) -> None:
+    names = _ordered(list(dict.fromkeys(name for offer in offers for name in offer[key])), known)
+    start = [0.0] * len(offers)
+    for name in names:
+        sizes = [offer[key].get(name, 0.0) / unit for offer in offers]
+        axes.barh(range(len(offers)), sizes, left=start, label=name, color=known.get(name, OTHER)[1], height=0.6)
+        start = [a + b for a, b in zip(start, sizes, strict=True)]

@@ -1,0 +1,279 @@
+"""What `elastic plan` prints: offers with their memory as bars, choices side by side, curves, needs. Reads the plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
+from typing import Any
+
+from elastic.observe.tables import columns
+
+GIB = 2**30
+WIDTH = 100
+OFFERS = ("", "LAYOUT", "STEP", "TOKENS/S", "MFU", "MEMORY OF A GPU, GIB", "USD/H", "USD/MTOKEN", "EFFICIENCY")
+Data = Mapping[str, Any]
+
+
+def plan(data: Data) -> list[str]:
+    """The best offer in words, then the table, what was left out, and warnings."""
+    best = data["offers"][0]
+    lines = [*subject(data), *_indent(map(_pool, data["pools"])), "", *_answer(data, best), "", *_offers(data)]
+    lines += _rejected(data)
+    lines += [f"warning: {number}{text}" for number, text in _warnings(data["offers"])]
+    return lines + _notes(data)
+
+
+def subject(data: Data) -> list[str]:
+    model = data["model"]
+    sample, batch = "", f"{model['global_batch']} samples"
+    if model["sample_tokens"]:
+        sample = f", sequences of {model['sample_tokens']}"
+        batch = f"{model['global_batch']} sequences = {count(model['step_tokens'])} tokens"
+    return [f"{model['name']}: {count(model['n_params'])} parameters{sample}, {batch} a step, {model['precision']}"]
+
+
+def _pool(pool: Data) -> str:
+    each = f"{pool['n_nodes']} x {pool['gpus_per_node']}" if pool["n_nodes"] > 1 else f"1 node of {pool['gpus_per_node']}"
+    where = f", {pool['instance_type']}" if pool["instance_type"] else ""
+    price = f", {usd(pool['usd_per_gpu_h'])} per GPU-hour ({pool['price_from']})" if pool["usd_per_gpu_h"] else ""
+    net = f", {pool['network_bytes_per_s_per_gpu'] * 8e-9:g} Gb/s per GPU between nodes" if pool["n_nodes"] > 1 else ""
+    kind = "process" if pool["gpu"] == "CPU" else pool["gpu"]
+    numbers = "" if pool["hardware_from"] == "catalog" else f", numbers {_source(pool['hardware_from'])}"
+    return f"{pool['n_gpus']} x {kind}, {pool['market_type']} ({each}{where}{net}{price}{numbers})"
+
+
+def _source(text: str) -> str:
+    return text if text == "guessed" else f"measured: {text}"
+
+
+def _answer(data: Data, best: Data) -> list[str]:
+    """What layout, how long, how many dollars: at one glance."""
+    unit = data["model"]["unit"]
+    cost = f", {usd(best['usd_per_h'])}/h, {usd(best['usd_per_mtoken'])} per million {unit}" if best["usd_per_h"] else ""
+    lines = [f"best: {best['layout']}", f"      {seconds(best['step_s'])} a step, {best['tokens_per_s']:,.0f} {unit}/s{cost}"]
+    if best["hours"]:
+        lost = f", {1 - best['goodput']:.1%} of it lost to nodes that are taken" if best["goodput"] < 0.999 else ""
+        total = f" and {usd(best['usd'])}" if best["usd"] else ""
+        lines.append(f"      {count(data['tokens'])} {unit}: {hours(best['hours'])}{total}{lost}")
+    return lines
+
+
+def _offers(data: Data) -> list[str]:
+    rows: list[Sequence[str]] = [_head(data)]
+    rows += [_offer(offer, data) for offer in data["offers"]]
+    table = columns(rows, right=(0, 2, 3, 4, 6, 7, 8, 9, 10))
+    lines = [table[0]]
+    for line, offer in zip(table[1:], data["offers"], strict=True):
+        lines.append(line)
+        lines += wrap(_only(offer) + offer["why"], WIDTH, initial_indent="   ", subsequent_indent="   ")
+    return lines
+
+
+def _only(offer: Data) -> str:
+    """Where an offer does without some of the GPUs."""
+    used = " + ".join(f"{part['n_gpus']} of {part['pool']}" for part in offer["parts"])
+    return f"on {used} alone: " if offer["n_idle_gpus"] else ""
+
+
+def _head(data: Data) -> Sequence[str]:
+    unit = data["model"]["unit"].upper()
+    head = ["", "LAYOUT", "STEP", f"{unit}/S", "MFU", "MEMORY OF A GPU", "USD/H", f"USD/M{unit[:-1]}", "EFFIC."]
+    return [*head, "TIME", "USD"] if data["tokens"] else head
+
+
+def _offer(offer: Data, data: Data) -> Sequence[str]:
+    row = [
+        str(offer["n"]), short(offer["layout"]), seconds(offer["step_s"]), f"{offer['tokens_per_s']:,.0f}",
+        f"{offer['mfu']:.0%}", memory_bar(offer["memory_bytes"], offer["room_bytes"]), number(offer["usd_per_h"]),
+        number(offer["usd_per_mtoken"]), f"{offer['efficiency']:.0%}",
+    ]  # fmt: skip
+    return [*row, hours(offer["hours"]), number(offer["usd"])] if data["tokens"] else row
+
+
+def _warnings(offers: Sequence[Data]) -> list[tuple[str, str]]:
+    """Each once, with the numbers of the offers that it is of, where not of all."""
+    found: dict[str, list[int]] = {}
+    for offer in offers:
+        for text in offer["warnings"]:
+            found.setdefault(text, []).append(offer["n"])
+    return [("" if len(of) == len(offers) else f"offer {', '.join(map(str, of))}: ", text) for text, of in found.items()]
+
+
+def _rejected(data: Data) -> list[str]:
+    if not data["rejected"]:
+        return []
+    rows = [(family, why) for family, why in data["rejected"].items()]
+    return ["", f"left out (the cost of {data['n_looked_at']:,} layouts was computed):", *_indent(columns(rows)), ""]
+
+
+def _notes(data: Data) -> list[str]:
+    notes = [f"note: {text}" for text in data["notes"]]
+    if any(pool["usd_per_gpu_h"] and "table" in pool["price_from"] for pool in data["pools"]):
+        notes.append(f"note: prices are those of the dated table of {data['prices_at']}; `elastic prices` has their sources")
+    return notes
+
+
+# ------------------------------------------------------------------------------------------ side by side
+
+
+def what_if(data: Data) -> list[str]:
+    head = ["", "CHOICE", "LAYOUT", f"{data['model']['unit'].upper()}/S", "MFU", "EFFIC.", "USD/H", "USD/MTOKEN"]
+    rows: list[Sequence[str]] = [[*head, "TIME", "USD", ""] if data["tokens"] else [*head, ""]]
+    for row in data["choices"]:
+        marks = ", ".join(mark for mark in ("fastest", "cheapest") if row.get(mark))
+        rows.append(["", row["choice"], *_short(row, bool(data["tokens"])), marks or _why_not(row)])
+    total = [f"{count(data['tokens'])} {data['model']['unit']}:"] if data["tokens"] else []
+    return [*subject(data), *total, "", *[line[2:] for line in columns(rows, right=(3, 4, 5, 6, 7, 8, 9))], "", *_priced(data)]
+
+
+def _short(row: Data, total: bool) -> list[str]:
+    if row["layout"] is None:
+        return ["-"] * (8 if total else 6)
+    made = [
+        short(row["layout"]), f"{row['tokens_per_s']:,.0f}", f"{row['mfu']:.0%}", f"{row['efficiency']:.0%}",
+        number(row["usd_per_h"]), number(row["usd_per_mtoken"]),
+    ]  # fmt: skip
+    return [*made, hours(row["hours"]), number(row["usd"])] if total else made
+
+
+def _why_not(row: Data) -> str:
+    return f"does not fit: {row['why_not']}" if row["layout"] is None else ""
+
+
+def _priced(data: Data) -> list[str]:
+    return [*dict.fromkeys(map(_price, data["pools"])), *_notes(data)]
+
+
+def _price(pool: Data) -> str:
+    where = pool["instance_type"] or "no cloud's"
+    price = f"{usd(pool['usd_per_gpu_h'])} per GPU-hour ({pool['price_from']})" if pool["usd_per_gpu_h"] else "no price"
+    return (
+        f"{pool['gpu']} {pool['market_type']}: {where}, nodes of {pool['gpus_per_node']}, "
+        f"{pool['network_bytes_per_s_per_gpu'] * 8e-9:g} Gb/s per GPU, {price}"
+    )
+
+
+def scaling(data: Data) -> list[str]:
+    least = data["efficiency"]
+    rows: list[Sequence[str]] = [
+        ("GPUS", "LAYOUT", f"{data['model']['unit'].upper()}/S", "EFFICIENCY", "", "USD/H", "USD/MTOKEN", "")
+    ]
+    for row in data["curve"]:
+        cells = _short(row, False)
+        under = row["layout"] is not None and row["efficiency"] < least
+        mark = f"under {least:.0%}" if under else _why_not(row)
+        share = row["efficiency"] or 0.0
+        rows.append((str(row["n_gpus"]), cells[0], cells[1], cells[3], bar(share, 20), cells[4], cells[5], mark))
+    useful = data["useful_gpus"]
+    at_least = (
+        f"efficiency stays at {least:.0%} or more up to {useful} GPUs"
+        if useful
+        else f"efficiency is under {least:.0%} everywhere"
+    )
+    more = f" with {data['model']['global_batch']} samples a step (a larger batch reaches further)"
+    return [*subject(data), "", *columns(rows, right=(0, 2, 3, 5, 6)), "", at_least + more, *_priced(data)]
+
+
+def capacity(data: Data) -> list[str]:
+    head = ("GPUS", "KIND", "NODES", "TYPE", "LAYOUT", "TIME", "USD", "USD/H", "USD/MTOKEN", "")
+    rows: list[Sequence[str]] = [head]
+    for row in data["kinds"]:
+        fits = row["layout"] is not None
+        mark = "<- cheapest" if row["cheapest"] else "" if row["makes_it"] else "not in time" if fits else _why_not(row)
+        cells = [
+            short(row["layout"]),
+            hours(row["hours"]),
+            number(row["usd"]),
+            number(row["usd_per_h"]),
+            number(row["usd_per_mtoken"]),
+        ]
+        shown = cells if fits else ["-"] * 5
+        rows.append((f"{row['n_gpus']:,}", row["kind"], f"{row['n_nodes']:,}", row["instance_type"] or "-", *shown, mark))
+    amount = f"{count(data['tokens'])} {data['model']['unit']} within {hours(data['deadline_h'])}"
+    aim = f"{amount}: the fewest nodes of each kind that make it"
+    return [*subject(data), aim, "", *columns(rows, right=(0, 2, 5, 6, 7, 8)), "", *_priced(data)]
+
+
+# ------------------------------------------------------------------------------------------ predictions, measured
+
+
+SCORED = ("ROW", "MODEL", "GPUS", "LAYOUT", "MEASURED", "PREDICTED", "ERROR")
+
+
+def scored(data: Data, rows: Sequence[Sequence[str]]) -> list[str]:
+    """Tokens per second and GPU, row by row, then how well that is on the whole."""
+    fits, choices = data["fits_table"], data["choices"]
+    lines = [*columns([SCORED, *rows], right=(4, 5, 6)), ""]
+    error, most = data["median_abs_err"], data["p90_abs_err"]
+    lines.append(
+        f"tokens/s: {data['rows_timed']} rows, median error {error:.1%}, 9 of 10 within {most:.1%} "
+        f"(one MFU for each GPU kind: {data['constant_mfu_median_abs_err']:.1%})"
+    )
+    if data["mem_rows"]:
+        lines.append(f"memory: {data['mem_rows']} rows, median error {data['mem_median_abs_err']:.1%}")
+    right = fits["fits_said_fits"] + fits["not_said_not"]
+    lines.append(f"fits or not: {right} of {sum(fits.values())} right ({data['fits_accuracy']:.1%})")
+    if choices:
+        lines.append(
+            f"choice of a layout: {data['best_choice_within_5pct']:.0%} of {choices} within 5% of the best measured one, "
+            f"median regret {data['regret_median']:.1%}"
+        )
+    return lines
+
+
+# ------------------------------------------------------------------------------------------ numbers as words
+
+
+def short(layout: str) -> str:
+    """Option names as they are said: `microbatch_size=1` -> `microbatch 1`."""
+    names = {"microbatch_size": "mb", "activation_checkpointing": "ckpt", "zero_stage": "zero", "virtual_stages": "v"}
+    parts = [part.partition("=") for part in layout.split(",")]
+    return ",".join(f"{names.get(name, name)}={value}" for name, _, value in parts)
+
+
+def memory_bar(n_bytes: float, room_bytes: float) -> str:
+    """`#######... 61 of 74 GiB`."""
+    if not room_bytes:
+        return f"{n_bytes / GIB:.1f} GiB"
+    return f"{bar(n_bytes / room_bytes, 10)} {n_bytes / GIB:.3g} of {room_bytes / GIB:.3g} GiB"
+
+
+def bar(share: float, width: int) -> str:
+    full = min(width, max(0, round(share * width)))
+    return "#" * full + "." * (width - full)
+
+
+def seconds(value: float) -> str:
+    if value >= 600:
+        return hours(value / 3600)
+    return f"{value * 1000:.0f} ms" if value < 0.1 else f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
+
+
+def hours(value: float | None) -> str:
+    if not value:
+        return "-"
+    if value < 1:
+        return f"{value * 60:.0f} min" if value * 60 >= 1 else f"{value * 3600:.0f} s"
+    return f"{value:.1f} h" if value < 48 else f"{value / 24:.1f} days" if value < 24 * 730 else f"{value / 24 / 365:.1f} years"
+
+
+def count(value: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:g}"
+
+
+def number(value: float | None) -> str:
+    """Dollars without their sign."""
+    if not value:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}" if value >= 0.095 else f"{value:.2g}"
+
+
+def usd(value: float) -> str:
+    return f"${value / 1e6:.3g} M" if value >= 1e6 else f"${number(value)}"
+
+
+def _indent(lines: Any) -> list[str]:
+    return [f"  {line}" for line in lines]
