@@ -13,6 +13,6 @@ from elastic.api.ways import run_script
 
 __all__ = [
     "ElasticTrainer", "Import", "Options", "ProfileWishes", "Profiled", "Reaped", "Result", "Wanted", "check_cluster",
-    "checkpoints", "drill", "export", "gpus", "holder", "import_state", "prices", "profile", "ray_address", "reap", "remove", "run",
-    "run_script", "stop", "verify",
+    "checkpoints", "drill", "export", "gpus", "holder", "import_state", "prices", "profile", "ray_address", "reap", "remove",
+    "run", "run_script", "stop", "verify",
 ]  # fmt: skip

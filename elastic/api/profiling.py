@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -100,13 +99,7 @@ def profile(job: str | Path, wishes: Wishes | None = None) -> tuple[Profiled, ..
 def _here(wanted: Wanted, kind: str) -> dict[str, dict[str, Any]]:
     from elastic.worker import measure
 
-    fresh = "://" not in wanted.storage and not Path(wanted.storage).exists()
-    try:
-        return {kind: measure.measure(wanted) | {"host": socket.gethostname()}}
-    finally:
-        with suppress(OSError):  # it was not there before; with something in it, it stays
-            if fresh:
-                Path(wanted.storage).rmdir()
+    return {kind: measure.measure(wanted) | {"host": socket.gethostname()}}
 
 
 def _there(address: str, wanted: Wanted, spec: JobSpec) -> dict[str, dict[str, Any]]:

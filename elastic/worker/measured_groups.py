@@ -36,11 +36,11 @@ class Among:
         word = torch.zeros(1)
         dist.all_reduce(word)
 
-    def agreed(self, goes_on: bool) -> bool:
+    def said(self, value: float) -> float:
         """What rank 0 says."""
-        word = torch.tensor([float(goes_on)])
+        word = torch.tensor([value], dtype=torch.float64)
         dist.broadcast(word, 0)
-        return bool(word[0])
+        return float(word[0])
 
     def mean(self, value: float, n: int) -> float:
         """Over the first n ranks; the others' numbers do not count."""
@@ -61,7 +61,7 @@ class Among:
         took: dict[tuple[str, int, int], list[float]] = {key: [] for key in calls}
         began = time.perf_counter()
         for repetition in range(MOST + 1):  # the first one does not count
-            if not self.agreed(repetition <= LEAST or time.perf_counter() - began < for_s):
+            if not self.said(repetition <= LEAST or time.perf_counter() - began < for_s):
                 break
             for key, call in calls.items():
                 took_s = self._timed(key[1], OFTEN if key[2] <= SMALL_BYTES else 1, call)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -158,7 +160,9 @@ def copied(device: torch.device, limits: Limits) -> tuple[dict[str, Call], int]:
 
 
 def stored(uri: str, limits: Limits) -> tuple[dict[str, Call], Call, int]:
-    """Writes and reads one object in a run's storage; a call that takes it away; its bytes."""
+    """Writes and reads one object in a run's storage; a call that takes it away, and the folder that was not there; its
+    bytes."""
+    fresh = "://" not in uri and not Path(uri).exists()
     storage = open_storage(uri)
     data, back = os.urandom(limits.storage_bytes), bytearray(limits.storage_bytes)
     key = f"{KEY}-{os.getpid()}"
@@ -166,7 +170,14 @@ def stored(uri: str, limits: Limits) -> tuple[dict[str, Call], Call, int]:
         "write": lambda: storage.put(key, data),
         "read": lambda: storage.read_into(key, 0, memoryview(back)),
     }
-    return ways, (lambda: storage.delete(key)), limits.storage_bytes
+
+    def clean() -> None:
+        storage.delete(key)
+        with suppress(OSError):  # with something in it, it stays
+            if fresh:
+                Path(uri).rmdir()
+
+    return ways, clean, limits.storage_bytes
 
 
 def _made(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

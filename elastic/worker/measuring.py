@@ -22,8 +22,9 @@ from typing import Any
 
 from elastic.types import Attention, Matmul
 
-ALONE, CROWDED, TALK = 0.4, 0.3, 0.3  # shares of the time
-BURST_S = 0.08
+ALONE, CROWDED, TALK = 0.3, 0.45, 0.25  # shares of the time
+LEAD_S = 0.01  # from the word to begin until all begin
+WINDOW_S, WINDOW_MOST_S, CALLS = 0.25, 2.0, 4  # in which they compute at once: so many calls, if it is not too long
 TIMEOUT_S = 120.0
 ARCHITECTURES = {  # compute capability -> as the catalog names it
     (7, 0): "Volta", (7, 5): "Turing", (8, 0): "Ampere", (8, 6): "Ampere", (8, 9): "Ada", (9, 0): "Hopper",
@@ -157,16 +158,36 @@ class _Member:
         if self.matmuls:
             works["flop_per_s"] = mixed(self.matmuls, self.dtype, self.device)
         found: dict[tuple[int, str], list[float]] = {(n, name): [] for n in self.asked["sizes"] for name in works}
+        took_s = dict.fromkeys(found, 0.0)
         began = time.perf_counter()
         for repetition in range(MOST + 1):  # the first one does not count
-            if not self.among.agreed(repetition <= LEAST or time.perf_counter() - began < for_s):
+            if not self.among.said(repetition <= LEAST or time.perf_counter() - began < for_s):
                 break
             for n, name in found:
                 self.among.together()
-                rate = self._burst(*works[name]) if self.rank < n else 0.0
+                window_s = min(WINDOW_MOST_S, max(WINDOW_S, CALLS * took_s[n, name])) if repetition else 0.0
+                start_s, window_s = self.among.said(time.monotonic() + LEAD_S), self.among.said(window_s)
+                rate, took_s[n, name] = self._rate(*works[name], start_s, window_s) if self.rank < n else (0.0, 0.0)
                 mean = self.among.mean(rate, n)
                 found[n, name] += [mean] if repetition else []
         return [{"processes": n} | {name: median(found[n, name]) for name in works} for n in self.asked["sizes"]]
+
+    def _rate(self, call: Callable[[], object], work: float, start_s: float, window_s: float) -> tuple[float, float]:
+        """Work per second within a window that all processes have in common, on the clock that they have in common, so that
+        none computes while others have not begun or have ended; and seconds of a call. A window of 0 s: of one call."""
+        time.sleep(max(0.0, start_s - time.monotonic()))
+        done, end_s = 0.0, start_s + window_s
+        while True:
+            began_s = time.monotonic()
+            call()
+            self.settle()
+            ended_s = time.monotonic()
+            if not window_s:
+                return work / (ended_s - began_s), ended_s - began_s
+            if ended_s >= end_s:
+                done += max(0.0, end_s - began_s) / (ended_s - began_s)
+                return done * work / window_s, window_s / max(done, 0.1)
+            done += 1
 
     def _passes(self, folder: Path) -> Callable[[], object] | None:
         """The program's own forward and backward pass of a batch; None where it is too large for this, or fails."""
@@ -199,15 +220,6 @@ class _Member:
             model.zero_grad()
 
         return run
-
-    def _burst(self, call: Callable[[], object], work: float) -> float:
-        """Work per second, over BURST_S or one call."""
-        began, n = time.perf_counter(), 0
-        while n == 0 or time.perf_counter() - began < BURST_S:
-            call()
-            n += 1
-            self.settle()
-        return n * work / (time.perf_counter() - began)
 
 
 def _chip(device: Any) -> dict[str, Any]:

@@ -69,11 +69,14 @@ def test_bytes_of_ordinary_operations_are_those_that_a_trace_counts() -> None:
 
 
 def test_storage_is_left_as_it_was(tmp_path: Path) -> None:
-    ways, clean, n_bytes = stored(str(tmp_path), LIMITS)
-    ways["write"]()
-    assert ways["read"]() == n_bytes == 1 << 16
-    clean()
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "there").mkdir()
+    for name, left in (("there", ["there"]), ("fresh", ["there"])):
+        ways, clean, n_bytes = stored(str(tmp_path / name), LIMITS)
+        ways["write"]()
+        assert ways["read"]() == n_bytes == 1 << 16
+        assert len(list((tmp_path / name).iterdir())) == 1
+        clean()
+        assert [path.name for path in tmp_path.rglob("*")] == left
 
 
 FOUND: dict[str, Any] = {
@@ -142,7 +145,7 @@ def test_it_measures_this_machine_and_leaves_nothing(tmp_path: Path) -> None:
     assert made.attention_flop_per_s > 0 and len(made.products) == len(found["products"]) > 0
     assert [n for n, rate in made.crowded_passes if 1e6 < rate < made.peak_flop_per_s] == [1, 2]
     assert 0.01 < found["cpu_share"] < 1.5
-    assert list((tmp_path / "runs").iterdir()) == [] and processes_of(os.getpid()) == []
+    assert list(tmp_path.iterdir()) == [] and processes_of(os.getpid()) == []
 
 
 @pytest.mark.slow
