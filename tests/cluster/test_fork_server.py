@@ -100,6 +100,21 @@ def test_a_client_that_is_killed_takes_its_fork_along_and_no_other(server: Any, 
     both[0].communicate()
 
 
+def test_a_fork_that_is_stopped_ends_with_the_parent_of_its_client(server: Any, tmp_path: Path) -> None:
+    """As a worker whose raylet is killed while it is stopped: it can see to nothing itself."""
+    with client(server, tmp_path, "0", "sleep") as first:  # writes the script
+        first.kill()
+    starts = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
+    at, script = str(server.folder / fork_server.SOCKET), str(tmp_path / "says.py")
+    words = [sys.executable, "-I", "-S", str(CLIENT), at, sys.executable, script, "0", "sleep"]
+    with subprocess.Popen([sys.executable, "-c", starts, *words], stdout=subprocess.PIPE, text=True, cwd=tmp_path) as parent:
+        assert parent.stdout is not None
+        fork = json.loads(parent.stdout.readline())["pid"]
+        os.kill(fork, signal.SIGSTOP)
+        parent.kill()
+        wait_for(lambda: processes.started(fork) is None)
+
+
 def test_without_a_server_a_client_is_the_program_itself(server: Any, tmp_path: Path) -> None:
     one = client(server, tmp_path, "3", address=str(tmp_path / "nobody"))
     said = json.loads(one.communicate(timeout=WITHIN_S)[0])
