@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from elastic.observe.plans import GIB, hours, seconds, short, usd
+from elastic.observe.plans import GIB, hours, seconds, usd
 
 # part -> letter, colour, what it is
 TIME = {
@@ -46,7 +46,7 @@ def explain(data: Mapping[str, Any], n: int, width: int = 80) -> list[Text]:
     offer = next(offer for offer in data["offers"] if offer["n"] == n)
     unit = data["model"]["unit"]
     mfu = f", MFU {offer['mfu']:.1%}"
-    head = f"offer {n}: {short(offer['layout'])}"
+    head = f"offer {n}: {offer['layout']}"
     step = f"a step: {seconds(offer['step_s'])}, {offer['tokens_per_s']:,.0f} {unit}/s{mfu}"
     lines = [Text(head, style="bold"), Text(step), *_bar(offer["seconds"], TIME, offer["step_s"], width)]
     lines += _parts(offer["seconds"], TIME, seconds, width)
@@ -126,7 +126,7 @@ def save(data: Mapping[str, Any], path: str | Path) -> Path:
     room = max(offer["room_bytes"] for offer in offers) / GIB
     if room:
         right.axvline(room, color="#c0392b", linestyle="--", linewidth=1, label="there is")
-    left.set_yticks(range(len(offers)), [f"{offer['n']}  {short(offer['layout'])}" for offer in offers], fontsize=8)
+    left.set_yticks(range(len(offers)), [f"{offer['n']}  {_lines(offer['layout'])}" for offer in offers], fontsize=8)
     left.invert_yaxis()
     left.set_xlabel("seconds of an optimizer step")
     right.set_xlabel("GiB of the GPU that needs most")
@@ -139,6 +139,11 @@ def save(data: Mapping[str, Any], path: str | Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=120)
     return target
+
+
+def _lines(layout: str) -> str:
+    """Its options below its axes."""
+    return layout.replace(",microbatch", "\nmicrobatch").replace("activation_checkpointing", "checkpointing")
 
 
 def _stacked(axes: Any, offers: Sequence[Mapping[str, Any]], key: str, known: Mapping[str, Any], unit: float) -> None:

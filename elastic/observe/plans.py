@@ -10,7 +10,6 @@ from elastic.observe.tables import columns
 
 GIB = 2**30
 WIDTH = 100
-OFFERS = ("", "LAYOUT", "STEP", "TOKENS/S", "MFU", "MEMORY OF A GPU, GIB", "USD/H", "USD/MTOKEN", "EFFICIENCY")
 Data = Mapping[str, Any]
 
 
@@ -59,12 +58,11 @@ def _answer(data: Data, best: Data) -> list[str]:
 
 
 def _offers(data: Data) -> list[str]:
-    rows: list[Sequence[str]] = [_head(data)]
-    rows += [_offer(offer, data) for offer in data["offers"]]
-    table = columns(rows, right=(0, 2, 3, 4, 6, 7, 8, 9, 10))
-    lines = [table[0]]
+    """A head, then of each offer its layout as --layout takes it, its numbers below the head, and why."""
+    table = columns([_head(data), *(_offer(offer, data) for offer in data["offers"])], right=(0, 1, 2, 4, 5, 6, 7, 8))
+    lines = [f"   {table[0]}"]
     for line, offer in zip(table[1:], data["offers"], strict=True):
-        lines.append(line)
+        lines += [f"{offer['n']}  {offer['layout']}", f"   {line}"]
         lines += wrap(_only(offer) + offer["why"], WIDTH, initial_indent="   ", subsequent_indent="   ")
     return lines
 
@@ -77,15 +75,15 @@ def _only(offer: Data) -> str:
 
 def _head(data: Data) -> Sequence[str]:
     unit = data["model"]["unit"].upper()
-    head = ["", "LAYOUT", "STEP", f"{unit}/S", "MFU", "MEMORY OF A GPU", "USD/H", f"USD/M{unit[:-1]}", "EFFIC."]
+    head = ["STEP", f"{unit}/S", "MFU", "MEMORY OF A GPU", "EFFICIENCY", "USD/H", f"USD/M{unit[:-1]}"]
     return [*head, "TIME", "USD"] if data["tokens"] else head
 
 
 def _offer(offer: Data, data: Data) -> Sequence[str]:
     row = [
-        str(offer["n"]), short(offer["layout"]), seconds(offer["step_s"]), f"{offer['tokens_per_s']:,.0f}",
-        f"{offer['mfu']:.0%}", memory_bar(offer["memory_bytes"], offer["room_bytes"]), number(offer["usd_per_h"]),
-        number(offer["usd_per_mtoken"]), f"{offer['efficiency']:.0%}",
+        seconds(offer["step_s"]), f"{offer['tokens_per_s']:,.0f}", f"{offer['mfu']:.0%}",
+        memory_bar(offer["memory_bytes"], offer["room_bytes"]), f"{offer['efficiency']:.0%}", number(offer["usd_per_h"]),
+        number(offer["usd_per_mtoken"]),
     ]  # fmt: skip
     return [*row, hours(offer["hours"]), number(offer["usd"])] if data["tokens"] else row
 
@@ -117,23 +115,28 @@ def _notes(data: Data) -> list[str]:
 
 
 def what_if(data: Data) -> list[str]:
-    head = ["", "CHOICE", "LAYOUT", f"{data['model']['unit'].upper()}/S", "MFU", "EFFIC.", "USD/H", "USD/MTOKEN"]
-    rows: list[Sequence[str]] = [[*head, "TIME", "USD", ""] if data["tokens"] else [*head, ""]]
+    rows: list[Sequence[str]] = [("CHOICE", *_short_head(data), "", "LAYOUT")]
     for row in data["choices"]:
         marks = ", ".join(mark for mark in ("fastest", "cheapest") if row.get(mark))
-        rows.append(["", row["choice"], *_short(row, bool(data["tokens"])), marks or _why_not(row)])
+        rows.append((row["choice"], *_short(row, data), marks, row["layout"] or _why_not(row)))
     total = [f"{count(data['tokens'])} {data['model']['unit']}:"] if data["tokens"] else []
-    return [*subject(data), *total, "", *[line[2:] for line in columns(rows, right=(3, 4, 5, 6, 7, 8, 9))], "", *_priced(data)]
+    return [*subject(data), *total, "", *columns(rows, right=range(1, len(rows[0]) - 2)), "", *_priced(data)]
 
 
-def _short(row: Data, total: bool) -> list[str]:
+def _short_head(data: Data) -> list[str]:
+    unit = data["model"]["unit"].upper()
+    head = [f"{unit}/S", "MFU", "EFFICIENCY", "USD/H", f"USD/M{unit[:-1]}"]
+    return [*head, "TIME", "USD"] if data["tokens"] else head
+
+
+def _short(row: Data, data: Data) -> list[str]:
     if row["layout"] is None:
-        return ["-"] * (8 if total else 6)
+        return ["-"] * len(_short_head(data))
     made = [
-        short(row["layout"]), f"{row['tokens_per_s']:,.0f}", f"{row['mfu']:.0%}", f"{row['efficiency']:.0%}",
-        number(row["usd_per_h"]), number(row["usd_per_mtoken"]),
+        f"{row['tokens_per_s']:,.0f}", f"{row['mfu']:.0%}", f"{int(100 * row['efficiency'])}%", number(row["usd_per_h"]),
+        number(row["usd_per_mtoken"]),
     ]  # fmt: skip
-    return [*made, hours(row["hours"]), number(row["usd"])] if total else made
+    return [*made, hours(row["hours"]), number(row["usd"])] if data["tokens"] else made
 
 
 def _why_not(row: Data) -> str:
@@ -155,43 +158,38 @@ def _price(pool: Data) -> str:
 
 def scaling(data: Data) -> list[str]:
     least = data["efficiency"]
-    rows: list[Sequence[str]] = [
-        ("GPUS", "LAYOUT", f"{data['model']['unit'].upper()}/S", "EFFICIENCY", "", "USD/H", "USD/MTOKEN", "")
-    ]
+    rows: list[Sequence[str]] = [("GPUS", *_short_head(data), "", "LAYOUT")]
     for row in data["curve"]:
-        cells = _short(row, False)
-        under = row["layout"] is not None and row["efficiency"] < least
-        mark = f"under {least:.0%}" if under else _why_not(row)
         share = row["efficiency"] or 0.0
-        rows.append((str(row["n_gpus"]), cells[0], cells[1], cells[3], bar(share, 20), cells[4], cells[5], mark))
-    useful = data["useful_gpus"]
-    at_least = (
-        f"efficiency stays at {least:.0%} or more up to {useful} GPUs"
-        if useful
-        else f"efficiency is under {least:.0%} everywhere"
-    )
-    more = f" with {data['model']['global_batch']} samples a step (a larger batch reaches further)"
-    return [*subject(data), "", *columns(rows, right=(0, 2, 3, 5, 6)), "", at_least + more, *_priced(data)]
+        rows.append((f"{row['n_gpus']:,}", *_short(row, data), bar(share, 20), row["layout"] or _why_not(row)))
+    useful = f"{data['useful_gpus']:,} GPUs" if data["useful_gpus"] else "no number of them"
+    told = f"efficiency stays at {least:.0%} or more up to {useful}, at {data['model']['global_batch']} samples a step"
+    longer = [] if data["useful_gpus"] == data["curve"][-1]["n_gpus"] else ["a larger --batch reaches further"]
+    right = range(len(rows[0]) - 2)
+    return [*subject(data), "", *columns(rows, right=right), "", "; ".join([told, *longer]), *_priced(data)]
 
 
 def capacity(data: Data) -> list[str]:
-    head = ("GPUS", "KIND", "NODES", "TYPE", "LAYOUT", "TIME", "USD", "USD/H", "USD/MTOKEN", "")
-    rows: list[Sequence[str]] = [head]
+    rows: list[Sequence[str]] = [("KIND", "GPUS", "NODES", "TIME", "USD", "USD/H", "USD/MTOKEN", "EFFICIENCY", "", "LAYOUT")]
     for row in data["kinds"]:
-        fits = row["layout"] is not None
-        mark = "<- cheapest" if row["cheapest"] else "" if row["makes_it"] else "not in time" if fits else _why_not(row)
-        cells = [
-            short(row["layout"]),
-            hours(row["hours"]),
-            number(row["usd"]),
-            number(row["usd_per_h"]),
-            number(row["usd_per_mtoken"]),
-        ]
-        shown = cells if fits else ["-"] * 5
-        rows.append((f"{row['n_gpus']:,}", row["kind"], f"{row['n_nodes']:,}", row["instance_type"] or "-", *shown, mark))
+        cells = ["-"] * 5
+        if row["layout"] is not None:
+            cells = [hours(row["hours"]), *(number(row[key]) for key in ("usd", "usd_per_h", "usd_per_mtoken"))]
+            cells.append(f"{row['efficiency']:.0%}")
+        mark = "<- cheapest" if row["cheapest"] else "" if row["makes_it"] or not row["layout"] else "not in time"
+        rows.append((row["kind"], f"{row['n_gpus']:,}", f"{row['n_nodes']:,}", *cells, mark, row["layout"] or _why_not(row)))
     amount = f"{count(data['tokens'])} {data['model']['unit']} within {hours(data['deadline_h'])}"
     aim = f"{amount}: the fewest nodes of each kind that make it"
-    return [*subject(data), aim, "", *columns(rows, right=(0, 2, 5, 6, 7, 8)), "", *_priced(data)]
+    return [*subject(data), aim, *_answered(data), "", *columns(rows, right=range(1, 8)), "", *_priced(data)]
+
+
+def _answered(data: Data) -> list[str]:
+    """What to take, in words."""
+    best = next((row for row in data["kinds"] if row["cheapest"]), None)
+    if best is None:
+        return []
+    nodes = f"{best['n_nodes']:,} x {best['instance_type']}" if best["instance_type"] else f"{best['n_nodes']:,} nodes"
+    return [f"cheapest: {best['n_gpus']:,} x {best['kind']} ({nodes}): {hours(best['hours'])} and {usd(best['usd'])}"]
 
 
 # ------------------------------------------------------------------------------------------ predictions, measured
@@ -224,18 +222,15 @@ def scored(data: Data, rows: Sequence[Sequence[str]]) -> list[str]:
 # ------------------------------------------------------------------------------------------ numbers as words
 
 
-def short(layout: str) -> str:
-    """Option names as they are said: `microbatch_size=1` -> `microbatch 1`."""
-    names = {"microbatch_size": "mb", "activation_checkpointing": "ckpt", "zero_stage": "zero", "virtual_stages": "v"}
-    parts = [part.partition("=") for part in layout.split(",")]
-    return ",".join(f"{names.get(name, name)}={value}" for name, _, value in parts)
-
-
 def memory_bar(n_bytes: float, room_bytes: float) -> str:
     """`#######... 61 of 74 GiB`."""
     if not room_bytes:
-        return f"{n_bytes / GIB:.1f} GiB"
-    return f"{bar(n_bytes / room_bytes, 10)} {n_bytes / GIB:.3g} of {room_bytes / GIB:.3g} GiB"
+        return f"{_gib(n_bytes)} GiB"
+    return f"{bar(n_bytes / room_bytes, 10)} {_gib(n_bytes)} of {_gib(room_bytes)} GiB"
+
+
+def _gib(n_bytes: float) -> str:
+    return f"{n_bytes / GIB:.1f}" if n_bytes < 100 * GIB else f"{n_bytes / GIB:.0f}"
 
 
 def bar(share: float, width: int) -> str:

@@ -23,7 +23,7 @@ def test_no_tokens(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "hours"),
-    [("3w", 504.0), ("36h", 36.0), ("10d", 240.0), ("1w3d", 240.0), ("90m", 1.5), ("90 min", 1.5), ("2mo", 1440)],
+    [("3w", 504.0), ("36h", 36.0), ("10d", 240.0), ("1w3d", 240.0), ("90m", 1.5), ("90 min", 1.5), ("2mo", 1440), ("1y", 8760)],
 )
 def test_durations(text: str, hours: float) -> None:
     assert hours_of(text) == pytest.approx(hours)

@@ -11,9 +11,9 @@ from elastic.types import MarketType
 
 TOKENS = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)([kmbt]?)")
 TIMES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-DURATION = re.compile(r"(?:[0-9]*\.?[0-9]+(?:min|mo|w|d|h|m))+")
-ONE_DURATION = re.compile(r"([0-9]*\.?[0-9]+)(min|mo|w|d|h|m)")
-HOURS = {"mo": 30 * 24.0, "w": 168.0, "d": 24.0, "h": 1.0, "m": 1 / 60, "min": 1 / 60}
+DURATION = re.compile(r"(?:[0-9]*\.?[0-9]+(?:min|mo|y|w|d|h|m))+")
+ONE_DURATION = re.compile(r"([0-9]*\.?[0-9]+)(min|mo|y|w|d|h|m)")
+HOURS = {"y": 365 * 24.0, "mo": 30 * 24.0, "w": 168.0, "d": 24.0, "h": 1.0, "m": 1 / 60, "min": 1 / 60}
 NODES = re.compile(r"([0-9]*)x([0-9]+)")
 MARKETS: tuple[str, ...] = get_args(MarketType)
 GPUS_LIKE = "as in H100:64, H100:8@spot, A100:16@2x8 or p5.48xlarge:64@usd=2.50"

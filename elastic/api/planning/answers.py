@@ -172,27 +172,26 @@ def row_of(name: str, machines: Sequence[Machines], query: Query) -> dict[str, A
 
 
 KEYS = (
-    "step_s", "tokens_per_s", "mfu", "memory_bytes", "room_bytes", "usd_per_h", "usd_per_mtoken", "efficiency", "goodput",
-    "hours", "usd",
+    "n_used_gpus", "step_s", "tokens_per_s", "mfu", "memory_bytes", "room_bytes", "usd_per_h", "usd_per_mtoken", "efficiency",
+    "goodput", "hours", "usd",
 )  # fmt: skip
 
 
 def short(offer: Offer) -> dict[str, Any]:
-    return {"layout": str(offer.layout)} | {key: getattr(offer, key) for key in KEYS}
+    return {"layout": str(offer.layout), "n_used_gpus": offer.n_gpus} | {key: getattr(offer, key) for key in KEYS[1:]}
 
 
 def scaling(query: Query, machines: Machines, least: float, n_most: int = 0) -> dict[str, Any]:
-    """From one node on, twice as many each time, until efficiency falls under `least` (or `n_most` GPUs are reached).
-    Raises InfeasiblePlan where even the most hold nothing."""
+    """From one node on, twice as many each time, until efficiency has fallen under `least` (a few GPUs may be under it too,
+    where the model is large) or `n_most` are reached. Raises InfeasiblePlan where even the most hold nothing."""
     rows, per_node, useful = [], machines.group.gpus_per_node, None
     n_nodes, most = 1, (n_most or MOST_GPUS) // per_node
     while n_nodes <= most:
         row = row_of(f"{n_nodes * per_node}", [machines.with_nodes(n_nodes)], query)
         rows.append(row)
-        under = row["layout"] is not None and row["efficiency"] < least
-        if row["layout"] is not None and not under:
+        if row["layout"] is not None and row["efficiency"] >= least:
             useful = row["n_gpus"]
-        if under and not n_most:
+        elif useful is not None and not n_most:
             break
         n_nodes *= 2
     if all(row["layout"] is None for row in rows):

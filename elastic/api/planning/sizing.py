@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import ceil
 from typing import Any
 
 from elastic.api.planning.answers import MOST_GPUS, Query, notes_of, row_of
 from elastic.api.planning.machines import Machines
 from elastic.errors import SpecError
+
+MOST_NEAR = 6  # round numbers of nodes that are tried below the one that was found
 
 
 def capacity(query: Query, kinds: Sequence[Machines]) -> dict[str, Any]:
@@ -26,32 +30,36 @@ def capacity(query: Query, kinds: Sequence[Machines]) -> dict[str, Any]:
 
 
 def _kind(query: Query, machines: Machines) -> dict[str, Any]:
-    """Doubled until it is fast enough, then bisected: fewer nodes are slower, but for layouts that divide badly."""
+    """Doubled until it is fast enough, then bisected; then the numbers just below that: some divide better than others."""
     per_node, most = machines.group.gpus_per_node, max(1, MOST_GPUS // machines.group.gpus_per_node)
+    alone = replace(query, aim=replace(query.aim, purpose="fastest", n_best=1))
+    name = machines.group.hardware.accelerator_type
     tried: dict[int, dict[str, Any]] = {}
 
     def row(n: int) -> dict[str, Any]:
         if n not in tried:
-            tried[n] = row_of(machines.group.hardware.accelerator_type, [machines.with_nodes(n)], query)
+            tried[n] = row_of(name, [machines.with_nodes(n)], alone)
         return tried[n]
 
     def enough(n: int) -> bool:
         return row(n)["layout"] is not None and row(n)["hours"] <= query.aim.deadline_h
 
-    n = _start(query, machines, most)
+    n = first = _start(query, machines, most)
     while n < most and not enough(n) and not _flat(tried, n):
         n = min(most, 2 * n)
     if enough(n):
-        low = n // 2 if n > 1 else 0
-        while low and enough(low):
-            n, low = low, low // 2
-        n = _fewest(low, n, enough)
+        n = _fewest(first // 2 if n == first else n // 2, n, enough)
+        n = next((fewer for fewer in _near(n, row(n)["hours"] / query.aim.deadline_h) if enough(fewer)), n)
     else:
         n = min(tried, key=lambda n: tried[n]["hours"] or float("inf"))
-    found = row(n)
-    kind = {"kind": machines.group.hardware.accelerator_type, "instance_type": machines.instance_type, "n_nodes": n}
-    price = machines.group.usd_per_node_h / per_node
-    return {**kind, "market_type": machines.group.market_type, "usd_per_gpu_h": price, "makes_it": enough(n), **found}
+    kind = {"kind": name, "instance_type": machines.instance_type, "n_nodes": n, "market_type": machines.group.market_type}
+    return {**kind, "usd_per_gpu_h": machines.group.usd_per_node_h / per_node, "makes_it": enough(n), **row(n)}
+
+
+def _near(n: int, share: float) -> list[int]:
+    """The roundest numbers of nodes below `n` that could still do, the fewest first; `share`: of the time that `n` takes."""
+    could = range(max(1, ceil(n * share * 0.97)), n)
+    return sorted(sorted(could, key=lambda m: (-(m & -m), m))[:MOST_NEAR])
 
 
 def _start(query: Query, machines: Machines, most: int) -> int:
@@ -68,7 +76,7 @@ def _flat(tried: dict[int, dict[str, Any]], n: int) -> bool:
     return bool(before and before["hours"] and now["hours"] and now["hours"] > 0.98 * before["hours"])
 
 
-def _fewest(low: int, high: int, enough: Any) -> int:
+def _fewest(low: int, high: int, enough: Callable[[int], bool]) -> int:
     """`high` is enough, `low` is not."""
     while high - low > max(1, high // 64):
         middle = (low + high) // 2

@@ -19,6 +19,7 @@ from elastic.planner.work import Work
 from elastic.spec import job_data
 from elastic.types import ModelProfile, Pool
 
+MUCH = 2.0  # times the published batch
 OWN_POOLS = "neither the job nor --cluster names pools: planned for what elastic run would start on this machine"
 
 
@@ -69,10 +70,22 @@ def of_model(text: str, batch: int = 0, precision: str = "bfloat16") -> Subject:
     found = known_decoders.find(text)
     decoder = replace(found.decoder, compute=precision)
     size = batch or max(1, round(found.batch_tokens / decoder.seq))
-    told = f"{found.batch_tokens / 1e6:.3g} M tokens" + ("" if found.params_b else ", as is usual")
-    notes = () if batch else (f"a step has {size} sequences ({told}): say another with --batch",)
     job = {"name": found.name, "global_batch": size, "precision": precision, "layout": "auto", "min_workers": 1}
-    return Subject(found.name, decoder.profile(), job, notes=notes)
+    return Subject(found.name, decoder.profile(), job, notes=_batch_notes(found, size, decoder.seq, bool(batch)))
+
+
+def _batch_notes(found: known_decoders.Known, size: int, seq: int, said: bool) -> tuple[str, ...]:
+    """Where the batch comes from, or that it is larger than is of use."""
+    if not said:
+        told = f"{size * seq / 1e6:.3g} M tokens" + ("" if found.params_b else ", as is usual")
+        return (f"a step has {size} sequences ({told}): say another with --batch",)
+    times = size * seq / found.batch_tokens
+    if not found.params_b or times < MUCH:
+        return ()
+    return (
+        f"a step of {size * seq / 1e6:.3g} M tokens is {times:.1f} times that of its own training: above the critical batch, "
+        "more samples to a step save hardly any steps (McCandlish et al. 2018, section 2)",
+    )
 
 
 def of_job(folder: str, overrides: Sequence[str] = ()) -> Subject:

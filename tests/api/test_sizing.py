@@ -1,0 +1,88 @@
+"""How many nodes a deadline takes, with made-up offers: the search over node counts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from elastic.api.planning import answers, sizing
+from elastic.api.planning.answers import Query
+from elastic.api.planning.machines import Machines, of_pool
+from elastic.api.planning.subjects import Subject, of_model
+from elastic.errors import InfeasiblePlan, SpecError
+from elastic.planner.memory import Step
+from elastic.planner.offers import Aim, Group, Offer, Offers
+from elastic.types import Layout, ModelProfile, Pool
+
+SUBJECT: Subject = of_model("gpt2-124m", 512)
+
+
+def query(hours: Callable[[int], float], deadline_h: float = 100.0, least: int = 1) -> tuple[Query, list[int]]:
+    """`hours`: of so many nodes; with fewer than `least` nothing fits. Also the numbers of nodes that were asked about."""
+    asked: list[int] = []
+
+    def find(model: ModelProfile, job: Mapping[str, Any], groups: Sequence[Group], aim: Aim) -> Offers:
+        n = sum(group.n_nodes for group in groups)
+        asked.append(n)
+        if n < least:
+            raise InfeasiblePlan(f"{least} nodes hold it")
+        usd_per_h, h = groups[0].usd_per_h, hours(n)
+        offer = Offer(
+            Layout(dp_shard=8 * n), (), Step(1, 1, 1), 1.0, {}, {}, 0, 0.0, 1.0, 0.4, usd_per_h, 1.0, min(1.0, 8 / n), 1.0, h,
+            usd_per_h * h,
+        )  # fmt: skip
+        return Offers((offer,))
+
+    return Query(SUBJECT, Aim("deadline", 1e12, deadline_h), find), asked
+
+
+def machines(usd: float = 10.0, kind: str = "H100") -> Machines:
+    return of_pool(Pool(kind, kind, 8, "on-demand", usd, 0, 1), 1)
+
+
+@pytest.mark.parametrize("needed", [3, 7, 8, 13, 30])
+def test_the_fewest_nodes(needed: int) -> None:
+    asked_for, asked = query(lambda n: 100.0 * needed / n)
+    row = sizing.capacity(asked_for, [machines()])["kinds"][0]
+    assert (row["n_nodes"], row["makes_it"]) == (needed, True)
+    assert len(set(asked)) < 20
+
+
+def test_rounder_numbers_that_divide_better_are_found() -> None:
+    asked_for, _ = query(lambda n: 1000 / n if n % 8 == 0 else 1400 / n)
+    assert sizing.capacity(asked_for, [machines()])["kinds"][0]["n_nodes"] in (10, 14)  # no multiple of 8 below is enough
+    asked_for, _ = query(lambda n: 1100 / n if n % 4 == 0 else 1300 / n)
+    assert sizing.capacity(asked_for, [machines()])["kinds"][0]["n_nodes"] == 12  # 13 in steps of one
+
+
+def test_memory_may_ask_for_more_than_speed() -> None:
+    asked_for, _ = query(lambda n: 1.0, least=9)
+    assert sizing.capacity(asked_for, [machines()])["kinds"][0]["n_nodes"] == 9
+
+
+def test_the_cheapest_kind_is_marked_and_a_kind_that_is_too_slow_is_not() -> None:
+    asked_for, _ = query(lambda n: 400.0 / n)
+    rows = sizing.capacity(asked_for, [machines(20.0), machines(10.0, "A100")])["kinds"]
+    assert [row["cheapest"] for row in rows] == [False, True]
+
+
+def test_no_number_of_nodes_makes_it() -> None:
+    asked_for, asked = query(lambda n: 150.0 if n >= 16 else 2400.0 / n)
+    with pytest.raises(SpecError, match=r"exclude each other at a step of 524,288 tokens: .* take 150 h"):
+        sizing.capacity(asked_for, [machines()])
+    assert max(asked) < 512  # it is seen that more do not help
+
+
+def test_scaling_ends_where_efficiency_has_fallen() -> None:
+    asked_for, asked = query(lambda n: 100.0 / n)
+    data = answers.scaling(asked_for, machines(), 0.5)
+    assert [row["n_gpus"] for row in data["curve"]] == [8, 16, 32, 64, 128, 256]
+    assert (data["useful_gpus"], asked) == (128, [1, 2, 4, 8, 16, 32])
+    assert len(answers.scaling(asked_for, machines(), 0.5, 16)["curve"]) == 2
+    asked_for, _ = query(lambda n: 100.0 / n, least=4)
+    first = answers.scaling(asked_for, machines(), 0.5)["curve"][0]
+    assert (first["layout"], first["why_not"]) == (None, "4 nodes hold it")
+    with pytest.raises(InfeasiblePlan, match="4 nodes hold it"):
+        answers.scaling(asked_for, machines(), 0.5, 16)
