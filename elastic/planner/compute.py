@@ -111,11 +111,12 @@ def block_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float, n_
     if chip.dtype in LOW:
         n_bytes += chip.kernels.casts * sum(p.count * p.rows * (p.k + p.n) for p in sample.matmuls) * n_rows * share
     host = sample.n_ops * chip.kernels.host_s  # what the host takes to launch all of it
-    moved = max(moved_s(chip, n_bytes, sample.n_ops), host - products - ahead)
+    own = moved_s(chip, n_bytes, sample.n_ops)
+    moved = max(own, host - products - ahead)
     forward = products + ahead + moved
     backward = 2 * products + back + 2 * moved
     mode = layout.activation_checkpointing
-    again = {"none": 0.0, "selective": 0.7 * moved, "full": forward}[mode]
+    again = {"none": 0.0, "selective": 0.7 * own, "full": forward}[mode]
     return Passes(products, ahead, moved, forward, backward, again)
 
 

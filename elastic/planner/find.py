@@ -1,8 +1,8 @@
 """The best layouts on given nodes, by predicted cost: all of the space, with what cannot win left out early.
 
-A shape (tp, pp, cp and data-parallel ranks) is left out when its computation alone, at the largest microbatch, would take
-longer than the worst offer that is kept: collectives, bubbles and recomputation only add to that. Equal GPUs are one kind: what
-is looked at grows with the divisors of their number, not with it.
+A shape (tp, pp, cp and data-parallel ranks) is left out when its computation alone, with tiles that always fill the GPU, would
+make it a worse offer than the last that is shown: all else only adds to that. Equal GPUs are one kind: what is looked at grows
+with the divisors of their number, not with it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from elastic.types import Layout, ModelProfile
 
 PER_OPTION = 0.01  # that a layout must be better for each axis or option that it has more: predictions are no better
 FEWER_MOST = 64  # smaller numbers of GPUs that are tried where all of them have no layout
+INF = float("inf")
+ROUNDED = 1e-9  # of a bound that is as good as the offer
+LATE = 1e12  # USD per hour that make an offer behind the deadline worse than any other
 SMALLEST_SHARE = 8  # nodes are halved down to this part of them where fewer may be cheaper
 
 
@@ -74,7 +77,8 @@ class _Finder:
     families: dict[str, Candidate] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     n_looked_at: int = 0
-    _worst: float = float("inf")
+    _values: dict[Any, tuple[float, float]] = field(default_factory=dict)  # of `kept` and of `families`, by their keys
+    _worst: float = float("inf")  # value of the last offer that is shown
 
     def __post_init__(self) -> None:
         self.work = Work.of(self.model)
@@ -84,24 +88,26 @@ class _Finder:
     # -------------------------------------------------------------------------------------- pools
 
     def pools(self, groups: Sequence[Group]) -> Iterator[tuple[Group, ...]]:
-        """All nodes; each kind without the others; fewer nodes where the aim is not speed alone."""
+        """All nodes; each kind without the others; a half, a quarter ... of the nodes: cheaper, and where the links are slow
+        sometimes faster."""
         whole = tuple(groups)
         kinds = list(dict.fromkeys(group.hardware for group in whole))
         sets = [whole]
         for n in range(len(kinds) - 1, 0, -1):
             sets += [tuple(g for g in whole if g.hardware in some) for some in combinations(kinds, n)]
-        for pool in sets:
-            yield pool
-            n = 2
-            while self.aim.purpose != "fastest" and n <= SMALLEST_SHARE and any(g.n_nodes >= n for g in pool):
-                yield tuple(replace(g, n_nodes=g.n_nodes // n) for g in pool if g.n_nodes >= n)
-                n *= 2
+        found = dict.fromkeys(sets)
+        for n in (2**k for k in range(1, SMALLEST_SHARE.bit_length())):
+            for pool in sets:
+                found |= {tuple(replace(g, n_nodes=g.n_nodes // n) for g in pool if g.n_nodes >= n): None}
+        yield from (pool for pool in found if pool)
 
     def look(self, pool: tuple[Group, ...]) -> None:
+        if self.least_s(pool) > self.limit_s(pool):
+            return
         if len({group.hardware for group in pool}) == 1:
             self.equal(pool)
         else:
-            for found in mixed.layouts(self.cache, self.job, pool, lambda: self._worst):
+            for found in mixed.layouts(self.cache, self.job, pool, lambda: self.limit_s(pool)):
                 self.n_looked_at += 1
                 self.take(
                     Candidate(
@@ -128,23 +134,42 @@ class _Finder:
         yield from range(n_gpus - less, max(0, n_gpus - less * FEWER_MOST), -less)
 
     def size(self, pool: tuple[Group, ...], site: Site, job: Mapping[str, Any], world: int) -> bool:
-        """Looks at all layouts of that many GPUs; was there one that fits?"""
+        """Looks at all layouts of that many GPUs; was there one that fits, or would not have been shown anyway?"""
         space = Space.on(self.model, job, (site.per_node,))
         found = False
         for shape in space.shapes(world):
-            if self.bound(site, shape) > self._worst and (pool, shape) not in self.kept:
+            if self.bound(site, shape) > self.limit_s(pool):
                 self.reasons.setdefault(words.family(shape), "its computation alone takes longer than the offers shown")
+                found = True
                 continue
             for kind in space.kinds(shape):
                 found = self.variants(pool, site, job, (space, kind)) or found
         return found
 
     def bound(self, site: Site, shape: Layout) -> float:
-        """What the aim would be at best: the step's computation, without recomputation and waiting."""
-        rows = max(1, self.batch // shape.dp)
-        one = self.cache.block_s(site, replace(shape, activation_checkpointing="none"), rows)
-        step_s = (one.forward + one.backward) / rows * self.batch / shape.dp * self.work.n_blocks / shape.pp
-        return step_s
+        """Seconds of a step's computation at best, without recomputation and waiting."""
+        one = self.cache.floor_s(site, shape, max(1, self.batch // shape.dp))
+        return one * self.batch / shape.dp * self.work.n_blocks / shape.pp
+
+    def least_s(self, pool: tuple[Group, ...]) -> float:
+        """The same, perfectly shared out over all GPUs of a pool."""
+        rate = 0.0
+        for group in pool:
+            site = site_of(self.job, group.hardware, group.gpus_per_node)
+            rate += group.n_gpus / self.cache.floor_s(site, Layout(), self.batch)
+        return self.batch * self.work.n_blocks / rate
+
+    def limit_s(self, pool: tuple[Group, ...]) -> float:
+        """A step on this pool that takes longer is no offer that is shown: its value would be above the worst."""
+        if self.aim.purpose == "fastest" or self._worst == INF:
+            return self._worst * (1 + ROUNDED)
+        paid = sum(group.usd_per_h for group in pool)
+        if not paid and len({group.zone for group in pool}) > 1:
+            return INF
+        limit = self._worst / (paid or 1.0)
+        if self.late(limit):
+            limit = max(self.aim.deadline_h / self.hours(1.0), self._worst / (paid + LATE))
+        return limit * (1 + ROUNDED)
 
     def variants(self, pool: tuple[Group, ...], site: Site, job: Mapping[str, Any], open_: tuple[Space, Layout]) -> bool:
         """Microbatch sizes and checkpointing of a kind of layout. Where the largest microbatch fits, nothing needs to be
@@ -186,25 +211,26 @@ class _Finder:
     # -------------------------------------------------------------------------------------- the best
 
     def take(self, found: Candidate) -> None:
-        key = (found.groups, found.layout.tp, found.layout.pp, found.layout.cp)
-        value = self.value(found)
-        if key not in self.kept or value < self.value(self.kept[key]):
-            self.kept[key] = found
-            if len(self.kept) > self.aim.n_best:
-                self._worst = nsmallest(self.aim.n_best + 1, (one.cost.step_s for one in self.kept.values()))[-1]
+        key, value = (found.groups, found.layout.tp, found.layout.pp, found.layout.cp), self.value(found)
+        if key not in self.kept or value < self._values[key]:
+            self.kept[key], self._values[key] = found, value
+            if len(self.kept) >= self.aim.n_best and value[0] < self._worst:
+                self._worst = nsmallest(self.aim.n_best, (self._values[key][0] for key in self.kept))[-1]
         for name in words.families(found):
-            if name not in self.families or value < self.value(self.families[name]):
-                self.families[name] = found
+            if name not in self.families or value < self._values[name]:
+                self.families[name], self._values[name] = found, value
 
     def value(self, found: Candidate) -> tuple[float, float]:
-        """What is to be small, by the aim; of equally good ones the simpler."""
+        """What is to be small, by the aim; of equally good ones the simpler. Never below what `limit_s` takes it for."""
         step_s = self.lasting_s(found) * (1 + PER_OPTION * n_options(replace(found.layout, microbatch_size=0)))
         cut = found.layout.tp * found.layout.pp * found.layout.cp
         if self.aim.purpose == "fastest":
             return step_s, cut
         usd = self.usd_per_h(found, step_s) * step_s
-        late = self.aim.purpose == "deadline" and self.hours(step_s) > self.aim.deadline_h > 0
-        return (usd + (1e12 * step_s if late else 0.0)) or step_s, cut
+        return (usd + (LATE * step_s if self.late(step_s) else 0.0)) or step_s, cut
+
+    def late(self, step_s: float) -> bool:
+        return self.aim.purpose == "deadline" and self.hours(step_s) > self.aim.deadline_h > 0
 
     def lasting_s(self, found: Candidate) -> float:
         """Of a step, with the share of what lost nodes cost."""

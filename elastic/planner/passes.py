@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic.planner import compute
 from elastic.planner.compute import Passes
@@ -19,6 +19,7 @@ class Cache:
     work: Work
     _blocks: dict[tuple[int, int, int, int, int, str], Passes] = field(default_factory=dict)
     _lone: dict[tuple[int, int], float] = field(default_factory=dict)
+    _floors: dict[tuple[int, int, int, int, int], float] = field(default_factory=dict)
     _sites: list[Site] = field(default_factory=list)  # held, so that no two have one id
 
     def block_s(self, site: Site, layout: Layout, n_rows: int) -> Passes:
@@ -29,6 +30,19 @@ class Cache:
             self._sites.append(site)
             self._blocks[key] = compute.block_s(site.chip, sample, layout, n_rows, self.work.n_blocks)
         return self._blocks[key]
+
+    def floor_s(self, site: Site, layout: Layout, n_rows: int) -> float:
+        """Of a sample in one block, forward and backward: at no number of samples up to `n_rows` less. Tiles are taken to fill
+        the GPU, the last ones too, so that more samples never take more each."""
+        key = (id(site), layout.tp, layout.cp, layout.ep, n_rows)
+        if key not in self._floors:
+            sample, chip = self.work.sample, site.chip
+            assert sample is not None
+            self._sites.append(site)
+            full = replace(chip, kernels=replace(chip.kernels, tail=0.0))
+            one = compute.block_s(full, sample, replace(layout, activation_checkpointing="none"), n_rows, self.work.n_blocks)
+            self._floors[key] = (one.forward + one.backward) / n_rows
+        return self._floors[key]
 
     def lone_s(self, site: Site, step: Step, n_gpus: int) -> float:
         """Of a step on GPUs that have the whole model each and never wait for each other; microbatches of one size."""
