@@ -123,13 +123,15 @@ def _shared(
         ):
             continue
         for m in _numbers(batch, shape):
-            found = _shares(cache, kinds, ranks, replace(shape, activation_checkpointing=mode), (m, batch))
+            found = _shares(cache, kinds, ranks, replace(shape, activation_checkpointing=mode), (m, batch), worst())
             if found is not None:
                 yield found
 
 
-def _shares(cache: Cache, kinds: tuple[Kind, ...], ranks: list[int], layout: Layout, split: tuple[int, int]) -> Found | None:
-    """None where it does not fit."""
+def _shares(
+    cache: Cache, kinds: tuple[Kind, ...], ranks: list[int], layout: Layout, split: tuple[int, int], worst_s: float
+) -> Found | None:
+    """None where it does not fit, or where the blocks' computation alone takes longer than `worst_s`."""
     m, batch = split
     even = max(1, batch // m // sum(ranks))
     speeds = []
@@ -137,15 +139,18 @@ def _shares(cache: Cache, kinds: tuple[Kind, ...], ranks: list[int], layout: Lay
         one = cache.block_s(kind.site, layout, even)
         speeds.append(even / (one.forward + one.backward + one.again))
     rows = rows_of(batch // m, ranks, speeds)
+    passes = [cache.block_s(kind.site, layout, n_rows) for kind, n_rows in zip(kinds, rows)]
+    if max(one.forward + one.backward + one.again for one in passes) * m * cache.work.n_blocks / layout.pp > worst_s:
+        return None
     worst: tuple[Cost, Step, Mapping[str, float], Kind] | None = None
     layout = replace(layout, microbatch_size=max(rows))
     steps = []
-    for kind, n_rows in zip(kinds, rows):
+    for kind, n_rows, of in zip(kinds, rows, passes):
         step = Step(m, n_rows * m, batch, kind.site.per_node, kind.site.chip.dtype)
         held = memory.parts(cache.work, layout, step)
         if sum(held.values()) > kind.room:
             return None
-        found = step_cost(kind.site, cache.work, layout, step, cache.block_s(kind.site, layout, n_rows))
+        found = step_cost(kind.site, cache.work, layout, step, of)
         steps.append(found.step_s)
         if worst is None or found.step_s > worst[0].step_s:
             worst = found, step, held, kind
