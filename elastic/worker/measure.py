@@ -21,7 +21,6 @@ from elastic.errors import InternalError, SpecError
 from elastic.types import HardwareProfile, ModelProfile
 from elastic.worker import measuring
 from elastic.worker.free_memory import free_gpu_bytes, free_host_bytes
-from elastic.worker.groups import NCCL_ENVIRONMENT
 
 SIZES = (1, 2, 4, 6)  # processes at once on a CPU
 PROCESS_BYTES = 600 << 20  # of host memory, of one of them
@@ -122,7 +121,7 @@ def _sizes(n_gpus: int) -> tuple[int, ...]:
 
 
 def _started(folder: Path, rank: int) -> subprocess.Popen[bytes]:
-    environment = NCCL_ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | dict(os.environ)
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     with (folder / f"log-{rank}").open("wb") as log:
         return subprocess.Popen(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elastic.models.attention import attention
 from elastic.storage import open_storage
 from elastic.types import Attention, Matmul
 from elastic.worker.operations import Operations, attention_flop
@@ -93,7 +94,10 @@ def attended(one: Attention, times: int, dtype: torch.dtype, device: torch.devic
     grad, causal = torch.ones_like(q), one.causal and queries == keys
 
     def call() -> None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads[0] != heads[1])
+        if queries == keys:
+            out = attention(q, k, v, causal)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, enable_gqa=heads[0] != heads[1])
         out.backward(grad)
         q.grad = k.grad = v.grad = None
 
