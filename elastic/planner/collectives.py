@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, log2
 
 from elastic.planner.kernels import Kernels
@@ -19,13 +20,26 @@ class Links:
     per_node: int
     inside_hop_s: float = 4e-6
     between_hop_s: float = 1.2e-5
+    measured: tuple[tuple[str, int, float, float], ...] = ()  # of groups inside a node: HardwareProfile.collectives
 
     @classmethod
     def of(cls, gpu: HardwareProfile, kernels: Kernels, per_node: int) -> Links:
         return cls(
             max(1.0, gpu.node_bytes_per_s * kernels.node), max(1.0, gpu.link_bytes_per_s * kernels.link), max(1, per_node),
-            gpu.node_hop_s or 4e-6, gpu.link_hop_s or 1.2e-5,
+            gpu.node_hop_s or 4e-6, gpu.link_hop_s or 1.2e-5, gpu.collectives,
         )  # fmt: skip
+
+    def measured_s(self, name: str, n_bytes: float, group: Group) -> float | None:
+        """Seconds of it as measured, between two measured numbers of ranks interpolated; None = it was not, or the group leaves
+        its node."""
+        known = sorted((n, alpha + beta * n_bytes) for op, n, alpha, beta in self.measured if op == name)
+        if not known or group.in_node(self.per_node) < group.size:
+            return None
+        n = group.size
+        for (few, one), (many, two) in pairwise(known):
+            if few <= n <= many:
+                return one + (two - one) * (n - few) / (many - few)
+        return known[0][1] if n < known[0][0] else known[-1][1] * n / known[-1][0]
 
 
 @dataclass(frozen=True)
@@ -43,12 +57,14 @@ class Group:
         return ceil(self.size / self.in_node(per_node))
 
 
-def gather_s(links: Links, n_bytes: float, group: Group) -> float:
+def gather_s(links: Links, n_bytes: float, group: Group, name: str = "all_gather") -> float:
     """All-gather or reduce-scatter of `n_bytes` in all over a ring (Thakur et al. 2005, section 4.1), inside each node and
     between the nodes at once: between, each node's share of the group sends on as many cards as it has GPUs in it; each step
     of the ring takes a hop."""
-    if group.size <= 1:
+    if group.size <= 1 or not n_bytes:
         return 0.0
+    if (known := links.measured_s(name, n_bytes, group)) is not None:
+        return known
     inside, nodes = group.in_node(links.per_node), group.nodes(links.per_node)
     seconds = n_bytes * (inside - 1) / inside / links.inside + (inside - 1) * links.inside_hop_s if inside > 1 else 0.0
     if nodes > 1:
@@ -60,6 +76,8 @@ def gather_s(links: Links, n_bytes: float, group: Group) -> float:
 def reduce_s(links: Links, n_bytes: float, group: Group) -> float:
     """All-reduce: the bytes of a reduce-scatter and an all-gather; between nodes with the latency of a tree (Sanders et al.
     2009, as NCCL does it)."""
+    if group.size > 1 and (known := links.measured_s("all_reduce", n_bytes, group)) is not None:
+        return known
     seconds, nodes = 2 * gather_s(links, n_bytes, group), group.nodes(links.per_node)
     return seconds - 2 * max(0.0, nodes - 1 - log2(nodes)) * links.between_hop_s
 
@@ -77,6 +95,8 @@ def exchange_s(links: Links, n_bytes: float, group: Group) -> float:
 
 def send_s(links: Links, n_bytes: float, stride: int) -> float:
     """From one rank to the one `stride` further."""
+    if stride < links.per_node and (known := links.measured_s("send", n_bytes, Group(2))) is not None:
+        return known
     if stride >= links.per_node:
         return n_bytes / links.between + links.between_hop_s
     return n_bytes / links.inside + links.inside_hop_s

@@ -98,7 +98,9 @@ def moved_s(chip: Chip, n_bytes: float, n_ops: float = 0.0) -> float:
 
 def block_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float, n_blocks: int) -> Passes:
     """One microbatch of `n_rows` samples through a mean block. Where no products are known, the model's FLOPs are spread evenly
-    over its blocks."""
+    over its blocks. Whole passes that were measured count as they were: nothing is added for what is no product."""
+    if chip.gpu.crowded_passes:
+        return _measured_s(chip, sample, layout, n_rows)
     products = sum(product_s(chip, product, layout, n_rows) for product in sample.matmuls)
     if not sample.matmuls:
         flop = sample.flop / 3 / max(1, n_blocks) * n_rows / (layout.tp * layout.cp)
@@ -120,8 +122,26 @@ def block_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float, n_
     return Passes(products, ahead, moved, forward, backward, again)
 
 
+def _measured_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float) -> Passes:
+    rate = chip.gpu.crowded_passes[0][1]
+    flop = sum(2.0 * p.count * p.rows * p.k * p.n for p in sample.matmuls)
+    scores = sum(a.count * _attend_flop(a) for a in sample.attentions)
+    products, attention = (some * n_rows / (layout.tp * layout.cp) / rate for some in (flop, scores))
+    forward = products + attention
+    again = {"none": 0.0, "selective": 0.1 * forward, "full": forward}[layout.activation_checkpointing]
+    return Passes(products, attention, 0.0, forward, 2 * forward, again)
+
+
+def _attend_flop(a: Attention) -> float:
+    seen = min(a.keys, a.window) if a.window else a.keys / (2 if a.causal else 1)
+    return 4.0 * a.queries * seen * a.heads * a.head_dim
+
+
 def ends_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float) -> float:
     """The head and the loss of a microbatch, forward and backward; products in 16 or 32 bits."""
+    if chip.gpu.crowded_passes:
+        flop = sum(2.0 * p.count * p.rows * p.k * p.n / (layout.tp if p.cut else 1) for p in sample.ends_matmuls)
+        return 3 * flop * n_rows / layout.cp / chip.gpu.crowded_passes[0][1]
     products = sum(product_s(chip, product, layout, n_rows, chip.around) for product in sample.ends_matmuls)
     cut = layout.cp * (layout.tp if sample.loss_parallel else 1)
     return 3 * products + moved_s(chip, 2 * sample.ends_moved_bytes * n_rows / cut)

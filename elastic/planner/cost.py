@@ -19,6 +19,7 @@ from elastic.planner.memory import Held, Step, held, zero_stage
 from elastic.planner.work import Work
 from elastic.types import Layout, SampleProfile
 
+COMMIT_BYTES = 64  # of the all-reduce that every step ends with
 GRADIENT_BYTES = 4  # of an element, as gradients are summed
 HOST_LINK_BYTES_PER_S = 2.5e10  # PCIe 4 x16, where nothing else is known
 HOST_BYTES_PER_S = 2e11  # of a host's memory, two sockets with eight channels of DDR4 at half of their peak
@@ -105,7 +106,10 @@ def shards(site: Site, work: Work, layout: Layout, step: Step) -> Shards:
     over = Group(ranks, layout.tp * layout.ep)
     dense, experts = work.block / layout.tp, work.experts / (layout.ep if layout.ep > 1 else layout.tp)
     gather = gather_s(links, dense * low, group) + gather_s(links, experts * low, over)
-    scatter = (gather_s(links, dense * wide, group) + gather_s(links, experts * wide, over)) * work.trained
+    name = "reduce_scatter"
+    scatter = gather_s(links, dense * wide * work.trained, group, name) + gather_s(
+        links, experts * wide * work.trained, over, name
+    )
     replicated, stage = Group(layout.dp_replicate, layout.tp * n), held(work, layout)
     own = (stage.dense / n + stage.experts / ranks) * wide * work.trained
     return Shards(gather, scatter, reduce_s(links, own, replicated))
@@ -190,6 +194,7 @@ def step_cost(site: Site, work: Work, layout: Layout, step: Step, passes: Passes
         "bubble": (layout.pp * mean - slowest + (layout.pp - 1) * pp) * layout.pp / layout.n_stages,
         "fsdp": fsdp,
         "replicas": _replicas_s(site, work, layout, step, passes),
+        "commit": reduce_s(site.links, COMMIT_BYTES, Group(layout.world_size)),
         "optimizer": 0.0 if layout.offload else optimizer_s(site, work, layout),
         "offload": offload_s(site, work, layout, m),
     }  # fmt: skip

@@ -120,10 +120,10 @@ class _Finder:
     def equal(self, pool: tuple[Group, ...]) -> None:
         per_node = min(group.gpus_per_node for group in pool)
         n_gpus, gpu = sum(group.n_gpus for group in pool), pool[0].hardware
-        site = site_of(self.job, gpu, per_node)
         for offload in (False, True):
             job = {**self.job, "offload": True} if offload else self.job
             for world in self.worlds(n_gpus, per_node):
+                site = site_of(self.job, gpu, per_node, world)
                 if self.size(pool, site, job, world):
                     return
 

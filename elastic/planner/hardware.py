@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from elastic import catalog
 from elastic.types import HardwareProfile
@@ -61,6 +62,29 @@ def _with_peaks(chip: catalog.Chip) -> catalog.Chip:
 def together(chip: catalog.Chip, per_node: int) -> int:
     """GPUs that the fast links join, where a node has `per_node`."""
     return max(per_node, DOMAIN.get(chip.name.split("-")[0], 0))
+
+
+def among(gpu: HardwareProfile, n_processes: int) -> HardwareProfile:
+    """A CPU on which so many processes compute at once, as `elastic profile` has measured it: between two measured numbers of
+    them what all do together is interpolated, beyond the last one it stays. Other profiles stay as they are."""
+    if not gpu.crowded_passes:
+        return gpu
+    rates = {
+        name: _shared(getattr(gpu, name), n_processes) for name in ("crowded_passes", "crowded_bytes") if getattr(gpu, name)
+    }
+    crowds = {name: ((n_processes, each),) for name, each in rates.items()}
+    return replace(gpu, **crowds, memory_bytes_per_s=rates.get("crowded_bytes", gpu.memory_bytes_per_s))  # type: ignore[arg-type]
+
+
+def _shared(table: tuple[tuple[int, float], ...], n: int) -> float:
+    """Of each of n processes."""
+    every = [(k, k * each) for k, each in sorted(table)]
+    if n <= every[0][0]:
+        return every[0][1] / every[0][0]
+    for (few, one), (many, two) in pairwise(every):
+        if n <= many:
+            return (one + (two - one) * (n - few) / (many - few)) / n
+    return every[-1][1] / n
 
 
 # What ranks layouts where nothing is known of the hardware: an H100 node by NVIDIA's data sheet.

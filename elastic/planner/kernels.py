@@ -67,6 +67,14 @@ LIKE = {"Ada": "Ampere", "Turing": "Ampere", "Volta": "Ampere", "Blackwell": "Ho
 PARENT = {"fsdp2-compiled": "fsdp2", "megatron-2026": "megatron-2024"}
 
 
+# Whose profile was measured whole: every number is what software reaches already, and nothing is hidden under computation,
+# since collectives run on the cores that compute.
+MEASURED = Kernels(
+    matmul=1.0, tail=0.0, moved=1.0, bandwidth=1.0, node=1.0, link=1.0, crowd=1.0, dp_hidden=0.0, jitter=0.0, launch_s=0.0,
+    host_s=0.0, microbatch_s=0.0,
+)  # fmt: skip
+
+
 @cache
 def generation(software: str, arch: str, compiled: bool = False) -> Kernels:
     """The constants of a software generation on a GPU architecture: those of all software, then of this one, then of this one

@@ -16,7 +16,7 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner import balance, hardware, memory
 from elastic.planner.compute import Chip
 from elastic.planner.cost import Site, bubble, step_cost
-from elastic.planner.kernels import generation
+from elastic.planner.kernels import MEASURED, generation
 from elastic.planner.memory import Step
 from elastic.planner.options import Space, cut, n_options
 from elastic.planner.steps import step_of
@@ -286,9 +286,12 @@ def rate(site: Site) -> float:
     return gpu.peak(site.chip.dtype) * (gpu.reached or 1.0) * site.kernels.matmul
 
 
-def site_of(job: Mapping[str, Any], gpu: HardwareProfile, per_node: int) -> Site:
-    """What the job's layouts run on: `elastic`'s own worker, in the job's precision."""
+def site_of(job: Mapping[str, Any], gpu: HardwareProfile, per_node: int, world: int = 0) -> Site:
+    """What the job's layouts run on: `elastic`'s own worker, in the job's precision. `world`: workers of the layout, all of
+    which compute on this machine's cores where the profile says what that costs."""
     dtype = "float8" if job.get("float8") else str(job.get("precision") or "float32")
+    if gpu.crowded_passes:
+        return Site(Chip(hardware.among(gpu, max(per_node, world)), MEASURED, dtype), max(per_node, world))
     return Site(Chip(gpu, generation("fsdp2", gpu.arch, bool(job.get("compile"))), dtype), per_node)
 
 

@@ -25,6 +25,7 @@ TOLD = {
     "cp": "collectives of cp",
     "ep": "exchange between experts",
     "pp": "sends between stages",
+    "commit": "the step's last all-reduce",
     "accumulate": "adding up gradients",
     "uneven": "uneven stages or shares",
     "bubble": "the pipeline's bubble",
