@@ -148,6 +148,16 @@ def test_it_measures_this_machine_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [] and processes_of(os.getpid()) == []
 
 
+@pytest.mark.gpu
+def test_it_measures_the_gpus_of_this_machine(tmp_path: Path) -> None:
+    found = measure(replace(wanted((), str(tmp_path / "runs")), precision="bfloat16"))
+    made = hardware_of(found, measuring_side.accelerator_here())
+    assert [n for n, _ in made.crowded] == found["processes"] and found["processes"][-1] == torch.cuda.device_count()
+    assert {name for name, _ in made.flop_per_s} == {"bfloat16", "float32"} and made.peak_flop_per_s > 1e12
+    assert made.units and made.arch and made.memory_bytes and made.host_bytes_per_s > 1e9 and made.attention_flop_per_s > 0
+    assert set(found["copy_bytes_per_s"]) == {"to_device", "to_host"} and processes_of(os.getpid()) == []
+
+
 @pytest.mark.slow
 def test_a_program_that_does_not_run_here_takes_only_its_passes_away(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("raise ImportError('elsewhere')")
