@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic.api.checks import check_cp, check_drill, check_layouts, check_same, taken
+from elastic.api.planning.machines import known_of
 from elastic.cluster_spec import ClusterSpec, load_cluster
 from elastic.data.opening import dataset_of
 from elastic.data.order import digest, digest_text, sample_ids
@@ -20,7 +21,6 @@ from elastic.data.streams import N_POSITIONS, SENTENCE
 from elastic.driver import Backend, drive, restored
 from elastic.errors import SpecError, StateLost
 from elastic.fingerprint import KEY, fingerprint
-from elastic.hardware_file import known_hardware
 from elastic.ledger.journal import Line, read
 from elastic.ledger.run_folder import RunFolder
 from elastic.ledger.segments import Stored
@@ -268,7 +268,7 @@ class _Run:
             model,
             attached=self.address is not None and state is not None and state.phase not in ENDED,
             durable=tuple(_copy(item) for item in found),
-            hardware=known_hardware(pool.accelerator_type for pool in self.pools),
+            hardware=known_of(self.pools),
         )
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
         check_layouts(self.spec, start.model)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastic import catalog
 from elastic.api.planning.amounts import gpus_of
-from elastic.api.planning.machines import GUESSED, Machines, nodes_of, of_asked, of_pool, with_counts
+from elastic.api.planning.machines import GUESSED, Machines, known_of, nodes_of, of_asked, of_pool, with_counts
 from elastic.errors import SpecError
-from elastic.hardware_file import PLACE, write_hardware
+from elastic.hardware_file import PLACE, path_of, write_hardware
 from elastic.policy.hazard import RECLAIMS_PER_NODE_H
 from elastic.types import HardwareProfile, Pool
 
@@ -109,3 +110,12 @@ def test_numbers_of_nodes() -> None:
             with_counts(pools, nodes_of([text]))
     with pytest.raises(SpecError, match="leaves no node"):
         with_counts(pools, {"spot": 0, "kept": 0})
+
+
+def test_a_run_knows_the_kinds_of_the_catalog_under_its_pools_names() -> None:
+    pools = [Pool("a", "H100", 8), Pool("b", "H100", 4), Pool("c", "CPU"), Pool("d", "Nobody-9000", 8)]
+    (known,) = known_of(pools)
+    assert known.accelerator_type == "H100" and known.peak("bfloat16") == pytest.approx(9.89e14)
+    measured = replace(known, accelerator_type="CPU", peak_flop_per_s=7e10)
+    write_hardware(path_of("CPU"), measured, {})
+    assert known_of(pools) == (known, measured)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from elastic.planner import hardware
 from elastic.planner.offers import Group
 from elastic.policy.hazard import RECLAIMS_PER_NODE_H
 from elastic.types import HardwareProfile, Pool
+
+log = logging.getLogger(__name__)
 
 GIVEN = "as given"
 USUAL_PER_NODE = 8  # at most, where nobody says how many GPUs a node has
@@ -213,3 +216,18 @@ def _price(asked: Asked, found: catalog.InstanceType | None) -> tuple[float | No
     spot = asked.market_type == "spot"
     region, quote = next((region, quote) for region, quote in sorted(found.prices.items()) if quote.usd(spot) == usd)
     return usd / found.gpus, f"{found.cloud} {region}, table of {quote.at or catalog.PRICES_AT}"
+
+
+def known_of(pools: Iterable[Pool]) -> tuple[HardwareProfile, ...]:
+    """For a run: a profile of each kind of accelerator that was measured or stands in the catalog, under the pools' own name of
+    it; none of the others, whose layouts are then compared on nominal hardware."""
+    found: dict[str, HardwareProfile] = {}
+    for pool in pools:
+        kind = pool.accelerator_type
+        if kind in found or (kind == "CPU" and not path_of(kind).is_file()):
+            continue
+        try:
+            found[kind] = replace(of_pool(pool, 1).group.hardware, accelerator_type=kind)
+        except SpecError as error:
+            log.info("of pool %s no hardware is known: %s", pool.name, error)
+    return tuple(found.values())
