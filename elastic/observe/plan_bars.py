@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from elastic.observe.plans import GIB, hours, seconds, usd
+from elastic.observe.plans import GIB, hours, seconds, size, usd
 
 # part -> letter, colour, what it is
 TIME = {
@@ -51,9 +51,9 @@ def explain(data: Mapping[str, Any], n: int, width: int = 80) -> list[Text]:
     lines = [Text(head, style="bold"), Text(step), *_bar(offer["seconds"], TIME, offer["step_s"], width)]
     lines += _parts(offer["seconds"], TIME, seconds, width)
     room, used = offer["room_bytes"], sum(offer["memory"].values())
-    total = f"memory of the GPU that needs most: {_gib(used)}" + (f" of {_gib(room)}" if room else "")
+    total = f"memory of the GPU that needs most: {size(used)}" + (f" of {size(room)}" if room else "")
     lines += [Text(), Text(total), *_bar(offer["memory"], MEMORY, max(room, used), width)]
-    lines += _parts(offer["memory"], MEMORY, _gib, width)
+    lines += _parts(offer["memory"], MEMORY, size, width)
     lines += [Text(), *_shares(offer), *_money(offer, data)]
     return lines
 
@@ -106,10 +106,6 @@ def _money(offer: Mapping[str, Any], data: Mapping[str, Any]) -> list[Text]:
     lost = f"; {1 - offer['goodput']:.1%} of the time goes to nodes that are taken" if offer["goodput"] < 0.999 else ""
     total = f"; {hours(offer['hours'])} and {usd(offer['usd'])} in all" if offer["hours"] else ""
     return [Text(f"{usd(offer['usd_per_h'])}/h, {usd(offer['usd_per_mtoken'])} per million {unit}{lost}{total}")]
-
-
-def _gib(n_bytes: float) -> str:
-    return f"{n_bytes / GIB:.1f} GiB"
 
 
 def save(data: Mapping[str, Any], path: str | Path) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic.observe.tables import columns
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 WIDTH = 100
 Data = Mapping[str, Any]
 
@@ -35,7 +35,7 @@ def _pool(pool: Data) -> str:
     each = f"{pool['n_nodes']} x {pool['gpus_per_node']}" if pool["n_nodes"] > 1 else f"1 node of {pool['gpus_per_node']}"
     where = f", {pool['instance_type']}" if pool["instance_type"] else ""
     price = f", {usd(pool['usd_per_gpu_h'])} per GPU-hour ({pool['price_from']})" if pool["usd_per_gpu_h"] else ""
-    net = f", {pool['network_bytes_per_s_per_gpu'] * 8e-9:g} Gb/s per GPU between nodes" if pool["n_nodes"] > 1 else ""
+    net = f", {pool['network_bytes_per_s_per_gpu'] * 8e-9:.3g} Gb/s per GPU between nodes" if pool["n_nodes"] > 1 else ""
     kind = "process" if pool["gpu"] == "CPU" else pool["gpu"]
     numbers = "" if pool["hardware_from"] == "catalog" else f", numbers {_source(pool['hardware_from'])}"
     return f"{pool['n_gpus']} x {kind}, {pool['market_type']} ({each}{where}{net}{price}{numbers})"
@@ -49,7 +49,8 @@ def _answer(data: Data, best: Data) -> list[str]:
     """What layout, how long, how many dollars: at one glance."""
     unit = data["model"]["unit"]
     cost = f", {usd(best['usd_per_h'])}/h, {usd(best['usd_per_mtoken'])} per million {unit}" if best["usd_per_h"] else ""
-    lines = [f"best: {best['layout']}", f"      {seconds(best['step_s'])} a step, {best['tokens_per_s']:,.0f} {unit}/s{cost}"]
+    head = "best: " if data["model"]["layout"].startswith("auto") else "asked for: "
+    lines = [f"{head}{best['layout']}", f"      {seconds(best['step_s'])} a step, {best['tokens_per_s']:,.0f} {unit}/s{cost}"]
     if best["hours"]:
         lost = f", {1 - best['goodput']:.1%} of it lost to nodes that are taken" if best["goodput"] < 0.999 else ""
         total = f" and {usd(best['usd'])}" if best["usd"] else ""
@@ -152,7 +153,7 @@ def _price(pool: Data) -> str:
     price = f"{usd(pool['usd_per_gpu_h'])} per GPU-hour ({pool['price_from']})" if pool["usd_per_gpu_h"] else "no price"
     return (
         f"{pool['gpu']} {pool['market_type']}: {where}, nodes of {pool['gpus_per_node']}, "
-        f"{pool['network_bytes_per_s_per_gpu'] * 8e-9:g} Gb/s per GPU, {price}"
+        f"{pool['network_bytes_per_s_per_gpu'] * 8e-9:.3g} Gb/s per GPU, {price}"
     )
 
 
@@ -223,14 +224,16 @@ def scored(data: Data, rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def memory_bar(n_bytes: float, room_bytes: float) -> str:
-    """`#######... 61 of 74 GiB`."""
+    """`#######... 61.2 of 80.0 GiB`."""
     if not room_bytes:
-        return f"{_gib(n_bytes)} GiB"
-    return f"{bar(n_bytes / room_bytes, 10)} {_gib(n_bytes)} of {_gib(room_bytes)} GiB"
+        return size(n_bytes)
+    number, unit = size(n_bytes).split()
+    room, room_unit = size(room_bytes).split()
+    return f"{bar(n_bytes / room_bytes, 10)} {number}{'' if unit == room_unit else f' {unit}'} of {room} {room_unit}"
 
 
-def _gib(n_bytes: float) -> str:
-    return f"{n_bytes / GIB:.1f}" if n_bytes < 100 * GIB else f"{n_bytes / GIB:.0f}"
+def size(n_bytes: float) -> str:
+    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= 0.95 * GIB else f"{n_bytes / MIB:.0f} MiB"
 
 
 def bar(share: float, width: int) -> str:

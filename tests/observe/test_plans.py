@@ -20,7 +20,7 @@ OFFER: dict[str, Any] = {
 DATA: dict[str, Any] = {
     "model": {
         "name": "m", "n_params": 8_030_000_000, "sample_tokens": 4096, "global_batch": 256, "step_tokens": 1_048_576,
-        "precision": "bfloat16", "unit": "tokens",
+        "precision": "bfloat16", "unit": "tokens", "layout": "auto",
     },
     "pools": [
         {

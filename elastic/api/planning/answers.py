@@ -93,7 +93,7 @@ def _freer(query: Query, found: Offers, machines: Sequence[Machines]) -> list[st
     less = 1 - best.step_s / found.best[0].step_s
     if less < WORTH_SAYING:
         return []
-    return [f"this layout is asked for; a free choice (--layout auto) would be {best.layout}: {less:.0%} less time a step"]
+    return [f"this layout is asked for; a free choice (--layout auto) would be {best.layout}: {less:.0%} less time"]
 
 
 def _check_deadline(query: Query, found: Offers, machines: Sequence[Machines]) -> None:

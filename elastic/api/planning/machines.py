@@ -64,7 +64,7 @@ def of_pool(pool: Pool, n_nodes: int, price_from: str = "") -> Machines:
         pool.name, gpu, n_nodes, pool.gpus_per_node, pool.usd_per_node_h, pool.market_type,
         RECLAIMS_PER_NODE_H[pool.market_type], pool.zone, pool.host_memory_bytes or (known.host_memory_bytes if known else 0),
     )  # fmt: skip
-    free = not pool.usd_per_node_h and pool.market_type != "owned" and price_from != GIVEN
+    free = pool.accelerator_type != "CPU" and not pool.usd_per_node_h and pool.market_type != "owned" and price_from != GIVEN
     unpriced = f"no {pool.market_type} price of pool {pool.name} is known: its dollars count as 0" if free else ""
     return Machines(group, pool.instance_type, price_from, source, tuple(filter(None, (note, unpriced))))
 

@@ -98,11 +98,20 @@ def of_job(folder: str, overrides: Sequence[str] = ()) -> Subject:
     spec, program = loaded(folder, overrides)
     with made_up_data(spec.plain()) as job:
         model = model_profile_of(program, job)
-    notes = () if "pools" in data else (OWN_POOLS,)
+        even = {**job, "microbatch_tokens": None}
+        unequal = model.sample is None
+        model = model_profile_of(program, even) if unequal else model
     if model.sample is None:
         raise SpecError(
-            f"{where}: samples of unequal length (microbatch_tokens) have no one cost: plan it with data.seq, or --model"
+            f"{where}: a script's model is not traced, so that its cost is not known; plan one of its size: --model"
         )
+    notes = () if "pools" in data else (OWN_POOLS,)
+    if unequal:
+        notes = (
+            *notes,
+            f"samples are of unequal length: planned as if each were like the first, of {model.sample.tokens} tokens",
+        )
+        return Subject(spec.name, model, even, tuple(pool.pool() for pool in spec.pools), spec.steps, notes)
     return Subject(spec.name, model, spec.plain(), tuple(pool.pool() for pool in spec.pools), spec.steps, notes)
 
 

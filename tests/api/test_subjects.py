@@ -1,0 +1,80 @@
+"""What a plan is made for: jobs whose data lies elsewhere or is of unequal length, published models, pools of files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from elastic.api.planning.subjects import Subject, machines_of, made_up_data, of_job, of_model
+from elastic.data.opening import dataset_of
+from elastic.errors import SpecError
+from elastic.hardware_file import PLACE
+from elastic.program import load_program
+
+PROGRAMS = Path(__file__).parent.parent / "programs"
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PLACE, str(tmp_path))
+
+
+def job(folder: Path, program: str, text: str) -> Path:
+    shutil.copy(PROGRAMS / program, folder / "program.py")
+    shutil.copy(PROGRAMS / "tiny.py", folder)  # others read it
+    (folder / "job.yaml").write_text(text)
+    return folder
+
+
+def test_a_job_with_its_pools(tmp_path: Path) -> None:
+    text = "steps: 10\nglobal_batch: 8\npools: [{name: a, accelerator_type: A100, gpus_per_node: 4, max_nodes: 3}]\n"
+    found = of_job(str(job(tmp_path, "tiny.py", text)), ["steps=20"])
+    assert (found.steps, found.tokens, found.notes) == (20, 20 * 8 * found.sample_tokens, ())
+    machines = machines_of(found, None, {"a": 2})
+    assert [(each.group.pool, each.group.n_gpus, each.price_from) for each in machines] == [("a", 8, "the job")]
+    with pytest.raises(SpecError, match="no such pool; did you mean a"):
+        machines_of(found, None, {"aa": 2})
+
+
+def test_a_folder_without_a_program(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("steps: 10\nglobal_batch: 8\n")
+    with pytest.raises(SpecError, match="it has no program.py, which says what is trained; or plan a model by its sizes"):
+        of_job(str(tmp_path))
+
+
+def test_samples_of_unequal_length_count_as_the_first(tmp_path: Path) -> None:
+    found = of_job(str(job(tmp_path, "tiny_unequal.py", "steps: 10\nglobal_batch: 8\nmicrobatch_tokens: 64\n")))
+    assert found.model.sample is not None
+    assert found.job["microbatch_tokens"] is None
+    assert f"like the first, of {found.model.sample.tokens} tokens" in found.notes[-1]
+    assert "planned for what elastic run would start" in found.notes[0]
+
+
+def test_remote_tokens_are_made_up() -> None:
+    program = load_program(PROGRAMS / "tiny.py")
+    remote = {"data": {"train": {"tokens": "s3://BUCKET/tokens", "seq": 48}}, "steps": 1, "global_batch": 1}
+    with made_up_data(remote) as job:
+        sample = dataset_of(program, job)[0]
+        assert [len(column) for column in sample.values()] == [48, 48]
+    assert remote["data"] == {"train": {"tokens": "s3://BUCKET/tokens", "seq": 48}}
+    for data in ({"train": {"tokens": "here", "seq": 48}}, {"train": {"tokens": "s3://b/t", "seq": 8, "pack": "document"}}, {}):
+        with made_up_data({"data": data}) as job:
+            assert job["data"] is data
+
+
+def batch_note(batch: int) -> str:
+    found: Subject = of_model("gpt2-124m", batch)
+    return "; ".join(found.notes)
+
+
+def test_the_batch_of_a_published_model() -> None:
+    assert of_model("gpt2-124m").job["global_batch"] == 512
+    assert batch_note(0).startswith("a step has 512 sequences (0.524 M tokens)")
+    assert batch_note(512) == ""
+    assert "2.0 times that of its own training" in batch_note(1024)
+    own = "layers=2,hidden=64,heads=4,ffn=256,vocab=512,seq=128"
+    assert "as is usual" in of_model(own).notes[0]
+    assert of_model(own, 10**6).notes == ()
+    assert of_model("gpt2-124m", 8, "float16").job["precision"] == "float16"
