@@ -76,6 +76,8 @@ def gather_s(links: Links, n_bytes: float, group: Group, name: str = "all_gather
 def reduce_s(links: Links, n_bytes: float, group: Group) -> float:
     """All-reduce: the bytes of a reduce-scatter and an all-gather; between nodes with the latency of a tree (Sanders et al.
     2009, as NCCL does it)."""
+    if not n_bytes:
+        return 0.0
     if group.size > 1 and (known := links.measured_s("all_reduce", n_bytes, group)) is not None:
         return known
     seconds, nodes = 2 * gather_s(links, n_bytes, group), group.nodes(links.per_node)
