@@ -27,7 +27,9 @@ TIME = {
     "replicas": ("r", "#52be80", "summing gradients over replicas, not hidden"),
     "optimizer": ("O", "#808b96", "optimizer update"),
     "jitter": ("j", "#abb2b9", "nodes that wait for each other"),
-    "data": ("d", "#6e2c00", "waiting for the data"),
+    "accumulate": ("+", "#5d6d7e", "adding gradients of microbatches up"),
+    "commit": ("k", "#34495e", "the step's last all-reduce: does it count"),
+    "offload": ("o", "#6e2c00", "copies from and to host memory"),
 }
 MEMORY = {
     "parameters": ("W", "#1f618d", "parameters, this GPU's shard"),

@@ -46,6 +46,7 @@ def test_spot_is_cheaper_and_is_taken_more_often() -> None:
 def test_what_is_said_counts_before_the_catalog() -> None:
     assert asked("H100:8@usd=2").group.usd_per_node_h == 16
     assert asked("H100:8@4x2").group.n_nodes == 4
+    assert asked("H100:8@reserved").price_from.endswith("(of on-demand nodes)")
     assert asked("p4d.24xlarge:16").group.hardware.accelerator_type == "A100-40GB-SXM"
     assert asked("A100-80GB:8").group.hardware.memory_bytes == 80 << 30
     assert asked("H100:8", "gcp").price_from.startswith("gcp ")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elastic.observe import plan_bars, plans
+from elastic.planner.words import TOLD
 
 GIB = 2**30
 OFFER: dict[str, Any] = {
@@ -75,6 +76,7 @@ def test_a_bar_of_letters_in_proportion() -> None:
 
 
 def test_each_part_has_a_letter_of_its_own() -> None:
+    assert set(TOLD) <= set(plan_bars.TIME)
     for known in (plan_bars.TIME, plan_bars.MEMORY):
         assert len({letter for letter, _, _ in known.values()}) == len(known)
 

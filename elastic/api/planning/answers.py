@@ -11,6 +11,7 @@ from elastic.api.planning import contradictions
 from elastic.api.planning.machines import Machines
 from elastic.api.planning.subjects import Subject
 from elastic.errors import InfeasiblePlan
+from elastic.observe import plans
 from elastic.planner import words
 from elastic.planner.find import find_offers
 from elastic.planner.offers import Aim, Group, Offer, Offers
@@ -104,8 +105,8 @@ def _check_deadline(query: Query, found: Offers, machines: Sequence[Machines]) -
     if fastest > aim.deadline_h:
         pools = " + ".join(_pool_words(each) for each in machines)
         raise InfeasiblePlan(
-            f"{aim.tokens:.4g} tokens within {aim.deadline_h:g} h: {pools} need {fastest:,.1f} h; take more nodes (with --gpus "
-            "KIND alone, --within says how many), fewer tokens or more time"
+            f"{plans.count(aim.tokens)} tokens within {plans.hours(aim.deadline_h)}: {pools} need {plans.hours(fastest)}; take "
+            "more nodes (with --gpus KIND alone, --within says how many), fewer tokens or more time"
         )
 
 

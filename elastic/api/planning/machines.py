@@ -215,7 +215,8 @@ def _price(asked: Asked, found: catalog.InstanceType | None) -> tuple[float | No
         return None, "not known"
     spot = asked.market_type == "spot"
     region, quote = next((region, quote) for region, quote in sorted(found.prices.items()) if quote.usd(spot) == usd)
-    return usd / found.gpus, f"{found.cloud} {region}, table of {quote.at or catalog.PRICES_AT}"
+    instead = " (of on-demand nodes)" if asked.market_type == "reserved" else ""
+    return usd / found.gpus, f"{found.cloud} {region}, table of {quote.at or catalog.PRICES_AT}{instead}"
 
 
 def known_of(pools: Iterable[Pool]) -> tuple[HardwareProfile, ...]:

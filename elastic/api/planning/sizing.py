@@ -10,6 +10,7 @@ from typing import Any
 from elastic.api.planning.answers import MOST_GPUS, Query, notes_of, row_of
 from elastic.api.planning.machines import Machines
 from elastic.errors import SpecError
+from elastic.observe import plans
 
 MOST_NEAR = 6  # round numbers of nodes that are tried below the one that was found
 
@@ -89,10 +90,12 @@ def _fewest(low: int, high: int, enough: Callable[[int], bool]) -> int:
 
 def _impossible(query: Query, rows: Sequence[dict[str, Any]]) -> str:
     told = [
-        f"{row['n_gpus']} x {row['kind']} take {row['hours']:,.0f} h" if row["hours"] else f"{row['kind']}: {row['why_not']}"
+        f"{row['n_gpus']:,} x {row['kind']} take {plans.hours(row['hours'])}"
+        if row["hours"]
+        else f"{row['kind']}: {row['why_not']}"
         for row in rows
     ]
     return (
-        f"--tokens {query.aim.tokens:.4g} and --within {query.aim.deadline_h:g} h exclude each other at a step of "
+        f"{plans.count(query.aim.tokens)} tokens within {plans.hours(query.aim.deadline_h)} exclude each other at a step of "
         f"{query.subject.step_tokens:,} tokens: {'; '.join(told)}; take more time, fewer tokens or a larger --batch"
     )
