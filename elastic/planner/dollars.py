@@ -59,4 +59,4 @@ def host_bytes(group: Group, work: Work, layout: Layout) -> float:
     n = layout.pp * layout.tp * max(1, layout.dp_shard * layout.cp)
     own = work.parameter_bytes * (1 + work.trained * work.entries) / n
     offloaded = work.state_bytes / n if layout.offload else 0.0
-    return group.gpus_per_node * (2 * own + offloaded)
+    return min(group.gpus_per_node, layout.world_size) * (2 * own + offloaded)

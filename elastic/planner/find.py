@@ -200,6 +200,10 @@ class _Finder:
         if room and sum(held.values()) > USABLE * room:
             self.reasons[words.family(layout)] = words.too_large(sum(held.values()), room)
             return False
+        short = next((g for g in pool if 0 < g.host_memory_bytes < dollars.host_bytes(g, self.work, layout)), None)
+        if layout.offload and short is not None:
+            self.reasons[words.family(layout)] = words.too_large_for_host(dollars.host_bytes(short, self.work, layout), short)
+            return False
         found = step_cost(site, self.work, layout, step, self.cache.block_s(site, layout, step.n_rows))
         parts = tuple(
             Part(group.pool, n, step.largest_share, (self.work.n_blocks,), 1 - found.parts["bubble"] / found.step_s)

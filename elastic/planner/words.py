@@ -64,6 +64,10 @@ def too_large(needs: float, room: int) -> str:
     return f"needs {needs / GIB:.1f} GiB per GPU, {USABLE * room / GIB:.1f} of {room / GIB:.0f} can be used"
 
 
+def too_large_for_host(needs: float, group: Group) -> str:
+    return f"offload needs {needs / GIB:.0f} GiB of host memory per node, there are {group.host_memory_bytes / GIB:.0f}"
+
+
 def slower(cost: Cost, best: Cost) -> str:
     """Against the best offer, with what takes most more."""
     more = cost.step_s / best.step_s - 1

@@ -1,0 +1,65 @@
+"""What losses, traffic between zones and stored copies cost, by hand."""
+
+from __future__ import annotations
+
+import pytest
+from pools import LLAMA_8B, best, group
+
+from elastic.planner import dollars
+from elastic.planner.offers import Aim
+from elastic.planner.work import Work
+from elastic.types import Layout
+
+WORK = Work.of(LLAMA_8B.profile())
+N = LLAMA_8B.n_params
+STATE = 12 * N  # parameters and moments in float32: what copies hold
+
+
+def test_a_lost_node_costs_its_detection_the_fetch_steps_done_again_and_its_absence() -> None:
+    found = dollars.loss([group(n_nodes=4, lost_per_node_h=0.05)], WORK, Layout(dp_shard=32), 2.0)
+    fetched = 16 * N / 32 / 5e10
+    assert found.per_h == pytest.approx(0.2)
+    assert found.seconds == pytest.approx(2 + 5 + fetched + 5 * 2.0 + 300 / 4)
+    assert found.goodput == pytest.approx(1 / (1 + 0.2 * found.seconds / 3600))
+    assert dollars.loss([group()], WORK, Layout(dp_shard=8), 2.0).goodput == 1.0
+
+
+def test_gradients_between_zones() -> None:
+    two = [group(zone="a"), group(zone="b")]
+    per_step = 2 * 2 * 4 * N / 1e9 * 0.02
+    assert dollars.moved_usd_per_h(two, WORK, Layout(dp_shard=16), 10.0) == pytest.approx(per_step * 360)
+    assert dollars.moved_usd_per_h([group(zone="a"), group(zone="a")], WORK, Layout(dp_shard=16), 10.0) == 0.0
+    assert dollars.moved_usd_per_h([group(), group()], WORK, Layout(dp_shard=16), 10.0) == 0.0
+
+
+def test_copies() -> None:
+    assert dollars.stored_usd_per_h(WORK) == pytest.approx(2 * STATE / 1e9 * 0.023 / 730)
+    assert dollars.host_bytes(group(), WORK, Layout(dp_shard=8)) == pytest.approx(2 * STATE)
+    assert dollars.host_bytes(group(), WORK, Layout(dp_shard=8, offload=True)) == pytest.approx(2 * STATE + 16 * N)
+
+
+def test_an_offer_says_what_a_million_tokens_cost() -> None:
+    offer = best(LLAMA_8B, group(n_nodes=2, usd_per_node_h=40.0), aim=Aim(tokens=1e9))
+    assert offer.usd_per_h == pytest.approx(80 + dollars.stored_usd_per_h(WORK))
+    assert offer.usd_per_mtoken == pytest.approx(offer.usd_per_h / 3600 / offer.tokens_per_s * 1e6)
+    assert offer.hours == pytest.approx(1e9 / offer.tokens_per_s / 3600)
+    assert offer.usd == pytest.approx(offer.hours * offer.usd_per_h)
+
+
+def test_losses_cost_time_and_money() -> None:
+    calm = best(LLAMA_8B, group(n_nodes=2, usd_per_node_h=40.0), aim=Aim(tokens=1e9))
+    rough = best(LLAMA_8B, group(n_nodes=2, usd_per_node_h=40.0, lost_per_node_h=1.0), aim=Aim(tokens=1e9))
+    assert rough.step_s == calm.step_s and rough.goodput < 0.95
+    assert rough.usd == pytest.approx(calm.usd / rough.goodput, rel=1e-6)
+
+
+def test_the_cheapest_may_use_fewer_nodes_and_a_deadline_more() -> None:
+    """Collectives between nodes cost efficiency: one node is cheaper; four are there in time."""
+    nodes = group(n_nodes=4, usd_per_node_h=40.0, gbps=25.0)
+    cheap = best(LLAMA_8B, nodes, aim=Aim("cheapest", tokens=1e9))
+    fast = best(LLAMA_8B, nodes, aim=Aim(tokens=1e9))
+    assert cheap.n_gpus == 8 < fast.n_gpus == 32 and cheap.usd < fast.usd and fast.hours < cheap.hours
+    late = best(LLAMA_8B, nodes, aim=Aim("deadline", tokens=1e9, deadline_h=(cheap.hours + fast.hours) / 2))
+    assert late.hours <= (cheap.hours + fast.hours) / 2 and cheap.usd < late.usd <= fast.usd
+    easy = best(LLAMA_8B, nodes, aim=Aim("deadline", tokens=1e9, deadline_h=2 * cheap.hours))
+    assert easy.usd == cheap.usd
