@@ -59,3 +59,10 @@ def test_capacity() -> None:
     assert 0 < found["event_to_drained_s"] < found["notice_to_drained_s"]
     assert found["notice_to_event_s"] > 0
     assert found["kill_to_abort_s"] > 0 and found["ready_to_prepare_s"] >= 0
+
+
+def test_planner() -> None:
+    found = bench("planner")
+    assert 0 < found["search_64_s"] < found["search_1024_s"] and found["search_16384_s"] < 5
+    sizes = [max(by.values()) for by in found["growth_s"].values()]
+    assert len(sizes) >= 6 and sizes[-1] < 40 * sizes[0]  # 2,048 times as many GPUs
