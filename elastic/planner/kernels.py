@@ -1,8 +1,8 @@
 """How well software uses hardware: constants of kernels and of software generations, each with its meaning.
 
 A generation is named by what a training job uses, never by who measured it; no constant belongs to a model or to a source. They
-were fitted by tests/bench/planner_fit.py to published measurements; docs/planner.md says how well they hold on sources that
-they were not fitted to.
+were fitted by tests/bench/planner_fit.py to published measurements; docs/planner-model.md says how well they hold on
+sources that they were not fitted to.
 """
 
 from __future__ import annotations
