@@ -126,6 +126,8 @@ class _Finder:
                 site = site_of(self.job, gpu, per_node, world)
                 if self.size(pool, site, job, world):
                     return
+                if not job.get("offload") and self.work.state_bytes / world > USABLE * (gpu.memory_bytes or INF):
+                    break  # fewer have less room still
 
     def worlds(self, n_gpus: int, per_node: int) -> Iterator[int]:
         """All GPUs; where those have no layout, fewer: whole nodes less, then single GPUs."""
