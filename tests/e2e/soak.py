@@ -252,8 +252,9 @@ class Before:
     def now(cls, mark: str, temp: Path) -> Before:
         return cls(mark, temp, frozenset(os.listdir("/dev/shm")))
 
-    def left_on_cluster(self, cluster: LocalCluster, stay: set[str]) -> list[str]:
-        """Of a run that is over, on a cluster that goes on: nodes beyond `stay`, actors, their processes, placement groups."""
+    def left_on_cluster(self, cluster: LocalCluster, stay: set[str], drained: frozenset[str] = frozenset()) -> list[str]:
+        """Of a run that is over, on a cluster that goes on: nodes beyond `stay`, actors, their processes, placement groups. Who
+        was `drained` (a notice may be taken back a moment too late for that) need not be there any more."""
         import ray
 
         from elastic.cluster import _ray_private
@@ -263,7 +264,9 @@ class Before:
         _ray_private.connect(cluster.address, "looks", HOST)
         try:
             there = {node.labels.get(NODE_LABEL, node.ray_id) for node in living() if not node.head}
-            found = [f"node {name} is left" for name in there - stay] + [f"node {name} is gone" for name in stay - there]
+            found = [f"node {name} is left" for name in there - stay] + [
+                f"node {name} is gone" for name in stay - there - drained
+            ]
             found += [f"actor {a['namespace']}/{a['name']}" for a in ray.util.list_named_actors(all_namespaces=True)]
             groups = ray.util.placement_group_table().values()
             found += [f"placement group {group['name']}" for group in groups if group["state"] != "REMOVED"]

@@ -72,7 +72,8 @@ def soak(seed: int, n_events: int, layout: dict[int, str], folder: Path, before:
         went_on_as_if_nothing_happened(result.summary | {"transitions": moves}, read(result.folder / "journal.jsonl"), steps)
         assert not chance.script, f"{len(chance.script)} events did not happen"
         print(f"{len(result.summary['transitions'])} transitions, {result.summary['wall_s']:.0f} s")
-        assert settled(lambda: before.left_on_cluster(cluster, set(chance.nodes))) == []
+        drained = frozenset(chance.seen.drained)
+        assert settled(lambda: before.left_on_cluster(cluster, set(chance.nodes), drained)) == []
         assert not [thread.name for thread in threading.enumerate() if thread.name in THREADS]
     assert settled(before.left_on_machine) == []
 
