@@ -49,7 +49,8 @@ def _answer(data: Data, best: Data) -> list[str]:
     """What layout, how long, how many dollars: at one glance."""
     unit = data["model"]["unit"]
     cost = f", {usd(best['usd_per_h'])}/h, {usd(best['usd_per_mtoken'])} per million {unit}" if best["usd_per_h"] else ""
-    head = "best: " if data["model"]["layout"].startswith("auto") else "asked for: "
+    aim = {"fastest": "best", "cheapest": "cheapest", "deadline": "cheapest in time"}[data["purpose"]]
+    head = f"{aim}: " if data["model"]["layout"].startswith("auto") else "asked for: "
     lines = [f"{head}{best['layout']}", f"      {seconds(best['step_s'])} a step, {best['tokens_per_s']:,.0f} {unit}/s{cost}"]
     if best["hours"]:
         lost = f", {1 - best['goodput']:.1%} of it lost to nodes that are taken" if best["goodput"] < 0.999 else ""

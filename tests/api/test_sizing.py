@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,8 +39,10 @@ def query(hours: Callable[[int], float], deadline_h: float = 100.0, least: int =
     return Query(SUBJECT, Aim("deadline", 1e12, deadline_h), find), asked
 
 
-def machines(usd: float = 10.0, kind: str = "H100") -> Machines:
-    return of_pool(Pool(kind, kind, 8, "on-demand", usd, 0, 1), 1)
+def machines(usd: float = 10.0, kind: str = "H100", read_bytes_per_s: float = 0.0) -> Machines:
+    found = of_pool(Pool(kind, kind, 8, "on-demand", usd, 0, 1), 1)
+    gpu = replace(found.group.hardware, storage_read_bytes_per_s=read_bytes_per_s)
+    return replace(found, group=replace(found.group, hardware=gpu))
 
 
 @pytest.mark.parametrize("needed", [3, 7, 8, 13, 30])
@@ -51,10 +54,8 @@ def test_the_fewest_nodes(needed: int) -> None:
 
 
 def test_rounder_numbers_that_divide_better_are_found() -> None:
-    asked_for, _ = query(lambda n: 1000 / n if n % 8 == 0 else 1400 / n)
-    assert sizing.capacity(asked_for, [machines()])["kinds"][0]["n_nodes"] in (10, 14)  # no multiple of 8 below is enough
-    asked_for, _ = query(lambda n: 1100 / n if n % 4 == 0 else 1300 / n)
-    assert sizing.capacity(asked_for, [machines()])["kinds"][0]["n_nodes"] == 12  # 13 in steps of one
+    asked_for, _ = query(lambda n: (3900 if n % 5 == 0 else 6300) / n)  # bisection between 32 and 64 ends at 60
+    assert sizing.capacity(asked_for, [machines()])["kinds"][0]["n_nodes"] == 40
 
 
 def test_memory_may_ask_for_more_than_speed() -> None:
@@ -86,3 +87,17 @@ def test_scaling_ends_where_efficiency_has_fallen() -> None:
     assert (first["layout"], first["why_not"]) == (None, "4 nodes hold it")
     with pytest.raises(InfeasiblePlan, match="4 nodes hold it"):
         answers.scaling(asked_for, machines(), 0.5, 16)
+
+
+@pytest.mark.parametrize(("sample_bytes", "read", "what"), [
+    (4 << 30, 0.0, "takes 4.3 GB/s of samples (as tensors), few disks read more than 1 GB/s"),
+    (4 << 30, 8e9, ""),
+    (1 << 29, 0.4e9, "takes 0.54 GB/s of samples (as tensors), its storage was measured to read 0.4 GB/s"),
+    (1 << 29, 0.0, ""),
+    (0, 0.4e9, ""),
+])  # fmt: skip
+def test_data_that_comes_too_slowly(sample_bytes: int, read: float, what: str) -> None:
+    asked_for, _ = query(lambda n: 1.0)  # a token a second
+    subject = replace(SUBJECT, sample_bytes=sample_bytes * 1024 * 8)  # 1024 tokens to a sample, 8 data-parallel ranks
+    said = answers.plan(replace(asked_for, subject=subject), [machines(read_bytes_per_s=read)])["offers"][0]["warnings"]
+    assert [what in line for line in said] == ([True] if what else [])

@@ -32,6 +32,7 @@ def test_a_job_with_its_pools(tmp_path: Path) -> None:
     text = "steps: 10\nglobal_batch: 8\npools: [{name: a, accelerator_type: A100, gpus_per_node: 4, max_nodes: 3}]\n"
     found = of_job(str(job(tmp_path, "tiny.py", text)), ["steps=20"])
     assert (found.steps, found.tokens, found.notes) == (20, 20 * 8 * found.sample_tokens, ())
+    assert found.sample_bytes == found.sample_tokens * 8 * 2  # int64 of what goes in and what shall come out
     machines = machines_of(found, None, {"a": 2})
     assert [(each.group.pool, each.group.n_gpus, each.price_from) for each in machines] == [("a", 8, "the job")]
     with pytest.raises(SpecError, match="no such pool; did you mean a"):

@@ -30,7 +30,8 @@ DATA: dict[str, Any] = {
             "hardware_from": "catalog", "network_bytes_per_s_per_gpu": 5e10,
         }
     ],
-    "tokens": 0.0, "prices_at": "2026-01-01", "offers": [OFFER], "rejected": {"cp": "slower"}, "n_looked_at": 1234,
+    "tokens": 0.0, "purpose": "fastest", "prices_at": "2026-01-01", "offers": [OFFER],
+    "rejected": {"cp": "slower"}, "n_looked_at": 1234,
     "notes": ["mind"],
 }  # fmt: skip
 
@@ -54,6 +55,11 @@ def test_with_tokens_it_says_how_long_and_how_much() -> None:
     lines = plans.plan({**DATA, "tokens": 1e12, "offers": [timed]})
     assert "      1 T tokens: 25.0 days and $2.35 M, 5.0% of it lost to nodes that are taken" in lines
     assert any(line.endswith("25.0 days  2,345,678") for line in lines)
+
+
+def test_the_head_says_what_is_best() -> None:
+    assert plans.plan({**DATA, "purpose": "cheapest"})[3] == "cheapest: dp_shard=8,tp=4"
+    assert plans.plan({**DATA, "model": {**DATA["model"], "layout": "dp_shard=8"}})[3] == "asked for: dp_shard=8,tp=4"
 
 
 def test_warnings_name_the_offers_that_they_are_of() -> None:

@@ -20,6 +20,7 @@ from elastic.types import Layout, ModelProfile, is_auto
 from elastic.types.nouns import AUTO
 
 Find = Callable[[ModelProfile, Mapping[str, Any], Sequence[Group], Aim], Offers]
+DISK_BYTES_PER_S = 1e9  # that a rank may read where nobody has measured its storage
 WORTH_SAYING = 0.03  # of a step, that another layout would save
 MOST_GPUS = 16384  # that --scaling and --within look at
 
@@ -79,7 +80,10 @@ def plan(query: Query, machines: Sequence[Machines]) -> dict[str, Any]:
     return {
         **query.plain(),
         "pools": [each.plain() for each in machines],
-        "offers": [offer_plain(offer, n, n_gpus, idle) for n, offer in enumerate(found.best, 1)],
+        "offers": [
+            offer_plain(offer, n, n_gpus, [*warnings_of(offer, idle), *_data_bound(offer, query.subject, machines)])
+            for n, offer in enumerate(found.best, 1)
+        ],
         "rejected": dict(found.rejected),
         "n_looked_at": found.n_looked_at,
         "notes": [*_freer(query, found, machines), *notes_of(query.subject, machines)],
@@ -118,14 +122,14 @@ def notes_of(subject: Subject, machines: Sequence[Machines]) -> list[str]:
     return list(dict.fromkeys([*subject.notes, *(note for each in machines for note in each.notes)]))
 
 
-def offer_plain(offer: Offer, n: int, n_gpus: int, idle: str = "") -> dict[str, Any]:
+def offer_plain(offer: Offer, n: int, n_gpus: int, warnings: Sequence[str]) -> dict[str, Any]:
     return {
         "n": n, "layout": str(offer.layout), "n_gpus": offer.n_gpus, "n_idle_gpus": n_gpus - offer.n_gpus,
         "n_microbatches": offer.step.n_microbatches, "samples_at_once": offer.step.n_rows, "step_s": offer.step_s,
         "tokens_per_s": offer.tokens_per_s, "mfu": offer.mfu, "memory_bytes": int(offer.memory_bytes),
         "room_bytes": offer.room_bytes, "host_bytes": int(offer.host_bytes), "usd_per_h": offer.usd_per_h,
         "usd_per_mtoken": offer.usd_per_mtoken, "efficiency": offer.efficiency, "goodput": offer.goodput,
-        "hours": offer.hours, "usd": offer.usd, "why": offer.why, "warnings": warnings_of(offer, idle),
+        "hours": offer.hours, "usd": offer.usd, "why": offer.why, "warnings": list(warnings),
         "seconds": {name: seconds for name, seconds in offer.seconds.items() if seconds},
         "memory": {name: int(n_bytes) for name, n_bytes in offer.memory.items() if n_bytes},
         "parts": [
@@ -139,6 +143,18 @@ def warnings_of(offer: Offer, idle: str = "") -> list[str]:
     """The planner's own; a layout that was asked for says itself what it leaves idle."""
     found = [text for text in offer.warnings if not idle or "stay idle" not in text]
     return [*found, idle] if idle else found
+
+
+def _data_bound(offer: Offer, subject: Subject, machines: Sequence[Machines]) -> list[str]:
+    """Each data-parallel rank reads its own samples: faster than its storage was measured to be, or, where nobody has measured
+    that, faster than one disk may be."""
+    rank_bytes_per_s = offer.tokens_per_s / subject.sample_tokens * subject.sample_bytes / offer.layout.dp
+    known = [rate for each in machines if (rate := each.group.hardware.storage_read_bytes_per_s)]
+    most = min(known, default=DISK_BYTES_PER_S)
+    if rank_bytes_per_s <= most:
+        return []
+    told = f"its storage was measured to read {most / 1e9:.2g}" if known else f"few disks read more than {most / 1e9:.2g}"
+    return [f"data: each data-parallel rank takes {rank_bytes_per_s / 1e9:.2g} GB/s of samples (as tensors), {told} GB/s"]
 
 
 # ------------------------------------------------------------------------------------------ side by side

@@ -25,7 +25,8 @@ OWN_POOLS = "neither the job nor --cluster names pools: planned for what elastic
 
 @dataclass(frozen=True)
 class Subject:
-    """`job`: plain data, as of job.yaml. `pools`: its own, of a job. `steps`: 0 = not said."""
+    """`job`: plain data, as of job.yaml. `pools`: its own, of a job. `steps`: 0 = not said. `sample_bytes`: of its
+    tensors as the loader hands them on, 0 = not known."""
 
     name: str
     model: ModelProfile
@@ -33,6 +34,7 @@ class Subject:
     pools: tuple[Pool, ...] = ()
     steps: int = 0
     notes: tuple[str, ...] = ()
+    sample_bytes: int = 0
 
     @property
     def sample_tokens(self) -> int:
@@ -93,12 +95,13 @@ def of_job(folder: str, overrides: Sequence[str] = ()) -> Subject:
     data, where = job_data(folder, overrides)
     if "script" not in data and not (Path(folder) / str(data.get("program", "program.py"))).is_file():
         raise SpecError(f"{folder}: it has no program.py, which says what is trained; or plan a model by its sizes: --model 8b")
-    from elastic.worker.profiling import model_profile_of
+    from elastic.worker.profiling import model_profile_of, samples_of
 
     spec, program = loaded(folder, overrides)
     with made_up_data(spec.plain()) as job:
         model = model_profile_of(program, job)
         even = {**job, "microbatch_tokens": None}
+        n_bytes = sum(getattr(value, "nbytes", 0) for sample in samples_of(program, even, 1) for value in sample.values())
         unequal = model.sample is None
         model = model_profile_of(program, even) if unequal else model
     if model.sample is None:
@@ -107,12 +110,10 @@ def of_job(folder: str, overrides: Sequence[str] = ()) -> Subject:
         )
     notes = () if "pools" in data else (OWN_POOLS,)
     if unequal:
-        notes = (
-            *notes,
-            f"samples are of unequal length: planned as if each were like the first, of {model.sample.tokens} tokens",
-        )
-        return Subject(spec.name, model, even, tuple(pool.pool() for pool in spec.pools), spec.steps, notes)
-    return Subject(spec.name, model, spec.plain(), tuple(pool.pool() for pool in spec.pools), spec.steps, notes)
+        like = f"samples are of unequal length: planned as if each were like the first, of {model.sample.tokens} tokens"
+        notes = (*notes, like)
+    pools = tuple(pool.pool() for pool in spec.pools)
+    return Subject(spec.name, model, even if unequal else spec.plain(), pools, spec.steps, notes, n_bytes)
 
 
 @contextmanager
