@@ -145,8 +145,8 @@ def test_twice_all_rates_and_half_of_all_latencies_is_half_the_time(
 
 # ------------------------------------------------------------------------------------------ a search
 
-nodes = st.sampled_from([1, 2, 4])
-batches = st.sampled_from([32, 64, 256])
+nodes = st.sampled_from([1, 2])
+batches = st.sampled_from([16, 32])
 
 
 def search(model: Decoder, groups: tuple[Group, ...], batch: int, aim: Aim | None = None) -> Offers | None:
@@ -188,10 +188,10 @@ def test_names_and_their_order_do_not_count(model: Decoder, chip: HardwareProfil
 
 
 @searches
-@given(decoders(), st.sampled_from(CHIPS), st.sampled_from([1, 2, 4]), st.sampled_from([10.0, 400.0]))
+@given(decoders(), st.sampled_from(CHIPS), nodes, st.sampled_from([10.0, 400.0]))
 def test_twice_the_nodes_are_not_slower(model: Decoder, name: str, n_nodes: int, gbps: float) -> None:
     """By doublings: a step's samples are whole, so that 9 GPUs may be no faster than 8, and fewer nodes are tried by halves."""
-    found = [search(model, (group(name, n, gbps=gbps),), 256) for n in (n_nodes, 2 * n_nodes)]
+    found = [search(model, (group(name, n, gbps=gbps),), 64) for n in (n_nodes, 2 * n_nodes)]
     if found[0] is None:
         return
     assert found[1] is not None and value(found[1].best[0]) <= value(found[0].best[0]) * (1 + 1e-9)
@@ -212,8 +212,8 @@ def test_equal_gpus_have_equal_shares_wherever_they_come_from() -> None:
 kinds = st.lists(st.tuples(st.integers(1, 4), st.floats(0.2, 5.0)), min_size=1, max_size=3)
 
 
-@settings(max_examples=100, deadline=None)
-@given(kinds, st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+@given(kinds, st.integers(1, 24))
 def test_rows_are_dealt_out_wholly_and_the_slowest_is_within_a_row_of_the_best_split(
     some: list[tuple[int, float]], n_rows: int
 ) -> None:
@@ -265,7 +265,7 @@ def test_the_best_offers_are_those_of_a_search_that_leaves_nothing_out(
     pools: tuple[tuple[str, int], ...], model: Decoder, aim: Aim
 ) -> None:
     groups = [group(name, n, usd_per_node_h=PRICES[name]) for name, n in pools]
-    job, profile = {**JOB, "global_batch": 128}, model.profile()
+    job, profile = {**JOB, "global_batch": 64}, model.profile()
     found = find_offers(profile, job, groups, aim)
     whole = _Exhaustive(profile, job, aim)
     for pool in whole.pools(groups):
