@@ -123,7 +123,7 @@ def block_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float, n_
 
 
 def _measured_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float) -> Passes:
-    rate = chip.gpu.crowded_passes[0][1]
+    rate = chip.gpu.crowded_passes[-1][1]
     flop = sum(2.0 * p.count * p.rows * p.k * p.n for p in sample.matmuls)
     scores = sum(a.count * _attend_flop(a) for a in sample.attentions)
     products, attention = (some * n_rows / (layout.tp * layout.cp) / rate for some in (flop, scores))
@@ -141,7 +141,7 @@ def ends_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float) -> 
     """The head and the loss of a microbatch, forward and backward; products in 16 or 32 bits."""
     if chip.gpu.crowded_passes:
         flop = sum(2.0 * p.count * p.rows * p.k * p.n / (layout.tp if p.cut else 1) for p in sample.ends_matmuls)
-        return 3 * flop * n_rows / layout.cp / chip.gpu.crowded_passes[0][1]
+        return 3 * flop * n_rows / layout.cp / chip.gpu.crowded_passes[-1][1]
     products = sum(product_s(chip, product, layout, n_rows, chip.around) for product in sample.ends_matmuls)
     cut = layout.cp * (layout.tp if sample.loss_parallel else 1)
     return 3 * products + moved_s(chip, 2 * sample.ends_moved_bytes * n_rows / cut)

@@ -55,7 +55,18 @@ def tp_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float
         return 0.0
     times = 6 if layout.activation_checkpointing == "full" else 4
     n_bytes = step.n_rows * sample.hidden_bytes / layout.cp
-    return times * reduce_s(site.links, n_bytes, Group(layout.tp)) * (1 - site.kernels.tp_hidden)
+    waits = times * reduce_s(site.links, n_bytes, Group(layout.tp)) * (1 - site.kernels.tp_hidden)
+    return waits + _dispatch_s(site, sample)
+
+
+def _dispatch_s(site: Site, sample: SampleProfile) -> float:
+    """Of a block's passes under tp: what DTensor's dispatch adds to each operation on the host, where nothing hides it: on a
+    CPU, slowed as computation is by the other processes."""
+    crowded = site.chip.gpu.crowded_passes
+    if not crowded:
+        return 0.0
+    n_ops = sample.n_ops + len(sample.matmuls) + len(sample.attentions)
+    return 3 * n_ops * site.kernels.dispatch_s * crowded[0][1] / crowded[-1][1]
 
 
 def cp_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float:

@@ -134,14 +134,16 @@ class Decoder:
         return (("none", none), ("selective", selective), ("full", s * h * size))
 
     def _moved(self, size: int) -> int:
-        """Reads and writes of norms, residual sums, rotary positions, the activation; of attention's scores where they are not
-        fused (scaled and masked, softmax, dropout: four passes)."""
+        """Reads and writes of eager operations: norms, residual sums, rotary positions, the activation; of attention's scores
+        where they are not fused (scaled and masked, softmax, dropout: four passes). Llama's norms and positions (`gated`) are
+        sequences of operations in float32 (15 and 20 accesses of an element), LayerNorm is one."""
         s, h, rows = self.seq, self.hidden, self._rows()
         turned = (self.heads + self.kv_heads) * self.width
         mlp = rows * self.ffn * (5 if self.gated else 4)
+        around = 30 * h + 20 * turned if self.gated else 4 * h + 4 * turned
         scores = 0 if self.fused else 4 * self.heads * s * s
         spread = 4 * rows * h if self.experts else 0
-        return size * (s * (4 * h + 6 * h + 4 * turned) + mlp + scores + spread)
+        return size * (s * (around + 6 * h) + mlp + scores + spread)
 
     def _specs(self) -> tuple[TensorSpec, ...]:
         h, wide, narrow = self.hidden, self.heads * self.width, self.kv_heads * self.width

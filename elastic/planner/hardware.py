@@ -69,11 +69,9 @@ def among(gpu: HardwareProfile, n_processes: int) -> HardwareProfile:
     them what all do together is interpolated, beyond the last one it stays. Other profiles stay as they are."""
     if not gpu.crowded_passes:
         return gpu
-    rates = {
-        name: _shared(getattr(gpu, name), n_processes) for name in ("crowded_passes", "crowded_bytes") if getattr(gpu, name)
-    }
-    crowds = {name: ((n_processes, each),) for name, each in rates.items()}
-    return replace(gpu, **crowds, memory_bytes_per_s=rates.get("crowded_bytes", gpu.memory_bytes_per_s))  # type: ignore[arg-type]
+    passes, alone = _shared(gpu.crowded_passes, n_processes), _shared(gpu.crowded_passes, 1)
+    moved = _shared(gpu.crowded_bytes, n_processes) if gpu.crowded_bytes else gpu.memory_bytes_per_s
+    return replace(gpu, crowded_passes=((1, alone), (n_processes, passes)), memory_bytes_per_s=moved)
 
 
 def _shared(table: tuple[tuple[int, float], ...], n: int) -> float:

@@ -31,7 +31,7 @@ class Kernels:
     `tp_hidden`: of tp's collectives, run under products. `dp_hidden`: of the computation, what hides the gradients' sum where
     they are not sharded. `jitter`: of a step, for each doubling of the nodes that wait for each other. `launch_s`: of one
     operation on the GPU; `host_s`: on the host, which is waited for where it takes longer; `microbatch_s`: of
-    a pipeline stage's host, for each microbatch."""
+    a pipeline stage's host, for each microbatch; `dispatch_s`: of DTensor's host, for each operation under tp."""
 
     matmul: float = 0.82
     low8: float = 0.75
@@ -53,6 +53,7 @@ class Kernels:
     launch_s: float = 5e-6
     host_s: float = 8e-6
     microbatch_s: float = 1e-3
+    dispatch_s: float = 0.0
 
 
 # Software generations. fsdp2: PyTorch's own (fused attention, eager; `fsdp2-compiled` with torch.compile), what elastic runs;
@@ -71,7 +72,7 @@ PARENT = {"fsdp2-compiled": "fsdp2", "megatron-2026": "megatron-2024"}
 # since collectives run on the cores that compute.
 MEASURED = Kernels(
     matmul=1.0, tail=0.0, moved=1.0, bandwidth=1.0, node=1.0, link=1.0, crowd=1.0, dp_hidden=0.0, jitter=0.0, launch_s=0.0,
-    host_s=0.0, microbatch_s=0.0,
+    host_s=0.0, microbatch_s=0.0, dispatch_s=2.5e-4,
 )  # fmt: skip
 
 

@@ -36,7 +36,16 @@ class Query:
     def offers(self, machines: Sequence[Machines]) -> Offers:
         """Raises InfeasiblePlan."""
         groups = [each.group for each in contradictions.needed(self.subject, machines)]
-        job = contradictions.pinning(self.subject, contradictions.n_gpus_of(machines))
+        n_gpus, why = contradictions.n_gpus_of(machines), ""
+        if self.subject.literal:
+            try:
+                return self._found(contradictions.pinning(self.subject, n_gpus, literal=True), groups)
+            except InfeasiblePlan as error:
+                why = str(error)
+        found = self._found(contradictions.pinning(self.subject, n_gpus), groups)
+        return replace(found, rejected={"as it is written": why, **found.rejected}) if why else found
+
+    def _found(self, job: Mapping[str, Any], groups: Sequence[Group]) -> Offers:
         return _in_host_memory(self.find(self.subject.model, job, groups, self.aim), groups, self.subject)
 
     def plain(self) -> dict[str, Any]:

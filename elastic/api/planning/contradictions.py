@@ -9,7 +9,7 @@ from elastic.api.planning.machines import Machines
 from elastic.api.planning.subjects import Subject
 from elastic.errors import InfeasiblePlan, SpecError
 from elastic.planner import balance
-from elastic.types import AXES, Layout, is_auto, parse_layout, pinned
+from elastic.types import AXES, LAYOUT_OPTIONS, Layout, is_auto, parse_layout, pinned
 from elastic.types.nouns import AUTO
 
 
@@ -29,11 +29,16 @@ def layout_of(subject: Subject, n_gpus: int) -> Layout:
     return Layout(**pinned({**subject.job, "layout": text})) if is_auto(text) else parse_layout(text, subject.job)
 
 
-def pinning(subject: Subject, n_gpus: int) -> dict[str, Any]:
-    """The job's keys, a layout that is asked for whole written as `auto` with all of its axes pinned."""
+def pinning(subject: Subject, n_gpus: int, literal: bool = False) -> dict[str, Any]:
+    """The job's keys, a layout that is asked for whole written as `auto` with all of its axes pinned. `literal`: and with all
+    of its options, as `elastic run` takes it."""
     text = wanted(subject, n_gpus)
     if is_auto(text):
         return {**subject.job, "layout": text}
+    if literal:
+        layout = parse_layout(text, subject.job)
+        axes = ",".join(f"{axis}={getattr(layout, axis)}" for axis in AXES)
+        return {**subject.job, "layout": f"{AUTO},{axes}"} | {name: getattr(layout, name) for name in LAYOUT_OPTIONS}
     said = [part.partition("=")[0] for part in text.replace(" ", "").split(",")]
     return {**subject.job, "layout": ",".join([AUTO, text, *(f"{axis}=1" for axis in AXES if axis not in said)])}
 

@@ -26,7 +26,8 @@ OWN_POOLS = "neither the job nor --cluster names pools: planned for what elastic
 @dataclass(frozen=True)
 class Subject:
     """`job`: plain data, as of job.yaml. `pools`: its own, of a job. `steps`: 0 = not said. `sample_bytes`: of its
-    tensors as the loader hands them on, 0 = not known."""
+    tensors as the loader hands them on, 0 = not known. `literal`: a layout that it names is planned with the options that
+    `elastic run` gives it, not with the best ones."""
 
     name: str
     model: ModelProfile
@@ -35,6 +36,7 @@ class Subject:
     steps: int = 0
     notes: tuple[str, ...] = ()
     sample_bytes: int = 0
+    literal: bool = False
 
     @property
     def sample_tokens(self) -> int:
@@ -113,7 +115,7 @@ def of_job(folder: str, overrides: Sequence[str] = ()) -> Subject:
         like = f"samples are of unequal length: planned as if each were like the first, of {model.sample.tokens} tokens"
         notes = (*notes, like)
     pools = tuple(pool.pool() for pool in spec.pools)
-    return Subject(spec.name, model, even if unequal else spec.plain(), pools, spec.steps, notes, n_bytes)
+    return Subject(spec.name, model, even if unequal else spec.plain(), pools, spec.steps, notes, n_bytes, literal=True)
 
 
 @contextmanager
