@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic.api.planning.amounts import gpus_of
+from elastic.api.planning.answers import Query
+from elastic.api.planning.machines import of_asked
+from elastic.api.planning.subjects import of_model
 from elastic.cli import main
 from elastic.hardware_file import PLACE
+from elastic.planner.offers import Aim
 
 SMALL = ("--model", "gpt2-124m", "--top", "2")
 ON_8 = (*SMALL, "--gpus", "H100:8")
@@ -173,3 +179,14 @@ def test_values_that_argparse_refuses(capsys: pytest.CaptureFixture[str], words:
         main(("plan", *ON_8, *words))
     assert caught.value.code == 2
     assert "see elastic plan --help" in capsys.readouterr().err
+
+
+def test_a_jobs_own_layout_is_planned_as_elastic_run_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not with a ZeRO stage or a microbatch that the planner likes better; where that does not fit, it says so and mends it."""
+    quickstart, zero = "jobs/quickstart", "dp_shard=2,zero_stage=2"
+    assert [offer["layout"] for offer in as_json(capsys, quickstart)["offers"]] == ["dp_shard=3,tp=2"]
+    assert as_json(capsys, quickstart, "--layout", zero)["offers"][0]["layout"] == zero
+    subject = replace(of_model("8b", 64).with_layout("dp_shard=8"), literal=True)
+    found = Query(subject, Aim()).offers([of_asked(gpus_of("H100:8")[0])])
+    assert "GiB per GPU" in found.rejected["as it is written"]
+    assert all(offer.layout.microbatch_size for offer in found.best)

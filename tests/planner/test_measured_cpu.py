@@ -1,0 +1,74 @@
+"""A CPU as `elastic profile` has measured it: its speed falls with the processes on it, its collectives take what they took."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastic.planner import collectives, cost, hardware
+from elastic.planner.collectives import Group, Links
+from elastic.planner.decoder import Decoder
+from elastic.planner.kernels import MEASURED
+from elastic.planner.memory import Step
+from elastic.planner.search import site_of
+from elastic.planner.work import Work
+from elastic.types import HardwareProfile, Layout
+
+TABLE = (
+    ("all_gather", 2, 0.001, 1e-9),
+    ("all_gather", 4, 0.003, 2e-9),
+    ("all_reduce", 2, 0.002, 1e-9),
+    ("send", 2, 5e-4, 1e-9),
+)
+CPU = HardwareProfile(
+    peak_flop_per_s=1e11, flop_per_s=(("float32", 1e11),), memory_bytes_per_s=1e10,
+    crowded_passes=((1, 8e10), (2, 8e10), (4, 4e10)), crowded_bytes=((1, 1e10), (4, 5e9)), collectives=TABLE,
+)  # fmt: skip
+MODEL = Decoder(2, 256, 4, 4, 704, 256, 128, compute="float32").profile()
+JOB = {"global_batch": 8}
+
+
+def rate(n: int) -> float:
+    return hardware.among(CPU, n).crowded_passes[-1][1]
+
+
+def test_what_all_processes_do_together_is_interpolated_and_then_stays() -> None:
+    assert [rate(1), rate(2), rate(4)] == [8e10, 8e10, 4e10]
+    assert rate(3) * 3 == pytest.approx((2 * 8e10 + 4 * 4e10) / 2)
+    assert rate(8) * 8 == pytest.approx(4 * 4e10)
+    assert hardware.among(hardware.NOMINAL, 8) is hardware.NOMINAL
+
+
+def step_s(layout: Layout, gpu: HardwareProfile = CPU) -> float:
+    site = site_of(JOB, gpu, 1, layout.world_size)
+    return cost.step_cost(site, Work.of(MODEL), layout, Step(1, 8 // layout.dp, 8, dtype="float32")).step_s
+
+
+def test_a_lone_step_takes_its_flop_at_the_measured_rate() -> None:
+    assert MODEL.sample is not None
+    flop = 8 * MODEL.sample.flop
+    assert step_s(Layout()) == pytest.approx(flop / 8e10, rel=0.1)  # and the optimizer
+    assert step_s(Layout(dp_shard=4)) > flop / (4 * 4e10) > step_s(Layout()) / 4
+
+
+def test_measured_collectives_take_what_they_took() -> None:
+    links = Links.of(CPU, MEASURED, 4)
+    assert collectives.gather_s(links, 1e6, Group(2)) == pytest.approx(0.001 + 1e-3)
+    assert collectives.gather_s(links, 1e6, Group(3)) == pytest.approx((0.002 + 0.005) / 2)
+    assert collectives.gather_s(Links.of(CPU, MEASURED, 6), 1e6, Group(6)) == pytest.approx(0.005 * 6 / 4)
+    assert collectives.reduce_s(links, 1e6, Group(2)) == pytest.approx(0.003)
+    assert collectives.send_s(links, 1e6, 1) == pytest.approx(1.5e-3)
+    assert collectives.gather_s(links, 0.0, Group(2)) == 0.0 == collectives.reduce_s(links, 1e6, Group(1))
+
+
+def test_operations_under_tp_cost_the_host_more_the_more_processes_there_are() -> None:
+    def tp_s(n: int) -> float:
+        site, layout = site_of(JOB, CPU, 1, n), Layout(tp=2)
+        assert MODEL.sample is not None
+        quick = replace(site.chip.kernels, dispatch_s=0.0)
+        without = replace(site, chip=replace(site.chip, kernels=quick))
+        step = Step(1, 8, 8, dtype="float32")
+        return cost.tp_s(site, MODEL.sample, layout, step) - cost.tp_s(without, MODEL.sample, layout, step)
+
+    assert tp_s(4) == pytest.approx(2 * tp_s(2)) and tp_s(2) > 0
