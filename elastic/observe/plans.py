@@ -56,6 +56,10 @@ def _answer(data: Data, best: Data) -> list[str]:
         lost = f", {1 - best['goodput']:.1%} of it lost to nodes that are taken" if best["goodput"] < 0.999 else ""
         total = f" and {usd(best['usd'])}" if best["usd"] else ""
         lines.append(f"      {count(data['tokens'])} {unit}: {hours(best['hours'])}{total}{lost}")
+    copy = (
+        f"a durable copy stops the steps for {seconds(best['copy_stall_s'])} and is written in {seconds(best['copy_write_s'])}"
+    )
+    lines.append(f"      {copy}; a lost node costs about {seconds(best['lost_node_s'])}")
     return lines
 
 

@@ -11,10 +11,11 @@ from elastic.types import Layout
 
 ZONE_USD_PER_GB = 0.02  # between zones of a region, both ends (AWS EC2 on-demand pricing, data transfer, 0.01 each way)
 STORED_USD_PER_GB_MONTH = 0.023  # S3 standard
+STORED_BYTES_PER_S = 1e9  # that a node writes to object storage with parallel parts
 COPIES_KEPT = 2
 DETECT_S, REBUILD_S = 2.0, 5.0  # docs/benchmarks.md: a killed node, and groups, build and first step after it
 REPLACED_S = 300.0  # until another node has taken its place
-REDONE_STEPS = 5.0  # since the last peer copy, on average
+COPY_SHARE = 0.01  # of the time, that copies to peers may take: so often they are made
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Loss:
 
     per_h: float
     seconds: float
+    moved_s: float = 0.0
 
     @property
     def goodput(self) -> float:
@@ -36,8 +38,32 @@ def loss(groups: Sequence[Group], work: Work, layout: Layout, step_s: float) -> 
     n_nodes = sum(group.n_nodes for group in groups)
     slowest = min(group.hardware.link_bytes_per_s for group in groups)
     fetched = work.state_bytes / (layout.pp * layout.tp * max(1, layout.dp_shard * layout.cp)) / max(1.0, slowest)
-    seconds = DETECT_S + REBUILD_S + fetched + REDONE_STEPS * step_s + REPLACED_S / max(1, n_nodes)
-    return Loss(per_h, seconds)
+    redone = (max(1.0, fetched / (COPY_SHARE * step_s)) + 1) / 2 if step_s else 0.0  # steps since the last copy, on average
+    seconds = DETECT_S + REBUILD_S + fetched + redone * step_s + REPLACED_S / max(1, n_nodes)
+    return Loss(per_h, seconds, fetched)
+
+
+@dataclass(frozen=True)
+class Copying:
+    """Of the training state (parameters and optimizer entries). `stall_s`: a durable copy holds the steps up so long, while
+    each GPU's part goes to host memory; `write_s`: it is written behind them; `lost_node_s`: what one taken node costs;
+    `moved_s`: of that, fetching what was on it."""
+
+    state_bytes: float
+    stall_s: float
+    write_s: float
+    lost_node_s: float
+    moved_s: float
+
+
+def copying(groups: Sequence[Group], work: Work, layout: Layout, step_s: float) -> Copying:
+    """At the links' own speeds; a node writes STORED_BYTES_PER_S, or what was measured."""
+    state = work.parameter_bytes * (1 + work.trained * work.entries)
+    links = [group.hardware.host_bytes_per_s for group in groups if group.hardware.host_bytes_per_s]
+    writes = [group.n_nodes * (group.hardware.storage_write_bytes_per_s or STORED_BYTES_PER_S) for group in groups]
+    lost = loss(groups, work, layout, step_s)
+    stall_s = state / layout.world_size / min(links) if links else 0.0
+    return Copying(state, stall_s, state / sum(writes), lost.seconds, lost.moved_s)
 
 
 def moved_usd_per_h(groups: Sequence[Group], work: Work, layout: Layout, step_s: float) -> float:

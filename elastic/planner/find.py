@@ -267,6 +267,7 @@ class _Finder:
         sample, step_s = self.work.sample, found.cost.step_s
         assert sample is not None
         lost = dollars.loss(found.groups, self.work, found.layout, step_s)
+        copies = dollars.copying(found.groups, self.work, found.layout, step_s)
         lasting_s, per_step = self.lasting_s(found), found.step.global_batch * max(1, sample.tokens)
         usd_per_h, hours = self.usd_per_h(found, lasting_s), self.hours(lasting_s)
         n_gpus = found.layout.world_size
@@ -286,6 +287,11 @@ class _Finder:
             usd_per_mtoken=usd_per_h * lasting_s / 3600 / per_step * 1e6,
             efficiency=min(1.0, found.lone_s / step_s),
             goodput=lost.goodput,
+            state_bytes=copies.state_bytes,
+            copy_stall_s=copies.stall_s,
+            copy_write_s=copies.write_s,
+            lost_node_s=copies.lost_node_s,
+            moved_s=copies.moved_s,
             hours=hours,
             usd=hours * usd_per_h,
             why=words.why(found, best),

@@ -14,7 +14,8 @@ GIB = 2**30
 OFFER: dict[str, Any] = {
     "n": 1, "layout": "dp_shard=8,tp=4", "n_gpus": 32, "n_idle_gpus": 0, "step_s": 10.0, "tokens_per_s": 100_000.0, "mfu": 0.41,
     "memory_bytes": 60 * GIB, "room_bytes": 80 * GIB, "usd_per_h": 64.0, "usd_per_mtoken": 0.18, "efficiency": 0.9,
-    "goodput": 1.0, "hours": 0.0, "usd": 0.0, "why": "it is the fastest", "warnings": ["memory is tight"],
+    "goodput": 1.0, "copy_stall_s": 0.2, "copy_write_s": 12.0, "lost_node_s": 40.0, "moved_s": 0.3,
+    "hours": 0.0, "usd": 0.0, "why": "it is the fastest", "warnings": ["memory is tight"],
     "seconds": {"products": 5.0, "tp": 3.0, "fsdp": 2.0}, "memory": {"activations": 45 * GIB, "parameters": 15 * GIB},
     "parts": [{"pool": "spot", "n_gpus": 32, "samples": 4, "layers": [32], "busy": 0.9}],
 }  # fmt: skip

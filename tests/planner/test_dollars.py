@@ -19,7 +19,22 @@ def test_a_lost_node_costs_its_detection_the_fetch_steps_done_again_and_its_abse
     found = dollars.loss([group(n_nodes=4, lost_per_node_h=0.05)], WORK, Layout(dp_shard=32), 2.0)
     fetched = 16 * N / 32 / 5e10
     assert found.per_h == pytest.approx(0.2)
-    assert found.seconds == pytest.approx(2 + 5 + fetched + 5 * 2.0 + 300 / 4)
+    redone = (fetched / (0.01 * 2.0) + 1) / 2  # a copy is made as often as 1 % of the time allows
+    assert found.seconds == pytest.approx(2 + 5 + fetched + redone * 2.0 + 300 / 4) and found.moved_s == pytest.approx(fetched)
+    long = dollars.loss([group(n_nodes=4)], WORK, Layout(dp_shard=32), 200.0)
+    assert long.seconds == pytest.approx(2 + 5 + fetched + 200.0 + 300 / 4)  # at every step
+
+
+def test_copies_stop_the_steps_only_while_they_leave_the_gpus() -> None:
+    nodes = [group(n_nodes=4)]
+    found, host = dollars.copying(nodes, WORK, Layout(dp_shard=32), 2.0), nodes[0].hardware.host_bytes_per_s
+    assert found.stall_s == pytest.approx(STATE / 32 / host)
+    assert found.write_s == pytest.approx(STATE / 4e9)
+    assert found.lost_node_s == dollars.loss(nodes, WORK, Layout(dp_shard=32), 2.0).seconds
+
+
+def test_goodput() -> None:
+    found = dollars.loss([group(n_nodes=4, lost_per_node_h=0.05)], WORK, Layout(dp_shard=32), 2.0)
     assert found.goodput == pytest.approx(1 / (1 + 0.2 * found.seconds / 3600))
     assert dollars.loss([group()], WORK, Layout(dp_shard=8), 2.0).goodput == 1.0
 

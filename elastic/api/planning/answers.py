@@ -138,7 +138,8 @@ def offer_plain(offer: Offer, n: int, n_gpus: int, warnings: Sequence[str]) -> d
         "tokens_per_s": offer.tokens_per_s, "mfu": offer.mfu, "memory_bytes": int(offer.memory_bytes),
         "room_bytes": offer.room_bytes, "host_bytes": int(offer.host_bytes), "usd_per_h": offer.usd_per_h,
         "usd_per_mtoken": offer.usd_per_mtoken, "efficiency": offer.efficiency, "goodput": offer.goodput,
-        "hours": offer.hours, "usd": offer.usd, "why": offer.why, "warnings": list(warnings),
+        "hours": offer.hours, "usd": offer.usd, "copy_stall_s": offer.copy_stall_s, "copy_write_s": offer.copy_write_s,
+        "lost_node_s": offer.lost_node_s, "moved_s": offer.moved_s, "why": offer.why, "warnings": list(warnings),
         "seconds": {name: seconds for name, seconds in offer.seconds.items() if seconds},
         "memory": {name: int(n_bytes) for name, n_bytes in offer.memory.items() if n_bytes},
         "parts": [
