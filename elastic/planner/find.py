@@ -15,7 +15,7 @@ from math import ceil
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import dollars, memory, mixed, words
+from elastic.planner import balance, dollars, memory, mixed, words
 from elastic.planner.cost import Cost, Site, step_cost
 from elastic.planner.memory import Step
 from elastic.planner.offers import Aim, Group, Offer, Offers, Part
@@ -27,6 +27,7 @@ from elastic.planner.work import Work
 from elastic.types import Layout, ModelProfile
 
 PER_OPTION = 0.01  # that a layout must be better for each axis or option that it has more: predictions are no better
+EP = "ep"  # key of a job that may have layouts with ep
 FEWER_MOST = 64  # smaller numbers of GPUs that are tried where all of them have no layout
 INF = float("inf")
 ROUNDED = 1e-9  # of a bound that is as good as the offer
@@ -140,13 +141,25 @@ class _Finder:
         space = Space.on(self.model, job, (site.per_node,))
         found = False
         for shape in space.shapes(world):
-            if self.bound(site, shape) > self.limit_s(pool):
+            eps = self.eps(shape, job)
+            if self.bound(site, replace(shape, ep=eps[-1])) > self.limit_s(pool):
                 self.reasons.setdefault(words.family(shape), "its computation alone takes longer than the offers shown")
                 found = True
                 continue
             for kind in space.kinds(shape):
-                found = self.variants(pool, site, job, (space, kind)) or found
+                for ep in eps if kind.dp_replicate == 1 else (1,):
+                    found = self.variants(pool, site, job, (space, replace(kind, ep=ep))) or found
         return found
+
+    def eps(self, shape: Layout, job: Mapping[str, Any]) -> tuple[int, ...]:
+        """Over how many ranks experts may be spread, the most last: data-parallel ones, with equally many experts each. Only
+        where the job is none that elastic is to run, which has no ep."""
+        sample = self.work.sample
+        experts = max((product.experts for product in sample.matmuls), default=0) if sample else 0
+        if not experts or not job.get(EP):
+            return (1,)
+        ranks = shape.dp_shard * shape.cp
+        return tuple(n for n in balance.divisors(ranks) if experts % n == 0)
 
     def bound(self, site: Site, shape: Layout) -> float:
         """Seconds of a step's computation at best, without recomputation and waiting."""

@@ -98,6 +98,8 @@ def warnings(found: Candidate, n_nodes: int, batch: int) -> tuple[str, ...]:
     n_gpus, there = layout.world_size, sum(group.n_gpus for group in found.groups)
     if layout.tp * layout.cp > found.step.n_gpus:
         said.append(f"tp x cp = {layout.tp * layout.cp} leaves its node of {found.step.n_gpus} GPUs")
+    if layout.ep > 1:
+        said.append(f"ep={layout.ep} is planned only: elastic itself does not spread experts over ranks")
     room = found.room_bytes
     if room and used > NEAR * USABLE * room:
         said.append(f"memory is tight: {used / GIB:.1f} of {USABLE * room / GIB:.1f} GiB that can be used")

@@ -117,7 +117,7 @@ class Layout:
         return self.pp * (self.virtual_stages or 2) if self.pp > 1 and self.schedule == "interleaved1f1b" else self.pp
 
     def __str__(self) -> str:
-        parts = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1] or ["dp_shard=1"]
+        parts = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) > 1] or ["dp_shard=1"]
         plain = Layout()
         parts += [f"{name}={_word(value)}" for name in LAYOUT_OPTIONS if (value := getattr(self, name)) != getattr(plain, name)]
         return ",".join(parts)

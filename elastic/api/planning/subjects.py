@@ -15,6 +15,7 @@ from elastic.cluster_spec import load_cluster
 from elastic.data_spec import KINDS
 from elastic.errors import SpecError
 from elastic.planner import known_decoders
+from elastic.planner.find import EP
 from elastic.planner.work import Work
 from elastic.spec import job_data
 from elastic.types import ModelProfile, Pool
@@ -74,7 +75,7 @@ def of_model(text: str, batch: int = 0, precision: str = "bfloat16") -> Subject:
     found = known_decoders.find(text)
     decoder = replace(found.decoder, compute=precision)
     size = batch or max(1, round(found.batch_tokens / decoder.seq))
-    job = {"name": found.name, "global_batch": size, "precision": precision, "layout": "auto", "min_workers": 1}
+    job = {"name": found.name, "global_batch": size, "precision": precision, "layout": "auto", "min_workers": 1, EP: True}
     return Subject(found.name, decoder.profile(), job, notes=_batch_notes(found, size, decoder.seq, bool(batch)))
 
 
