@@ -221,11 +221,12 @@ def _price(asked: Asked, found: catalog.InstanceType | None) -> tuple[float | No
 
 def known_of(pools: Iterable[Pool]) -> tuple[HardwareProfile, ...]:
     """For a run: a profile of each kind of accelerator that was measured or stands in the catalog, under the pools' own name of
-    it; none of the others, whose layouts are then compared on nominal hardware."""
+    it; none of the others, whose layouts are then compared on nominal hardware. Raises SpecError for a bad file of what was
+    measured."""
     found: dict[str, HardwareProfile] = {}
     for pool in pools:
         kind = pool.accelerator_type
-        if kind in found or (kind == "CPU" and not path_of(kind).is_file()):
+        if kind in found or (not known_hardware([kind]) and kind == "CPU"):
             continue
         try:
             found[kind] = replace(of_pool(pool, 1).group.hardware, accelerator_type=kind)
