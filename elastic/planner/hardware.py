@@ -66,9 +66,11 @@ def together(chip: catalog.Chip, per_node: int) -> int:
 
 def among(gpu: HardwareProfile, n_processes: int) -> HardwareProfile:
     """A CPU on which so many processes compute at once, as `elastic profile` has measured it: between two measured numbers of
-    them what all do together is interpolated, beyond the last one it stays. Other profiles stay as they are."""
+    them what all do together is interpolated, beyond the last one it stays. GPUs do not share a machine's cores: theirs is left out."""
     if not gpu.crowded_passes:
         return gpu
+    if gpu.accelerator_type != "CPU":
+        return replace(gpu, crowded_passes=())
     passes, alone = _shared(gpu.crowded_passes, n_processes), _shared(gpu.crowded_passes, 1)
     moved = _shared(gpu.crowded_bytes, n_processes) if gpu.crowded_bytes else gpu.memory_bytes_per_s
     return replace(gpu, crowded_passes=((1, alone), (n_processes, passes)), memory_bytes_per_s=moved)

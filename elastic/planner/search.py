@@ -290,8 +290,9 @@ def site_of(job: Mapping[str, Any], gpu: HardwareProfile, per_node: int, world: 
     """What the job's layouts run on: `elastic`'s own worker, in the job's precision. `world`: workers of the layout, all of
     which compute on this machine's cores where the profile says what that costs."""
     dtype = "float8" if job.get("float8") else str(job.get("precision") or "float32")
+    gpu = hardware.among(gpu, max(per_node, world))
     if gpu.crowded_passes:
-        return Site(Chip(hardware.among(gpu, max(per_node, world)), MEASURED, dtype), max(per_node, world))
+        return Site(Chip(gpu, MEASURED, dtype), max(per_node, world))
     return Site(Chip(gpu, generation("fsdp2", gpu.arch, bool(job.get("compile"))), dtype), per_node)
 
 

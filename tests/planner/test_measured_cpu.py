@@ -40,6 +40,11 @@ def test_what_all_processes_do_together_is_interpolated_and_then_stays() -> None
     assert hardware.among(hardware.NOMINAL, 8) is hardware.NOMINAL
 
 
+def test_gpus_do_not_crowd_each_other() -> None:
+    gpu = replace(hardware.NOMINAL, crowded_passes=((1, 3e14), (8, 3e14)))
+    assert site_of(JOB, gpu, 8, 64).chip == site_of(JOB, hardware.NOMINAL, 8, 64).chip
+
+
 def step_s(layout: Layout, gpu: HardwareProfile = CPU) -> float:
     site = site_of(JOB, gpu, 1, layout.world_size)
     return cost.step_cost(site, Work.of(MODEL), layout, Step(1, 8 // layout.dp, 8, dtype="float32")).step_s
