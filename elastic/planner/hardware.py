@@ -66,7 +66,8 @@ def together(chip: catalog.Chip, per_node: int) -> int:
 
 def among(gpu: HardwareProfile, n_processes: int) -> HardwareProfile:
     """A CPU on which so many processes compute at once, as `elastic profile` has measured it: between two measured numbers of
-    them what all do together is interpolated, beyond the last one it stays. GPUs do not share a machine's cores: theirs is left out."""
+    them what all do together is interpolated, beyond the last one it stays. GPUs do not share a machine's cores: theirs is left
+    out."""
     if not gpu.crowded_passes:
         return gpu
     if gpu.accelerator_type != "CPU":
