@@ -173,7 +173,9 @@ def test_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], words: tup
     assert what in err
 
 
-@pytest.mark.parametrize("words", [("--top", "0"), ("--efficiency", "80"), ("--purpose", "best"), ("--batch", "-1")])
+@pytest.mark.parametrize(
+    "words", [("--top", "0"), ("--efficiency", "80"), ("--purpose", "best"), ("--batch", "-1"), ("--batch", "9" * 14)]
+)
 def test_values_that_argparse_refuses(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(("plan", *ON_8, *words))

@@ -66,7 +66,7 @@ def _asked(text: str, flag: str) -> Asked:
     n_gpus, per_node, market, usd = int(count or 0), 0, "on-demand", None
     for mark in marks:
         nodes, price = NODES.fullmatch(mark.lower()), re.fullmatch(r"usd=([0-9]*\.?[0-9]+)", mark.lower())
-        if nodes and int(nodes[2]):
+        if nodes and int(nodes[1] or 1) and int(nodes[2]):
             n_gpus, per_node = _nodes(text, flag, nodes, n_gpus)
         elif price:
             usd = float(price[1])

@@ -21,6 +21,7 @@ from elastic.observe import plan_bars, plans
 from elastic.planner.offers import Aim, Purpose
 
 ABOUT = "which layout, how fast, how many dollars: a job on its pools, or a model on GPUs, before anything is started"
+MOST_SAMPLES = 1_000_000  # of a step: above, the ways to cut one into microbatches take too long to try
 KINDS = "A100-80GB,H100,H200,B200"  # that --within looks at, where --gpus names none
 EPILOG = """examples:
   elastic plan jobs/gpt2_124m --cluster cluster_configs/aws_p5_p4d_spot.yaml --explain
@@ -45,7 +46,7 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
     what = made.add_argument_group("what is trained")
     what.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py")
     what.add_argument("--model", metavar="NAME", help="or a published model: 8b, llama3-70b,seq=16384; or layers=80,hidden=...")
-    what.add_argument("--batch", metavar="N", type=_positive, help="sequences of an optimizer step (default: as published)")
+    what.add_argument("--batch", metavar="N", type=_batch, help="sequences of an optimizer step (default: as published)")
     what.add_argument("--precision", choices=("bfloat16", "float16", "float32"), help="(default: bfloat16, or the job's)")
     what.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="over job.yaml")
     where = made.add_argument_group("on what")
@@ -71,6 +72,12 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
 def _positive(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 1")
+    return int(text)
+
+
+def _batch(text: str) -> int:
+    if _positive(text) > MOST_SAMPLES:
+        raise argparse.ArgumentTypeError(f"'{text}' must be at most {MOST_SAMPLES:,} sequences a step")
     return int(text)
 
 
