@@ -34,6 +34,7 @@ from elastic.worker.interfaces import interface_of
 
 CONNECT_S = 5.0
 LOOK_S = 0.02
+KNOCK_S = 0.2
 
 # must stand in the environment before torch is imported: NCCL's default error modes end a surviving process
 NCCL_ENVIRONMENT = {
@@ -78,7 +79,12 @@ def _duplicate(fd: int) -> socket.socket:
 
 
 def _listening_ports(skip: set[int]) -> list[int]:
-    ports = []
+    return [int(address[1]) for _, address in _listening(skip)]
+
+
+def _listening(skip: set[int]) -> list[tuple[int, Any]]:
+    """Family and address of each listening socket but those inodes."""
+    found: list[tuple[int, Any]] = []
     for fd in list(own_sockets()):
         with suppress(OSError):
             if _inode(fd) in skip:
@@ -87,8 +93,19 @@ def _listening_ports(skip: set[int]) -> list[int]:
                 if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockopt(
                     socket.SOL_SOCKET, socket.SO_ACCEPTCONN
                 ):
-                    ports.append(int(sock.getsockname()[1]))
-    return ports
+                    found.append((sock.family, sock.getsockname()))
+    return found
+
+
+def _knock(family: int, address: Any, n: int) -> None:
+    """Comes to gloo's listener as each of the connections that may be waited for, and goes again: whoever waits for a peer that
+    died before it could connect hears that its connection was closed. (gloo/transport/tcp/listener.cc: a peer says the number
+    of its connection, eight bytes, and the listener keeps what comes before it is asked for.)"""
+    for number in range(n):
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.settimeout(KNOCK_S)
+            sock.connect(address)
+            sock.sendall(number.to_bytes(8, "little"))
 
 
 Key = tuple[tuple[int, ...], tuple[str, ...], str]  # a mesh by its ranks and axes, and one of these axes
@@ -147,6 +164,7 @@ class Groups:
         self._store: Store | None = None
         self._aborted = False
         self._joining = threading.Event()
+        self._n_participants = 0
 
     @property
     def world(self) -> dist.ProcessGroup:
@@ -158,6 +176,7 @@ class Groups:
 
     def join(self, store: tuple[str, int], me: int, n_participants: int, timeout_s: float) -> None:
         """Meets the other participants and makes all groups. Blocks until everyone is there; `abort` frees it."""
+        self._n_participants = n_participants
         self._joining.set()
         try:
             self._join(store, me, n_participants, timedelta(seconds=timeout_s))
@@ -248,7 +267,7 @@ class Groups:
         """Breaks off everything that waits on this generation. Safe from another thread, and twice.
 
         While the participants still meet, connections are made all the time, and one that is made after the look would wait for
-        a peer that is gone: the look is repeated until `join` has ended."""
+        a peer that is gone: the look is repeated until `join` has ended, and who waits to be connected to is freed too."""
         self._aborted = True
         if self.device.type == "cuda" and dist.is_initialized():
             self.world.abort()
@@ -257,8 +276,13 @@ class Groups:
             threading.Thread(target=self._shut_until_joined, name="abort-join", daemon=True).start()
 
     def _shut_until_joined(self) -> None:
+        knocked: set[Any] = set()
         while self._joining.is_set():
             self._shut_own()
+            for family, address in _listening(self._before):
+                if address not in knocked:
+                    knocked.add(address)
+                    _knock(family, address, self._n_participants)
             time.sleep(LOOK_S)
 
     def _shut_own(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -88,3 +91,60 @@ def test_the_order_comes_while_it_waits(store: dist.TCPStore) -> None:
         thread.join(0.01)
     of.abort()
     left(thread, found, of)
+
+
+# Rank 1 of two, in a fork per line of standard input: it dies when it has said where it listens, before it comes to anyone.
+DIES = """
+import os, sys
+from datetime import timedelta
+import torch.distributed as dist
+
+class Last(dist.Store):
+    def __init__(self, tcp):
+        super().__init__()
+        self.tcp = tcp
+    def set(self, key, value):
+        self.tcp.set(key, value)
+        if "cpu//" in key:
+            os._exit(0)
+    def get(self, key):
+        return self.tcp.get(key)
+    def wait(self, keys, timeout=None):
+        self.tcp.wait(keys)
+    def add(self, key, n):
+        return self.tcp.add(key, n)
+
+print("ready", flush=True)
+for line in sys.stdin:
+    fork = os.fork()
+    if fork == 0:
+        tcp = dist.TCPStore("127.0.0.1", int(line), is_master=False, wait_for_workers=False)
+        last = Last(dist.PrefixStore("generation-1", tcp))
+        dist.init_process_group("gloo", store=last, rank=1, world_size=2, timeout=timedelta(seconds=60))
+        os._exit(1)  # it has met the other one
+    print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture
+def dies() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", DIES]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.slow
+def test_a_peer_dies_between_its_address_and_its_connection(dies: subprocess.Popen[str]) -> None:
+    """Which of two comes to the other follows from their addresses: in several trials both do."""
+    assert dies.stdin is not None and dies.stdout is not None
+    for _ in range(8):
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        of = Groups(1, Layout(dp_shard=2), torch.device("cpu"))
+        found: list[BaseException | None] = []
+        thread = met(of, server, found)
+        dies.stdin.write(f"{server.port}\n")
+        assert dies.stdout.readline() == "0\n"
+        of.abort()
+        left(thread, found, of)
