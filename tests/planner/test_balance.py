@@ -7,6 +7,7 @@ import random
 import pytest
 
 from elastic.errors import InfeasiblePlan
+from elastic.planner import balance
 from elastic.planner.balance import microbatches, shares, stage_layers
 from elastic.types import Layout
 
@@ -72,3 +73,8 @@ def test_a_batch_that_is_too_small_is_infeasible() -> None:
         microbatches(3, Layout(dp_shard=4))
     with pytest.raises(InfeasiblePlan, match="microbatch_size=1"):
         microbatches(7, Layout(dp_shard=4, microbatch_size=1))
+
+
+def test_divisors() -> None:
+    assert all(balance.divisors(n) == tuple(d for d in range(1, n + 1) if n % d == 0) for n in range(1, 200))
+    assert balance.divisors(10**12)[-1] == 10**12  # at once, not after a count up to it

@@ -21,7 +21,7 @@ from elastic.observe import plan_bars, plans
 from elastic.planner.offers import Aim, Purpose
 
 ABOUT = "which layout, how fast, how many dollars: a job on its pools, or a model on GPUs, before anything is started"
-MOST_SAMPLES = 1_000_000  # of a step: above, the ways to cut one into microbatches take too long to try
+MOST_SAMPLES = 1_000_000  # of a step: more is a slip of the finger
 KINDS = "A100-80GB,H100,H200,B200"  # that --within looks at, where --gpus names none
 EPILOG = """examples:
   elastic plan jobs/gpt2_124m --cluster cluster_configs/aws_p5_p4d_spot.yaml --explain
