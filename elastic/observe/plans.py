@@ -53,7 +53,9 @@ def _answer(data: Data, best: Data) -> list[str]:
     head = f"{aim}: " if data["model"]["layout"].startswith("auto") else "asked for: "
     lines = [f"{head}{best['layout']}", f"      {seconds(best['step_s'])} a step, {best['tokens_per_s']:,.0f} {unit}/s{cost}"]
     if best["hours"]:
-        lost = f", {1 - best['goodput']:.1%} of it lost to nodes that are taken" if best["goodput"] < 0.999 else ""
+        rate = max((pool["lost_per_node_h"] for pool in data["pools"]), default=0.0)
+        taken = f", {1 - best['goodput']:.1%} of it lost to nodes that are taken (up to {rate:g} a node and hour assumed)"
+        lost = taken if best["goodput"] < 0.999 else ""
         total = f" and {usd(best['usd'])}" if best["usd"] else ""
         lines.append(f"      {count(data['tokens'])} {unit}: {hours(best['hours'])}{total}{lost}")
     copy = (

@@ -141,6 +141,9 @@ class _Finder:
         space = Space.on(self.model, job, (site.per_node,))
         found = False
         for shape in space.shapes(world):
+            if shape.tp * shape.cp > site.per_node:
+                self.reasons.setdefault(words.family(shape), words.leaves_node(shape, site.per_node))
+                continue
             eps = self.eps(shape, job)
             if self.bound(site, replace(shape, ep=eps[-1])) > self.limit_s(pool):
                 self.reasons.setdefault(words.family(shape), "its computation alone takes longer than the offers shown")

@@ -68,6 +68,10 @@ def too_large_for_host(needs: float, group: Group) -> str:
     return f"offload needs {needs / GIB:.0f} GiB of host memory per node, there are {group.host_memory_bytes / GIB:.0f}"
 
 
+def leaves_node(layout: Layout, per_node: int) -> str:
+    return f"tp x cp = {layout.tp * layout.cp} would leave its node of {per_node} GPUs"
+
+
 def slower(cost: Cost, best: Cost) -> str:
     """Against the best offer, with what takes most more."""
     more = cost.step_s / best.step_s - 1
@@ -96,8 +100,6 @@ def warnings(found: Candidate, n_nodes: int, batch: int) -> tuple[str, ...]:
     layout, said = found.layout, []
     step_s, used = found.cost.step_s, sum(found.memory.values())
     n_gpus, there = layout.world_size, sum(group.n_gpus for group in found.groups)
-    if layout.tp * layout.cp > found.step.n_gpus:
-        said.append(f"tp x cp = {layout.tp * layout.cp} leaves its node of {found.step.n_gpus} GPUs")
     if layout.ep > 1:
         said.append(f"ep={layout.ep} is planned only: elastic itself does not spread experts over ranks")
     room = found.room_bytes

@@ -28,7 +28,7 @@ DATA: dict[str, Any] = {
         {
             "pool": "spot", "gpu": "H100-80GB-SXM", "n_gpus": 32, "n_nodes": 4, "gpus_per_node": 8, "market_type": "spot",
             "instance_type": "p5.48xlarge", "usd_per_gpu_h": 2.0, "price_from": "table of 2026-01-01",
-            "hardware_from": "catalog", "network_bytes_per_s_per_gpu": 5e10,
+            "hardware_from": "catalog", "network_bytes_per_s_per_gpu": 5e10, "lost_per_node_h": 0.05,
         }
     ],
     "tokens": 0.0, "purpose": "fastest", "prices_at": "2026-01-01", "offers": [OFFER],
@@ -54,7 +54,10 @@ def test_a_plan_answers_in_its_first_lines() -> None:
 def test_with_tokens_it_says_how_long_and_how_much() -> None:
     timed = {**OFFER, "hours": 600.0, "usd": 2_345_678.0, "goodput": 0.95}
     lines = plans.plan({**DATA, "tokens": 1e12, "offers": [timed]})
-    assert "      1 T tokens: 25.0 days and $2.35 M, 5.0% of it lost to nodes that are taken" in lines
+    assert (
+        "      1 T tokens: 25.0 days and $2.35 M, 5.0% of it lost to nodes that are taken (up to 0.05 a node and hour assumed)"
+        in lines
+    )
     assert any(line.endswith("25.0 days  2,345,678") for line in lines)
 
 

@@ -276,3 +276,11 @@ def test_the_best_offers_are_those_of_a_search_that_leaves_nothing_out(
     ]
     assert len(every.best) == aim.n_best and found.n_looked_at <= every.n_looked_at
     assert aim.purpose != "fastest" or found.n_looked_at < 0.9 * every.n_looked_at
+
+
+def test_what_is_pinned_does_not_leave_its_node() -> None:
+    """cp=8 on nodes of 8 leaves no room for tp."""
+    model = Decoder(8, 1024, 8, 8, 4096, 32000, 8192).profile()
+    found = find_offers(model, {"global_batch": 64, "precision": "bfloat16", "layout": "auto,cp=8"}, [group(n_nodes=2)])
+    assert all(offer.layout.tp == 1 for offer in found.best)
+    assert found.rejected["tp x cp"] == "tp x cp = 16 would leave its node of 8 GPUs"

@@ -69,7 +69,7 @@ def test_what_the_first_spends_its_step_on() -> None:
 
 def test_warnings() -> None:
     assert words.warnings(candidate(), 1, 64) == ()
-    assert words.warnings(candidate(Layout(tp=8, cp=2), n_nodes=2), 2, 64) == ("tp x cp = 16 leaves its node of 8 GPUs",)
+    assert words.leaves_node(Layout(tp=8, cp=2), 8) == "tp x cp = 16 would leave its node of 8 GPUs"
     assert words.warnings(candidate(used=70.0), 1, 64) == ("memory is tight: 70.0 of 73.6 GiB that can be used",)
     assert words.warnings(candidate(bubble=2.0), 1, 64) == ("20% of a step goes into the pipeline's bubble",)
     assert words.warnings(candidate(optimizer=2.0), 1, 64) == (

@@ -9,7 +9,7 @@ from typing import Any
 from elastic import catalog
 from elastic.api.planning import contradictions
 from elastic.api.planning.machines import Machines
-from elastic.api.planning.subjects import Subject
+from elastic.api.planning.subjects import OWN_POOLS, Subject
 from elastic.errors import InfeasiblePlan
 from elastic.observe import plans
 from elastic.planner import words
@@ -128,7 +128,9 @@ def _pool_words(each: Machines) -> str:
 
 
 def notes_of(subject: Subject, machines: Sequence[Machines]) -> list[str]:
-    return list(dict.fromkeys([*subject.notes, *(note for each in machines for note in each.notes)]))
+    own = {pool.name for pool in subject.pools}
+    said = [note for note in subject.notes if note != OWN_POOLS or any(each.group.pool in own for each in machines)]
+    return list(dict.fromkeys([*said, *(note for each in machines for note in each.notes)]))
 
 
 def offer_plain(offer: Offer, n: int, n_gpus: int, warnings: Sequence[str]) -> dict[str, Any]:
