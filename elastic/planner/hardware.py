@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 from elastic import catalog
+from elastic.planner.nominal import NOMINAL, among
 from elastic.types import HardwareProfile
+
+__all__ = ["NOMINAL", "among", "profile", "together"]
 
 # Between nodes, one GPU, one direction, where nothing else is said: the reference designs of each architecture.
 NETWORK_GBPS = {
@@ -62,35 +64,3 @@ def _with_peaks(chip: catalog.Chip) -> catalog.Chip:
 def together(chip: catalog.Chip, per_node: int) -> int:
     """GPUs that the fast links join, where a node has `per_node`."""
     return max(per_node, DOMAIN.get(chip.name.split("-")[0], 0))
-
-
-def among(gpu: HardwareProfile, n_processes: int) -> HardwareProfile:
-    """A CPU on which so many processes compute at once, as `elastic profile` has measured it: between two measured numbers of
-    them what all do together is interpolated, beyond the last one it stays. GPUs do not share a machine's cores: theirs is left
-    out."""
-    if not gpu.crowded_passes:
-        return gpu
-    if gpu.accelerator_type != "CPU":
-        return replace(gpu, crowded_passes=())
-    passes, alone = _shared(gpu.crowded_passes, n_processes), _shared(gpu.crowded_passes, 1)
-    moved = _shared(gpu.crowded_bytes, n_processes) if gpu.crowded_bytes else gpu.memory_bytes_per_s
-    return replace(gpu, crowded_passes=((1, alone), (n_processes, passes)), memory_bytes_per_s=moved)
-
-
-def _shared(table: tuple[tuple[int, float], ...], n: int) -> float:
-    """Of each of n processes."""
-    every = [(k, k * each) for k, each in sorted(table)]
-    if n <= every[0][0]:
-        return every[0][1] / every[0][0]
-    for (few, one), (many, two) in pairwise(every):
-        if n <= many:
-            return (one + (two - one) * (n - few) / (many - few)) / n
-    return every[-1][1] / n
-
-
-# What ranks layouts where nothing is known of the hardware: an H100 node by NVIDIA's data sheet.
-NOMINAL = HardwareProfile(
-    accelerator_type="H100-80GB-SXM", arch="Hopper", peak_flop_per_s=9.89e14, memory_bytes=80 << 30,
-    flop_per_s=(("bfloat16", 9.89e14), ("float16", 9.89e14), ("float32", 4.9e14), ("float8", 1.979e15)), reached=0.8, units=132,
-    memory_bytes_per_s=3.35e12, node_bytes_per_s=4.5e11, host_bytes_per_s=6.3e10, link_bytes_per_s=5e10,
-)  # fmt: skip

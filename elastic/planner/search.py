@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import balance, hardware, memory
+from elastic.planner import balance, memory, nominal
 from elastic.planner.compute import Chip
 from elastic.planner.cost import Site, bubble, step_cost
 from elastic.planner.kernels import MEASURED, generation
@@ -102,7 +102,7 @@ class _Search:
         self.per_node = min((node.gpus for node in self.nodes), default=1)
         known = self.limits.hardware or {}
         self.known = bool(self.nodes) and all(node.node_id in known for node in self.nodes)
-        kinds = [known[node.node_id] for node in self.nodes] if self.known else [hardware.NOMINAL]
+        kinds = [known[node.node_id] for node in self.nodes] if self.known else [nominal.NOMINAL]
         self.site = min((site_of(self.job, kind, self.per_node) for kind in dict.fromkeys(kinds)), key=rate)
         self.rates = {node.node_id: rate(site_of(self.job, kind, self.per_node)) for node, kind in zip(self.nodes, kinds)}
 
@@ -290,7 +290,7 @@ def site_of(job: Mapping[str, Any], gpu: HardwareProfile, per_node: int, world: 
     """What the job's layouts run on: `elastic`'s own worker, in the job's precision. `world`: workers of the layout, all of
     which compute on this machine's cores where the profile says what that costs."""
     dtype = "float8" if job.get("float8") else str(job.get("precision") or "float32")
-    gpu = hardware.among(gpu, max(per_node, world))
+    gpu = nominal.among(gpu, max(per_node, world))
     if gpu.crowded_passes:
         return Site(Chip(gpu, MEASURED, dtype), max(per_node, world))
     return Site(Chip(gpu, generation("fsdp2", gpu.arch, bool(job.get("compile"))), dtype), per_node)
