@@ -38,6 +38,10 @@ class Passes:
     backward: float
     again: float
 
+    @property
+    def busy(self) -> float:
+        return self.forward + self.backward + self.again
+
 
 @cache
 def matmul_s(chip: Chip, rows: int, k: int, n: int, dtype: str = "") -> float:
@@ -77,9 +81,8 @@ def attention_s(chip: Chip, a: Attention, layout: Layout, n_rows: float, backwar
     """Of `n_rows` samples. Fused: 2.5 times the products in the backward pass (Dao 2023, section 2.3). Not fused: products of
     all scores, masked ones too, and their bytes (counted as moved)."""
     kernels, gpu = chip.kernels, chip.gpu
-    share = 1 / (layout.tp * layout.cp)
-    seen = min(a.keys, a.window) if a.window else a.keys / (2 if a.causal and kernels.fused_attention else 1)
-    flop = 4.0 * a.queries * seen * a.heads * a.head_dim * n_rows * share
+    masked_too = 2 if a.causal and not a.window and not kernels.fused_attention else 1
+    flop = a.flop * masked_too * n_rows / (layout.tp * layout.cp)
     speed = gpu.peak(chip.around) * (gpu.reached or 1.0)
     if kernels.fused_attention:
         speed *= kernels.attend_backward if backward else kernels.attend_forward
@@ -124,23 +127,18 @@ def block_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float, n_
 
 def _measured_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float) -> Passes:
     rate = chip.gpu.crowded_passes[-1][1]
-    flop = sum(2.0 * p.count * p.rows * p.k * p.n for p in sample.matmuls)
-    scores = sum(a.count * _attend_flop(a) for a in sample.attentions)
+    flop = sum(p.count * p.flop for p in sample.matmuls)
+    scores = sum(a.count * a.flop for a in sample.attentions)
     products, attention = (some * n_rows / (layout.tp * layout.cp) / rate for some in (flop, scores))
     forward = products + attention
     again = {"none": 0.0, "selective": 0.1 * forward, "full": forward}[layout.activation_checkpointing]
     return Passes(products, attention, 0.0, forward, 2 * forward, again)
 
 
-def _attend_flop(a: Attention) -> float:
-    seen = min(a.keys, a.window) if a.window else a.keys / (2 if a.causal else 1)
-    return 4.0 * a.queries * seen * a.heads * a.head_dim
-
-
 def ends_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float) -> float:
     """The head and the loss of a microbatch, forward and backward; products in 16 or 32 bits."""
     if chip.gpu.crowded_passes:
-        flop = sum(2.0 * p.count * p.rows * p.k * p.n / (layout.tp if p.cut else 1) for p in sample.ends_matmuls)
+        flop = sum(p.count * p.flop / (layout.tp if p.cut else 1) for p in sample.ends_matmuls)
         return 3 * flop * n_rows / layout.cp / chip.gpu.crowded_passes[-1][1]
     products = sum(product_s(chip, product, layout, n_rows, chip.around) for product in sample.ends_matmuls)
     cut = layout.cp * (layout.tp if sample.loss_parallel else 1)

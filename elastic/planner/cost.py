@@ -189,7 +189,7 @@ def step_cost(site: Site, work: Work, layout: Layout, step: Step, passes: Passes
     tp, cp, ep = (of(site, sample, layout, step) for of in (tp_s, cp_s, ep_s))
     attends = passes.attention + passes.backward - 2 * (passes.products + passes.moved)
     cp = under(attends, cp, site.kernels.crowd) - attends
-    one = passes.forward + passes.backward + passes.again + tp + cp + ep
+    one = passes.busy + tp + cp + ep
     mean = blocks * one + ends / layout.pp
     slowest = slowest_stage(work.n_blocks, layout, ends / one) * one if layout.pp > 1 else mean
     fsdp = _fsdp_s(site, work, layout, step, passes)

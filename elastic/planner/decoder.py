@@ -78,9 +78,9 @@ class Decoder:
         size, s, h = DTYPE_BYTES[self.compute], self.seq, self.hidden
         matmuls, head = self._matmuls(), Matmul(s, h, self.vocab, cut="n")
         attentions = self._attentions()
-        scores = sum(a.count * attend_flop(a) for a in attentions)
-        products = sum(2.0 * m.count * m.rows * m.k * m.n for m in matmuls)
-        flop = 3 * (self.layers * (products + scores) + 2.0 * head.rows * head.k * head.n)
+        scores = sum(a.count * a.flop for a in attentions)
+        products = sum(m.count * m.flop for m in matmuls)
+        flop = 3 * (self.layers * (products + scores) + head.flop)
         return SampleProfile(
             flop=flop,
             kept_bytes=self._kept(size),
@@ -156,9 +156,3 @@ class Decoder:
         tied_to = "embed.weight" if self.tied else None
         made.append(TensorSpec("head.weight", (self.vocab, h), self.dtype, 0, self.layers, tied_to))
         return tuple(made)
-
-
-def attend_flop(a: Attention) -> float:
-    """FLOP of one attention's forward pass, both products, masked scores left out."""
-    seen = min(a.keys, a.window) if a.window else a.keys / (2 if a.causal else 1)
-    return 4.0 * a.queries * seen * a.heads * a.head_dim

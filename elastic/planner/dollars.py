@@ -58,7 +58,7 @@ class Copying:
 
 def copying(groups: Sequence[Group], work: Work, layout: Layout, step_s: float) -> Copying:
     """At the links' own speeds; a node writes STORED_BYTES_PER_S, or what was measured."""
-    state = work.parameter_bytes * (1 + work.trained * work.entries)
+    state = work.copied_bytes
     links = [group.hardware.host_bytes_per_s for group in groups if group.hardware.host_bytes_per_s]
     writes = [group.n_nodes * (group.hardware.storage_write_bytes_per_s or STORED_BYTES_PER_S) for group in groups]
     lost = loss(groups, work, layout, step_s)
@@ -76,13 +76,12 @@ def moved_usd_per_h(groups: Sequence[Group], work: Work, layout: Layout, step_s:
 
 def stored_usd_per_h(work: Work) -> float:
     """Of the durable copies that are kept."""
-    state = work.parameter_bytes * (1 + work.trained * work.entries)
-    return COPIES_KEPT * state / 1e9 * STORED_USD_PER_GB_MONTH / 730
+    return COPIES_KEPT * work.copied_bytes / 1e9 * STORED_USD_PER_GB_MONTH / 730
 
 
 def host_bytes(group: Group, work: Work, layout: Layout) -> float:
     """Of a node: each GPU's own boxes and a partner's, pinned, and what offload keeps there."""
     n = layout.pp * layout.tp * max(1, layout.dp_shard * layout.cp)
-    own = work.parameter_bytes * (1 + work.trained * work.entries) / n
+    own = work.copied_bytes / n
     offloaded = work.state_bytes / n if layout.offload else 0.0
     return min(group.gpus_per_node, layout.world_size) * (2 * own + offloaded)

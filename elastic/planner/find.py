@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from itertools import combinations
-from math import ceil
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
@@ -286,7 +285,6 @@ class _Finder:
         copies = dollars.copying(found.groups, self.work, found.layout, step_s)
         lasting_s, per_step = self.lasting_s(found), found.step.global_batch * max(1, sample.tokens)
         usd_per_h, hours = self.usd_per_h(found, lasting_s), self.hours(lasting_s)
-        n_gpus = found.layout.world_size
         flop_per_s = sum(mixed.peak_of(found.groups, part.pool, self.job) * part.n_gpus for part in found.parts)
         return Offer(
             layout=found.layout,
@@ -311,5 +309,5 @@ class _Finder:
             hours=hours,
             usd=hours * usd_per_h,
             why=words.why(found, best),
-            warnings=words.warnings(found, ceil(n_gpus / max(1, found.step.n_gpus)), self.batch),
+            warnings=words.warnings(found, self.batch),
         )

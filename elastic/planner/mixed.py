@@ -137,10 +137,10 @@ def _shares(
     speeds = []
     for kind in kinds:
         one = cache.block_s(kind.site, layout, even)
-        speeds.append(even / (one.forward + one.backward + one.again))
+        speeds.append(even / one.busy)
     rows = rows_of(batch // m, ranks, speeds)
     passes = [cache.block_s(kind.site, layout, n_rows) for kind, n_rows in zip(kinds, rows)]
-    if max(one.forward + one.backward + one.again for one in passes) * m * cache.work.n_blocks / layout.pp > worst_s:
+    if max(one.busy for one in passes) * m * cache.work.n_blocks / layout.pp > worst_s:
         return None
     worst: tuple[Cost, Step, Mapping[str, float], Kind] | None = None
     layout = replace(layout, microbatch_size=max(rows))
@@ -192,7 +192,7 @@ def _staged(
     if any(kind.n_gpus % inner for kind in kinds):
         return
     most = gcd(*(kind.n_gpus // inner for kind in kinds))
-    for dp in (n for n in range(1, min(most, batch) + 1) if most % n == 0):
+    for dp in (n for n in balance.divisors(most) if n <= batch):
         stages = [kind.n_gpus // inner // dp for kind in reversed(kinds)]
         if sum(stages) > cache.work.n_blocks:
             continue
@@ -253,7 +253,7 @@ def _block_s(cache: Cache, site: Site, layout: Layout, step: Step) -> float:
     sample, one = cache.work.sample, cache.block_s(site, layout, step.n_rows)
     assert sample is not None
     waits = cost.tp_s(site, sample, layout, step) + cost.cp_s(site, sample, layout, step)
-    return one.forward + one.backward + one.again + waits
+    return one.busy + waits
 
 
 # ------------------------------------------------------------------------------------------ both
@@ -285,7 +285,7 @@ def _least_s(cache: Cache, kinds: Sequence[Kind], ranks: Sequence[int], layout: 
     rows, rate = max(1, batch // layout.dp), 0.0
     for kind, n in zip(kinds, ranks):
         one = cache.block_s(kind.site, layout, rows)
-        rate += n * rows / (one.forward + one.backward + one.again)
+        rate += n * rows / one.busy
     return batch * cache.work.n_blocks / rate
 
 

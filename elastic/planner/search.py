@@ -103,8 +103,9 @@ class _Search:
         known = self.limits.hardware or {}
         self.known = bool(self.nodes) and all(node.node_id in known for node in self.nodes)
         kinds = [known[node.node_id] for node in self.nodes] if self.known else [nominal.NOMINAL]
-        self.site = min((site_of(self.job, kind, self.per_node) for kind in dict.fromkeys(kinds)), key=rate)
-        self.rates = {node.node_id: rate(site_of(self.job, kind, self.per_node)) for node, kind in zip(self.nodes, kinds)}
+        sites = {kind: site_of(self.job, kind, self.per_node) for kind in dict.fromkeys(kinds)}
+        self.site = min(sites.values(), key=rate)
+        self.rates = {node.node_id: rate(sites[kind]) for node, kind in zip(self.nodes, kinds)}
 
     def named(self, layout: Layout) -> Choice | None:
         """The layout that the job names. It is refused only where its state alone is too large, or where it was tried."""

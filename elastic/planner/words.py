@@ -96,7 +96,7 @@ def why(found: Candidate, best: Candidate) -> str:
     return f"{busy:.0%} of a step is computation that must be done{most}"
 
 
-def warnings(found: Candidate, n_nodes: int, batch: int) -> tuple[str, ...]:
+def warnings(found: Candidate, batch: int) -> tuple[str, ...]:
     layout, said = found.layout, []
     step_s, used = found.cost.step_s, sum(found.memory.values())
     n_gpus, there = layout.world_size, sum(group.n_gpus for group in found.groups)

@@ -66,6 +66,11 @@ class Work:
         return self.parameter_bytes * (1 + self.trained * (1 + self.entries))
 
     @property
+    def copied_bytes(self) -> float:
+        """Of parameters and optimizer entries: what a copy of the training state holds."""
+        return self.parameter_bytes * (1 + self.trained * self.entries)
+
+    @property
     def element_bytes(self) -> float:
         """Of a parameter as it is stored."""
         return self.parameter_bytes / max(1, self.model.n_params)

@@ -52,6 +52,11 @@ class Matmul:
     cut: str = ""
     experts: int = 0
 
+    @property
+    def flop(self) -> float:
+        """Of one of them."""
+        return 2.0 * self.rows * self.k * self.n
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -66,6 +71,12 @@ class Attention:
     causal: bool = True
     window: int = 0
     count: float = 1.0
+
+    @property
+    def flop(self) -> float:
+        """Of one of them, forward: queries x keys and their weights x values, masked scores left out."""
+        seen = min(self.keys, self.window) if self.window else self.keys / (2 if self.causal else 1)
+        return 4.0 * self.queries * seen * self.heads * self.head_dim
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elastic.models.attention import attention
 from elastic.storage import open_storage
 from elastic.types import Attention, Matmul
-from elastic.worker.operations import Operations, attention_flop
+from elastic.worker.operations import Operations
 from elastic.worker.sequence import tensors_in
 
 BACKWARD = 3  # a product and its two gradients
@@ -87,7 +87,7 @@ def attended(one: Attention, times: int, dtype: torch.dtype, device: torch.devic
     """Forward and backward pass of `times` samples, or of a part of the sequence where that is too much; and its FLOP, three
     times that of the forward pass."""
     queries, keys, heads = one.queries, one.keys, (one.heads, one.kv_heads)
-    while queries > 16 and attention_flop(one) / (one.queries * one.keys) * queries * keys * times > limits.flop:
+    while queries > 16 and one.flop / (one.queries * one.keys) * queries * keys * times > limits.flop:
         queries, keys, times = queries // 2, keys // 2, max(1, times // 2)
     q = _made((times, heads[0], queries, one.head_dim), dtype, device).requires_grad_()
     k, v = (_made((times, heads[1], keys, one.head_dim), dtype, device).requires_grad_() for _ in range(2))

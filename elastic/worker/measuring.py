@@ -85,7 +85,6 @@ class _Member:
 
     def _alone(self) -> dict[str, Any]:
         from elastic.worker import measured_ops as ops
-        from elastic.worker.operations import attention_flop
         from elastic.worker.timings import medians_s
 
         large = Matmul(*3 * (self.limits.large,))
@@ -94,7 +93,7 @@ class _Member:
         work = {f"large {name}": ops.product_flop(large) for name in self.dtypes}
         work |= {f"product {i}": ops.product_flop(one) for i, one in enumerate(self.matmuls)}
         given = [Attention(**one) for one in self.asked["attentions"]]
-        heaviest = max(given, key=lambda one: attention_flop(one) * one.count, default=None)
+        heaviest = max(given, key=lambda one: one.flop * one.count, default=None)
         if heaviest is not None:
             calls["attention"], work["attention"] = ops.attended(
                 heaviest, self.asked["times"], self.dtype, self.device, self.limits

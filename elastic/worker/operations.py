@@ -46,13 +46,8 @@ class Counted:
     @property
     def flop(self) -> float:
         """Of products and attention; a causal mask halves the latter."""
-        products = sum(2.0 * one.rows * one.k * one.n * count for one, count in self.matmuls.items())
-        return products + sum(attention_flop(one) * count for one, count in self.attentions.items())
-
-
-def attention_flop(one: Attention) -> float:
-    """Of the forward pass of one: queries x keys, and their weights x values."""
-    return 4.0 * one.queries * one.keys * one.heads * one.head_dim / (2 if one.causal else 1)
+        products = sum(one.flop * count for one, count in self.matmuls.items())
+        return products + sum(one.flop * count for one, count in self.attentions.items())
 
 
 @dataclass

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 from pools import LLAMA_8B, LLAMA_70B, LLAMA_405B, QWEN_MOE
 
-from elastic.planner.decoder import Decoder, attend_flop
+from elastic.planner.decoder import Decoder
 from elastic.planner.work import Work
 from elastic.types import Attention
 
@@ -61,9 +61,9 @@ def test_flop_of_experts_count_the_active_ones_and_the_whole_router() -> None:
 def test_a_window_is_seen_in_every_second_block() -> None:
     one, part = replace(TINY, window=2)._attentions()
     assert (one.count, part.count, part.window) == (0.5, 0.5, 2)
-    assert attend_flop(part) == 4 * 6 * 2 * 8 and attend_flop(one) == 4 * 6 * 3 * 8
+    assert part.flop == 4 * 6 * 2 * 8 and one.flop == 4 * 6 * 3 * 8
     assert len(replace(TINY, window=6)._attentions()) == 1
-    assert attend_flop(Attention(6, 6, 2, 1, 4, causal=False)) == 2 * attend_flop(one)
+    assert Attention(6, 6, 2, 1, 4, causal=False).flop == 2 * one.flop
 
 
 def test_bytes_of_a_sample() -> None:

@@ -68,19 +68,19 @@ def test_what_the_first_spends_its_step_on() -> None:
 
 
 def test_warnings() -> None:
-    assert words.warnings(candidate(), 1, 64) == ()
+    assert words.warnings(candidate(), 64) == ()
     assert words.leaves_node(Layout(tp=8, cp=2), 8) == "tp x cp = 16 would leave its node of 8 GPUs"
-    assert words.warnings(candidate(used=70.0), 1, 64) == ("memory is tight: 70.0 of 73.6 GiB that can be used",)
-    assert words.warnings(candidate(bubble=2.0), 1, 64) == ("20% of a step goes into the pipeline's bubble",)
-    assert words.warnings(candidate(optimizer=2.0), 1, 64) == (
+    assert words.warnings(candidate(used=70.0), 64) == ("memory is tight: 70.0 of 73.6 GiB that can be used",)
+    assert words.warnings(candidate(bubble=2.0), 64) == ("20% of a step goes into the pipeline's bubble",)
+    assert words.warnings(candidate(optimizer=2.0), 64) == (
         "the optimizer takes longer than it should: the batch is small for so many GPUs",
     )
 
 
 def test_idle_gpus_are_explained() -> None:
-    (said,) = words.warnings(candidate(Layout(dp_shard=4)), 1, 4)
+    (said,) = words.warnings(candidate(Layout(dp_shard=4)), 4)
     assert said == "4 of 8 GPUs stay idle: a step of 4 samples feeds 4 data-parallel ranks"
-    assert words.warnings(candidate(Layout(tp=3, dp_shard=2)), 1, 64) == (
+    assert words.warnings(candidate(Layout(tp=3, dp_shard=2)), 64) == (
         "2 of 8 GPUs stay idle: they are no multiple of tp x cp x pp = 3",
     )
 
