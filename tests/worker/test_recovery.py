@@ -22,7 +22,6 @@ from elastic.types import (
     CopyDamaged,
     CopyStored,
     DigestChecked,
-    DigestPart,
     Holding,
     Layout,
     Plan,
@@ -124,7 +123,7 @@ def test_what_is_left_on_one_node_goes_on_without_copies(pool: Pool, tmp_path: P
         pool.wait(lambda: len(pool.events(WorkerFailed, 1)) >= 2, "failures")
         recover(pool, first, Layout(dp_shard=2), workers[:2], workers[:2], peer_every=0)
         pool.quiesced(2, 2)
-        parts = pool.events(DigestPart, 2)
+        parts = pool.digests(2)
         assert len(parts) == 2
         assert sum(p.before for p in parts) % 2**64 == sum(p.after for p in parts) % 2**64
         loss_curve_agrees(pool, job)
@@ -223,7 +222,6 @@ def test_replicas_are_copies_too(pool: Pool, tmp_path: Path) -> None:
         pool.stores[1] = None
         pool.enter(plan(2, Layout(dp_shard=3), survivors, 12, resume=from_copies(first, at.pop(), holdings)))
         pool.quiesced(2, 3)
-        pool.wait(lambda: len(pool.events(DigestPart, 2)) == 3, "digests")
         checked = digests_agree(pool, 2)
         assert checked
         loss_curve_agrees(pool, job)
@@ -233,7 +231,7 @@ def test_replicas_are_copies_too(pool: Pool, tmp_path: Path) -> None:
 
 def digests_agree(pool: Pool, generation: int) -> bool:
     gather = Gather(lambda parts: None, lambda node: 1)
-    events = [e for part in pool.events(DigestPart, generation) for e in gather.add(WorkerId("", 0), part)]
+    events = [e for part in pool.digests(generation) for e in gather.add(WorkerId("", 0), part)]
     assert len(events) == 1
     assert isinstance(events[0], DigestChecked)
     return events[0].ok
@@ -264,7 +262,6 @@ def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
     pool.enter(plan(2, Layout(dp_shard=3), workers, 12, resume=Resume("durable", 4, uri=uris[0])))
     assert pool.entered(2).step == 4
     pool.quiesced(2, 3)
-    pool.wait(lambda: len(pool.events(DigestPart, 2)) == 3, "digests")
     assert digests_agree(pool, 2)
     alone = train_alone(load_program(job["program"]), job, 12)
     assert [e.train_loss for e in pool.events(StepDone)] == pytest.approx(alone[4:], abs=1e-4)

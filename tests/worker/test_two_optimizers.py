@@ -26,7 +26,7 @@ from elastic.program import Program, load_program
 from elastic.reshard.shards import first_values, state_specs
 from elastic.spec import load_job
 from elastic.storage import open_storage
-from elastic.types import Box, DigestPart, Layout, Plan, Quiesced, Resume, ShardStored, StepDone
+from elastic.types import Box, Layout, Plan, Quiesced, Resume, ShardStored, StepDone
 from elastic.worker import durable
 from elastic.worker.checkpoints import Wanted, import_state
 from elastic.worker.job_program import with_job
@@ -85,7 +85,7 @@ def test_two_optimizers_through_four_layouts_a_skipped_step_and_a_roll_back(pool
     done = [last[step] for step in range(1, STEPS + 1)]
     assert [e.step for e in done if e.skipped] == [NAN_AT]
     for generation in range(2, len(CHAIN) + 1):
-        parts = pool.events(DigestPart, generation)
+        parts = pool.digests(generation)
         assert sum(p.before for p in parts if p.before is not None) % 2**64 == sum(p.after for p in parts if p.after) % 2**64
     factor = TWO.lr_factor
     assert factor is not None

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from forks import FORKS
 from torch.distributed import TCPStore
 
-from elastic.types import Event, Plan, PlanEntered, Quiesced, WorkerFailed, WorkerId
+from elastic.types import DigestPart, Event, Plan, PlanEntered, Quiesced, WorkerFailed, WorkerId
 from elastic.worker.workplace import EnterOrder
 
 TIMEOUT_S = 60.0  # of a generation's groups: what a survivor waits where nothing tells it that a peer is gone
@@ -149,6 +149,12 @@ class Pool:
     def quiesced(self, generation: int, n: int) -> list[Quiesced]:
         self.wait(lambda: len({e.worker for e in self.events(Quiesced, generation)}) >= n, f"{n} x Quiesced({generation})")
         return self.events(Quiesced, generation)
+
+    def digests(self, generation: int) -> list[DigestPart]:
+        """Those of a transition, from all who took part: they come behind the steps, the last of a run at its end."""
+        found = lambda: self.events(DigestPart, generation)  # noqa: E731
+        self.wait(lambda: found() and len(found()) == found()[0].n_participants, f"digests of generation {generation}")
+        return found()
 
     def kill(self, worker: WorkerId) -> None:
         process = self.processes[self.workers.index(worker)]
