@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -12,13 +11,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from elastic.data_spec import DataSpec, SourceSpec
+from elastic.drill_spec import DrillSpec
 from elastic.errors import SpecError
 from elastic.optimisation import OWNERS, Guards, LrScaling, LrSchedule, NoiseScale, OptimizerKey, problem
 from elastic.types import Layout, MarketType, Pool, is_auto, parse_layout, pinned
 
-DRILL_KINDS = ("notice", "kill", "add", "hang", "kill_driver")
-NODE_WORD = re.compile(r"any|any-spot|rank0|rank:[0-9]+")
-NODE_WORDS = "any, any-spot, rank0, rank:N, partner, a node id, or a list of them"
 Auto = Literal["auto"]
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's where it was built in: ten times as fast
 Model = TypeVar("Model", bound=BaseModel)
@@ -55,38 +52,6 @@ class PoolSpec(_Strict):
 
     def pool(self) -> Pool:
         return Pool(**self.model_dump())
-
-
-class DrillSpec(_Strict):
-    """One entry of a drill: exactly one of notice, kill, add, hang, kill_driver; without `at_step` it happens at once."""
-
-    at_step: int | None = Field(None, ge=0)
-    notice: str | list[str] | None = None
-    kill: str | list[str] | None = None
-    hang: str | list[str] | None = None
-    add: str | None = None
-    kill_driver: Literal[True] | None = None
-    deadline_s: float | None = Field(None, gt=0)
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> DrillSpec:
-        kinds = [kind for kind in DRILL_KINDS if getattr(self, kind) is not None]
-        if len(kinds) != 1:
-            raise ValueError(f"a drill entry has exactly one of {', '.join(DRILL_KINDS)}, not {', '.join(kinds) or 'none'}")
-        if self.deadline_s is not None and kinds != ["notice"]:
-            raise ValueError("deadline_s belongs to a notice only")
-        for name in self.nodes():
-            if not name or (name.startswith(("any", "rank")) and not NODE_WORD.fullmatch(name)):
-                raise ValueError(f"'{name}' names no node; it may be {NODE_WORDS}")
-        return self
-
-    def nodes(self) -> list[str]:
-        """The names in `notice`, `kill` or `hang`."""
-        value = self.notice or self.kill or self.hang or []
-        return [value] if isinstance(value, str) else value
-
-    def plain(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True)
 
 
 def embedded_pools(n_gpus: int = 0) -> list[PoolSpec]:
@@ -157,6 +122,9 @@ class JobSpec(_Strict):
     orphan_lease_s: float = Field(900.0, gt=0)
     purpose: Literal["auto", "fastest", "cheapest"] = "auto"  # auto = cheapest with deadline_h or on_demand_floor
     pools: list[PoolSpec] = Field(default_factory=embedded_pools, min_length=1)
+    rebalance: bool = True  # shares and stages follow the measured speeds; nodes that cost more than they give are left
+    across_zones: bool = False  # stages, shards and tp peers may stand in different zones, not only replicas
+    check_numbers_every: Auto | int = "auto"  # steps between two comparisons of results that must be equal; 0 = none
     drill: list[DrillSpec] = []
     script: str | None = None  # the file of `program` is a script that enters elastic.loop, called with `args`
     args: list[str] = []

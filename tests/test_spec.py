@@ -163,7 +163,7 @@ def test_drill_file(tmp_path: Path) -> None:
     [
         ("kill: any\n", "it must be a list"),
         ("- {at_step: 1, kil: any}\n", "entry 1: unknown key 'kil'; did you mean 'kill'?"),
-        ("- {at_step: 1}\n", "entry 1: a drill entry has exactly one of notice, kill, add, hang, kill_driver, not none"),
+        ("- {at_step: 1}\n", "entry 1: a drill entry has exactly one of notice, kill, hang, slow, stall, corrupt"),
         ("- {at_step: 1, kill: any, add: spot}\n", "not kill, add"),
         ("- {at_step: 1, kill: any, deadline_s: 3}\n", "deadline_s belongs to a notice only"),
         ("- {at_step: 1, kill: 'rank:x'}\n", "'rank:x' names no node"),

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from elastic.data.batches import item_of
 from elastic.data.budget import budget_of
 from elastic.data.opening import dataset_of
+from elastic.drill_spec import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.errors import ElasticError, SpecError
 from elastic.fingerprint import JOB_KEYS, KEY, batch_changed, differences
 from elastic.ledger.journal import Line
 from elastic.program import Program
-from elastic.spec import NODE_WORD, NODE_WORDS, DrillSpec, JobSpec
+from elastic.spec import JobSpec
 from elastic.storage import Storage
 from elastic.types import DriverStarted, ModelProfile, Pool
 

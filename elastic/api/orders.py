@@ -9,11 +9,12 @@ from typing import Any
 import yaml
 
 from elastic.api.checks import check_market
+from elastic.drill_spec import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.errors import SpecError
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import runs
 from elastic.observe.view import View
-from elastic.spec import NODE_WORD, NODE_WORDS, DrillSpec, drill_entry
+from elastic.spec import drill_entry
 from elastic.storage import Storage
 
 

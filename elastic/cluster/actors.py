@@ -135,6 +135,11 @@ class Worker:
         self._fence(epoch)
         self.session.set_cadence(generation, peer_every, durable_every)
 
+    def afflict(self, epoch: int, kind: str, options: dict[str, Any]) -> None:
+        """A drill."""
+        self._fence(epoch)
+        self.session.afflict(kind, **options)
+
     def write_for(self, epoch: int, plan: Any, step: int, rank: int) -> None:
         self._fence(epoch)
         self.session.write_for(plan, step, rank)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from elastic.cluster import drills
 from elastic.cluster.nodes import NodeProvider
 from elastic.cluster.notices import DRILL
+from elastic.drill_spec import ON_NODES, ON_WORKERS
 from elastic.errors import SpecError
 from elastic.types import DrillAsked, Event, Node, Notice, Plan, Pool, WorkerId
 
@@ -21,6 +22,7 @@ class Hands(Protocol):
     def workers(self, node_id: str | None = None) -> list[WorkerId]: ...
     def pid(self, worker: WorkerId) -> int: ...
     def signal(self, workers: Iterable[WorkerId], number: int) -> None: ...
+    def call(self, worker: WorkerId, method: str, *arguments: Any) -> bool: ...
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Drilling:
             self.provider.change_capacity(entry["add"], 1)
             self.provider.request(entry["add"], 1, f"drill-{time.monotonic_ns()}")
             return [DrillAsked(dict(entry))]
-        kind = next(kind for kind in drills.ON_NODES if kind in entry)
+        kind = next(kind for kind in ON_NODES if kind in entry)
         markets = {node_id: self._pool(node_id).market_type for node_id in self.nodes}
         try:
             names = drills.resolve(entry[kind], drills.Scene(plan, markets, frozenset(self._deadlines)))
@@ -55,7 +57,10 @@ class Drilling:
             return [DrillAsked({**entry, "error": str(error)})]
         events: list[Event] = [DrillAsked({**entry, kind: list(names)})]
         for node_id in names:
-            events += getattr(self, f"_{kind}")(node_id, entry, now_s)
+            if kind in ON_WORKERS:
+                events += self._afflict(node_id, kind, entry)
+            else:
+                events += getattr(self, f"_{kind}")(node_id, entry, now_s)
         return events
 
     def pass_deadlines(self, now_s: float) -> None:
@@ -80,6 +85,15 @@ class Drilling:
     def _hang(self, node_id: str, entry: Mapping[str, Any], now_s: float) -> list[Event]:
         self.crew.signal(self.crew.workers(node_id), signal.SIGSTOP)
         return []
+
+    def _afflict(self, node_id: str, kind: str, entry: Mapping[str, Any]) -> list[Event]:
+        """What its workers do to themselves."""
+        options = {key: entry[key] for key in ("factor", "unit_s", "jitter") if key in entry}
+        chosen = [worker for worker in self.crew.workers(node_id) if entry.get("gpu") in (None, worker.local_rank)]
+        asked = [self.crew.call(worker, "afflict", kind, options) for worker in chosen]
+        if any(asked):
+            return []
+        return [DrillAsked({**entry, "error": f"drill: no worker of {node_id} can be told to {kind}"})]
 
     def _lower_capacity(self, node_id: str) -> None:
         if node_id not in self._deadlines:  # else the notice has done it

@@ -18,7 +18,6 @@ from elastic.types import MarketType, Plan
 
 INBOX, REJECTED, DONE = "inbox/", "inbox/rejected/", "inbox/done/"
 REMOTE_EVERY_S = 2.0
-ON_NODES = ("notice", "kill", "hang")
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,10 @@ class Hands:
             if ray_id is not None:
                 signal_there(ray_id, [self.pid(worker)], number)
 
+    def call(self, worker: WorkerId, method: str, *arguments: Any) -> bool:
+        """A script's processes take no orders."""
+        return False
+
 
 @dataclass
 class ScriptRun:

@@ -39,6 +39,21 @@ def stage_layers(n_blocks: int, n_stages: int) -> tuple[int, ...]:
     return tuple(base + (stage < more) for stage in range(n_stages))
 
 
+def busy_s(layout: Layout, samples: Sequence[int], layers: Sequence[int], n_microbatches: int, rates: Sequence[float]) -> float:
+    """Seconds of a step in which the busiest data-parallel rank computes, waiting for its pipeline's other stages included and
+    collectives left out. `rates`: units of work that each rank gets done per second (the model's samples x blocks); a tp x cp
+    group works as fast as its slowest member allows. Of stages that take t_p per microbatch, m microbatches take
+    (m - 1) max t_p + sum t_p (1F1B, Narayanan et al. 2019, section 3.2)."""
+    inner, stage, m = layout.cp * layout.tp, layout.world_size // layout.pp, max(1, n_microbatches)
+    blocks = [sum(layers[v] for v in range(p, layout.n_stages, layout.pp)) or 1 for p in range(layout.pp)]
+    slowest = 0.0
+    for d, n in enumerate(samples):
+        groups = [rates[p * stage + d * inner : p * stage + (d + 1) * inner] for p in range(layout.pp)]
+        times = [n / m * blocks[p] / (inner * min(group)) for p, group in enumerate(groups)]
+        slowest = max(slowest, (m - 1) * max(times) + sum(times))
+    return slowest
+
+
 def microbatches(global_batch: int, layout: Layout) -> int:
     """Number of microbatches of a step, the same on every rank; it divides the global batch.
 

@@ -51,11 +51,14 @@ class Choice:
 class Limits:
     """What layouts must fit into: bytes per worker (0 = not known) and layouts that were found not to (with the bytes).
     `hardware`: of nodes by their id, as far as it is known; where it is not of all of them, layouts are compared as on H100
-    nodes."""
+    nodes. `rates`: how fast each worker computes, in any one unit; where they are not there for all,
+    the hardware says. `zones`: node -> its zone, where only replicas may lie in different ones."""
 
     memory_bytes: int = 0
     infeasible: Mapping[Layout, int] | None = None
     hardware: Mapping[str, HardwareProfile] | None = None
+    rates: Mapping[WorkerId, float] | None = None
+    zones: Mapping[str, str] | None = None
 
 
 def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Node], limits: Limits | None = None) -> Choice:
@@ -102,10 +105,14 @@ class _Search:
         self.per_node = min((node.gpus for node in self.nodes), default=1)
         known = self.limits.hardware or {}
         self.known = bool(self.nodes) and all(node.node_id in known for node in self.nodes)
-        kinds = [known[node.node_id] for node in self.nodes] if self.known else [nominal.NOMINAL]
-        sites = {kind: site_of(self.job, kind, self.per_node) for kind in dict.fromkeys(kinds)}
+        kinds = [known[node.node_id] if self.known else nominal.NOMINAL for node in self.nodes]
+        sites = {kind: site_of(self.job, kind, self.per_node) for kind in dict.fromkeys(kinds or [nominal.NOMINAL])}
         self.site = min(sites.values(), key=rate)
-        self.rates = {node.node_id: rate(sites[kind]) for node, kind in zip(self.nodes, kinds)}
+        by_kind = {node.node_id: rate(sites[kind]) for node, kind in zip(self.nodes, kinds)}
+        workers = [WorkerId(node.node_id, k) for node in self.nodes for k in range(node.gpus)]
+        measured = self.limits.rates or {}
+        all_known = all(worker in measured for worker in workers)
+        self.rates = {worker: measured[worker] if all_known else by_kind[worker.node_id] for worker in workers}
 
     def named(self, layout: Layout) -> Choice | None:
         """The layout that the job names. It is refused only where its state alone is too large, or where it was tried."""
@@ -190,7 +197,7 @@ class _Search:
 
     def choice(self, layout: Layout, step: Step) -> Choice:
         ranks, m = self.place(layout), step.n_microbatches
-        samples = balance.shares(step.global_batch // m, _dp_speeds(layout, ranks, self.nodes, self.rates), m)
+        samples = balance.shares(step.global_batch // m, _dp_speeds(layout, ranks, self.rates), m)
         layers = balance.stage_layers(self.model.n_blocks, layout.n_stages)
         parts = self.parts(layout, replace(step, largest_share=max(samples)))
         return Choice(
@@ -270,14 +277,11 @@ def place(layout: Layout, nodes: Sequence[Node], max_workers: int = 0) -> tuple[
     return tuple(ranks[: layout.world_size])
 
 
-def _dp_speeds(layout: Layout, ranks: Sequence[WorkerId], nodes: Sequence[Node], rates: Mapping[str, float]) -> list[float]:
+def _dp_speeds(layout: Layout, ranks: Sequence[WorkerId], rates: Mapping[WorkerId, float]) -> list[float]:
     """Speed of each data-parallel rank: that of its slowest worker."""
-    least = min(rates.values(), default=1.0)
-    speeds = {node.node_id: max(1e-3, node.speed) * rates.get(node.node_id, least) / least for node in nodes}
     inner, stage = layout.cp * layout.tp, layout.world_size // layout.pp
     return [
-        min(speeds[ranks[p * stage + d * inner + k].node_id] for p in range(layout.pp) for k in range(inner))
-        for d in range(layout.dp)
+        min(rates[ranks[p * stage + d * inner + k]] for p in range(layout.pp) for k in range(inner)) for d in range(layout.dp)
     ]
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.policy import hazard, limits
-from elastic.policy.failing import FAILURES, failed, infeasible, seen, set_status, tripped, with_node, without
+from elastic.policy.failing import FAILURES, failed, infeasible, seen, set_status, tripped, without
 from elastic.policy.known import ENDED, Failure, State, StopWish
 from elastic.policy.moves import paced
 from elastic.policy.retention import HANDLERS as COPIES
@@ -37,7 +37,6 @@ from elastic.types import (
     Progress,
     Quiesce,
     RequestFailed,
-    SpeedMeasured,
     StepDone,
     StopAsked,
     WorkerId,
@@ -326,11 +325,6 @@ def _newest_first(copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
     return tuple(sorted(by_uri.values(), key=lambda copy: (-copy.step, -copy.generation))[:KEPT_COPIES])
 
 
-def _speed_measured(state: State, event: SpeedMeasured, at_s: float) -> State:
-    node = state.nodes.get(event.node_id)
-    return with_node(state, replace(node, speed=event.speed)) if node else state
-
-
 def _price_seen(state: State, event: PriceSeen, at_s: float) -> State:
     pools = tuple(replace(p, usd_per_node_h=event.usd_per_node_h) if p.name == event.pool else p for p in state.pools)
     return replace(state, pools=pools, scores={**state.scores, event.pool: event.score} if event.score else state.scores)
@@ -344,6 +338,6 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     DriverStarted: _driver_started, NodeReady: _node_ready, NodePrepared: _node_prepared, Notice: _notice,
     NodeRefused: _node_refused, NodeWarned: _node_warned,
     NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost, RequestFailed: _request_failed, PlanEntered: _plan_entered,
-    PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored, SpeedMeasured: _speed_measured,
+    PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored,
     PriceSeen: _price_seen, Progress: _progress, StopAsked: _stop_asked, **FAILURES, **COPIES,
 }  # fmt: skip

@@ -39,7 +39,7 @@ def placed(state: State, choice: Choice, resume: Resume) -> Choice:
     held: dict[WorkerId, list[int]] = {}
     for holding in resume.holdings:
         held.setdefault(holding.worker, []).append(holding.rank)
-    kinds = {name: (node.pool, round(node.speed, 2)) for name, node in state.nodes.items()}
+    kinds = {name: node.pool for name, node in state.nodes.items()}
     cuts = (resume.layout, resume.layers), (choice.layout, choice.layers)
     return replace(choice, ranks=place(state.model, cuts, held, choice.ranks, kinds))
 

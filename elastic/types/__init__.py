@@ -34,6 +34,7 @@ from elastic.types.events import (
     CopyFailed,
     CopyRemoved,
     CopyStored,
+    DeviceNoted,
     DigestChecked,
     DigestPart,
     DrillAsked,
@@ -55,13 +56,15 @@ from elastic.types.events import (
     PriceSeen,
     Progress,
     Quiesced,
+    RanksTimed,
     RequestFailed,
     ShardStored,
+    SharesSet,
     Silent,
-    SpeedMeasured,
     StepDone,
     StopAsked,
     WorkerFailed,
+    WrongNumbers,
 )  # fmt: skip
 from elastic.types.nouns import (
     AUTO,
@@ -104,15 +107,15 @@ from elastic.types.profiles import (
 
 __all__ = [
     "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "Box", "Cause", "Copy", "CopyDamaged", "CopyFailed",
-    "CopyKind", "CopyRemoved", "CopyStored", "DTYPE_BYTES", "Decided", "Decision", "DigestChecked", "DigestPart", "DrainNode",
-    "DrillAsked", "DriverStarted", "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan", "GuardTripped",
+    "CopyKind", "CopyRemoved", "CopyStored", "DTYPE_BYTES", "Decided", "Decision", "DeviceNoted", "DigestChecked", "DigestPart",
+    "DrainNode", "DrillAsked", "DriverStarted", "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan", "GuardTripped",
     "HardwareProfile", "Holding", "LAYOUT_OPTIONS", "Layout", "MarketType", "Matmul", "ModelProfile", "Move", "Node",
     "NodeLost", "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned", "NoiseSeen", "Notice",
     "NoticeWithdrawn", "OptimizerSpec", "Outcome", "Plan", "PlanEntered", "PlanFailed", "Pool", "Prepare", "PriceSeen",
-    "Progress", "Quarantine", "Quiesce", "Quiesced", "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes",
-    "Resume", "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored", "Silent", "Source", "SpeedMeasured",
-    "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId", "is_auto",
-    "layout_options", "names_of", "parse_layout", "pinned", "version_differences", "worst",
+    "Progress", "Quarantine", "Quiesce", "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed",
+    "RequestNodes", "Resume", "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent",
+    "Source", "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId",
+    "WrongNumbers", "is_auto", "layout_options", "names_of", "parse_layout", "pinned", "version_differences", "worst",
 ]  # fmt: skip
 
 

@@ -58,6 +58,9 @@ class EnterPlan(Action):
 
 @dataclass(frozen=True)
 class SetShares(Action):
+    """Other numbers of samples per data-parallel rank for a generation that runs on, from a step after `from_step` on that all
+    ranks agree on -> SharesSet."""
+
     generation: int
     samples: tuple[int, ...]
     from_step: int

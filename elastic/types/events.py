@@ -263,6 +263,7 @@ class Silent(Event):
     generation: int
     phase: str
     silent_s: float
+    why: str = ""  # where it answers, and others wait for it: in which collective
 
 
 @dataclass(frozen=True)
@@ -311,9 +312,49 @@ class DigestPart(Event):
 
 
 @dataclass(frozen=True)
-class SpeedMeasured(Event):
-    node_id: str
-    speed: float
+class RanksTimed(Event):
+    """How fast each rank of the plan computes by itself, waiting for others left out: `unit_s` are seconds per unit of work on
+    one GPU, the median over the `n_steps` steps up to `step`; a unit is the forward pass of one sample through one block (of
+    one sample through the model, where it has no blocks). `spread`: the median deviation from it over the same steps, relative.
+    `data_s`: what the rank has waited for its batches, seconds per step. 0 = it has done no such work. Told by rank 0: soon
+    where the numbers have changed, else rarely."""
+
+    generation: int
+    step: int
+    n_steps: int
+    unit_s: tuple[float, ...]
+    spread: tuple[float, ...] = ()
+    data_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class SharesSet(Event):
+    """The generation goes on with other numbers of samples per data-parallel rank, from the step after `from_step` on."""
+
+    generation: int
+    samples: tuple[int, ...]
+    from_step: int
+
+
+@dataclass(frozen=True)
+class WrongNumbers(Event):
+    """Ranks that must have equal results have not, since `step` or some time before it; after `good_step` steps they still had.
+    `workers`: those that differ from the majority; where there is none, all that may be wrong."""
+
+    generation: int
+    step: int
+    good_step: int
+    workers: tuple[WorkerId, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class DeviceNoted(Event):
+    """What the worker's GPU says of itself that may explain why it is slow (clocks lowered, temperature, errors of a link or of
+    memory); '' = nothing any more."""
+
+    worker: WorkerId
+    note: str
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,6 @@ class Node:
     gpus: int = 1
     status: NodeStatus = "ready"
     deadline_s: float | None = None
-    speed: float = 1.0
     host_memory_bytes: int = 0  # as found on the node; 0 = not known, the pool's counts
 
 

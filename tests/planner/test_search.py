@@ -30,8 +30,8 @@ def job(**changes: Any) -> dict[str, Any]:
     return {"global_batch": 16, "layout": "auto", "min_workers": 1, "max_workers": None} | changes
 
 
-def nodes(*gpus: int, speeds: tuple[float, ...] = ()) -> list[Node]:
-    return [Node(f"n{i}", "p", g, "prepared", None, (speeds or (1.0,) * len(gpus))[i]) for i, g in enumerate(gpus)]
+def nodes(*gpus: int) -> list[Node]:
+    return [Node(f"n{i}", "p", g, "prepared") for i, g in enumerate(gpus)]
 
 
 def test_auto_uses_every_worker_with_plain_sharding() -> None:
@@ -119,7 +119,8 @@ def test_bounds_on_the_number_of_workers() -> None:
 
 
 def test_slow_nodes_get_fewer_samples() -> None:
-    choice = plan_layout(MODEL, job(), nodes(1, 1, 1, speeds=(1.0, 0.5, 1.0)))
+    rates = {WorkerId(f"n{i}", 0): rate for i, rate in enumerate((30.0, 15.0, 30.0))}
+    choice = plan_layout(MODEL, job(), nodes(1, 1, 1), Limits(rates=rates))
     assert choice.samples == (6, 3, 7) or choice.samples == (7, 3, 6)
 
 
@@ -129,5 +130,6 @@ def test_a_token_budget_takes_no_pipeline() -> None:
     two = MODEL.__class__(**{**vars(MODEL), "tp_limit": 1})
     with pytest.raises(InfeasiblePlan, match="which microbatch_tokens does not give"):
         plan_layout(two, job(microbatch_tokens=64), nodes(2), Limits(memory_bytes(two, Layout(dp_shard=2)) - 1))
-    choice = plan_layout(MODEL, job(microbatch_tokens=64), nodes(2, 1, speeds=(1.0, 0.5)))
+    rates = {WorkerId("n0", 0): 1.0, WorkerId("n0", 1): 1.0, WorkerId("n1", 0): 0.5}
+    choice = plan_layout(MODEL, job(microbatch_tokens=64), nodes(2, 1), Limits(rates=rates))
     assert choice.layout == Layout(dp_shard=3) and choice.n_microbatches == 1 and choice.samples == (7, 6, 3)

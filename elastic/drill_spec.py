@@ -1,0 +1,68 @@
+"""What may stand in a drill: which nodes, and what happens to them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+ON_NODES = ("notice", "kill", "hang", "slow", "stall", "corrupt")
+ON_WORKERS = ("slow", "stall", "corrupt")  # worked by the workers themselves
+DRILL_KINDS = (*ON_NODES, "add", "kill_driver")
+OPTIONS = {"deadline_s": ("notice",), "factor": ("slow",), "unit_s": ("slow",), "jitter": ("slow",), "gpu": ON_WORKERS}
+NODE_WORD = re.compile(r"any|any-spot|rank0|rank:[0-9]+")
+NODE_WORDS = "any, any-spot, rank0, rank:N, partner, a node id, or a list of them"
+
+
+class DrillSpec(BaseModel):
+    """One entry of a drill: exactly one of DRILL_KINDS; without `at_step` it happens at once.
+
+    hang: the node's processes are stopped (SIGSTOP). stall: they answer, and their training stands still. corrupt: what they
+    compute is wrong. slow: they take `factor` times as long as they would (1 = as before); with `unit_s` each forward and
+    backward pass of one sample through one block takes unit_s x factor seconds at least; `jitter`: each pass by up to that part
+    more or less. `gpu`: of the node's workers only this one.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    at_step: int | None = Field(None, ge=0)
+    notice: str | list[str] | None = None
+    kill: str | list[str] | None = None
+    hang: str | list[str] | None = None
+    slow: str | list[str] | None = None
+    stall: str | list[str] | None = None
+    corrupt: str | list[str] | None = None
+    add: str | None = None
+    kill_driver: Literal[True] | None = None
+    deadline_s: float | None = Field(None, gt=0)
+    factor: float | None = Field(None, gt=0)
+    unit_s: float | None = Field(None, ge=0)
+    jitter: float | None = Field(None, ge=0, lt=1)
+    gpu: int | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> DrillSpec:
+        kinds = [kind for kind in DRILL_KINDS if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            raise ValueError(f"a drill entry has exactly one of {', '.join(DRILL_KINDS)}, not {', '.join(kinds) or 'none'}")
+        for option, of in OPTIONS.items():
+            if getattr(self, option) is not None and kinds[0] not in of:
+                raise ValueError(f"{option} belongs to {'a notice' if of == ('notice',) else ' or '.join(of)} only")
+        if self.slow is not None and self.factor is None:
+            raise ValueError("slow needs a factor, such as 2.0")
+        if self.slow is not None and self.unit_s is None and (self.factor or 1) < 1:
+            raise ValueError(f"factor={self.factor}: nothing can be made faster than it is")
+        for name in self.nodes():
+            if not name or (name.startswith(("any", "rank")) and not NODE_WORD.fullmatch(name)):
+                raise ValueError(f"'{name}' names no node; it may be {NODE_WORDS}")
+        return self
+
+    def nodes(self) -> list[str]:
+        """The names of what happens on nodes."""
+        found = (getattr(self, kind) for kind in ON_NODES)
+        value: str | list[str] = next((names for names in found if names is not None), [])
+        return [value] if isinstance(value, str) else value
+
+    def plain(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
