@@ -135,6 +135,10 @@ class Worker:
         self._fence(epoch)
         self.session.set_cadence(generation, peer_every, durable_every)
 
+    def set_shares(self, epoch: int, generation: int, samples: tuple[int, ...]) -> None:
+        self._fence(epoch)
+        self.session.set_shares(generation, samples)
+
     def afflict(self, epoch: int, kind: str, options: dict[str, Any]) -> None:
         """A drill."""
         self._fence(epoch)

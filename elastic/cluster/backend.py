@@ -59,6 +59,7 @@ from elastic.types import (
     RequestNodes,
     RollForward,
     SetCadence,
+    SetShares,
     StepDone,
     Stop,
     StopAsked,
@@ -245,6 +246,10 @@ class RayBackend:
     def _set_cadence(self, action: SetCadence) -> None:
         for worker in self.crew.workers():
             self.crew.call(worker, "set_cadence", action.generation, action.peer_every, action.durable_every)
+
+    def _set_shares(self, action: SetShares) -> None:
+        for worker in self.crew.workers():
+            self.crew.call(worker, "set_shares", action.generation, action.samples)
 
     def _roll_forward(self, action: RollForward) -> None:
         for worker in self.crew.workers():
@@ -482,5 +487,5 @@ _ORDERS: dict[type, Callable[[RayBackend, Any], None]] = {
     Quarantine: RayBackend._quarantine, Prepare: RayBackend._prepare, EnterPlan: RayBackend._enter,
     Quiesce: RayBackend._quiesce, StoreCopy: RayBackend._store_copy, RemoveCopy: RayBackend._remove_copy,
     Abort: RayBackend._abort, Stop: RayBackend._stop, RollForward: RayBackend._roll_forward,
-    SetCadence: RayBackend._set_cadence,
+    SetCadence: RayBackend._set_cadence, SetShares: RayBackend._set_shares,
 }  # fmt: skip

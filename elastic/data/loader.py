@@ -90,6 +90,11 @@ class Loader:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def n_ahead(self) -> int:
+        """Steps from the one that will be taken next on that may be read already: the same on all ranks of a job."""
+        return self._steps
+
     def take(self, step: int) -> tuple[list[Batch], float]:
         """The batches of `step` and the seconds that they were waited for. A step out of turn starts reading there anew."""
         start = time.monotonic()

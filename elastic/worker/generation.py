@@ -17,7 +17,7 @@ from elastic.data.opening import Sets
 from elastic.data.streams import Stream
 from elastic.errors import InternalError
 from elastic.reshard.shards import RNG
-from elastic.types import Evaluated, GuardTripped, NoiseSeen, PlanEntered
+from elastic.types import Evaluated, GuardTripped, NoiseSeen, PlanEntered, SharesSet
 from elastic.worker.calls import count_of
 from elastic.worker.commit import Commit, step_done
 from elastic.worker.copies import PeerCopies
@@ -27,6 +27,7 @@ from elastic.worker.guards import MEMORY, Trip
 from elastic.worker.host_copy import HostCopies, HostCopy, Lease
 from elastic.worker.offender import Offender, Tripped
 from elastic.worker.options import needs_fsdp
+from elastic.worker.rank_times import RankTimes
 from elastic.worker.step import Stepper, Words
 from elastic.worker.takeover import Taken, Takeover, check_digest
 from elastic.worker.train_state import TrainState
@@ -51,6 +52,8 @@ class Generation:
         self.host: HostCopies | None = None
         self.copies: PeerCopies | None = None
         self.new_cadence: tuple[int, int] | None = None  # steps between peer and durable copies, to be told in a commit
+        self.new_shares: tuple[int, ...] | None = None  # samples per data-parallel rank, to be told in a commit
+        self._times = RankTimes(order.plan.generation)
         self._waited_s = 0.0
         self.loader: Loader | None = None
         self.phases_s: dict[str, float] = {}
@@ -146,7 +149,7 @@ class Generation:
         """Steps until the job's last one or a stop word; returns at a boundary with all copies settled."""
         place, plan, state, job = self.place, self.plan, self.state, self.place.job
         assert state is not None
-        stepper = self.stepper = Stepper(place.program, job, plan, state, self.groups)
+        stepper = self.stepper = Stepper(place.program, job, plan, state, self.groups, place.faults)
         if stepper.loss_scale.on:
             tokens = count_of(place.program, collate([place.dataset[0]]))
             stepper.loss_scale.begin(tokens * int(job["global_batch"]))
@@ -155,7 +158,7 @@ class Generation:
 
         def parts_of_step(step: int) -> Sequence[Microbatch]:
             if isinstance(place.dataset, Stream):
-                return stepper.shares.cut_of(place.dataset.positions(step))[stepper.dp]
+                return stepper.shares.cut_of(place.dataset.positions(step), step)[stepper.dp]
             return stepper.shares.cut(step)[stepper.dp]
 
         if place.script is not None:
@@ -181,6 +184,7 @@ class Generation:
             busy, self._waited_s = self.copies is not None and self.copies.flight is not None, 0.0
             commit = self._guarded(stepper, batches, data_s)
             self._stepped(commit)
+            self._hear(stepper, state)
             if stepper.noise is not None and self.rank == 0:
                 place.report(NoiseSeen(self.number, state.step, *stepper.noise))
             place.left_at_s = time.time()
@@ -236,10 +240,27 @@ class Generation:
     def _say(self) -> Words:
         """This rank's words for the next commit."""
         stop, save = self.words()
-        cadence = self.new_cadence if self.rank == 0 else None
+        cadence, shares = (self.new_cadence, self.new_shares) if self.rank == 0 else (None, None)
         if self.copies is None:
-            return Words(stop, save, cadence=cadence)
-        return Words(stop, save, self.copies.done, self.copies.free, cadence)
+            return Words(stop, save, cadence=cadence, shares=shares)
+        return Words(stop, save, self.copies.done, self.copies.free, cadence, shares=shares)
+
+    def _hear(self, stepper: Stepper, state: TrainState) -> None:
+        """What the ranks have told each other in the commit of the step that was just done. Other shares begin behind the
+        steps that may have been read ahead, the same ones on every rank."""
+        heard = stepper.heard
+        assert heard is not None and self.loader is not None
+        if heard.shares is not None and heard.shares != stepper.shares.newest:
+            from_step = state.step + self.loader.n_ahead
+            stepper.shares.set(from_step, heard.shares)
+            if self.rank == 0:
+                self.place.report(SharesSet(self.number, heard.shares, from_step))
+        if heard.shares == self.new_shares:
+            self.new_shares = None
+        if self.rank == 0:
+            timed = self._times.add(state.step, heard.unit_s, heard.data_s, time.monotonic())
+            if timed is not None:
+                self.place.report(timed)
 
     def _report_step(self, commit: Commit, state: TrainState, times: tuple[float, float, float]) -> None:
         assert self.stepper is not None

@@ -20,12 +20,12 @@ from elastic.types import ModelProfile, Plan
 MARK = "_elastic_watched"
 
 
-def parts_of(samples: Sequence[int], n_microbatches: int) -> list[int]:
-    """Sizes of the single microbatches of all data-parallel ranks, as `tensor_split` cuts them."""
+def parts_of(samples: Sequence[int], n_microbatches: Sequence[int]) -> list[int]:
+    """Sizes of the single microbatches of all data-parallel ranks, as `tensor_split` cuts them; of each rank how many."""
     found = []
-    for n in samples:
-        base, more = divmod(n, n_microbatches)
-        found += [base + (i < more) for i in range(n_microbatches)]
+    for n, pieces in zip(samples, n_microbatches, strict=True):
+        base, more = divmod(n, pieces)
+        found += [base + (i < more) for i in range(pieces)]
     return found
 
 
@@ -46,7 +46,7 @@ def cannot(plan: Plan, profile: ModelProfile, script: bool) -> str:
         return "with tp or cp no rank has a gradient of its own"
     if layout.pp > 1 and any(spec.tied_to for spec in profile.specs):
         return "a tied tensor stands on two stages"
-    if len([part for part in parts_of(plan.samples, plan.n_microbatches) if part]) < 2:
+    if len([part for part in parts_of(plan.samples, plan.each_microbatches) if part]) < 2:
         return "one rank with one microbatch has only one batch size"
     return ""
 

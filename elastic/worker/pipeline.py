@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from elastic.mesh import stage_blocks, stages_at
 from elastic.program import Program
-from elastic.types import ModelProfile, Plan
+from elastic.types import Layout, ModelProfile
 from elastic.worker.model_profile import block_names
 
 
@@ -63,10 +63,13 @@ def _without_tensors(model: nn.Module, blocks: list[str]) -> Iterator[tuple[str,
 
 class Pipeline:
     """This rank's stages under the layout's schedule: 1F1B (GPipe where there are fewer microbatches than stages), GPipe, or
-    interleaved 1F1B, where a rank has several stages (Narayanan et al. 2021, section 2.2)."""
+    interleaved 1F1B, where a rank has several stages (Narayanan et al. 2021, section 2.2). `n`: microbatches; all of one
+    shape for as long as the pipeline lives."""
 
-    def __init__(self, stage_modules: Sequence[nn.Module], group: ProcessGroup, plan: Plan, device: torch.device) -> None:
-        layout, me = plan.layout, group.rank()
+    def __init__(
+        self, stage_modules: Sequence[nn.Module], group: ProcessGroup, layout: Layout, n: int, device: torch.device
+    ) -> None:
+        me = group.rank()
         self.device = device
         self.is_first = me == 0
         self.is_last = me == layout.pp - 1
@@ -76,7 +79,6 @@ class Pipeline:
             PipelineStage(module, number, layout.n_stages, device, group=group)
             for number, module in zip(numbers, stage_modules, strict=True)
         ]
-        n = plan.n_microbatches
         self.schedule: ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
         if len(stages) > 1:
             self.schedule = ScheduleInterleaved1F1B(list(stages), n, loss_fn=self._loss_of, scale_grads=False)

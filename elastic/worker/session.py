@@ -46,6 +46,7 @@ from elastic.worker.admission import Checks, Entry, Refused
 from elastic.worker.allocator import settle_allocator, settle_cuda_allocator
 from elastic.worker.compiled import settle_compiler
 from elastic.worker.durable import Damaged
+from elastic.worker.faults import DeviceFaults
 from elastic.worker.float8 import check_float8
 from elastic.worker.generation import Generation
 from elastic.worker.groups import is_collective_error
@@ -103,6 +104,7 @@ class Session:
         self._aborted = 0  # generations up to this one are broken off
         self._stop_at, self._save_at = 0, 0  # generations up to this one stop (save) at their next boundary
         self._place: Workplace | None = None
+        self._faults = DeviceFaults()
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="behind-the-steps")
         self._thread = threading.Thread(target=self._work, name="training", daemon=True)
         self._thread.start()
@@ -147,6 +149,17 @@ class Session:
             running = self._generation
             if running is not None and running.number == generation:
                 running.new_cadence = (peer_every, durable_every)
+
+    def set_shares(self, generation: int, samples: tuple[int, ...]) -> None:
+        """Other numbers of samples per data-parallel rank -> SharesSet. Rank 0 tells the others."""
+        with self._lock:
+            running = self._generation
+            if running is not None and running.number == generation:
+                running.new_shares = samples
+
+    def afflict(self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0) -> None:
+        """A drill: this worker's device is slow, stands still, or computes wrong numbers from now on (see DeviceFaults)."""
+        self._faults.afflict(kind, factor, unit_s, jitter)
 
     def abort(self, generation: int) -> None:
         """Break off every generation up to this one -> Quiesced, also when the worker was idle."""
@@ -342,7 +355,7 @@ class Session:
         behind = self._pool.submit
         return Workplace(
             self.me, program, profile, self.job, dataset, validation, storage, device, self._put, self._at_phase, behind,
-            script=script, readers=readers_of(self.job),
+            script=script, readers=readers_of(self.job), faults=self._faults,
         )  # fmt: skip
 
     def _device(self) -> torch.device:

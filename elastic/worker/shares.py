@@ -9,28 +9,45 @@ from typing import Any
 from elastic.data.budget import Cut, Microbatch, TokenBudget, pad_share
 from elastic.data.order import sample_ids, share
 from elastic.types import Plan
+from elastic.worker.local_gradients import parts_of
 
 STEPS_KEPT = 32  # cuts of steps that are read ahead
 
 
 class Shares:
-    """By the plan's numbers of samples, or, with a budget, by tokens in the proportion of those numbers."""
+    """By the plan's numbers of samples, or others that the ranks have agreed on since; with a budget, by tokens in the
+    proportion of those numbers. Steps count from 0."""
 
     def __init__(self, job: Mapping[str, Any], plan: Plan, budget: TokenBudget | None = None) -> None:
         self.job, self.plan, self.budget = job, plan, budget
-        self._cut = lru_cache(STEPS_KEPT)(lambda step: self.cut_of(self.ids(step)))
+        self._since: list[tuple[int, tuple[int, ...]]] = [(0, plan.samples)]  # first step -> numbers of samples
+        self._cut = lru_cache(STEPS_KEPT)(lambda step: self.cut_of(self.ids(step), step))
+
+    def set(self, from_step: int, samples: tuple[int, ...]) -> None:
+        """Other numbers from that step on. Nobody may have asked for the cut of that step yet."""
+        self._since = [*self._since[-STEPS_KEPT:], (from_step, samples)]
+
+    def samples(self, step: int) -> tuple[int, ...]:
+        """Of each data-parallel rank."""
+        return next(samples for since, samples in reversed(self._since) if since <= step)
+
+    @property
+    def newest(self) -> tuple[int, ...]:
+        """Agreed on last."""
+        return self._since[-1][1]
 
     def ids(self, step: int) -> list[int]:
-        """Of all ranks; `step` counts from 0."""
+        """Of all ranks."""
         job = self.job
         return sample_ids(int(job["n_samples"]), int(job["global_batch"]), int(job["seed"]), step)
 
     def cut(self, step: int) -> Cut:
         return self._cut(step)
 
-    def cut_of(self, ids: Sequence[int], budget: TokenBudget | None = None) -> Cut:
-        """Of any ids, with the budget of another set. Raises ProgramError for a sample that is longer than the budget."""
-        samples, budget = self.plan.samples, budget or self.budget
+    def cut_of(self, ids: Sequence[int], step: int, budget: TokenBudget | None = None) -> Cut:
+        """Of any ids, by the numbers of that step, with the budget of another set. Raises ProgramError for a sample that is
+        longer than the budget."""
+        samples, budget = self.samples(step), budget or self.budget
         if budget is not None:
             return budget.cut(ids, samples)
         return tuple((Microbatch(ids[share(samples, dp)]),) for dp in range(len(samples)))
@@ -42,8 +59,15 @@ class Shares:
         """Samples of each micro-batch of all ranks that is computed in one go."""
         if self.budget is not None:
             return [len(part.ids) for rank in self.cut(step) for part in rank]
-        n = self.plan.n_microbatches
-        return [size // n + (i < size % n) for size in self.plan.samples for i in range(n)]
+        return parts_of(self.samples(step), self.plan.each_microbatches)
+
+    def work(self, step: int, dp: int) -> float:
+        """Of a rank, in samples; with a budget, in places of its micro-batches as multiples of the mean sample."""
+        if self.budget is None:
+            return float(self.samples(step)[dp])
+        ids = self.ids(step)
+        mean = sum(self.budget.filled(self.budget.length(i)) for i in ids) / max(1, len(ids))
+        return sum(part.n_places for part in self.cut(step)[dp]) / mean
 
     def pad_share(self, step: int) -> float:
         """Of the places of the step, those that hold no token; 0 without a budget, where nobody knows."""

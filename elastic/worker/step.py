@@ -23,6 +23,7 @@ from elastic.reshard.shards import LOSS_SCALE
 from elastic.types import Plan
 from elastic.worker.calls import call_model, count_of, inputs_of, keywords_of, loss_of, rows_of
 from elastic.worker.commit import Commit, power_of_tokens, power_of_wait
+from elastic.worker.faults import DeviceFaults
 from elastic.worker.groups import Groups
 from elastic.worker.guards import Memory, Trip, judge, rules_of, trip_of
 from elastic.worker.local_gradients import LocalGradients, cannot, noise
@@ -34,6 +35,7 @@ from elastic.worker.parallelize import local
 from elastic.worker.pipeline import Pipeline
 from elastic.worker.sequence import Sequence
 from elastic.worker.shares import Shares
+from elastic.worker.spans import Spans
 from elastic.worker.sums import Sums
 from elastic.worker.train_state import TrainState
 
@@ -69,6 +71,17 @@ class Words:
     copy_free: bool = False  # could another one be taken at this boundary?
     cadence: tuple[int, int] | None = None  # steps between peer and durable copies from now on; only rank 0 says so
     data_s: float = 0.0  # for which this rank has waited for its batch
+    shares: tuple[int, ...] | None = None  # other numbers of samples per data-parallel rank; only rank 0 says so
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What the ranks have told each other in a commit besides the step's sums. `unit_s`: of each rank, see RanksTimed;
+    `shares`: what rank 0 wants."""
+
+    unit_s: tuple[float, ...]
+    data_s: tuple[float, ...]
+    shares: tuple[int, ...] | None
 
 
 def _n_rows(batch: Batch) -> int:
@@ -82,19 +95,19 @@ def _every(job: Mapping[str, Any]) -> int:
 class Stepper:
     """Runs the steps of one generation on one rank."""
 
-    def __init__(self, program: Program, job: Mapping[str, Any], plan: Plan, state: TrainState, groups: Groups) -> None:
+    def __init__(
+        self, program: Program, job: Mapping[str, Any], plan: Plan, state: TrainState, groups: Groups,
+        faults: DeviceFaults | None = None,
+    ) -> None:  # fmt: skip
         self.program, self.job, self.plan, self.state, self.groups = program, job, plan, state, groups
         self.rank = state.rank
         self.at = coordinates(plan.layout, self.rank)
         self.dp = self.at.dp(plan.layout)
         self.device = groups.device
-        self.pipeline: Pipeline | None = None
-        if groups.pp is not None:
-            stages = state.models
-            if program.stage is not None:
-                numbers = stages_at(plan.layout, self.at.pp)
-                stages = [program.stage(model, i, plan.layout.n_stages) for i, model in zip(numbers, stages, strict=True)]
-            self.pipeline = Pipeline(stages, groups.pp, plan, self.device)
+        self.n_microbatches = plan.microbatches_of(self.dp)
+        self._pipeline: tuple[int, Pipeline] | None = None  # and the rows that it was made for
+        self.spans = Spans(state.models, program, self.device, faults or DeviceFaults())
+        self.heard: Heard | None = None  # in the newest commit
         last_stage = self.at.pp == plan.layout.pp - 1
         self.speaks = last_stage and self.at.tp == 0  # for the loss of its part of the sequences of its samples
         self.counts = self.speaks and self.at.cp == 0  # its samples and their tokens
@@ -166,11 +179,12 @@ class Stepper:
     def _passes(self, parts: Iterable[tuple[Batch, Loss]], train: bool) -> float:
         """Forward (and backward) of every microbatch: the loss sum, 0 where another stage has it."""
         whole, *others = parts
-        if self.pipeline is not None:
+        pipeline = self.pipeline_of(_n_rows(whole[0]))
+        if pipeline is not None:
             batch, loss = whole
             given = inputs_of(self.program, batch), keywords_of(self.program, batch)
-            return float(self.pipeline.run(given, _n_rows(batch), loss, train))
-        n = 1 if others else self.plan.n_microbatches
+            return float(pipeline.run(given, _n_rows(batch), loss, train))
+        n = 1 if others else self.n_microbatches
         pieces = [
             (batch, loss, rows)
             for batch, loss in (whole, *others)
@@ -185,6 +199,18 @@ class Stepper:
                 value.backward()
             total += float(value.detach())
         return total
+
+    def pipeline_of(self, n_rows: int) -> Pipeline | None:
+        """For that many rows of a batch: stages know the shape of a microbatch. None = the layout has no stages."""
+        if self.groups.pp is None:
+            return None
+        if self._pipeline is None or self._pipeline[0] != n_rows:
+            stages, layout = self.state.models, self.plan.layout
+            if self.program.stage is not None:
+                numbers = stages_at(layout, self.at.pp)
+                stages = [self.program.stage(model, i, layout.n_stages) for i, model in zip(numbers, stages, strict=True)]
+            self._pipeline = n_rows, Pipeline(stages, self.groups.pp, layout, self.n_microbatches, self.device)
+        return self._pipeline[1]
 
     def _by_script(self, batch: Batch, train: bool, valid: int | None) -> tuple[float, int]:
         """The same where a script computes the loss; in a rehearsal nobody does."""
@@ -222,6 +248,7 @@ class Stepper:
         if local is not None:
             local.begin()
         self.state.buffers.note()
+        self.spans.next_step()
         loss_sum, tokens = self.forward_backward(batches, train=True)
         small = (local.end() / self.loss_scale.value**2,) if local is not None else ()
         if self.script is not None:
@@ -356,17 +383,36 @@ class Stepper:
         square_norm = 0.0 if overflowed else pending.square_norm
         numbers = [square_norm, pending.loss_sum, pending.tokens, *said, *mine, words.copy_free, *cadence, overflowed]
         numbers += [power_of_wait(words.data_s), self._fullness(pending)]
-        vector = torch.tensor([*numbers, *pending.block_square_norms, *pending.small], dtype=torch.float64)
+        numbers += [*pending.block_square_norms, *self._says(words), *pending.small]
+        vector = torch.tensor(numbers, dtype=torch.float64)
         if self.plan.layout.world_size > 1:
             dist.all_reduce(vector, group=self.groups.plan)
         commit = Commit(tuple(vector.tolist()))
         self._check_samples(commit)
+        self.heard = self._heard(commit.vector[: len(commit.vector) - len(pending.small)])
         self._weigh(commit)
         return commit
 
+    def _says(self, words: Words) -> list[float]:
+        """This rank's part of what is heard: each number in its own place, zeros in those of others."""
+        world, dp = self.plan.layout.world_size, self.plan.layout.dp
+        found = [0.0] * (2 * world)
+        units = self.shares.work(self.state.step, self.dp) * self.spans.n_blocks
+        group = self.plan.layout.tp * self.plan.layout.cp
+        found[self.rank] = self.spans.taken_s() * group / units if units else 0.0
+        found[world + self.rank] = words.data_s
+        return [*found, *(words.shares or [0] * dp)]
+
+    def _heard(self, vector: tuple[float, ...]) -> Heard:
+        """`vector`: a commit up to the end of what `_says` has put into it."""
+        world, dp = self.plan.layout.world_size, self.plan.layout.dp
+        at = len(vector) - 2 * world - dp
+        shares = tuple(round(n) for n in vector[len(vector) - dp :])
+        return Heard(vector[at : at + world], vector[at + world : at + 2 * world], shares if any(shares) else None)
+
     def _fullness(self, pending: Pending) -> float:
         """This rank's tokens per sample, in the mean of the step before."""
-        n_samples = self.plan.samples[self.dp]
+        n_samples = self.shares.samples(self.state.step)[self.dp]
         if not (self.counts and n_samples and self.tokens_per_sample):
             return 0.0
         return power_of_tokens(pending.tokens / n_samples / self.tokens_per_sample)
@@ -392,8 +438,9 @@ class Stepper:
         total = len(dataset)
         n_samples = min(n_samples or total, total)
         ids = [i * total // n_samples for i in range(n_samples)]
-        per_call, budget = sum(self.plan.samples), self._budget_of(dataset)
-        least = 1 if budget is not None else self.plan.samples[self.dp]  # rows of a batch: every rank calls the model
+        per_call, budget = int(self.job["global_batch"]), self._budget_of(dataset)
+        mine = self.shares.samples(self.state.step)[self.dp]
+        least = 1 if budget is not None else mine  # rows of a batch: every rank calls the model
         sums = torch.zeros(2, dtype=torch.float64)
         self._metrics, own = Sums(), Sums()
         self.state.train(False)
@@ -401,7 +448,7 @@ class Stepper:
             for start in range(0, n_samples, per_call):
                 tick()
                 batches, valid = [], []
-                for part in self.shares.cut_of(ids[start : start + per_call], budget)[self.dp]:
+                for part in self.shares.cut_of(ids[start : start + per_call], self.state.step, budget)[self.dp]:
                     rows = [*part.ids, *[0] * (least - len(part.ids))]
                     batches.append(collate([item_of(dataset, i, part.length) for i in rows]))
                     valid.append(len(part.ids))

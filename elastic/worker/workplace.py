@@ -16,6 +16,7 @@ from elastic.storage import Storage
 from elastic.types import Event, ModelProfile, Plan, SampleProfile, WorkerId
 from elastic.worker.allocator import trim
 from elastic.worker.extra_state import ExtraState
+from elastic.worker.faults import DeviceFaults
 from elastic.worker.host_copy import HostMemory
 from elastic.worker.saving import Saving
 from elastic.worker.train_state import Held
@@ -60,6 +61,7 @@ class Workplace:
     extra: ExtraState = field(init=False)
     readers: Readers | None = None  # loader processes, where the job asks for them
     script: Script | None = None  # a job whose script enters elastic.loop
+    faults: DeviceFaults = field(default_factory=DeviceFaults)  # of a drill
     left_at_s: float | None = None  # when the last step of the generation before was finished
 
     def __post_init__(self) -> None:

@@ -70,7 +70,7 @@ def test_layouts_that_give_none_say_why() -> None:
     assert "only one batch size" in why(Layout(), (12,)) and "only one" in why(Layout(dp_shard=2), (12, 0))
     assert "tp or cp" in why(Layout(tp=2), (12,), 2) and "script" in why(Layout(dp_shard=2), (6, 6), script=True)
     assert "tied" in why(Layout(pp=2), (12,), 2, tied="w") and why(Layout(pp=2), (12,), 2) == ""
-    assert parts_of((7, 4), 2) == [4, 3, 2, 2]
+    assert parts_of((7, 4), (2, 2)) == [4, 3, 2, 2]
 
 
 STEPS = 8
@@ -108,7 +108,7 @@ def test_what_is_measured_is_what_one_process_finds_part_by_part(pool: Pool, tmp
         event = seen.get(done + 1)
         if event is not None:
             used = plans[event.generation - 1]
-            wanted = by_hand(run, program, job, done, parts_of(used.samples, used.n_microbatches))
+            wanted = by_hand(run, program, job, done, parts_of(used.samples, used.each_microbatches))
             assert (event.trace, event.square_norm) == pytest.approx(wanted, rel=2e-3)
 
     train(program, job, STEPS, compare)

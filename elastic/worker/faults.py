@@ -1,0 +1,84 @@
+"""What a drill lets a worker's device do: compute slowly, stand still, compute wrong numbers. For trials only.
+
+The hooks on the model's blocks (elastic/worker/spans.py) ask for it in each pass, so that what is timed, compared and waited
+for is what a device that is really slow, stuck or broken would show.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass, field, replace
+
+import torch
+
+FORWARD = 1 / 3  # of the work of a pass there and back (the backward pass has two products for each of the forward pass)
+WRONG = 1.0 + 2.0**-6  # what the elements of a wrong result are multiplied by
+
+
+@dataclass(frozen=True)
+class Slowness:
+    """A pass takes `factor` times as long; with `unit_s` > 0 a sample takes unit_s x factor seconds at least through one block,
+    there and back. `jitter`: up to this part more or less, drawn anew for each step."""
+
+    factor: float = 1.0
+    unit_s: float = 0.0
+    jitter: float = 0.0
+
+    @property
+    def on(self) -> bool:
+        return self.factor != 1.0 or self.unit_s > 0
+
+    def missing_s(self, took_s: float, rows: int, part: float) -> float:
+        """What is missing of a pass that has taken `took_s` and is this part of the way there and back."""
+        wanted_s = rows * self.unit_s * self.factor * part if self.unit_s > 0 else took_s * self.factor
+        return max(0.0, wanted_s - took_s)
+
+
+@dataclass
+class DeviceFaults:
+    """What is the matter with this worker's device; changed by `afflict` from any thread, asked for by the training thread."""
+
+    slowness: Slowness = Slowness()
+    wrong: bool = False
+    _stall: bool = False
+    _end: threading.Event = field(default_factory=threading.Event)
+    _chance: random.Random = field(default_factory=random.Random)
+    _now: Slowness = Slowness()
+
+    def afflict(self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0) -> None:
+        """`slow`, `stall` or `corrupt`, as in a drill. Raises ValueError for another kind."""
+        match kind:
+            case "slow":
+                self.slowness = self._now = Slowness(factor, unit_s, jitter)
+            case "stall":
+                self._stall = True
+            case "corrupt":
+                self.wrong = True
+            case _:
+                raise ValueError(f"a device can be slow, stall or corrupt, not '{kind}'")
+
+    def next_step(self) -> None:
+        slow = self.slowness
+        drawn = 1 + self._chance.uniform(-slow.jitter, slow.jitter) if slow.jitter else 1.0
+        self._now = replace(slow, factor=slow.factor * drawn)
+
+    @property
+    def slow(self) -> Slowness:
+        """Of this step."""
+        return self._now
+
+    def stand(self) -> None:
+        """For ever, where it is stalled."""
+        while self._stall:
+            self._end.wait(60.0)
+
+    def spoilt(self, output: torch.Tensor) -> torch.Tensor:
+        """What a device that computes wrong numbers makes of a result."""
+        return output * WRONG if self.wrong and output.is_floating_point() else output
+
+    @staticmethod
+    def wait(seconds: float) -> None:
+        if seconds > 0:
+            time.sleep(seconds)

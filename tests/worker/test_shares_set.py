@@ -1,0 +1,96 @@
+"""Unequal shares, stages and numbers of microbatches, given at the start or while a generation runs: the loss is that of one
+process, step for step."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import N_BLOCKS, live, plan
+from test_chain import check, job_of
+from worker_pool import Pool
+
+from elastic.storage import open_storage
+from elastic.types import Layout, Plan, RanksTimed, Resume, SetShares, ShardStored, SharesSet, StepDone, WorkerId
+from elastic.worker import durable
+
+LAYOUTS = [
+    Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(pp=2, dp_shard=2), Layout(tp=2, dp_shard=2), Layout(pp=4),
+    Layout(dp_replicate=3), Layout(pp=3), Layout(pp=2, tp=2), Layout(dp_shard=3), Layout(pp=2, dp_replicate=2),
+]  # fmt: skip
+EVERY = 6  # steps of each generation
+
+
+def parts(chance: random.Random, total: int, n: int) -> tuple[int, ...]:
+    """`total` in `n` random parts of at least one."""
+    cuts = sorted(chance.sample(range(1, total), n - 1))
+    return tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
+
+
+def random_plan(chance: random.Random, number: int, layout: Layout, workers: list[WorkerId], resume: Resume) -> Plan:
+    """Unequal in all that may be unequal: samples, blocks per stage, microbatches of the replicas."""
+    made = plan(number, layout, workers, 24, resume=resume)
+    m = made.n_microbatches
+    counts = tuple(
+        m * chance.choice([1, 2 if 24 % (2 * m) == 0 and 24 // (2 * m) >= layout.dp else 1]) for _ in range(layout.dp_replicate)
+    )
+    unit = max(counts)
+    samples = tuple(unit * k for k in parts(chance, 24 // unit, layout.dp))
+    return replace(made, samples=samples, layers=parts(chance, N_BLOCKS, layout.n_stages), microbatches=counts)
+
+
+def in_units(made: Plan, chance: random.Random) -> tuple[int, ...]:
+    unit = max(made.each_microbatches)
+    return tuple(unit * k for k in parts(chance, 24 // unit, made.layout.dp))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 4, 5])
+def test_random_shares_stages_and_moves(pool: Pool, tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    layouts = chance.sample(LAYOUTS, 5)
+    job = job_of("tiny.py", steps=EVERY * len(layouts), global_batch=24) | {"eval_every": 4, "eval_samples": 10}
+    workers = pool.open(job, tmp_path)
+    plans: list[Plan] = []
+    n_set = 0
+    for i, layout in enumerate(layouts):
+        plans.append(random_plan(chance, i + 1, layout, workers, live(plans[-1]) if plans else Resume()))
+        pool.enter(plans[-1])
+        pool.entered(i + 1)
+        pool.wait(lambda: any(e.step >= EVERY * i + 1 for e in pool.events(StepDone)), "a step")  # noqa: B023
+        if layout.dp > 1:
+            wanted = in_units(plans[-1], chance)
+            for worker in workers:
+                pool.call(worker, "set_shares", i + 1, wanted)
+            if wanted != plans[-1].samples:
+                n_set += 1
+                pool.wait(lambda: pool.events(SharesSet, i + 1), f"shares of generation {i + 1}")  # noqa: B023
+                assert [e.samples for e in pool.events(SharesSet, i + 1)] == [wanted]
+        pool.wait(lambda: any(e.step >= EVERY * (i + 1) - 1 for e in pool.events(StepDone)), "steps")  # noqa: B023
+    assert n_set
+    pool.quiesced(len(layouts), len(plans[-1].ranks))
+    pool.wait(lambda: len(pool.events(ShardStored)) == len(plans[-1].ranks), "the last durable copy")
+    durable.commit(open_storage(str(tmp_path)), job["steps"], len(layouts), len(plans[-1].ranks), 1, {})
+    check(job, tmp_path, pool.events(StepDone), 1e-4)
+
+
+def test_shares_change_without_a_new_generation(pool: Pool, tmp_path: Path) -> None:
+    """All ranks change at the same step, the loss goes on as that of one process, and each rank's time per unit is told."""
+    job = job_of("tiny.py", steps=14)
+    workers = pool.open(job, tmp_path)
+    first = plan(1, Layout(dp_shard=4), workers, 12)
+    pool.enter(first)
+    pool.wait(lambda: pool.events(StepDone), "a step")
+    order = SetShares(1, (1, 2, 3, 6), 1)
+    for worker in workers:
+        pool.call(worker, "set_shares", order.generation, order.samples)
+    pool.quiesced(1, 4)
+    pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last durable copy")
+    durable.commit(open_storage(str(tmp_path)), job["steps"], 1, 4, 1, {})
+    check(job, tmp_path, pool.events(StepDone), 1e-4)
+    (told,) = pool.events(SharesSet)
+    assert told.samples == (1, 2, 3, 6) and 1 < told.from_step < 14
+    timed = pool.events(RanksTimed)
+    assert timed and all(len(e.unit_s) == 4 and min(e.unit_s) > 0 for e in timed)

@@ -1,0 +1,95 @@
+"""What a rank computes by itself is timed apart from what it waits for, and a drill makes it slow, wrong or stand still."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from plans import plan
+from test_chain import job_of
+from worker_pool import Pool
+
+from elastic.program import load_program
+from elastic.types import Layout, RanksTimed, StepDone
+from elastic.worker.faults import DeviceFaults, Slowness
+from elastic.worker.spans import Spans
+
+PROGRAM = load_program(str(Path(__file__).parent.parent / "programs" / "tiny.py"))
+
+
+def one_pass(faults: DeviceFaults) -> tuple[float, float, torch.Tensor, torch.Tensor]:
+    """Seconds of the forward passes as timed, of both passes on the wall, the output, a gradient."""
+    torch.manual_seed(0)
+    model = PROGRAM.model()
+    PROGRAM.init(model)
+    spans = Spans([model], PROGRAM, torch.device("cpu"), faults)
+    assert spans.n_blocks == 4
+    spans.next_step()
+    began = time.perf_counter()
+    output = model(torch.arange(32).reshape(2, 16))
+    output.sum().backward()
+    return spans.taken_s(), time.perf_counter() - began, output.detach(), next(model.parameters()).grad.clone()
+
+
+def test_a_slow_device_takes_its_time_forward_and_backward_and_computes_the_same() -> None:
+    plain = one_pass(DeviceFaults())
+    slow = DeviceFaults()
+    slow.afflict("slow", factor=2.0, unit_s=0.006)
+    timed_s, wall_s, output, gradient = one_pass(slow)
+    assert torch.equal(output, plain[2]) and torch.equal(gradient, plain[3])
+    assert wall_s >= 2 * 4 * 0.006 * 2  # rows x blocks x unit_s x factor
+    assert 2 * 4 * 0.006 * 2 / 3 * 0.5 <= timed_s < wall_s / 2, "a third of it is the forward pass"
+    assert plain[0] > 0
+
+
+def test_a_slow_device_without_a_unit_takes_a_multiple() -> None:
+    assert Slowness(3.0).missing_s(0.5, 7, 1 / 3) == pytest.approx(1.0)
+    assert Slowness(2.0, unit_s=0.1).missing_s(0.1, 3, 0.5) == pytest.approx(0.2)
+    assert Slowness(2.0, unit_s=0.1).missing_s(9.0, 3, 0.5) == 0
+    assert not Slowness().on and Slowness(1.0, unit_s=0.1).on
+
+
+def test_jitter_is_drawn_for_each_step() -> None:
+    faults = DeviceFaults()
+    faults.afflict("slow", factor=2.0, jitter=0.1)
+    drawn = []
+    for _ in range(50):
+        faults.next_step()
+        drawn.append(faults.slow.factor)
+    assert 1.8 <= min(drawn) < 1.9 and 2.1 < max(drawn) <= 2.2
+
+
+def test_a_corrupt_device_computes_wrong_numbers() -> None:
+    wrong = DeviceFaults()
+    wrong.afflict("corrupt")
+    assert not torch.allclose(one_pass(DeviceFaults())[2], one_pass(wrong)[2], rtol=1e-3)
+
+
+def test_a_stalled_device_stands_still() -> None:
+    stalled = DeviceFaults()
+    stalled.afflict("stall")
+    thread = threading.Thread(target=one_pass, args=(stalled,), daemon=True)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    with pytest.raises(ValueError, match="not 'tired'"):
+        stalled.afflict("tired")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(pp=2, dp_shard=2)])
+def test_the_slow_rank_is_told_apart_from_those_that_wait_for_it(pool: Pool, tmp_path: Path, layout: Layout) -> None:
+    """A sample takes 10 ms through a block on rank 2 and 2 ms on the others; all of them take the same time for a step."""
+    job = job_of("tiny.py", steps=12)
+    workers = pool.open(job, tmp_path)
+    for i, worker in enumerate(workers):
+        pool.call(worker, "afflict", "slow", 5.0 if i == 2 else 1.0, 0.002)
+    pool.enter(plan(1, layout, workers, 12))
+    pool.wait(lambda: any(e.step >= 8 for e in pool.events(StepDone)), "8 steps")
+    timed = pool.events(RanksTimed)[-1]
+    others = sorted(timed.unit_s[:2] + timed.unit_s[3:])
+    assert timed.unit_s[2] > 2.5 * others[-1]
+    assert timed.unit_s[2] >= 0.99 * 0.010 / 3 and others[0] >= 0.99 * 0.002 / 3
