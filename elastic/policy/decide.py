@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from elastic.errors import ElasticError, InfeasiblePlan
 from elastic.planner.search import Choice
-from elastic.policy import cadence, drain, limits, moves, recovery, retries
+from elastic.policy import balancing, cadence, drain, limits, moves, recovery, retries
 from elastic.policy.capacity import capacity, missing_capacity, potential, together
 from elastic.policy.known import ENDED, State, StopWish
 from elastic.policy.leaving import back_to_spot
@@ -246,7 +246,8 @@ def _running(state: State, now_s: float) -> Decision | None:
     if state.quiescing:
         done = state.quiesced >= set(plan.ranks)
         return Decision((Abort(state.generation),), "the notice was withdrawn: goes on") if done else Decision()
-    return back_to_spot(state, now_s) or _growing(state, now_s) or cadence.adjust(state, now_s)
+    more = back_to_spot(state, now_s) or _growing(state, now_s)
+    return more or balancing.shares(state, now_s) or cadence.adjust(state, now_s)
 
 
 def _finishing(state: State, now_s: float) -> Decision:

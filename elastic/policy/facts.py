@@ -17,6 +17,8 @@ from elastic.policy.failing import FAILURES, failed, infeasible, seen, set_statu
 from elastic.policy.known import ENDED, Failure, State, StopWish
 from elastic.policy.moves import paced
 from elastic.policy.retention import HANDLERS as COPIES
+from elastic.policy.speeds import HANDLERS as SPEEDS
+from elastic.policy.speeds import forget
 from elastic.types import (
     Abort,
     Copy,
@@ -104,6 +106,7 @@ def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
     known = state.nodes.get(node.node_id)
     if known is not None and known.status not in ("lost", "pending"):
         return state
+    state = forget(state, node.node_id)
     requests = dict(state.requests)
     asked = next((r for r in requests.values() if r.pool == node.pool), None)
     state = hazard.gave(state, node, asked.at_s if asked else at_s, at_s)
@@ -196,7 +199,7 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
     lost = [name for name, n in state.nodes.items() if n.status == "lost"]
     forgotten = set(lost[:-KEPT_LOST_NODES])
     nodes = {name: n for name, n in state.nodes.items() if name not in forgotten} if forgotten else state.nodes
-    return replace(state, nodes=nodes, dead=state.dead - gone)
+    return forget(replace(state, nodes=nodes, dead=state.dead - gone), node.node_id)
 
 
 def _progress(state: State, event: Progress, at_s: float) -> State:
@@ -222,7 +225,7 @@ def _plan_entered(state: State, event: PlanEntered, at_s: float) -> State:
         replace(
             state, phase="running", plan=target, target=None, failure=failure, step=event.step, entered_step=event.step,
             entered_at_s=at_s, holdings={}, commits={}, pending={}, quiesced=frozenset(),
-            digests=digests, peer=None, below_step=None, last_step=None,
+            digests=digests, peer=None, below_step=None, last_step=None, shares_ordered=None,
             n_copies_timed=0, move_pace=paced(state, target, event),
         ),
         *target.nodes,
@@ -339,5 +342,5 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     NodeRefused: _node_refused, NodeWarned: _node_warned,
     NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost, RequestFailed: _request_failed, PlanEntered: _plan_entered,
     PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored,
-    PriceSeen: _price_seen, Progress: _progress, StopAsked: _stop_asked, **FAILURES, **COPIES,
+    PriceSeen: _price_seen, Progress: _progress, StopAsked: _stop_asked, **FAILURES, **COPIES, **SPEEDS,
 }  # fmt: skip

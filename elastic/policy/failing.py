@@ -65,6 +65,11 @@ def failed(state: State, failure: Failure) -> State:
 
 
 def infeasible(state: State, generation: int, reason: str, measured_bytes: int, at_s: float) -> State:
+    """The layout does not fit; where its shares were changed while it ran, it is these that do not."""
+    if generation in state.reshared:
+        samples = ", ".join(map(str, state.plans[generation].samples))
+        text = f"shares of {samples} samples do not fit: {reason}; they stay equal from now on"
+        return failed(replace(state, uneven_failed=text), Failure("infeasible", text, at_s))
     layout = state.plans[generation].layout
     measured = max(measured_bytes, state.infeasible.get(layout, 0))
     text = f"layout {layout} does not fit" + (f" ({measured / 2**30:.2f} GiB measured)" if measured else "") + f": {reason}"

@@ -20,6 +20,7 @@ from elastic.types import (
     Pool,
     Quiesce,
     RollForward,
+    SetShares,
     StepDone,
     WorkerId,
 )  # fmt: skip
@@ -93,6 +94,28 @@ class StopWish:
 
     reason: str
     at_s: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """From `from_s` to `at_s` a unit of work took a worker `unit_s`, a mean of medians over `n_steps` steps up to `step`."""
+
+    from_s: float
+    at_s: float
+    unit_s: float
+    n_steps: int
+    spread: float = 0.0
+    data_s: float = 0.0
+    generation: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Shares or stages that were made to follow the measured speeds: when, and after how many measured steps."""
+
+    at_s: float
+    n_steps: int
 
 
 @dataclass(frozen=True)
@@ -172,6 +195,15 @@ class State:
     distrusted: frozenset[int] = frozenset()  # generations whose content was found wrong
     below_step: int | None = None  # recover only to copies of less than this step (NaN)
     infeasible: Mapping[Layout, int] = field(default_factory=dict)  # layout -> measured bytes
+
+    speeds: Mapping[WorkerId, tuple[Window, ...]] = field(default_factory=dict)  # newest last
+    timed_at_s: float = -1.0  # when the newest of them came
+    device_notes: Mapping[WorkerId, str] = field(default_factory=dict)  # what GPUs say of themselves
+    shares_ordered: tuple[SetShares, float] | None = None  # not confirmed yet, since when
+    shares_moved: tuple[Moved, ...] = ()  # newest last
+    stages_moved: tuple[Moved, ...] = ()
+    reshared: frozenset[int] = frozenset()  # generations whose shares were changed while they ran
+    uneven_failed: str = ""  # why shares stay equal: unequal ones did not fit
 
     retries: int = 0  # infrastructure errors in a row without progress
     retry_step: int = -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.planner.search import Choice
+from elastic.policy import speeds
 from elastic.policy.known import State
 from elastic.reshard.forecast import LEAST_S, Pace, Room, forecast
 from elastic.reshard.placing import place
@@ -39,7 +40,9 @@ def placed(state: State, choice: Choice, resume: Resume) -> Choice:
     held: dict[WorkerId, list[int]] = {}
     for holding in resume.holdings:
         held.setdefault(holding.worker, []).append(holding.rank)
-    kinds = {name: node.pool for name, node in state.nodes.items()}
+    kinds = {name: speeds.kind(state, node) for name, node in state.nodes.items()}
+    if any(len(set(kind[1:])) > 1 for kind in kinds.values()):
+        return choice  # each worker has the share that it can do
     cuts = (resume.layout, resume.layers), (choice.layout, choice.layers)
     return replace(choice, ranks=place(state.model, cuts, held, choice.ranks, kinds))
 

@@ -10,6 +10,7 @@ from elastic.policy import hazard
 from elastic.policy.failing import process_failed, set_status, without
 from elastic.policy.known import Aborting, Failure, Request, State
 from elastic.policy.retention import ordered_removal
+from elastic.policy.speeds import remembered
 from elastic.types import (
     Abort,
     DrainNode,
@@ -22,6 +23,7 @@ from elastic.types import (
     RequestNodes,
     RollForward,
     SetCadence,
+    SetShares,
     Stop,
     StoreCopy,
     WorkerId,
@@ -87,7 +89,8 @@ def _ordered_plan(state: State, action: EnterPlan, at_s: float) -> State:
         state, phase="entering", target=plan, plan=state.plan if plan.resume.source == "live" else None, plans=plans,
         generation=plan.generation, ordered_at_s=at_s, aborting=None, failure=None, quiescing=None, repeat=(),
         considered=tuple(node.node_id for node in state.available), retries=state.retries + retried,
-        retry_step=max(state.retry_step, state.best_step) if retried else state.retry_step,
+        retry_step=max(state.retry_step, state.best_step) if retried else state.retry_step, shares_ordered=None,
+        stages_moved=remembered(state.stages_moved, state, at_s) if plan.cause == "rebalance" else state.stages_moved,
     )  # fmt: skip
 
 
@@ -133,6 +136,10 @@ def _ordered_cadence(state: State, action: SetCadence, at_s: float) -> State:
     return replace(state, plan=plan, plans={**state.plans, plan.generation: plan}, cadence_at_s=at_s, n_copies_timed=0)
 
 
+def _ordered_shares(state: State, action: SetShares, at_s: float) -> State:
+    return replace(state, shares_ordered=(action, at_s), shares_moved=remembered(state.shares_moved, state, at_s))
+
+
 def _ordered_stop(state: State, action: Stop, at_s: float) -> State:
     return replace(state, phase=action.outcome, outcome_reason=action.reason)
 
@@ -141,5 +148,5 @@ ORDERS: dict[type, Callable[[State, Any, float], State]] = {
     RequestNodes: _ordered_nodes, ReleaseNode: _ordered_release, Quarantine: _ordered_quarantine, Prepare: _ordered_prepare,
     EnterPlan: _ordered_plan, Abort: _ordered_abort, Quiesce: _ordered_quiesce, StoreCopy: _ordered_copy, Stop: _ordered_stop,
     SetCadence: _ordered_cadence, DrainNode: _ordered_drain, RemoveCopy: ordered_removal,
-    RollForward: _ordered_forward,
+    RollForward: _ordered_forward, SetShares: _ordered_shares,
 }  # fmt: skip

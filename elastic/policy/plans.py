@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.search import Choice, Limits, plan_layout
-from elastic.policy import cadence, moves, placement
+from elastic.policy import cadence, moves, placement, speeds
 from elastic.policy.known import State
 from elastic.types import (
     Action,
@@ -32,7 +32,8 @@ def choice_of(state: State, nodes: Sequence[Node]) -> Choice:
     ordered = sorted(nodes, key=lambda node: place.get(node.node_id, len(place)))
     known = [pool.memory_bytes_per_gpu for pool in state.pools if pool.name in {node.pool for node in nodes}]
     memory_bytes = min(known) if known and all(known) else 0
-    return plan_layout(state.model, state.job, ordered, Limits(memory_bytes, state.infeasible, _hardware(state, nodes)))
+    limits = Limits(memory_bytes, state.infeasible, _hardware(state, nodes), speeds.rates(state, nodes))
+    return plan_layout(state.model, state.job, ordered, limits)
 
 
 def _hardware(state: State, nodes: Sequence[Node]) -> dict[str, HardwareProfile]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from elastic.sim.faults import Delays, Fault
 from elastic.sim.generations import Generations
+from elastic.sim.paces import Paces
 from elastic.types import (
     Abort,
     Action,
@@ -25,6 +26,7 @@ from elastic.types import (
     RequestNodes,
     RollForward,
     SetCadence,
+    SetShares,
     Stop,
     StopAsked,
     StoreCopy,
@@ -32,9 +34,12 @@ from elastic.types import (
     WorkerId,
 )  # fmt: skip
 
+PACED = ("throttle", "jitter", "drift")
+
 
 class SimBackend(Generations):
-    """`fits(plan)`: does the plan fit the memory; a plan that does not ends in out_of_memory."""
+    """`fits(plan)`: does the plan fit the memory; a plan that does not ends in out_of_memory. `speeds`: of nodes whose speed is
+    not the nominal one."""
 
     virtual = True
 
@@ -45,9 +50,13 @@ class SimBackend(Generations):
         faults: Iterable[Fault] = (),
         delays: Delays | None = None,
         fits: Callable[[Plan], bool] = lambda plan: True,
+        speeds: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(pools, job, delays or Delays(), fits)
         self.closed = False
+        faults = list(faults)
+        unequal = bool(speeds) or any(fault.kind in PACED for fault in faults)
+        self.paces = Paces(unequal, dict(speeds or {}))
         for fault in faults:
             self._at(fault.at_s, lambda f=fault: self._fault(f))  # type: ignore[misc]
 
@@ -56,7 +65,7 @@ class SimBackend(Generations):
             RequestNodes: self._request, ReleaseNode: self._release, DrainNode: self._drain,
             Prepare: self._prepare, EnterPlan: self._enter,
             Abort: self._abort, Quiesce: self._quiesce, StoreCopy: self._store, Stop: self._stop,
-            SetCadence: self._set_cadence, RollForward: self._roll_forward,
+            SetCadence: self._set_cadence, SetShares: self._set_shares, RollForward: self._roll_forward,
         }  # fmt: skip
         order = orders.get(type(action))
         if order and self._stopped_s is None:
@@ -77,6 +86,9 @@ class SimBackend(Generations):
         if fault.kind == "add":
             self._boot(next(p for p in self.pools if p.name == fault.pool))
             return
+        if fault.kind in ("jitter", "drift"):
+            self.paces.take(fault, "", 0)
+            return
         if fault.kind == "stop":
             self._tell(StopAsked("scripted"))
             return
@@ -94,6 +106,8 @@ class SimBackend(Generations):
         noticed = [name for name in alive if self._machines[name].deadline_s is not None]
         if fault.kind == "notice":
             self._notice(node_id, fault.lasts_s)
+        elif fault.kind == "throttle":
+            self.paces.take(fault, node_id, self._machines[node_id].node.gpus)
         elif fault.kind == "withdraw" and noticed:
             self._withdraw(noticed[fault.which % len(noticed)])
         elif fault.kind == "loss":

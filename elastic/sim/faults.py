@@ -7,7 +7,7 @@ from typing import Literal
 
 FaultKind = Literal[
     "notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought", "slow", "crash", "refuse",
-    "price", "add", "stop",
+    "price", "add", "stop", "throttle", "jitter", "drift", "wrong_numbers", "stall",
 ]  # fmt: skip
 Moment = Literal["inside", "waiting", "torn"]
 
@@ -42,6 +42,11 @@ class Fault:
     dollars per node-hour from now on. loss, hang, process: of a node, or of its first worker. error: a collective fails, nobody
     is gone. corrupt: the content of the newest generation is found wrong. not_finite: the next step gives no number, once, or
     whenever it is done (`lasting`).
+    throttle: a node (or its `gpu` only) computes `amount` times slower for `lasts_s`, or from now on (`lasting`). jitter: every
+    rank's part of a step takes up to the part `amount` more or less, by chance (seed `which`), for `lasts_s` or `lasting`.
+    drift: all GPUs get slower and faster by the part `amount`, once in `lasts_s` each, at different times. stall: of a node, as
+    hang, but it answers. wrong_numbers: a node computes wrong numbers, found out `amount` steps later; `lasting`: it cannot be
+    told of all ranks which one it is.
     `moment`, of a loss, process or error: where the step was. inside: its gradients were not summed yet. waiting: every
     survivor waits for the commit. torn: every other survivor has seen it.
     """
@@ -55,3 +60,4 @@ class Fault:
     lasting: bool = False
     amount: float = 0.0
     only: str = ""
+    gpu: int = -1

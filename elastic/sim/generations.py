@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic.mesh import replica_key
 from elastic.sim.faults import Delays, Moment
 from elastic.sim.machines import Machines
+from elastic.sim.paces import FORWARD, Paces, Told, step_s
 from elastic.types import (
     Abort,
     Copy,
@@ -23,12 +24,16 @@ from elastic.types import (
     Quiesced,
     RollForward,
     SetCadence,
+    SetShares,
+    SharesSet,
     Silent,
     StepDone,
     StoreCopy,
     WorkerFailed,
     WorkerId,
 )  # fmt: skip
+
+AHEAD = 2  # steps that ranks have read ahead when other shares are set
 
 
 @dataclass
@@ -42,6 +47,10 @@ class Group:
     leave_for: Plan | None = None
     quiesce: bool = False
     save: bool = False
+    step_s: float = 0.0  # of the step under way
+    units: list[float] = field(default_factory=list)  # of its ranks, in multiples of the nominal time
+    told: Told = field(default_factory=Told)
+    shares: dict[int, tuple[int, ...]] = field(default_factory=dict)  # from the step after this one on
 
     @property
     def members(self) -> set[WorkerId]:
@@ -53,7 +62,7 @@ class Generations(Machines):
 
     def __init__(self, pools: tuple[Pool, ...], job: Mapping[str, Any], delays: Delays, fits: Callable[[Plan], bool]) -> None:
         super().__init__(pools, job, delays)
-        self.fits = fits
+        self.fits, self.paces = fits, Paces()
         self.violations: list[str] = []
         self._groups: dict[int, Group] = {}
         self._commits: dict[WorkerId, tuple[float, ...]] = {}
@@ -154,7 +163,7 @@ class Generations(Machines):
         if group.step >= self.job["steps"]:
             self._finish(group)
         else:
-            self._after(self._step_s(group), lambda: self._step(group))
+            self._begin_step(group)
 
     def _has_source(self, group: Group) -> bool:
         resume = group.plan.resume
@@ -168,8 +177,37 @@ class Generations(Machines):
         }
         return there == {replica_key(layout, rank) for rank in range(layout.world_size)}
 
-    def _step_s(self, group: Group) -> float:
-        return self.delays.work_s / len(group.plan.ranks)
+    def _begin_step(self, group: Group) -> None:
+        plan = group.plan
+        group.step_s = self.delays.work_s / len(plan.ranks)
+        if self.paces.on:
+            group.plan = plan = replace(plan, samples=group.shares.pop(group.step, plan.samples))
+            group.units = self.paces.units(plan, self._now_s)
+            group.step_s = step_s(plan, plan.samples, group.units, self.delays.work_s, sum(plan.layers))
+        self._after(group.step_s, lambda: self._step(group))
+
+    def _tell_paces(self, group: Group) -> None:
+        """What rank 0 has to tell of the ranks' speeds."""
+        unit_s = FORWARD * self.delays.work_s / (self.job["global_batch"] * sum(group.plan.layers))
+        row = [unit_s * one for one in group.units]
+        event = group.told.add(row, group.plan.generation, group.step, self._now_s)
+        if event is not None:
+            self._tell(event)
+
+    def _set_shares(self, action: SetShares) -> None:
+        group = self._groups.get(action.generation)
+        if group is None or group.ended or not group.entered:
+            return
+        samples, m = action.samples, group.plan.n_microbatches
+        if (
+            sum(samples) != self.job["global_batch"]
+            or len(samples) != group.plan.layout.dp
+            or any(n < m or n % m for n in samples)
+        ):
+            self.violations.append(f"generation {action.generation}: {samples} are no shares of its steps")
+        from_step = group.step + AHEAD
+        group.shares[from_step] = samples
+        self._tell(SharesSet(action.generation, samples, from_step))
 
     def _advance(self, group: Group, worker: WorkerId, step: int) -> None:
         rank, generation = group.plan.ranks.index(worker), group.plan.generation
@@ -181,7 +219,7 @@ class Generations(Machines):
     def _step(self, group: Group) -> None:
         if group.ended:
             return
-        plan, step_s = group.plan, self._step_s(group)
+        plan, took_s = group.plan, group.step_s
         if group.step + 1 in self._not_finite:
             self._gives_no_number(group)
             return
@@ -191,7 +229,9 @@ class Generations(Machines):
         copies = bool(plan.peer_every and group.step % plan.peer_every == 0)
         copy_s = self.delays.copy_s * 0.1 if copies else 0.0
         digest = f"sample-{group.step}"
-        self._tell(StepDone(plan.generation, group.step, 1.0, 1000, step_s, 0.02 * step_s, copy_s, 1.0, digest))
+        self._tell(StepDone(plan.generation, group.step, 1.0, 1000, took_s, 0.02 * took_s, copy_s, 1.0, digest))
+        if self.paces.on:
+            self._tell_paces(group)
         if copies:
             self._copy_to_peers(group)
         last = group.step >= self.job["steps"]
@@ -209,7 +249,7 @@ class Generations(Machines):
             if not successor.ended:
                 self._transition(successor)
         else:
-            self._after(step_s, lambda: self._step(group))
+            self._begin_step(group)
 
     def _gives_no_number(self, group: Group) -> None:
         step, group.ended = group.step + 1, True

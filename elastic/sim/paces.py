@@ -1,0 +1,94 @@
+"""How fast simulated GPUs really are: given speeds, faults that slow them down, chance; and what rank 0 tells of it."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import pi, sin
+from statistics import median
+
+from elastic.planner.balance import busy_s
+from elastic.sim.faults import Fault
+from elastic.types import Plan, RanksTimed, WorkerId
+
+FORWARD = 1 / 3  # of the work of a pass there and back: what is timed
+WARM_UP, RECENT = 2, 8  # steps of a generation that are not timed; that a median is taken over
+CHANGED, LEAST_S, MOST_S = 0.05, 1.0, 30.0  # a report is made when a median has changed by so much, or after that time
+
+
+@dataclass
+class Paces:
+    """`on`: something is unequal; else every step takes the same time and nobody tells any."""
+
+    on: bool = False
+    speeds: dict[str, float] = field(default_factory=dict)  # node -> units of nominal speed
+    slow: dict[WorkerId, list[tuple[float, float, float]]] = field(default_factory=dict)  # from, until, times
+    jitter: list[tuple[float, float, float, random.Random]] = field(default_factory=list)  # from, until, part, chance
+    drift: list[tuple[float, float, float]] = field(default_factory=list)  # from, part, period
+
+    def take(self, fault: Fault, node_id: str, gpus: int) -> None:
+        """A fault of one of the kinds that are about speed."""
+        until_s = float("inf") if fault.lasting else fault.at_s + fault.lasts_s
+        if fault.kind == "jitter":
+            self.jitter.append((fault.at_s, until_s, fault.amount, random.Random(fault.which)))
+        elif fault.kind == "drift":
+            self.drift.append((fault.at_s, fault.amount, fault.lasts_s))
+        else:
+            for k in range(gpus):
+                if fault.gpu in (-1, k):
+                    self.slow.setdefault(WorkerId(node_id, k), []).append((fault.at_s, until_s, fault.amount))
+
+    def times(self, worker: WorkerId, at_s: float) -> float:
+        """How many times as long as a nominal GPU's its work takes, chance left out."""
+        found = 1 / self.speeds.get(worker.node_id, 1.0)
+        for from_s, until_s, times in self.slow.get(worker, ()):
+            if from_s <= at_s < until_s:
+                found *= times
+        for from_s, part, period_s in self.drift:
+            phase = random.Random(str(worker)).uniform(0, 2 * pi)
+            found *= 1 + part * sin(2 * pi * (at_s - from_s) / period_s + phase)
+        return found
+
+    def units(self, plan: Plan, at_s: float) -> list[float]:
+        """Of each rank in the step that begins now, in multiples of the nominal time."""
+        found = []
+        for worker in plan.ranks:
+            one = self.times(worker, at_s)
+            for from_s, until_s, part, chance in self.jitter:
+                one *= 1 + chance.uniform(-part, part) if from_s <= at_s < until_s else 1.0
+            found.append(one)
+        return found
+
+
+def step_s(plan: Plan, samples: Sequence[int], units: Sequence[float], work_s: float, n_blocks: int) -> float:
+    """`work_s`: of all samples through all blocks on a nominal GPU."""
+    unit_s = work_s / (sum(samples) * n_blocks)
+    return busy_s(plan.layout, samples, plan.layers, plan.n_microbatches, [1 / (unit_s * one) for one in units])
+
+
+@dataclass
+class Told:
+    """What rank 0 of a generation has measured and told."""
+
+    rows: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    n_seen: int = 0
+    told: tuple[float, ...] = ()
+    told_at_s: float = 0.0
+
+    def add(self, row: Sequence[float], generation: int, step: int, now_s: float) -> RanksTimed | None:
+        self.n_seen += 1
+        if self.n_seen <= WARM_UP:
+            return None
+        self.rows.append(tuple(row))
+        if len(self.rows) < 3:
+            return None
+        now = tuple(median(column) for column in zip(*self.rows, strict=True))
+        changed = self.told and any(abs(a - b) > CHANGED * b for a, b in zip(now, self.told, strict=True))
+        since_s = now_s - self.told_at_s
+        if self.told and since_s < (LEAST_S if changed else MOST_S):
+            return None
+        self.told, self.told_at_s = now, now_s
+        spread = tuple(median(abs(row[i] - one) for row in self.rows) / one for i, one in enumerate(now))
+        return RanksTimed(generation, step, len(self.rows), now, spread, (0.0,) * len(now))

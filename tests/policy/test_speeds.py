@@ -1,0 +1,125 @@
+"""What is made of reports of the ranks' speeds: estimates, rates for the planner, and orders that wait to be confirmed."""
+
+from __future__ import annotations
+
+import pytest
+from story import SPOT, Story, orders
+
+from elastic.policy import balancing, speeds
+from elastic.policy.known import Window
+from elastic.types import Node as NodeOf
+from elastic.types import NodeLost, NodePrepared, NodeReady, Plan, RanksTimed, SetShares, SharesSet, WorkerFailed, WorkerId
+
+A, B, C = (WorkerId(name, 0) for name in "abc")
+
+
+def timed(plan: Plan, step: int, unit_s: dict[str, float], n_steps: int = 3, spread: float = 0.01) -> RanksTimed:
+    values = tuple(unit_s[worker.node_id] for worker in plan.ranks)
+    return RanksTimed(plan.generation, step, n_steps, values, (spread,) * len(values), (0.0,) * len(values))
+
+
+def window(at_s: float, unit_s: float, n_steps: int = 10) -> Window:
+    return Window(at_s - 10, at_s, unit_s, n_steps, 0.05, 0.0, 1, int(at_s))
+
+
+def test_an_estimate_is_made_from_the_windows_that_agree() -> None:
+    found = speeds.estimate((window(10, 2.0), window(20, 1.0), window(30, 1.1)))
+    assert found.unit_s == pytest.approx(1.05) and (found.n_steps, found.since_s) == (20, 10)
+    assert found.error == pytest.approx(2 * 1.86 * 0.05 / 20**0.5)
+    assert speeds.estimate((window(10, 2.0),)).n_steps == 10
+
+
+def test_more_steps_make_an_estimate_surer_and_it_goes_back_no_further_than_64() -> None:
+    many = speeds.estimate([window(10.0 * k, 1.0) for k in range(1, 30)])
+    assert many.n_steps == 64 and many.error < speeds.estimate((window(10, 1.0),)).error
+    assert many.since_s == 0.0, "but it says since when it is so"
+
+
+def test_the_first_steps_of_a_generation_are_not_believed() -> None:
+    story = Story()
+    plan = story.running("a", "b", steps=5)
+    story.tick(timed(plan, 4, {"a": 1.0, "b": 3.0}))
+    assert not story.state.speeds
+    story.tick(timed(plan, 5, {"a": 1.0, "b": 1.0}))
+    assert set(story.state.speeds) == {A, B}
+    story.tick(RanksTimed(plan.generation + 1, 30, 3, (1.0, 1.0)), RanksTimed(plan.generation, 30, 3, (1.0,)))
+    assert len(story.state.speeds[A]) == 1, "of another generation, or of other ranks"
+
+
+def test_rates_outlive_the_generation_and_end_with_the_node() -> None:
+    story = Story()
+    plan = story.running("a", "b", "c", steps=6)
+    story.tick(timed(plan, 6, {"a": 1.0, "b": 2.0, "c": 1.05}))
+    story.tick(WorkerFailed(C, plan.generation, "process", "gone"))
+    nodes = [story.state.nodes[name] for name in "abc"]
+    assert speeds.rates(story.state, nodes) == pytest.approx({A: 1 / 1.05, B: 0.5, C: 1 / 1.05}), "within the band: the median"
+    story.tick(NodeLost("b"))
+    assert set(story.state.speeds) == {A, C}
+    story.tick(NodeReady(NodeOf("b", "spot")), NodePrepared("b"))
+    again = speeds.rates(story.state, nodes)
+    assert again is not None and again[B] == pytest.approx((1 + 1 / 1.05) / 2), "never measured: the median of its pool"
+
+
+def test_without_measurements_the_planner_is_told_nothing() -> None:
+    story = Story()
+    plan = story.running("a", "b", steps=6)
+    assert speeds.rates(story.state, list(story.state.nodes.values())) is None
+    story.tick(timed(plan, 6, {"a": 1.0, "b": 2.0}))
+    assert speeds.rates(story.state, list(story.state.nodes.values())) is not None
+
+
+def test_an_order_that_waits_for_its_answer_is_not_given_again() -> None:
+    story = Story()
+    plan = story.running("a", "b", steps=30)
+    slow = {"a": 1.0, "b": 2.0}
+    story.tick(timed(plan, 30, slow, 8))
+    first = story.tick(after_s=1)
+    (order,) = orders(first, SetShares)
+    assert (order.samples, order.from_step) == ((8, 4), 30)
+    story.steps(3)
+    assert not orders(story.tick(timed(plan, 33, slow, 8), after_s=5), SetShares)
+    story.steps(3)
+    late = story.tick(timed(plan, 36, slow, 8), after_s=40)
+    assert orders(late, SetShares), "it was lost"
+    story.tick(SharesSet(plan.generation, (8, 4), 38))
+    assert story.state.plan is not None and story.state.plan.samples == (8, 4) == story.state.plans[plan.generation].samples
+    assert story.state.shares_ordered is None
+    story.tick(timed(plan, 39, slow, 8))
+    assert not orders(story.tick(after_s=1), SetShares)
+
+
+def test_a_change_that_is_a_moment_old_is_looked_at_again() -> None:
+    story = Story()
+    plan = story.running("a", "b", steps=30)
+    story.tick(timed(plan, 30, {"a": 1.0, "b": 1.0}, 8))
+    story.steps(3, step_time_s=0.02)
+    soon = story.tick(timed(plan, 33, {"a": 1.0, "b": 2.0}))
+    assert not soon.actions and soon.wake_at_s is not None
+    later = story.tick(after_s=soon.wake_at_s - story.now_s + 0.01)
+    assert orders(later, SetShares)
+
+
+def test_shares_stay_within_what_the_job_pins() -> None:
+    story = Story(microbatch_size=7, layout="auto")
+    plan = story.running("a", "b", "c", steps=30)
+    story.tick(timed(plan, 30, {"a": 1.0, "b": 10.0, "c": 10.0}, 8))
+    (order,) = orders(story.tick(after_s=1), SetShares)
+    assert max(order.samples) == 7 and sum(order.samples) == 12
+
+
+def test_nothing_is_moved_in_the_last_steps() -> None:
+    story = Story(steps=34)
+    plan = story.running("a", "b", steps=30)
+    story.tick(timed(plan, 30, {"a": 1.0, "b": 9.0}, 8))
+    assert not orders(story.tick(after_s=1), SetShares)
+    assert balancing.LAST_STEPS >= 34 - 30
+
+
+def test_shares_that_do_not_fit_leave_the_layout_and_make_shares_equal_again() -> None:
+    story = Story()
+    plan = story.running("a", "b", steps=30)
+    story.tick(timed(plan, 30, {"a": 1.0, "b": 2.0}, 8), after_s=5)
+    story.tick(SharesSet(plan.generation, (8, 4), 32))
+    story.tick(WorkerFailed(A, plan.generation, "out_of_memory", "out of memory", 1 << 30))
+    assert not story.state.infeasible and "shares of 8, 4 samples do not fit" in story.state.uneven_failed
+    assert speeds.rates(story.state, list(story.state.nodes.values())) is None and SPOT.max_nodes

@@ -1,0 +1,152 @@
+"""GPUs that are not equally fast, or not any more, on the virtual clock: how soon shares follow, and when they stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from elastic.driver import drive
+from elastic.ledger.journal import Memory, parse_line, write_line
+from elastic.observe import tables
+from elastic.observe.view import view_of
+from elastic.policy.state import State
+from elastic.sim.backend import SimBackend
+from elastic.sim.faults import Delays, Fault
+from elastic.sim.replay import replay
+from elastic.types import DriverStarted, EnterPlan, ModelProfile, OptimizerSpec, Plan, Pool, SetShares, StepDone, TensorSpec
+
+MODEL = ModelProfile(
+    4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=2
+)
+JOB: dict[str, Any] = {
+    "steps": 200, "global_batch": 60, "layout": "auto", "min_workers": 1, "peer_every": 5, "durable_every": 50,
+}  # fmt: skip
+WORK_S = 4.0  # of a step on one nominal GPU
+AT_S = 40.0
+
+
+def pool(n: int, gpus: int = 1) -> Pool:
+    return Pool("p", "CPU", gpus, "owned", 1.0, 0, n)
+
+
+@dataclass
+class Run:
+    state: State
+    backend: SimBackend
+    journal: Memory
+
+    @property
+    def steps(self) -> list[tuple[float, StepDone]]:
+        return [(at_s, e) for line in self.journal.lines for at_s, e in line.events if isinstance(e, StepDone)]
+
+    def orders(self, kind: type) -> list[tuple[float, Any, str]]:
+        """When, what, and why."""
+        lines = [line for line in self.journal.lines if line.decision]
+        return [
+            (ln.at_s, a, ln.decision.reason) for ln in lines if ln.decision for a in ln.decision.actions if isinstance(a, kind)
+        ]
+
+    @property
+    def plans(self) -> list[Plan]:
+        return [order.plan for _, order, _ in self.orders(EnterPlan)]
+
+    def reaches(self, step_s: float, from_s: float) -> float:
+        """Seconds from then until a step takes no more than that."""
+        return next(at_s for at_s, e in self.steps if at_s > from_s and e.step_time_s <= step_s) - from_s
+
+
+def play(
+    faults: Sequence[Fault] = (), n: int = 4, speeds: Mapping[str, float] | None = None, gpus: int = 1, **changes: Any
+) -> Run:
+    job, pools = JOB | changes, (pool(n, gpus),)
+    backend, journal = SimBackend(pools, job, faults, Delays(work_s=WORK_S), speeds=speeds), Memory()
+    state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))
+    assert state.phase == "succeeded" and backend.violations == [], (state.outcome_reason, backend.violations)
+    again = replay([parse_line(write_line(line)) for line in journal.lines])
+    assert again.identical and again.state == state, again.first_difference
+    return Run(state, backend, journal)
+
+
+def best_s(speeds: Sequence[float]) -> float:
+    """Of a step, if every GPU gave all it can."""
+    return WORK_S / sum(speeds)
+
+
+def test_a_rank_that_becomes_twice_as_slow_gets_its_share_within_seconds() -> None:
+    run = play([Fault(AT_S, "throttle", 1, lasting=True, amount=2.0)])
+    (at_s, order, why), *more = run.orders(SetShares)
+    assert not more and AT_S < at_s < AT_S + 12, at_s - AT_S
+    slow = run.state.plans[1].ranks.index(next(w for w in run.plans[0].ranks if w.node_id == "p-2"))
+    assert order.samples[slow] in (8, 9) and sum(order.samples) == 60
+    assert run.reaches(best_s([1, 1, 1, 0.5]) / 0.9, AT_S) < 15
+    assert "node p-2 computes 2 times slower" in why and "before it was not" in why
+    assert [plan.cause for plan in run.plans] == ["start"], "and nothing has stopped for it"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["jitter", "drift", "both"])
+def test_ten_minutes_of_jitter_move_nothing(kind: str, seed: int) -> None:
+    faults = [Fault(0.0, "jitter", seed, lasting=True, amount=0.1)] if kind != "drift" else []
+    faults += [Fault(float(seed), "drift", lasts_s=120.0 * 4**seed / 8, amount=0.1)] if kind == "drift" else []
+    if kind == "both":
+        faults = [Fault(0.0, "jitter", seed, lasting=True, amount=0.05), Fault(seed, "drift", lasts_s=300.0, amount=0.05)]
+    run = play(faults, n=2 + 2 * seed, steps=int(620 / (WORK_S / (2 + 2 * seed))), global_batch=480)
+    assert run.steps[-1][0] > 600 and not run.orders(SetShares) and len(run.plans) == 1
+
+
+@pytest.mark.parametrize("speeds", [(1, 1, 2), (1, 2, 3, 4), (1, 1, 1, 0.25)])
+def test_unequal_gpus_reach_the_sum_of_their_speeds(speeds: tuple[float, ...]) -> None:
+    run = play(n=len(speeds), speeds={f"p-{i + 1}": one for i, one in enumerate(speeds)})
+    last = [e.step_time_s for _, e in run.steps[-20:]]
+    assert best_s(speeds) / max(last) >= 0.95, run.state.plan
+    assert next(e.step for _, e in run.steps if e.step_time_s <= best_s(speeds) / 0.95) <= 8
+    assert len(run.orders(SetShares)) == 1
+
+
+@pytest.mark.parametrize("speeds", [(1, 1, 2), (1, 2, 3, 4), (1, 1, 1, 0.25)])
+def test_they_do_so_under_jitter_too(speeds: tuple[float, ...]) -> None:
+    faults = [Fault(0.0, "jitter", 3, lasting=True, amount=0.1)]
+    run = play(faults, n=len(speeds), speeds={f"p-{i + 1}": one for i, one in enumerate(speeds)}, steps=400)
+    unit = {rank: speeds[int(worker.node_id[2:]) - 1] for rank, worker in enumerate(run.plans[0].ranks)}
+    samples = run.orders(SetShares)[-1][1].samples
+    busy_s = max(n / 60 * WORK_S / unit[d] for d, n in enumerate(samples))
+    assert best_s(speeds) / busy_s >= 0.93 and len(run.orders(SetShares)) <= 2
+
+
+def test_a_node_that_recovers_gets_its_share_back() -> None:
+    run = play([Fault(AT_S, "throttle", 1, lasts_s=60.0, amount=2.0)])
+    moves = run.orders(SetShares)
+    assert len(moves) == 2 and moves[1][1].samples == (15, 15, 15, 15)
+    assert AT_S + 60 < moves[1][0] < AT_S + 75 and "any more" in moves[1][2]
+
+
+@pytest.mark.parametrize(("on_s", "off_s"), [(10.0, 10.0), (5.0, 20.0), (30.0, 30.0)])
+def test_a_node_that_is_slow_now_and_then_is_followed_a_few_times_only(on_s: float, off_s: float) -> None:
+    n = int(600 / (on_s + off_s))
+    faults = [Fault(AT_S + i * (on_s + off_s), "throttle", 1, lasts_s=on_s, amount=2.0) for i in range(n)]
+    run = play(faults, steps=560)
+    assert run.steps[-1][0] > 600 and len(run.orders(SetShares)) <= 4
+    assert all(plan.cause != "rebalance" for plan in run.plans)
+
+
+def test_a_small_difference_that_lasts_is_acted_upon_later() -> None:
+    run = play(speeds={"p-2": 1 / 1.15}, steps=1200)
+    (at_s, order, why), *more = run.orders(SetShares)
+    assert not more and 900 < at_s < 1000 and "all through the last 15 minutes" in why
+
+
+def test_a_job_may_want_none_of_it() -> None:
+    run = play([Fault(AT_S, "throttle", 1, lasting=True, amount=2.0)], rebalance=False)
+    assert not run.orders(SetShares) and run.steps[-1][1].step_time_s == pytest.approx(2.0)
+
+
+def test_one_gpu_of_a_node_is_told_from_the_whole_node() -> None:
+    one = play([Fault(AT_S, "throttle", 1, lasting=True, amount=3.0, gpu=1)], n=3, gpus=2)
+    whole = play([Fault(AT_S, "throttle", 1, lasting=True, amount=3.0)], n=3, gpus=2)
+    assert "GPU p-2/1 only" in one.orders(SetShares)[0][2]
+    assert "all 2 of its GPUs" in whole.orders(SetShares)[0][2]
+    said = "\n".join(tables.why(view_of(whole.journal.lines)))
+    assert "node p-2 computes 3 times slower" in said
