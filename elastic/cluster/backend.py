@@ -304,7 +304,7 @@ class RayBackend:
     def _follow(self, event: Event) -> list[Event]:
         """What the backend itself does about a worker's message."""
         if isinstance(event, StepDone):
-            self.silence.step_time_s[event.generation] = event.step_time_s
+            self.silence.stepped(event.generation, event.step_time_s)
             return self._drilled(self.drilling.at_step(event.step, self._plan, self.now_s()))
         if isinstance(event, PlanEntered):
             self._drop_stores(event.generation - 1)
@@ -414,10 +414,14 @@ class RayBackend:
                 self.crew.call(other, "write_for", parts.plan, parts.step, rank)
 
     def _stuck_generation(self) -> list[Event]:
-        """All workers answer and none gets on: broken off, so that the one that does not obey is found."""
+        """All workers answer and none gets on: the ones that the others wait for are named. Where nobody can tell: broken off,
+        so that the one that does not obey is found."""
         plan = self._plan
         if plan is None or plan.generation in self._stuck:
             return []
+        found = self.silence.missing(plan)
+        if found:
+            return [*found]
         still_s = self.silence.stuck_s(plan.generation)
         if not still_s:
             return []

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from elastic.types import Silent, WorkerId
+from elastic.cluster.missing import Arrived, At, missing
+from elastic.types import Plan, Silent, WorkerId
+from elastic.worker.standing import PATIENT, Doing
 
 STEPPING_LEAST_S, STEP_TIMES = 1.0, 5.0
 LATE_TIMES, LATE_HALF_S = 4.0, 15.0  # of the machine's lateness, half of which is forgotten in this time
 LATE_S = 0.25
+SLOW_KEPT = 0.9  # of the slowest step's time, with each step that follows
 STUCK_LEAST_S, STUCK_TIMES = 30.0, 3.0  # all answer and none gets on
+MISSING_LEAST_S = 5.0  # all answer, and all but some wait for those in a collective
+PATIENT_LEAST_S = 60.0  # the same where those wait for their batch, compile, or store a copy
 EVALUATING_STUCK_S = 600.0  # the same within one batch of a validation set: the program may make whole texts of it
 BOUNDS_S = {"idle": 10.0, "starting": 120.0}
 OTHER_BOUND_S = 60.0  # preparing, building, loading, compiling, evaluating, saving ...
@@ -28,6 +33,12 @@ class BeatLike(Protocol):
     def phase(self) -> str: ...
     @property
     def progress(self) -> int: ...
+    @property
+    def arrived(self) -> Arrived: ...
+    @property
+    def doing(self) -> Doing: ...
+    @property
+    def where(self) -> str: ...
 
 
 @dataclass
@@ -38,6 +49,8 @@ class _Seen:
     waited_s: float = 0.0  # since the call that is not answered yet was made; 0 = none is open
     open: bool = False
     still_s: float = 0.0  # since its progress changed
+    quiet_s: float = 0.0  # the same, or since it began a collective
+    at: At = At()
     told: bool = False
 
 
@@ -52,6 +65,8 @@ class Silence:
     wait_s: float
     most_s: float | None = None
     step_time_s: dict[int, float] = field(default_factory=dict)  # generation -> newest
+    _slow_step_s: dict[int, float] = field(default_factory=dict)  # generation -> of the slowest lately
+    _named: set[tuple[int, WorkerId]] = field(default_factory=set)  # that others waited for, in that generation
     _workers: dict[WorkerId, _Seen] = field(default_factory=dict)
     _looked_at_s: float | None = None
     _late_s: float = 0.0  # the machine's lateness
@@ -69,8 +84,16 @@ class Silence:
         moved = (beat.generation, beat.phase, beat.progress) != (seen.generation, seen.phase, seen.progress)
         if moved or beat.phase == "idle":
             seen.still_s = 0.0
+        if moved or beat.phase == "idle" or beat.arrived != seen.at.arrived:
+            seen.quiet_s = 0.0
+        seen.at = At(beat.arrived, beat.doing, beat.where)
         seen.generation, seen.phase, seen.progress = beat.generation, beat.phase, beat.progress
         seen.open, seen.waited_s, seen.told = False, 0.0, False
+
+    def stepped(self, generation: int, step_time_s: float) -> None:
+        """A step of the generation is done."""
+        self.step_time_s[generation] = step_time_s
+        self._slow_step_s[generation] = max(step_time_s, SLOW_KEPT * self._slow_step_s.get(generation, 0.0))
 
     def late(self) -> list[WorkerId]:
         """Workers whose answer should have come by now: no silence yet, but reason to look at their nodes."""
@@ -102,6 +125,7 @@ class Silence:
         for seen in self._workers.values():
             seen.waited_s += passed_s if seen.open else 0.0
             seen.still_s += passed_s
+            seen.quiet_s += passed_s
         return [
             Silent(worker, seen.generation, seen.phase, round(seen.waited_s, 2))
             for worker, seen in self._workers.items()
@@ -126,7 +150,38 @@ class Silence:
         if not members or any(seen.phase not in ("stepping", "evaluating") or self._overdue(seen) for seen in members):
             return 0.0
         most_s = max(STUCK_LEAST_S, STUCK_TIMES * self.bound_s("stepping", generation))
-        if any(seen.phase == "evaluating" for seen in members):
+        if any(seen.phase == "evaluating" or seen.at.doing in PATIENT for seen in members):
             most_s = max(most_s, EVALUATING_STUCK_S)
         still_s = min(seen.still_s for seen in members)
         return still_s if still_s > most_s else 0.0
+
+    def missing(self, plan: Plan) -> list[Silent]:
+        """Ranks that all others wait for in a collective: all answer, none gets on, for too long; each once. Not before the
+        generation's first step is done: until then nobody knows how long one takes."""
+        generation = plan.generation
+        seen = {worker: self._workers[worker] for worker in plan.ranks if worker in self._workers}
+        steps = all(one.generation == generation and one.phase == "stepping" and self._fresh(one) for one in seen.values())
+        if len(seen) < len(plan.ranks) or not steps or generation not in self.step_time_s:
+            return []
+        quiet_s = min(one.quiet_s for one in seen.values())
+        if quiet_s <= MISSING_LEAST_S and (self.most_s is None or quiet_s <= self.most_s):
+            return []
+        found = missing({worker: one.at for worker, one in seen.items()}, plan.layout.pp > 1)
+        patient = any(seen[worker].at.doing in PATIENT for worker in found)
+        if quiet_s <= self.missing_bound_s(generation, patient):
+            return []
+        new = [worker for worker in found if (generation, worker) not in self._named]
+        self._named.update((generation, worker) for worker in new)
+        return [Silent(worker, generation, seen[worker].phase, round(quiet_s, 2), found[worker]) for worker in new]
+
+    def missing_bound_s(self, generation: int, patient: bool) -> float:
+        """How long all may stand still before the ones that they wait for are named: many times what a step takes, so that one
+        that has become slow is not taken for one that does not come."""
+        slow_s = self._slow_step_s.get(generation, 0.0)
+        bound_s = max(MISSING_LEAST_S, STUCK_TIMES * max(STEP_TIMES * slow_s, self.bound_s("stepping", generation)))
+        bound_s = max(bound_s, PATIENT_LEAST_S) if patient else bound_s
+        return min(bound_s, self.most_s) if self.most_s is not None else bound_s
+
+    def _fresh(self, seen: _Seen) -> bool:
+        """Its newest answer is that of just now."""
+        return not seen.open or seen.waited_s <= self.wait_s + STEPPING_LEAST_S

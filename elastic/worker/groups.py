@@ -162,6 +162,7 @@ class Groups:
         self._store_port = 0
         self._before: set[int] = set()
         self._store: Store | None = None
+        self._counted: tuple[tuple[str, int, tuple[Any, ...]], ...] = ()  # name, first rank, backends of the groups that count
         self._aborted = False
         self._joining = threading.Event()
         self._n_participants = 0
@@ -255,6 +256,34 @@ class Groups:
             line = mine(("pp",))
             if rank in (line[0], line[-1]):  # made last: group names count the groups made before
                 self.tie = group([line[0], line[-1]])
+        self._count(made)
+
+    def _count(self, made: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
+        """Which groups' numbers say who has not come. Not those of a pipeline of more than two: the messages of a stage in the
+        middle are more than those of the others."""
+        names = {id(group): name for name, group in (("plan", self.plan), ("tie", self.tie), ("cp", self.cp))}
+        for axis in self.mesh.mesh_dim_names or () if self.mesh is not None else ():
+            assert self.mesh is not None
+            merged = "dp_shard" if self.layout.cp == 1 else "dp_shard x cp"
+            names[id(self.mesh.get_group(axis))] = merged if axis == "fsdp" else axis
+        if self.pp is not None:
+            names[id(self.pp)] = "pp" if self.layout.pp == 2 else ""
+        kinds = {torch.device("cpu"), torch.device(self.device.type)}
+        self._counted = tuple(
+            (names[id(group)], ranks[0], tuple(group._get_backend(kind) for kind in kinds))
+            for ranks, group in made.items()
+            if len(ranks) > 1 and names.get(id(group))
+        )
+
+    def arrived(self) -> tuple[tuple[str, int, int], ...]:
+        """Of each group that this rank is in: its axis, its first rank, and how many collectives this rank has begun there.
+        From any thread."""
+        with suppress(RuntimeError):  # a backend that does not count
+            return tuple(
+                (name, first, sum(backend._get_sequence_number_for_group() for backend in backends))
+                for name, first, backends in self._counted
+            )
+        return ()
 
     def _share_ports(self, me: int, n: int) -> None:
         """Tells the others this rank's listening ports: with them, `abort` knows the generation's sockets from all others."""
@@ -302,6 +331,7 @@ class Groups:
         if self.mesh is not None:
             self.mesh._pg_registry.clear()  # cached meshes must not keep the sockets of groups that are gone
         self.mesh = self.pp = self.cp = self.plan = self.copies = self.tie = None
+        self._counted = ()
         self._store = None
 
 

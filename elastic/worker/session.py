@@ -56,17 +56,20 @@ from elastic.worker.offender import Tripped
 from elastic.worker.rehearsal import rehearse, rehearse_plan
 from elastic.worker.sample_profile import sample_profile
 from elastic.worker.script import Script, Source
+from elastic.worker.standing import Doing, standing
 from elastic.worker.workplace import EnterOrder, Workplace, live_step
 
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 60.0  # while it does what has no steps
+SCRIPT_THREAD = "script"
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Answer to a poll. `progress` changes whenever the worker gets on."""
+    """Answer to a poll. `progress` changes whenever the worker gets on; `arrived`: see Groups.arrived. `doing`, `where`: what a
+    worker is at that has not got on since the poll before."""
 
     messages: tuple[tuple[int, Event], ...]
     generation: int
@@ -75,6 +78,9 @@ class Beat:
     progress: int
     pid: int
     said: tuple[str, ...] = ()  # lines that rank 0 has printed; put in by the actor's shell
+    arrived: tuple[tuple[str, int, int], ...] = ()
+    doing: Doing = ""
+    where: str = ""
 
 
 class Session:
@@ -96,6 +102,7 @@ class Session:
         self._admission: Admission | None = None
         self._closed = False
         self._phase, self._step, self._progress = "idle", 0, 0
+        self._polled = -1  # its progress at the last poll
         self._told_s = 0.0  # when this phase began, or when it was told last that this worker gets on with it
         self._generation: Generation | None = None
         self._broken: Generation | None = None  # left with gradients whose commit was not seen; until another is entered
@@ -185,8 +192,17 @@ class Session:
             self._outbox = [(n, e) for n, e in self._outbox if n > ack]
             while not self._outbox and not self._closed and (left := deadline - time.monotonic()) > 0:
                 self._lock.wait(left)
-            number = self._generation.number if self._generation is not None else 0
-            return Beat(tuple(self._outbox), number, self._phase, self._step, self._progress, os.getpid())
+            running, messages = self._generation, tuple(self._outbox)
+            at = (self._phase, self._step, self._progress, os.getpid())
+            still, self._polled = self._progress == self._polled, self._progress
+        if running is None:
+            return Beat(messages, 0, *at)
+        doing: tuple[Doing, str] = standing(self._at_work()) if still else ("", "")
+        return Beat(messages, running.number, *at, (), running.groups.arrived(), *doing)
+
+    def _at_work(self) -> list[threading.Thread]:
+        """The threads that may be: the training thread, else that of a script."""
+        return [self._thread, *(thread for thread in threading.enumerate() if thread.name == SCRIPT_THREAD)]
 
     def close(self) -> None:
         """Ends the training thread as soon as it is free; what waits in a group is broken off."""

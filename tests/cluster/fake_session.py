@@ -25,6 +25,9 @@ class Beat:
     progress: int
     pid: int
     said: tuple[str, ...] = ()
+    arrived: tuple[tuple[str, int, int], ...] = ()
+    doing: str = ""
+    where: str = ""
 
 
 class FakeSession:

@@ -11,9 +11,11 @@ import pytest
 from elastic.cluster.admission import Entrance
 from elastic.cluster.backend import RayBackend
 from elastic.cluster.crew import Answer, Broken
+from elastic.cluster.missing import Arrived
 from elastic.cluster.silence import Silence
 from elastic.types import Event, Node, NodeLost, NodePrepared, WorkerFailed, WorkerId
 from elastic.worker.gather import Gather
+from elastic.worker.standing import Doing
 
 
 @dataclass
@@ -22,6 +24,9 @@ class Beat:
     phase: str = "idle"
     progress: int = 0
     said: tuple[str, ...] = ()
+    arrived: Arrived = ()
+    doing: Doing = ""
+    where: str = ""
 
 
 @pytest.mark.parametrize("lost", [True, False])

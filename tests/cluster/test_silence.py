@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.cluster.missing import Arrived
 from elastic.cluster.silence import Silence
 from elastic.types import WorkerId
+from elastic.worker.standing import Doing
 
 A, B = WorkerId("a", 0), WorkerId("b", 0)
 
@@ -15,6 +17,9 @@ class Beat:
     generation: int = 1
     phase: str = "stepping"
     progress: int = 0
+    arrived: Arrived = ()
+    doing: Doing = ""
+    where: str = ""
 
 
 class Run:

@@ -124,3 +124,20 @@ def test_the_default_group_lends_its_name_to_no_axis() -> None:
     assert axis_group(made, "fsdp") is not made.world
     assert axis_group(made, "fsdp") is made.plan
     made.close()
+
+
+def test_collectives_are_counted_when_they_begin() -> None:
+    """Those that the whole group takes part in; what backends cannot count is left out."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = dist.group.WORLD._get_backend(CPU)
+    before = backend._get_sequence_number_for_group()
+    for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0), lambda x: dist.all_gather([x.clone()], x)):
+        call(torch.ones(4))
+        assert backend._get_sequence_number_for_group() == before + 1
+        before += 1
+    dist.destroy_process_group()
+    made = entered(Layout(dp_shard=2, tp=2))
+    assert {(name, first) for name, first, _ in made._counted} == {("plan", 0), ("dp_shard", 0), ("tp", 0)}
+    assert isinstance(made.arrived(), tuple)
+    made.close()
+    assert made.arrived() == ()

@@ -16,6 +16,7 @@ from forks import FORKS
 from torch.distributed import TCPStore
 
 from elastic.types import DigestPart, Event, Plan, PlanEntered, Quiesced, WorkerFailed, WorkerId
+from elastic.worker.session import Beat
 from elastic.worker.workplace import EnterOrder
 
 TIMEOUT_S = 60.0  # of a generation's groups: what a survivor waits where nothing tells it that a peer is gone
@@ -56,6 +57,11 @@ def _serve(pipe: Connection) -> None:
             os._exit(0)
         elif name == "patch":
             getattr(importlib.import_module(arguments[0]), arguments[1])()
+        elif name == "beat":
+            assert session is not None
+            beat = session.poll(0, 0.0)
+            with lock:
+                pipe.send((serial, session.me, beat))
         else:
             getattr(session, name)(*arguments)
 
@@ -115,6 +121,15 @@ class Pool:
         for i, worker in enumerate(everyone):
             if worker not in tuple(leave_out):
                 self.call(worker, "enter", EnterOrder(plan, everyone, i, ("127.0.0.1", store.port), TIMEOUT_S))
+
+    def beats(self) -> dict[WorkerId, Any]:
+        """What each worker says of itself just now."""
+        asked = len(self.log)
+        for worker in self.workers:
+            self.call(worker, "beat")
+        told = lambda: {worker: said for _, worker, said in self.log[asked:] if isinstance(said, Beat)}  # noqa: E731
+        self.wait(lambda: len(told()) == len(self.workers), "beats")
+        return told()
 
     def drain(self) -> None:
         from multiprocessing.connection import wait

@@ -1,0 +1,62 @@
+"""Which rank the others wait for, by how many collectives each has begun in its groups. Pure: numbers in, names out.
+
+Ranks do the same collectives of a group in the same order. One that does not come any more has begun fewer than the others in
+some group, and nowhere more: the others come as far as they can without it. Whoever waits for one of those has begun more than
+another in that group. Only stages of a pipeline, which send messages to each other, may be behind in one group while they
+wait in another whose numbers say nothing (see Groups.arrived): they are told apart by what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic.types import WorkerId
+from elastic.worker.standing import PATIENT, Doing
+
+Arrived = tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a rank stands."""
+
+    arrived: Arrived = ()
+    doing: Doing = ""
+    where: str = ""
+
+
+def missing(ranks: Mapping[WorkerId, At], staged: bool) -> dict[WorkerId, str]:
+    """The ranks that all others wait for, each with why; {} = that cannot be told. `staged`: they are stages of a pipeline."""
+    groups: dict[tuple[str, int], dict[WorkerId, int]] = {}
+    for worker, at in ranks.items():
+        for axis, first, n in at.arrived:
+            groups.setdefault((axis, first), {})[worker] = n
+    behind: dict[WorkerId, str] = {}
+    waiting: set[WorkerId] = set()
+    for (axis, _), counts in groups.items():
+        least = min(counts.values())
+        there = [worker for worker, n in counts.items() if n > least]
+        waiting.update(there)
+        for worker, n in counts.items():
+            if there and n == least:
+                behind.setdefault(worker, _absent(least + 1, axis, len(there)))
+    found = {worker: why for worker, why in behind.items() if worker not in waiting}
+    if staged:
+        found = {worker: why for worker, why in found.items() if ranks[worker].doing != "others"}
+        if not found and all(at.doing for at in ranks.values()):
+            others = [worker for worker, at in ranks.items() if at.doing == "others"]
+            wait = f"{len(others)} other rank{'s wait' if len(others) > 1 else ' waits'} for a message or a collective"
+            found = {worker: f"is in no collective; {wait}" for worker in ranks if worker not in others} if others else {}
+    return {worker: why + _at(ranks[worker]) for worker, why in found.items()} if len(found) < len(ranks) else {}
+
+
+def _absent(number: int, axis: str, n: int) -> str:
+    return f"has not come to collective {number} of {axis}; {n} other rank{'s wait' if n > 1 else ' waits'} there"
+
+
+def _at(at: At) -> str:
+    where = f" ({at.where})" if at.where else ""
+    if at.doing in PATIENT:
+        return f"; it {PATIENT[at.doing]}{where}"
+    return f"; it stands at {at.where}" if at.where else ""

@@ -1,0 +1,173 @@
+"""Which rank the others wait for, and when that is said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from elastic.cluster.missing import At, missing
+from elastic.cluster.silence import Silence
+from elastic.types import Layout, Plan, Silent, WorkerId
+from elastic.worker.standing import Doing
+
+RANKS = tuple(WorkerId(f"n{i}", 0) for i in range(4))
+A, B, C, D = RANKS
+
+
+def at(**numbers: int) -> At:
+    """`fsdp_0=5`: has begun five collectives of the group fsdp whose first rank is 0."""
+    return At(tuple((name.rpartition("_")[0], int(name.rpartition("_")[2]), n) for name, n in numbers.items()))
+
+
+def test_one_group() -> None:
+    found = missing({A: at(dp_0=9), B: at(dp_0=8), C: at(dp_0=9), D: at(dp_0=9)}, staged=False)
+    assert found == {B: "has not come to collective 9 of dp; 3 other ranks wait there"}
+
+
+def test_one_that_waits_in_another_group_is_not_the_one() -> None:
+    """A is missed by B in tp; C and D wait for A and B in dp: B is behind there since it waits in tp."""
+    ranks = {A: at(dp_0=5, tp_0=7), B: at(dp_1=5, tp_0=8), C: at(dp_0=6, tp_2=9), D: at(dp_1=6, tp_2=9)}
+    assert list(missing(ranks, staged=False)) == [A]
+
+
+def test_nobody_where_all_have_come() -> None:
+    assert missing({rank: at(dp_0=5) for rank in RANKS}, staged=False) == {}
+    assert missing({rank: at() for rank in RANKS}, staged=False) == {}
+
+
+def test_two_that_stand_on_one_node_are_both_named() -> None:
+    found = missing({A: at(dp_0=8), B: at(dp_0=8), C: at(dp_0=9), D: at(dp_0=9)}, staged=False)
+    assert list(found) == [A, B]
+
+
+def test_stages_are_told_apart_by_what_they_do() -> None:
+    """C waits for a message of A: behind D among its own stage, though A is the one that stands."""
+    ranks = {A: at(dp_0=5), B: at(dp_0=6), C: at(dp_2=5), D: at(dp_2=6)}
+    doing: dict[WorkerId, Doing] = {A: "own", B: "others", C: "others", D: "others"}
+    assert list(missing({rank: replace(one, doing=doing[rank]) for rank, one in ranks.items()}, staged=True)) == [A]
+    numberless = {rank: At((), doing[rank], "f.py:3 in g") for rank in RANKS}
+    found = missing(numberless, staged=True)
+    assert found == {A: "is in no collective; 3 other ranks wait for a message or a collective; it stands at f.py:3 in g"}
+    assert missing({rank: At((), "others") for rank in RANKS}, staged=True) == {}
+    assert missing({**numberless, B: At()}, staged=True) == {}, "of one nobody knows what it does"
+
+
+@dataclass(frozen=True)
+class Beat:
+    generation: int
+    phase: str
+    progress: int
+    arrived: tuple[tuple[str, int, int], ...]
+    doing: Doing = "others"
+    where: str = ""
+
+
+@dataclass
+class Run:
+    """Four ranks that are polled every half second; B is the one that does not come when `stuck`."""
+
+    step_time_s: float = 0.1
+    most_s: float | None = None
+    now_s: float = 0.0
+    n: int = 0
+    phase: str = "stepping"
+    doing: Doing = "own"
+    mute: tuple[WorkerId, ...] = ()
+    plan: Plan = Plan(1, Layout(dp_shard=4), RANKS, (2, 2, 2, 2), (4,))
+    silence: Silence = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.silence = Silence(0.5, self.most_s)
+
+    def until(self, end_s: float, stuck: bool = False, moves: bool = False) -> list[tuple[float, Silent]]:
+        """`moves`: though stuck in its step, B begins a collective now and then."""
+        found = []
+        while self.now_s < end_s:
+            self.now_s += 0.25
+            if not stuck:
+                self.silence.stepped(1, self.step_time_s)
+            if not stuck or (moves and self.now_s % 4 == 0):
+                self.n += 1
+            for worker in RANKS:
+                self.silence.called(worker)
+                if self.now_s % 0.5 == 0 and worker not in self.mute:
+                    mine = stuck and worker == B
+                    n = self.n - 1 if mine else self.n
+                    progress = 0 if stuck else self.n
+                    beat = Beat(1, self.phase, progress, (("dp_shard", 0, n),), self.doing if mine else "others")
+                    self.silence.answered(worker, beat)
+                    self.silence.called(worker)
+            self.silence.look(self.now_s)
+            found += [(self.now_s, silent) for silent in self.silence.missing(self.plan)]
+        return found
+
+
+def test_the_one_that_does_not_come_is_named_once_within_seconds() -> None:
+    run = Run()
+    assert run.until(10) == []
+    found = run.until(60, stuck=True)
+    assert [silent.worker for _, silent in found] == [B]
+    at_s, silent = found[0]
+    assert 15.0 < at_s < 16.5
+    assert (silent.generation, silent.phase) == (1, "stepping") and 5 < silent.silent_s < 6
+    assert silent.why == f"has not come to collective {run.n} of dp_shard; 3 other ranks wait there"
+
+
+def test_not_one_that_is_slow_but_begins_collectives() -> None:
+    run = Run()
+    run.until(10)
+    assert run.until(100, stuck=True, moves=True) == []
+
+
+def test_the_bound_is_many_steps() -> None:
+    run = Run(step_time_s=2.0)
+    run.until(10)
+    assert run.until(39, stuck=True) == [], "a step of ten times its time is slow, not stuck"
+    assert [silent.worker for _, silent in run.until(43, stuck=True)] == [B]
+
+
+def test_the_bound_remembers_slow_steps() -> None:
+    run = Run(step_time_s=4.0)
+    run.until(10)
+    run.step_time_s = 0.1
+    run.until(10.5)
+    assert run.until(50, stuck=True) == []
+
+
+def test_a_rank_that_waits_for_its_batch_has_a_minute_and_is_named_with_that() -> None:
+    run = Run(doing="batch")
+    run.until(10)
+    assert run.until(69, stuck=True) == []
+    assert run.silence.stuck_s(1) == 0.0, "nor is all of it broken off meanwhile"
+    found = run.until(73, stuck=True)
+    assert [silent.worker for _, silent in found] == [B]
+    assert "it waits for its batch" in found[0][1].why
+
+
+@pytest.mark.parametrize("doing", ["compiling", "copying"])
+def test_nor_one_that_compiles_or_stores(doing: Doing) -> None:
+    run = Run(doing=doing)
+    run.until(10)
+    assert run.until(69, stuck=True) == []
+
+
+def test_nobody_before_the_first_step_is_done() -> None:
+    assert Run().until(100, stuck=True) == []
+
+
+def test_nobody_while_one_evaluates_or_does_not_answer() -> None:
+    evaluating = Run(phase="evaluating")
+    evaluating.until(10)
+    assert evaluating.until(60, stuck=True) == []
+    mute = Run()
+    mute.until(10)
+    mute.mute = (D,)
+    assert mute.until(60, stuck=True) == [], "it is D's silence that is looked at"
+
+
+def test_the_jobs_upper_bound_holds_here_too() -> None:
+    run = Run(most_s=2.0, doing="batch")
+    run.until(10)
+    found = run.until(14, stuck=True)
+    assert [silent.worker for _, silent in found] == [B]

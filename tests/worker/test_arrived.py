@@ -1,0 +1,67 @@
+"""Which rank does not come to a collective: told apart by the numbers of all, while all of them answer."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plans import plan
+from worker_pool import Pool
+
+from elastic.cluster.missing import At, missing
+from elastic.types import Layout, StepDone, WorkerId
+
+pytestmark = pytest.mark.slow
+PROGRAM = Path(__file__).parent.parent / "programs" / "tiny_stands.py"
+STANDS = "ELASTIC_TEST_STANDS"
+LAYOUTS = [
+    Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(dp_replicate=4), Layout(dp_replicate=2, dp_shard=2), Layout(pp=4),
+    Layout(pp=2, dp_shard=2), Layout(pp=2, tp=2), Layout(dp_shard=2, cp=2), Layout(pp=2),
+]  # fmt: skip
+STILL = 4  # looks at which nobody has got on, a fifth of a second between them
+
+
+def stand_still() -> None:
+    os.environ[STANDS] = "1"
+
+
+def go_on() -> None:
+    os.environ.pop(STANDS)
+
+
+def when_nobody_gets_on(pool: Pool, victim: WorkerId) -> dict[WorkerId, At]:
+    """Where each rank stands, once nobody gets on any more."""
+    before: dict[WorkerId, Any] = {}
+    n, deadline = 0, time.monotonic() + 120
+    while n < STILL:
+        time.sleep(0.2)
+        beats = {worker: beat for worker, beat in pool.beats().items() if beat.generation}
+        now = {worker: (beat.progress, beat.arrived) for worker, beat in beats.items()}
+        stands = victim in beats and "in stand" in beats[victim].where
+        n, before = (n + 1 if stands and now == before else 0), now
+        assert time.monotonic() < deadline, beats
+    return {worker: At(beat.arrived, beat.doing, beat.where) for worker, beat in beats.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_rank_that_does_not_come_is_told_apart(pool: Pool, tmp_path: Path, layout: Layout) -> None:
+    job = {"program": str(PROGRAM), "steps": 1_000_000, "global_batch": 8, "seed": 3}
+    workers = pool.open(job, tmp_path)
+    mine = plan(1, layout, workers, job["global_batch"])
+    pool.enter(mine)
+    for victim in mine.ranks:
+        done = len(pool.events(StepDone))
+        pool.wait(lambda done=done: len(pool.events(StepDone)) > done + 2, "steps")
+        pool.patch(victim, stand_still)
+        ranks = when_nobody_gets_on(pool, victim)
+        found = missing(ranks, layout.pp > 1)
+        assert list(found) == [victim], (found, ranks)
+        assert "in stand" in found[victim] and "wait" in found[victim]
+        print(f"{layout}: {found[victim]}")
+        pool.patch(victim, go_on)
+    for worker in mine.ranks:
+        pool.call(worker, "quiesce", 1, False)
+    pool.quiesced(1, layout.world_size)
