@@ -155,7 +155,7 @@ def changed(clock: Clock) -> dict[str, Any]:
         trial = Trial(Path(folder), job(4, batch, drill), clock)
         trial.start()
         try:
-            trial.until(lambda: any(True for _ in events(trial.lines(), SharesSet)), "other shares")
+            trial.until(lambda: bool(trial.steps) and any(True for _ in events(trial.lines(), SharesSet)), "other shares")
             lines = settled(trial, MEASURED)
         finally:
             trial.end()
