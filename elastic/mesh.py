@@ -6,6 +6,7 @@ neighbouring ranks (one node) share a tp group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.types import AXES, Layout
@@ -75,6 +76,26 @@ def fills_rounds(layout: Layout, n_microbatches: int) -> bool:
     """interleaved1f1b sends microbatches through the stages of a rank in rounds of about pp: are the rounds of equal size?"""
     interleaved = layout.n_stages > layout.pp
     return not interleaved or n_microbatches % max(1, n_microbatches // layout.pp) == 0
+
+
+def each_microbatches(layout: Layout, samples: Sequence[int], n_microbatches: int) -> tuple[int, ...]:
+    """Microbatches per step of every data-parallel rank. Where shares are unequal and the layout gives microbatches a size, a
+    replica with more samples has more of them and one with fewer has fewer, so that none is larger; else all have
+    `n_microbatches`. Shards of a replica need equally many; pipeline stages need them of one size, and no fewer than that."""
+    most, shard = layout.microbatch_size, layout.dp_shard
+    if not most or layout.dp_replicate == 1 or max(samples) - min(samples) <= n_microbatches:
+        return (n_microbatches,) * layout.dp
+    found: list[int] = []
+    for first in range(0, layout.dp, shard):
+        mine = samples[first : first + shard]
+        if layout.pp == 1:
+            n = max(1, -(-max(mine) // most))
+        else:
+            rows = [size // n_microbatches for size in mine]
+            more = next((k for k in range(1, max(rows) + 1) if not any(n % k for n in rows) and max(rows) // k <= most), 1)
+            n = n_microbatches * (more if fills_rounds(layout, n_microbatches * more) else 1)
+        found += [n] * shard
+    return tuple(found)
 
 
 def replica_key(layout: Layout, rank: int) -> tuple[int, int, int, int]:

@@ -240,16 +240,6 @@ class Plan:
     memory_bytes: int = 0
     usd_per_h: float = 0.0
     rolled_back: tuple[tuple[str, int], ...] = ()  # guards and steps that the run was rolled back for
-    microbatches: tuple[int, ...] = ()  # of each replica (index on dp_replicate), where they differ; () = n_microbatches
-
-    def microbatches_of(self, dp: int) -> int:
-        """Micro-batches per step of a data-parallel rank: the same for all that share a replica."""
-        return self.microbatches[dp // self.layout.dp_shard] if self.microbatches else self.n_microbatches
-
-    @property
-    def each_microbatches(self) -> tuple[int, ...]:
-        """`microbatches_of` of every data-parallel rank."""
-        return tuple(self.microbatches_of(dp) for dp in range(self.layout.dp))
 
     @property
     def nodes(self) -> tuple[str, ...]:

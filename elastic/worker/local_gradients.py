@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.mesh import each_microbatches
 from elastic.types import ModelProfile, Plan
 
 MARK = "_elastic_watched"
@@ -46,7 +47,7 @@ def cannot(plan: Plan, profile: ModelProfile, script: bool) -> str:
         return "with tp or cp no rank has a gradient of its own"
     if layout.pp > 1 and any(spec.tied_to for spec in profile.specs):
         return "a tied tensor stands on two stages"
-    if len([part for part in parts_of(plan.samples, plan.each_microbatches) if part]) < 2:
+    if len([part for part in parts_of(plan.samples, each_microbatches(layout, plan.samples, plan.n_microbatches)) if part]) < 2:
         return "one rank with one microbatch has only one batch size"
     return ""
 

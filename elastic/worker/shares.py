@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic.data.budget import Cut, Microbatch, TokenBudget, pad_share
 from elastic.data.order import sample_ids, share
+from elastic.mesh import each_microbatches
 from elastic.types import Plan
 from elastic.worker.local_gradients import parts_of
 
@@ -59,7 +60,11 @@ class Shares:
         """Samples of each micro-batch of all ranks that is computed in one go."""
         if self.budget is not None:
             return [len(part.ids) for rank in self.cut(step) for part in rank]
-        return parts_of(self.samples(step), self.plan.each_microbatches)
+        return parts_of(self.samples(step), self.microbatches(step))
+
+    def microbatches(self, step: int) -> tuple[int, ...]:
+        """How many each data-parallel rank has, where the plan's numbers cut its batch."""
+        return each_microbatches(self.plan.layout, self.samples(step), self.plan.n_microbatches)
 
     def work(self, step: int, dp: int) -> float:
         """Of a rank, in samples; with a budget, in places of its micro-batches as multiples of the mean sample."""

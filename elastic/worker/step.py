@@ -104,8 +104,7 @@ class Stepper:
         self.at = coordinates(plan.layout, self.rank)
         self.dp = self.at.dp(plan.layout)
         self.device = groups.device
-        self.n_microbatches = plan.microbatches_of(self.dp)
-        self._pipeline: tuple[int, Pipeline] | None = None  # and the rows that it was made for
+        self._pipeline: tuple[tuple[int, int], Pipeline] | None = None  # and the rows and microbatches that it was made for
         self.spans = Spans(state.models, program, self.device, faults or DeviceFaults())
         self.heard: Heard | None = None  # in the newest commit
         last_stage = self.at.pp == plan.layout.pp - 1
@@ -200,16 +199,22 @@ class Stepper:
             total += float(value.detach())
         return total
 
+    @property
+    def n_microbatches(self) -> int:
+        """Of this rank in the step that comes next or is under way."""
+        return self.shares.microbatches(self.state.step)[self.dp]
+
     def pipeline_of(self, n_rows: int) -> Pipeline | None:
         """For that many rows of a batch: stages know the shape of a microbatch. None = the layout has no stages."""
         if self.groups.pp is None:
             return None
-        if self._pipeline is None or self._pipeline[0] != n_rows:
+        cut = n_rows, self.n_microbatches
+        if self._pipeline is None or self._pipeline[0] != cut:
             stages, layout = self.state.models, self.plan.layout
             if self.program.stage is not None:
                 numbers = stages_at(layout, self.at.pp)
                 stages = [self.program.stage(model, i, layout.n_stages) for i, model in zip(numbers, stages, strict=True)]
-            self._pipeline = n_rows, Pipeline(stages, self.groups.pp, layout, self.n_microbatches, self.device)
+            self._pipeline = cut, Pipeline(stages, self.groups.pp, layout, self.n_microbatches, self.device)
         return self._pipeline[1]
 
     def _by_script(self, batch: Batch, train: bool, valid: int | None) -> tuple[float, int]:

@@ -26,8 +26,8 @@ from elastic.types import DrillAsked, EnterPlan, Plan, SetShares, SharesSet, Ste
 
 PARTS = ("1_1_2", "1_2_3_4", "1_1_1_025", "stages_1_2", "change", "odd", "jitter")
 MOST_S = 2400.0
-PROGRAM, BLOCKS = Path(__file__).resolve().parent / "unequal_job" / "program.py", 6
-UNIT_S = 0.010  # of a sample through a block on the fastest rank
+PROGRAM, BLOCKS = Path(__file__).resolve().parent / "unequal_job" / "program.py", 3
+UNIT_S = 0.05  # of a sample through a block on the fastest rank
 WARM, MEASURED, CHANGE_AT = 12, 12, 14  # steps
 JITTER, JITTER_MIN = 0.1, 10.0
 POSSIBLE = 0.9

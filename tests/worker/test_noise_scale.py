@@ -108,7 +108,7 @@ def test_what_is_measured_is_what_one_process_finds_part_by_part(pool: Pool, tmp
         event = seen.get(done + 1)
         if event is not None:
             used = plans[event.generation - 1]
-            wanted = by_hand(run, program, job, done, parts_of(used.samples, used.each_microbatches))
+            wanted = by_hand(run, program, job, done, parts_of(used.samples, (used.n_microbatches,) * len(used.samples)))
             assert (event.trace, event.square_norm) == pytest.approx(wanted, rel=2e-3)
 
     train(program, job, STEPS, compare)

@@ -12,13 +12,15 @@ from plans import N_BLOCKS, live, plan
 from test_chain import check, job_of
 from worker_pool import Pool
 
+from elastic.mesh import each_microbatches
 from elastic.storage import open_storage
 from elastic.types import Layout, Plan, RanksTimed, Resume, SetShares, ShardStored, SharesSet, StepDone, WorkerId
 from elastic.worker import durable
 
 LAYOUTS = [
-    Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(pp=2, dp_shard=2), Layout(tp=2, dp_shard=2), Layout(pp=4),
-    Layout(dp_replicate=3), Layout(pp=3), Layout(pp=2, tp=2), Layout(dp_shard=3), Layout(pp=2, dp_replicate=2),
+    Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2, microbatch_size=3), Layout(pp=2, dp_shard=2),
+    Layout(tp=2, dp_shard=2), Layout(pp=4), Layout(dp_replicate=3, microbatch_size=2), Layout(pp=3), Layout(pp=2, tp=2),
+    Layout(dp_shard=3), Layout(pp=2, dp_replicate=2, microbatch_size=1),
 ]  # fmt: skip
 EVERY = 6  # steps of each generation
 
@@ -30,20 +32,26 @@ def parts(chance: random.Random, total: int, n: int) -> tuple[int, ...]:
 
 
 def random_plan(chance: random.Random, number: int, layout: Layout, workers: list[WorkerId], resume: Resume) -> Plan:
-    """Unequal in all that may be unequal: samples, blocks per stage, microbatches of the replicas."""
-    made = plan(number, layout, workers, 24, resume=resume)
-    m = made.n_microbatches
-    counts = tuple(
-        m * chance.choice([1, 2 if 24 % (2 * m) == 0 and 24 // (2 * m) >= layout.dp else 1]) for _ in range(layout.dp_replicate)
-    )
-    unit = max(counts)
-    samples = tuple(unit * k for k in parts(chance, 24 // unit, layout.dp))
-    return replace(made, samples=samples, layers=parts(chance, N_BLOCKS, layout.n_stages), microbatches=counts)
+    """Unequal in all that may be unequal: samples, blocks per stage, and with them microbatches of the replicas."""
+    made = plan(number, layout, workers, 24, resume=resume, n_microbatches=4 if layout.pp > 1 else chance.choice([1, 2]))
+    return replace(made, samples=in_units(made, chance), layers=parts(chance, N_BLOCKS, layout.n_stages))
 
 
 def in_units(made: Plan, chance: random.Random) -> tuple[int, ...]:
-    unit = max(made.each_microbatches)
-    return tuple(unit * k for k in parts(chance, 24 // unit, made.layout.dp))
+    return tuple(made.n_microbatches * k for k in parts(chance, 24 // made.n_microbatches, made.layout.dp))
+
+
+def test_replicas_with_more_samples_have_more_microbatches() -> None:
+    two = Layout(dp_replicate=2, dp_shard=2, microbatch_size=2)
+    assert each_microbatches(two, (4, 4, 4, 4), 2) == (2, 2, 2, 2)
+    assert each_microbatches(two, (6, 6, 2, 2), 2) == (3, 3, 1, 1)
+    assert each_microbatches(two, (7, 6, 2, 1), 2) == (4, 4, 1, 1)
+    assert each_microbatches(Layout(dp_replicate=2), (6, 2), 2) == (2, 2), "no size is asked for"
+    assert each_microbatches(Layout(dp_shard=4, microbatch_size=2), (6, 6, 2, 2), 2) == (2, 2, 2, 2), "shards: equally many"
+    piped = Layout(pp=2, dp_replicate=2, microbatch_size=1)
+    assert each_microbatches(piped, (12, 4), 4) == (12, 4), "all of one size"
+    assert each_microbatches(replace(piped, microbatch_size=2), (12, 4), 4) == (12, 4)
+    assert each_microbatches(replace(piped, microbatch_size=2), (16, 4), 4) == (8, 4)
 
 
 @pytest.mark.slow
