@@ -70,7 +70,9 @@ def load_of(plan: Plan, units: Mapping[WorkerId, Estimate]) -> Load:
 def shares(state: State, now_s: float) -> Decision | None:
     """Other shares for the running plan, where they pay; see the rule above."""
     plan = state.plan
-    if plan is None or plan.layout.dp < 2 or not ready(state, now_s) or ordered(state, now_s):
+    if plan is None or plan.layout.dp < 2 or len(set(plan.each_microbatches)) > 1:
+        return None
+    if not ready(state, now_s) or ordered(state, now_s):
         return None
     units = speeds.estimates(state)
     if not all(worker in units for worker in plan.ranks):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from elastic.errors import ElasticError, InfeasiblePlan
 from elastic.planner.search import Choice
-from elastic.policy import balancing, cadence, drain, limits, moves, recovery, retries
+from elastic.policy import balancing, cadence, drain, limits, moves, recovery, retries, suspects
 from elastic.policy.capacity import capacity, missing_capacity, potential, together
 from elastic.policy.known import ENDED, State, StopWish
 from elastic.policy.leaving import back_to_spot
@@ -44,7 +44,17 @@ def decide(state: State, now_s: float) -> Decision:
         return _attaching(state, now_s)
     if state.repeat:
         return Decision(tuple(state.repeat), "the driver is back: its last orders are given again")
-    for rule in (_ending, _breaking_off, _waiting_for_survivors, _rolling_forward, _stopping, _entering, _starting, _running):
+    for rule in (
+        _ending,
+        _breaking_off,
+        suspects.put_aside,
+        _waiting_for_survivors,
+        _rolling_forward,
+        _stopping,
+        _entering,
+        _starting,
+        _running,
+    ):
         found = rule(state, now_s)
         if found is not None:
             break

@@ -19,6 +19,8 @@ from elastic.policy.moves import paced
 from elastic.policy.retention import HANDLERS as COPIES
 from elastic.policy.speeds import HANDLERS as SPEEDS
 from elastic.policy.speeds import forget
+from elastic.policy.suspects import HANDLERS as SUSPECTS
+from elastic.policy.suspects import spoilt, without_copies
 from elastic.types import (
     Abort,
     Copy,
@@ -62,7 +64,7 @@ def billed(state: State, at_s: float) -> State:
 
 
 def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
-    found = (copy for copy in event.durable if copy.generation not in state.distrusted)
+    found = (c for c in event.durable if c.generation not in state.distrusted and not spoilt(state, c.generation, c.step))
     durable = _newest_first((*found, *(state.durable if event.attached else ())))
     model = event.model
     if event.attached and state.model is not None:  # its workers have told, and will not do so again
@@ -83,6 +85,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
             usd=state.usd,
             digests=digests,
             distrusted=state.distrusted,
+            wrong=state.wrong,
             first_started_at_s=at_s if state.first_started_at_s is None else state.first_started_at_s,
             history={name: replace(seen, dry_since_s=None, deaths=0) for name, seen in state.history.items()},
         )
@@ -296,6 +299,8 @@ def _copy_stored(state: State, event: CopyStored, at_s: float) -> State:
     copy = event.copy
     if copy.generation in state.distrusted:
         return state
+    if spoilt(state, copy.generation, copy.step):
+        return without_copies(state, [copy]) if copy.kind == "durable" else state
     if copy.kind == "durable":
         stall_s = event.stall_s if not state.durable_stall_s else 0.5 * (state.durable_stall_s + event.stall_s)
         took_s = event.seconds if not state.durable_s else 0.5 * (state.durable_s + event.seconds)
@@ -343,4 +348,5 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost, RequestFailed: _request_failed, PlanEntered: _plan_entered,
     PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored,
     PriceSeen: _price_seen, Progress: _progress, StopAsked: _stop_asked, **FAILURES, **COPIES, **SPEEDS,
+    **SUSPECTS,
 }  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 from elastic.policy.known import Failure, State
 from elastic.types import DigestChecked, GuardTripped, Node, NodeStatus, Quiesced, Silent, WorkerFailed, WorkerId
 
+ONE_SILENCE_S = 10.0  # as below, of workers that do not answer
 ONE_INCIDENT_S = 3.0  # failures of a node's processes within this time are one
 
 
@@ -153,10 +154,19 @@ def process_failed(state: State, worker: WorkerId, why: str, at_s: float) -> Sta
 
 def _silent(state: State, event: Silent, at_s: float) -> State:
     text = f"worker {event.worker} has been silent for {event.silent_s:.1f} s while {event.phase}"
+    text += f" ({event.why})" if event.why else ""
     awaited = state.target is not None and event.worker in state.members  # its last answer may be older than this generation
     if (awaited or state.is_current(event.generation)) and event.worker in state.members and state.aborting is None:
+        state = replace(state, silences={**state.silences, **_silent_again(state, event, text, at_s)})
         return failed(state, Failure("loss", text, at_s, frozenset({event.worker}), (event.worker,)))
     return state if event.worker in state.members else process_failed(state, event.worker, text, at_s)
+
+
+def _silent_again(state: State, event: Silent, text: str, at_s: float) -> dict[str, tuple[tuple[float, str], ...]]:
+    """Of the node, in the last hour; its workers may fall silent together, and are told of more than once."""
+    node_id = event.worker.node_id
+    hour = tuple((t, why) for t, why in state.silences.get(node_id, ()) if t > at_s - 3600)
+    return {node_id: hour if hour and at_s < hour[-1][0] + ONE_SILENCE_S else (*hour, (at_s, text))}
 
 
 def _quiesced(state: State, event: Quiesced, at_s: float) -> State:

@@ -193,6 +193,10 @@ class State:
     commits: Mapping[WorkerId, tuple[float, ...]] = field(default_factory=dict)  # that of the live step there, likewise
     pending: Mapping[WorkerId, int] = field(default_factory=dict)  # step whose gradients are there, its commit was not seen
     distrusted: frozenset[int] = frozenset()  # generations whose content was found wrong
+    wrong: tuple[tuple[int, int], ...] = ()  # (g, s): of generations up to g, steps after s hold wrong numbers
+    spoilt: tuple[str, ...] = ()  # URIs of durable copies of such steps, to be removed
+    suspects: frozenset[str] = frozenset()  # nodes that may have computed wrong numbers
+    blamed: Mapping[str, str] = field(default_factory=dict)  # nodes that have -> what; put aside by the next decision
     below_step: int | None = None  # recover only to copies of less than this step (NaN)
     infeasible: Mapping[Layout, int] = field(default_factory=dict)  # layout -> measured bytes
 
@@ -214,6 +218,7 @@ class State:
     n_notices: int = 0
     node_s: float = 0.0  # node-seconds so far
     process_failures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    silences: Mapping[str, tuple[tuple[float, str], ...]] = field(default_factory=dict)  # node -> when, and what was known
     fatal: str = ""
     stop: StopWish | None = None
     outcome_reason: str = ""

@@ -70,7 +70,8 @@ def _ordered_quarantine(state: State, action: Quarantine, at_s: float) -> State:
     state = replace(set_status(state, action.node_id, "quarantined"), unseen=state.unseen - {action.node_id})
     preparing = {name: t for name, t in state.preparing.items() if name != action.node_id}
     refused = {name: why for name, why in state.refused.items() if name != action.node_id}
-    state = replace(state, preparing=preparing, refused=refused)
+    blamed = {name: why for name, why in state.blamed.items() if name != action.node_id}
+    state = replace(state, preparing=preparing, refused=refused, blamed=blamed)
     gone = frozenset(WorkerId(node.node_id, k) for k in range(node.gpus))
     return without(state, gone, f"node {node.node_id} is quarantined: {action.reason}", at_s)
 

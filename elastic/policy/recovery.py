@@ -5,6 +5,7 @@ from __future__ import annotations
 from elastic.errors import StateLost
 from elastic.mesh import replica_key
 from elastic.policy.known import State
+from elastic.policy.suspects import spoilt
 from elastic.types import Copy, Holding, Plan, Resume, RollForward
 
 REDO_S = 600.0  # work up to this long is done again from the start when nothing was ever stored
@@ -28,7 +29,8 @@ def _held(state: State) -> dict[tuple[int, int], list[Holding]]:
     found: dict[tuple[int, int], list[Holding]] = {}
     for worker, held in state.holdings.items():
         for holding in held if state.lives(worker) else ():
-            if holding.generation in state.plans and holding.generation not in state.distrusted:
+            known = holding.generation in state.plans and holding.generation not in state.distrusted
+            if known and not spoilt(state, holding.generation, holding.step):
                 found.setdefault((holding.step, holding.generation), []).append(holding)
     return found
 

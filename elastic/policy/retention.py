@@ -102,6 +102,7 @@ def _copy_removed(state: State, event: CopyRemoved, at_s: float) -> State:
 
 def ordered_removal(state: State, action: RemoveCopy, at_s: float) -> State:
     """From now on nothing resumes from it."""
+    state = replace(state, spoilt=tuple(uri for uri in state.spoilt if uri != action.uri))
     return without_copy(state, action.uri)
 
 

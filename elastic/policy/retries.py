@@ -6,6 +6,7 @@ from elastic.policy.known import State
 
 INFRASTRUCTURE_MOST = 5  # in a row without progress
 PROCESS_MOST = 3  # replacements per node and hour
+SILENT_MOST = 2  # times that a node stands still, per hour
 ROLLBACKS_MOST = 2
 
 
@@ -28,6 +29,9 @@ def gave_up(state: State) -> str:
 
 def worn_out(state: State, node_id: str, now_s: float) -> str:
     """Why the node must not be prepared again; empty while it may."""
+    silent = [why for t, why in state.silences.get(node_id, ()) if t > now_s - 3600]
+    if len(silent) > SILENT_MOST:
+        return f"it stood still {len(silent)} times within an hour, {SILENT_MOST} are borne (the last time: {silent[-1]})"
     hour = [t for t in state.process_failures.get(node_id, ()) if t > now_s - 3600]
     if len(hour) <= PROCESS_MOST:
         return ""

@@ -117,11 +117,13 @@ class SimBackend(Generations):
             generation = max((g.plan.generation for g in self._running() if worker in g.members), default=0)
             self._kill({worker}, fault.moment)
             self._tell(WorkerFailed(worker, generation, "process", "exit code -9"), self.delays.detect_s)
-        elif fault.kind == "hang":
+        elif fault.kind == "wrong_numbers" and self._running():
+            self._wrong_numbers(self._running()[-1], "" if fault.lasting else node_id, int(fault.amount))
+        elif fault.kind in ("hang", "stall"):
             self._machines[node_id].hung = True
             for group in self._running():
                 if group.members & {WorkerId(node_id, k) for k in range(self._machines[node_id].node.gpus)}:
-                    self._silence(group)
+                    self._silence(group, "" if fault.kind == "hang" else f"in the all-reduce of step {group.step + 1}")
         elif fault.kind == "error" and self._running():
             self._break(self._running()[-1], fault.moment)
         elif fault.kind == "corrupt" and self._running():

@@ -46,7 +46,7 @@ class Fault:
     rank's part of a step takes up to the part `amount` more or less, by chance (seed `which`), for `lasts_s` or `lasting`.
     drift: all GPUs get slower and faster by the part `amount`, once in `lasts_s` each, at different times. stall: of a node, as
     hang, but it answers. wrong_numbers: a node computes wrong numbers, found out `amount` steps later; `lasting`: it cannot be
-    told of all ranks which one it is.
+    told which of all ranks it is.
     `moment`, of a loss, process or error: where the step was. inside: its gradients were not summed yet. waiting: every
     survivor waits for the commit. torn: every other survivor has seen it.
     """

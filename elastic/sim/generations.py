@@ -31,6 +31,7 @@ from elastic.types import (
     StoreCopy,
     WorkerFailed,
     WorkerId,
+    WrongNumbers,
 )  # fmt: skip
 
 AHEAD = 2  # steps that ranks have read ahead when other shares are set
@@ -67,6 +68,8 @@ class Generations(Machines):
         self._groups: dict[int, Group] = {}
         self._commits: dict[WorkerId, tuple[float, ...]] = {}
         self._pending: dict[WorkerId, tuple[int, int]] = {}  # generation, step
+        self._spoilt: list[tuple[int, int]] = []  # generation, the last step that was right
+        self._finds: dict[int, WrongNumbers] = {}  # to be told when its step is done
         self._wrong: set[int] = set()  # generations whose content is
         self._not_finite: set[int] = set()  # steps that will give no number
         self._for_ever = False  # whenever they are done
@@ -114,6 +117,9 @@ class Generations(Machines):
             self.violations.append(f"generation {plan.generation} uses {late[0]}, whose deadline has passed")
         if plan.resume.source != "fresh" and plan.resume.generation in self._wrong:
             self.violations.append(f"generation {plan.generation} comes of {plan.resume.generation}, whose content is wrong")
+        resume = plan.resume
+        if resume.source != "fresh" and any(resume.generation == g and resume.step > s for g, s in self._told_wrong()):
+            self.violations.append(f"generation {plan.generation} goes on from wrong numbers of step {plan.resume.step}")
         if len(set(plan.ranks)) != plan.layout.world_size or sum(plan.samples) != self.job["global_batch"]:
             self.violations.append(f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit {plan.layout}")
         group = self._groups[plan.generation] = Group(plan)
@@ -232,6 +238,7 @@ class Generations(Machines):
         self._tell(StepDone(plan.generation, group.step, 1.0, 1000, took_s, 0.02 * took_s, copy_s, 1.0, digest))
         if self.paces.on:
             self._tell_paces(group)
+        self._found_out(group)
         if copies:
             self._copy_to_peers(group)
         last = group.step >= self.job["steps"]
@@ -263,6 +270,22 @@ class Generations(Machines):
         """What the generation took over was not what was sent; found out behind its first steps."""
         self._wrong.add(group.plan.generation)
         self._tell(DigestChecked(group.plan.generation, False, 1000))
+
+    def _wrong_numbers(self, group: Group, node_id: str, n_steps: int) -> None:
+        """From the next step on what a node computes is wrong; after `n_steps` steps it is found out."""
+        generation, good = group.plan.generation, group.step
+        self._spoilt.append((generation, good))
+        workers = tuple(worker for worker in group.plan.ranks if node_id in ("", worker.node_id))
+        self._finds[generation] = WrongNumbers(generation, good + max(1, n_steps), good, workers, "replicas differ")
+
+    def _told_wrong(self) -> list[tuple[int, int]]:
+        """Those that the policy knows of."""
+        return [(g, s) for g, s in self._spoilt if g not in self._finds]
+
+    def _found_out(self, group: Group) -> None:
+        found = self._finds.get(group.plan.generation)
+        if found is not None and group.step >= found.step:
+            self._tell(self._finds.pop(group.plan.generation))
 
     def _copy_to_peers(self, group: Group) -> None:
         plan, step = group.plan, group.step
@@ -365,10 +388,10 @@ class Generations(Machines):
         for worker in group.plan.ranks:
             self._after(self.delays.quiesce_s, lambda w=worker: applied(w))  # type: ignore[misc]
 
-    def _silence(self, group: Group) -> None:
+    def _silence(self, group: Group, why: str = "") -> None:
         """Somebody in the group no longer answers: the others wait until he is found silent."""
         group.ended = True
         for worker in sorted(group.members):
             if self._lives(worker) and not self._answers(worker):
-                silent = Silent(worker, group.plan.generation, "stepping", self.delays.silent_s)
+                silent = Silent(worker, group.plan.generation, "stepping", self.delays.silent_s, why)
                 self._tell(silent, self.delays.silent_s)

@@ -16,7 +16,18 @@ from elastic.policy.state import State
 from elastic.sim.backend import SimBackend
 from elastic.sim.faults import Delays, Fault
 from elastic.sim.replay import replay
-from elastic.types import DriverStarted, EnterPlan, ModelProfile, OptimizerSpec, Plan, Pool, SetShares, StepDone, TensorSpec
+from elastic.types import (
+    DriverStarted,
+    EnterPlan,
+    ModelProfile,
+    OptimizerSpec,
+    Plan,
+    Pool,
+    Quarantine,
+    SetShares,
+    StepDone,
+    TensorSpec,
+)
 
 MODEL = ModelProfile(
     4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=2
@@ -150,3 +161,12 @@ def test_one_gpu_of_a_node_is_told_from_the_whole_node() -> None:
     assert "all 2 of its GPUs" in whole.orders(SetShares)[0][2]
     said = "\n".join(tables.why(view_of(whole.journal.lines)))
     assert "node p-2 computes 3 times slower" in said
+
+
+def test_wrong_numbers_lead_back_to_a_good_copy_and_away_from_the_node() -> None:
+    run = play([Fault(AT_S, "wrong_numbers", 1, amount=4)], layout="dp_replicate=3", n=4, durable_every=10, peer_every=3)
+    back = next(plan for plan in run.plans if plan.cause == "rollback")
+    assert "p-2" not in back.nodes and back.resume.source == "durable"
+    assert [order.node_id for _, order, _ in run.orders(Quarantine)] == ["p-2"]
+    found = [e.step for _, e in run.steps]
+    assert sorted(set(found)) == list(range(1, 201)) and back.resume.step < max(found[: found.index(200)])
