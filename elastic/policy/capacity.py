@@ -8,6 +8,7 @@ from elastic.planner.search import most_workers
 from elastic.policy import drain, limits, mix
 from elastic.policy.known import Backoff, Request, State
 from elastic.policy.leaving import leaving
+from elastic.policy.rearranging import left_for
 from elastic.policy.retries import worn_out
 from elastic.types import Action, Decision, Node, Prepare, Quarantine, ReleaseNode, RequestNodes
 
@@ -74,7 +75,11 @@ def _release(state: State, now_s: float) -> Decision:
     if not done:
         return Decision(wake_at_s=wake_at_s)
     names = ", ".join(node.node_id for node in done)
-    return Decision(tuple(ReleaseNode(node.node_id) for node in done), f"nothing is left on {names}: given back", wake_at_s)
+    slow = left_for(state, done, now_s)
+    actions: list[Action] = [Quarantine(name, f"too slow: {why}") for name, why in slow.items()]
+    actions += [ReleaseNode(node.node_id) for node in done]
+    put = "".join(f"; put aside: {why}" for why in slow.values())
+    return Decision(tuple(actions), f"nothing is left on {names}: given back{put}", wake_at_s)
 
 
 def _still_leaving(state: State) -> set[str]:

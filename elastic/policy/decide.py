@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from elastic.errors import ElasticError, InfeasiblePlan
 from elastic.planner.search import Choice
-from elastic.policy import balancing, cadence, drain, limits, moves, recovery, retries, suspects
+from elastic.policy import balancing, cadence, drain, limits, moves, rearranging, recovery, retries, suspects
 from elastic.policy.capacity import capacity, missing_capacity, potential, together
 from elastic.policy.known import ENDED, State, StopWish
 from elastic.policy.leaving import back_to_spot
@@ -257,7 +257,10 @@ def _running(state: State, now_s: float) -> Decision | None:
         done = state.quiesced >= set(plan.ranks)
         return Decision((Abort(state.generation),), "the notice was withdrawn: goes on") if done else Decision()
     more = back_to_spot(state, now_s) or _growing(state, now_s)
-    return more or balancing.shares(state, now_s) or cadence.adjust(state, now_s)
+    more = more or balancing.shares(state, now_s) or rearranging.rearranged(state, now_s)
+    return (
+        more if more is not None and more.actions else together(more or Decision(), cadence.adjust(state, now_s) or Decision())
+    )
 
 
 def _finishing(state: State, now_s: float) -> Decision:

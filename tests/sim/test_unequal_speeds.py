@@ -39,10 +39,6 @@ WORK_S = 4.0  # of a step on one nominal GPU
 AT_S = 40.0
 
 
-def pool(n: int, gpus: int = 1) -> Pool:
-    return Pool("p", "CPU", gpus, "owned", 1.0, 0, n)
-
-
 @dataclass
 class Run:
     state: State
@@ -72,7 +68,8 @@ class Run:
 def play(
     faults: Sequence[Fault] = (), n: int = 4, speeds: Mapping[str, float] | None = None, gpus: int = 1, **changes: Any
 ) -> Run:
-    job, pools = JOB | changes, (pool(n, gpus),)
+    market = changes.pop("market", "owned")
+    job, pools = JOB | changes, (Pool("p", "CPU", gpus, market, 1.0, 0, n),)
     backend, journal = SimBackend(pools, job, faults, Delays(work_s=WORK_S), speeds=speeds), Memory()
     state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))
     assert state.phase == "succeeded" and backend.violations == [], (state.outcome_reason, backend.violations)
@@ -170,3 +167,52 @@ def test_wrong_numbers_lead_back_to_a_good_copy_and_away_from_the_node() -> None
     assert [order.node_id for _, order, _ in run.orders(Quarantine)] == ["p-2"]
     found = [e.step for _, e in run.steps]
     assert sorted(set(found)) == list(range(1, 201)) and back.resume.step < max(found[: found.index(200)])
+
+
+@pytest.mark.parametrize("market", ["owned", "spot"])
+def test_a_node_that_becomes_ten_times_slower_is_replaced(market: Any) -> None:
+    run = play([Fault(AT_S, "throttle", 1, lasting=True, amount=10.0)], market=market, steps=600)
+    first, *_ = run.orders(SetShares)
+    assert first[0] < AT_S + 30, "its share goes at once: it has next to nothing until then"
+    (left,) = [plan for plan in run.plans if plan.cause == "rebalance"]
+    assert left.nodes == ("p-1", "p-3", "p-4")
+    (put,) = run.orders(Quarantine)
+    assert put[1].node_id == "p-2" and "10 times slower" in put[1].reason and AT_S + 60 < put[0] < AT_S + 150
+    (order,) = [found for found in run.orders(EnterPlan) if found[1].plan.cause == "rebalance"]
+    assert "it is left for another node of pool p" in order[2]
+    assert "p-5" in run.plans[-1].nodes and run.steps[-1][1].step_time_s == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_node_of_ones_own_that_always_was_slow_stays() -> None:
+    run = play(speeds={"p-2": 0.1}, steps=300)
+    assert len(run.plans) == 1 and not run.orders(Quarantine)
+
+
+def test_nobody_is_replaced_at_the_end_or_when_most_are_slow() -> None:
+    end = play([Fault(AT_S, "throttle", 1, lasting=True, amount=10.0)], steps=110)
+    assert not end.orders(Quarantine)
+    most = play([Fault(AT_S, "throttle", k, lasting=True, amount=10.0) for k in range(3)], steps=400)
+    assert not most.orders(Quarantine) and all(plan.cause == "start" for plan in most.plans)
+
+
+def test_no_node_is_left_that_the_job_needs() -> None:
+    run = play([Fault(AT_S, "throttle", 1, lasting=True, amount=10.0)], steps=600, min_workers=4)
+    assert not run.orders(Quarantine) and len(run.plans) == 1
+
+
+def test_an_arrangement_that_shares_cannot_mend_is_left_for_another() -> None:
+    run = play(
+        [Fault(AT_S, "throttle", 1, lasting=True, amount=10.0)], layout={"4": "pp=2,dp_shard=2", "3": "dp_shard=3"}, steps=300
+    )
+    found = [found for found in run.orders(EnterPlan) if found[1].plan.cause == "rebalance"]
+    (at_s, order, why), *_ = found
+    assert AT_S < at_s < AT_S + 60 and order.plan.nodes == ("p-1", "p-3", "p-4") and str(order.plan.layout) == "dp_shard=3"
+    assert "on another arrangement without node p-2" in why and "for a pause of" in why and "are lost already" in why
+    assert [one.node_id for _, one, _ in run.orders(Quarantine)] == ["p-2"]
+
+
+def test_a_short_break_of_a_pipeline_moves_no_stage() -> None:
+    run = play(
+        [Fault(AT_S, "throttle", 1, lasts_s=4.0, amount=4.0)], layout={"4": "pp=2,dp_shard=2", "3": "dp_shard=3"}, steps=100
+    )
+    assert all(plan.cause == "start" for plan in run.plans)
