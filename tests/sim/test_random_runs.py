@@ -15,7 +15,7 @@ from elastic.policy.state import State
 from elastic.sim.backend import SimBackend
 from elastic.sim.faults import Delays, Fault, FaultKind, Moment
 from elastic.sim.replay import replay
-from elastic.types import DriverStarted, EnterPlan, ModelProfile, NodeLost, OptimizerSpec, Pool, StepDone, TensorSpec
+from elastic.types import DriverStarted, EnterPlan, ModelProfile, NodeLost, OptimizerSpec, Pool, SetShares, StepDone, TensorSpec
 
 N_RUNS, N_BATCHES = 300, 60
 MODEL = ModelProfile(
@@ -57,7 +57,27 @@ def scenario(seed: int) -> tuple[dict[str, Any], tuple[Pool, ...], list[Fault], 
     if chance.random() < 0.3:
         lasts_s = chance.uniform(10, 60)
         faults.append(Fault(chance.uniform(0, 60), "refuse", lasts_s=lasts_s, pool=chance.choice(pools).name))
-    return job, tuple(pools), faults, Delays(work_s=chance.choice([1.0, 4.0]))
+    return job, tuple(pools), faults + unequal(seed), Delays(work_s=chance.choice([1.0, 4.0]))
+
+
+def unequal(seed: int) -> list[Fault]:
+    """In every second run: GPUs that are slow for some time or from some time on, jitter, numbers that are wrong."""
+    chance = random.Random(seed + 1000)
+    if chance.random() < 0.5:
+        return []
+    faults = [Fault(0.0, "jitter", seed, lasting=True, amount=chance.choice([0.0, 0.1]))]
+    for _ in range(chance.randint(0, 5)):
+        at_s, lasts_s, times = chance.uniform(5, 90), chance.uniform(2, 60), chance.choice([1.5, 2.0, 4.0, 10.0])
+        gpu = chance.choice([-1, -1, 0])
+        faults.append(
+            Fault(at_s, "throttle", chance.randrange(8), lasts_s, lasting=chance.random() < 0.3, amount=times, gpu=gpu)
+        )
+    if chance.random() < 0.3:
+        at_s, n_steps = chance.uniform(15, 80), chance.randint(1, 8)
+        faults.append(Fault(at_s, "wrong_numbers", chance.randrange(8), lasting=chance.random() < 0.3, amount=n_steps))
+    if chance.random() < 0.3:
+        faults.append(Fault(chance.uniform(15, 80), "stall", chance.randrange(8)))
+    return faults
 
 
 def run(seed: int, path: Path) -> tuple[State, SimBackend, list[Line]]:
@@ -86,6 +106,7 @@ def check(seed: int, path: Path) -> None:
                 assert action.plan.generation > generation, f"seed {seed}"
                 assert not lost & set(action.plan.nodes), f"seed {seed}: {action.plan.nodes} of which {lost} are lost"
                 generation = action.plan.generation
+    calm(seed, lines)
     again = replay(lines)
     assert again.identical and again.n_decisions > 3, f"seed {seed}: {again.first_difference}"
     assert again.state == state, f"seed {seed}"
@@ -95,6 +116,15 @@ def check(seed: int, path: Path) -> None:
     assert sum(money.gpu_seconds.values()) == pytest.approx(backend.gpu_seconds(), rel=1e-9, abs=1e-6), f"seed {seed}"
     assert sum(money.usd.values()) == pytest.approx(state.usd, rel=1e-6, abs=1e-9), f"seed {seed}"
     assert min(money.gpu_seconds.values()) >= 0, f"seed {seed}"
+
+
+def calm(seed: int, lines: list[Line]) -> None:
+    """Speeds are followed, and nothing goes back and forth: few moves in any quarter of an hour."""
+    orders = [(line.at_s, a) for line in lines if line.decision for a in line.decision.actions]
+    shares = [at_s for at_s, a in orders if isinstance(a, SetShares)]
+    stages = [at_s for at_s, a in orders if isinstance(a, EnterPlan) and a.plan.cause == "rebalance"]
+    assert all(sum(at_s <= t < at_s + 900 for t in stages) <= 3 for at_s in stages), f"seed {seed}: {stages}"
+    assert all(sum(at_s <= t < at_s + 900 for t in shares) <= 12 for at_s in shares), f"seed {seed}: {shares}"
 
 
 @pytest.mark.parametrize("batch", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, N_BATCHES))])
