@@ -70,7 +70,7 @@ def load_of(plan: Plan, units: Mapping[WorkerId, Estimate]) -> Load:
 def shares(state: State, now_s: float) -> Decision | None:
     """Other shares for the running plan, where they pay; see the rule above."""
     plan = state.plan
-    if plan is None or plan.layout.dp < 2 or len(set(plan.each_microbatches)) > 1:
+    if plan is None or plan.layout.dp < 2:
         return None
     if not ready(state, now_s) or ordered(state, now_s):
         return None
