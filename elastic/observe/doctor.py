@@ -26,7 +26,7 @@ MIN_FILES = 4096
 TROUBLES = {
     "NodeLost": "nodes lost", "WorkerFailed": "worker failures", "Silent": "silent workers", "PlanFailed": "failed plans",
     "DigestChecked": "content that differs", "CopyFailed": "durable copies not made", "CopyDamaged": "damaged copies",
-    "RequestFailed": "requests without a node",
+    "RequestFailed": "requests without a node", "WrongNumbers": "wrong numbers",
 }  # fmt: skip
 
 

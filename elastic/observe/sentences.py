@@ -57,7 +57,15 @@ def _trouble(event: Event) -> str | None:
         case types.WorkerFailed():
             return f"worker {event.worker} failed ({event.kind}): {first_line(event.error)}"
         case types.Silent():
-            return f"worker {event.worker} is silent for {event.silent_s:.1f} s ({event.phase})"
+            why = f": {event.why}" if event.why else ""
+            return f"worker {event.worker} is silent for {event.silent_s:.1f} s ({event.phase}){why}"
+        case types.SharesSet():
+            return f"samples a step from step {event.from_step + 1} on: {', '.join(map(str, event.samples))}"
+        case types.WrongNumbers():
+            who = ", ".join(map(str, event.workers)) or "nobody can tell whose"
+            return f"wrong numbers at step {event.step}, right until step {event.good_step} ({who}): {event.reason}"
+        case types.DeviceNoted():
+            return f"GPU of worker {event.worker}: {event.note or 'nothing to note any more'}"
         case types.DigestChecked(ok=False):
             return f"generation {event.generation}: the content of the state changed on its way"
         case types.StopAsked():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.ledger.launches import sentence
+from elastic.observe import paces
 from elastic.observe.grid import draw, letters
 from elastic.observe.sentences import duration, n_of, size
 from elastic.observe.view import View
@@ -125,13 +126,16 @@ def status(view: View, holder: str = "") -> list[str]:
 
 
 def nodes(view: View) -> list[str]:
-    head = ("", "NODE", "POOL", "MARKET", "WORKERS", "STATUS")
+    """`SPEED`: relative to the faster ones of the pool; below the table why a node is slow, or was put aside."""
+    head = ("", "NODE", "POOL", "MARKET", "WORKERS", "SPEED", "SAMPLES", "STATUS")
     names = letters(list(view.nodes))
     rows = []
     for node in view.nodes.values():
         market = view.pools[node.pool].market_type if node.pool in view.pools else "-"
-        rows.append((names[node.node_id], node.node_id, node.pool, market, node.gpus, view.status(node)))
-    return columns([head, *rows])
+        speed, n = paces.shown(view.paces.of_node(view.nodes, node.node_id)), paces.samples_of(view.plan, node.node_id)
+        rows.append((names[node.node_id], node.node_id, node.pool, market, node.gpus, speed, n or "-", view.status(node)))
+    whys = {name: why for name in view.nodes if (why := view.paces.why(view.nodes, name))}
+    return [*columns([head, *rows]), *(f"{names[name]} {name}: {why}" for name, why in whys.items())]
 
 
 def status_plain(view: View, holder: str = "") -> dict[str, Any]:
@@ -154,7 +158,11 @@ def status_plain(view: View, holder: str = "") -> dict[str, Any]:
         "generation": view.plan.generation if view.plan else 0,
         "layout": str(view.plan.layout) if view.plan else None,
         "nodes": [
-            {"node_id": n.node_id, "pool": n.pool, "workers": n.gpus, "status": view.status(n), "deadline_s": n.deadline_s}
+            {
+                "node_id": n.node_id, "pool": n.pool, "workers": n.gpus, "status": view.status(n), "deadline_s": n.deadline_s,
+                "speeds": view.paces.of_node(view.nodes, n.node_id), "samples": paces.samples_of(view.plan, n.node_id),
+                "why": view.paces.why(view.nodes, n.node_id),
+            }
             for n in view.nodes.values()
         ],
         "reason": view.reason,

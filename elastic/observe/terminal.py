@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from elastic.observe import paces
 from elastic.observe.grid import draw, letters
 from elastic.observe.sentences import duration, n_of
 from elastic.observe.view import Note, Tail, View
@@ -25,6 +26,7 @@ MOST_LINES = 2000  # of the workers' output that wait to be shown
 STYLES = {
     "Decision": "cyan", "Notice": "yellow", "NodeLost": "red", "WorkerFailed": "red", "Silent": "red", "PlanFailed": "red",
     "DigestChecked": "bold red", "DrillAsked": "magenta", "PlanEntered": "bold green", "Evaluated": "blue",
+    "SharesSet": "green", "WrongNumbers": "bold red", "DeviceNoted": "yellow",
     "RequestFailed": "yellow", "CopyFailed": "red", "CopyDamaged": "bold red", "StopAsked": "yellow",
 }  # fmt: skip
 STATUS_STYLES = {"prepared": "green", "ready": "cyan", "draining": "yellow", "quarantined": "red", "lost": "dim strike"}
@@ -150,19 +152,22 @@ def _layout(view: View) -> RenderableType:
 
 def _nodes(view: View) -> RenderableType:
     table = Table.grid(padding=(0, 3))
-    table.add_row(*(Text(head, style="dim") for head in ("", "node", "pool", "market", "workers", "status")))
+    table.add_row(
+        *(Text(head, style="dim") for head in ("", "node", "pool", "market", "workers", "speed", "samples", "status"))
+    )
     names = _names(view)
     lost = [node for node in view.nodes.values() if node.status == "lost"]
     for node in [node for node in view.nodes.values() if node not in lost[:-N_LOST]]:
         pool = view.pools.get(node.pool)
         left = f" {max(0.0, node.deadline_s - view.at_s):.0f} s" if node.deadline_s is not None else ""
         status = Text(view.status(node) + left, style=STATUS_STYLES.get(node.status, ""))
-        cells = (names[node.node_id], node.node_id, node.pool, pool.market_type if pool else "-", str(node.gpus))
-        table.add_row(*(Text(cell) for cell in cells), status)
+        speed, n = paces.shown(view.paces.of_node(view.nodes, node.node_id)), paces.samples_of(view.plan, node.node_id)
+        kind = (node.pool, pool.market_type if pool else "-", str(node.gpus))
+        table.add_row(*(Text(cell) for cell in (names[node.node_id], node.node_id, *kind, speed, str(n or "-"))), status)
     for name, count in view.wanted.items():
         if count:
             market = view.pools[name].market_type if name in view.pools else "-"
-            table.add_row("", "-", name, market, "-", Text(f"{n_of(count, 'node')} asked for", style="dim"))
+            table.add_row("", "-", name, market, "-", "-", "-", Text(f"{n_of(count, 'node')} asked for", style="dim"))
     return table
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from elastic.ledger.journal import Line, parse_line
 from elastic.ledger.launches import Launches
 from elastic.observe import sentences
+from elastic.observe.paces import Paces
 from elastic.types import (
     CopyStored,
     Decision,
@@ -31,6 +32,7 @@ from elastic.types import (
     Pool,
     Quarantine,
     RequestNodes,
+    SharesSet,
     StepDone,
     Stop,
     StopAsked,
@@ -87,6 +89,7 @@ class View:
     notes: list[Note] = field(default_factory=list)
     reason: str = ""
     wanted: dict[str, int] = field(default_factory=dict)  # nodes that are asked for, per pool
+    paces: Paces = field(default_factory=Paces)
     launches: Launches = field(default_factory=Launches)
     started_at_s: float = 0.0
     at_s: float = 0.0
@@ -162,6 +165,7 @@ class View:
         return self.notes[n_before:]
 
     def _decided(self, decision: Decision, at_s: float) -> None:
+        self.paces.decided(decision)
         if decision.actions and decision.reason:
             self.notes.append(Note(at_s, self.step, "Decision", decision.reason))
         self.reason = decision.reason or self.reason
@@ -185,6 +189,7 @@ class View:
             self.nodes[node_id] = replace(self.nodes[node_id], **changes)
 
     def _fold(self, event: Event) -> None:
+        self.paces.add(event, self.plan)
         match event:
             case StepDone():
                 self.step = event.step
@@ -212,6 +217,8 @@ class View:
                 self.step = event.step
                 self.phase = "running"
                 self.entered.append((self.at_s, event))
+            case SharesSet() if self.plan is not None and self.plan.generation == event.generation:
+                self.plan = replace(self.plan, samples=event.samples)
             case NoiseSeen():
                 self.noise[event.step] = (event.trace, event.square_norm)
             case Evaluated():

@@ -203,6 +203,8 @@ def most_samples(state: State, plan: Plan) -> list[int]:
     """Samples of a step that fit each data-parallel rank: by the memory of its GPUs where that and the model's activations are
     known, else by the job's microbatch_size; what fits nowhere is found out by the plan's own shares."""
     layout, m = plan.layout, plan.n_microbatches
+    if layout.microbatch_size and layout.dp_replicate > 1 and layout.pp == 1:
+        return [sum(plan.samples)] * layout.dp  # a replica with more samples has more microbatches
     inner, stage, batch = layout.cp * layout.tp, layout.world_size // layout.pp, sum(plan.samples)
     fits: dict[int, int] = {}
     out = []

@@ -1,0 +1,94 @@
+"""What a person sees of the nodes' speeds: relative ones, samples of a step, and why a node is slow or was put aside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from elastic.mesh import coordinates
+from elastic.types import Decision, DeviceNoted, Event, Node, NodeLost, NodeReady, Plan, Quarantine, RanksTimed, WorkerId
+
+SLOW = 0.8  # of the speed of the faster ones: worth a line
+ALIKE = 0.05
+
+
+@dataclass
+class Paces:
+    """Seconds per unit of work as last told, what GPUs say of themselves, and why nodes were put aside."""
+
+    unit_s: dict[WorkerId, float] = field(default_factory=dict)
+    notes: dict[WorkerId, str] = field(default_factory=dict)
+    aside: dict[str, str] = field(default_factory=dict)
+
+    def add(self, event: Event, plan: Plan | None) -> None:
+        match event:
+            case RanksTimed() if plan is not None and plan.generation == event.generation:
+                told = zip(plan.ranks, event.unit_s)
+                self.unit_s |= {worker: unit_s for worker, unit_s in told if unit_s > 0}
+            case DeviceNoted(worker, note):
+                self.notes[worker] = note
+            case NodeReady(node):
+                self._forget(node.node_id)
+                self.aside.pop(node.node_id, None)
+            case NodeLost(node_id):
+                self._forget(node_id)
+            case _:
+                pass
+
+    def decided(self, decision: Decision) -> None:
+        self.aside |= {action.node_id: action.reason for action in decision.actions if isinstance(action, Quarantine)}
+
+    def _forget(self, node_id: str) -> None:
+        for known in (self.unit_s, self.notes):
+            for worker in [worker for worker in known if worker.node_id == node_id]:
+                del known[worker]
+
+    def speeds(self, nodes: Mapping[str, Node]) -> dict[WorkerId, float]:
+        """Of each measured worker, relative to the faster half of its pool: 0.5 = takes twice as long."""
+        by_pool: dict[str, list[float]] = {}
+        for worker, unit_s in self.unit_s.items():
+            by_pool.setdefault(_pool(nodes, worker), []).append(unit_s)
+        faster = {pool: median(sorted(found)[: (len(found) + 1) // 2]) for pool, found in by_pool.items()}
+        return {worker: faster[_pool(nodes, worker)] / unit_s for worker, unit_s in self.unit_s.items()}
+
+    def of_node(self, nodes: Mapping[str, Node], node_id: str) -> list[float]:
+        """Relative speeds of its GPUs, in order; [] = not measured."""
+        return [round(speed, 3) for worker, speed in sorted(self.speeds(nodes).items()) if worker.node_id == node_id]
+
+    def why(self, nodes: Mapping[str, Node], node_id: str) -> str:
+        """What is to be said of the node; '' = nothing."""
+        if node_id in self.aside:
+            return f"put aside: {self.aside[node_id]}"
+        mine = self.of_node(nodes, node_id)
+        notes = dict.fromkeys(note for worker, note in self.notes.items() if worker.node_id == node_id and note)
+        said = f" (the device says: {', '.join(notes)})" if notes else ""
+        if not mine or min(mine) > SLOW:
+            return said.strip(" ()")
+        slow = [k for k, speed in enumerate(mine) if speed <= SLOW]
+        which = (
+            "" if len(mine) == 1 else " on all GPUs" if len(slow) == len(mine) else f" on GPU {', '.join(map(str, slow))} only"
+        )
+        return f"{1 / min(mine):.2g} times slower than the faster ones of its pool{which}{said}"
+
+
+def _pool(nodes: Mapping[str, Node], worker: WorkerId) -> str:
+    node = nodes.get(worker.node_id)
+    return node.pool if node else ""
+
+
+def shown(speeds: list[float]) -> str:
+    """`1.00`, or of GPUs that differ `1.00 0.50`."""
+    if not speeds:
+        return "-"
+    if max(speeds) - min(speeds) <= ALIKE * max(speeds):
+        return f"{median(speeds):.2f}"
+    return " ".join(f"{speed:.2f}" for speed in speeds)
+
+
+def samples_of(plan: Plan | None, node_id: str) -> int:
+    """Of a step, those that go through the node."""
+    if plan is None:
+        return 0
+    ranks = [rank for rank, worker in enumerate(plan.ranks) if worker.node_id == node_id]
+    return sum(plan.samples[dp] for dp in {coordinates(plan.layout, rank).dp(plan.layout) for rank in ranks})
