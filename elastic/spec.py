@@ -165,7 +165,7 @@ class JobSpec(_Strict):
             raise ValueError(f"must be a word or a number of at least 0, not {value}")
         return value
 
-    @field_validator("peer_every", "durable_every")
+    @field_validator("peer_every", "durable_every", "check_numbers_every")
     @classmethod
     def _not_negative(cls, value: Auto | int) -> Auto | int:
         if value != "auto" and value < 0:

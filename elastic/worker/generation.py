@@ -22,6 +22,7 @@ from elastic.worker.calls import count_of
 from elastic.worker.commit import Commit, step_done
 from elastic.worker.copies import PeerCopies
 from elastic.worker.copy_stream import GroupWire
+from elastic.worker.equal_results import EqualResults
 from elastic.worker.groups import Groups
 from elastic.worker.guards import MEMORY, Trip
 from elastic.worker.host_copy import HostCopies, HostCopy, Lease
@@ -171,6 +172,7 @@ class Generation:
         dataset = place.dataset.reader() if isinstance(place.dataset, Stream) else place.dataset
         self.loader = Loader(dataset, parts_of_step, state.step, Ahead.of(job), place.readers)
         stop, entered_step = False, state.step
+        equal = EqualResults(stepper, plan, place.faults, min(place.good_step, state.step))
         if state.step >= last:
             self._finish(state)
             place.saving.save(plan, state, must=True)  # all steps were done before, and the copy of the last was not stored
@@ -196,6 +198,8 @@ class Generation:
                 self.copies.timed(step_s - data_s - copy_s, busy)
             if self.rank == 0:
                 self._report_step(commit, state, (step_s, data_s, copy_s))
+            if not stop and state.step < last:
+                self._compare(equal, state.step, batches, step_s)
             every = int(job.get("eval_every") or 0)
             if state.step == last or (every and state.step % every == 0):
                 self._evaluate(stepper, state)
@@ -267,6 +271,13 @@ class Generation:
         skipped = self.stepper.trip is not None
         shape = (round(self.stepper.imbalance, 4), round(self.stepper.shares.pad_share(state.step - 1), 4))
         self.place.report(step_done(self.number, state.step, commit, times, skipped, shape))
+
+    def _compare(self, equal: EqualResults, step: int, batches: list[Batch], step_s: float) -> None:
+        """Results of ranks that must be equal, where it is time. The steps go on whatever is found: the driver ends them."""
+        found = equal.after(step, batches, step_s)
+        self.place.good_step = equal.good_step
+        if found is not None and self.rank == 0:
+            self.place.report(found)
 
     def _copies_after(self, commit: Commit, state: TrainState) -> float:
         """Peer and durable copies that are due at this boundary. Returns the seconds that the step waited for them."""

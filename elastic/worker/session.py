@@ -45,6 +45,7 @@ from elastic.worker import durable
 from elastic.worker.admission import Checks, Entry, Refused
 from elastic.worker.allocator import settle_allocator, settle_cuda_allocator
 from elastic.worker.compiled import settle_compiler
+from elastic.worker.device_notes import DeviceNotes
 from elastic.worker.durable import Damaged
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.float8 import check_float8
@@ -111,6 +112,7 @@ class Session:
         self._aborted = 0  # generations up to this one are broken off
         self._stop_at, self._save_at = 0, 0  # generations up to this one stop (save) at their next boundary
         self._place: Workplace | None = None
+        self._notes: DeviceNotes | None = None
         self._faults = DeviceFaults()
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="behind-the-steps")
         self._thread = threading.Thread(target=self._work, name="training", daemon=True)
@@ -213,6 +215,8 @@ class Session:
         if running is not None:
             self.abort(running.number)
         self._pool.shutdown(wait=False)
+        if self._notes is not None:
+            self._notes.close()
         if self._place is not None:
             self._place.saving.close()
             if self._place.readers is not None:
@@ -331,6 +335,7 @@ class Session:
         if checks is not None and self.job.get(KEY):
             mine = fingerprint(self.job["program"], self.job, place.profile, int(self.job["n_samples"]))
             checks.program(self.job[KEY], mine)
+        self._notes = self._notes or DeviceNotes(self.me, place.device, self._put)
         rehearse(place)
         if self.me.local_rank == 0:
             place.sample = sample_profile(place.program, self.job, place.dataset[0])

@@ -62,6 +62,7 @@ class Workplace:
     readers: Readers | None = None  # loader processes, where the job asks for them
     script: Script | None = None  # a job whose script enters elastic.loop
     faults: DeviceFaults = field(default_factory=DeviceFaults)  # of a drill
+    good_step: int = 0  # of the newest comparison of ranks that found nothing
     left_at_s: float | None = None  # when the last step of the generation before was finished
 
     def __post_init__(self) -> None:

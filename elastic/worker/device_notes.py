@@ -1,0 +1,142 @@
+"""What a GPU says of itself that may explain why it is slow: read through NVML every few seconds, in a thread of its own.
+
+Only where `pynvml` (of the package nvidia-ml-py) can be imported and the worker trains on CUDA; elsewhere nothing is watched.
+What a driver or a GPU does not tell is left out of the sentence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic.types import DeviceNoted, Event, WorkerId
+
+log = logging.getLogger(__name__)
+
+PACKAGE = "pynvml"
+EVERY_S = 10.0
+HOT_C = 85  # degrees Celsius; most boards lower their clocks a little above
+LOWERED = {  # nvmlClocksEventReason* as bits (nvml.h), of those that are no rest and no wish of a person
+    0x4: "the power limit", 0x8: "a hardware slowdown", 0x20: "the temperature (software)", 0x40: "the temperature (hardware)",
+    0x80: "the power brake",
+}  # fmt: skip
+POWER_CAP = 0x4  # by itself what every busy GPU does
+LINKS_MOST = 18
+CORRECTED, UNCORRECTED, VOLATILE, LINK_REPLAYS, LINK_RECOVERIES = 0, 1, 0, 0, 1
+Counters = dict[str, int]
+
+
+class DeviceNotes:
+    """Watches one GPU; `report` gets a DeviceNoted when the sentence is another one. Errors count from the first look on."""
+
+    def __init__(self, me: WorkerId, device: torch.device, report: Callable[[Event], None], every_s: float = EVERY_S) -> None:
+        self.me, self.report, self.every_s = me, report, every_s
+        self._note = ""
+        self._first: Counters | None = None
+        self._end = threading.Event()
+        self._nvml = _nvml() if device.type == "cuda" else None
+        if self._nvml is None:
+            return
+        try:
+            self._nvml.nvmlInit()
+            self._handle = _handle(self._nvml, device)
+        except Exception as error:  # noqa: BLE001 - a boundary: pynvml's errors are its own; the GPU trains without being watched
+            log.warning("the GPU is not watched: %s", error)
+            return
+        threading.Thread(target=self._watch, name="device-notes", daemon=True).start()
+
+    def close(self) -> None:
+        self._end.set()
+
+    def _watch(self) -> None:
+        while True:
+            self.look()
+            if self._end.wait(self.every_s):
+                return
+
+    def look(self) -> None:
+        note = self._sentence()
+        if note != self._note:
+            self._note = note
+            self.report(DeviceNoted(self.me, note))
+
+    def _sentence(self) -> str:
+        now = self._counters()
+        self._first = {**now, **(self._first or {})}
+        parts = [*self._clocks(), *self._heat()]
+        grown = {name: n - self._first[name] for name, n in now.items() if n > self._first[name]}
+        parts += [f"{_rounded(n)} {name} since this worker began" for name, n in grown.items()]
+        return "; ".join([*parts, *self._rows()])
+
+    def _clocks(self) -> list[str]:
+        asked = "nvmlDeviceGetCurrentClocksEventReasons"
+        old = "nvmlDeviceGetCurrentClocksThrottleReasons"  # its name before driver 535
+        bits = self._ask(asked if hasattr(self._nvml, asked) else old) or 0
+        why = [word for bit, word in LOWERED.items() if bits & bit]
+        return [f"clocks lowered by {' and '.join(why)}"] if bits & sum(LOWERED) & ~POWER_CAP else []
+
+    def _heat(self) -> list[str]:
+        celsius = self._ask("nvmlDeviceGetTemperature", 0) or 0
+        return [f"{5 * (celsius // 5)} °C or more"] if celsius >= HOT_C else []
+
+    def _rows(self) -> list[str]:
+        found = self._ask("nvmlDeviceGetRemappedRows")
+        if not found:
+            return []
+        _, uncorrectable, pending, failed = found
+        return [text for yes, text in (
+            (uncorrectable, f"{uncorrectable} rows of its memory remapped after errors that were not corrected"),
+            (pending, "a row is to be remapped: the GPU must be reset"),
+            (failed, "a row could not be remapped: the GPU must be replaced"),
+        ) if yes]  # fmt: skip
+
+    def _counters(self) -> Counters:
+        found = {
+            "corrected memory errors": self._ask("nvmlDeviceGetTotalEccErrors", CORRECTED, VOLATILE),
+            "uncorrected memory errors": self._ask("nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE),
+            "PCIe replays": self._ask("nvmlDeviceGetPcieReplayCounter"),
+        }
+        links = [
+            self._ask("nvmlDeviceGetNvLinkErrorCounter", link, counter)
+            for link in range(LINKS_MOST)
+            for counter in (LINK_REPLAYS, LINK_RECOVERIES)
+        ]
+        if any(n is not None for n in links):
+            found["NVLink errors"] = sum(n for n in links if n is not None)
+        return {name: int(n) for name, n in found.items() if n is not None}
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        """None: this driver, package or GPU does not tell."""
+        function = getattr(self._nvml, name, None)
+        if function is None:
+            return None
+        try:
+            return function(self._handle, *arguments)
+        except Exception:  # noqa: BLE001 - a boundary: "not supported" and the like are classes of pynvml's own
+            return None
+
+
+def _nvml() -> Any:
+    try:
+        return importlib.import_module(PACKAGE)
+    except ImportError:
+        return None
+
+
+def _handle(nvml: Any, device: torch.device) -> Any:
+    """By the GPU's own id: NVML numbers the machine's GPUs, whichever of them this process may see."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+
+
+def _rounded(n: int) -> str:
+    """As a power of ten: a counter that grows on is no news each time."""
+    most = 1
+    while most * 10 <= n:
+        most *= 10
+    return str(n) if n < 10 else f"more than {most}"

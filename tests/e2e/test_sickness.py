@@ -1,0 +1,53 @@
+"""Workers that answer and are sick all the same: one that stands still, one that computes wrong numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import events, job, plans, run, went_on_as_if_nothing_happened
+
+from elastic.ledger.journal import Line
+from elastic.sim.replay import replay
+from elastic.types import Abort, DrillAsked, Silent, StepDone, WrongNumbers
+
+pytestmark = pytest.mark.ray
+
+
+def at_s(lines: list[Line], kind: type, **fields: Any) -> float:
+    """When the first such event came."""
+    return next(
+        at for line in lines for at, e in line.events if isinstance(e, kind) and all(getattr(e, k) == v for k, v in fields.items())
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 3, 4])
+def test_the_worker_that_stands_still_is_named_and_left_behind(tmp_path: Path, rank: int) -> None:
+    """One GPU of a node: its own process answers, the others wait for it in a collective."""
+    drill = [{"at_step": 30, "stall": f"rank:{rank}", "gpu": rank % 2}]
+    summary, lines = run(job(tmp_path, 60, drill, layout={6: "dp_shard=3,tp=2", 5: "dp_shard=5", 4: "dp_shard=4"}))
+    went_on_as_if_nothing_happened(summary, lines, 60)
+    silent = events(lines, Silent)
+    assert [e.worker for e in silent] == [plans(lines)[0].ranks[rank]], silent
+    assert "has not come to collective" in silent[0].why and "in stand" in silent[0].why
+    killed = [a.kill for line in lines if line.decision for a in line.decision.actions if isinstance(a, Abort)]
+    assert (silent[0].worker,) in killed
+    lost = next(t for t in summary["transitions"] if t["cause"] == "loss")
+    assert lost["pause_s"] < 60, "that of the group's own timeout"
+    asked = at_s(lines, DrillAsked)
+    print(f"rank {rank}: named {at_s(lines, Silent) - asked:.1f} s after the drill, pause {lost['pause_s']:.1f} s: {silent[0].why}")
+    assert replay(lines).identical
+
+
+def test_a_worker_that_computes_wrong_numbers_is_named_and_the_steps_are_done_again(tmp_path: Path) -> None:
+    drill = [{"at_step": 32, "corrupt": "rank:2", "gpu": 0}]
+    folder = job(tmp_path, 70, drill, layout={6: "dp_shard=6", 4: "dp_shard=4"}, check_numbers_every=10, durable_every=10)
+    summary, lines = run(folder)
+    found = events(lines, WrongNumbers)
+    assert [e.workers for e in found] == [(plans(lines)[0].ranks[2],)], found
+    assert found[0].good_step < found[0].step == found[0].good_step + 10
+    last = {e.step: e.train_loss for e in events(lines, StepDone)}
+    print(f"{found[0].reason}; decided: {summary['transitions'][1]}; losses of {len(last)} steps")
+    went_on_as_if_nothing_happened(summary, lines, 70)
+    assert replay(lines).identical

@@ -1,0 +1,212 @@
+"""Ranks that must have equal results: the one that computes wrong numbers is named, and the check leaves no trace."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import live, plan
+from test_chain import job_of
+from worker_pool import Pool
+
+from elastic.types import Layout, StepDone, WorkerId, WrongNumbers
+from elastic.worker import equal_results
+from elastic.worker.equal_results import Row, compare, known_product
+
+EVERY = 3
+LAYOUTS = [
+    Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2),
+    Layout(dp_replicate=3), Layout(pp=2, tp=2),
+]  # fmt: skip
+
+
+def rows(losses: list[float], **more: Any) -> list[Row]:
+    return [Row(loss, **more) for loss in losses]
+
+
+# ------------------------------------------------------------------------------------------ what the answers say
+
+
+def test_the_one_that_differs_from_the_majority() -> None:
+    layout = Layout(dp_shard=4)
+    assert compare(rows([2.5, 2.5, 2.5, 2.5]), layout) is None
+    found = compare(rows([2.5, 2.5, 2.5000002, 2.5]), layout)
+    assert found is not None and found.ranks == (2,) and found.by_loss
+    assert "rank 2 made a loss of 2.5000002, the others 2.5" in found.reason
+
+
+def test_of_two_that_differ_both_may_be_wrong() -> None:
+    found = compare(rows([2.5, 2.6]), Layout(dp_shard=2))
+    assert found is not None and found.ranks == (0, 1) and "nobody knows" in found.reason
+
+
+def test_all_ranks_that_share_a_pass_are_named_with_it() -> None:
+    """dp_shard=3 x tp=2: ranks 2 and 3 compute one part of the samples together."""
+    found = compare(rows([2.5, 2.5, 2.6, 2.6, 2.5, 2.5]), Layout(dp_shard=3, tp=2))
+    assert found is not None and found.ranks == (2, 3)
+    nan = math.nan  # the first stage computes no loss
+    found = compare(rows([nan, nan, nan, 2.5, 2.4, 2.5]), Layout(pp=2, dp_shard=3))
+    assert found is not None and found.ranks == (1, 4)
+
+
+def test_a_known_answer_that_is_wrong_tells_which_of_them_it_is() -> None:
+    both = rows([2.5, 2.6])
+    found = compare([both[0], replace(both[1], known_wrong=True)], Layout(dp_shard=2))
+    assert found is not None and found.ranks == (1,) and "known product" in found.reason
+
+
+def test_devices_of_another_kind_may_differ_a_little() -> None:
+    unlike = [Row(2.5, kind=1), Row(2.5, kind=1), Row(2.51, kind=2), Row(2.49, kind=3)]
+    assert compare(unlike, Layout(dp_shard=4)) is None
+    found = compare([*unlike[:3], Row(2.8, kind=3)], Layout(dp_shard=4))
+    assert found is not None and found.ranks == (3,)
+    found = compare([Row(2.5, kind=1), Row(2.5000001, kind=1), Row(2.5, kind=1), Row(2.51, kind=2)], Layout(dp_shard=4))
+    assert found is not None and found.ranks == (1,), "equal devices must agree to the last bit"
+
+
+def test_replicas_whose_state_differs() -> None:
+    layout = Layout(dp_replicate=3, dp_shard=2)
+    same = [Row(2.5, content=(7, rank % 2)) for rank in range(6)]
+    assert compare(same, layout) is None
+    found = compare([*same[:3], replace(same[3], content=(8, 1)), *same[4:]], layout)
+    assert found is not None and found.ranks == (3,) and not found.by_loss
+    found = compare([replace(same[0], content=(9, 0)), *same[1:4]], Layout(dp_replicate=2, dp_shard=2))
+    assert found is not None and found.ranks == (0, 2), "of two replicas nobody knows which"
+
+
+def test_a_row_survives_its_journey() -> None:
+    for row in (Row(), Row(2.5, True, 2**32 - 1, (2**32 - 1, 5), 400, 0.25, 1.5)):
+        back = Row.of(torch.tensor(row.numbers(), dtype=torch.float64).tolist())
+        assert str(back) == str(row)
+
+
+def test_the_known_product() -> None:
+    cpu = torch.device("cpu")
+    assert known_product(cpu, lambda result: result)
+    assert not known_product(cpu, lambda result: result * 1.015625)
+
+    def one_bit(result: torch.Tensor) -> torch.Tensor:
+        result = result.clone()
+        result[17, 5] += 1
+        return result
+
+    assert not known_product(cpu, one_bit)
+
+
+# ------------------------------------------------------------------------------------------ on ranks
+
+
+def blind() -> None:
+    """In a worker's process: the known product finds nothing, as where a fault spares it."""
+    equal_results.known_product = lambda device, spoilt: True
+
+
+def seeing() -> None:
+    equal_results.known_product = known_product
+
+
+def run(pool: Pool, job: dict[str, Any], folder: Path, layout: Layout) -> list[StepDone]:
+    workers = pool.open(job, folder)
+    pool.enter(plan(1, layout, workers, job["global_batch"]))
+    pool.quiesced(1, layout.world_size)
+    return pool.events(StepDone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["tiny.py", "tiny_dropout.py"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(dp_shard=2, cp=2)], ids=str)
+def test_the_check_leaves_no_trace(pool: Pool, tmp_path: Path, layout: Layout, program: str) -> None:
+    if layout.cp > 1 and program != "tiny.py":
+        pytest.skip("its model does not cut sequences")
+    job = job_of(program, steps=8, global_batch=12)
+    found = []
+    for every in (0, 1, 2):
+        steps = run(pool, job | {"check_numbers_every": every}, tmp_path / str(every), layout)
+        assert len(steps) == 8
+        found.append([(e.step, e.train_loss, e.grad_norm, e.tokens) for e in steps])
+        assert not pool.events(WrongNumbers)
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("see", [True, False], ids=["known", "loss"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_rank_that_computes_wrong_numbers_is_named(pool: Pool, tmp_path: Path, layout: Layout, see: bool) -> None:
+    """Each rank in turn, rank 0 too (the first and the last of the later layouts); `see`: the known product fails there too."""
+    job = job_of("tiny.py", steps=1_000_000, global_batch=12) | {"check_numbers_every": EVERY}
+    for victim in range(0, layout.world_size, 1 if layout in LAYOUTS[:3] else layout.world_size - 1):
+        workers = pool.open(job, tmp_path / str(victim))
+        for worker in workers:
+            pool.patch(worker, seeing if see else blind)
+        pool.enter(plan(1, layout, workers, job["global_batch"]))
+        pool.wait(lambda: len(pool.events(StepDone)) >= 2 * EVERY, "steps")
+        assert not pool.events(WrongNumbers)
+        pool.call(workers[victim], "afflict", "corrupt")
+        if not see and layout.dp == 1:
+            done = len(pool.events(StepDone))
+            pool.wait(lambda done=done: len(pool.events(StepDone)) > done + 3 * EVERY, "steps")
+            assert not pool.events(WrongNumbers), "there is nothing to compare with"
+        else:
+            pool.wait(lambda: pool.events(WrongNumbers), "wrong numbers")
+            (found,) = pool.events(WrongNumbers)
+            named_right(found, workers, victim, layout, see)
+        for worker in workers[: layout.world_size]:
+            pool.call(worker, "quiesce", 1, False)
+        pool.quiesced(1, layout.world_size)
+    for worker in workers:
+        pool.patch(worker, seeing)
+
+
+def named_right(found: WrongNumbers, workers: list[WorkerId], victim: int, layout: Layout, see: bool) -> None:
+    print(f"{layout}, rank {victim}: step {found.step}, good {found.good_step}: {found.reason}")
+    named = [workers.index(worker) for worker in found.workers]
+    assert victim in named
+    assert 0 < found.good_step == found.step - EVERY
+    if see:
+        assert named == [victim]
+    elif layout.dp > 2:
+        assert len(named) == layout.world_size // layout.dp
+    else:
+        assert named == list(range(layout.world_size)), "of two parts nobody knows which"
+
+
+@pytest.mark.slow
+def test_what_was_right_is_known_in_the_next_generation(pool: Pool, tmp_path: Path) -> None:
+    job = job_of("tiny.py", steps=40, global_batch=12) | {"check_numbers_every": 5}
+    workers = pool.open(job, tmp_path)
+    first = plan(1, Layout(dp_shard=4), workers, 12)
+    pool.enter(first)
+    pool.wait(lambda: len(pool.events(StepDone)) >= 12, "steps")
+    pool.enter(plan(2, Layout(dp_shard=3), workers, 12, resume=live(first)))
+    pool.entered(2)
+    pool.call(workers[1], "afflict", "corrupt")
+    pool.wait(lambda: pool.events(WrongNumbers), "wrong numbers")
+    (found,) = pool.events(WrongNumbers)
+    assert found.workers == (workers[1],) and found.generation == 2
+    assert found.step - 5 <= found.good_step >= 10
+    pool.quiesced(2, 3)
+
+
+@pytest.mark.slow
+def test_what_a_check_costs(pool: Pool, tmp_path: Path) -> None:
+    """Printed only: this machine may be shared."""
+    layout = Layout(dp_shard=4)
+    for every in (0, 1):
+        began = time.monotonic()
+        job = job_of("tiny.py", steps=60, global_batch=12) | {"check_numbers_every": every}
+        steps = run(pool, job, tmp_path / str(every), layout)
+        times = sorted(b[0] - a[0] for a, b in zip(told(pool), told(pool)[1:], strict=False))
+        print(
+            f"check_numbers_every={every}: median {times[len(times) // 2] * 1e3:.1f} ms from step to step, {len(steps)} steps"
+        )
+        print(f"  {time.monotonic() - began:.1f} s in all")
+    assert len(steps) == 60
+
+
+def told(pool: Pool) -> list[tuple[float, Any]]:
+    return [(at_s, e) for at_s, _, e in pool.log if isinstance(e, StepDone)]
