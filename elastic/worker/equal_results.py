@@ -203,8 +203,7 @@ class EqualResults:
         no stages."""
         stepper = self.stepper
         samples = stepper.shares.samples(stepper.state.step - 1)
-        unequal = len(set(samples)) > 1 or len(set(self.plan.each_microbatches)) > 1
-        if isinstance(stepper.program, LoopProgram) or (stepper.groups.pp is not None and unequal):
+        if isinstance(stepper.program, LoopProgram) or (stepper.groups.pp is not None and len(set(samples)) > 1):
             return math.nan
         one = self._same_sample(batches, next(dp for dp, n in enumerate(samples) if n))
         whole = [{key: torch.cat([value] * samples[0]) for key, value in one.items()}] if stepper.groups.pp else [one, one]

@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from worker_pool import Pool
 
 from elastic.types import Layout, StepDone, WorkerId, WrongNumbers
 from elastic.worker import equal_results
-from elastic.worker.equal_results import Row, compare, known_product
+from elastic.worker.equal_results import EqualResults, Row, compare, known_product
+from elastic.worker.faults import DeviceFaults
 
 EVERY = 3
 LAYOUTS = [
@@ -96,6 +98,58 @@ def test_the_known_product() -> None:
         return result
 
     assert not known_product(cpu, one_bit)
+
+
+class Scripted(EqualResults):
+    """Answers are given; `asked`: the steps after which there was a question."""
+
+    def __init__(self, every: int | str, answers: list[Row], entered: int = 0) -> None:
+        stepper: Any = SimpleNamespace(
+            job={"check_numbers_every": every}, state=SimpleNamespace(step=entered), device=torch.device("cpu")
+        )
+        workers = [WorkerId(str(i), 0) for i in range(4)]
+        super().__init__(stepper, plan(3, Layout(dp_shard=4), workers, 8), DeviceFaults(), 0)
+        self.answers, self.asked = answers, list[int]()
+
+    def _ask(self, step: int, batches: Any, step_s: float) -> list[Row]:
+        self.asked.append(step)
+        return [replace(row, good_step=self.good_step) for row in self.answers]
+
+
+def test_how_often() -> None:
+    cheap, dear = (rows([2.5] * 4, check_s=check_s, step_s=0.1) for check_s in (0.01, 1.0))
+    for every, answers, asked in ((0, cheap, []), (300, cheap, [300, 600, 900]), (300, dear, [300, 600, 900])):
+        one = Scripted(every, answers)
+        assert [one.after(step, [], 0.1) for step in range(1, 1000)] == [None] * 999
+        assert one.asked == asked
+    one = Scripted("auto", cheap, entered=250)
+    [one.after(step, [], 0.1) for step in range(251, 1000)]
+    assert one.asked == [400, 600, 800] and one.good_step == 800
+    one = Scripted("auto", dear)
+    [one.after(step, [], 0.1) for step in range(1, 5000)]
+    assert one.asked == [200, 2000, 4000], "0.5 % of 0.1 s is 2000 times in a second"
+
+
+def test_told_once_with_the_last_step_that_was_right() -> None:
+    one = Scripted(10, rows([2.5] * 4))
+    assert one.after(10, [], 0.1) is None
+    one.answers = rows([2.5, 2.5, 2.5, 2.6])
+    found = one.after(20, [], 0.1)
+    assert found is not None
+    assert (found.generation, found.step, found.good_step, found.workers) == (3, 20, 10, (WorkerId("3", 0),))
+    assert one.asked == [10, 20, 20], "the pass is made once more"
+    assert one.after(30, [], 0.1) is None and len(one.asked) == 3
+
+
+def test_a_program_whose_loss_is_another_one_each_time() -> None:
+    class Chance(Scripted):
+        def _ask(self, step: int, batches: Any, step_s: float) -> list[Row]:
+            super()._ask(step, batches, step_s)
+            return rows([len(self.asked) + rank / 8 for rank in range(4)])
+
+    one = Chance(10, [])
+    assert one.after(10, [], 0.1) is None
+    assert not one.repeats
 
 
 # ------------------------------------------------------------------------------------------ on ranks
