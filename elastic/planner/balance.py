@@ -5,29 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heapreplace
 
 from elastic import mesh
 from elastic.errors import InfeasiblePlan
 from elastic.types import Layout
 
 
-def shares(n_units: int, speeds: Sequence[float], unit: int = 1) -> tuple[int, ...]:
+def shares(n_units: int, speeds: Sequence[float], unit: int = 1, most: Sequence[int] = ()) -> tuple[int, ...]:
     """Divides n_units x unit samples over the ranks: multiples of `unit`, at least one each, in proportion to the speeds.
 
-    Each further unit goes where the rank would finish first; equal speeds get shares that differ by one unit at most.
+    Each further unit goes where the rank would finish first; equal speeds get shares that differ by one unit at most. `most`:
+    units that each rank can take.
     """
     if n_units < len(speeds):
         raise InfeasiblePlan(
             f"{n_units} shares of {unit} samples for {len(speeds)} data-parallel ranks: each needs at least one"
         )
-    units = [1] * len(speeds)
-    finish = [(2 / speed, i) for i, speed in enumerate(speeds)]  # with one more unit
+    if most and (sum(most) < n_units or min(most) < 1):
+        raise InfeasiblePlan(f"of {n_units * unit} samples the memory of {len(speeds)} ranks holds {sum(most) * unit}")
+    sure = (n_units - len(speeds)) / sum(speeds) * (1 - 1e-9)  # until then nobody is done with what it surely gets
+    limits = most or [n_units] * len(speeds)
+    units = [min(max(1, int(sure * speed)), limit) for speed, limit in zip(speeds, limits, strict=True)]
+    finish = [((units[i] + 1) / speed, i) for i, speed in enumerate(speeds) if units[i] < limits[i]]  # with one more unit
     heapify(finish)
-    for _ in range(n_units - len(speeds)):
+    for _ in range(n_units - sum(units)):
         _, i = finish[0]
         units[i] += 1
-        heapreplace(finish, ((units[i] + 1) / speeds[i], i))
+        if units[i] < limits[i]:
+            heapreplace(finish, ((units[i] + 1) / speeds[i], i))
+        else:
+            heappop(finish)
     return tuple(n * unit for n in units)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from elastic.planner.work import Work
@@ -126,3 +126,11 @@ def memory_bytes(work: Work, layout: Layout, dtype: str = "float32") -> int:
 
 def activation_bytes(work: Work, layout: Layout, step: Step) -> int:
     return int(sum(activation_parts(work, layout, step).values()))
+
+
+def stage_bytes(work: Work, layout: Layout, step: Step, n_blocks: int) -> int:
+    """Of a rank that has so many blocks, and the larger one of what is before and what is behind them; as many microbatches in
+    flight as at the first stage."""
+    low = step.compute_bytes / max(1.0, work.element_bytes)
+    deep = replace(work, n_blocks=n_blocks * layout.pp)
+    return int(sum(state_parts(deep, layout, low).values()) + sum(activation_parts(deep, layout, step).values()))

@@ -2,20 +2,26 @@
 
 As many workers as possible. Among layouts of that size those that cut the model and its sequences least come first (tp x pp x
 cp; plain data-parallel sharding cuts nothing): memory, or a batch smaller than the number of workers, must ask for more. Among
-those, a layout that is simpler than the fastest and at most SLOWER slower is taken. A tp x cp group never leaves its node.
+those, a layout that is simpler than the fastest and at most SLOWER slower is taken. A tp x cp group never leaves its node, nor
+a replica its zone. Fewer workers are taken where that is clearly faster: without the slow ones, where these compute hardly
+more than nothing, or where all of them together would need to cut more. Which worker is which rank: placing.py; unequal shares
+and stages: uneven.py.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import Any
+from itertools import groupby, islice
+from statistics import median
+from typing import Any, NamedTuple
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import balance, memory, nominal
+from elastic.planner import balance, memory, nominal, placing
 from elastic.planner.compute import Chip
 from elastic.planner.cost import Site, bubble, step_cost
+from elastic.planner.dealing import RECOMPUTED, Dealer, Dealt, guessed
 from elastic.planner.kernels import MEASURED, generation
 from elastic.planner.memory import Step
 from elastic.planner.options import Space, cut, n_options
@@ -25,7 +31,8 @@ from elastic.types import AUTO, HardwareProfile, Layout, ModelProfile, Node, Wor
 
 SHOWN = 6  # rejections that an error message names
 SLOWER = 0.05  # that a simpler layout may be
-RECOMPUTED = {"none": 0.0, "selective": 0.05, "full": 1 / 3}  # of the step, where the model is not known
+IDLE = 0.1  # of a step, that unequal GPUs may wait for each other before layouts that cut more are looked at
+MOST_CUTS, MOST_REPLICAS, MOST_DROPPED, MOST_FEWER = 4, 4, 6, 8  # how many of each are looked at
 USABLE = 0.92  # of a GPU's memory: the rest is CUDA's, NCCL's, and lies between allocations
 
 
@@ -47,18 +54,28 @@ class Choice:
     rejected: tuple[str, ...] = ()
 
 
+class Found(NamedTuple):
+    """A layout that fits."""
+
+    layout: Layout
+    step: Step
+    dealt: Dealt
+
+
 @dataclass(frozen=True)
 class Limits:
-    """What layouts must fit into: bytes per worker (0 = not known) and layouts that were found not to (with the bytes).
-    `hardware`: of nodes by their id, as far as it is known; where it is not of all of them, layouts are compared as on H100
-    nodes. `rates`: how fast each worker computes, in any one unit; where they are not there for all,
-    the hardware says. `zones`: node -> its zone, where only replicas may lie in different ones."""
+    """What layouts must fit into: bytes per worker (the smallest node's, 0 = not known) and layouts that were found not to
+    (with the bytes). `memory`: node -> bytes per worker, where nodes differ. `hardware`: of nodes by their id, as far as it is
+    known; where it is not of all of them, layouts are compared as on H100 nodes. `rates`: how fast each worker computes, in any
+    one unit; where they are not there for all, the hardware says. `zones`: node -> its zone, where only replicas may lie in
+    different ones."""
 
     memory_bytes: int = 0
     infeasible: Mapping[Layout, int] | None = None
     hardware: Mapping[str, HardwareProfile] | None = None
     rates: Mapping[WorkerId, float] | None = None
     zones: Mapping[str, str] | None = None
+    memory: Mapping[str, int] | None = None
 
 
 def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Node], limits: Limits | None = None) -> Choice:
@@ -98,7 +115,7 @@ class _Search:
     nodes: Sequence[Node]
     limits: Limits
     rejected: list[str] = field(default_factory=list)
-    placed: dict[tuple[int, int], tuple[WorkerId, ...]] = field(default_factory=dict)
+    dealt: dict[tuple[Layout, int], Dealt] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.work = Work.of(self.model)
@@ -112,38 +129,118 @@ class _Search:
         workers = [WorkerId(node.node_id, k) for node in self.nodes for k in range(node.gpus)]
         measured = self.limits.rates or {}
         all_known = all(worker in measured for worker in workers)
-        self.rates = {worker: measured[worker] if all_known else by_kind[worker.node_id] for worker in workers}
+        rates = {worker: measured[worker] if all_known else by_kind[worker.node_id] for worker in workers}
+        slowest = [rates[worker] for worker in workers if by_kind[worker.node_id] == rate(self.site)]
+        zones = {} if self.job.get("across_zones") else placing.named_zones(self.nodes, self.limits.zones)
+        self.place = placing.Site(self.nodes, rates, placing.kinds_of(rates, self.memory()), zones)
+        usable = USABLE if self.model.sample is not None else 1.0
+        room = {name: int(usable * n_bytes) for name, n_bytes in self.memory().items()}
+        most = int(self.job.get("max_workers") or 0)
+        self.dealer = Dealer(self.work, self.site, self.place, median(slowest) if slowest else 1.0, room, most)
+        tight = bool(self.limits.memory_bytes or self.limits.infeasible)
+        self.space = Space.of(self.model, self.job, self.nodes, bool(self.limits.memory_bytes), tight)
+
+    def memory(self) -> dict[str, int]:
+        """Node -> bytes per worker, as far as they are known."""
+        of_node = self.limits.memory or {}
+        found = {node.node_id: of_node.get(node.node_id) or self.limits.memory_bytes for node in self.nodes}
+        return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
 
     def named(self, layout: Layout) -> Choice | None:
         """The layout that the job names. It is refused only where its state alone is too large, or where it was tried."""
         try:
-            self.place(layout)
+            next(self.place.arrangements(layout, self.dealer.max_workers))
             step = self.step(layout)
             self.check_size(layout, step, exact=True)
-            return self.choice(layout, step)
+            return self.choice(layout, step, self.deal(layout, step, exact=True))
         except InfeasiblePlan as error:
             self.rejected.append(f"{layout}: {error}")
             return None
 
     def best(self, n_workers: int) -> Choice | None:
-        """The simplest of those that are about as fast as the fastest, among those that cut least."""
-        tight = bool(self.limits.memory_bytes or self.limits.infeasible)
-        space = Space.of(self.model, self.job, self.nodes, bool(self.limits.memory_bytes), tight)
+        """Of as many workers as can be used; of fewer where a step would be clearly shorter."""
+        if self.place.zones:
+            names = " and ".join(sorted({zone or "unnamed" for zone in self.place.zones.values()}))
+            self.rejected.append(
+                f"{Layout(dp_shard=n_workers)}: its shards would lie in {names}; only replicas may, unless across_zones is true"
+            )
+        found: Found | None = None
         for world in range(n_workers, 0, -1):
             if self.too_few(world):
                 return None  # fewer have less room still
-            for _, shapes in groupby(space.shapes(world), cut):
+            found = self.of_size(world)
+            if found:
+                break
+        if found is None:
+            return None
+        first = found
+        for world, most_cut in self.fewer(first):
+            other = self.of_size(world, most_cut)
+            if other is None or other.dealt.pace * (1 + SLOWER) >= found.dealt.pace:
+                continue
+            if most_cut or self.place.zones or other.dealt.busy_s <= found.dealt.busy_s * (1 + SLOWER):
+                found = other
+        choice = self.choice(*found)
+        if found is first:
+            return choice
+        times, left = first.dealt.pace / found.dealt.pace, first.layout.world_size - found.layout.world_size
+        why = f"{first.layout}: with {left} workers more a step would take {times:.2f} times as long"
+        return replace(choice, rejected=(why, *choice.rejected))
+
+    def of_size(self, world: int, most_cut: int = 0) -> Found | None:
+        """The simplest of those that are about as fast as the fastest, among those that cut least; where GPUs are unequal and
+        wait for each other also among those that cut more. `most_cut`: only those that cut less."""
+        best: Found | None = None
+        for space in self.spaces(world):
+            n_looked_at = 0
+            for n_cut, shapes in groupby(space.shapes(world), cut):
+                if most_cut and n_cut >= most_cut:
+                    break
                 found = [one for shape in shapes for one in self.fitting(space, shape)]
-                if found:
-                    times = {layout: sum(self.parts(layout, step).values()) for layout, step in found}
-                    near = [layout for layout in times if times[layout] <= min(times.values()) * (1 + SLOWER)]
-                    best = min(near, key=lambda layout: (n_options(layout), times[layout]))
-                    return self.choice(best, dict(found)[best])
-        return None
+                if not found:
+                    continue
+                one, n_looked_at = self.simplest(found), n_looked_at + 1
+                if best is None or one.dealt.pace * (1 + SLOWER) < best.dealt.pace:
+                    best = one
+                if not self.place.uneven or one.dealt.idle < IDLE or n_looked_at == MOST_CUTS:
+                    break
+        return best
+
+    def simplest(self, found: Sequence[tuple[Layout, Step]]) -> Found:
+        steps = dict(found)
+        paces = {layout: self.deal(layout, step).pace for layout, step in found}
+        near = [layout for layout in paces if paces[layout] <= min(paces.values()) * (1 + SLOWER)]
+        best = min(near, key=lambda layout: (n_options(layout), paces[layout]))
+        return Found(best, steps[best], self.deal(best, steps[best]))
+
+    def spaces(self, world: int) -> Iterator[Space]:
+        """Where replicas must lie within a zone each, one for each number of them that goes, the fewest first."""
+        if not self.place.zones:
+            yield self.space
+            return
+        there = Counter(self.place.zones[node.node_id] for node in self.nodes for _ in range(node.gpus))
+        wanted = int(self.space.pins.get("dp_replicate", 0))
+        fitting = (n for n in balance.divisors(world) if sum(gpus // (world // n) for gpus in there.values()) >= n)
+        for n in islice((n for n in fitting if not wanted or n == wanted), MOST_REPLICAS):
+            yield replace(self.space, pins={**self.space.pins, "dp_replicate": n})
+
+    def fewer(self, found: Found) -> Iterator[tuple[int, int]]:
+        """Numbers of workers that may be faster, and how little they must cut to be: without the slow ones, and where fewer
+        need not be cut so far."""
+        world, least = found.layout.world_size, int(self.job.get("min_workers") or 1)
+        kinds = sorted(placing.kinds_of(self.place.rates).values())
+        steps = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
+        yield from ((n, 0) for n in steps[-MOST_DROPPED:][::-1] if least <= n < world)
+        n_cut = 0 if self.place.zones else cut(found.layout)
+        if n_cut != 1:
+            less = self.per_node if world > 4 * MOST_FEWER else 1
+            lowest = max(least, -(-3 * world // 4), world - MOST_FEWER * less)
+            yield from ((n, n_cut) for n in range(world - less, lowest - 1, -less))
 
     def too_few(self, world: int) -> bool:
         """Would the state alone, cut into equal parts for all of them, be too large for these workers?"""
-        there = self.limits.memory_bytes
+        rooms = self.memory().values()
+        there = sum(rooms) // len(rooms) if len(rooms) == len(self.nodes) and rooms else self.limits.memory_bytes
         least = 0 if self.job.get("offload") else int(self.work.state_bytes) // world
         if there and least > there:
             self.rejected.append(f"on {world} the state alone needs {_gib(least)} GiB per worker, there are {_gib(there)}")
@@ -172,20 +269,42 @@ class _Search:
             if step.n_microbatches < layout.pp:
                 raise InfeasiblePlan(f"{step.n_microbatches} microbatches cannot fill {layout.pp} pipeline stages")
             self.check_size(layout, step, exact=False)
-            self.place(layout)
+            if self.place.uneven:
+                self.deal(layout, step)
+            else:
+                next(self.place.arrangements(layout, self.dealer.max_workers))
         except InfeasiblePlan as error:
             self.rejected.append(f"{layout}: {error}")
             return None
         return step
 
+    def deal(self, layout: Layout, step: Step, exact: bool = False) -> Dealt:
+        key = layout, step.n_microbatches
+        if key not in self.dealt:
+            self.dealt[key] = self.dealer.deal(layout, step, exact) if self.place.uneven else self.alike(layout, step)
+        return self.dealt[key]
+
+    def alike(self, layout: Layout, step: Step) -> Dealt:
+        """On GPUs that are about equal: even stages, nodes in their order."""
+        slots, m = next(self.place.arrangements(layout, self.dealer.max_workers)), step.n_microbatches
+        ranks = tuple(worker for slot in slots for worker in slot.workers)
+        speeds = [min(slot.rate for slot in slots[d :: layout.dp]) for d in range(layout.dp)]
+        samples = balance.shares(step.global_batch // m, speeds, m)
+        layers = balance.stage_layers(self.model.n_blocks, layout.n_stages)
+        parts = self.parts(layout, replace(step, largest_share=max(samples)))
+        pace = sum(self.parts(layout, step).values()) / len(ranks) / self.dealer.reference
+        step_s = self.step_s(layout, replace(step, largest_share=max(samples)))
+        rates = [self.place.rates[worker] for worker in ranks]
+        return Dealt(ranks, samples, layers, parts, pace, step_s, balance.busy_s(layout, samples, layers, m, rates))
+
     def parts(self, layout: Layout, step: Step) -> dict[str, float]:
-        """Of a step's time, in multiples of a perfect split of the model's FLOPs over the same ranks."""
+        """Of a step's time on equal GPUs, in multiples of a perfect split of the model's FLOPs over the same ranks."""
         sample = self.model.sample
         uneven = step.largest_share * layout.dp / max(1, step.global_batch)
         if sample is None or not sample.flop:
             busy = uneven * (1 + RECOMPUTED[layout.activation_checkpointing])
             idle = busy * bubble(layout, step.n_microbatches)
-            return {"busy": busy, "bubble": idle, "guessed": (busy + idle) * (_guessed(layout) - 1)}
+            return {"busy": busy, "bubble": idle, "guessed": (busy + idle) * (guessed(layout) - 1)}
         found = step_cost(self.site, self.work, layout, step)
         perfect_s = found.flop / layout.world_size / self.site.chip.gpu.peak(self.site.chip.dtype)
         return {name: seconds / perfect_s for name, seconds in found.parts.items()}
@@ -195,27 +314,23 @@ class _Search:
         known = self.model.sample is not None and self.model.sample.flop
         return step_cost(self.site, self.work, layout, step).step_s if known else 0.0
 
-    def choice(self, layout: Layout, step: Step) -> Choice:
-        ranks, m = self.place(layout), step.n_microbatches
-        samples = balance.shares(step.global_batch // m, _dp_speeds(layout, ranks, self.rates), m)
-        layers = balance.stage_layers(self.model.n_blocks, layout.n_stages)
-        parts = self.parts(layout, replace(step, largest_share=max(samples)))
+    def choice(self, layout: Layout, step: Step, dealt: Dealt) -> Choice:
+        most = replace(step, largest_share=max(dealt.samples))
+        deepest = max(sum(dealt.layers[p :: layout.pp]) for p in range(layout.pp))
+        state = memory.memory_bytes(self.work, layout, step.dtype)
+        active = memory.activation_bytes(self.work, layout, most if self.place.uneven else step)
+        if deepest > -(-self.work.n_blocks // layout.pp):
+            active = memory.stage_bytes(self.work, layout, most, deepest) - state
         return Choice(
-            layout, ranks, samples, layers, m,
-            memory_bytes=memory.memory_bytes(self.work, layout, step.dtype),
-            activation_bytes=memory.activation_bytes(self.work, layout, step),
-            relative_time=sum(parts.values()),
-            parts=parts,
-            model_step_s=self.step_s(layout, replace(step, largest_share=max(samples))),
+            layout, dealt.ranks, dealt.samples, dealt.layers, step.n_microbatches,
+            memory_bytes=state,
+            activation_bytes=active,
+            relative_time=sum(dealt.parts.values()),
+            parts=dealt.parts,
+            model_step_s=dealt.step_s,
             hardware_known=self.known,
             rejected=tuple(self.rejected),
         )  # fmt: skip
-
-    def place(self, layout: Layout) -> tuple[WorkerId, ...]:
-        key = layout.tp * layout.cp, layout.world_size
-        if key not in self.placed:
-            self.placed[key] = place(layout, self.nodes, int(self.job.get("max_workers") or 0))
-        return self.placed[key]
 
     def step(self, layout: Layout) -> Step:
         return step_of(self.model, self.job, layout, self.per_node)
@@ -235,11 +350,15 @@ class _Search:
             needs = memory.memory_bytes(self.work, layout, step.dtype)
         elif self.model.sample is not None:
             there = int(USABLE * there)
-        if there and needs > there:
+        if there and needs > there and not self.deepens(layout):
             raise InfeasiblePlan(f"needs {_gib(needs)} GiB per worker, there are {_gib(there)}")
         bigger = [] if exact else [tried for tried in infeasible if self.needs(tried, self.step(tried)) <= needs]
         if bigger:
             raise InfeasiblePlan(f"needs at least as much memory as {bigger[0]}, which did not fit")
+
+    def deepens(self, layout: Layout) -> bool:
+        """May stages of unequal depth fit where even ones do not?"""
+        return layout.pp > 1 and len(set(self.memory().values())) > 1
 
 
 def layout_for(job: Mapping[str, Any], n_workers: int) -> Layout | None:
@@ -262,29 +381,6 @@ def most_workers(job: Mapping[str, Any]) -> int | None:
     return min(bounds, default=None)
 
 
-def place(layout: Layout, nodes: Sequence[Node], max_workers: int = 0) -> tuple[WorkerId, ...]:
-    """Workers in rank order, node by node; each tp x cp group inside one node. Raises InfeasiblePlan with the numbers."""
-    group = layout.tp * layout.cp
-    ranks: list[WorkerId] = []
-    for node in nodes:
-        ranks += [WorkerId(node.node_id, k) for k in range(node.gpus // group * group)]
-    n_workers = sum(node.gpus for node in nodes)
-    if max_workers and layout.world_size > max_workers:
-        raise InfeasiblePlan(f"needs {layout.world_size} workers, max_workers is {max_workers}")
-    if len(ranks) < layout.world_size:
-        inside = f", {len(ranks)} of them in groups of {group} inside a node" if group > 1 else ""
-        raise InfeasiblePlan(f"needs {layout.world_size} workers, there are {n_workers} on {len(nodes)} nodes{inside}")
-    return tuple(ranks[: layout.world_size])
-
-
-def _dp_speeds(layout: Layout, ranks: Sequence[WorkerId], rates: Mapping[WorkerId, float]) -> list[float]:
-    """Speed of each data-parallel rank: that of its slowest worker."""
-    inner, stage = layout.cp * layout.tp, layout.world_size // layout.pp
-    return [
-        min(rates[ranks[p * stage + d * inner + k]] for p in range(layout.pp) for k in range(inner)) for d in range(layout.dp)
-    ]
-
-
 def rate(site: Site) -> float:
     """FLOP/s that products reach there."""
     gpu = site.chip.gpu
@@ -299,12 +395,6 @@ def site_of(job: Mapping[str, Any], gpu: HardwareProfile, per_node: int, world: 
     if gpu.crowded_passes:
         return Site(Chip(gpu, MEASURED, dtype), max(per_node, world))
     return Site(Chip(gpu, generation("fsdp2", gpu.arch, bool(job.get("compile"))), dtype), per_node)
-
-
-def _guessed(layout: Layout) -> float:
-    """Of collectives, where the model is not known: 15 % for each doubling of tp, 2 % for each of the data-parallel ranks."""
-    tp_doublings, dp_doublings = (layout.tp * layout.cp).bit_length() - 1, layout.dp.bit_length() - 1
-    return (1 + 0.15 * tp_doublings) * (1 + 0.02 * dp_doublings)
 
 
 def _gib(n_bytes: int) -> str:

@@ -17,6 +17,7 @@ from elastic.types import (
     HardwareProfile,
     Node,
     Plan,
+    Pool,
     Prepare,
     Rehearsal,
     Resume,
@@ -33,7 +34,15 @@ def choice_of(state: State, nodes: Sequence[Node]) -> Choice:
     known = [pool.memory_bytes_per_gpu for pool in state.pools if pool.name in {node.pool for node in nodes}]
     memory_bytes = min(known) if known and all(known) else 0
     limits = Limits(memory_bytes, state.infeasible, _hardware(state, nodes), speeds.rates(state, nodes))
-    return plan_layout(state.model, state.job, ordered, limits)
+    pools = {pool.name: pool for pool in state.pools}
+    zones = {node.node_id: zone_of(pools.get(node.pool)) for node in nodes}
+    memory = {node.node_id: pools[node.pool].memory_bytes_per_gpu for node in nodes} if memory_bytes else None
+    return plan_layout(state.model, state.job, ordered, replace(limits, zones=zones, memory=memory))
+
+
+def zone_of(pool: Pool | None) -> str:
+    """With its region; '' = not known."""
+    return f"{pool.region}/{pool.zone}".strip("/") if pool is not None else ""
 
 
 def _hardware(state: State, nodes: Sequence[Node]) -> dict[str, HardwareProfile]:

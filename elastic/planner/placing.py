@@ -1,0 +1,140 @@
+"""Which worker becomes which rank: tp x cp groups of equal GPUs of one node, replicas within one zone, and where GPUs differ
+the orders that are worth comparing. Equal GPUs keep the order that they are given in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.errors import InfeasiblePlan
+from elastic.types import Layout, Node, WorkerId
+
+CLEAR = 0.05  # by which rates must differ to count as different
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tp x cp group: workers of one node, as fast as the slowest of them."""
+
+    workers: tuple[WorkerId, ...]
+    rate: float
+    zone: str = ""
+
+    @property
+    def node_id(self) -> str:
+        return self.workers[0].node_id
+
+
+def kinds_of(rates: Mapping[WorkerId, float], memory: Mapping[str, int] | None = None) -> dict[WorkerId, int]:
+    """Worker -> 0 for the fastest ones, 1 for those that are clearly slower than these, and so on; of equally fast ones those
+    with more memory first."""
+    found: dict[WorkerId, tuple[int, int]] = {}
+    kind, fastest = -1, 0.0
+    for worker in sorted(rates, key=lambda worker: -rates[worker]):
+        if kind < 0 or rates[worker] * (1 + CLEAR) < fastest:
+            kind, fastest = kind + 1, rates[worker]
+        found[worker] = kind, -(memory or {}).get(worker.node_id, 0)
+    order = {one: i for i, one in enumerate(sorted(set(found.values())))}
+    return {worker: order[one] for worker, one in found.items()}
+
+
+def named_zones(nodes: Sequence[Node], zones: Mapping[str, str] | None) -> dict[str, str]:
+    """Node -> zone, where at least two are named; {} = all may be in one place. Nodes of no zone are together."""
+    found = {node.node_id: (zones or {}).get(node.node_id, "") for node in nodes}
+    return found if len({zone for zone in found.values() if zone}) > 1 else {}
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """Where workers stand and how fast they are. `zones` as `named_zones` makes them: a replica must lie within one."""
+
+    nodes: Sequence[Node]
+    rates: Mapping[WorkerId, float]
+    kinds: Mapping[WorkerId, int]
+    zones: Mapping[str, str]
+
+    @property
+    def uneven(self) -> bool:
+        """Are there several kinds?"""
+        return any(self.kinds.values())
+
+    def slots(self, inner: int) -> list[Slot]:
+        """Of `inner` workers each; where a node's GPUs differ, equal ones are together and the slowest are left over."""
+        found = []
+        for node in self.nodes:
+            workers = [WorkerId(node.node_id, k) for k in range(node.gpus)]
+            workers.sort(key=lambda worker: self.kinds[worker])
+            groups = [tuple(sorted(workers[i : i + inner])) for i in range(0, node.gpus - inner + 1, inner)]
+            for group in sorted(groups):
+                found.append(Slot(group, min(self.rates[worker] for worker in group), self.zones.get(node.node_id, "")))
+        return found
+
+    def arrangements(self, layout: Layout, max_workers: int = 0) -> Iterator[tuple[Slot, ...]]:
+        """Orders of slots along pp x dp, the given one first. Raises InfeasiblePlan with the numbers where there is none."""
+        if max_workers and layout.world_size > max_workers:
+            raise InfeasiblePlan(f"needs {layout.world_size} workers, max_workers is {max_workers}")
+        inner = layout.tp * layout.cp
+        slots = self.slots(inner)
+        n = layout.world_size // inner
+        if len(slots) < n:
+            raise InfeasiblePlan(self._too_few(layout, len(slots) * inner))
+        seen: set[tuple[Slot, ...]] = set()
+        for order in self._orders(slots, n):
+            replicas = self._replicas(order, layout)
+            for made in (
+                (_stagewise(replicas, layout), _replicawise(replicas, layout))
+                if self.uneven
+                else [_stagewise(replicas, layout)]
+            ):
+                if made not in seen:
+                    seen.add(made)
+                    yield made
+
+    def _orders(self, slots: list[Slot], n: int) -> Iterator[list[Slot]]:
+        """The given one, then without the slowest, then the slow ones first (the last stage has the head), then last."""
+        yield slots
+        if not self.uneven:
+            return
+        kind = {slot: max(self.kinds[worker] for worker in slot.workers) for slot in slots}
+        falling = sorted(slots, key=lambda slot: kind[slot])
+        if not self.zones:
+            fastest = set(falling[:n])
+            slots, falling = [slot for slot in slots if slot in fastest], falling[:n]
+            yield slots
+            yield sorted(slots, key=lambda slot: -kind[slot])
+        yield falling
+
+    def _replicas(self, order: Sequence[Slot], layout: Layout) -> list[list[Slot]]:
+        """What each replica has, where zones bind; else all in one list."""
+        n = layout.world_size // (layout.tp * layout.cp)
+        if not self.zones:
+            return [list(order[:n])]
+        size, by_zone = n // layout.dp_replicate, dict[str, list[Slot]]()
+        for slot in order:
+            by_zone.setdefault(slot.zone, []).append(slot)
+        found = [there[i : i + size] for there in by_zone.values() for i in range(0, len(there) - size + 1, size)]
+        if len(found) < layout.dp_replicate:
+            inner = layout.tp * layout.cp
+            has = ", ".join(f"{zone or 'unnamed'} {len(there) * inner}" for zone, there in sorted(by_zone.items()))
+            what = "stages, shards and tp peers" if layout.dp_replicate == 1 else f"{layout.dp_replicate} replicas"
+            raise InfeasiblePlan(
+                f"{what} of {size * inner} workers each within one zone do not fit: workers in zones are {has} "
+                "(across_zones: true would let them cross)"
+            )
+        return found[: layout.dp_replicate]
+
+    def _too_few(self, layout: Layout, in_groups: int) -> str:
+        group, n_workers = layout.tp * layout.cp, sum(node.gpus for node in self.nodes)
+        inside = f", {in_groups} of them in groups of {group} inside a node" if group > 1 else ""
+        return f"needs {layout.world_size} workers, there are {n_workers} on {len(self.nodes)} nodes{inside}"
+
+
+def _stagewise(replicas: Sequence[Sequence[Slot]], layout: Layout) -> tuple[Slot, ...]:
+    """Neighbours share a stage: with slots sorted by kind, each stage is of one kind as far as the numbers go."""
+    each = len(replicas[0]) // layout.pp
+    return tuple(slot for p in range(layout.pp) for slots in replicas for slot in slots[p * each : (p + 1) * each])
+
+
+def _replicawise(replicas: Sequence[Sequence[Slot]], layout: Layout) -> tuple[Slot, ...]:
+    """Neighbours share a pipeline: with slots sorted by kind, each data-parallel rank is of one kind."""
+    return tuple(slot for p in range(layout.pp) for slots in replicas for slot in slots[p :: layout.pp])
