@@ -126,12 +126,14 @@ class Dealer:
 
     def _bound(self, task: Task, step: Step, slots: tuple[Slot, ...]) -> Task:
         layout, dp = task.layout, task.layout.dp
-        rooms = [[self.room.get(slots[p * dp + d].node_id, 0) for d in range(dp)] for p in range(layout.pp)]
-        least = [min((room for room in there if room), default=0) for there in rooms]
+        rooms = [tuple(self.room.get(slots[p * dp + d].node_id, 0) for p in range(layout.pp)) for d in range(dp)]
+        kinds = set(rooms)
+        least = [min((room for room in there if room), default=0) for there in zip(*kinds, strict=True)]
         blocks = tuple(self._most_blocks(layout, step, room) for room in least) if layout.pp > 1 else None
 
         def rows(totals: tuple[int, ...]) -> list[int]:
-            return [min(self._most_rows(layout, step, rooms[p][d], n) for p, n in enumerate(totals)) for d in range(dp)]
+            most = {there: min(self._most_rows(layout, step, *of) for of in zip(there, totals, strict=True)) for there in kinds}
+            return [most[there] for there in rooms]
 
         return replace(task, most_blocks=blocks, most_rows=rows)
 

@@ -4,7 +4,8 @@ the orders that are worth comparing. Equal GPUs keep the order that they are giv
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from elastic.errors import InfeasiblePlan
 from elastic.types import Layout, Node, WorkerId
@@ -12,12 +13,13 @@ from elastic.types import Layout, Node, WorkerId
 CLEAR = 0.05  # by which rates must differ to count as different
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slot:
     """A tp x cp group: workers of one node, as fast as the slowest of them."""
 
     workers: tuple[WorkerId, ...]
     rate: float
+    kind: int
     zone: str = ""
 
     @property
@@ -52,22 +54,28 @@ class Site:
     rates: Mapping[WorkerId, float]
     kinds: Mapping[WorkerId, int]
     zones: Mapping[str, str]
+    _slots: dict[int, list[Slot]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def uneven(self) -> bool:
         """Are there several kinds?"""
         return any(self.kinds.values())
 
     def slots(self, inner: int) -> list[Slot]:
         """Of `inner` workers each; where a node's GPUs differ, equal ones are together and the slowest are left over."""
-        found = []
-        for node in self.nodes:
-            workers = [WorkerId(node.node_id, k) for k in range(node.gpus)]
+        if inner not in self._slots:
+            self._slots[inner] = [slot for node in self.nodes for slot in self._of_node(node, inner)]
+        return self._slots[inner]
+
+    def _of_node(self, node: Node, inner: int) -> list[Slot]:
+        workers = [WorkerId(node.node_id, k) for k in range(node.gpus)]
+        if self.uneven:
             workers.sort(key=lambda worker: self.kinds[worker])
-            groups = [tuple(sorted(workers[i : i + inner])) for i in range(0, node.gpus - inner + 1, inner)]
-            for group in sorted(groups):
-                found.append(Slot(group, min(self.rates[worker] for worker in group), self.zones.get(node.node_id, "")))
-        return found
+        groups = [tuple(workers[i : i + inner]) for i in range(0, node.gpus - inner + 1, inner)]
+        if self.uneven:
+            groups = sorted(tuple(sorted(group)) for group in groups)
+        zone = self.zones.get(node.node_id, "")
+        return [Slot(group, min(self.rates[w] for w in group), max(self.kinds[w] for w in group), zone) for group in groups]
 
     def arrangements(self, layout: Layout, max_workers: int = 0) -> Iterator[tuple[Slot, ...]]:
         """Orders of slots along pp x dp, the given one first. Raises InfeasiblePlan with the numbers where there is none."""
@@ -79,7 +87,7 @@ class Site:
         if len(slots) < n:
             raise InfeasiblePlan(self._too_few(layout, len(slots) * inner))
         seen: set[tuple[Slot, ...]] = set()
-        for order in self._orders(slots, n):
+        for order in self._orders(slots, n, layout.pp):
             replicas = self._replicas(order, layout)
             for made in (
                 (_stagewise(replicas, layout), _replicawise(replicas, layout))
@@ -90,18 +98,19 @@ class Site:
                     seen.add(made)
                     yield made
 
-    def _orders(self, slots: list[Slot], n: int) -> Iterator[list[Slot]]:
-        """The given one, then without the slowest, then the slow ones first (the last stage has the head), then last."""
+    def _orders(self, slots: list[Slot], n: int, pp: int) -> Iterator[list[Slot]]:
+        """The given one; without the slowest; for stages also the slow ones first (the last stage has the head), then last."""
         yield slots
         if not self.uneven:
             return
-        kind = {slot: max(self.kinds[worker] for worker in slot.workers) for slot in slots}
-        falling = sorted(slots, key=lambda slot: kind[slot])
+        falling = sorted(slots, key=lambda slot: slot.kind)
         if not self.zones:
             fastest = set(falling[:n])
             slots, falling = [slot for slot in slots if slot in fastest], falling[:n]
             yield slots
-            yield sorted(slots, key=lambda slot: -kind[slot])
+            if pp == 1:
+                return
+            yield sorted(slots, key=lambda slot: -slot.kind)
         yield falling
 
     def _replicas(self, order: Sequence[Slot], layout: Layout) -> list[list[Slot]]:

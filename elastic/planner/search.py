@@ -184,7 +184,7 @@ class _Search:
         if found is first:
             return choice
         times, left = first.dealt.pace / found.dealt.pace, first.layout.world_size - found.layout.world_size
-        why = f"{first.layout}: with {left} workers more a step would take {times:.2f} times as long"
+        why = f"{first.layout}: with {left} worker{'s' * (left > 1)} more a step would take {times:.2f} times as long"
         return replace(choice, rejected=(why, *choice.rejected))
 
     def of_size(self, world: int, most_cut: int = 0) -> Found | None:
@@ -230,7 +230,10 @@ class _Search:
         world, least = found.layout.world_size, int(self.job.get("min_workers") or 1)
         kinds = sorted(placing.kinds_of(self.place.rates).values())
         steps = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
-        yield from ((n, 0) for n in steps[-MOST_DROPPED:][::-1] if least <= n < world)
+        rates = sorted(self.place.rates.values(), reverse=True)
+        work = int(self.job["global_batch"]) * self.work.n_blocks / (1 + SLOWER) / max(1e-300, found.dealt.busy_s)
+        enough = [n for n in steps if least <= n < world and sum(rates[:n]) >= work]
+        yield from ((n, 0) for n in enough[-MOST_DROPPED:][::-1])
         n_cut = 0 if self.place.zones else cut(found.layout)
         if n_cut != 1:
             less = self.per_node if world > 4 * MOST_FEWER else 1
@@ -269,7 +272,7 @@ class _Search:
             if step.n_microbatches < layout.pp:
                 raise InfeasiblePlan(f"{step.n_microbatches} microbatches cannot fill {layout.pp} pipeline stages")
             self.check_size(layout, step, exact=False)
-            if self.place.uneven:
+            if self.deepens(layout):
                 self.deal(layout, step)
             else:
                 next(self.place.arrangements(layout, self.dealer.max_workers))
