@@ -44,13 +44,13 @@ def test_the_decision_says_why_it_is_not_simpler() -> None:
 
 
 def test_who_has_the_bytes_does_not_bring_zones_together() -> None:
-    """The two nodes of zone a are one replica of four; by their bytes x and y would like to swap."""
+    """The two nodes of zone a are one replica of four; by the bytes that they have, x and y would make one."""
     state, nodes = story().state, [Node("x", "a", 2), Node("z", "a", 2), Node("y", "b", 2), Node("v", "b", 2)]
     state = replace(
         state, nodes={node.node_id: node for node in nodes}, job={**state.job, "layout": "dp_replicate=2,dp_shard=4"}
     )
     choice = choice_of(state, nodes)
-    old = [WorkerId(name, k) for name in ("y", "z", "x", "v") for k in range(2)]
+    old = [WorkerId(name, k) for name in ("y", "v", "x", "z") for k in range(2)]
     holdings = tuple(Holding(worker, 1, rank, 3, "peer") for rank, worker in enumerate(old))
     resume = Resume("peer", 3, 1, Layout(dp_shard=8), (4,), holdings)
     placed = moves.placed(state, choice, resume)
