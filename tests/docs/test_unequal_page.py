@@ -1,0 +1,45 @@
+"""docs/unequal.md says what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from elastic.drill_spec import DrillSpec
+from elastic.policy import balancing, rearranging, retries, speeds
+from elastic.spec import JobSpec
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "unequal.md").read_text()
+
+
+def test_the_drills_are_drills() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+    drills = [DrillSpec.model_validate(entry) for entry in yaml.safe_load(block)]
+    assert {kind for drill in drills for kind in drill.plain()} >= {
+        "slow",
+        "stall",
+        "corrupt",
+        "factor",
+        "unit_s",
+        "jitter",
+        "gpu",
+    }
+
+
+def test_the_keys_and_their_defaults() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", PAGE, re.M)
+    assert dict(rows) == {"rebalance": "true", "across_zones": "false", "check_numbers_every": "auto"}
+    for key, default in rows:
+        assert str(JobSpec.model_fields[key].default).lower() == default
+
+
+def test_the_numbers() -> None:
+    assert (balancing.SURE, balancing.LASTING, balancing.LASTING_S, speeds.BAND) == (0.03, 0.03, 900.0, 0.1)
+    assert "still has 3 % less to do" in PAGE and "over the last 15\nminutes" in PAGE and "10 % for clocks and heat" in PAGE
+    assert (balancing.FEW, balancing.ENOUGH) == (16, 24) and "fewer\nthan 16 steps is made exact once when 24" in PAGE
+    assert (rearranging.MUCH, rearranging.REPLACE_AFTER_S, rearranging.MOVES_MOST) == (3.0, 60.0, 3)
+    assert "more than 3 times slower for a minute" in PAGE and "At most\nthree such moves" in PAGE
+    assert (retries.SILENT_MOST, retries.PROCESS_MOST, speeds.WARM_UP_STEPS) == (2, 3, 4)
+    assert "stand still three times within an hour" in PAGE and "fail four times" in PAGE and "of the first four" in PAGE
