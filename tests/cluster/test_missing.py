@@ -109,8 +109,8 @@ def test_the_one_that_does_not_come_is_named_once_within_seconds() -> None:
     found = run.until(60, stuck=True)
     assert [silent.worker for _, silent in found] == [B]
     at_s, silent = found[0]
-    assert 15.0 < at_s < 16.5
-    assert (silent.generation, silent.phase) == (1, "stepping") and 5 < silent.silent_s < 6
+    assert 20.0 < at_s < 21.5
+    assert (silent.generation, silent.phase) == (1, "stepping") and 10 < silent.silent_s < 11
     assert silent.why == f"has not come to collective {run.n} of dp_shard; 3 other ranks wait there"
 
 
