@@ -19,6 +19,8 @@ from elastic.planner import compute, hardware
 from elastic.planner.decoder import Decoder
 from elastic.planner.find import find_offers
 from elastic.planner.offers import Aim, Group
+from elastic.planner.search import Limits, plan_layout
+from elastic.types import Node
 
 MODELS = {"8b": Decoder(32, 4096, 32, 8, 14336, 128256, 8192), "70b": Decoder(80, 8192, 64, 8, 28672, 128256, 8192)}
 SIZES = (8, 64, 512, 1024, 4096, 16384)
@@ -43,6 +45,19 @@ def searched_s(groups: list[Group], model: Decoder, aim: Aim) -> float:
     return seconds
 
 
+def run_s(model: Decoder, kinds: tuple[tuple[str, int], ...]) -> float:
+    """What a run's own choice of a layout takes on nodes of several kinds."""
+    known = {name: hardware.profile(catalog.find_chip(name)) for name, _ in kinds}
+    nodes = [Node(f"{name}-{i}", name, 8) for name, n in kinds for i in range(n)]
+    memory = {node.node_id: known[node.pool].memory_bytes for node in nodes}
+    limits = Limits(min(memory.values()), hardware={node.node_id: known[node.pool] for node in nodes}, memory=memory)
+    profile, batch = model.profile(), PER_GPU * 8 * len(nodes)
+    compute.matmul_s.cache_clear()
+    began_s = process_time()
+    plan_layout(profile, {"global_batch": batch, "precision": "bfloat16"}, nodes, limits)
+    return process_time() - began_s
+
+
 def measure(clock: Clock, repeats: int) -> dict[str, Any]:
     """The slower model of the two counts for a size."""
     equal: dict[int, dict[str, float]] = {}
@@ -56,6 +71,9 @@ def measure(clock: Clock, repeats: int) -> dict[str, Any]:
     aims = {"": Aim(), "_cheapest": Aim("cheapest")}
     mixed = {name: median(searched_s(three, MODELS["70b"], aim) for _ in range(repeats)) for name, aim in aims.items()}
     figures = {"search_64_s": max(equal[64].values()), "search_1024_s": mixed[""], "search_16384_s": max(equal[16384].values())}
+    few = tuple((chip, n // 16) for chip, n in KINDS)
+    for name, kinds in (("run_64_s", few), ("run_1024_s", KINDS)):
+        figures[name] = max(median(run_s(model, kinds) for _ in range(repeats)) for model in MODELS.values())
     figures |= {f"search_1024{name}_s": seconds for name, seconds in mixed.items() if name}
     return {
         **{name: round(seconds, 4) for name, seconds in figures.items()},

@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elastic.planner.search import Limits, plan_layout
 from elastic.spec import load_job
-from elastic.types import AXES, LAYOUT_OPTIONS, parse_layout
+from elastic.types import AXES, LAYOUT_OPTIONS, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, parse_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "layouts.md").read_text()
@@ -35,6 +37,28 @@ def test_the_tables_name_every_axis_and_schedule(folder: Path) -> None:
     assert set(rows) - {"schedule"} == {*AXES, *LAYOUT_OPTIONS["schedule"]}
     assert parse_layout("pp=2,dp_shard=2,schedule=gpipe").schedule == "gpipe"
     assert load_job(folder).layouts() == ["dp_shard=2,cp=2", "dp_shard=3", "cp=2"]
+
+
+GIVEN: list[tuple[dict[str, Any], tuple[int, ...], tuple[float, ...], dict[str, str]]] = [
+    ({}, (1, 1, 1), (1, 1, 0.5), {}),
+    ({}, (4, 1), (1, 1), {}),
+    ({"layout": "pp=2"}, (1, 1), (1, 3), {}),
+    ({"global_batch": 8}, (1, 1, 1, 1), (1, 1, 1, 0.02), {}),
+    ({}, (4, 4, 4), (1, 1, 1), {"n0": "a", "n1": "b", "n2": "a"}),
+]
+
+
+def test_unequal_gpus_get_what_the_table_says() -> None:
+    model = ModelProfile(8, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("m", "v")),), 0.0, 4)
+    rows = [row.strip("| ").split(" | ") for row in re.findall(r"^\| \d.*$", PAGE, re.MULTILINE)]
+    assert len(rows) == len(GIVEN)
+    for (_, layout, samples, layers), (job, gpus, speeds, zones) in zip(rows, GIVEN, strict=True):
+        nodes = [Node(f"n{i}", "p", n) for i, n in enumerate(gpus)]
+        rates = {WorkerId(n.node_id, k): speed for n, speed in zip(nodes, speeds) for k in range(n.gpus)}
+        found = plan_layout(model, {"global_batch": 48, "layout": "auto", **job}, nodes, Limits(rates=rates, zones=zones))
+        told = [f"{found.samples[0]} each"] if len(set(found.samples)) == 1 < len(found.samples) else map(str, found.samples)
+        assert (str(found.layout), ", ".join(told), ", ".join(map(str, found.layers))) == (layout, samples, layers)
+        assert not found.rejected or f"not {found.rejected[0]}" in PAGE
 
 
 @pytest.mark.slow
