@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
 from itertools import islice
 
 from elastic.errors import InfeasiblePlan
@@ -56,6 +57,7 @@ class Dealer:
     reference: float
     room: Mapping[str, int]
     max_workers: int = 0
+    _totals: dict[int, float] = field(default_factory=dict)
     _rows: dict[tuple[Layout, int, int, int], int] = field(default_factory=dict)
 
     def deal(self, layout: Layout, step: Step, exact: bool = False) -> Dealt:
@@ -90,6 +92,15 @@ class Dealer:
         return Dealt(ranks, made.samples, made.layers, parts, sum(parts.values()) / total, seconds, made.busy_s)
 
     # -------------------------------------------------------------------------------------- time
+
+    def floor(self, layout: Layout, step: Step) -> float:
+        """What `pace` is at least: nobody waits for others, on the fastest workers."""
+        if layout.world_size not in self._totals:
+            fastest = nlargest(layout.world_size, self.place.rates.values())
+            self._totals[layout.world_size] = sum(fastest)
+        total = self._totals[layout.world_size]
+        ideal = step.global_batch * (self.work.n_blocks + self.ends(layout, step)) / total
+        return sum(self.parts(layout, step, Split((), (), ideal, ideal), total)[0].values()) / total
 
     def ends(self, layout: Layout, step: Step) -> float:
         """The head, in blocks."""

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
+from math import inf
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class Found(NamedTuple):
     layout: Layout
     step: Step
     dealt: Dealt
+    least_cut: int = 1  # of the layouts of as many workers that fit
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class _Search:
                 continue
             if most_cut or self.place.zones or other.dealt.busy_s <= found.dealt.busy_s * (1 + SLOWER):
                 found = other
-        choice = self.choice(*found)
+        choice = self.choice(found.layout, found.step, found.dealt)
         if found is first:
             return choice
         times, left = first.dealt.pace / found.dealt.pace, first.layout.world_size - found.layout.world_size
@@ -199,16 +201,24 @@ class _Search:
                 found = [one for shape in shapes for one in self.fitting(space, shape)]
                 if not found:
                     continue
-                one, n_looked_at = self.simplest(found), n_looked_at + 1
-                if best is None or one.dealt.pace * (1 + SLOWER) < best.dealt.pace:
-                    best = one
-                if not self.place.uneven or one.dealt.idle < IDLE or n_looked_at == MOST_CUTS:
+                below = best.dealt.pace / (1 + SLOWER) if best else inf
+                one, n_looked_at = self.simplest(found, below), n_looked_at + 1
+                if one is not None and one.dealt.pace < below:
+                    best = one._replace(least_cut=best.least_cut if best else n_cut)
+                if not self.place.uneven or (one and one.dealt.idle < IDLE) or n_looked_at == MOST_CUTS:
                     break
         return best
 
-    def simplest(self, found: Sequence[tuple[Layout, Step]]) -> Found:
-        steps = dict(found)
-        paces = {layout: self.deal(layout, step).pace for layout, step in found}
+    def simplest(self, found: Sequence[tuple[Layout, Step]], below: float) -> Found | None:
+        """Of those whose pace may be below that."""
+        steps, paces, least = dict(found), dict[Layout, float](), inf
+        floors = {layout: self.dealer.floor(layout, step) for layout, step in found} if self.place.uneven else {}
+        for layout in sorted(steps, key=lambda layout: floors.get(layout, 0.0)):
+            if floors.get(layout, 0.0) < min(below, least * (1 + SLOWER)):
+                paces[layout] = self.deal(layout, steps[layout]).pace
+                least = min(least, paces[layout])
+        if not paces:
+            return None
         near = [layout for layout in paces if paces[layout] <= min(paces.values()) * (1 + SLOWER)]
         best = min(near, key=lambda layout: (n_options(layout), paces[layout]))
         return Found(best, steps[best], self.deal(best, steps[best]))
@@ -234,7 +244,7 @@ class _Search:
         work = int(self.job["global_batch"]) * self.work.n_blocks / (1 + SLOWER) / max(1e-300, found.dealt.busy_s)
         enough = [n for n in steps if least <= n < world and sum(rates[:n]) >= work]
         yield from ((n, 0) for n in enough[-MOST_DROPPED:][::-1])
-        n_cut = 0 if self.place.zones else cut(found.layout)
+        n_cut = 0 if self.place.zones else found.least_cut
         if n_cut != 1:
             less = self.per_node if world > 4 * MOST_FEWER else 1
             lowest = max(least, -(-3 * world // 4), world - MOST_FEWER * less)
@@ -272,10 +282,7 @@ class _Search:
             if step.n_microbatches < layout.pp:
                 raise InfeasiblePlan(f"{step.n_microbatches} microbatches cannot fill {layout.pp} pipeline stages")
             self.check_size(layout, step, exact=False)
-            if self.deepens(layout):
-                self.deal(layout, step)
-            else:
-                next(self.place.arrangements(layout, self.dealer.max_workers))
+            next(self.place.arrangements(layout, self.dealer.max_workers))
         except InfeasiblePlan as error:
             self.rejected.append(f"{layout}: {error}")
             return None
@@ -353,8 +360,10 @@ class _Search:
             needs = memory.memory_bytes(self.work, layout, step.dtype)
         elif self.model.sample is not None:
             there = int(USABLE * there)
-        if there and needs > there and not self.deepens(layout):
-            raise InfeasiblePlan(f"needs {_gib(needs)} GiB per worker, there are {_gib(there)}")
+        if there and needs > there:
+            if not self.deepens(layout):
+                raise InfeasiblePlan(f"needs {_gib(needs)} GiB per worker, there are {_gib(there)}")
+            self.deal(layout, step)
         bigger = [] if exact else [tried for tried in infeasible if self.needs(tried, self.step(tried)) <= needs]
         if bigger:
             raise InfeasiblePlan(f"needs at least as much memory as {bigger[0]}, which did not fit")
