@@ -2,7 +2,8 @@
 
 Job keys: keep_last (the newest n), keep_every (also those of steps that are a multiple), keep_best (also the n of the lowest
 validation_loss), storage_quota_gb (fewer, so that the next copy fits). The newest copy that is not known to be damaged stays
-always, and so does the one that the run resumes from.
+always, and so does the one that the run resumes from. While results are compared (check_numbers_every), up to two more stay, so
+that there is one from before the last comparison that found nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from elastic.types import Copy, CopyDamaged, CopyFailed, CopyRemoved, Decision, 
 
 KEEP_LAST = 2
 KEPT_EVALUATIONS = 4096
+CHECKED_EVERY = 200  # steps between two comparisons of results, where the job says 'auto'
 COPY_TRIES, COPY_WAIT_S = 3, 5.0  # for the copy of the last step, and for one that a notice makes urgent
 
 
@@ -45,9 +47,20 @@ def kept(state: State) -> frozenset[str]:
     last, every, best = (int(state.job.get(key) or 0) for key in ("keep_last", "keep_every", "keep_best"))
     scored = [copy for copy in sorted(copies, key=lambda copy: _score(state, copy)) if _score(state, copy)[0] < math.inf]
     stepped = [copy for copy in copies if every and copy.step % every == 0]
-    wanted = [*copies[: last or KEEP_LAST], *scored[:best], *stepped]
+    wanted = [*copies[: last or KEEP_LAST], *_from_before_a_check(state), *scored[:best], *stepped]
     found = list(dict.fromkeys(copy.uri for copy in wanted))[: _most(state)]
     return frozenset((*found, state.target.resume.uri) if state.target else found)
+
+
+def _from_before_a_check(state: State) -> list[Copy]:
+    """What the run goes back to where ranks turn out to have computed wrong numbers since the check before the last one: the
+    newest copy of each of the last three stretches between two checks."""
+    wanted = state.job.get("check_numbers_every") or 0
+    every = CHECKED_EVERY if wanted == "auto" else int(wanted)
+    newest: dict[int, Copy] = {}
+    for copy in state.durable if every else ():
+        newest.setdefault(copy.step // every, copy)
+    return [copy for stretch, copy in newest.items() if stretch >= state.step // every - 2]
 
 
 def _most(state: State) -> int | None:
