@@ -74,6 +74,8 @@ def shares(state: State, now_s: float) -> Decision | None:
         return None
     if not ready(state, now_s) or ordered(state, now_s):
         return None
+    if now_s > state.timed_at_s and not any(w[-1].from_s > state.timed_at_s - CONFIRM_S for w in state.speeds.values()):
+        return None  # nothing has waited to be confirmed
     units = speeds.estimates(state)
     if not all(worker in units for worker in plan.ranks):
         return None

@@ -40,8 +40,10 @@ def rearranged(state: State, now_s: float) -> Decision | None:
     plan = state.plan
     if plan is None or not balancing.ready(state, state.timed_at_s) or balancing.ordered(state, now_s):
         return None
+    if len(state.stages_moved) >= MOVES_MOST or (now_s != state.timed_at_s and _alike(state, plan)):
+        return None
     units = speeds.estimates(state)
-    if not all(worker in units for worker in plan.ranks) or len(state.stages_moved) >= MOVES_MOST:
+    if not all(worker in units for worker in plan.ranks):
         return None
     busy_s = load_of(plan, units).busy_s(plan.samples)
     lost = 1 - _even_s(state, plan, units) / busy_s
@@ -56,6 +58,13 @@ def rearranged(state: State, now_s: float) -> Decision | None:
     if found is not None:
         return _entered(state, found, (busy_s, since_s), now_s)
     return _replaced(state, slowest, now_s) if slowest is not None else None
+
+
+def _alike(state: State, plan: Plan) -> bool:
+    """A first look: equal parts of the work, and about equally fast."""
+    last = [windows[-1].unit_s for windows in state.speeds.values()]
+    parts = max(plan.samples) <= min(plan.samples) + plan.n_microbatches and max(plan.layers) <= min(plan.layers) + 1
+    return parts and max(last) <= (1 + 2 * BAND) * min(last)
 
 
 def _even_s(state: State, plan: Plan, units: Mapping[WorkerId, Estimate]) -> float:
