@@ -34,6 +34,7 @@ SHOWN = 6  # rejections that an error message names
 SLOWER = 0.05  # that a simpler layout may be
 IDLE = 0.1  # of a step, that unequal GPUs may wait for each other before layouts that cut more are looked at
 MOST_CUTS, MOST_REPLICAS, MOST_DROPPED, MOST_FEWER = 4, 4, 6, 8  # how many of each are looked at
+MOST_DEALT = 24  # layouts of a size whose shares among unequal GPUs are worked out
 USABLE = 0.92  # of a GPU's memory: the rest is CUDA's, NCCL's, and lies between allocations
 
 
@@ -214,6 +215,8 @@ class _Search:
         steps, paces, least = dict(found), dict[Layout, float](), inf
         floors = {layout: self.dealer.floor(layout, step) for layout, step in found} if self.place.uneven else {}
         for layout in sorted(steps, key=lambda layout: floors.get(layout, 0.0)):
+            if floors and len(paces) == MOST_DEALT:
+                break  # those that are left are likely slower
             if floors.get(layout, 0.0) < min(below, least * (1 + SLOWER)):
                 paces[layout] = self.deal(layout, steps[layout]).pace
                 least = min(least, paces[layout])
