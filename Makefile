@@ -41,7 +41,7 @@ lint: $(STAMP)  ## ruff, mypy --strict, import contracts
 
 bench: $(STAMP)  ## full products of cases and the benchmarks
 	$(BIN)/python -m pytest -q -m "product" --ignore=tests/bench
-	@failed=; for bench in planner overhead copies reshard checkpoint recovery; do echo "tests/bench/$$bench.py"; $(BIN)/python tests/bench/$$bench.py --json || failed=1; done; [ -z "$$failed" ]
+	@failed=; for bench in planner overhead copies reshard checkpoint recovery unequal sickness; do echo "tests/bench/$$bench.py"; $(BIN)/python tests/bench/$$bench.py --json || failed=1; done; [ -z "$$failed" ]
 
 race: $(STAMP)  ## race against Ray Train and torchrun (about 17 minutes; draws race.png)
 	$(BIN)/python tests/bench/race.py --png race.png
