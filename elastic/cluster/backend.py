@@ -116,7 +116,7 @@ class RayBackend:
         self.entrance = Entrance(self.crew)
         self.copies = DurableCopies(self.storage, run.epoch, {"run": run.name, KEY: run.job.get(KEY)}, self.commit)
         self.gather = Gather(self.copies.commit, self._workers_of)
-        self.silence = Silence(POLL_S, run.job.get("max_silence_s"))
+        self.silence = Silence(POLL_S, run.job.get("max_silence_s"), bool(run.job.get("script")))
         self.outlook = Outlook.of(run.pools, embedded=self.cluster is not None)
         self.survey = Survey()
         self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else self._acquisition()

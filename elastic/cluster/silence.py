@@ -56,7 +56,9 @@ class _Seen:
 
 @dataclass
 class Silence:
-    """`wait_s`: how long a call may take anyway. `most_s`: the job's upper bound on every bound (None = none).
+    """`wait_s`: how long a call may take anyway. `most_s`: the job's upper bound on every bound (None = none); where
+    it is given, ranks wait just so long for one that does not come. `scripted`: a script of the user's has the loop, and may do
+    on one rank what takes its time.
 
     A machine under load is late without any worker being silent. Its lateness is the worst lately of the answers of workers
     that should answer at once and of the driver's own looks, so that the bound is wider before a worker passes it.
@@ -64,6 +66,7 @@ class Silence:
 
     wait_s: float
     most_s: float | None = None
+    scripted: bool = False
     step_time_s: dict[int, float] = field(default_factory=dict)  # generation -> newest
     _slow_step_s: dict[int, float] = field(default_factory=dict)  # generation -> of the slowest lately
     _named: set[tuple[int, WorkerId]] = field(default_factory=set)  # that others waited for, in that generation
@@ -164,7 +167,7 @@ class Silence:
         if len(seen) < len(plan.ranks) or not steps or generation not in self.step_time_s:
             return []
         quiet_s = min(one.quiet_s for one in seen.values())
-        if quiet_s <= MISSING_LEAST_S and (self.most_s is None or quiet_s <= self.most_s):
+        if quiet_s <= (MISSING_LEAST_S if self.most_s is None else self.most_s):
             return []
         found = missing({worker: one.at for worker, one in seen.items()}, plan.layout.pp > 1)
         patient = any(seen[worker].at.doing in PATIENT for worker in found)
@@ -178,9 +181,10 @@ class Silence:
         """How long all may stand still before the ones that they wait for are named: many times what a step takes, so that one
         that has become slow is not taken for one that does not come."""
         slow_s = self._slow_step_s.get(generation, 0.0)
+        if self.most_s is not None:
+            return self.most_s
         bound_s = max(MISSING_LEAST_S, STUCK_TIMES * max(STEP_TIMES * slow_s, self.bound_s("stepping", generation)))
-        bound_s = max(bound_s, PATIENT_LEAST_S) if patient else bound_s
-        return min(bound_s, self.most_s) if self.most_s is not None else bound_s
+        return max(bound_s, PATIENT_LEAST_S) if patient or self.scripted else bound_s
 
     def _fresh(self, seen: _Seen) -> bool:
         """Its newest answer is that of just now."""

@@ -149,7 +149,7 @@ def staged(clock: Clock, speeds: Sequence[float], batch: int) -> dict[str, Any]:
 
 def changed(clock: Clock) -> dict[str, Any]:
     """One of four equal ranks becomes twice as slow."""
-    batch, factors = 32, (1.0, 0.5, 1.0, 1.0)
+    batch, factors = 56, (1.0, 0.5, 1.0, 1.0)  # 16, 8, 16 and 16 samples fit these
     drill = [slow(rank, 1.0) for rank in range(4)] + [slow(1, 0.5, at_step=CHANGE_AT)]
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(Path(folder), job(4, batch, drill), clock)

@@ -171,3 +171,12 @@ def test_the_jobs_upper_bound_holds_here_too() -> None:
     run.until(10)
     found = run.until(14, stuck=True)
     assert [silent.worker for _, silent in found] == [B]
+
+
+def test_how_long_others_may_wait_is_for_the_job_to_say() -> None:
+    """10 s at least, 60 s for a script's own loop, and what `max_silence_s` says, shorter or longer."""
+    bounds = [Silence(0.5, most_s, scripted, {1: 0.1}).missing_bound_s(1, False) for most_s, scripted in BOUNDS]
+    assert bounds == [10.0, 60.0, 2.0, 300.0, 300.0]
+
+
+BOUNDS = [(None, False), (None, True), (2.0, False), (300.0, False), (300.0, True)]
