@@ -199,14 +199,13 @@ class EqualResults:
         return total % (1 << 32), total >> 32
 
     def _loss(self, batches: Sequence[Batch]) -> float:
-        """Of the first sample of the step, on every rank; NaN where this rank computes none. Twice in one pass, where there are
-        no stages."""
+        """Of the first sample of the step, on every rank; NaN where none is computed. Twice: two passes are not cut
+        into microbatches."""
         stepper = self.stepper
         samples = stepper.shares.samples(stepper.state.step - 1)
-        if isinstance(stepper.program, LoopProgram) or (stepper.groups.pp is not None and len(set(samples)) > 1):
+        if isinstance(stepper.program, LoopProgram) or stepper.groups.pp is not None:  # a schedule begins anew after it
             return math.nan
         one = self._same_sample(batches, next(dp for dp, n in enumerate(samples) if n))
-        whole = [{key: torch.cat([value] * samples[0]) for key, value in one.items()}] if stepper.groups.pp else [one, one]
         buffers = stepper.state.buffers.watched
         before = [buffer.clone() for buffer in buffers]
         devices = [stepper.device] if stepper.device.type == "cuda" else []
@@ -214,14 +213,13 @@ class EqualResults:
         try:
             with torch.random.fork_rng(devices), torch.no_grad(), _eager(bool(stepper.job.get("compile"))):
                 torch.manual_seed(int(stepper.job["seed"]))
-                n_rows = [len(next(iter(batch.values()))) for batch in whole]
-                value, _ = stepper.forward_backward(whole, train=False, valid=n_rows)
+                value, _ = stepper.forward_backward([one, one], train=False, valid=[1, 1])
         finally:
             stepper.state.train()
             with torch.no_grad():
                 for buffer, was in zip(buffers, before, strict=True):
                     buffer.copy_(was)
-        return value if stepper.at.pp == self.plan.layout.pp - 1 else math.nan
+        return value
 
     def _same_sample(self, batches: Sequence[Batch], source_dp: int) -> Batch:
         """The first sample of that data-parallel rank: what others would read belongs to their loader's threads."""
