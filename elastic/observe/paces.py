@@ -87,8 +87,8 @@ def shown(speeds: list[float]) -> str:
 
 
 def samples_of(plan: Plan | None, node_id: str) -> int:
-    """Of a step, those that go through the node."""
-    if plan is None:
+    """Of a step, those that go through the node; 0 where the plan deals none out (a script reads its own)."""
+    if plan is None or not plan.samples:
         return 0
     ranks = [rank for rank, worker in enumerate(plan.ranks) if worker.node_id == node_id]
     return sum(plan.samples[dp] for dp in {coordinates(plan.layout, rank).dp(plan.layout) for rank in ranks})
