@@ -61,18 +61,6 @@ def test_capacity() -> None:
     assert found["kill_to_abort_s"] > 0 and found["ready_to_prepare_s"] >= 0
 
 
-def test_unequal() -> None:
-    found = bench("unequal")
-    assert found["least_of_sum"] > 0.8 and found["jitter_moves"] == 0
-    assert all(found[name]["of_sum"] > found[name]["equal_of_sum"] for name in ("1_1_2", "1_2_3_4", "1_1_1_025", "stages_1_2"))
-    assert found["odd"]["5"]["used"] == 5 and found["odd"]["7"]["used"] == 7
-
-
-def test_sickness() -> None:
-    found = bench("sickness")
-    assert all(found[f"{kind}_named_s"] > 0 for kind in ("stall", "hang", "slow", "corrupt"))
-
-
 def test_planner() -> None:
     found = bench("planner")
     assert 0 < found["search_64_s"] < found["search_1024_s"] and found["search_16384_s"] < 5
