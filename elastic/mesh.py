@@ -89,7 +89,7 @@ def each_microbatches(layout: Layout, samples: Sequence[int], n_microbatches: in
     for first in range(0, layout.dp, shard):
         mine = samples[first : first + shard]
         if layout.pp == 1:
-            n = max(1, -(-max(mine) // most))
+            n = max(1, min(-(-max(mine) // most), min(mine)))  # none without a sample
         else:
             rows = [size // n_microbatches for size in mine]
             more = next((k for k in range(1, max(rows) + 1) if not any(n % k for n in rows) and max(rows) // k <= most), 1)

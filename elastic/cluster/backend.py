@@ -33,7 +33,7 @@ from elastic.cluster.nodes import EmbeddedNodes, NodeProvider, Survey
 from elastic.cluster.outlook import Outlook
 from elastic.cluster.output import last_words
 from elastic.cluster.ray_run import RayRun
-from elastic.cluster.silence import Silence
+from elastic.cluster.silence import Silence, patience_s
 from elastic.errors import InternalError, SpecError
 from elastic.fingerprint import KEY
 from elastic.storage import open_storage
@@ -116,7 +116,7 @@ class RayBackend:
         self.entrance = Entrance(self.crew)
         self.copies = DurableCopies(self.storage, run.epoch, {"run": run.name, KEY: run.job.get(KEY)}, self.commit)
         self.gather = Gather(self.copies.commit, self._workers_of)
-        self.silence = Silence(POLL_S, run.job.get("max_silence_s"), bool(run.job.get("script")))
+        self.silence = Silence(POLL_S, run.job.get("max_silence_s"), patience_s(run.job))
         self.outlook = Outlook.of(run.pools, embedded=self.cluster is not None)
         self.survey = Survey()
         self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else self._acquisition()

@@ -48,7 +48,8 @@ def missing(ranks: Mapping[WorkerId, At], staged: bool) -> dict[WorkerId, str]:
             others = [worker for worker, at in ranks.items() if at.doing == "others"]
             wait = f"{len(others)} other rank{'s wait' if len(others) > 1 else ' waits'} for a message or a collective"
             found = {worker: f"is in no collective; {wait}" for worker in ranks if worker not in others} if others else {}
-    return {worker: why + _at(ranks[worker]) for worker, why in found.items()} if len(found) < len(ranks) else {}
+    many = 2 * len(found) > len(ranks) or (len(found) > 1 and all(ranks[worker].doing in PATIENT for worker in found))
+    return {} if many else {worker: why + _at(ranks[worker]) for worker, why in found.items()}
 
 
 def _absent(number: int, axis: str, n: int) -> str:

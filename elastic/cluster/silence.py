@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from elastic.cluster.missing import Arrived, At, missing
 from elastic.types import Plan, Silent, WorkerId
@@ -16,6 +17,7 @@ SLOW_KEPT = 0.9  # of the slowest step's time, with each step that follows
 STUCK_LEAST_S, STUCK_TIMES = 30.0, 3.0  # all answer and none gets on
 MISSING_LEAST_S = 10.0  # all answer, and all but some wait for those; programs do stand still for some seconds at times
 PATIENT_LEAST_S = 60.0  # the same where those wait for their batch, compile, or store a copy
+COMPILING_S = 300.0  # the same where blocks are compiled, anew for shares of another size
 EVALUATING_STUCK_S = 600.0  # the same within one batch of a validation set: the program may make whole texts of it
 BOUNDS_S = {"idle": 10.0, "starting": 120.0}
 OTHER_BOUND_S = 60.0  # preparing, building, loading, compiling, evaluating, saving ...
@@ -54,11 +56,17 @@ class _Seen:
     told: bool = False
 
 
+def patience_s(job: Mapping[str, Any]) -> float:
+    """How long ranks wait at least for one that does not come: a script that has the loop may do on one rank what takes its
+    time, and compiled code is made anew for other shares."""
+    return COMPILING_S if job.get("compile") else PATIENT_LEAST_S if job.get("script") else 0.0
+
+
 @dataclass
 class Silence:
     """`wait_s`: how long a call may take anyway. `most_s`: the job's upper bound on every bound (None = none); where
-    it is given, ranks wait just so long for one that does not come. `scripted`: a script of the user's has the loop, and may do
-    on one rank what takes its time.
+    it is given, ranks wait just so long for one that does not come. `patience_s`: what they wait at least, where
+    a rank may do by itself what takes its time.
 
     A machine under load is late without any worker being silent. Its lateness is the worst lately of the answers of workers
     that should answer at once and of the driver's own looks, so that the bound is wider before a worker passes it.
@@ -66,7 +74,7 @@ class Silence:
 
     wait_s: float
     most_s: float | None = None
-    scripted: bool = False
+    patience_s: float = 0.0
     step_time_s: dict[int, float] = field(default_factory=dict)  # generation -> newest
     _slow_step_s: dict[int, float] = field(default_factory=dict)  # generation -> of the slowest lately
     _named: set[tuple[int, WorkerId]] = field(default_factory=set)  # that others waited for, in that generation
@@ -155,6 +163,8 @@ class Silence:
         most_s = max(STUCK_LEAST_S, STUCK_TIMES * self.bound_s("stepping", generation))
         if any(seen.phase == "evaluating" or seen.at.doing in PATIENT for seen in members):
             most_s = max(most_s, EVALUATING_STUCK_S)
+        if generation in self.step_time_s:  # whoever is waited for is named first, if it can be
+            most_s = max(most_s, self.missing_bound_s(generation, False) + STUCK_LEAST_S)
         still_s = min(seen.still_s for seen in members)
         return still_s if still_s > most_s else 0.0
 
@@ -184,7 +194,7 @@ class Silence:
         if self.most_s is not None:
             return self.most_s
         bound_s = max(MISSING_LEAST_S, STUCK_TIMES * max(STEP_TIMES * slow_s, self.bound_s("stepping", generation)))
-        return max(bound_s, PATIENT_LEAST_S) if patient or self.scripted else bound_s
+        return max(bound_s, self.patience_s, PATIENT_LEAST_S if patient else 0.0)
 
     def _fresh(self, seen: _Seen) -> bool:
         """Its newest answer is that of just now."""

@@ -57,6 +57,7 @@ class Dealer:
     reference: float
     room: Mapping[str, int]
     max_workers: int = 0
+    most_rows: int = 0  # of a microbatch, where the job says so
     _totals: dict[int, float] = field(default_factory=dict)
     _rows: dict[tuple[Layout, int, int, int], int] = field(default_factory=dict)
 
@@ -81,7 +82,7 @@ class Dealer:
         speeds = tuple(tuple(slots[p * dp + d].rate * inner for p in range(layout.pp)) for d in range(dp))
         task = Task(layout, self.work.n_blocks, step.global_batch, m, self.ends(layout, step))
         try:
-            made = split(self._bound(task, step, slots) if self.room else task, speeds)
+            made = split(self._bound(task, step, slots) if self.room or self.most_rows else task, speeds)
         except InfeasiblePlan:
             if not exact:
                 raise
@@ -161,7 +162,10 @@ class Dealer:
                 more = replace(step, largest_share=n_rows * m)
                 return not room or memory.stage_bytes(self.work, layout, more, n_blocks) <= room
 
-            self._rows[key] = _most(step.global_batch // m, fits)
+            limit = step.global_batch // m
+            if self.most_rows and (layout.dp_replicate == 1 or layout.pp > 1):  # replicas without stages have more of them
+                limit = min(limit, self.most_rows)
+            self._rows[key] = _most(limit, fits)
         return self._rows[key]
 
 

@@ -27,6 +27,7 @@ from elastic.planner.search import USABLE
 from elastic.planner.work import Work
 from elastic.policy import hazard, limits, speeds
 from elastic.policy.known import State, Window
+from elastic.policy.plans import gpu_bytes
 from elastic.policy.speeds import BAND, REMEMBERED_S, Estimate
 from elastic.types import Decision, Plan, SetShares, WorkerId
 
@@ -97,7 +98,10 @@ def shares(state: State, now_s: float) -> Decision | None:
 
 def ready(state: State, now_s: float) -> bool:
     """Soon after a report, with some steps to go, where the job lets the speeds be followed."""
-    wanted = state.job.get("rebalance", True) and not state.uneven_failed
+    plan = state.plan
+    compiled = bool(state.job.get("compile"))  # torch's compiler gives up on cut tensors of a shape that varies
+    varying = compiled and plan is not None and plan.layout.tp > 1
+    wanted = state.job.get("rebalance", True) and not state.uneven_failed and not varying
     return bool(wanted and state.speeds and now_s <= state.timed_at_s + LOOK_S and state.steps - state.step > LAST_STEPS)
 
 
@@ -132,7 +136,7 @@ def compute_s(state: State, busy_s: float) -> float:
 
 
 def _at_once(state: State, plan: Plan, load: Load) -> tuple[tuple[int, ...], float, str] | None:
-    moved = state.shares_moved
+    moved = speeds.recent(state.shares_moved, state.timed_at_s)
     exact = bool(moved) and moved[-1].n_steps < FEW and speeds.measured_steps(state) >= ENOUGH
     band = EXACT if exact else BAND * (1 + len(moved))
     new = dealt(state, plan, load)
@@ -159,6 +163,8 @@ def _lasting(state: State, plan: Plan, now_s: float) -> tuple[tuple[int, ...], f
     if max([state.entered_at_s, *(one.at_s for one in state.shares_moved)]) > since_s:
         return None
     times = [since_s + (i + 0.5) * LASTING_S / SAMPLED for i in range(SAMPLED)]
+    if any(state.speeds[worker][0].from_s > since_s for worker in plan.ranks):
+        return None
     then = {worker: _units_at(state.speeds[worker], times) for worker in plan.ranks}
     mean = {worker: Estimate(sum(units) / SAMPLED, 0.0, 1, 0.0) for worker, units in then.items()}
     new = dealt(state, plan, load_of(plan, mean))
@@ -231,7 +237,8 @@ def rows_that_fit(state: State, plan: Plan, room_bytes: int, most: int) -> int:
     while least < most:  # the largest number of rows that fits, by halving
         rows = (least + most + 1) // 2
         step = memory.Step(plan.n_microbatches, rows * plan.n_microbatches, sum(plan.samples), dtype=dtype)
-        needs = sum(memory.parts(work, layout, step).values())
+        deepest = max(sum(plan.layers[v] for v in range(p, layout.n_stages, layout.pp)) for p in range(layout.pp))
+        needs = memory.stage_bytes(work, layout, step, deepest)
         least, most = (rows, most) if needs <= USABLE * room_bytes else (least, rows - 1)
     return least
 
@@ -239,11 +246,7 @@ def rows_that_fit(state: State, plan: Plan, room_bytes: int, most: int) -> int:
 def memory_of(state: State, node_id: str) -> int:
     """Bytes of each of its GPUs; 0 = not known."""
     node = state.nodes.get(node_id)
-    pool = state.pool(node.pool) if node else None
-    if pool is None or pool.accelerator_type == "CPU":
-        return 0
-    known = (profile.memory_bytes for profile in state.hardware if profile.accelerator_type == pool.accelerator_type)
-    return pool.memory_bytes_per_gpu or next(known, 0)
+    return gpu_bytes(state, state.pool(node.pool)) if node else 0
 
 
 # ------------------------------------------------------------------------------------------------ words
@@ -255,7 +258,7 @@ def slow_ones(state: State, plan: Plan, now_s: float) -> str:
     worst = {name: speeds.of_node(state, slower, name) for name in plan.nodes}
     names = sorted((name for name in worst if worst[name] >= speeds.SLOW), key=lambda name: -worst[name])
     if not names:
-        again = " any more" if state.shares_moved else ""
+        again = " any more" if speeds.recent(state.shares_moved, now_s) else ""
         return f"no node is {speeds.SLOW - 1:.0%} slower than the others of its pool{again}"
     said = [speeds.told(state, name, slower, now_s) for name in names[:NAMED]]
     return "; ".join(said) + (f"; and {len(names) - NAMED} more nodes" if len(names) > NAMED else "")

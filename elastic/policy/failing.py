@@ -66,9 +66,11 @@ def failed(state: State, failure: Failure) -> State:
 
 
 def infeasible(state: State, generation: int, reason: str, measured_bytes: int, at_s: float) -> State:
-    """The layout does not fit; where its shares were changed while it ran, it is these that do not."""
-    if generation in state.reshared:
-        samples = ", ".join(map(str, state.plans[generation].samples))
+    """The layout does not fit; where its shares follow measured speeds, it is these that do not."""
+    plan = state.plans[generation]
+    uneven = max(plan.samples, default=0) - min(plan.samples, default=0) > plan.n_microbatches
+    if generation in state.reshared or (uneven and state.speeds and not state.uneven_failed):
+        samples = ", ".join(map(str, plan.samples))
         text = f"shares of {samples} samples do not fit: {reason}; they stay equal from now on"
         return failed(replace(state, uneven_failed=text), Failure("infeasible", text, at_s))
     layout = state.plans[generation].layout

@@ -195,6 +195,7 @@ class State:
     distrusted: frozenset[int] = frozenset()  # generations whose content was found wrong
     wrong: tuple[tuple[int, int], ...] = ()  # (g, s): of generations up to g, steps after s hold wrong numbers
     spoilt: tuple[str, ...] = ()  # URIs of durable copies of such steps, to be removed
+    checked_step: int = 0  # of the newest comparison of ranks that found nothing
     suspects: frozenset[str] = frozenset()  # nodes that may have computed wrong numbers
     blamed: Mapping[str, str] = field(default_factory=dict)  # nodes that have -> what; put aside by the next decision
     below_step: int | None = None  # recover only to copies of less than this step (NaN)

@@ -40,7 +40,7 @@ def placed(state: State, choice: Choice, resume: Resume) -> Choice:
     held: dict[WorkerId, list[int]] = {}
     for holding in resume.holdings:
         held.setdefault(holding.worker, []).append(holding.rank)
-    kinds = {name: speeds.kind(state, node) for name, node in state.nodes.items()}
+    kinds = speeds.kinds(state)
     if any(len(set(kind[1:])) > 1 for kind in kinds.values()):
         return choice  # each worker has the share that it can do
     cuts = (resume.layout, resume.layers), (choice.layout, choice.layers)

@@ -36,8 +36,17 @@ def choice_of(state: State, nodes: Sequence[Node]) -> Choice:
     limits = Limits(memory_bytes, state.infeasible, _hardware(state, nodes), speeds.rates(state, nodes))
     pools = {pool.name: pool for pool in state.pools}
     zones = {node.node_id: zone_of(pools.get(node.pool)) for node in nodes}
-    memory = {node.node_id: pools[node.pool].memory_bytes_per_gpu for node in nodes} if memory_bytes else None
+    of_node = {node.node_id: gpu_bytes(state, pools.get(node.pool)) for node in nodes}
+    memory = of_node if all(of_node.values()) else None
     return plan_layout(state.model, state.job, ordered, replace(limits, zones=zones, memory=memory))
+
+
+def gpu_bytes(state: State, pool: Pool | None) -> int:
+    """Of each GPU of the pool: as it says, else as its kind has; 0 = not known."""
+    if pool is None or pool.accelerator_type == "CPU":
+        return pool.memory_bytes_per_gpu if pool is not None else 0
+    known = (profile.memory_bytes for profile in state.hardware if profile.accelerator_type == pool.accelerator_type)
+    return pool.memory_bytes_per_gpu or next(known, 0)
 
 
 def zone_of(pool: Pool | None) -> str:

@@ -40,7 +40,7 @@ def rearranged(state: State, now_s: float) -> Decision | None:
     plan = state.plan
     if plan is None or not balancing.ready(state, state.timed_at_s) or balancing.ordered(state, now_s):
         return None
-    if len(state.stages_moved) >= MOVES_MOST or (now_s != state.timed_at_s and _alike(state, plan)):
+    if len(speeds.recent(state.stages_moved, now_s)) >= MOVES_MOST or (now_s != state.timed_at_s and _alike(state, plan)):
         return None
     units = speeds.estimates(state)
     if not all(worker in units for worker in plan.ranks):
@@ -76,7 +76,7 @@ def _even_s(state: State, plan: Plan, units: Mapping[WorkerId, Estimate]) -> flo
 
 
 def _price_s(state: State) -> float:
-    return drain.lead_of(state).pause_s * (1 + len(state.stages_moved))
+    return drain.lead_of(state).pause_s * (1 + len(speeds.recent(state.stages_moved, state.timed_at_s)))
 
 
 def _share(state: State, busy_s: float) -> float:
@@ -141,6 +141,9 @@ def _entered(state: State, found: tuple[Choice, float], now: tuple[float, float]
     out = [name for name in plan.nodes if name not in used]
     if len(out) > 1:
         return None
+    late_s = max((units[worker].since_s for worker in plan.ranks if worker.node_id in out), default=0.0) + REPLACE_AFTER_S
+    if out and now_s < late_s:
+        return Decision(wake_at_s=late_s)
     without = f" without node {out[0]}" if out else ""
     why = (
         f"{slow_ones(state, plan, now_s)}; the busiest rank has {gain:.0%} less to do on another arrangement{without} "
@@ -149,7 +152,16 @@ def _entered(state: State, found: tuple[Choice, float], now: tuple[float, float]
         f"are lost already"
     )
     moved = enter(state, choice, resume, "rebalance", why)
-    return replace(moved, actions=(*map(DrainNode, out), *moved.actions))
+    given_up = [name for name in out if _may_go(state, name)]  # else it idles, until something changes
+    return replace(moved, actions=(*map(DrainNode, given_up), *moved.actions))
+
+
+def _may_go(state: State, node_id: str) -> bool:
+    """A node of one's own that was slow from the beginning is what there is."""
+    node = state.nodes.get(node_id)
+    pool = state.pool(node.pool) if node else None
+    on_it = [worker for worker in state.speeds if worker.node_id == node_id]
+    return pool is not None and (pool.market_type != "owned" or any(_became_slow(state, worker) for worker in on_it))
 
 
 # ------------------------------------------------------------------------------------------------ a node that is not worth it
@@ -185,8 +197,7 @@ def _replaced(state: State, node: Node | None, now_s: float) -> Decision | None:
         return None
     busy_s = load_of(plan, units).busy_s(plan.samples)
     idle = _busy_s(state, plan, choice) <= busy_s * (1 + AS_FAST)
-    changed = pool.market_type != "owned" or any(_became_slow(state, worker) for worker in on_it)
-    if lasts_s < REPLACE_AFTER_S or not changed or not (idle or could > MUCH * gives):
+    if lasts_s < REPLACE_AFTER_S or not _may_go(state, node.node_id) or not (idle or could > MUCH * gives):
         return None
     every = sum(1 / units[worker].unit_s for worker in plan.ranks)
     gained_s, lost_s = _weighed(state, node, (gives / every, could / every))

@@ -2,8 +2,8 @@
 
 Job keys: keep_last (the newest n), keep_every (also those of steps that are a multiple), keep_best (also the n of the lowest
 validation_loss), storage_quota_gb (fewer, so that the next copy fits). The newest copy that is not known to be damaged stays
-always, and so does the one that the run resumes from. While results are compared (check_numbers_every), up to two more stay, so
-that there is one from before the last comparison that found nothing.
+always, and so does the one that the run resumes from. While results are compared (check_numbers_every), the newest from before
+the last comparison that found nothing stays too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from elastic.types import Copy, CopyDamaged, CopyFailed, CopyRemoved, Decision, 
 
 KEEP_LAST = 2
 KEPT_EVALUATIONS = 4096
-CHECKED_EVERY = 200  # steps between two comparisons of results, where the job says 'auto'
 COPY_TRIES, COPY_WAIT_S = 3, 5.0  # for the copy of the last step, and for one that a notice makes urgent
 
 
@@ -53,14 +52,9 @@ def kept(state: State) -> frozenset[str]:
 
 
 def _from_before_a_check(state: State) -> list[Copy]:
-    """What the run goes back to where ranks turn out to have computed wrong numbers since the check before the last one: the
-    newest copy of each of the last three stretches between two checks."""
-    wanted = state.job.get("check_numbers_every") or 0
-    every = CHECKED_EVERY if wanted == "auto" else int(wanted)
-    newest: dict[int, Copy] = {}
-    for copy in state.durable if every else ():
-        newest.setdefault(copy.step // every, copy)
-    return [copy for stretch, copy in newest.items() if stretch >= state.step // every - 2]
+    """What the run goes back to where ranks turn out to have computed wrong numbers since the last check that found nothing."""
+    wanted = bool(state.job.get("check_numbers_every"))
+    return [copy for copy in state.durable if copy.step <= state.checked_step][:1] if wanted else []
 
 
 def _most(state: State) -> int | None:

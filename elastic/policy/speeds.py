@@ -66,9 +66,14 @@ def measured_steps(state: State) -> int:
     return min((found.n_steps for found in estimates(state).values()), default=0)
 
 
+def recent(moved: tuple[Moved, ...], now_s: float) -> tuple[Moved, ...]:
+    """Those that are not long ago."""
+    return tuple(one for one in moved if one.at_s > now_s - REMEMBERED_S)
+
+
 def remembered(moved: tuple[Moved, ...], state: State, at_s: float) -> tuple[Moved, ...]:
     """One more move, and those that are not long ago."""
-    return (*(one for one in moved if one.at_s > at_s - REMEMBERED_S), Moved(at_s, measured_steps(state)))
+    return (*recent(moved, at_s), Moved(at_s, measured_steps(state)))
 
 
 # ------------------------------------------------------------------------------------------------ rates
@@ -80,7 +85,9 @@ def rates(state: State, nodes: Sequence[Node]) -> dict[WorkerId, float] | None:
     pool as the hardware of the two differs, else the median of all."""
     if not state.speeds or state.uneven_failed or not state.job.get("rebalance", True):
         return None
-    known = {worker: 1 / found.unit_s for worker, found in estimates(state).items()}
+    known = {worker: 1 / found.unit_s for worker, found in estimates(state).items() if _counts(state, worker)}
+    if not known:
+        return None
     pools = {node.node_id: node.pool for node in state.nodes.values()}
     by_pool: dict[str, list[float]] = {}
     for worker, one in known.items():
@@ -93,6 +100,12 @@ def rates(state: State, nodes: Sequence[Node]) -> dict[WorkerId, float] | None:
             one = known.get(WorkerId(node.node_id, k), middle)
             found[WorkerId(node.node_id, k)] = middle if abs(one - middle) <= BAND * middle else one
     return found
+
+
+def _counts(state: State, worker: WorkerId) -> bool:
+    """A worker that is left out of the plan is not measured any more: what was long ago says nothing of it."""
+    in_plan = state.plan is not None and worker in state.plan.ranks
+    return in_plan or state.speeds[worker][-1].at_s > state.timed_at_s - REMEMBERED_S
 
 
 def _middle(state: State, pool: str, middles: Mapping[str, float]) -> float:
@@ -113,10 +126,13 @@ def _by_hardware(state: State) -> dict[str, float]:
     }
 
 
-def kind(state: State, node: Node) -> tuple[Any, ...]:
-    """Nodes of equal kinds may change places in a plan."""
-    found = rates(state, [node])
-    return (node.pool, *(round(log(one) / log(1 + BAND)) for one in found.values())) if found else (node.pool,)
+def kinds(state: State) -> dict[str, tuple[Any, ...]]:
+    """Of every node; those of equal kinds may change places in a plan."""
+    found = rates(state, list(state.nodes.values())) or {}
+    made: dict[str, tuple[Any, ...]] = {name: (node.pool,) for name, node in state.nodes.items()}
+    for worker, one in sorted(found.items()):
+        made[worker.node_id] += (round(log(one) / log(1 + BAND)),)
+    return made
 
 
 # ------------------------------------------------------------------------------------------------ who is slow

@@ -19,7 +19,18 @@ from typing import Any
 from elastic.mesh import replica_key
 from elastic.policy.failing import failed
 from elastic.policy.known import Failure, State
-from elastic.types import Action, Copy, Decision, Plan, Quarantine, ReleaseNode, RemoveCopy, WorkerId, WrongNumbers
+from elastic.types import (
+    Action,
+    Copy,
+    Decision,
+    NumbersChecked,
+    Plan,
+    Quarantine,
+    ReleaseNode,
+    RemoveCopy,
+    WorkerId,
+    WrongNumbers,
+)
 
 
 def spoilt(state: State, generation: int, step: int) -> bool:
@@ -122,4 +133,8 @@ def _ambiguous(plan: Plan, workers: Sequence[WorkerId]) -> bool:
     return any(len(group) > 1 and set(group) <= set(workers) for group in groups.values())
 
 
-HANDLERS: dict[type, Callable[[State, Any, float], State]] = {WrongNumbers: _wrong_numbers}
+def _numbers_checked(state: State, event: NumbersChecked, at_s: float) -> State:
+    return replace(state, checked_step=event.step) if state.is_current(event.generation) else state
+
+
+HANDLERS: dict[type, Callable[[State, Any, float], State]] = {WrongNumbers: _wrong_numbers, NumbersChecked: _numbers_checked}

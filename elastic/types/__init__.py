@@ -51,6 +51,7 @@ from elastic.types.events import (
     NoiseSeen,
     Notice,
     NoticeWithdrawn,
+    NumbersChecked,
     PlanEntered,
     PlanFailed,
     PriceSeen,
@@ -111,11 +112,12 @@ __all__ = [
     "DrainNode", "DrillAsked", "DriverStarted", "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan", "GuardTripped",
     "HardwareProfile", "Holding", "LAYOUT_OPTIONS", "Layout", "MarketType", "Matmul", "ModelProfile", "Move", "Node",
     "NodeLost", "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned", "NoiseSeen", "Notice",
-    "NoticeWithdrawn", "OptimizerSpec", "Outcome", "Plan", "PlanEntered", "PlanFailed", "Pool", "Prepare", "PriceSeen",
-    "Progress", "Quarantine", "Quiesce", "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed",
-    "RequestNodes", "Resume", "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent",
-    "Source", "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId",
-    "WrongNumbers", "is_auto", "layout_options", "names_of", "parse_layout", "pinned", "version_differences", "worst",
+    "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec", "Outcome", "Plan", "PlanEntered", "PlanFailed", "Pool", "Prepare",
+    "PriceSeen", "Progress", "Quarantine", "Quiesce", "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode", "RemoveCopy",
+    "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored",
+    "SharesSet", "Silent", "Source", "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Terms", "Transfer",
+    "WorkerFailed", "WorkerId", "WrongNumbers", "is_auto", "layout_options", "names_of", "parse_layout", "pinned",
+    "version_differences", "worst",
 ]  # fmt: skip
 
 

@@ -337,6 +337,14 @@ class SharesSet(Event):
 
 
 @dataclass(frozen=True)
+class NumbersChecked(Event):
+    """Ranks that must have equal results have them, after `step` steps of that generation."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
 class WrongNumbers(Event):
     """Ranks that must have equal results have not, since `step` or some time before it; after `good_step` steps they still had.
     `workers`: those that differ from the majority; where there is none, all that may be wrong."""

@@ -38,6 +38,7 @@ from elastic.types import (
     StepDone,
     WorkerFailed,
     WorkerId,
+    WrongNumbers,
 )
 from elastic.worker import durable
 from elastic.worker.driverless_copies import Copies, Stored
@@ -48,6 +49,7 @@ from elastic.worker.workplace import EnterOrder
 
 TICK_S = 0.1
 TIMEOUT_S = 300.0  # of the meeting and of the groups: the last resort
+TOLD = StepDone | Evaluated | CopyFailed | PlanEntered | GuardTripped | WrongNumbers
 SETTLE_MOST_S = 600.0  # from the last step until its durable copy is committed
 AUTO_EVERY_S = 600.0  # between durable copies where the job says "auto"
 GOODBYE_S = 10.0
@@ -311,7 +313,7 @@ class Alone:
                 copies.heard(event)
             case NodePrepared():
                 return
-        if self.leads and isinstance(event, StepDone | Evaluated | CopyFailed | PlanEntered | GuardTripped):
+        if self.leads and isinstance(event, TOLD):
             self.wishes.hear(event)
 
     def _metrics(self, step: int) -> dict[str, Any] | None:

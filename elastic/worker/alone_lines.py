@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from elastic.types import CopyFailed, Evaluated, Event, GuardTripped, PlanEntered, StepDone
+from elastic.types import CopyFailed, Evaluated, Event, GuardTripped, PlanEntered, StepDone, WrongNumbers
 
 
 @dataclass
@@ -33,6 +33,9 @@ class Lines:
                 self.say(f"step {event.step}/{self.steps}  {numbers}")
             case GuardTripped():
                 self.say(f"guard {event.guard} ({event.do}): {event.reason}")
+            case WrongNumbers(_, step, good_step, workers, reason):
+                who = ", ".join(map(str, workers))
+                self.say(f"step {step}: WRONG NUMBERS since step {good_step}, on {who}: {reason}")
             case CopyFailed():
                 self.say(f"step {event.step}: no durable copy: {event.reason}")
 

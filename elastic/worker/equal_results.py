@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from elastic.mesh import axis_groups, coordinates
 from elastic.reshard.shards import RNG
-from elastic.types import Layout, Plan, WrongNumbers
+from elastic.types import Layout, NumbersChecked, Plan, WrongNumbers
 from elastic.worker.content import digest
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.loop_program import LoopProgram
@@ -142,18 +142,15 @@ class EqualResults:
     def _next(self, step: int) -> int:
         return (step // self.every + 1) * self.every if self.every else -1
 
-    def after(self, step: int, batches: Sequence[Batch], step_s: float) -> WrongNumbers | None:
-        """After every step, on every rank alike; what was found, where it is time and for the first time."""
+    def after(self, step: int, batches: Sequence[Batch], step_s: float) -> WrongNumbers | NumbersChecked | None:
+        """After every step, on every rank alike; what was found, where it is time, until something was."""
         if step != self._due or self.told:
             return None
         rows = self._ask(step, batches, step_s)
         finding = compare(rows, self.plan.layout)
         if finding is not None and finding.by_loss:
             again = self._ask(step, batches, step_s)
-            if not self._repeats(rows, again):
-                finding = None
-            elif (surer := compare(again, self.plan.layout)) is not None and not surer.by_loss:
-                finding = surer
+            finding = compare(again, self.plan.layout) if self._repeats(rows, again) else None
         if self.auto:
             needs = max(row.check_s for row in rows) / AUTO_SHARE / max(1e-9, statistics.mean(row.step_s for row in rows))
             self.every = max(AUTO_EVERY, math.ceil(needs))
@@ -161,7 +158,7 @@ class EqualResults:
         good_step = max(row.good_step for row in rows)
         if finding is None:
             self.good_step = step
-            return None
+            return NumbersChecked(self.plan.generation, step)
         self.told = True
         workers = tuple(self.plan.ranks[rank] for rank in finding.ranks)
         return WrongNumbers(self.plan.generation, step, good_step, workers, finding.reason)

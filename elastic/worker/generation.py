@@ -64,6 +64,11 @@ class Generation:
     def number(self) -> int:
         return self.plan.generation
 
+    def can_deal(self, samples: Sequence[int]) -> bool:
+        """Are these numbers of samples shares of this generation's steps?"""
+        n_ranks, batch = len(self.plan.samples), int(self.place.job["global_batch"])
+        return len(samples) == n_ranks and sum(samples) == batch and min(samples) > 0
+
     # ------------------------------------------------------------------------------------------ enter
 
     def enter(self) -> None:

@@ -163,8 +163,8 @@ class Session:
         """Other numbers of samples per data-parallel rank -> SharesSet. Rank 0 tells the others."""
         with self._lock:
             running = self._generation
-            if running is not None and running.number == generation:
-                running.new_shares = samples
+            if running is not None and running.number == generation and running.can_deal(samples):
+                running.new_shares = tuple(samples)
 
     def afflict(self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0) -> None:
         """A drill: this worker's device is slow, stands still, or computes wrong numbers from now on (see DeviceFaults)."""

@@ -55,6 +55,8 @@ class Spans:
     def _begin(self, module: nn.Module, args: Any) -> Any:
         self.n_passes += 1
         self.faults.stand()
+        if not torch.is_grad_enabled() and not self.faults.slow.on:
+            return None  # no training: of validation, or of a check
         self._wall, self._began = time.perf_counter(), self._mark()
         self._back = None
         if not (self.faults.slow.on and torch.is_grad_enabled()):
@@ -65,7 +67,7 @@ class Spans:
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
         began, self._began = self._began, None
         if began is None:
-            return None
+            return _spoilt(output, self.faults) if self.faults.wrong else None
         ended, took_s = self._mark(), 0.0
         if isinstance(began, float):
             took_s = float(ended) - began  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from elastic.program import Program
 from elastic.reshard.shards import LOSS_SCALE
 from elastic.types import Plan
 from elastic.worker.calls import call_model, count_of, inputs_of, keywords_of, loss_of, rows_of
-from elastic.worker.commit import Commit, power_of_tokens, power_of_wait
+from elastic.worker.commit import N_WORDS, Commit, power_of_tokens, power_of_wait
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.groups import Groups
 from elastic.worker.guards import Memory, Trip, judge, rules_of, trip_of
@@ -339,11 +339,16 @@ class Stepper:
             self.pending = None
             self.state.skip()
             self.loss_scale.after(commit.overflowed)
-            self.committed = commit.vector
+            self.committed = self._kept(commit)
         if self.memory is not None and self.trip is not None:
             self.memory.skipped()
         elif self.memory is not None and not commit.overflowed:
             self.memory.applied(commit)
+
+    def _kept(self, commit: Commit) -> tuple[float, ...]:
+        """What others need to do the step by it, and no more: what the ranks have told each other besides has been heard."""
+        n_blocks = len(self._told.block_square_norms) if self._told is not None else 0
+        return commit.vector[: N_WORDS + n_blocks]
 
     def _apply(self, commit: Commit) -> None:
         assert self.pending is not None
@@ -355,7 +360,7 @@ class Stepper:
         else:
             self.state.apply(pending.gradients, factor / max(1.0, commit.tokens) / self.loss_scale.value)
         self.loss_scale.after(commit.overflowed)
-        self.committed = commit.vector
+        self.committed = self._kept(commit)
 
     def _add_tied(self, gradients: dict[str, torch.Tensor]) -> None:
         """A tensor that stands on the first and on the last stage (tied head) gets the sum of both gradients."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from elastic.cluster.missing import At, missing
-from elastic.cluster.silence import Silence
+from elastic.cluster.silence import Silence, patience_s
 from elastic.types import Layout, Plan, Silent, WorkerId
 from elastic.worker.standing import Doing
 
@@ -175,8 +175,8 @@ def test_the_jobs_upper_bound_holds_here_too() -> None:
 
 def test_how_long_others_may_wait_is_for_the_job_to_say() -> None:
     """10 s at least, 60 s for a script's own loop, and what `max_silence_s` says, shorter or longer."""
-    bounds = [Silence(0.5, most_s, scripted, {1: 0.1}).missing_bound_s(1, False) for most_s, scripted in BOUNDS]
+    bounds = [Silence(0.5, most_s, least_s, {1: 0.1}).missing_bound_s(1, False) for most_s, least_s in BOUNDS]
     assert bounds == [10.0, 60.0, 2.0, 300.0, 300.0]
 
 
-BOUNDS = [(None, False), (None, True), (2.0, False), (300.0, False), (300.0, True)]
+BOUNDS = [(None, 0.0), (None, patience_s({"script": "train.py"})), (2.0, 0.0), (300.0, 0.0), (300.0, 60.0)]

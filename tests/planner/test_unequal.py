@@ -268,3 +268,13 @@ def test_whatever_the_nodes_what_is_chosen_holds(there: list[tuple[int, str, flo
     assert not room or found.memory_bytes <= room
     assert parse_layout(str(layout)) == layout
     assert found == plan_layout(MODEL, job(layout=text, global_batch=batch), made, Limits(room, rates=speeds, zones=zones))
+
+
+def test_a_pinned_size_of_microbatches_holds_for_unequal_shares_too() -> None:
+    there = nodes(1, 1)
+    found = plan_layout(
+        MODEL, job(global_batch=16, microbatch_size=4, layout="dp_shard=2"), there, Limits(rates=rates(there, (2.0, 1.0)))
+    )
+    assert max(found.samples) <= 4 * found.n_microbatches and sum(found.samples) == 16
+    free = plan_layout(MODEL, job(global_batch=16, layout="dp_shard=2"), there, Limits(rates=rates(there, (2.0, 1.0))))
+    assert free.samples == (11, 5)

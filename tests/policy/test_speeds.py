@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from story import SPOT, Story, orders
 
 from elastic.policy import balancing, speeds
-from elastic.policy.known import Window
+from elastic.policy.failing import infeasible
+from elastic.policy.known import Moved, Window
+from elastic.types import (
+    Layout,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    Plan,
+    RanksTimed,
+    SetShares,
+    SharesSet,
+    WorkerFailed,
+    WorkerId,
+)
 from elastic.types import Node as NodeOf
-from elastic.types import NodeLost, NodePrepared, NodeReady, Plan, RanksTimed, SetShares, SharesSet, WorkerFailed, WorkerId
 
 A, B, C = (WorkerId(name, 0) for name in "abc")
 
@@ -123,3 +137,50 @@ def test_shares_that_do_not_fit_leave_the_layout_and_make_shares_equal_again() -
     story.tick(WorkerFailed(A, plan.generation, "out_of_memory", "out of memory", 1 << 30))
     assert not story.state.infeasible and "shares of 8, 4 samples do not fit" in story.state.uneven_failed
     assert speeds.rates(story.state, list(story.state.nodes.values())) is None and SPOT.max_nodes
+
+
+def test_moves_of_long_ago_are_forgotten() -> None:
+    """They make the next ones harder for a quarter of an hour, and no longer."""
+    story = Story()
+    plan = story.running("a", "b", steps=30)
+    old = tuple(Moved(story.now_s - 3600, 64) for _ in range(4))
+    story.state = replace(story.state, shares_moved=old, stages_moved=old)
+    story.tick(timed(plan, 30, {"a": 1.0, "b": 2.0}, 8))
+    assert orders(story.tick(after_s=1), SetShares)
+    assert speeds.recent(old, story.now_s) == () and len(speeds.recent(old, old[0].at_s + 1)) == 4
+
+
+def test_who_is_left_out_of_the_plan_counts_as_measured_for_a_while_only() -> None:
+    story = Story()
+    plan = story.running("a", "b", steps=6)
+    story.tick(timed(plan, 6, {"a": 1.0, "b": 3.0}))
+    assert story.state.plan is not None
+    alone = replace(story.state.plan, ranks=(A,), samples=(12,))
+    nodes = [story.state.nodes[name] for name in "ab"]
+    soon = replace(story.state, plan=alone)
+    late = replace(soon, timed_at_s=soon.timed_at_s + 2 * speeds.REMEMBERED_S)
+    assert speeds.rates(soon, nodes) == pytest.approx({A: 1.0, B: 1 / 3})
+    assert speeds.rates(late, nodes) == pytest.approx({A: 1.0, B: 1.0})
+
+
+def test_shares_do_not_vary_where_the_compiler_could_not_follow() -> None:
+    story = Story(compile=True)
+    plan = story.running("a", "b", steps=30)
+    story.tick(timed(plan, 30, {"a": 1.0, "b": 2.0}, 8))
+    assert balancing.ready(story.state, story.now_s)
+    cut = replace(plan, layout=Layout(tp=2), samples=(12,))
+    assert not balancing.ready(replace(story.state, plan=cut), story.now_s)
+    assert balancing.ready(replace(story.state, plan=cut, job={**story.state.job, "compile": False}), story.now_s)
+
+
+def test_unequal_shares_that_do_not_fit_are_given_up_before_the_layout() -> None:
+    story = Story()
+    plan = story.running("a", "b", steps=6)
+    story.tick(timed(plan, 6, {"a": 1.0, "b": 3.0}))
+    assert story.state.plan is not None
+    uneven = replace(story.state.plan, samples=(9, 3))
+    state = replace(story.state, plan=uneven, plans={**story.state.plans, plan.generation: uneven})
+    found = infeasible(state, plan.generation, "out of memory", 1 << 30, story.now_s)
+    assert found.uneven_failed and not found.infeasible
+    again = infeasible(replace(found, failure=None), plan.generation, "out of memory", 1 << 30, story.now_s)
+    assert plan.layout in again.infeasible

@@ -12,6 +12,7 @@ from elastic.driver import drive
 from elastic.ledger.journal import Memory, parse_line, write_line
 from elastic.observe import tables
 from elastic.observe.view import view_of
+from elastic.policy.rearranging import REPLACE_AFTER_S
 from elastic.policy.state import State
 from elastic.sim.backend import SimBackend
 from elastic.sim.faults import Delays, Fault
@@ -206,7 +207,8 @@ def test_an_arrangement_that_shares_cannot_mend_is_left_for_another() -> None:
     )
     found = [found for found in run.orders(EnterPlan) if found[1].plan.cause == "rebalance"]
     (at_s, order, why), *_ = found
-    assert AT_S < at_s < AT_S + 60 and order.plan.nodes == ("p-1", "p-3", "p-4") and str(order.plan.layout) == "dp_shard=3"
+    assert AT_S + REPLACE_AFTER_S < at_s < AT_S + REPLACE_AFTER_S + 40
+    assert order.plan.nodes == ("p-1", "p-3", "p-4") and str(order.plan.layout) == "dp_shard=3"
     assert "on another arrangement without node p-2" in why and "for a pause of" in why and "are lost already" in why
     assert [one.node_id for _, one, _ in run.orders(Quarantine)] == ["p-2"]
 

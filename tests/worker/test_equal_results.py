@@ -15,7 +15,7 @@ from plans import live, plan
 from test_chain import job_of
 from worker_pool import Pool
 
-from elastic.types import Layout, StepDone, WorkerId, WrongNumbers
+from elastic.types import Layout, NumbersChecked, StepDone, WorkerId, WrongNumbers
 from elastic.worker import equal_results
 from elastic.worker.equal_results import EqualResults, Row, compare, known_product
 from elastic.worker.faults import DeviceFaults
@@ -120,7 +120,8 @@ def test_how_often() -> None:
     cheap, dear = (rows([2.5] * 4, check_s=check_s, step_s=0.1) for check_s in (0.01, 1.0))
     for every, answers, asked in ((0, cheap, []), (300, cheap, [300, 600, 900]), (300, dear, [300, 600, 900])):
         one = Scripted(every, answers)
-        assert [one.after(step, [], 0.1) for step in range(1, 1000)] == [None] * 999
+        told = [one.after(step, [], 0.1) for step in range(1, 1000)]
+        assert [found for found in told if found is not None] == [NumbersChecked(3, step) for step in asked]
         assert one.asked == asked
     one = Scripted("auto", cheap, entered=250)
     [one.after(step, [], 0.1) for step in range(251, 1000)]
@@ -132,10 +133,10 @@ def test_how_often() -> None:
 
 def test_told_once_with_the_last_step_that_was_right() -> None:
     one = Scripted(10, rows([2.5] * 4))
-    assert one.after(10, [], 0.1) is None
+    assert one.after(10, [], 0.1) == NumbersChecked(3, 10)
     one.answers = rows([2.5, 2.5, 2.5, 2.6])
     found = one.after(20, [], 0.1)
-    assert found is not None
+    assert isinstance(found, WrongNumbers)
     assert (found.generation, found.step, found.good_step, found.workers) == (3, 20, 10, (WorkerId("3", 0),))
     assert one.asked == [10, 20, 20], "the pass is made once more"
     assert one.after(30, [], 0.1) is None and len(one.asked) == 3
@@ -148,7 +149,7 @@ def test_a_program_whose_loss_is_another_one_each_time() -> None:
             return rows([len(self.asked) + rank / 8 for rank in range(4)])
 
     one = Chance(10, [])
-    assert one.after(10, [], 0.1) is None
+    assert one.after(10, [], 0.1) == NumbersChecked(3, 10)
     assert not one.repeats
 
 
