@@ -17,7 +17,20 @@ from reference import train_alone
 from elastic import api
 from elastic.ledger.journal import Line, read
 from elastic.program import load_program
-from elastic.types import CopyStored, DigestChecked, DrillAsked, EnterPlan, Event, NodePrepared, Plan, StepDone, WorkerFailed
+from elastic.types import (
+    Abort,
+    CopyStored,
+    DigestChecked,
+    DrillAsked,
+    EnterPlan,
+    Event,
+    NodeLost,
+    NodePrepared,
+    Plan,
+    PlanEntered,
+    StepDone,
+    WorkerFailed,
+)
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "tiny_slow.py"
 POOLS = [
@@ -139,6 +152,26 @@ def _command(pid: int) -> str:
         return ""
 
 
+def not_compared(lines: list[Line]) -> set[int]:
+    """Generations whose contents nobody can have compared: that happens behind the steps, by all who gave or took something,
+    and one of them was lost within SOON_LOST_S of entering, or the generation was broken off then."""
+    entered = {event.generation: at_s for line in lines for at_s, event in line.events if isinstance(event, PlanEntered)}
+    ends = [(at_s, event) for line in lines for at_s, event in line.events]
+    lost = [(at_s, event.node_id) for at_s, event in ends if isinstance(event, NodeLost)]
+    lost += [(at_s, e.worker.node_id) for at_s, e in ends if isinstance(e, WorkerFailed) and e.kind == "process"]
+    actions = [(line.at_s, action) for line in lines if line.decision for action in line.decision.actions]
+    found = {a.generation for at_s, a in actions if isinstance(a, Abort) and at_s < entered.get(a.generation, 0) + SOON_LOST_S}
+    for plan in plans(lines):
+        nodes = {*plan.nodes, *(holding.worker.node_id for holding in plan.resume.holdings)}
+        since_s = entered.get(plan.generation, 0.0)
+        if any(node in nodes and since_s <= at_s < since_s + SOON_LOST_S for at_s, node in lost):
+            found.add(plan.generation)
+    return found
+
+
+SOON_LOST_S = 5.0  # on a busy machine
+
+
 def went_on_as_if_nothing_happened(summary: dict[str, Any], lines: list[Line], steps: int) -> None:
     """Every step done once in the end, on its own samples, with the losses of one process; all content checked and equal."""
     assert summary["outcome"] == "succeeded", summary["reason"]
@@ -148,7 +181,8 @@ def went_on_as_if_nothing_happened(summary: dict[str, Any], lines: list[Line], s
     worst = max(abs(last[i + 1] - loss) for i, loss in enumerate(alone(steps)))
     assert worst < TOLERANCE, f"train loss is off by {worst}"
     moved = [t for t in summary["transitions"] if t["source"] != "fresh"]
-    assert all(t["digest_ok"] is True for t in moved), moved
+    cannot = not_compared(lines)
+    assert all(t["digest_ok"] is True or (t["digest_ok"] is None and t["generation"] in cannot) for t in moved), moved
     assert all(e.ok for e in events(lines, DigestChecked))
 
 
