@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from elastic.mesh import coordinates
+from elastic.rank_times import times_slower
 from elastic.types import Decision, DeviceNoted, Event, Node, NodeLost, NodeReady, Plan, Quarantine, RanksTimed, WorkerId
 
 SLOW = 0.8  # of the speed of the faster ones: worth a line
@@ -46,11 +47,8 @@ class Paces:
 
     def speeds(self, nodes: Mapping[str, Node]) -> dict[WorkerId, float]:
         """Of each measured worker, relative to the faster half of its pool: 0.5 = takes twice as long."""
-        by_pool: dict[str, list[float]] = {}
-        for worker, unit_s in self.unit_s.items():
-            by_pool.setdefault(_pool(nodes, worker), []).append(unit_s)
-        faster = {pool: median(sorted(found)[: (len(found) + 1) // 2]) for pool, found in by_pool.items()}
-        return {worker: faster[_pool(nodes, worker)] / unit_s for worker, unit_s in self.unit_s.items()}
+        slower = times_slower(self.unit_s, lambda worker: _pool(nodes, worker))
+        return {worker: 1 / times for worker, times in slower.items()}
 
     def of_node(self, nodes: Mapping[str, Node], node_id: str) -> list[float]:
         """Relative speeds of its GPUs, in order; [] = not measured."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from heapq import heapify, heappop, heapreplace
 
@@ -47,13 +47,18 @@ def stage_layers(n_blocks: int, n_stages: int) -> tuple[int, ...]:
     return tuple(base + (stage < more) for stage in range(n_stages))
 
 
+def blocks_at(layout: Layout, layers: Sequence[int]) -> list[int]:
+    """Blocks of each place of the pp axis, over all of its stages."""
+    return [sum(layers[stage] for stage in mesh.stages_at(layout, p)) for p in range(layout.pp)]
+
+
 def busy_s(layout: Layout, samples: Sequence[int], layers: Sequence[int], n_microbatches: int, rates: Sequence[float]) -> float:
     """Seconds of a step in which the busiest data-parallel rank computes, waiting for its pipeline's other stages included and
     collectives left out. `rates`: units of work that each rank gets done per second (the model's samples x blocks); a tp x cp
     group works as fast as its slowest member allows. Of stages that take t_p per microbatch, m microbatches take
     (m - 1) max t_p + sum t_p (1F1B, Narayanan et al. 2019, section 3.2)."""
     inner, stage, m = layout.cp * layout.tp, layout.world_size // layout.pp, max(1, n_microbatches)
-    blocks = [sum(layers[v] for v in range(p, layout.n_stages, layout.pp)) or 1 for p in range(layout.pp)]
+    blocks = [n or 1 for n in blocks_at(layout, layers)]
     slowest = 0.0
     for d, n in enumerate(samples):
         groups = [rates[p * stage + d * inner : p * stage + (d + 1) * inner] for p in range(layout.pp)]
@@ -82,6 +87,15 @@ def microbatches(global_batch: int, layout: Layout) -> int:
     if layout.pp == 1:
         return 1
     return max(d for d in found if d <= 2 * layout.pp)
+
+
+def most_that(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to the limit that fits, by halving; 0 = none."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 @cache

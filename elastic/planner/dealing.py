@@ -6,13 +6,14 @@ to do at its own rate, what is waited for (collectives, optimizer) stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from itertools import islice
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner import compute, memory, placing
+from elastic.planner.balance import most_that
 from elastic.planner.cost import Site, step_cost
 from elastic.planner.memory import Step
 from elastic.planner.placing import Slot
@@ -150,7 +151,7 @@ class Dealer:
         return replace(task, most_blocks=blocks, most_rows=rows)
 
     def _most_blocks(self, layout: Layout, step: Step, room: int) -> int:
-        return _most(self.work.n_blocks, lambda n: not room or memory.stage_bytes(self.work, layout, step, n) <= room)
+        return most_that(lambda n: not room or memory.stage_bytes(self.work, layout, step, n) <= room, self.work.n_blocks)
 
     def _most_rows(self, layout: Layout, step: Step, room: int, n_blocks: int) -> int:
         """Samples at once."""
@@ -165,17 +166,8 @@ class Dealer:
             limit = step.global_batch // m
             if self.most_rows and (layout.dp_replicate == 1 or layout.pp > 1):  # replicas without stages have more of them
                 limit = min(limit, self.most_rows)
-            self._rows[key] = _most(limit, fits)
+            self._rows[key] = most_that(fits, limit)
         return self._rows[key]
-
-
-def _most(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to the limit that fits, by halving; 0 = none."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
 
 
 def guessed(layout: Layout) -> float:

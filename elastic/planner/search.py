@@ -138,9 +138,8 @@ class _Search:
         self.place = placing.Site(self.nodes, rates, placing.kinds_of(rates, self.memory()), zones)
         usable = USABLE if self.model.sample is not None else 1.0
         room = {name: int(usable * n_bytes) for name, n_bytes in self.memory().items()}
-        most = int(self.job.get("max_workers") or 0)
-        self.dealer = Dealer(self.work, self.site, self.place, median(slowest) if slowest else 1.0, room, most)
-        self.dealer.most_rows = int(self.job.get("microbatch_size") or 0)
+        most, rows = int(self.job.get("max_workers") or 0), int(self.job.get("microbatch_size") or 0)
+        self.dealer = Dealer(self.work, self.site, self.place, median(slowest) if slowest else 1.0, room, most, rows)
         tight = bool(self.limits.memory_bytes or self.limits.infeasible)
         self.space = Space.of(self.model, self.job, self.nodes, bool(self.limits.memory_bytes), tight)
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from elastic.planner import balance, memory
+from elastic.planner.balance import most_that
 from elastic.planner.search import USABLE
 from elastic.planner.work import Work
 from elastic.policy import hazard, limits, speeds
@@ -57,15 +58,21 @@ class Load:
 def load_of(plan: Plan, units: Mapping[WorkerId, Estimate]) -> Load:
     """A data-parallel rank is as fast as the slowest member of each of its tp x cp groups, and as its pipeline allows."""
     layout = plan.layout
-    inner, stage = layout.cp * layout.tp, layout.world_size // layout.pp
     alone = replace(layout, dp_replicate=1, dp_shard=1)
     sample_s, errors = [], []
     for d in range(layout.dp):
-        group = [plan.ranks[p * stage + d * inner + k] for p in range(layout.pp) for k in range(inner)]
+        group = _members(plan, d)
         rates = [1 / units[worker].unit_s for worker in group]
         sample_s.append(balance.busy_s(alone, (1,), plan.layers, plan.n_microbatches, rates))
         errors.append(max(units[worker].error for worker in group))
     return Load(tuple(sample_s), tuple(errors))
+
+
+def _members(plan: Plan, d: int) -> list[WorkerId]:
+    """The workers of a data-parallel rank: stage by stage, its tp x cp group."""
+    layout = plan.layout
+    inner, stage = layout.cp * layout.tp, layout.world_size // layout.pp
+    return [plan.ranks[p * stage + d * inner + k] for p in range(layout.pp) for k in range(inner)]
 
 
 def shares(state: State, now_s: float) -> Decision | None:
@@ -197,14 +204,7 @@ def dealt(state: State, plan: Plan, load: Load) -> tuple[int, ...]:
     m = plan.n_microbatches
     n_units, rates = sum(plan.samples) // m, [1 / one for one in load.sample_s]
     most = [max(n, limit) // m for n, limit in zip(plan.samples, most_samples(state, plan), strict=True)]
-    full: dict[int, int] = {}
-    while True:
-        free = [d for d in range(len(rates)) if d not in full]
-        found = dict(zip(free, balance.shares(n_units - sum(full.values()), [rates[d] for d in free]), strict=True))
-        over = {d: most[d] for d in free if found[d] > most[d]}
-        if not over:
-            return tuple(m * {**full, **found}[d] for d in range(len(rates)))
-        full |= over
+    return balance.shares(n_units, rates, m, most)
 
 
 def most_samples(state: State, plan: Plan) -> list[int]:
@@ -213,12 +213,11 @@ def most_samples(state: State, plan: Plan) -> list[int]:
     layout, m = plan.layout, plan.n_microbatches
     if layout.microbatch_size and layout.dp_replicate > 1 and layout.pp == 1:
         return [sum(plan.samples)] * layout.dp  # a replica with more samples has more microbatches
-    inner, stage, batch = layout.cp * layout.tp, layout.world_size // layout.pp, sum(plan.samples)
+    batch = sum(plan.samples)
     fits: dict[int, int] = {}
     out = []
     for d in range(layout.dp):
-        group = [plan.ranks[p * stage + d * inner + k] for p in range(layout.pp) for k in range(inner)]
-        room = min(memory_of(state, worker.node_id) for worker in group)
+        room = min(memory_of(state, worker.node_id) for worker in _members(plan, d))
         if room not in fits:
             fits[room] = m * rows_that_fit(state, plan, room, batch // m)
         out.append(fits[room])
@@ -233,14 +232,13 @@ def rows_that_fit(state: State, plan: Plan, room_bytes: int, most: int) -> int:
     if model is None or model.sample is None or not room_bytes:
         return min(most, layout.microbatch_size) if layout.microbatch_size and room_bytes else most
     work, dtype = Work.of(model), str(state.job.get("precision") or "float32")
-    least = 0
-    while least < most:  # the largest number of rows that fits, by halving
-        rows = (least + most + 1) // 2
+    deepest = max(balance.blocks_at(layout, plan.layers))
+
+    def fits(rows: int) -> bool:
         step = memory.Step(plan.n_microbatches, rows * plan.n_microbatches, sum(plan.samples), dtype=dtype)
-        deepest = max(sum(plan.layers[v] for v in range(p, layout.n_stages, layout.pp)) for p in range(layout.pp))
-        needs = memory.stage_bytes(work, layout, step, deepest)
-        least, most = (rows, most) if needs <= USABLE * room_bytes else (least, rows - 1)
-    return least
+        return memory.stage_bytes(work, layout, step, deepest) <= USABLE * room_bytes
+
+    return most_that(fits, most)
 
 
 def memory_of(state: State, node_id: str) -> int:

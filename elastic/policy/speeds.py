@@ -13,6 +13,7 @@ from math import log, sqrt
 from statistics import median
 from typing import Any
 
+from elastic import rank_times
 from elastic.planner import nominal
 from elastic.planner.search import rate, site_of
 from elastic.policy.known import Moved, State, Window
@@ -140,17 +141,12 @@ def kinds(state: State) -> dict[str, tuple[Any, ...]]:
 
 def times_slower(state: State) -> dict[WorkerId, float]:
     """Of every measured worker: its seconds per unit over those of the faster half of its pool."""
-    found = estimates(state)
-    by_pool: dict[str, list[float]] = {}
-    for worker, one in found.items():
+
+    def pool_of(worker: WorkerId) -> str:
         node = state.nodes.get(worker.node_id)
-        by_pool.setdefault(node.pool if node else "", []).append(one.unit_s)
-    faster = {pool: median(sorted(units)[: (len(units) + 1) // 2]) for pool, units in by_pool.items()}
-    out = {}
-    for worker, one in found.items():
-        node = state.nodes.get(worker.node_id)
-        out[worker] = one.unit_s / faster[node.pool if node else ""]
-    return out
+        return node.pool if node else ""
+
+    return rank_times.times_slower({worker: found.unit_s for worker, found in estimates(state).items()}, pool_of)
 
 
 def of_node(state: State, slower: Mapping[WorkerId, float], node_id: str) -> float:

@@ -16,6 +16,7 @@ from elastic.data.loader import Ahead, Batch, Loader, collate
 from elastic.data.opening import Sets
 from elastic.data.streams import Stream
 from elastic.errors import InternalError
+from elastic.rank_times import RankTimes
 from elastic.reshard.shards import RNG
 from elastic.types import Evaluated, GuardTripped, NoiseSeen, PlanEntered, SharesSet
 from elastic.worker.calls import count_of
@@ -28,7 +29,6 @@ from elastic.worker.guards import MEMORY, Trip
 from elastic.worker.host_copy import HostCopies, HostCopy, Lease
 from elastic.worker.offender import Offender, Tripped
 from elastic.worker.options import needs_fsdp
-from elastic.worker.rank_times import RankTimes
 from elastic.worker.step import Stepper, Words
 from elastic.worker.takeover import Taken, Takeover, check_digest
 from elastic.worker.train_state import TrainState

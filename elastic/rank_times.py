@@ -1,13 +1,14 @@
-"""What rank 0 tells of how fast each rank computes: medians over the newest steps, soon where they change, else rarely."""
+"""What rank 0 tells of how fast each rank computes: medians over the newest steps, soon where they change, else rarely; and who
+is slow beside the others. Workers, the simulator, the policy and what people see have the same of it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from elastic.types import RanksTimed
+from elastic.types import RanksTimed, WorkerId
 
 WARM_UP = 2  # steps of a generation that do not count: caches are cold, code is compiled
 RECENT = 3  # steps that show a change
@@ -62,3 +63,12 @@ def _medians(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 def _differ(a: Sequence[float], b: Sequence[float], by: float) -> bool:
     return any(abs(x - y) > by * min(x, y) for x, y in zip(a, b, strict=True) if x and y)
+
+
+def times_slower(unit_s: Mapping[WorkerId, float], pool_of: Callable[[WorkerId], str]) -> dict[WorkerId, float]:
+    """Of every measured worker: its seconds per unit over those of the faster half of its pool."""
+    by_pool: dict[str, list[float]] = {}
+    for worker, one in unit_s.items():
+        by_pool.setdefault(pool_of(worker), []).append(one)
+    faster = {pool: median(sorted(found)[: (len(found) + 1) // 2]) for pool, found in by_pool.items()}
+    return {worker: one / faster[pool_of(worker)] for worker, one in unit_s.items()}
