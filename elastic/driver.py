@@ -19,6 +19,7 @@ from elastic.policy.state import ENDED, State, fold
 from elastic.types import Action, Decided, Decision, DriverStarted, Event, Stop, StopAsked
 
 LOOK_S = 1.0  # on a real clock, how long a signal may wait until the loop sees it
+LEAST_WAIT_S = 0.001  # between two looks without news
 
 
 class Backend(Protocol):
@@ -103,7 +104,7 @@ def _loop(backend: Backend, journal: Recorder, begin: tuple[State, float, Event]
             backend.execute(action)
         if state.phase in ENDED:
             return state
-        wake_at_s = now_s if decision.actions else decision.wake_at_s  # an order changes the state: look again at once
+        wake_at_s = now_s if decision.actions else _later(decision.wake_at_s, now_s)  # after an order: look again at once
         found = _poll(backend, journal, wake_at_s, asked)
         if len(asked) > 1:
             found = []
@@ -118,6 +119,11 @@ def _loop(backend: Backend, journal: Recorder, begin: tuple[State, float, Event]
             state = fold(state, event, now_s)
         if n_asked > 1:
             decide = _at_once
+
+
+def _later(wake_at_s: float | None, now_s: float) -> float | None:
+    """Nothing is looked at twice in the same moment."""
+    return None if wake_at_s is None else max(wake_at_s, now_s + LEAST_WAIT_S)
 
 
 def decided(state: State, now_s: float, decide: Decide) -> Decision:

@@ -130,6 +130,24 @@ def test_ticks_without_events_or_orders_leave_no_line() -> None:
     assert decided == 31 and len(journal.lines) == 2
 
 
+def test_a_wake_that_is_over_does_not_stop_the_clock() -> None:
+    """A time that rounding leaves at this very moment would be looked at for ever."""
+    looks: list[float] = []
+
+    class Waits(Tiny):
+        def poll(self, until_s: float | None) -> list[Event]:
+            assert until_s is not None
+            self.time_s = max(self.time_s, until_s)  # as a virtual clock does
+            return []
+
+    def now_again(state: State, now_s: float) -> Decision:
+        looks.append(now_s)
+        return Decision((Stop("stopped", "enough"),), "enough") if len(looks) > 9 else Decision((), "waits", now_s)
+
+    drive(Waits(), Memory(), start(), decide=now_again)
+    assert len(set(looks)) == len(looks)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_asks_once_for_a_stop_that_saves(number: int) -> None:
     journal = Memory()

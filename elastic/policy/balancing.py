@@ -104,12 +104,17 @@ def shares(state: State, now_s: float) -> Decision | None:
 
 
 def ready(state: State, now_s: float) -> bool:
-    """Soon after a report, with some steps to go, where the job lets the speeds be followed."""
+    """Soon after a report, where the speeds are followed."""
+    return now_s <= state.timed_at_s + LOOK_S and followed(state)
+
+
+def followed(state: State) -> bool:
+    """There are speeds and some steps to go, and the job lets the speeds be followed."""
     plan = state.plan
     compiled = bool(state.job.get("compile"))  # torch's compiler gives up on cut tensors of a shape that varies
     varying = compiled and plan is not None and plan.layout.tp > 1
     wanted = state.job.get("rebalance", True) and not state.uneven_failed and not varying
-    return bool(wanted and state.speeds and now_s <= state.timed_at_s + LOOK_S and state.steps - state.step > LAST_STEPS)
+    return bool(wanted and state.speeds and state.steps - state.step > LAST_STEPS)
 
 
 def ordered(state: State, now_s: float) -> bool:

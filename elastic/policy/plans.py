@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.search import Choice, Limits, plan_layout
@@ -25,8 +27,53 @@ from elastic.types import (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """What an answer of the planner depends on: equal questions have equal answers, and are searched once."""
+
+    state: State
+    nodes: tuple[Node, ...]
+
+    def _parts(self) -> tuple[Any, ...]:
+        s = self.state
+        measured = (s.speeds, s.plan, s.timed_at_s, s.uneven_failed)
+        return (
+            self.nodes,
+            s.generation,
+            s.plans.get(s.generation),
+            s.job,
+            s.pools,
+            s.infeasible,
+            s.nodes,
+            s.hardware,
+            s.model,
+            measured,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Question) and self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return hash((self.state.generation, self.state.timed_at_s, len(self.nodes)))
+
+
 def choice_of(state: State, nodes: Sequence[Node]) -> Choice:
     """The planner's answer for these nodes; those of the newest plan come first, so that ranks stay where they are."""
+    found = _answered(_Question(state, tuple(nodes)))
+    if isinstance(found, InfeasiblePlan):
+        raise found
+    return found
+
+
+@lru_cache(maxsize=8)
+def _answered(question: _Question) -> Choice | InfeasiblePlan:
+    try:
+        return _searched(question.state, question.nodes)
+    except InfeasiblePlan as error:
+        return error
+
+
+def _searched(state: State, nodes: Sequence[Node]) -> Choice:
     assert state.model is not None
     newest = state.plans.get(state.generation)
     place = {name: i for i, name in enumerate(newest.nodes)} if newest else {}

@@ -33,12 +33,13 @@ GAIN = 0.05  # of it, that a move must gain
 MUCH, REPLACE_AFTER_S = 3.0, 60.0
 MOVES_MOST = 3  # of a quarter of an hour
 AS_FAST = 0.005
+STALE_S = 60.0  # what is measured is told each half minute; without that the run stands
 
 
 def rearranged(state: State, now_s: float) -> Decision | None:
     """A new generation for the speeds that there are, where it pays; a wait until it would."""
     plan = state.plan
-    if plan is None or not balancing.ready(state, state.timed_at_s) or balancing.ordered(state, now_s):
+    if plan is None or not balancing.followed(state) or balancing.ordered(state, now_s) or now_s > state.timed_at_s + STALE_S:
         return None
     if len(speeds.recent(state.stages_moved, now_s)) >= MOVES_MOST or (now_s != state.timed_at_s and _alike(state, plan)):
         return None
@@ -52,8 +53,8 @@ def rearranged(state: State, now_s: float) -> Decision | None:
         return None
     since_s = max(state.entered_at_s, *(units[worker].since_s for worker in plan.ranks))
     due_s = since_s + _price_s(state) / max(lost, GAIN) / _share(state, busy_s)
-    if not (now_s == state.timed_at_s or now_s - limits.step_s(state) < due_s <= now_s):
-        return Decision(wake_at_s=due_s) if lost >= UNEVEN and now_s < due_s else None
+    if now_s < due_s and slowest is None:
+        return Decision(wake_at_s=due_s)
     found = _best(state, plan, busy_s, slowest) if lost >= UNEVEN else None
     if found is not None:
         return _entered(state, found, (busy_s, since_s), now_s)
@@ -129,8 +130,8 @@ def _entered(state: State, found: tuple[Choice, float], now: tuple[float, float]
         return None
     lost_s = (now_s - since_s) * gain * share
     price_s = _price_s(state)
-    if lost_s < price_s:
-        return Decision(wake_at_s=since_s + price_s / (gain * share))
+    if now_s < (worth_s := since_s + price_s / (gain * share)):
+        return Decision(wake_at_s=worth_s)
     resume = recovery.live(state)
     move = moves.predicted(state, moves.placed(state, choice, resume), resume)
     pause_s = max(drain.lead_of(state).pause_s, move.seconds if move else 0.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from story import SPOT, Story, orders
 
-from elastic.policy import balancing, speeds
+from elastic.policy import balancing, plans, speeds
 from elastic.policy.failing import infeasible
 from elastic.policy.known import Moved, Window
 from elastic.types import (
@@ -184,3 +184,20 @@ def test_unequal_shares_that_do_not_fit_are_given_up_before_the_layout() -> None
     assert found.uneven_failed and not found.infeasible
     again = infeasible(replace(found, failure=None), plan.generation, "out of memory", 1 << 30, story.now_s)
     assert plan.layout in again.infeasible
+
+
+def test_the_same_question_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story()
+    plan = story.running("a", "b", steps=30)
+    story.tick(timed(plan, 30, {"a": 1.0, "b": 1.0}, 8))
+    asked = []
+    searched = plans.plan_layout
+    monkeypatch.setattr(plans, "plan_layout", lambda *parts: asked.append(1) or searched(*parts))
+    first = plans.choice_of(story.state, story.state.available)
+    story.steps(2)
+    assert plans.choice_of(story.state, story.state.available) == first and len(asked) <= 1
+    before = len(asked)
+    story.tick(timed(plan, 36, {"a": 1.0, "b": 3.0}, 8))
+    assert plans.choice_of(story.state, story.state.available) != first and len(asked) > before
+    fewer = plans.choice_of(story.state, story.state.available[:1])
+    assert len(fewer.ranks) == 1
