@@ -1,5 +1,5 @@
-"""What rank 0 tells of how fast each rank computes: medians over the newest steps, soon where they change, else rarely; and who
-is slow beside the others. Workers, the simulator, the policy and what people see have the same of it."""
+"""What rank 0 tells of how fast each rank computes: medians over the newest steps, soon where they change or become surer, else
+rarely; and who is slow beside the others. Workers, the simulator, the policy and what people see have the same of it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ RECENT = 3  # steps that show a change
 KEPT = 64  # steps that a median is taken over at most
 CHANGED, DRIFTED = 0.25, 0.05  # relative: at once, and when something has been told LEAST_S ago
 LEAST_S, MOST_S = 1.0, 30.0  # between two reports
+SURER = 2  # times as many steps since what was told
 
 Row = tuple[tuple[float, ...], tuple[float, ...]]  # seconds per unit, and of waiting for data, of each rank
 
@@ -28,6 +29,7 @@ class RankTimes:
     n_seen: int = 0
     told: tuple[float, ...] = ()
     told_at_s: float = 0.0
+    told_steps: int = 0  # that it was made from
 
     def add(self, step: int, unit_s: Sequence[float], data_s: Sequence[float], now_s: float) -> RanksTimed | None:
         """Takes in a step; a report where one is due."""
@@ -43,11 +45,12 @@ class RankTimes:
             self.rows = deque(list(self.rows)[-RECENT:], maxlen=KEPT)
         now = _medians([row for row, _ in self.rows])
         since_s = now_s - self.told_at_s
-        due = not self.told or since_s >= MOST_S or (since_s >= LEAST_S and _differ(now, self.told, DRIFTED))
+        news = len(self.rows) >= SURER * self.told_steps or _differ(now, self.told, DRIFTED)
+        due = not self.told or since_s >= MOST_S or (since_s >= LEAST_S and news)
         return self._report(step, now, now_s) if due else None
 
     def _report(self, step: int, now: tuple[float, ...], now_s: float) -> RanksTimed:
-        self.told, self.told_at_s = now, now_s
+        self.told, self.told_at_s, self.told_steps = now, now_s, len(self.rows)
         spread = tuple(
             round(median(abs(row[rank] - middle) for row, _ in self.rows) / middle, 4) if middle else 0.0
             for rank, middle in enumerate(now)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic.mesh import replica_key
+from elastic.rank_times import RankTimes
 from elastic.sim.faults import Delays, Moment
 from elastic.sim.machines import Machines
-from elastic.sim.paces import FORWARD, Paces, Told, step_s
+from elastic.sim.paces import FORWARD, Paces, step_s
 from elastic.types import (
     Abort,
     Copy,
@@ -50,8 +51,11 @@ class Group:
     save: bool = False
     step_s: float = 0.0  # of the step under way
     units: list[float] = field(default_factory=list)  # of its ranks, in multiples of the nominal time
-    told: Told = field(default_factory=Told)
     shares: dict[int, tuple[int, ...]] = field(default_factory=dict)  # from the step after this one on
+    times: RankTimes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.times = RankTimes(self.plan.generation)
 
     @property
     def members(self) -> set[WorkerId]:
@@ -196,7 +200,7 @@ class Generations(Machines):
         """What rank 0 has to tell of the ranks' speeds."""
         unit_s = FORWARD * self.delays.work_s / (self.job["global_batch"] * sum(group.plan.layers))
         row = [unit_s * one for one in group.units]
-        event = group.told.add(row, group.plan.generation, group.step, self._now_s)
+        event = group.times.add(group.step, row, (0.0,) * len(row), self._now_s)
         if event is not None:
             self._tell(event)
 

@@ -1,4 +1,4 @@
-"""How fast simulated GPUs really are: given speeds, faults that slow them down, chance; and what rank 0 tells of it."""
+"""How fast simulated GPUs really are: given speeds, faults that slow them down, chance."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import pi, sin
-from statistics import median
 
 from elastic.planner.balance import busy_s
 from elastic.sim.faults import Fault
-from elastic.types import Plan, RanksTimed, WorkerId
+from elastic.types import Plan, WorkerId
 
 FORWARD = 1 / 3  # of the work of a pass there and back: what is timed
-WARM_UP, RECENT, KEPT = 2, 3, 64  # steps of a generation: not timed; that show a jump; that a median is taken over at most
-JUMP, CHANGED, LEAST_S, MOST_S = 0.25, 0.05, 1.0, 30.0  # a report is made when a median has changed, or after that time
 
 
 @dataclass
@@ -65,40 +62,3 @@ def step_s(plan: Plan, samples: Sequence[int], units: Sequence[float], work_s: f
     """`work_s`: of all samples through all blocks on a nominal GPU."""
     unit_s = work_s / (sum(samples) * n_blocks)
     return busy_s(plan.layout, samples, plan.layers, plan.n_microbatches, [1 / (unit_s * one) for one in units])
-
-
-@dataclass
-class Told:
-    """What rank 0 of a generation has measured and told: medians over what came since the last jump of a rank, as a worker does
-    it (elastic/worker/rank_times.py)."""
-
-    rows: list[tuple[float, ...]] = field(default_factory=list)
-    n_seen: int = 0
-    told: tuple[float, ...] = ()
-    told_at_s: float = 0.0
-
-    def add(self, row: Sequence[float], generation: int, step: int, now_s: float) -> RanksTimed | None:
-        self.n_seen += 1
-        if self.n_seen <= WARM_UP:
-            return None
-        self.rows = [*self.rows, tuple(row)][-KEPT:]
-        if len(self.rows) < RECENT:
-            return None
-        before, recent = self.rows[:-RECENT], self.rows[-RECENT:]
-        if before and _differ(_medians(recent), _medians(before), JUMP):
-            self.rows = recent
-        now, since_s = _medians(self.rows), now_s - self.told_at_s
-        changed = not self.told or (since_s >= LEAST_S and _differ(now, self.told, CHANGED))
-        if not changed and since_s < MOST_S:
-            return None
-        self.told, self.told_at_s = now, now_s
-        spread = tuple(median(abs(row[i] - one) for row in self.rows) / one for i, one in enumerate(now))
-        return RanksTimed(generation, step, len(self.rows), now, spread, (0.0,) * len(now))
-
-
-def _medians(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    return tuple(median(column) for column in zip(*rows, strict=True))
-
-
-def _differ(a: Sequence[float], b: Sequence[float], by: float) -> bool:
-    return any(abs(x - y) > by * min(x, y) for x, y in zip(a, b, strict=True))

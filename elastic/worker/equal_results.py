@@ -208,7 +208,7 @@ class EqualResults:
         devices = [stepper.device] if stepper.device.type == "cuda" else []
         stepper.state.train(False)
         try:
-            with torch.random.fork_rng(devices), torch.no_grad(), _eager(bool(stepper.job.get("compile"))):
+            with torch.random.fork_rng(devices), torch.no_grad(), _eager(bool(stepper.job.get("compile"))), _same_kernels():
                 torch.manual_seed(int(stepper.job["seed"]))
                 value, _ = stepper.forward_backward([one, one], train=False, valid=[1, 1])
         finally:
@@ -232,6 +232,11 @@ class EqualResults:
 def _eager(compiled: bool) -> AbstractContextManager[object]:
     """No graph is made for a pass that comes so rarely."""
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def _same_kernels() -> AbstractContextManager[object]:
+    """Equal devices must not choose unequal algorithms by what they have timed."""
+    return torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, benchmark=False, deterministic=True)
 
 
 def _device_name(device: torch.device) -> str:

@@ -230,6 +230,53 @@ def named_right(found: WrongNumbers, workers: list[WorkerId], victim: int, layou
         assert named == list(range(layout.world_size)), "of two parts nobody knows which"
 
 
+LOSS, ASK = EqualResults._loss, EqualResults._ask
+
+
+def as_it_was() -> None:
+    equal_results.EqualResults._loss, equal_results.EqualResults._ask = LOSS, ASK  # type: ignore[method-assign]
+
+
+def no_loss() -> None:
+    """In a worker's process: digests of the state are left."""
+    equal_results.EqualResults._loss = lambda self, batches: math.nan  # type: ignore[method-assign]
+
+
+def one_bit_flips() -> None:
+    """In a worker's process: at step 20 a bit of one number of the model's first tensor."""
+    ask = equal_results.EqualResults._ask
+
+    def flips(self: EqualResults, step: int, batches: Any, step_s: float) -> list[Row]:
+        if step == 20:
+            tensors = self.stepper.state.tensors
+            _, tensor = tensors[next(name for name in sorted(tensors) if name.startswith("model."))]
+            with torch.no_grad():
+                tensor.view(torch.int32).view(-1)[0] ^= 1 << 20
+        return ask(self, step, batches, step_s)
+
+    equal_results.EqualResults._ask = flips  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_bit_that_flips_in_a_replica_is_found(pool: Pool, tmp_path: Path, victim: int) -> None:
+    job = job_of("tiny.py", steps=1_000_000, global_batch=12) | {"check_numbers_every": 10}
+    workers = pool.open(job, tmp_path)
+    for worker in workers[:3]:
+        pool.patch(worker, no_loss)
+    pool.patch(workers[victim], one_bit_flips)
+    pool.enter(plan(1, Layout(dp_replicate=3), workers, 12))
+    pool.wait(lambda: pool.events(WrongNumbers), "wrong numbers")
+    (found,) = pool.events(WrongNumbers)
+    assert found.workers == (workers[victim],) and found.step >= 20
+    assert "training state" in found.reason and "replicas" in found.reason
+    for worker in workers[:3]:
+        pool.call(worker, "quiesce", 1, False)
+    pool.quiesced(1, 3)
+    for worker in workers[:3]:
+        pool.patch(worker, as_it_was)
+
+
 @pytest.mark.slow
 def test_what_was_right_is_known_in_the_next_generation(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny.py", steps=40, global_batch=12) | {"check_numbers_every": 5}

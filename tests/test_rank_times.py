@@ -1,0 +1,51 @@
+"""When rank 0 tells of the ranks' speeds, and what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from elastic.rank_times import RankTimes, times_slower
+from elastic.types import RanksTimed, WorkerId
+
+
+def told(unit_s: Callable[[int], Sequence[float]], n: int, step_s: float = 2.0) -> list[RanksTimed]:
+    times = RankTimes(7)
+    found = [times.add(step, unit_s(step), [0.0] * len(unit_s(step)), step * step_s) for step in range(1, n + 1)]
+    return [one for one in found if one is not None]
+
+
+def test_the_first_steps_are_warm_up_and_then_it_is_told_ever_more_rarely() -> None:
+    found = told(lambda step: (9.0, 9.0) if step <= 2 else (1.0, 2.0), 60, step_s=0.6)
+    assert [one.n_steps for one in found] == [3, 6, 12, 24, 48]
+    assert all(one.unit_s == (1.0, 2.0) and one.generation == 7 for one in found)
+
+
+def test_a_jump_is_told_after_three_steps_and_what_was_before_counts_no_more() -> None:
+    found = told(lambda step: (1.0, 1.0 if step <= 20 else 2.0), 23)
+    assert [(one.step, one.n_steps, one.unit_s) for one in found][-2:] == [(22, 3, (1.0, 2.0)), (23, 4, (1.0, 2.0))] or [
+        (one.step, one.unit_s) for one in found
+    ][-1] == (22, (1.0, 2.0))
+
+
+def test_a_single_slow_step_is_no_news() -> None:
+    found = told(lambda step: (1.0, 5.0 if step == 20 else 1.0), 40, step_s=0.5)
+    assert {one.unit_s for one in found} == {(1.0, 1.0)}
+
+
+def test_without_news_it_is_told_each_half_minute() -> None:
+    times = [one.step for one in told(lambda step: (1.0, 1.0), 300, step_s=1.0)]
+    assert [b - a for a, b in zip(times[5:], times[6:], strict=False)] == [30] * (len(times) - 6)
+
+
+def test_the_spread_is_the_median_deviation_as_a_part() -> None:
+    (first, *_) = told(lambda step: ((1.0, 0.9, 1.1)[step % 3], 1.0), 5)
+    assert first.spread == (pytest.approx(0.1), 0.0)
+
+
+def test_slower_than_the_faster_half_of_the_same_pool() -> None:
+    unit_s = {WorkerId(name, 0): one for name, one in {"a1": 1.0, "a2": 1.1, "a3": 3.0, "b1": 10.0, "b2": 20.0}.items()}
+    slower = times_slower(unit_s, lambda worker: worker.node_id[0])
+    assert slower[WorkerId("a3", 0)] == pytest.approx(3.0 / 1.05)
+    assert slower[WorkerId("b1", 0)] == 1.0 and slower[WorkerId("b2", 0)] == 2.0
