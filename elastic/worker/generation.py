@@ -304,6 +304,7 @@ class Generation:
             copies.start(state.step)
         if not last and (commit.save or (plan.durable_every and state.step % plan.durable_every == 0)):
             place.saving.save(plan, state, self.host.take(state.step) if self.host is not None else None, must=commit.save)
+            place.at_phase("stepping", state.step)  # it is written behind the steps
         return time.monotonic() - began
 
     def _change_cadence(self, peer_every: int, durable_every: int) -> None:
