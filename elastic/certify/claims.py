@@ -54,6 +54,8 @@ CLAIMS = (
         ("pause_s", "pause_vs_start"),
     ),
     Claim("hang", ("abort *",), ("tests/e2e/test_elasticity.py", "tests/worker/test_groups.py"), ("freed_s",)),
+    Claim("unequal", (), ("tests/bench/unequal.py", "tests/sim/test_unequal_speeds.py", "tests/worker/test_shares_set.py")),
+    Claim("sick", (), ("tests/bench/sickness.py", "tests/e2e/test_sickness.py", "tests/worker/test_equal_results.py")),
     Claim("checkpoint-speed", ("checkpoint",), ("tests/bench/checkpoint.py",), ("save_vs_plain", "load_vs_plain")),
     Claim("move-speed", ("reshard",), ("tests/bench/reshard.py", "tests/worker/test_transfer.py"), ("rate_vs_bare",)),
     Claim(
