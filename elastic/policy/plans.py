@@ -61,7 +61,7 @@ def choice_of(state: State, nodes: Sequence[Node]) -> Choice:
     """The planner's answer for these nodes; those of the newest plan come first, so that ranks stay where they are."""
     found = _answered(_Question(state, tuple(nodes)))
     if isinstance(found, InfeasiblePlan):
-        raise found
+        raise found.with_traceback(None)  # else each time adds its frames
     return found
 
 
