@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from elastic.types import RanksTimed, WorkerId
+from elastic.types import ModelProfile, Plan, RanksTimed, WorkerId
 
 WARM_UP = 2  # steps of a generation that do not count: caches are cold, code is compiled
 RECENT = 3  # steps that show a change
@@ -75,3 +75,18 @@ def times_slower(unit_s: Mapping[WorkerId, float], pool_of: Callable[[WorkerId],
         by_pool.setdefault(pool_of(worker), []).append(one)
     faster = {pool: median(sorted(found)[: (len(found) + 1) // 2]) for pool, found in by_pool.items()}
     return {worker: one / faster[pool_of(worker)] for worker, one in unit_s.items()}
+
+
+def unlike_stages(model: ModelProfile | None, plan: Plan | None) -> dict[WorkerId, int]:
+    """Of each worker its place in the pipeline, where that says what its blocks cost: ranks of other places have blocks of
+    another kind, so that their times per block say nothing of their speed. {} = all blocks are alike, or all ranks have all."""
+    if model is None or plan is None or plan.layout.pp == 1:
+        return {}
+    shapes: dict[int, list[tuple[int, ...]]] = {}
+    for spec in model.specs:
+        if spec.block is not None and 0 <= spec.block < model.n_blocks:
+            shapes.setdefault(spec.block, []).append(spec.shape)
+    if len({tuple(sorted(found)) for found in shapes.values()}) <= 1:
+        return {}
+    a_place = len(plan.ranks) // plan.layout.pp
+    return {worker: rank // a_place for rank, worker in enumerate(plan.ranks)}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from elastic.rank_times import RankTimes, times_slower
-from elastic.types import RanksTimed, WorkerId
+from elastic.rank_times import RankTimes, times_slower, unlike_stages
+from elastic.types import Layout, ModelProfile, Plan, RanksTimed, Resume, TensorSpec, WorkerId
 
 
 def told(unit_s: Callable[[int], Sequence[float]], n: int, step_s: float = 2.0) -> list[RanksTimed]:
@@ -49,3 +49,17 @@ def test_slower_than_the_faster_half_of_the_same_pool() -> None:
     slower = times_slower(unit_s, lambda worker: worker.node_id[0])
     assert slower[WorkerId("a3", 0)] == pytest.approx(3.0 / 1.05)
     assert slower[WorkerId("b1", 0)] == 1.0 and slower[WorkerId("b2", 0)] == 2.0
+
+
+def test_ranks_with_blocks_of_another_kind_are_not_compared() -> None:
+    def model(*sizes: int) -> ModelProfile:
+        specs = (TensorSpec(f"b{i}", (size, 4), "float32", block=i) for i, size in enumerate(sizes))
+        return ModelProfile(len(sizes), 100, (TensorSpec("first", (9, 4), "float32", block=-1), *specs))
+
+    workers = tuple(WorkerId(name, 0) for name in "abcd")
+    layout = Layout(pp=2, dp_shard=2)
+    staged = Plan(1, layout, workers, (2, 2), (1, 1), 2, Resume("fresh", 0), "start")
+    assert unlike_stages(model(4, 8), staged) == dict(zip(workers, (0, 0, 1, 1), strict=True))
+    assert unlike_stages(model(4, 4), staged) == {} == unlike_stages(None, staged)
+    flat = Plan(1, Layout(dp_shard=4), workers, (1, 1, 1, 1), (2,), 1, Resume("fresh", 0), "start")
+    assert unlike_stages(model(4, 8), flat) == {}

@@ -7,8 +7,20 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from elastic.mesh import coordinates
-from elastic.rank_times import times_slower
-from elastic.types import Decision, DeviceNoted, Event, Node, NodeLost, NodeReady, Plan, Quarantine, RanksTimed, WorkerId
+from elastic.rank_times import times_slower, unlike_stages
+from elastic.types import (
+    Decision,
+    DeviceNoted,
+    Event,
+    ModelProfile,
+    Node,
+    NodeLost,
+    NodeReady,
+    Plan,
+    Quarantine,
+    RanksTimed,
+    WorkerId,
+)
 
 SLOW = 0.8  # of the speed of the faster ones: worth a line
 ALIKE = 0.05
@@ -21,12 +33,14 @@ class Paces:
     unit_s: dict[WorkerId, float] = field(default_factory=dict)
     notes: dict[WorkerId, str] = field(default_factory=dict)
     aside: dict[str, str] = field(default_factory=dict)
+    places: dict[WorkerId, int] = field(default_factory=dict)  # see unlike_stages
 
-    def add(self, event: Event, plan: Plan | None) -> None:
+    def add(self, event: Event, plan: Plan | None, model: ModelProfile | None = None) -> None:
         match event:
             case RanksTimed() if plan is not None and plan.generation == event.generation:
                 told = zip(plan.ranks, event.unit_s)
                 self.unit_s |= {worker: unit_s for worker, unit_s in told if unit_s > 0}
+                self.places = unlike_stages(model, plan)
             case DeviceNoted(worker, note):
                 self.notes[worker] = note
             case NodeReady(node):
@@ -47,7 +61,7 @@ class Paces:
 
     def speeds(self, nodes: Mapping[str, Node]) -> dict[WorkerId, float]:
         """Of each measured worker, relative to the faster half of its pool: 0.5 = takes twice as long."""
-        slower = times_slower(self.unit_s, lambda worker: _pool(nodes, worker))
+        slower = times_slower(self.unit_s, lambda worker: f"{_pool(nodes, worker)} {self.places.get(worker, '')}")
         return {worker: 1 / times for worker, times in slower.items()}
 
     def of_node(self, nodes: Mapping[str, Node], node_id: str) -> list[float]:

@@ -189,7 +189,7 @@ class View:
             self.nodes[node_id] = replace(self.nodes[node_id], **changes)
 
     def _fold(self, event: Event) -> None:
-        self.paces.add(event, self.plan)
+        self.paces.add(event, self.plan, self.model)
         match event:
             case StepDone():
                 self.step = event.step

@@ -19,6 +19,7 @@ from elastic.types import (
     RanksTimed,
     SetShares,
     SharesSet,
+    TensorSpec,
     WorkerFailed,
     WorkerId,
 )
@@ -184,6 +185,17 @@ def test_unequal_shares_that_do_not_fit_are_given_up_before_the_layout() -> None
     assert found.uneven_failed and not found.infeasible
     again = infeasible(replace(found, failure=None), plan.generation, "out of memory", 1 << 30, story.now_s)
     assert plan.layout in again.infeasible
+
+
+def test_a_stage_with_heavier_blocks_is_not_a_slow_node() -> None:
+    story = Story()
+    plan = story.running("a", "b")
+    plan = replace(plan, layout=Layout(pp=2), samples=(12,), layers=(1, 1))
+    state = replace(story.state, plan=plan, speeds={A: (window(20, 1.0),), B: (window(20, 4.0),)})
+    assert speeds.times_slower(state)[B] == 4.0
+    assert state.model is not None
+    unlike = replace(state.model, n_blocks=2, specs=tuple(TensorSpec(f"{k}", (4 + k, 4), "float32", block=k) for k in range(2)))
+    assert speeds.times_slower(replace(state, model=unlike)) == {A: 1.0, B: 1.0}
 
 
 def test_the_same_question_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
