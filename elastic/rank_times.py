@@ -68,13 +68,16 @@ def _differ(a: Sequence[float], b: Sequence[float], by: float) -> bool:
     return any(abs(x - y) > by * min(x, y) for x, y in zip(a, b, strict=True) if x and y)
 
 
-def times_slower(unit_s: Mapping[WorkerId, float], pool_of: Callable[[WorkerId], str]) -> dict[WorkerId, float]:
-    """Of every measured worker: its seconds per unit over those of the faster half of its pool."""
-    by_pool: dict[str, list[float]] = {}
+def times_slower(
+    unit_s: Mapping[WorkerId, float], pool_of: Callable[[WorkerId], str], places: Mapping[WorkerId, int]
+) -> dict[WorkerId, float]:
+    """Of every measured worker: its seconds per unit over those of the faster half of its pool. `places`: see unlike_stages."""
+    among = {worker: (pool_of(worker), places.get(worker)) for worker in unit_s}
+    alike: dict[tuple[str, int | None], list[float]] = {}
     for worker, one in unit_s.items():
-        by_pool.setdefault(pool_of(worker), []).append(one)
-    faster = {pool: median(sorted(found)[: (len(found) + 1) // 2]) for pool, found in by_pool.items()}
-    return {worker: one / faster[pool_of(worker)] for worker, one in unit_s.items()}
+        alike.setdefault(among[worker], []).append(one)
+    faster = {key: median(sorted(found)[: (len(found) + 1) // 2]) for key, found in alike.items()}
+    return {worker: one / faster[among[worker]] for worker, one in unit_s.items()}
 
 
 def unlike_stages(model: ModelProfile | None, plan: Plan | None) -> dict[WorkerId, int]:

@@ -61,7 +61,7 @@ class Paces:
 
     def speeds(self, nodes: Mapping[str, Node]) -> dict[WorkerId, float]:
         """Of each measured worker, relative to the faster half of its pool: 0.5 = takes twice as long."""
-        slower = times_slower(self.unit_s, lambda worker: f"{_pool(nodes, worker)} {self.places.get(worker, '')}")
+        slower = times_slower(self.unit_s, lambda worker: _pool(nodes, worker), self.places)
         return {worker: 1 / times for worker, times in slower.items()}
 
     def of_node(self, nodes: Mapping[str, Node], node_id: str) -> list[float]:

@@ -37,18 +37,8 @@ class _Question:
     def _parts(self) -> tuple[Any, ...]:
         s = self.state
         measured = (s.speeds, s.plan, s.timed_at_s, s.uneven_failed)
-        return (
-            self.nodes,
-            s.generation,
-            s.plans.get(s.generation),
-            s.job,
-            s.pools,
-            s.infeasible,
-            s.nodes,
-            s.hardware,
-            s.model,
-            measured,
-        )
+        asked = (s.generation, s.plans.get(s.generation), s.model, s.job, s.infeasible)
+        return (self.nodes, s.nodes, s.pools, s.hardware, asked, measured)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Question) and self._parts() == other._parts()

@@ -140,15 +140,14 @@ def kinds(state: State) -> dict[str, tuple[Any, ...]]:
 
 
 def times_slower(state: State) -> dict[WorkerId, float]:
-    """Of every measured worker: its seconds per unit over those of the faster half of its pool, and with unlike blocks of its
-    place in the pipeline."""
-    places = rank_times.unlike_stages(state.model, state.plan)
+    """Of every measured worker: its seconds per unit over those of the faster half of its pool."""
 
     def pool_of(worker: WorkerId) -> str:
         node = state.nodes.get(worker.node_id)
-        return f"{node.pool if node else ''} {places.get(worker, '')}"
+        return node.pool if node else ""
 
-    return rank_times.times_slower({worker: found.unit_s for worker, found in estimates(state).items()}, pool_of)
+    units = {worker: found.unit_s for worker, found in estimates(state).items()}
+    return rank_times.times_slower(units, pool_of, rank_times.unlike_stages(state.model, state.plan))
 
 
 def of_node(state: State, slower: Mapping[WorkerId, float], node_id: str) -> float:

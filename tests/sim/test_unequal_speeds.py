@@ -125,11 +125,13 @@ def test_they_do_so_under_jitter_too(speeds: tuple[float, ...]) -> None:
     assert best_s(speeds) / busy_s >= 0.93 and len(run.orders(SetShares)) <= 2
 
 
-def test_a_node_that_recovers_gets_its_share_back() -> None:
-    run = play([Fault(AT_S, "throttle", 1, lasts_s=60.0, amount=2.0)])
+@pytest.mark.parametrize(("times", "within_s"), [(2.0, 30), (2.5, 15)])
+def test_a_node_that_recovers_gets_its_share_back(times: float, within_s: float) -> None:
+    """At once where the gain is sure (17 %), else when 24 steps have been measured (12 %)."""
+    run = play([Fault(AT_S, "throttle", 1, lasts_s=60.0, amount=times)])
     moves = run.orders(SetShares)
     assert len(moves) == 2 and moves[1][1].samples == (15, 15, 15, 15)
-    assert AT_S + 60 < moves[1][0] < AT_S + 90 and "any more" in moves[1][2]
+    assert AT_S + 60 < moves[1][0] < AT_S + 60 + within_s and "any more" in moves[1][2]
 
 
 @pytest.mark.parametrize(("on_s", "off_s"), [(10.0, 10.0), (5.0, 20.0), (30.0, 30.0)])

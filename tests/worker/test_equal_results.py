@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,10 +173,12 @@ def run(pool: Pool, job: dict[str, Any], folder: Path, layout: Layout) -> list[S
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("program", ["tiny.py", "tiny_dropout.py"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, Layout(dp_shard=2, cp=2)], ids=str)
-def test_the_check_leaves_no_trace(pool: Pool, tmp_path: Path, layout: Layout) -> None:
-    """With random numbers drawn in a step, where the model bears the layout."""
-    job = job_of("tiny.py" if layout.cp > 1 else "tiny_dropout.py", steps=8, global_batch=16 if layout.pp > 1 else 12)
+def test_the_check_leaves_no_trace(pool: Pool, tmp_path: Path, layout: Layout, program: str) -> None:
+    if layout.cp > 1 and program != "tiny.py":
+        pytest.skip("its model does not cut sequences")
+    job = job_of(program, steps=8, global_batch=16 if layout.pp > 1 else 12)
     found = []
     for every in (0, 1, 2):
         steps = run(pool, job | {"check_numbers_every": every}, tmp_path / str(every), layout)
@@ -289,3 +292,23 @@ def test_what_was_right_is_known_in_the_next_generation(pool: Pool, tmp_path: Pa
     assert found.workers == (workers[1],) and found.generation == 2
     assert found.step - 5 <= found.good_step >= 10
     pool.quiesced(2, 3)
+
+
+@pytest.mark.slow
+def test_what_a_check_costs(pool: Pool, tmp_path: Path) -> None:
+    """Printed only: this machine may be shared."""
+    layout = Layout(dp_shard=4)
+    for every in (0, 1):
+        began = time.monotonic()
+        job = job_of("tiny.py", steps=60, global_batch=12) | {"check_numbers_every": every}
+        steps = run(pool, job, tmp_path / str(every), layout)
+        times = sorted(b[0] - a[0] for a, b in zip(told(pool), told(pool)[1:], strict=False))
+        print(
+            f"check_numbers_every={every}: median {times[len(times) // 2] * 1e3:.1f} ms from step to step, {len(steps)} steps"
+        )
+        print(f"  {time.monotonic() - began:.1f} s in all")
+    assert len(steps) == 60
+
+
+def told(pool: Pool) -> list[tuple[float, Any]]:
+    return [(at_s, e) for at_s, _, e in pool.log if isinstance(e, StepDone)]
