@@ -183,6 +183,19 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True)
+class Probed(Event):
+    """`loss`: of the run's probe sample (one fixed sample, evaluation mode, forward pass only), per token, after `step` steps
+    in the layout of that generation. Told where a generation has entered, before its first step, and where it has stopped at a
+    boundary. `expected`: the same at that step in the layout before; None = nobody knew. `seconds`: that it took."""
+
+    generation: int
+    step: int
+    loss: float
+    expected: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class CopyStored(Event):
     """A whole copy is acknowledged (peer: by every partner; durable: its commit marker is written).
 
@@ -226,7 +239,8 @@ class WorkerFailed(Event):
 
     collective: a peer went away. program: the user's code raised. out_of_memory: with `measured_bytes`. not_finite: the loss or
     the gradients of `step` are no numbers. guard: another guard has tripped at `step`. In both cases the step was not applied,
-    every rank says the same, and `do` is what the job's guard wants: rollback or stop.
+    every rank says the same, and `do` is what the job's guard wants: rollback or stop. layout: the generation has entered, and
+    its layout computes another function than the one before (see Probed); every rank says the same, and no step was made.
     """
 
     worker: WorkerId

@@ -13,7 +13,7 @@ NodeStatus = Literal["pending", "ready", "prepared", "draining", "quarantined", 
 CopyKind = Literal["live", "peer", "durable"]
 Source = Literal["fresh", "live", "peer", "durable"]
 Cause = Literal["start", "notice", "loss", "growth", "release", "rebalance", "infeasible", "rollback"]
-FailureKind = Literal["collective", "process", "program", "out_of_memory", "infrastructure", "not_finite", "guard"]
+FailureKind = Literal["collective", "process", "program", "out_of_memory", "infrastructure", "not_finite", "guard", "layout"]
 Outcome = Literal["succeeded", "failed", "stopped"]
 
 # --------------------------------------------------------------------------------------------- pools and nodes
@@ -240,6 +240,7 @@ class Plan:
     memory_bytes: int = 0
     usd_per_h: float = 0.0
     rolled_back: tuple[tuple[str, int], ...] = ()  # guards and steps that the run was rolled back for
+    probe: float | None = None  # loss of the probe sample at resume.step (see Probed), where the driver knows it
 
     @property
     def nodes(self) -> tuple[str, ...]:

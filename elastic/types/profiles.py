@@ -115,7 +115,12 @@ class SampleProfile:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """What the planner knows of a model: numbers only. `specs` are parameters and buffers, without optimizer state."""
+    """What the planner knows of a model. `specs` are parameters and buffers, without optimizer state.
+
+    `no_dp`, `no_tp`, `no_cp`, `no_pp`: why no layout with more than one rank on that axis computes what the whole model does,
+    in one line that names the place and the mend; '' = nothing is known against it. `pipeline` is False where `no_pp` says why,
+    and `tp_limit` is 1 where `no_tp` does. `notes`: what a person should know of the model before it trains, a line each.
+    """
 
     n_blocks: int
     n_params: int
@@ -127,6 +132,11 @@ class ModelProfile:
     pipeline: bool = True  # may the blocks be spread over pipeline stages?
     n_expert_params: int = 0  # of n_params, those of experts, which ep divides
     sample: SampleProfile | None = None  # None = not known (yet): the first node that is prepared tells it
+    no_dp: str = ""
+    no_tp: str = ""
+    no_cp: str = ""
+    no_pp: str = ""
+    notes: tuple[str, ...] = ()
 
     def kept_of(self, spec: TensorSpec) -> OptimizerSpec:
         """What is kept for a tensor of the model besides itself."""
