@@ -115,9 +115,9 @@ __all__ = [
     "NodeLost", "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned", "NoiseSeen", "Notice",
     "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec", "Outcome", "Plan", "PlanEntered", "PlanFailed", "Pool", "Prepare",
     "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce", "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode",
-    "RemoveCopy", "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored",
-    "SharesSet", "Silent", "Source", "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Terms", "Transfer",
-    "WorkerFailed", "WorkerId", "WrongNumbers", "is_auto", "layout_options", "names_of", "parse_layout", "pinned",
+    "RemoveCopy", "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile", "SetCadence", "SetShares",
+    "ShardStored", "SharesSet", "Silent", "Source", "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Terms",
+    "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers", "is_auto", "layout_options", "names_of", "parse_layout", "pinned",
     "version_differences", "worst",
 ]  # fmt: skip
 
