@@ -109,10 +109,10 @@ from elastic.types.profiles import (
 
 __all__ = [
     "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "Box", "Cause", "Copy", "CopyDamaged", "CopyFailed",
-    "CopyKind", "CopyRemoved", "CopyStored", "DTYPE_BYTES", "Decided", "Decision", "DeviceNoted", "DigestChecked", "DigestPart",
-    "DrainNode", "DrillAsked", "DriverStarted", "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan", "GuardTripped",
-    "HardwareProfile", "Holding", "LAYOUT_OPTIONS", "Layout", "MarketType", "Matmul", "ModelProfile", "Move", "Node",
-    "NodeLost", "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned", "NoiseSeen", "Notice",
+    "CopyKind", "CopyRemoved", "CopyStored", "DTYPE_BYTES", "Decided", "Decision", "DeviceNoted", "DigestChecked",
+    "DigestPart", "DrainNode", "DrillAsked", "DriverStarted", "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan",
+    "GuardTripped", "HardwareProfile", "Holding", "LAYOUT_OPTIONS", "Layout", "MarketType", "Matmul", "ModelProfile", "Move",
+    "Node", "NodeLost", "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned", "NoiseSeen", "Notice",
     "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec", "Outcome", "Plan", "PlanEntered", "PlanFailed", "Pool", "Prepare",
     "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce", "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode",
     "RemoveCopy", "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile", "SetCadence", "SetShares",
