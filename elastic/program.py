@@ -85,8 +85,9 @@ class Program:
     sample:     (model) -> text; a sample of what the finished model does, shown in the report.
     extra_state: name -> object with state_dict() and load_state_dict(), of numbers, texts, lists, dicts and tensors; it travels
                 with the model. Every rank has its own object, and all of them must be equal after a step.
-    pipeline:   may the blocks be spread over pipeline stages? Only where each is called with what the one before returns.
-                What is registered before the blocks is the first stage's, what is behind them the last one's.
+    pipeline:   may the blocks be spread over pipeline stages? Only where each is called once, in order, with exactly what the
+                one before returned (residuals stand inside of the blocks). What is registered before the blocks is the first
+                stage's, what is behind them the last one's. Whether it is so is checked before the start; False forbids it.
     stage:      (module cut for a stage, index, number of stages) -> module that is called with the hidden state (the first with
                 the input) and gives the hidden state (the last the output); default: the cut module itself.
     weights:    where the first values are read from; `init` is then not called. Parameters that are frozen (no requires_grad)
@@ -97,6 +98,9 @@ class Program:
     adapter:    set by `elastic.models.lora.lora`.
     before_cut: with cp > 1, (batch of whole sequences) -> what is cut and given to the model, `keywords` and `loss`: a dict of
                 tensors. For what a part alone does not tell: the targets at its edges, positions behind padding.
+    batch_dependent: a sample's result may depend on which others stand beside it (BatchNorm, a loss over pairs of samples). Then
+                it computes something else in each layout and is refused with more than one data-parallel rank; True = it
+                is known and wanted so: what is compared is then its evaluation mode.
     no_cp:      why the model cannot have parts of sequences; a layout with cp > 1 is then refused with it.
 
     With cp > 1 each rank has a part of every sequence. The sequence is dim 1 of the model's input ([batch, seq, ...]) and of
@@ -130,6 +134,7 @@ class Program:
     files: Callable[[], Mapping[str, bytes]] | None = None
     adapter: Adapter | None = None
     before_cut: Callable[[Any], Mapping[str, Any]] | None = None
+    batch_dependent: bool = False
     no_cp: str = ""
 
     def __post_init__(self) -> None:

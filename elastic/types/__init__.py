@@ -29,6 +29,7 @@ from elastic.types.actions import (
     StoreCopy,
 )  # fmt: skip
 from elastic.types.admission import Admission, Terms, version_differences, worst
+from elastic.types.agreement import agree, tolerance
 from elastic.types.events import (
     CopyDamaged,
     CopyFailed,
@@ -117,8 +118,8 @@ __all__ = [
     "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce", "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode",
     "RemoveCopy", "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile", "SetCadence", "SetShares",
     "ShardStored", "SharesSet", "Silent", "Source", "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Terms",
-    "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers", "is_auto", "layout_options", "names_of", "parse_layout", "pinned",
-    "version_differences", "worst",
+    "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "is_auto", "layout_options", "names_of", "parse_layout",
+    "pinned", "tolerance", "version_differences", "worst",
 ]  # fmt: skip
 
 

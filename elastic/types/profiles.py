@@ -136,6 +136,7 @@ class ModelProfile:
     no_tp: str = ""
     no_cp: str = ""
     no_pp: str = ""
+    draws: bool = False  # its forward pass draws random numbers in training, so a step that is done again may differ
     notes: tuple[str, ...] = ()
 
     def kept_of(self, spec: TensorSpec) -> OptimizerSpec:

@@ -18,7 +18,7 @@ from elastic.data.streams import Stream
 from elastic.errors import InternalError
 from elastic.rank_times import RankTimes
 from elastic.reshard.shards import RNG
-from elastic.types import Evaluated, GuardTripped, NoiseSeen, PlanEntered, SharesSet
+from elastic.types import Evaluated, GuardTripped, NoiseSeen, PlanEntered, Probed, SharesSet
 from elastic.worker.calls import count_of
 from elastic.worker.commit import Commit, step_done
 from elastic.worker.copies import PeerCopies
@@ -29,6 +29,7 @@ from elastic.worker.guards import MEMORY, Trip
 from elastic.worker.host_copy import HostCopies, HostCopy, Lease
 from elastic.worker.offender import Offender, Tripped
 from elastic.worker.options import needs_fsdp
+from elastic.worker.probe import Probe
 from elastic.worker.step import Stepper, Words
 from elastic.worker.takeover import Taken, Takeover, check_digest
 from elastic.worker.train_state import TrainState
@@ -49,7 +50,9 @@ class Generation:
         self.groups = Groups(order.plan.generation, layout, place.device, needs_fsdp(place.job, layout))
         self.rank = order.me if order.me < len(order.plan.ranks) else None
         self.state: TrainState | None = None
-        self.stepper: Stepper | None = None
+        self.stepper: Stepper | None = None  # once it runs
+        self._built: Stepper | None = None
+        self._probe: Probe | None = None
         self.host: HostCopies | None = None
         self.copies: PeerCopies | None = None
         self.new_cadence: tuple[int, int] | None = None  # steps between peer and durable copies, to be told in a commit
@@ -91,7 +94,33 @@ class Generation:
             self.state.step = int(self.state.rng[1])
         self._barrier()
         self._lap("transfer")
+        probed = self._probe_entry()
         self._start(taken)
+        self._tell_probe(probed)
+
+    def _probe_entry(self) -> Probed | None:
+        """Does this layout compute what the one before did? Every participant is here, with all boxes of both."""
+        place, plan, state = self.place, self.plan, self.state
+        step = -1
+        if state is not None:
+            self._built = Stepper(place.program, place.job, plan, state, self.groups, place.faults)
+            if place.script is None:
+                place.extra.load(state.tensors)
+            step = state.step
+        if len(self.order.participants) > 1:  # who only sends does not know the step
+            at = torch.tensor([step])
+            dist.all_reduce(at, op=dist.ReduceOp.MAX, group=self.groups.world)
+            step = int(at)
+        place.at_phase("loading", step)
+        self._probe = Probe(place, self.order, self.groups, self._built)
+        try:
+            return self._probe.at_entry(step)
+        finally:
+            self._lap("probe")
+
+    def _tell_probe(self, probed: Probed | None) -> None:
+        if probed is not None and self.rank == 0:
+            self.place.report(probed)
 
     def _lap(self, phase: str) -> None:
         now = time.monotonic()
@@ -155,7 +184,8 @@ class Generation:
         """Steps until the job's last one or a stop word; returns at a boundary with all copies settled."""
         place, plan, state, job = self.place, self.plan, self.state, self.place.job
         assert state is not None
-        stepper = self.stepper = Stepper(place.program, job, plan, state, self.groups, place.faults)
+        stepper = self.stepper = self._built
+        assert stepper is not None
         if stepper.loss_scale.on:
             tokens = count_of(place.program, collate([place.dataset[0]]))
             stepper.loss_scale.begin(tokens * int(job["global_batch"]))
@@ -170,8 +200,6 @@ class Generation:
         if place.script is not None:
             stepper.script = place.script
             place.script.begin(place, plan, state)
-        else:
-            place.extra.load(state.tensors)
         stepper.memory = place.extra.objects.get(MEMORY)
         last = int(job["steps"])
         dataset = place.dataset.reader() if isinstance(place.dataset, Stream) else place.dataset
@@ -212,6 +240,8 @@ class Generation:
                 self._finish(state)
             if state.step == last and self.host is not None:  # last of all: once it is stored the run is done
                 place.saving.save(plan, state, self.host.take(last), must=True)
+        if stop and state.step < last and self._probe is not None:
+            self._tell_probe(self._probe.at_boundary(state.step))
         self._settle()
 
     def _guarded(self, stepper: Stepper, batches: list[Batch], data_s: float) -> Commit:

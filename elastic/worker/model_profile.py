@@ -111,10 +111,12 @@ def trace(program: Program) -> ModelProfile:
         if spec.tp_dim is not None:
             limit = math.gcd(limit, spec.shape[spec.tp_dim])
     extra = ExtraState(program.extra_state).specs()
-    stages = program.pipeline and program.evaluate is None
+    no_pp = "" if program.pipeline else "Program.pipeline is False"
+    if program.evaluate is not None:
+        no_pp = no_pp or "Program.evaluate wants the whole model"
     return ModelProfile(
-        len(blocks), n_params, with_kept(specs, kept), kept.optimizers, 6.0 * n_params, max(1, limit), extra, stages,
-        n_expert_params(model),
+        len(blocks), n_params, with_kept(specs, kept), kept.optimizers, 6.0 * n_params, max(1, limit), extra, not no_pp,
+        n_expert_params(model), no_pp=no_pp,
     )  # fmt: skip
 
 

@@ -24,7 +24,9 @@ class PassThrough(nn.Module):
 
 
 def cut_stage(model: nn.Module, program: Program, profile: ModelProfile, layers: tuple[int, ...], stage: int) -> nn.Module:
-    """Puts pass-through modules in the place of every module that another stage holds; names stay as they were."""
+    """Puts pass-through modules in the place of every module that another stage holds; names stay as they were.
+
+    What stands outside of the blocks is taken away as a whole, with what its forward does besides its own modules."""
     if len(layers) < 2:
         return model
     mine = set(stage_blocks(layers, stage))
@@ -34,31 +36,38 @@ def cut_stage(model: nn.Module, program: Program, profile: ModelProfile, layers:
         mine.add(profile.n_blocks)
     blocks = block_names(model, program.blocks)
     drop = {name for i, name in enumerate(blocks) if i not in mine}
-    for spec in profile.specs:
-        if spec.block is not None and spec.block not in mine and not 0 <= spec.block < profile.n_blocks:
-            drop.add(spec.fqn.rpartition(".")[0])
+    of_ends = [spec.fqn for spec in profile.specs if spec.block in {-1, profile.n_blocks} - mine]
+    ends = dict(_ends(model, blocks))
+    drop |= {name for name in ends if any(fqn.startswith(name + ".") for fqn in of_ends)}
     if program.stage is None:
-        drop |= {name for name, behind in _without_tensors(model, blocks) if (profile.n_blocks if behind else -1) not in mine}
+        plain = {name: profile.n_blocks if behind else -1 for name, behind in ends.items() if _is_plain(model, name)}
+        drop |= {name for name, end in plain.items() if end not in mine}
     for name in drop:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, PassThrough())
     return model
 
 
-def _without_tensors(model: nn.Module, blocks: list[str]) -> Iterator[tuple[str, bool]]:
-    """Modules of torch.nn outside of the blocks that have nothing of their own (dropouts, activations), and whether they are
-    registered behind the blocks: like those with parameters, one of the ends has them. Any other class (tables of positions,
-    masks) may be what every stage calls."""
-    behind = False
+def _ends(model: nn.Module, blocks: list[str]) -> Iterator[tuple[str, bool]]:
+    """The outermost modules with a forward of their own that hold no block and lie in none, and whether they are registered
+    behind the first block."""
+    behind, outermost = False, ""
     for name, module in model.named_modules():
         if any(name == block or name.startswith(block + ".") for block in blocks):
             behind = True
-        elif (
-            type(module).__module__.startswith("torch.nn.modules.")
-            and type(module).forward is not nn.Module.forward  # containers have none
-            and not [*module.children(), *module.parameters(), *module.buffers()]
-        ):
+        elif not name or (outermost and name.startswith(outermost + ".")) or any(b.startswith(name + ".") for b in blocks):
+            continue
+        elif type(module).forward is not nn.Module.forward:  # containers have none
+            outermost = name
             yield name, behind
+
+
+def _is_plain(model: nn.Module, name: str) -> bool:
+    """Is it a module of torch.nn that has nothing of its own (a dropout, an activation)? Like those with parameters, one of the
+    ends has it. Any other class (tables of positions, masks) may be what every stage calls."""
+    module = model.get_submodule(name)
+    plain = type(module).__module__.startswith("torch.nn.modules.")
+    return plain and not [*module.parameters(), *module.buffers()]
 
 
 class Pipeline:

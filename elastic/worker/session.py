@@ -54,6 +54,7 @@ from elastic.worker.groups import is_collective_error
 from elastic.worker.job_program import with_job
 from elastic.worker.loss_scale import profile_of
 from elastic.worker.offender import Tripped
+from elastic.worker.probe import LayoutDiffers
 from elastic.worker.rehearsal import rehearse, rehearse_plan
 from elastic.worker.sample_profile import sample_profile
 from elastic.worker.script import Script, Source
@@ -428,7 +429,7 @@ class Session:
         number = generation.number
         kind = _kind_of(error)
         trip = error.trip if isinstance(error, Tripped) else None
-        if trip is None:
+        if trip is None and kind != "layout":
             generation.groups.abort()
         if kind == "collective" and number <= self._aborted:
             return
@@ -453,6 +454,8 @@ def _kind_of(error: BaseException) -> FailureKind:
         return "infrastructure"
     if isinstance(error, Tripped):
         return "not_finite" if error.trip.guard == "not_finite" else "guard"
+    if isinstance(error, LayoutDiffers):
+        return "layout"
     if isinstance(error, ElasticError):
         return "program"
     if is_collective_error(error):
@@ -473,7 +476,7 @@ def _print(error: BaseException) -> None:
 
 def _text(error: BaseException) -> str:
     """One line with the innermost cause, and for errors of the program the place in the user's file."""
-    if isinstance(error, StateLost):
+    if isinstance(error, StateLost | LayoutDiffers):
         return str(error)  # it names the file, its cause does not
     while error.__cause__ is not None:
         error = error.__cause__

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from elastic.data.batches import item_of
@@ -105,6 +106,7 @@ class Stepper:
         self.dp = self.at.dp(plan.layout)
         self.device = groups.device
         self._pipeline: tuple[tuple[int, int], Pipeline] | None = None  # and the rows and microbatches that it was made for
+        self._staged: list[nn.Module] | None = None
         self.spans = Spans(state.models, program, self.device, faults or DeviceFaults())
         self.heard: Heard | None = None  # in the newest commit
         last_stage = self.at.pp == plan.layout.pp - 1
@@ -142,9 +144,12 @@ class Stepper:
 
     # ------------------------------------------------------------------------------------------ forward and backward
 
-    def forward_backward(self, batches: Iterable[Batch], train: bool, valid: Iterable[int] | None = None) -> tuple[float, int]:
+    def forward_backward(
+        self, batches: Iterable[Batch], train: bool, valid: Iterable[int] | None = None, n_microbatches: int = 0
+    ) -> tuple[float, int]:
         """Loss sum and token count of this rank's samples; `valid`: only so many rows of each batch count (the rest is
-        filling). A single batch is cut into the plan's micro-batches; several are micro-batches themselves."""
+        filling). A single batch is cut into the plan's micro-batches (or `n_microbatches`); several are micro-batches
+        themselves."""
         batches = [{k: v.to(self.device) for k, v in batch.items()} for batch in batches]
         counting = list(valid) if valid is not None else [_n_rows(batch) for batch in batches]
         if isinstance(self.program, LoopProgram):
@@ -157,7 +162,7 @@ class Stepper:
             (batch, self._loss_on(batch, n, scale)) for batch, n in zip(map(self.sequence.cut, batches), counting, strict=True)
         ]
         with self.sequence.running(blocks_here=self.has_blocks), self.cut_loss():
-            return self._passes(parts, train) / scale, tokens
+            return self._passes(parts, train, n_microbatches or self.n_microbatches) / scale, tokens
 
     def _loss_on(self, batch: Batch, valid: int, scale: float) -> Loss:
         """The loss of these rows of the batch, of those that count."""
@@ -175,15 +180,15 @@ class Stepper:
 
         return loss
 
-    def _passes(self, parts: Iterable[tuple[Batch, Loss]], train: bool) -> float:
+    def _passes(self, parts: Iterable[tuple[Batch, Loss]], train: bool, n_microbatches: int) -> float:
         """Forward (and backward) of every microbatch: the loss sum, 0 where another stage has it."""
         whole, *others = parts
-        pipeline = self.pipeline_of(_n_rows(whole[0]))
+        pipeline = self.pipeline_of(_n_rows(whole[0]), n_microbatches)
         if pipeline is not None:
             batch, loss = whole
             given = inputs_of(self.program, batch), keywords_of(self.program, batch)
             return float(pipeline.run(given, _n_rows(batch), loss, train))
-        n = 1 if others else self.n_microbatches
+        n = 1 if others else n_microbatches
         pieces = [
             (batch, loss, rows)
             for batch, loss in (whole, *others)
@@ -204,18 +209,24 @@ class Stepper:
         """Of this rank in the step that comes next or is under way."""
         return self.shares.microbatches(self.state.step)[self.dp]
 
-    def pipeline_of(self, n_rows: int) -> Pipeline | None:
+    def pipeline_of(self, n_rows: int, n_microbatches: int) -> Pipeline | None:
         """For that many rows of a batch: stages know the shape of a microbatch. None = the layout has no stages."""
         if self.groups.pp is None:
             return None
-        cut = n_rows, self.n_microbatches
+        cut = n_rows, n_microbatches
         if self._pipeline is None or self._pipeline[0] != cut:
-            stages, layout = self.state.models, self.plan.layout
+            self._pipeline = cut, Pipeline(self._stages(), self.groups.pp, self.plan.layout, n_microbatches, self.device)
+        return self._pipeline[1]
+
+    def _stages(self) -> list[nn.Module]:
+        """What this rank's stages are called as; made once, since a program may change the module that it is given."""
+        if self._staged is None:
+            self._staged, layout = self.state.models, self.plan.layout
             if self.program.stage is not None:
                 numbers = stages_at(layout, self.at.pp)
-                stages = [self.program.stage(model, i, layout.n_stages) for i, model in zip(numbers, stages, strict=True)]
-            self._pipeline = cut, Pipeline(stages, self.groups.pp, layout, self.n_microbatches, self.device)
-        return self._pipeline[1]
+                each = zip(numbers, self.state.models, strict=True)
+                self._staged = [self.program.stage(model, i, layout.n_stages) for i, model in each]
+        return self._staged
 
     def _by_script(self, batch: Batch, train: bool, valid: int | None) -> tuple[float, int]:
         """The same where a script computes the loss; in a rehearsal nobody does."""
@@ -262,8 +273,7 @@ class Stepper:
             self.state.check_storage()
             self.first_step = False
         gradients = self.state.gradients()
-        self._add_tied(gradients)
-        self._add_summed(gradients)
+        self.add_shared(gradients)
         loss_sum, tokens = loss_sum if self.speaks else 0.0, tokens if self.counts else 0
         scale = self.loss_scale.value**2
         norms = self.state.block_square_norms(gradients) if self._looks_at_blocks(step + 1) else ()
@@ -362,6 +372,11 @@ class Stepper:
         self.loss_scale.after(commit.overflowed)
         self.committed = self._kept(commit)
 
+    def add_shared(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Of what several ranks have a part in besides FSDP's axis: a tied head, modules that are whole on each tp rank."""
+        self._add_tied(gradients)
+        self._add_summed(gradients)
+
     def _add_tied(self, gradients: dict[str, torch.Tensor]) -> None:
         """A tensor that stands on the first and on the last stage (tied head) gets the sum of both gradients."""
         if self.groups.tie is None:
@@ -441,6 +456,21 @@ class Stepper:
             )
 
     # ------------------------------------------------------------------------------------------ validation
+
+    def probe(self, batch: Batch) -> float:
+        """Loss per token of a batch of one sample, in evaluation mode; every rank of the plan gets the same number."""
+        n = self.n_microbatches if self.groups.pp is not None else 1
+        rows = {key: x.expand(n, *x.shape[1:]).contiguous() for key, x in batch.items()}
+        self.state.train(False)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            value, tokens = self.forward_backward([rows], train=False, valid=[1], n_microbatches=n)
+        self.state.train()
+        first = self.dp == 0
+        mine = [value if self.speaks and first else 0.0, tokens if self.counts and first else 0]
+        sums = torch.tensor(mine, dtype=torch.float64)
+        if self.plan.layout.world_size > 1:
+            dist.all_reduce(sums, group=self.groups.plan)
+        return float(sums[0] / sums[1].clamp(min=1))
 
     def evaluate(self, dataset: Any, collate: Any, n_samples: int, tick: Callable[[], None]) -> dict[str, float]:
         """Validation loss and the program's metrics, per token, and what its `evaluate` sums, per its own count, over

@@ -63,6 +63,8 @@ class Workplace:
     script: Script | None = None  # a job whose script enters elastic.loop
     faults: DeviceFaults = field(default_factory=DeviceFaults)  # of a drill
     good_step: int = 0  # of the newest comparison of ranks that found nothing
+    probes: dict[int, float] = field(default_factory=dict)  # step -> loss of the probe sample, of the newest few
+    axes: frozenset[str] = frozenset()  # with more than one rank, of the generation entered last
     left_at_s: float | None = None  # when the last step of the generation before was finished
 
     def __post_init__(self) -> None:
