@@ -12,8 +12,8 @@ VOCAB, D = 48, 32
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.router = nn.LayerNorm(D), nn.Linear(D, 4)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 24), nn.GELU(), nn.Linear(24, D)) for _ in range(4))
+        self.norm, self.router = nn.LayerNorm(D), nn.Linear(D, 16)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.Linear(8, D)) for _ in range(16))
 
     def forward(self, x):
         h = self.norm(x)

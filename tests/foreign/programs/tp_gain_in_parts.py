@@ -13,7 +13,7 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-        self.gain = nn.Parameter(torch.ones(()))
+        self.gain = nn.Parameter(torch.ones(1))
 
     def forward(self, x):
         return x + self.down(self.gain * F.gelu(self.up(self.norm(x))))

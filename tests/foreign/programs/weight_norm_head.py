@@ -24,7 +24,7 @@ class Net(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, D)
         self.layers = nn.ModuleList(Block() for _ in range(4))
-        self.norm, self.head = nn.LayerNorm(D), weight_norm(nn.Linear(D, VOCAB))
+        self.norm, self.head = nn.LayerNorm(D), weight_norm(nn.Linear(D, VOCAB, bias=False))
 
     def forward(self, ids):
         x = self.embed(ids)
