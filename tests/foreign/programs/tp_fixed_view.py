@@ -57,4 +57,4 @@ program = elastic.Program(
     model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
 )
 
-EXPECT = {"dp": "equal", "tp": "refused: layers|heads|view|shape|[qkv]", "cp": "refused: elastic.attention", "pp": "equal"}
+EXPECT = {"dp": "equal", "tp": "refused: layers|heads|view|shape", "cp": "refused: elastic.attention", "pp": "equal"}
