@@ -1,0 +1,60 @@
+"""Blocks return the router's z-loss, a sum over tokens, beside the hidden state."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import elastic
+
+VOCAB, D = 48, 32
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(D), nn.Linear(D, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 24), nn.GELU(), nn.Linear(24, D)) for _ in range(4))
+
+    def forward(self, x):
+        h = self.norm(x)
+        scores = self.router(h)
+        weights = scores.softmax(-1)
+        y = sum(weights[..., i : i + 1] * expert(h) for i, expert in enumerate(self.experts))
+        return x + y, 0.01 * scores.logsumexp(-1).square().sum()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, D)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, VOCAB)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        aux = 0.0
+        for layer in self.layers:
+            x, more = layer(x)
+            aux = aux + more
+        return self.head(self.norm(x)), aux
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        ids = (index * 5 + torch.arange(9) * (1 + index % 3)) % VOCAB
+        return {"input": ids[:-1], "target": ids[1:]}
+
+
+def loss(output, batch):
+    logits, aux = output
+    return aux + F.cross_entropy(logits.flatten(0, 1), batch["target"].flatten(), reduction="sum")
+
+
+program = elastic.Program(
+    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss
+)
+
+EXPECT = {"dp": "equal", "tp": "no plan", "cp": "refused: elastic.attention", "pp": "refused: layers|aux|forward"}

@@ -1,0 +1,56 @@
+"""One matrix for queries, keys and values, cut by its rows."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import elastic
+
+VOCAB, D = 48, 32
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.o = nn.LayerNorm(D), nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        return x + self.o(elastic.attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, D)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, VOCAB)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+TP = {"layers.*.qkv": "colwise", "layers.*.o": "rowwise"}
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        ids = (index * 5 + torch.arange(9) * (1 + index % 3)) % VOCAB
+        return {"input": ids[:-1], "target": ids[1:]}
+
+
+def loss(logits, batch):
+    return F.cross_entropy(logits.flatten(0, 1), batch["target"].flatten(), reduction="sum")
+
+
+program = elastic.Program(
+    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+)
+
+EXPECT = {"dp": "equal", "tp": "refused: layers|qkv|chunk", "cp": "equal", "pp": "equal"}

@@ -1,0 +1,62 @@
+"""An image, given by a keyword, is looked at inside of every block."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import elastic
+
+VOCAB, D = 48, 32
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.see = nn.LayerNorm(D), nn.Linear(27, D)
+        self.up, self.down = nn.Linear(D, 64), nn.Linear(64, D)
+
+    def forward(self, x, image):
+        x = x + self.see(image.flatten(1)).unsqueeze(1)
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, D)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, VOCAB)
+
+    def forward(self, ids, image):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, image)
+        return self.head(self.norm(x))
+
+
+TP = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        ids = (index * 5 + torch.arange(9) * (1 + index % 3)) % VOCAB
+        return {"input": ids[:-1], "target": ids[1:], "image": torch.linspace(-1, 1, 27).view(3, 9) * (index % 5)}
+
+
+def loss(logits, batch):
+    return F.cross_entropy(logits.flatten(0, 1), batch["target"].flatten(), reduction="sum")
+
+
+program = elastic.Program(
+    model=Net,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+    dataset=Rows,
+    loss=loss,
+    keywords=lambda batch: {"image": batch["image"]},
+    tp=TP,
+)
+
+EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: elastic.attention", "pp": "equal"}

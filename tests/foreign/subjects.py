@@ -1,0 +1,44 @@
+"""Programs as people write them, and which layouts compute what one process does: subjects of the checks of layouts.
+
+Each file in programs/ has a `program` and EXPECT: for dp (dp_shard), tp, cp and pp either "equal", "refused: <regex>" (of the
+place that a refusal should name) or "no plan" (there is no Program.tp). MAY_LACK, where there is one, is a regex of parameters
+that one step may leave without a gradient.
+
+"equal" is said of the output, and of each parameter's gradient, of the same samples. Where a model draws random numbers for its
+activations (dropout, drop_path), it is said of all but the draws. Where the ranks' draws decide what is called
+(stochastic_depth), they would wait for each other: that is refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+from elastic.program import Program
+
+FOLDER = Path(__file__).parent / "programs"
+FAMILIES = ("dp", "tp", "cp", "pp")
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+def path_of(name: str) -> Path:
+    return FOLDER / f"{name}.py"
+
+
+def module(name: str) -> ModuleType:
+    """The file, imported anew."""
+    spec = importlib.util.spec_from_file_location(f"foreign_{name}", path_of(name))
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def load(name: str) -> tuple[Program, dict[str, str]]:
+    """The program and what is expected of it."""
+    found = module(name)
+    return found.program, found.EXPECT
