@@ -51,6 +51,12 @@ def rank_of(layout: Layout, at: Coordinates) -> int:
     return rank
 
 
+def axes_of(layout: Layout) -> frozenset[str]:
+    """The axes with more than one rank, of pp, dp (replicas and shards), cp, tp."""
+    sizes = {"pp": layout.pp, "dp": layout.dp_replicate * layout.dp_shard, "cp": layout.cp, "tp": layout.tp}
+    return frozenset(axis for axis, size in sizes.items() if size > 1)
+
+
 def axis_groups(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:
     """Rank lists of the groups that vary along `axes` and agree on all other axes, in order of their first rank."""
     groups: dict[tuple[int, ...], list[int]] = {}

@@ -122,6 +122,7 @@ class JobSpec(_Strict):
     orphan_lease_s: float = Field(900.0, gt=0)
     purpose: Literal["auto", "fastest", "cheapest"] = "auto"  # auto = cheapest with deadline_h or on_demand_floor
     pools: list[PoolSpec] = Field(default_factory=embedded_pools, min_length=1)
+    trusted_axes: list[Literal["dp", "tp", "cp", "pp"]] = []  # taken as right, whatever the checks before the start find
     rebalance: bool = True  # shares and stages follow the measured speeds; nodes that cost more than they give are left
     across_zones: bool = False  # stages, shards and tp peers may stand in different zones, not only replicas
     check_numbers_every: Auto | int = "auto"  # steps between two comparisons of results that must be equal; 0 = none

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic.api.checks import check_cp, check_drill, check_layouts, check_same, taken
+from elastic.api.layouts import LayoutCheck, asked_of, check_open, checked
 from elastic.api.planning.machines import known_of
 from elastic.cluster_spec import ClusterSpec, load_cluster
 from elastic.data.opening import dataset_of
@@ -211,13 +212,21 @@ class _Run:
         self.pools: tuple[Pool, ...] = tuple(pool.pool() for pool in spec.pools)
         check_fit(spec, self.pools)
         check_drill(spec.drill, self.pools, embedded=self.address is None)
-        self.program = program or load_program(spec.program)
         name = options.run_name or f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         check_run_name(name)
         self.name = name
+        self.layouts = LayoutCheck(asked_of(spec, self.pools), self._out() if options.show else None)  # beside all that follows
+        try:
+            self.program = program or load_program(spec.program)
+        except BaseException:
+            self.layouts.close()
+            raise
         self.place = RunFolder.of(open_storage(f"{runs.storage_uri(spec.storage or default_storage())}/{name}"))
         self.storage: Storage = self.place.storage
         self.terminal = Terminal(self.place.journal, options.stream) if options.show else None
+
+    def _out(self) -> TextIO:
+        return self.options.stream or sys.stdout
 
     @property
     def journal_path(self) -> Path:
@@ -225,6 +234,7 @@ class _Run:
 
     def to_the_end(self) -> Result:
         with ExitStack() as stack:
+            stack.callback(self.layouts.close)
             lease = taken(self.storage, self.name)
             stack.callback(lease.release)
             before, stored = self._before()
@@ -254,9 +264,9 @@ class _Run:
         state = restored(before)
         n_samples = self._n_samples() if self.address is None else None  # an unreadable corpus is found here, once
         if n_samples == N_POSITIONS and self.options.show:
-            print(SENTENCE, file=self.options.stream or sys.stdout)
+            print(SENTENCE, file=self._out())
         job, problems = self.spec.plain(), list[str]()
-        model = profile_of(self.program, job)
+        model = checked(profile_of(self.program, job), self.layouts.result())
         found = durable.find(self.storage, problems)
         if problems and not found:
             raise StateLost(f"{problems[0]}; no other checkpoint is whole: mend it, or remove it with elastic checkpoint rm")
@@ -272,6 +282,7 @@ class _Run:
         )
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
         check_layouts(self.spec, start.model)
+        check_open(self.spec, start.model)
         if n_samples is not None:
             check_cp(self.spec, self.program)
         return start
@@ -311,7 +322,7 @@ class _Run:
         if self.terminal is not None:
             where = "a Ray cluster on this machine" if self.address is None else f"the Ray cluster at {self.address}"
             said = f"run {self.name}: uses {where}; its journal is {self.journal_path}"
-            print(said, file=self.options.stream or sys.stdout)
+            print(said, file=self._out())
             self.terminal.start()
             stack.callback(self.terminal.stop)
 
@@ -325,7 +336,7 @@ class _Run:
             extras |= {"samples_exact": self._samples_exact(lines), "sample": self._sample(state)}
         data, shown = report.write(self.place, extras)
         if self.options.show:
-            print("\n".join(["", *shown]), file=self.options.stream or sys.stdout)
+            print("\n".join(["", *shown]), file=self._out())
         return Result(self.name, _outcome(state), data, self.place.folder)
 
     def _show_traceback(self, lines: list[Line]) -> None:
@@ -333,7 +344,7 @@ class _Run:
         failed = [e for line in lines for _, e in line.events if isinstance(e, WorkerFailed) and e.kind == "program"]
         found = traceback_of(self.place, str(failed[0].worker)) if failed else []
         if found and self.terminal is not None and not self.terminal.has_said(found[-1]):
-            print("\n".join(["", *found]), file=self.options.stream or sys.stdout)
+            print("\n".join(["", *found]), file=self._out())
 
     def _first_step_s(self, lines: list[Line]) -> float | None:
         """Seconds from the launch of this driver to the end of its first step."""

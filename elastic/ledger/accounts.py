@@ -41,7 +41,7 @@ CATEGORIES = (
     "productive", "program_startup", "data_loading", "evaluation", "copy", "checkpoint_save", "checkpoint_restore", "reshard",
     "wasted_progress", "waiting_for_capacity", "idle_remainder", "other",
 )  # fmt: skip
-PHASES = ("detect", "quiesce", "groups", "build", "transfer", "first_step")
+PHASES = ("detect", "quiesce", "groups", "build", "transfer", "probe", "first_step")
 RECENT_STEPS = 21  # whose median is the ordinary step
 
 

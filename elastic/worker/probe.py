@@ -20,7 +20,7 @@ from elastic.data.budget import Microbatch, budget_of
 from elastic.data.loader import Batch, collate
 from elastic.data.streams import Stream
 from elastic.errors import ElasticError
-from elastic.types import Layout, Probed, agree, tolerance
+from elastic.types import Probed, agree, tolerance
 from elastic.worker.loop_program import LoopProgram
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Probe:
         if self.stepper is None:
             return None
         batch = self._batch()
-        return None if batch is None else self.stepper.probe(batch)
+        return None if batch is None else loss_of_one(self.stepper, batch)
 
     def _batch(self) -> Batch | None:
         """The first sample; None where it cannot be asked for again, or a script has not said what its loss is."""
@@ -114,7 +114,17 @@ class Probe:
         return collate([item_of(place.dataset, 0, part.length)])
 
 
-def axes_of(layout: Layout) -> frozenset[str]:
-    """Those with more than one rank; dp = replicas and shards."""
-    sizes = {"pp": layout.pp, "dp": layout.dp_replicate * layout.dp_shard, "cp": layout.cp, "tp": layout.tp}
-    return frozenset(axis for axis, size in sizes.items() if size > 1)
+def loss_of_one(stepper: Stepper, batch: Batch) -> float:
+    """Loss per token of a batch of one sample, in evaluation mode; every rank of the plan gets the same number."""
+    n = stepper.n_microbatches if stepper.groups.pp is not None else 1
+    rows = {key: x.expand(n, *x.shape[1:]).contiguous() for key, x in batch.items()}
+    stepper.state.train(False)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        value, tokens = stepper.forward_backward([rows], train=False, valid=[1], n_microbatches=n)
+    stepper.state.train()
+    first = stepper.dp == 0
+    mine = [value if stepper.speaks and first else 0.0, tokens if stepper.counts and first else 0]
+    sums = torch.tensor(mine, dtype=torch.float64)
+    if stepper.plan.layout.world_size > 1:
+        dist.all_reduce(sums, group=stepper.groups.plan)
+    return float(sums[0] / sums[1].clamp(min=1))

@@ -381,7 +381,10 @@ class Stepper:
         """A tensor that stands on the first and on the last stage (tied head) gets the sum of both gradients."""
         if self.groups.tie is None:
             return
-        for fqn in sorted({s.tied_to for s in self.state.profile.specs if s.tied_to is not None and s.trainable}):
+        specs = self.state.profile.specs
+        first = {spec.fqn for spec in specs if spec.block == -1}
+        ends = {s.tied_to for s in specs if s.tied_to in first and s.block == self.state.profile.n_blocks and s.trainable}
+        for fqn in sorted(fqn for fqn in ends if fqn is not None):
             if fqn in self.state.parameters:
                 gradient = gradients.get(fqn)
                 if gradient is None:
@@ -456,21 +459,6 @@ class Stepper:
             )
 
     # ------------------------------------------------------------------------------------------ validation
-
-    def probe(self, batch: Batch) -> float:
-        """Loss per token of a batch of one sample, in evaluation mode; every rank of the plan gets the same number."""
-        n = self.n_microbatches if self.groups.pp is not None else 1
-        rows = {key: x.expand(n, *x.shape[1:]).contiguous() for key, x in batch.items()}
-        self.state.train(False)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            value, tokens = self.forward_backward([rows], train=False, valid=[1], n_microbatches=n)
-        self.state.train()
-        first = self.dp == 0
-        mine = [value if self.speaks and first else 0.0, tokens if self.counts and first else 0]
-        sums = torch.tensor(mine, dtype=torch.float64)
-        if self.plan.layout.world_size > 1:
-            dist.all_reduce(sums, group=self.groups.plan)
-        return float(sums[0] / sums[1].clamp(min=1))
 
     def evaluate(self, dataset: Any, collate: Any, n_samples: int, tick: Callable[[], None]) -> dict[str, float]:
         """Validation loss and the program's metrics, per token, and what its `evaluate` sums, per its own count, over

@@ -1,0 +1,224 @@
+"""Which layouts compute what a job's program does: asked of a process of its own before a run, kept by what the program is.
+
+The process (elastic/worker/layout_check.py) starts beside everything else that a run starts; what it has found is kept in the
+user's cache folder and holds for as long as no file of the program, no version and no key of the job that matters has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, TextIO
+
+from elastic.errors import SpecError
+from elastic.mesh import axes_of
+from elastic.spec import JobSpec
+from elastic.types import AUTO, ModelProfile, Pool, parse_layout, pinned
+from elastic.version import __version__
+
+if TYPE_CHECKING:
+    from elastic.worker.layout_check import Verdict
+
+MOST_S = 90.0  # for all of it
+MOST_TP = 4  # ranks of a comparison: as many processes on this machine
+KEYS = ("data", "args", "optimizer", "microbatch_tokens")  # of a job, that decide what is compared
+TELL_AFTER_S = 1.0
+AXES = ("dp", "tp", "cp", "pp")
+
+
+def asked_of(spec: JobSpec, pools: Sequence[Pool]) -> dict[str, Any] | None:
+    """What is to be found out for a run on these pools; None where nothing can differ: one worker, or a script's own loss."""
+    n_workers = sum(pool.max_nodes * pool.gpus_per_node for pool in pools) + sum(entry.add is not None for entry in spec.drill)
+    if spec.script or n_workers < 2:
+        return None
+    most = max((pool.gpus_per_node for pool in pools), default=1)
+    axes, tps = _open_axes(spec, most)
+    job = spec.plain()
+    return {"job": {**job, "drill": []}, "axes": axes, "tps": tps, "trusted": list(spec.trusted_axes)} if axes else None
+
+
+def _open_axes(spec: JobSpec, most_per_node: int) -> tuple[list[str], list[int]]:
+    """Axes with more than one rank in a layout that the run may enter, and the sizes of tp among these."""
+    texts = spec.layouts()
+    if texts:
+        layouts = [parse_layout(text, spec.plain()) for text in texts]
+        axes = {axis for layout in layouts for axis in axes_of(layout)}
+        return [axis for axis in AXES if axis in axes], sorted({min(layout.tp, MOST_TP) for layout in layouts if layout.tp > 1})
+    pins, unequal = pinned({**spec.plain(), "layout": spec.layout or AUTO}), bool(spec.microbatch_tokens)
+    closed = {
+        "tp": spec.float8 or most_per_node < 2 or (spec.compile and unequal),
+        "cp": spec.compile or unequal or most_per_node < 2,
+        "pp": unequal,
+    }
+    found = [axis for axis in AXES if not closed.get(axis) and int(pins.get(axis, 2)) > 1]
+    return found, list(range(2, min(most_per_node, MOST_TP) + 1))
+
+
+class LayoutCheck:
+    """A question that is being answered. `close` in any case."""
+
+    def __init__(self, asked: Mapping[str, Any] | None, stream: TextIO | None = None) -> None:
+        """`stream`: where it is said that this takes a moment, None = nowhere."""
+        self.asked, self.stream = asked, stream
+        self.known = _kept(asked) if asked is not None else None
+        self._folder: TemporaryDirectory[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        if asked is not None and self.known is None:
+            self._begin(asked)
+
+    def _begin(self, asked: Mapping[str, Any]) -> None:
+        self._folder = TemporaryDirectory(prefix="elastic-layouts-")
+        here = Path(self._folder.name)
+        (here / "asked").write_text(json.dumps(asked))
+        paths = [asked["job"]["folder"], str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+        own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment = {**os.environ, **own}
+        with open(here / "asked") as question, open(here / "said", "w") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "elastic.worker.layout_check", str(here / "found")],
+                stdin=question, stdout=said, stderr=said, env=environment, start_new_session=True,
+            )  # fmt: skip
+
+    def result(self, most_s: float = MOST_S) -> Verdict | None:
+        """Waits for the answer. None where nothing was asked."""
+        from elastic.worker.layout_check import Verdict
+
+        if self.asked is None or self.known is not None:
+            return self.known
+        assert self._process is not None and self._folder is not None
+        try:
+            self._process.wait(TELL_AFTER_S)
+        except subprocess.TimeoutExpired:
+            if self.stream is not None:
+                print("compares what each layout computes with one process (a small copy, once per program)", file=self.stream)
+        try:
+            self._process.wait(most_s)
+        except subprocess.TimeoutExpired:
+            return Verdict(skipped=f"it took longer than {most_s:.0f} s")
+        found = _answer(Path(self._folder.name))
+        if isinstance(found, Verdict):
+            _keep(self.asked, found)
+            return found
+        return Verdict(skipped=found)
+
+    def close(self) -> None:
+        if self._process is not None:
+            for end in (self._process.terminate, self._process.kill):
+                end()
+                try:
+                    self._process.wait(5.0)
+                    break
+                except subprocess.TimeoutExpired:
+                    continue
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._process = self._folder = None
+
+
+def _answer(folder: Path) -> Verdict | str:
+    from elastic.worker.layout_check import Verdict
+
+    try:
+        data = json.loads((folder / "found").read_text().splitlines()[0])
+        return str(data["error"]) if "error" in data else Verdict.of(data)
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        last = (folder / "said").read_text(errors="replace").strip().splitlines()[-1:]
+        return f"the process that compares has ended: {' '.join(last)[:200]}"
+
+
+def checked(model: ModelProfile, verdict: Verdict | None) -> ModelProfile:
+    """The profile with what was found, and a line that says so."""
+    if verdict is None:
+        return model
+    found = verdict.apply(model)
+    return ModelProfile(**{**vars(found), "notes": (*_said(verdict), *found.notes)})
+
+
+def _said(verdict: Verdict) -> Iterator[str]:
+    if verdict.equal:
+        seconds = sum(verdict.equal.values())
+        yield f"{', '.join(verdict.equal)}: loss and gradients of a small copy are those of one process ({seconds:.1f} s, kept)"
+    if verdict.skipped:
+        yield f"the layouts' values were not compared before the start: {verdict.skipped}"
+
+
+def check_open(spec: JobSpec, model: ModelProfile) -> None:
+    """Raises SpecError where the run would have one worker of many, since no axis is open to its program."""
+    if model.no_dp and not spec.layouts() and model.tp_limit == 1 and not model.pipeline:
+        raise SpecError(f"{spec.name}: no data-parallel ranks: {model.no_dp}; or one worker: layout: dp_shard=1")
+
+
+# ------------------------------------------------------------------------------------------ what is kept
+
+
+def _key(asked: Mapping[str, Any]) -> str:
+    job = asked["job"]
+    program = Path(job["program"])
+    parts = {key: job.get(key) for key in KEYS} | {name: asked[name] for name in ("axes", "tps", "trusted")}
+    parts |= {"elastic": __version__, "torch": _version("torch"), "transformers": _version("transformers")}
+    parts |= {"program": _digest(program), "name": program.name}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def _file(asked: Mapping[str, Any]) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "elastic" / "layouts" / f"{_key(asked)}.json"
+
+
+def _kept(asked: Mapping[str, Any]) -> Verdict | None:
+    """What was found of the same program before."""
+    folder = Path(asked["job"]["program"]).resolve().parent
+    try:
+        text = _file(asked).read_text()
+    except OSError:
+        return None
+    from elastic.worker.layout_check import Verdict  # torch comes with it
+
+    try:
+        found = Verdict.of(json.loads(text))
+    except (ValueError, KeyError, TypeError):
+        return None
+    same = all(_digest(folder / name) == digest for name, digest in (found.files or {}).items())
+    return found if same else None
+
+
+def _keep(asked: Mapping[str, Any], found: Verdict) -> None:
+    """Where it cannot be written it is found anew next time."""
+    file = _file(asked)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        half = file.with_suffix(f".{os.getpid()}")
+        half.write_text(json.dumps(found.plain()))
+        half.replace(file)
+    except OSError:
+        return
+
+
+def found_of(spec: JobSpec, pools: Sequence[Pool], stream: TextIO | None = None) -> Verdict | None:
+    """The same in one call. Raises ElasticError for what the program itself raises."""
+    check = LayoutCheck(asked_of(spec, pools), stream)
+    try:
+        return check.result()
+    finally:
+        check.close()

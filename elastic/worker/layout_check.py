@@ -1,0 +1,214 @@
+"""`python -m elastic.worker.layout_check OUT < ASKED`: which layouts compute what a program does.
+
+A process of its own, without a GPU and beside whatever else starts; what it finds is kept (elastic/api/layouts.py). First the
+structure (structure.py), without values and of any size; then, for each axis that it leaves open, loss and gradients of a small
+copy in two real processes (layout_values.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic.data.budget import budget_of
+from elastic.data.opening import dataset_of
+from elastic.data.streams import with_stream
+from elastic.errors import ElasticError
+from elastic.program import Program, load_program
+from elastic.types import Layout, ModelProfile
+from elastic.worker.forward_trace import Batch
+from elastic.worker.job_program import with_job
+from elastic.worker.layout_values import FAMILIES, Copy, TooLarge, batch_of, check_rows, compare, job_of_copy
+from elastic.worker.model_profile import trace
+from elastic.worker.sequence import check_calls, check_possible
+from elastic.worker.structure import Structure, structure_of, told
+
+PACKAGE = Path(__file__).resolve().parents[1]
+INSTALLED = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], str(PACKAGE))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`job`: as plain data, with its program. `axes`: that the run may use, of dp, tp, cp, pp; `tps`: sizes of tp besides the
+    smallest that are tried too; `trusted`: axes that are not to be checked."""
+
+    job: Mapping[str, Any]
+    axes: Sequence[str] = tuple(FAMILIES)
+    tps: Sequence[int] = (2,)
+    trusted: Sequence[str] = ()
+    values: bool = True
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found. `equal`: axis -> seconds that comparing took; `skipped`: why values were not compared, '' = they were.
+    `files`: of the program -> digest of their content."""
+
+    structure: Structure = Structure()
+    equal: Mapping[str, float] | None = None
+    tp_limit: int = 0  # 0 = as the profile says
+    skipped: str = ""
+    seconds: float = 0.0
+    files: Mapping[str, str] | None = None
+
+    def apply(self, profile: ModelProfile) -> ModelProfile:
+        """The profile of the program that this was found of."""
+        closed = self.structure.close(profile)
+        return replace(closed, tp_limit=min(closed.tp_limit, self.tp_limit)) if self.tp_limit else closed
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Verdict:
+        """From plain data. Raises TypeError, KeyError or ValueError where it is none."""
+        structure = dict(data["structure"])
+        structure["notes"] = tuple(structure["notes"])
+        return cls(**{**data, "structure": Structure(**structure)})
+
+
+def check(asked: Asked) -> Verdict:
+    """Raises ElasticError where the program cannot be built."""
+    began = time.monotonic()
+    job = dict(asked.job)
+    program = with_job(load_program(job["program"]), job)
+    dataset = dataset_of(program, job)
+    program = with_stream(program, dataset, job)
+    profile = trace(program)
+    batch = batch_of(dataset, budget_of(job, dataset, 4))
+    found = Verdict(structure_of(program, profile, {key: x[:1] for key, x in batch.items()}))
+    if "cp" in asked.axes and not found.structure.no_cp:
+        found = replace(found, structure=replace(found.structure, no_cp=_no_cp(program, batch)))
+    if asked.values:
+        found = _compared(asked, program, profile, batch, found)
+    found = replace(found, structure=_trusted(found.structure, asked.trusted))
+    return replace(found, seconds=round(time.monotonic() - began, 3), files=files_of(job["program"]))
+
+
+def _trusted(found: Structure, axes: Sequence[str]) -> Structure:
+    """A person has said that these are right."""
+    known = {f"no_{axis}": getattr(found, f"no_{axis}") for axis in axes}
+    notes = [f"{key.removeprefix('no_')} is trusted, though: {why}" for key, why in known.items() if why]
+    values: dict[str, Any] = asdict(found) | dict.fromkeys(known, "") | {"notes": (*found.notes, *notes)}
+    return Structure(**values)
+
+
+def _no_cp(program: Program, batch: Batch) -> str:
+    one = {key: x[:1] for key, x in batch.items()}
+    try:
+        check_possible(program, 2)
+        check_calls(program, one, 2)
+    except ElasticError as error:
+        return str(error).removeprefix("cp=2, but ").removesuffix("; take cp=1").removesuffix(", or take cp=1")
+    return ""
+
+
+def _compared(asked: Asked, program: Program, profile: ModelProfile, batch: Batch, found: Verdict) -> Verdict:
+    structure = found.structure
+    closed = structure.close(profile)
+    possible = {"dp": True, "tp": closed.tp_limit > 1, "cp": True, "pp": closed.pipeline and closed.n_blocks > 1}
+    axes = [a for a in FAMILIES if a in asked.axes and possible[a] and not getattr(closed, f"no_{a}")]
+    if not axes:
+        return found
+    try:
+        small = Copy(program, profile)
+        check_rows(small, batch)
+    except TooLarge as error:
+        return replace(found, skipped=f"too large to be compared on this machine: {error}")
+    except Exception as error:  # noqa: BLE001 - the user's model
+        return replace(found, skipped=str(error) if isinstance(error, ElasticError) else told(error))
+    job, equal, limit = job_of_copy(asked.job), dict[str, float](), 0
+    for axis in axes:
+        layout = FAMILIES[axis]
+        if axis == "tp":
+            layout = Layout(tp=next(n for n in range(2, closed.tp_limit + 1) if closed.tp_limit % n == 0))
+        one = compare(small, job, batch, layout)
+        if one.problem:
+            structure = _closed(structure, axis, f"{one.layout}: {one.problem}{MENDS[axis]}")
+            continue
+        equal[axis] = round(one.seconds, 3)
+        if axis == "tp":
+            limit, note = _largest_tp(asked, small, batch, closed.tp_limit)
+            structure = replace(structure, notes=(*structure.notes, *note))
+    return replace(found, structure=structure, equal=equal, tp_limit=limit)
+
+
+def _closed(found: Structure, axis: str, why: str) -> Structure:
+    values: dict[str, Any] = asdict(found) | {f"no_{axis}": why}
+    return Structure(**values)
+
+
+MENDS = {
+    "dp": "",
+    "tp": "; look at Program.tp and at what the cut modules do with sizes",
+    "cp": "; all but elastic.attention must act on each position alone",
+    "pp": "; look at what `forward` does outside of the blocks",
+}
+
+
+def _largest_tp(asked: Asked, small: Copy, batch: Batch, limit: int) -> tuple[int, tuple[str, ...]]:
+    """Sizes of tp that the run may take, tried in as many processes: 0 = all; else up to the first that does not go."""
+    for tp in sorted(set(asked.tps)):
+        if tp > 2 and limit % tp == 0:
+            one = compare(small, job_of_copy(asked.job), batch, Layout(tp=tp))
+            if one.problem:
+                most = max(n for n in range(1, tp) if limit % n == 0)
+                return most, (f"tp is at most {most}: tp={tp}: {one.problem}",)
+    return 0, ()
+
+
+# ------------------------------------------------------------------------------------------ what it was found of
+
+
+def files_of(program: str | Path) -> dict[str, str]:
+    """The program's own files that are imported now: names (relative to its folder where they lie there) -> digests."""
+    folder = Path(program).resolve().parent
+    found = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file and file.endswith(".py") and not file.startswith(INSTALLED):
+            path = Path(file).resolve()
+            name = str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+            found[name] = digest_of(path)
+    return found
+
+
+def digest_of(path: Path) -> str:
+    """'' = it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def main(arguments: Iterable[str]) -> int:
+    """Reads one question (or a list of them) from standard input, writes one JSON line for each."""
+    (out,) = arguments
+    torch.set_num_threads(1)
+    given = json.load(sys.stdin)
+    with open(out, "w") as file:
+        for one in given if isinstance(given, list) else [given]:
+            try:
+                line = check(Asked(**one)).plain()
+            except ElasticError as error:
+                line = {"error": str(error)}
+            except Exception as error:  # noqa: BLE001 - the boundary of the process
+                line = {"error": told(error)}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.exit(main(sys.argv[1:]))
