@@ -45,6 +45,7 @@ class Options:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All but --json and --storage, which every verb has."""
+    parser.add_argument("job", metavar="JOB", nargs="?", help="instead: which layouts compute what this job's program does")
     parser.add_argument(
         "--gpus", metavar="N", type=int, help="use N GPUs (0 = the CPU); without GPUs: N processes (default: all; 4)"
     )
@@ -57,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Returns the exit code. Raises SpecError."""
+    if given.job:
+        from elastic.certify.job_check import certify_job
+
+        return certify_job(given.job, given.json)
     only = tuple(name.strip() for name in given.only.split(",") if name.strip())
     options = Options(given.gpus, given.minutes, given.storage, given.no_ray, given.local, only, given.out, given.json)
     report = certify(options)

@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from elastic.data.budget import budget_of
 from elastic.data.opening import dataset_of
 from elastic.data.streams import with_stream
 from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.program import Program
 from elastic.types import ModelProfile
 from elastic.worker.job_program import with_job
+from elastic.worker.layout_values import batch_of
 from elastic.worker.loss_scale import profile_of
 from elastic.worker.sample_profile import traced_sample
+from elastic.worker.structure import Structure, structure_of
 
 
 def model_profile_of(program: Program, job: Mapping[str, Any]) -> ModelProfile:
@@ -42,6 +45,18 @@ def _data(program: Program, job: Mapping[str, Any]) -> tuple[Any, Mapping[str, A
         raise
     except Exception as error:  # a boundary: so may the dataset
         raise SpecError(f"{_where(job)}: its dataset {_raised(error)}") from error
+
+
+def structure_of_job(program: Program, job: Mapping[str, Any]) -> Structure:
+    """What the program's structure says against layouts; nothing where it cannot be followed."""
+    dataset, _ = _data(program, job)
+    program = with_stream(with_job(program, job), dataset, job)
+    try:
+        return structure_of(program, profile_of(program, job), batch_of(dataset, budget_of(job, dataset, 4), 1))
+    except ElasticError:
+        raise
+    except Exception as error:  # a boundary: the user's model may raise anything
+        raise ProgramError(f"{_where(job)}: its forward pass {_raised(error)}") from error
 
 
 def samples_of(program: Program, job: Mapping[str, Any], n: int) -> list[Mapping[str, Any]]:

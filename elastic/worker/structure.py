@@ -75,6 +75,7 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
         return Structure(no_pp=why)
     one, other = found
     shares = _of_shares(program, one, other)
+    shares = replace(shares, no_dp=shares.no_dp or _shared_by_blocks(profile))
     no_pp = profile.no_pp or shares.no_pp
     if not no_pp and profile.n_blocks > 1:
         no_pp = _Pipelines(program, profile, batch, one).problem()
@@ -146,6 +147,19 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
         place = f"{draws[0].inside or 'forward'}{at}" if draws else f"forward{at}"
         notes.append(f"{place} draws random numbers: each layout draws others, so losses differ a little between layouts")
     return Structure(no_dp, "", no_cp, no_pp, bool(draws) or one.python_random, tuple(notes))
+
+
+def _shared_by_blocks(profile: ModelProfile) -> str:
+    """FSDP shards each block by itself, and one weight once."""
+    block = {spec.fqn: spec.block for spec in profile.specs}
+    for spec in profile.specs:
+        here, there = spec.block, block.get(spec.tied_to or spec.fqn)
+        if here != there and any(b is not None and 0 <= b < profile.n_blocks for b in (here, there)):
+            return (
+                f"{spec.tied_to} and {spec.fqn} are one weight in two blocks, and FSDP shards each block by itself: put it "
+                "outside of the blocks, or choose Program.blocks so that one block holds both"
+            )
+    return ""
 
 
 def _branch(one: Followed, other: Followed) -> str:

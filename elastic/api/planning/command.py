@@ -48,6 +48,7 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
     what.add_argument("--model", metavar="NAME", help="or a published model: 8b, llama3-70b,seq=16384; or layers=80,hidden=...")
     what.add_argument("--batch", metavar="N", type=_batch, help="sequences of an optimizer step (default: as published)")
     what.add_argument("--precision", choices=("bfloat16", "float16", "float32"), help="(default: bfloat16, or the job's)")
+    what.add_argument("--check", action="store_true", help="compare first what the job's layouts compute (a small copy)")
     what.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="over job.yaml")
     where = made.add_argument_group("on what")
     where.add_argument("--cluster", metavar="FILE", help="the pools of a cluster file (default: the job's own)")
@@ -173,6 +174,7 @@ def _check(given: argparse.Namespace) -> None:
         ("--scaling", given.scaling, "--what-if", given.what_if),
         ("--nodes", given.nodes, "--gpus", given.gpus),
         ("--set", given.overrides, "--model", given.model),
+        ("--check", given.check, "--model", given.model),
     )
     for name, one, other_name, other in pairs:
         if one and other:
@@ -192,7 +194,7 @@ def _subject(given: argparse.Namespace) -> Subject:
     else:
         overrides = [f"global_batch={given.batch}"] if given.batch else []
         overrides += [f"precision={given.precision}"] if given.precision else []
-        found = subjects.of_job(given.job, [*given.overrides, *overrides])
+        found = subjects.of_job(given.job, [*given.overrides, *overrides], given.check)
     return found.with_layout(given.layout)
 
 

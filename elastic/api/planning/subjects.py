@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from elastic.api.layouts import checked, found_of
 from elastic.api.planning.machines import Machines, of_pool, with_counts
 from elastic.api.ways import loaded
 from elastic.cluster_spec import load_cluster
@@ -17,7 +19,8 @@ from elastic.errors import SpecError
 from elastic.planner import known_decoders
 from elastic.planner.find import EP
 from elastic.planner.work import Work
-from elastic.spec import job_data
+from elastic.program import Program
+from elastic.spec import JobSpec, job_data
 from elastic.types import ModelProfile, Pool
 
 MUCH = 2.0  # times the published batch
@@ -93,8 +96,9 @@ def _batch_notes(found: known_decoders.Known, size: int, seq: int, said: bool) -
     )
 
 
-def of_job(folder: str, overrides: Sequence[str] = ()) -> Subject:
-    """Traces the program on the meta device; nothing is allocated. Raises SpecError, ProgramError."""
+def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> Subject:
+    """Traces the program on the meta device; nothing is allocated. `check`: compares what its layouts compute, as a run does
+    before it starts. Raises SpecError, ProgramError."""
     data, where = job_data(folder, overrides)
     if "script" not in data and not (Path(folder) / str(data.get("program", "program.py"))).is_file():
         raise SpecError(f"{folder}: it has no program.py, which says what is trained; or plan a model by its sizes: --model 8b")
@@ -107,6 +111,7 @@ def of_job(folder: str, overrides: Sequence[str] = ()) -> Subject:
         n_bytes = sum(getattr(value, "nbytes", 0) for sample in samples_of(program, even, 1) for value in sample.values())
         unequal = model.sample is None
         model = model_profile_of(program, even) if unequal else model
+        model = _closed(spec, program, model, job, check)
     if model.sample is None:
         raise SpecError(
             f"{where}: a script's model is not traced, so that its cost is not known; plan one of its size: --model"
@@ -117,6 +122,16 @@ def of_job(folder: str, overrides: Sequence[str] = ()) -> Subject:
         notes = (*notes, like)
     pools = tuple(pool.pool() for pool in spec.pools)
     return Subject(spec.name, model, even if unequal else spec.plain(), pools, spec.steps, notes, n_bytes, literal=True)
+
+
+def _closed(spec: JobSpec, program: Program, model: ModelProfile, job: Mapping[str, Any], check: bool) -> ModelProfile:
+    """With what the program's structure, or a comparison of small copies, says against an axis."""
+    if check:
+        found = found_of(spec, tuple(pool.pool() for pool in spec.pools), sys.stderr)
+        return checked(model, found)
+    from elastic.worker.profiling import structure_of_job
+
+    return structure_of_job(program, job).close(model) if not spec.script else model
 
 
 @contextmanager
