@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,9 @@ Batch = dict[str, Tensor]
 Labels = frozenset[str]
 
 INPUT = "the model's input"
+KEYWORDS = "Program.keywords"
 NONE: Labels = frozenset()
+INSTALLED = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 # their outputs have the shape of what they are given, and nothing of its values
 SHAPE_ONLY = frozenset(
@@ -40,6 +43,7 @@ class Op:
     labels: Labels
     inside: str = ""  # the block, '' = none
     makes: frozenset[int] = frozenset()  # storages
+    own: bool = True  # in the program's own files, not in an installed package
 
 
 @dataclass
@@ -64,6 +68,7 @@ class Followed:
     branches: list[Op] = field(default_factory=list)  # values that Python has asked for
     written: dict[str, Labels] = field(default_factory=dict)  # buffers -> what was written from
     modules: list[str] = field(default_factory=list)  # those with parameters, in the order of their calls
+    names: list[str] = field(default_factory=list)  # of all operations
     python_random: bool = False
     output: Any = None
 
@@ -105,6 +110,8 @@ class Tracer:
     def run(self, first: Any, keywords: Mapping[str, Any]) -> Followed:
         """Calls the model in training mode, without gradients. `first`: its positional input. Raises what the model raises."""
         self._label_model()
+        for tensor in tensors_in(keywords):
+            self.label(tensor, frozenset({KEYWORDS}))
         for tensor in tensors_in(first):
             self.label(tensor, frozenset({INPUT}))
         self.model.train()
@@ -118,7 +125,7 @@ class Tracer:
             for name, module in self.model.named_modules():
                 if next(module.parameters(recurse=False), None) is not None:
                     stack.callback(module.register_forward_pre_hook(self._called(name)).remove)
-            stack.enter_context(_python_random(0.0 if self.truth else 0.999))
+            stack.enter_context(python_random(0.0 if self.truth else 0.999))
             stack.enter_context(torch.no_grad())
             stack.enter_context(_Mode(self))
             self.found.output = self.model(first, **keywords)
@@ -168,6 +175,7 @@ class Tracer:
     def seen(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """One operation that was dispatched."""
         name = func.overloadpacket.__name__
+        self.found.names.append(name)
         given = (*args, *(kwargs or {}).values())
         labels = self.labels_of(given)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -185,22 +193,23 @@ class Tracer:
                 if (buffer := self.buffers.get(_storage(tensor))) is not None:
                     self.found.written[buffer] = self.found.written.get(buffer, NONE) | self.labels_of(args[1:])
         if not self.stack and not func.is_view:
-            self.ops.append(Op(name, self._where(), labels, makes=frozenset(map(_storage, made))))
+            self.ops.append(Op(name, self._where()[0], labels, makes=frozenset(map(_storage, made))))
 
     def _note(self, notes: list[Op], name: str, labels: Labels) -> None:
         inside = self.blocks[self.stack[0].block] if self.stack else ""
-        notes.append(Op(name, self._where(), labels, inside))
+        where, own = self._where()
+        notes.append(Op(name, where, labels, inside, own=own))
 
     @staticmethod
-    def _where() -> str:
-        """File and line of the program's frame that is nearest."""
+    def _where() -> tuple[str, bool]:
+        """File and line of the program's frame that is nearest, and whether that file is its own."""
         frame = sys._getframe(1)
         while frame is not None:
             file = frame.f_code.co_filename
             if not file.startswith(INTERNAL) and not file.startswith("<"):
-                return f"{Path(file).name}:{frame.f_lineno}"
+                return f"{Path(file).name}:{frame.f_lineno}", not file.startswith(INSTALLED)
             frame = frame.f_back  # type: ignore[assignment]
-        return ""
+        return "", False
 
 
 class _Mode(TorchDispatchMode):
@@ -222,7 +231,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 @contextmanager
-def _python_random(value: float) -> Iterator[None]:
+def python_random(value: float) -> Iterator[None]:
     """`random.random()` gives `value`, and counts as drawn."""
     own = random.random
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -20,18 +21,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from elastic.data.loader import collate
 from elastic.errors import ElasticError, ProgramError
 from elastic.mesh import coordinates
+from elastic.models.attention import over
 from elastic.program import Program
 from elastic.types import Layout, ModelProfile, Plan, WorkerId
 from elastic.worker.calls import call_model, loss_of
 from elastic.worker.fixed import even
-from elastic.worker.forward_trace import Batch
+from elastic.worker.forward_trace import Batch, python_random
 from elastic.worker.groups import Groups, is_collective_error
 from elastic.worker.model_profile import block_names, build_meta, trace
+from elastic.worker.pipeline import PassThrough
+from elastic.worker.sequence import before_cut, tensors_in
 from elastic.worker.step import Stepper
 from elastic.worker.structure import told
 from elastic.worker.train_state import TrainState
@@ -241,7 +246,11 @@ def _judged(layout: Layout, answers: list[dict[str, Any]], seconds: float) -> Co
     at, worst = max(((a["worst_at"], a["worst"]) for a in answers), key=lambda pair: pair[1])
     problem = ""
     if not abs(loss - whole) <= LOSS_AGREES * max(1e-3, abs(whole)):
-        problem = f"it computes another function: the loss of {ROWS} samples is {loss:.6g}, in one process it is {whole:.6g}"
+        first = next((a["first"] for a in answers if a["first"]), "")
+        where = f"; {first} is the first to give something else" if first else ""
+        problem = (
+            f"it computes another function: the loss of {ROWS} samples is {loss:.6g}, in one process it is {whole:.6g}{where}"
+        )
     elif not worst <= 1.0:
         by = f"{worst * GRADIENT_AGREES:.1%} of its largest element"
         problem = f"it computes other gradients than one process: that of {at} differs by {by}"
@@ -263,8 +272,8 @@ def _rank(pipe: Connection, small: Copy, job: dict[str, Any], batch: Batch, plac
 def _values(small: Copy, job: dict[str, Any], batch: Batch, place: tuple[Layout, int, int]) -> dict[str, Any]:
     layout, rank, port = place
     program, profile = small.program, small.profile
-    with Still():
-        whole, gradients = _alone(small, batch, layout.cp)
+    with Still(), python_random(0.999):
+        whole, gradients, outputs = _alone(small, batch, layout.cp)
         n = 2 if layout.pp > 1 else 1
         ranks = tuple(WorkerId("here", i) for i in range(layout.world_size))
         layers = even(profile.n_blocks, layout.n_stages)
@@ -279,32 +288,80 @@ def _values(small: Copy, job: dict[str, Any], batch: Batch, place: tuple[Layout,
             at = coordinates(layout, rank).dp(layout)
             start = sum(plan.samples[:at])
             rows = {key: x[start : start + plan.samples[at]] for key, x in batch.items()}
-            loss, _ = stepper.forward_backward([rows], train=True)
+            with Outputs(state.models) as here:
+                loss, _ = stepper.forward_backward([rows], train=True)
             own = state.gradients()
             stepper.add_shared(own)
             worst, worst_at = _differ(state, own, gradients)
-            return {"whole": whole, "loss": loss if stepper.speaks else 0.0, "worst": worst, "worst_at": worst_at}
+            take = stepper.sequence.shard.take if stepper.sequence.shard is not None else None
+            first = here.first_difference(outputs, slice(start, start + plan.samples[at]), take)
+            return {
+                "whole": whole, "loss": loss if stepper.speaks else 0.0, "worst": worst, "worst_at": worst_at, "first": first,
+            }  # fmt: skip
         except Exception:
             groups.abort()
             raise
 
 
-def _alone(small: Copy, batch: Batch, cp: int) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one process."""
-    from elastic.models.attention import over
-    from elastic.worker.sequence import before_cut
+class Outputs:
+    """What each module gives back in forward passes, by name, in the order in which they are done."""
 
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.models, self.found, self.hooks = models, dict[str, list[Tensor]](), list[Any]()
+
+    def __enter__(self) -> Outputs:
+        for model in self.models:
+            for name, module in model.named_modules():
+                if name and not isinstance(module, PassThrough):
+                    self.hooks.append(module.register_forward_hook(self._note(name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _note(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            first = next(tensors_in(output), None)
+            if first is not None and not isinstance(first, DTensor):
+                self.found.setdefault(name, []).append(first.detach().clone())
+
+        return hook
+
+    def first_difference(self, whole: Outputs, rows: slice, take: Any) -> str:
+        """The first module whose output is another than in the whole model; '' = none that can be compared."""
+        for name in whole.found:
+            expected, mine = _joined(whole.found[name]), _joined(self.found.get(name, []))
+            if expected is None or mine is None or expected.ndim < 1 or expected.shape[0] != ROWS:
+                continue
+            expected = expected[rows]
+            if take is not None and expected.ndim > 1 and expected.shape != mine.shape:
+                expected = take(expected) if expected.shape[1] % (2 * 2) == 0 else expected
+            if expected.shape == mine.shape and not torch.allclose(
+                mine, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())
+            ):
+                return name
+        return ""
+
+
+def _joined(calls: list[Tensor]) -> Tensor | None:
+    """Of several microbatches; None where they do not go together."""
+    if not calls or any(x.shape[1:] != calls[0].shape[1:] or not x.ndim or not x.is_floating_point() for x in calls):
+        return None
+    return torch.cat(calls)
+
+
+def _alone(small: Copy, batch: Batch, cp: int) -> tuple[float, dict[str, Tensor], Outputs]:
+    """Loss, gradients and the modules' outputs of one process."""
     model = copy.deepcopy(small.model).train(not small.program.batch_dependent)
     given = before_cut(small.program, batch) if cp > 1 else batch
-    if cp > 1:
-        with over(None):
-            output = call_model(small.program, model, given)
-    else:
+    with over(None) if cp > 1 else nullcontext(), Outputs([model]) as outputs:
         output = call_model(small.program, model, given)
     loss = loss_of(small.program, output, given)
     loss.backward()
     named = dict(model.named_parameters(remove_duplicate=False))
-    return float(loss.detach()), {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named.items()}
+    gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named.items()}
+    return float(loss.detach()), gradients, outputs
 
 
 @torch.no_grad()

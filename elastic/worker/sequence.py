@@ -120,7 +120,11 @@ def check_calls(program: Program, sample: Batch, cp: int) -> None:
     """Does the model call `elastic.attention`, on sequences that can be cut? Runs it on the meta device, with a batch of one
     sample; what cannot run there is not judged. Raises SpecError."""
     check_possible(program, cp)
+    _check_attention(program, sample, cp)
     SequenceShard(0, cp, None).take(torch.empty(1, sequence_length(program, sample), device="meta"))
+
+
+def _check_attention(program: Program, sample: Batch, cp: int) -> None:
     batch = {key: x.to("meta") for key, x in sample.items()}
     with torch.no_grad(), over(None) as seen:
         try:

@@ -23,7 +23,7 @@ from elastic.program import Program
 from elastic.types import ModelProfile
 from elastic.worker.calls import inputs_of, keywords_of
 from elastic.worker.fixed import even
-from elastic.worker.forward_trace import INPUT, INTERNAL, Batch, Call, Followed, Labels, Op, Tracer, follow, shape_of
+from elastic.worker.forward_trace import INPUT, INTERNAL, KEYWORDS, Batch, Call, Followed, Labels, Op, Tracer, follow, shape_of
 from elastic.worker.model_profile import block_names, build_meta
 from elastic.worker.pipeline import cut_stage
 from elastic.worker.sequence import tensors_in
@@ -73,17 +73,18 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
     if isinstance(found, str):
         why = "" if profile.no_pp else f"its forward pass cannot be followed without values: {found}"
         return Structure(no_pp=why)
-    one, other = found
+    device, one, other = found
     shares = _of_shares(program, one, other)
     shares = replace(shares, no_dp=shares.no_dp or _shared_by_blocks(profile))
     no_pp = profile.no_pp or shares.no_pp
     if not no_pp and profile.n_blocks > 1:
-        no_pp = _Pipelines(program, profile, batch, one).problem()
+        no_pp = _Pipelines(program, profile, {key: x.to(device) for key, x in batch.items()}, one).problem()
     return replace(shares, no_pp=no_pp)
 
 
-def _passes(program: Program, profile: ModelProfile, batch: Batch) -> tuple[Followed, Followed] | str:
-    """Two passes of the whole model; what Python asks of values is true in one and false in the other. A text: why not."""
+def _passes(program: Program, profile: ModelProfile, batch: Batch) -> tuple[str, Followed, Followed] | str:
+    """Two passes of the whole model, and the device; what Python asks of values is true in one and false in the other. A text:
+    why not."""
     problem = ""
     for device in ("meta", "cpu"):
         if device == "cpu" and (profile.n_params > REAL_MOST_PARAMETERS or program.weights is not None):
@@ -98,22 +99,26 @@ def _passes(program: Program, profile: ModelProfile, batch: Batch) -> tuple[Foll
             problem = told(error)
             continue
         try:
-            return one, _pass(program, device, batch, False)
+            return device, one, _pass(program, device, batch, False)
         except Exception:  # noqa: BLE001 - a model may well refuse a value that it can never have
-            return one, one
+            return device, one, one
     return problem
 
 
 def _pass(program: Program, device: str, batch: Batch, truth: bool) -> Followed:
-    if device == "meta":
-        model = build_meta(program)
-    else:
-        torch.manual_seed(0)
-        model = program.model()
-        if program.init is not None:
-            program.init(model)
+    model = _built(program, device)
     given = {key: x.to(device) for key, x in batch.items()}
     return follow(program, model, block_names(model, program.blocks), given, truth)
+
+
+def _built(program: Program, device: str) -> nn.Module:
+    if device == "meta":
+        return build_meta(program)
+    torch.manual_seed(0)
+    model: nn.Module = program.model()
+    if program.init is not None:
+        program.init(model)
+    return model
 
 
 # ------------------------------------------------------------------------------------------ what every layout must allow
@@ -123,7 +128,7 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
     """What makes results depend on which samples stand together, or ranks call different modules."""
     notes = []
     model = build_meta(program)
-    no_dp = no_cp = no_pp = ""
+    no_dp = no_tp = no_cp = no_pp = ""
     norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
     written = next((name for name, labels in one.written.items() if labels), None)
     sees = ""
@@ -136,8 +141,23 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
     elif sees:
         mend = "take GroupNorm or LayerNorm" if norm is not None else "leave that out"
         no_dp = no_cp = no_pp = f"{sees}; {mend}, or say Program.batch_dependent=True to train on all the same"
+    chosen = [op for op in one.branches if op.labels]
+    mine = [op for op in chosen if op.own]
+    if one.python_random:
+        no_dp = no_tp = no_cp = (
+            "forward draws from Python's random, which gives other numbers on each rank; draw with torch instead"
+        )
     if one.modules != other.modules:
         no_dp = no_cp = _branch(one, other)
+        no_tp = no_dp if one.python_random else no_tp
+    elif mine and one.names != other.names and not program.batch_dependent:
+        place = f"{mine[0].inside or 'forward'} ({mine[0].where})"
+        no_dp = no_cp = no_pp = (
+            f"{place} branches on a value of the whole batch, which each rank and microbatch sees a part of: compute both and "
+            "choose for each sample with torch.where, or say Program.batch_dependent=True to train on all the same"
+        )
+    elif chosen and one.names != other.names:
+        notes.append(f"{chosen[0].inside or 'forward'} ({chosen[0].where}) branches on a value of the samples of one rank")
     for name, labels in one.written.items():
         if not labels and norm is None:
             notes.append(f"each forward pass writes the buffer {name}: how many there are in a step depends on the layout")
@@ -146,7 +166,7 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
         at = f" ({draws[0].where})" if draws else " (Python's random)"
         place = f"{draws[0].inside or 'forward'}{at}" if draws else f"forward{at}"
         notes.append(f"{place} draws random numbers: each layout draws others, so losses differ a little between layouts")
-    return Structure(no_dp, "", no_cp, no_pp, bool(draws) or one.python_random, tuple(notes))
+    return Structure(no_dp, no_tp, no_cp, no_pp, bool(draws) or one.python_random, tuple(notes))
 
 
 def _shared_by_blocks(profile: ModelProfile) -> str:
@@ -187,7 +207,8 @@ class _Pipelines:
     def __init__(self, program: Program, profile: ModelProfile, batch: Batch, whole: Followed) -> None:
         self.program, self.profile, self.whole = program, profile, whole
         self.names = block_names(build_meta(program), program.blocks)
-        self.batch = {key: x.to("meta") for key, x in batch.items()}
+        self.batch = batch
+        self.device = next(iter(batch.values())).device.type
 
     def problem(self) -> str:
         """'' = they may."""
@@ -241,7 +262,7 @@ class _Pipelines:
 
     def _others(self) -> str:
         """What blocks take besides the hidden state must be there on every stage."""
-        tracer = Tracer(self.program, build_meta(self.program), self.names)
+        tracer = Tracer(self.program, _built(self.program, self.device), self.names)
         labels = _labels_of_others(self.program, self.batch, tracer)
         for block, found in labels.items():
             where = f"{self.names[block]} takes more than the hidden state, made from"
@@ -253,7 +274,11 @@ class _Pipelines:
 
     def _tail(self) -> str:
         last = self.names[-1]
-        allowed = {last, *(f"the weight {spec.fqn}" for spec in self.profile.specs if self._is_behind(spec.fqn, spec.block))}
+        allowed = {
+            last,
+            KEYWORDS,
+            *(f"the weight {spec.fqn}" for spec in self.profile.specs if self._is_behind(spec.fqn, spec.block)),
+        }
         tied = {spec.fqn: spec.tied_to for spec in self.profile.specs if spec.tied_to}
         allowed |= {f"the weight {a}" for fqn, a in tied.items() if f"the weight {fqn}" in allowed}
         for op in self.whole.tail:
@@ -286,7 +311,7 @@ class _Pipelines:
 
     def _stage(self, layers: tuple[int, ...], stage: int, mine: list[str]) -> str:
         program = self.program
-        model = cut_stage(build_meta(program), program, self.profile, layers, stage)
+        model = cut_stage(_built(program, self.device), program, self.profile, layers, stage)
         if program.stage is not None:
             model = program.stage(model, stage, len(layers))
         by_name = {self.names[call.block]: call for call in self.whole.calls}
@@ -295,7 +320,7 @@ class _Pipelines:
             if mine[0] not in by_name or not by_name[mine[0]].args:
                 return ""  # called in a way of its own: values must tell
             first = by_name[mine[0]].args[0]
-            given = torch.empty(first.shape, dtype=first.dtype, device="meta")
+            given = torch.zeros(first.shape, dtype=first.dtype, device=self.device)
         tracer = Tracer(program, model, [name for name in mine if _has(model, name)])
         found = tracer.run(given, keywords_of(program, self.batch))
         if stage == len(layers) - 1 and _forms(found.output, program) != _forms(self.whole.output, program):
