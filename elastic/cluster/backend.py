@@ -27,7 +27,7 @@ from elastic.cluster.copies import Commit, DurableCopies, holders_of
 from elastic.cluster.crew import POLL_S, Answer, Berth, Broken, Crew
 from elastic.cluster.drilling import Drilling
 from elastic.cluster.lease import Lease
-from elastic.cluster.local import ENVIRONMENT, HOST, LAST_WORDS, LocalCluster
+from elastic.cluster.local import LAST_WORDS, LocalCluster
 from elastic.cluster.lookouts import drain_in_ray
 from elastic.cluster.nodes import EmbeddedNodes, NodeProvider, Survey
 from elastic.cluster.outlook import Outlook
@@ -168,7 +168,9 @@ class RayBackend:
         self.crew.close(end=self.cluster is None and not self._let_go)
         self.provider.close(end=not self._let_go)
         self._stores.clear()
-        if self._connected:
+        if self._connected and self.cluster is not None:
+            self.cluster.disconnect()
+        elif self._connected:
             ray.shutdown()
         if self.cluster is not None:
             self.cluster.close()
@@ -436,8 +438,7 @@ class RayBackend:
         if ray.is_initialized():
             return False
         if self.cluster is not None:
-            os.environ.update(ENVIRONMENT)
-            _ray_private.connect(self.cluster.address, self.run.namespace, HOST)
+            self.cluster.connect(self.run.namespace)
         else:
             ray.init(self.run.address, namespace=self.run.namespace, log_to_driver=False, logging_level=logging.ERROR)
         _ray_private.mute_errors()
