@@ -220,8 +220,7 @@ class RayBackend:
                 self.crew.start(me, Berth(ray_id, node.pool, pool.accelerator_type != "CPU"), *preparation)
 
     def _enter(self, action: EnterPlan) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+        from elastic.worker.rendezvous import host_store, new_secret
         from elastic.worker.workplace import EnterOrder
 
         plan = action.plan
@@ -229,12 +228,13 @@ class RayBackend:
         participants = (*plan.ranks, *dict.fromkeys(senders))
         self._plan = plan
         self.gather.expect(plan)
-        host = "127.0.0.1" if self.cluster is not None else ray.util.get_node_ip_address()
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        host = ray.util.get_node_ip_address()
+        store, secret = host_store(host), new_secret()
         self._stores[plan.generation] = store
         timeout_s = max(TIMEOUT_LEAST_S, TIMEOUT_STEPS * plan.predicted_step_time_s)
         for i, worker in enumerate(participants):
-            if not self.crew.call(worker, "enter", EnterOrder(plan, participants, i, (host, store.port), timeout_s)):
+            order = EnterOrder(plan, participants, i, (host, store.port), timeout_s, secret)
+            if not self.crew.call(worker, "enter", order):
                 self._early.append(WorkerFailed(worker, plan.generation, "process", "it is not there"))
 
     def _quiesce(self, action: Quiesce) -> None:

@@ -81,8 +81,8 @@ def own() -> Iterator[LocalCluster]:
 
 
 def python(text: str, *words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    words = (sys.executable, "-c", text, *words)
-    return subprocess.run(words, capture_output=True, text=True, env=env, timeout=120, check=False)
+    command = (sys.executable, "-c", text, *words)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
 
 
 def listening(cluster: LocalCluster) -> list[tuple[str, str, int]]:
