@@ -9,6 +9,7 @@
     ├── InfeasiblePlan   no layout fits the nodes or their memory
     ├── NoCapacity       no pool can give what the job needs
     ├── StateLost        no copy of some part of the training state is left
+    ├── PeerGarbled      a rank has sent what no rank sends; the ranks meet anew (also a ConnectionError)
     ├── ProgramError     the user's program raised; never retried
     └── InternalError    a fault of this package
 
@@ -57,6 +58,11 @@ class NoCapacity(ElasticError):
 
 class StateLost(ElasticError):
     """Some part of the training state has no holder left, neither in memory nor in storage."""
+
+
+class PeerGarbled(ElasticError, ConnectionError):
+    """A rank has sent what no rank of this run sends: its memory is damaged, or it is a stranger. The generation is broken off
+    as after any fault of its connections, and the next one meets anew."""
 
 
 class ProgramError(ElasticError):

@@ -24,6 +24,19 @@ IMPURE = {
     "time", "datetime", "random", "secrets", "os", "threading", "concurrent", "multiprocessing", "asyncio", "logging", "socket",
     "subprocess",
 }  # fmt: skip
+OBJECT_COLLECTIVES = {
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "recv_object_list",
+}  # fmt: skip
+UNPICKLERS = {
+    f"{module}.{name}"
+    for module in ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "ray.cloudpickle")
+    for name in ("load", "loads", "Unpickler")
+} | {"shelve.open", "torch.serialization.load", "yaml.unsafe_load", "yaml.full_load"}  # fmt: skip
+MAY_UNPICKLE = {  # file -> what it calls, and why that runs no code of a stranger
+    "elastic/data/readers.py": ({"pickle.loads"}, "words between a process and the child that it started, over a pipe"),
+    "elastic/worker/durable_plain.py": ({"pickle.Unpickler"}, "knows a few plain classes and refuses every other name"),
+}
 BLOCKED = """
 import importlib, sys
 class Block:
@@ -112,6 +125,63 @@ def test_blanket_except_only_at_boundaries(path: Path) -> None:
     lines = path.read_text().splitlines()
     bad = [i for i, line in enumerate(lines, 1) if line.strip().startswith("except:")]
     assert not bad, f"{label(path)}:{bad} catches everything"
+
+
+def full_names(tree: ast.AST) -> dict[str, str]:
+    """What the names that a file imports stand for: `import pickle as p` -> p: pickle."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def unpicklers(tree: ast.AST) -> set[str]:
+    """Names in a file by which bytes become objects, and so may run code."""
+    names, found = full_names(tree), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            text = ast.unparse(node)
+            first, dot, rest = text.partition(".")
+            name = names.get(first, first) + dot + rest
+            if name in UNPICKLERS or name.rpartition(".")[2] in OBJECT_COLLECTIVES:
+                found.add(name)
+        elif isinstance(node, ast.Call):
+            said = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            first, dot, rest = ast.unparse(node.func).partition(".")
+            if names.get(first, first) + dot + rest == "torch.load" and said.get("weights_only") != "True":
+                found.add("torch.load")
+            if said.get("allow_pickle", "False") != "False":
+                found.add("allow_pickle")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_nothing_is_unpickled(path: Path) -> None:
+    allowed, _ = MAY_UNPICKLE.get(label(path), (set(), ""))
+    found = unpicklers(tree_of(path))
+    assert found == allowed, f"{label(path)}: {', '.join(sorted(found ^ allowed))}; elastic/worker/wire.py sends without pickle"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import pickle\npickle.loads(b'')", {"pickle.loads"}),
+        ("import pickle as p\nx = p.load", {"pickle.load"}),
+        ("from pickle import loads as read\nread(b'')", {"pickle.loads"}),
+        ("from torch.distributed import all_gather_object\nall_gather_object([], 1)", {"torch.distributed.all_gather_object"}),
+        ("import torch.distributed as dist\ndist.send_object_list([])", {"torch.distributed.send_object_list"}),
+        ("import torch\ntorch.load('a')", {"torch.load"}),
+        ("import torch\ntorch.load('a', weights_only=False)", {"torch.load"}),
+        ("import torch\ntorch.load('a', weights_only=True)", set()),
+        ("import numpy\nnumpy.load('a', allow_pickle=True)", {"allow_pickle"}),
+        ("import pickle, json\npickle.dumps(1)\njson.loads('1')", set()),
+    ],
+)
+def test_the_rule_against_pickle_sees(text: str, found: set[str]) -> None:
+    assert unpicklers(ast.parse(text)) == found
 
 
 def test_imports_bring_neither_torch_nor_ray() -> None:

@@ -6,15 +6,13 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import wait as wait_for
 from typing import Any, TypeVar
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic.certify.member import Member
 from elastic.certify.tasks import Failed, Limit, Refused
 from elastic.types import Event, NodePrepared, Plan, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.worker.rendezvous import host_store, new_secret
 from elastic.worker.workplace import EnterOrder
 
 MOST_S = 60.0  # for anything that is waited for; a worker's bound in elastic.cluster.silence
@@ -99,12 +97,12 @@ class Crew:
 
     def enter(self, plan: Plan) -> None:
         """Orders the generation to its ranks and to those that only hold state."""
-        store = TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        store, secret = host_store(self.host, 30.0), new_secret()
         self._stores[plan.generation], self._begun = store, True
         senders = [holding.worker for holding in plan.resume.holdings if holding.worker not in plan.ranks]
         everyone = (*plan.ranks, *dict.fromkeys(senders))
         for i, worker in enumerate(everyone):
-            self.call(worker, "enter", EnterOrder(plan, everyone, i, (self.host, store.port), MOST_S))
+            self.call(worker, "enter", EnterOrder(plan, everyone, i, (self.host, store.port), MOST_S, secret))
 
     def abort(self, generation: int, workers: Iterable[WorkerId]) -> None:
         self._stores.pop(generation, None)

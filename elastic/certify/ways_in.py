@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ from elastic.certify.place import Place
 from elastic.certify.planning import GLOBAL_BATCH
 from elastic.certify.result import Bound, Check, judge
 from elastic.certify.tasks import Failed, Limit, Task
-from elastic.cluster.local import ENVIRONMENT
 from elastic.ledger.run_folder import RunFolder
 from elastic.storage import Storage
 
@@ -136,16 +136,18 @@ def _loop(lab: Lab, limit: Limit) -> Iterator[Check]:
     lab.drop()
     place = lab.place
     if place.address:
-        yield from _loop_at(lab, limit, place.address, cluster_place.pools(place), cluster_place.world(place))
+        where = Where(address=place.address, world=cluster_place.world(place), connected=True)
+        yield from _loop_at(lab, limit, where, cluster_place.pools(place))
         return
     with _own_cluster() as cluster:
-        yield from _loop_at(lab, limit, cluster.address, _pools(), OWN_NODES)
+        where = Where(address=cluster.address, world=OWN_NODES, environment=cluster.environment)
+        yield from _loop_at(lab, limit, where, _pools())
 
 
-def _loop_at(lab: Lab, limit: Limit, address: str, pools: list[dict[str, Any]], world: int) -> Iterator[Check]:
+def _loop_at(lab: Lab, limit: Limit, at: Where, pools: list[dict[str, Any]]) -> Iterator[Check]:
     on_objects = not why_no_objects(lab)
     with lab.room(configured=on_objects) as (name, storage):
-        where = Where(name, storage, address, world, bool(lab.place.address), {} if lab.place.address else ENVIRONMENT)
+        where = replace(at, name=name, storage=storage)
         way = {**TRAINS, "script": program_file("loop_script"), "orphan_lease_s": ORPHAN_LEASE_S}
         trial = Trial(lab.folder / "loop", pools, limit, where, way)
         try:
@@ -230,7 +232,7 @@ def _ray_train(lab: Lab, limit: Limit) -> Iterator[Check]:
     with _own_cluster() as cluster:
         words = [sys.executable, program_file("fit"), str(folder), str(STEPS)]
         text = child.run(
-            words, child.Setting(folder, {**ENVIRONMENT, "RAY_ADDRESS": cluster.address}), limit, "ElasticTrainer.fit"
+            words, child.Setting(folder, {**cluster.environment, "RAY_ADDRESS": cluster.address}), limit, "ElasticTrainer.fit"
         )
     found = child.last_json(text)
     if found["error"]:
@@ -277,7 +279,7 @@ def _restarted(lab: Lab, limit: Limit) -> Iterator[Check]:
     state = folder / "state"
     state.mkdir(parents=True)
     with _own_cluster() as cluster:
-        where = Where("plain", str(folder / "runs"), cluster.address, OWN_NODES, environment=ENVIRONMENT)
+        where = Where("plain", str(folder / "runs"), cluster.address, OWN_NODES, environment=cluster.environment)
         way = {"script": program_file("plain_script"), "args": [str(state)]}
         trial = Trial(folder, _pools(), limit, where, way)
         try:

@@ -108,6 +108,20 @@ def connect(address: str, namespace: str, host: str) -> None:
     ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, _node_ip_address=host)
 
 
+def read_environment_again() -> None:
+    """Ray keeps what the environment first said of authentication, and whether there are other machines (where there are none,
+    127.0.0.1 is not replaced by the machine's outer address). To be called while no cluster is connected. The mode comes before
+    the token: a thread of Ray that still ends must not look for a token that is gone."""
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    constants: Any = ray_constants
+    others = constants.env_bool(constants.ENABLE_RAY_CLUSTERS_ENV_VAR, not constants.IS_WINDOWS_OR_OSX)
+    constants.ENABLE_RAY_CLUSTER = others
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
 def count_nodes_again() -> None:
     """Makes Ray Train's view of the nodes fresh, which it renews only every 20 s by itself. Does not wait."""
     from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator

@@ -27,7 +27,7 @@ from elastic.cluster.copies import Commit, DurableCopies, holders_of
 from elastic.cluster.crew import POLL_S, Answer, Berth, Broken, Crew
 from elastic.cluster.drilling import Drilling
 from elastic.cluster.lease import Lease
-from elastic.cluster.local import ENVIRONMENT, HOST, LAST_WORDS, LocalCluster
+from elastic.cluster.local import LAST_WORDS, LocalCluster
 from elastic.cluster.lookouts import drain_in_ray
 from elastic.cluster.nodes import EmbeddedNodes, NodeProvider, Survey
 from elastic.cluster.outlook import Outlook
@@ -168,7 +168,9 @@ class RayBackend:
         self.crew.close(end=self.cluster is None and not self._let_go)
         self.provider.close(end=not self._let_go)
         self._stores.clear()
-        if self._connected:
+        if self._connected and self.cluster is not None:
+            self.cluster.disconnect()
+        elif self._connected:
             ray.shutdown()
         if self.cluster is not None:
             self.cluster.close()
@@ -218,8 +220,7 @@ class RayBackend:
                 self.crew.start(me, Berth(ray_id, node.pool, pool.accelerator_type != "CPU"), *preparation)
 
     def _enter(self, action: EnterPlan) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+        from elastic.worker.rendezvous import host_store, new_secret
         from elastic.worker.workplace import EnterOrder
 
         plan = action.plan
@@ -227,12 +228,13 @@ class RayBackend:
         participants = (*plan.ranks, *dict.fromkeys(senders))
         self._plan = plan
         self.gather.expect(plan)
-        host = "127.0.0.1" if self.cluster is not None else ray.util.get_node_ip_address()
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        host = ray.util.get_node_ip_address()
+        store, secret = host_store(host), new_secret()
         self._stores[plan.generation] = store
         timeout_s = max(TIMEOUT_LEAST_S, TIMEOUT_STEPS * plan.predicted_step_time_s)
         for i, worker in enumerate(participants):
-            if not self.crew.call(worker, "enter", EnterOrder(plan, participants, i, (host, store.port), timeout_s)):
+            order = EnterOrder(plan, participants, i, (host, store.port), timeout_s, secret)
+            if not self.crew.call(worker, "enter", order):
                 self._early.append(WorkerFailed(worker, plan.generation, "process", "it is not there"))
 
     def _quiesce(self, action: Quiesce) -> None:
@@ -436,8 +438,7 @@ class RayBackend:
         if ray.is_initialized():
             return False
         if self.cluster is not None:
-            os.environ.update(ENVIRONMENT)
-            _ray_private.connect(self.cluster.address, self.run.namespace, HOST)
+            self.cluster.connect(self.run.namespace)
         else:
             ray.init(self.run.address, namespace=self.run.namespace, log_to_driver=False, logging_level=logging.ERROR)
         _ray_private.mute_errors()

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 
-from elastic.cluster import processes
+from elastic.cluster import own_token, processes
 
 LOOK_S = 0.1
 SOCKET_PATH_MOST = 40  # bytes of the folder's name: paths of sockets below it must stay under 108
@@ -30,7 +30,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.adopt_orphans()
     folder = new_folder()
-    cluster = subprocess.Popen([sys.executable, "-m", "elastic.cluster.local", folder, str(os.getpid())])
+    own_token.write(folder)
+    cluster = subprocess.Popen(
+        [sys.executable, "-m", "elastic.cluster.local", folder, str(os.getpid())],
+        env={**os.environ, **own_token.environment(folder)},
+    )
     try:
         wait(cluster.pid, parent, asked)
     finally:

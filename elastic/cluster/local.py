@@ -1,7 +1,8 @@
 """The embedded cluster: several real Ray nodes on this machine, gone with the driver.
 
 `LocalCluster` is the driver's side. It starts the keeper (keeper.py), which starts this module as the cluster process; the two
-speak JSON lines. Nodes stand on a loopback address, in a folder of their own, and know nothing of other Ray clusters here.
+speak JSON lines. Nodes stand on loopback, in a folder of their own, with a token of their own, and know nothing of other Ray
+clusters here.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic.cluster import fork_server, processes
+from elastic.cluster import fork_server, own_token, processes
 from elastic.errors import InternalError
 
-HOST = "127.0.0.2"  # loopback, but not a name that Ray replaces by the machine's outer address
+HOST = "127.0.0.1"  # by this very name Ray listens on loopback only; for any other address on all interfaces
 START_MOST_S = 120.0
 CLOSE_MOST_S = 15.0
 STORE_BYTES = 80 << 20  # Ray's object store: state never travels through it
@@ -33,7 +35,6 @@ SYSTEM_CONFIG = {  # a raylet whose port refuses is dead after about 2 s; one th
     "health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_timeout_ms": 10_000,
     "health_check_failure_threshold": 3,
 }  # fmt: skip
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # of the driver and of all nodes
 ENVIRONMENTS = "ELASTIC_RUNTIME_ENVIRONMENTS"  # set where the nodes must offer them
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 LAST_WORDS = 400
@@ -72,6 +73,7 @@ class LocalCluster:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._ended = False
+        self._connected: ExitStack | None = None
         self._process = subprocess.Popen(
             [sys.executable, "-m", "elastic.cluster.keeper"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True,
@@ -100,6 +102,40 @@ class LocalCluster:
         """Where sockets and logs lie while the cluster stands."""
         return str(self._hello()["folder"])
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of other processes that are to connect to it: where its token is."""
+        return own_token.environment(self.folder)
+
+    @contextmanager
+    def introduced(self) -> Iterator[None]:
+        """Meanwhile this process, whose environment is then `environment`, may connect to the cluster by its address."""
+        from elastic.cluster._ray_private import read_environment_again
+
+        with ExitStack() as stack:
+            stack.callback(read_environment_again)
+            stack.enter_context(own_token.replaced(self.environment))
+            read_environment_again()
+            yield
+
+    def connect(self, namespace: str) -> None:
+        """ray.init; this process is introduced until `disconnect`."""
+        from elastic.cluster import _ray_private
+
+        with ExitStack() as stack:
+            stack.enter_context(self.introduced())
+            _ray_private.connect(self.address, namespace, HOST)
+            self._connected = stack.pop_all()
+
+    def disconnect(self) -> None:
+        """ray.shutdown; this process may then connect to another cluster."""
+        import ray
+
+        ray.shutdown()
+        connected, self._connected = self._connected, None
+        if connected is not None:
+            connected.close()
+
     def _hello(self) -> dict[str, Any]:
         return self._answers[0].result(START_MOST_S)
 
@@ -123,6 +159,8 @@ class LocalCluster:
 
     def close(self) -> None:
         """Ends every process of the cluster and removes its folder."""
+        if self._connected is not None:
+            self.disconnect()
         if self._process.stdin is not None and not self._process.stdin.closed:
             try:
                 self._process.stdin.close()
@@ -181,8 +219,8 @@ def _environment(python_path: Sequence[str]) -> dict[str, str]:
     """Of the keeper, and so of all nodes and workers."""
     package = str(Path(__file__).resolve().parents[2])
     path = [*python_path, package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    return {**WORKER_ENVIRONMENT, **inherited, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", own_token.INSTEAD)}
+    return {**WORKER_ENVIRONMENT, **inherited, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
 
 
 # -------------------------------------------------------------------------------------- the cluster process
@@ -221,9 +259,10 @@ class _Nodes:
         return [self.python, "-I", "-S", str(client), f"{self.folder}/{fork_server.SOCKET}", self.python]
 
     def _start(self, n: int, values: Mapping[str, Any]) -> Any:
+        """Sockets lie below Ray's own folder: it opens the folder of a socket to everyone (chmod 0777)."""
         return self.cluster.add_node(
             node_ip_address=HOST, temp_dir=f"{self.folder}/ray", include_log_monitor=False, object_store_memory=STORE_BYTES,
-            plasma_store_socket_name=f"{self.folder}/s{n}", raylet_socket_name=f"{self.folder}/r{n}", **values,
+            plasma_store_socket_name=f"{self.folder}/ray/s{n}", raylet_socket_name=f"{self.folder}/ray/r{n}", **values,
         )  # fmt: skip
 
     def answer(self, number: int, **values: Any) -> None:
@@ -260,7 +299,7 @@ class _Nodes:
     def _end_late(self, n: int) -> None:
         """A raylet that came too late must not join."""
         for pid in processes.descendants(os.getpid()):
-            if f"--raylet_socket_name={self.folder}/r{n}" in processes.command(pid):
+            if f"--raylet_socket_name={self.folder}/ray/r{n}" in processes.command(pid):
                 processes.end_tree(pid)
 
     def _kill(self, name: str) -> list[int]:

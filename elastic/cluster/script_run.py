@@ -7,7 +7,6 @@ lets the supervisors of the old group go, so that the next group has the right s
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from elastic.cluster.autoscaler import provider_for
 from elastic.cluster.claims import Order
 from elastic.cluster.drilling import Drilling
 from elastic.cluster.lease import Lease
-from elastic.cluster.local import ENVIRONMENT, HOST, LocalCluster
+from elastic.cluster.local import LocalCluster
 from elastic.cluster.nodes import EmbeddedNodes, NodeProvider, Survey, signal_there
 from elastic.cluster.outlook import Outlook
 from elastic.cluster.script_fit import Fit
@@ -145,8 +144,7 @@ class ScriptRun:
         self._anchor_s = time.time() - time.monotonic()
         namespace = f"elastic-{self.job.name}"
         if self.cluster is not None:
-            os.environ.update(ENVIRONMENT)
-            _ray_private.connect(self.cluster.address, namespace, HOST)
+            self.cluster.connect(namespace)
         else:
             ray.init(self.job.address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
         _ray_private.mute_errors()
@@ -181,9 +179,11 @@ class ScriptRun:
         self.outlook.close()
         if hasattr(self, "provider"):
             self.provider.close(end=True)
-        ray.shutdown()
         if self.cluster is not None:
+            self.cluster.disconnect()
             self.cluster.close()
+        else:
+            ray.shutdown()
         self.lease.release()
 
     def now_s(self) -> float:

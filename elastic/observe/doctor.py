@@ -47,6 +47,7 @@ def machine(storage: str = ".") -> list[Check]:
     """All checks of this machine; starts nothing and changes nothing."""
     return [
         _python(), _package("torch"), _package("ray"), _gpus(), _cpus(), _memory(), _shm(), _disk(storage), _ports(), _files(),
+        _open_clusters(),
     ]  # fmt: skip
 
 
@@ -147,6 +148,25 @@ def _ports() -> Check:
     except OSError as error:
         return Check("ports", f"a local connection fails: {error}", "bad", "workers talk over TCP; look at the firewall")
     return Check("ports", "a local TCP connection works")
+
+
+def _open_clusters(processes: Path = Path("/proc")) -> Check:
+    """Ray clusters of this user on this machine, and whether a stranger on the network could run code there."""
+    heads: dict[str, bool] = {}
+    for folder in processes.glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if Path(words[0]).name != "gcs_server" or folder.stat().st_uid != os.getuid():
+                continue
+            closed = b"RAY_AUTH_MODE=token" in (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended, or is not ours
+            continue
+        heads[folder.name] = closed or "--node-ip-address=127.0.0.1" in words
+    exposed = sorted(pid for pid, closed in heads.items() if not closed)
+    if not exposed:
+        return Check("ray clusters here", f"{len(heads)}, none open to the network" if heads else "none")
+    found = f"process {', '.join(exposed)} takes code from anyone who reaches this machine"
+    return Check("ray clusters here", found, "look", "start Ray with RAY_AUTH_MODE=token (docs/network.md)")
 
 
 def _files() -> Check:

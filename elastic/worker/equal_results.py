@@ -28,6 +28,7 @@ from elastic.worker.content import digest
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.loop_program import LoopProgram
 from elastic.worker.step import Batch, Stepper
+from elastic.worker.wire import broadcast_tensors
 
 log = logging.getLogger(__name__)
 
@@ -223,10 +224,8 @@ class EqualResults:
         layout, groups = self.plan.layout, self.stepper.groups
         source = next(rank for rank in range(layout.world_size) if coordinates(layout, rank).dp(layout) == source_dp)
         mine = {key: value[:1].cpu().clone() for key, value in batches[0].items()} if self.stepper.rank == source else None
-        told: list[Batch | None] = [mine]
-        dist.broadcast_object_list(told, src=source, group=groups.plan, device=torch.device("cpu"))
-        assert told[0] is not None
-        return told[0]
+        assert groups.plan is not None
+        return broadcast_tensors(mine, source, groups.plan)
 
 
 def _eager(compiled: bool) -> AbstractContextManager[object]:

@@ -78,7 +78,7 @@ class Generation:
         """Returns when every participant has what it needs. Raises what the groups raise when a participant goes away."""
         place, order = self.place, self.order
         place.at_phase("waiting", 0)
-        self.groups.join(order.store, order.me, len(order.participants), order.timeout_s)
+        self.groups.join(order.store, order.me, len(order.participants), order.timeout_s, order.secret)
         self._lap("groups")
         takeover = Takeover(place, order, self.groups)
         takeover.make_room()

@@ -30,6 +30,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from elastic.mesh import axis_groups, coordinates, stage_ranks
 from elastic.types import Layout
+from elastic.worker import rendezvous
 from elastic.worker.interfaces import interface_of
 
 CONNECT_S = 5.0
@@ -175,18 +176,20 @@ class Groups:
     def aborted(self) -> bool:
         return self._aborted
 
-    def join(self, store: tuple[str, int], me: int, n_participants: int, timeout_s: float) -> None:
-        """Meets the other participants and makes all groups. Blocks until everyone is there; `abort` frees it."""
+    def join(self, store: tuple[str, int], me: int, n_participants: int, timeout_s: float, secret: str = "") -> None:
+        """Meets the other participants and makes all groups. Blocks until everyone is there; `abort` frees it.
+
+        Raises PeerGarbled where somebody came who does not know the `secret`."""
         self._n_participants = n_participants
         self._joining.set()
         try:
-            self._join(store, me, n_participants, timedelta(seconds=timeout_s))
+            self._join(store, me, n_participants, timedelta(seconds=timeout_s), secret)
         finally:
             self._joining.clear()
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was broken off while it met")
 
-    def _join(self, store: tuple[str, int], me: int, n_participants: int, timeout: timedelta) -> None:
+    def _join(self, store: tuple[str, int], me: int, n_participants: int, timeout: timedelta, secret: str) -> None:
         host, port = store
         self._before = {_inode(fd) for fd in own_sockets()}
         if self._aborted:
@@ -201,12 +204,14 @@ class Groups:
         self._store_port = port  # known to `abort` from here on: a connection that it shuts while it is made is made again
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was broken off before it met")
-        self._store = PrefixStore(f"generation-{self.generation}", tcp)
+        self._store = PrefixStore(rendezvous.place(self.generation, secret), tcp)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self._store, rank=me, world_size=n_participants, timeout=timeout)
         if me < self.layout.world_size:
             self._make_groups(me, timeout)
         self._share_ports(me, n_participants)
+        if secret and n_participants > 1:
+            rendezvous.prove(secret, self.generation, me, n_participants)
 
     def pretend(self, rank: int) -> None:
         """Groups of a layout without the other ranks: collectives return at once and move nothing. For rehearsals."""

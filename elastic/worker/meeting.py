@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from elastic.errors import SpecError
+from elastic.worker.rendezvous import host_store
 
 ADDRESS = "elastic/address"
 LOOPBACK = "127.0.0.1"
@@ -98,7 +99,7 @@ class Meeting:
 def meet(me: Started, timeout_s: float) -> Meeting:
     """Blocks until all ranks are there. A default process group that stands is used to meet, and then taken down."""
     timeout = timedelta(seconds=timeout_s)
-    server = _store(me.host, 0, True, timeout) if me.rank == 0 else None
+    server = host_store(me.host, timeout_s) if me.rank == 0 else None
     port, backend = server.port if server is not None else 0, ""
     if dist.is_initialized():
         backend = str(dist.get_backend())
@@ -109,17 +110,13 @@ def meet(me: Started, timeout_s: float) -> Meeting:
         if server is not None:
             meeting_point.set(ADDRESS, str(port))
         port = int(meeting_point.get(ADDRESS))
-    store = server or _store(me.host, port, False, timeout)
+    store = server or TCPStore(me.host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     meeting = Meeting(me, (me.host, port), PrefixStore("elastic/words", store), backend)
     meeting.say("here", "")
     for rank in range(me.world_size):
         store_key = f"here/{rank}"
         meeting.store.get(store_key)  # the launcher's own store is not needed any more
     return meeting
-
-
-def _store(host: str, port: int, server: bool, timeout: timedelta) -> TCPStore:
-    return TCPStore(host, port, is_master=server, timeout=timeout, wait_for_workers=False)
 
 
 def _broadcast(port: int) -> int:

@@ -23,7 +23,7 @@ from elastic.data.opening import dataset_of, validation_of
 from elastic.data.progress import heard_by
 from elastic.data.readers import readers_of
 from elastic.data.streams import with_stream
-from elastic.errors import ElasticError, ProgramError, SpecError, StateLost, StorageFailed
+from elastic.errors import ElasticError, PeerGarbled, ProgramError, SpecError, StateLost, StorageFailed
 from elastic.fingerprint import KEY, fingerprint
 from elastic.program import load_program
 from elastic.storage import open_storage
@@ -456,7 +456,7 @@ def _kind_of(error: BaseException) -> FailureKind:
         return "not_finite" if error.trip.guard == "not_finite" else "guard"
     if isinstance(error, LayoutDiffers):
         return "layout"
-    if isinstance(error, ElasticError):
+    if isinstance(error, ElasticError) and not isinstance(error, PeerGarbled):
         return "program"
     if is_collective_error(error):
         return "collective"

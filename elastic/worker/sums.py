@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from elastic.errors import ProgramError
+from elastic.worker.wire import gather_numbers
 
 COUNT = "count"
 
@@ -36,10 +37,8 @@ class Sums(dict[str, float]):
         """The sums of all ranks together; every rank calls it, also those that have none."""
         if group is None or dist.get_world_size(group) == 1:
             return self
-        every: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(every, dict(self), group=group)
         out = Sums()
-        for part in every:
+        for part in gather_numbers(self, group):
             out.add(part, "a rank")
         return out
 

@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class EnterOrder:
     """What a worker needs to enter a generation. `participants`: the plan's ranks, then workers that only send;
-    `me`: this worker's index there; `store`: host and port of a TCPStore that listens already."""
+    `me`: this worker's index there; `store`: host and port of a TCPStore that listens already; `secret`: by which the
+    participants know each other, new for each generation ('' = they have none). It goes over Ray and nowhere else."""
 
     plan: Plan
     participants: tuple[WorkerId, ...]
     me: int
     store: tuple[str, int]
     timeout_s: float = 60.0
+    secret: str = field(default="", repr=False)
 
 
 @dataclass

@@ -7,7 +7,6 @@ which nodes are added and from which they are killed: until it prepares a node t
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import threading
@@ -30,7 +29,7 @@ from e2e.soak import Seen
 from elastic import api
 from elastic.cluster import _ray_private
 from elastic.cluster.backend import RayBackend
-from elastic.cluster.local import HOST, LocalCluster, NodeOrder
+from elastic.cluster.local import LocalCluster, NodeOrder
 from elastic.cluster.ray_run import RayRun
 from elastic.ledger.journal import read
 from elastic.storage import open_storage
@@ -45,17 +44,15 @@ POOL = Pool("spot", market_type="spot", max_nodes=99)
 @contextmanager
 def stage() -> Iterator[tuple[LocalCluster, RayBackend]]:
     """A driver on a cluster that somebody else started, as yet without nodes."""
-    import ray
-
     with LocalCluster() as cluster, tempfile.TemporaryDirectory() as folder:
-        _ray_private.connect(cluster.address, "bench", HOST)
+        cluster.connect("bench")
         _ray_private.mute_errors()
         backend = RayBackend(RayRun("capacity", folder, {}, (POOL,)))
         try:
             yield cluster, backend
         finally:
             backend.close()
-            ray.shutdown()
+            cluster.disconnect()
 
 
 def wait(backend: RayBackend, clock: Clock, kind: type[Event]) -> Any:
@@ -109,7 +106,8 @@ def ordered_s(journal: Path, clock: Clock, after_s: float, done: Callable[[Actio
 def in_a_run(repeats: int, clock: Clock) -> Mapping[str, Spread]:
     """Two nodes stay, a third one comes and is killed as soon as the run trains on it."""
     joined, broken = [], []
-    with LocalCluster((str(Path(__file__).resolve().parents[2]),)) as cluster, tempfile.TemporaryDirectory() as folder:
+    root = str(Path(__file__).resolve().parents[2])
+    with LocalCluster((root,)) as cluster, tempfile.TemporaryDirectory() as folder, cluster.introduced():
         layout = {n: f"dp_shard={n}" for n in (3, 2, 1)}
         pool = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 3}
         path = job(Path(folder), 1_000_000, [], pools=[pool], layout=layout)
@@ -149,7 +147,6 @@ def in_a_run(repeats: int, clock: Clock) -> Mapping[str, Spread]:
 
 
 def measure(repeats: int, clock: Clock) -> Mapping[str, Any]:
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     found = []
     with MetadataServer() as server, stage() as (cluster, backend):
         for n in range(repeats):

@@ -17,7 +17,7 @@ from elastic import cli
 from elastic.certify import cluster_place
 from elastic.certify.result import Bound, Check
 from elastic.cluster import outposts, processes
-from elastic.cluster.local import ENVIRONMENT, LocalCluster, NodeOrder
+from elastic.cluster.local import LocalCluster, NodeOrder
 from elastic.cluster.nodes import RayNode
 from elastic.errors import SpecError
 
@@ -89,10 +89,10 @@ def test_an_address_where_nothing_is(capsys: pytest.CaptureFixture, monkeypatch:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[str, list[int]]]:
     """Address and raylets of two nodes."""
-    os.environ.update(ENVIRONMENT)
     with LocalCluster((str(ROOT), str(Path(__file__).parent))) as made:
         starting = [made.add(NodeOrder(name, 2, {"elastic-node": name})) for name in ("x", "y")]
-        yield made.address, [int(answer.result(180)["pid"]) for answer in starting]
+        with made.introduced():
+            yield made.address, [int(answer.result(180)["pid"]) for answer in starting]
 
 
 @pytest.mark.ray

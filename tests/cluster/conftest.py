@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic.cluster import processes
-from elastic.cluster.local import ENVIRONMENT, HOST, LocalCluster, NodeOrder
+from elastic.cluster.local import LocalCluster, NodeOrder
 from elastic.types import Event, Layout, NodePrepared, NodeReady, Plan, Pool, Prepare, RequestNodes, Resume, WorkerId
 
 SPOT = Pool("spot", market_type="spot", gpus_per_node=1, max_nodes=3, notice_s=5.0)
@@ -85,16 +84,12 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    import ray
-
     from elastic.cluster import _ray_private
 
-    os.environ.update(ENVIRONMENT)
     with LocalCluster() as local:
-        _ray_private.connect(local.address, "tests", HOST)
+        local.connect("tests")
         _ray_private.mute_errors()
         yield local
-        ray.shutdown()
 
 
 @pytest.fixture

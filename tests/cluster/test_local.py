@@ -90,17 +90,13 @@ def test_workers_are_forks_and_go_with_their_node() -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from elastic.cluster import _ray_private
-    from elastic.cluster.local import HOST
-
     def look() -> tuple[int, int, bool, str, int]:
         return os.getpid(), os.getppid(), "elastic.worker.session" in sys.modules, os.environ["ONLY_HERE"], processes.raylet()
 
     with LocalCluster() as cluster:
         orders = [NodeOrder(name, 1, environment={"ONLY_HERE": name}) for name in ("a", "b")]
         added = [answer.result(180) for answer in [cluster.add(order) for order in orders]]
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        _ray_private.connect(cluster.address, "forks", HOST)
+        cluster.connect("forks")
         try:
             task = ray.remote(look)
             asked = [
@@ -116,19 +112,15 @@ def test_workers_are_forks_and_go_with_their_node() -> None:
             assert second in cluster.kill("b").result(60)["pids"]
             wait_gone([second])
         finally:
-            ray.shutdown()
+            cluster.disconnect()
 
 
 def test_nodes_carry_labels_and_workers() -> None:
     import ray
 
-    from elastic.cluster import _ray_private
-    from elastic.cluster.local import HOST
-
     with LocalCluster() as cluster:
         ray_id = cluster.add(NodeOrder("a", 3, {"elastic-pool": "spot", "ray.io/market-type": "spot"})).result(180)["ray_id"]
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        _ray_private.connect(cluster.address, "labels", HOST)
+        cluster.connect("labels")
         try:
             entry = next(node for node in ray.nodes() if node["NodeID"] == ray_id)
             assert entry["Resources"]["CPU"] == 3
@@ -136,4 +128,4 @@ def test_nodes_carry_labels_and_workers() -> None:
             head = next(node for node in ray.nodes() if node["NodeID"] != ray_id)
             assert "CPU" not in head["Resources"]
         finally:
-            ray.shutdown()
+            cluster.disconnect()

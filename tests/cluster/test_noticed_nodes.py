@@ -42,13 +42,13 @@ def address(server: MetadataServer) -> Iterator[str]:
             started.append(made.add(NodeOrder(name, 1, labels, environment={ENDPOINT: server.endpoint(name)})))
         for answer in started:
             answer.result(180)
-        yield made.address
+        with made.introduced():
+            yield made.address
 
 
 def test_the_node_is_left_and_training_goes_on(
     server: MetadataServer, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     folder = job(tmp_path / "job", STEPS, [], pools=[{**POOLS[0], "gpus_per_node": 1}])
     journal = tmp_path / "job" / "runs" / "noticed" / "journal.jsonl"
     told: dict[str, Any] = {}

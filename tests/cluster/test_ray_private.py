@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -100,6 +101,37 @@ else:
     raise AssertionError("no error")
 """
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_environment_is_read_again(tmp_path: Path) -> None:
+    """In a process of its own: here a cluster is connected."""
+    text = """
+import os, sys
+import ray
+from ray._raylet import AuthenticationTokenLoader, get_authentication_mode
+from elastic.cluster import own_token
+from elastic.cluster._ray_private import read_environment_again
+def seen():
+    token = AuthenticationTokenLoader.instance().get_raw_token(ignore_auth_mode=True) if get_authentication_mode() else None
+    return token, ray._private.services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
+at_first, tokens = seen(), []
+for folder in sys.argv[1:]:
+    own_token.write(folder)
+    with own_token.replaced(own_token.environment(folder)):
+        read_environment_again()
+        token, stays = seen()
+        assert stays
+        tokens.append(token == open(folder + "/auth_token").read())
+    read_environment_again()
+    assert seen() == at_first, (seen(), at_first)
+assert tokens == [True, True], tokens
+"""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run([sys.executable, "-c", text, *folders], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
 
 

@@ -257,11 +257,9 @@ class Before:
         was `drained` (a notice may be taken back a moment too late for that) need not be there any more."""
         import ray
 
-        from elastic.cluster import _ray_private
-        from elastic.cluster.local import HOST
         from elastic.cluster.nodes import NODE_LABEL, living
 
-        _ray_private.connect(cluster.address, "looks", HOST)
+        cluster.connect("looks")
         try:
             there = {node.labels.get(NODE_LABEL, node.ray_id) for node in living() if not node.head}
             found = [f"node {name} is left" for name in there - stay] + [
@@ -271,7 +269,7 @@ class Before:
             groups = ray.util.placement_group_table().values()
             found += [f"placement group {group['name']}" for group in groups if group["state"] != "REMOVED"]
         finally:
-            ray.shutdown()
+            cluster.disconnect()
         titles = {pid: " ".join(of_machine.command(pid)).strip() for pid in of_machine.descendants(cluster.pid)}
         return found + [
             f"{title} ({pid})" for pid, title in titles.items() if title.startswith("ray::") and "IDLE" not in title

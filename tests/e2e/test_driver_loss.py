@@ -70,7 +70,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def on_cluster(shell: Shell, cluster: LocalCluster) -> Shell:
-    shell.environment |= {"RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "disabled"}
+    shell.environment |= {**cluster.environment, "RAY_ADDRESS": cluster.address}
     return shell
 
 

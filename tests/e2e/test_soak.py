@@ -21,8 +21,7 @@ from runs import MARK, SLOW, job, went_on_as_if_nothing_happened
 from soak import NODES_FIRST, START_MOST_S, Before, Chance, happenings, settled, steps_of
 
 from elastic import api
-from elastic.cluster import _ray_private
-from elastic.cluster.local import HOST, LocalCluster, NodeOrder
+from elastic.cluster.local import LocalCluster, NodeOrder
 from elastic.ledger.journal import read
 
 pytestmark = pytest.mark.ray
@@ -45,7 +44,6 @@ def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Before]:
     monkeypatch.setenv(MARK, mark)
     monkeypatch.setenv(SLOW, str(tmp_path / "slow"))
     monkeypatch.setenv("ELASTIC_TEST_PAUSE_S", "0.7")  # workers that start rehearse: they pause too
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     yield Before.now(mark, temp)
     shutil.rmtree(temp, ignore_errors=True)
 
@@ -63,7 +61,8 @@ def soak(seed: int, n_events: int, layout: dict[int, str], folder: Path, before:
         chance.start()
         try:
             options = api.Options(run_name="soak", address=cluster.address, show=False)
-            result = api.run(folder, options=options)
+            with cluster.introduced():
+                result = api.run(folder, options=options)
         finally:
             chance.close()
             print("\n".join(chance.played))
@@ -103,11 +102,11 @@ def test_each_kind_of_leak_is_seen(before: Before) -> None:
         cluster.add(NodeOrder("stays", 1, {"elastic-node": "stays"})).result(START_MOST_S)
         assert before.left_on_cluster(cluster, {"stays"}) == []
         cluster.add(NodeOrder("more", 1, {"elastic-node": "more"})).result(START_MOST_S)
-        _ray_private.connect(cluster.address, "leaks", HOST)
+        cluster.connect("leaks")
         actor = ray.remote(num_cpus=0)(threading.Event).options(name="a", namespace="elastic-x", lifetime="detached").remote()
         ray.get(actor.is_set.remote())
         ray.util.placement_group([{"CPU": 1}], name="p", lifetime="detached")
-        ray.shutdown()
+        cluster.disconnect()
         left = sorted(text.partition(" (")[0] for text in before.left_on_cluster(cluster, {"stays"}))
         assert left == ["actor elastic-x/a", "node more is left", "placement group p", "ray::Event"]
         assert "node gone is gone" in before.left_on_cluster(cluster, {"stays", "more", "gone"})

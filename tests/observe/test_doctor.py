@@ -6,7 +6,7 @@ from pathlib import Path
 
 from storage.faulty_proxy import FaultyProxy, expired
 
-from elastic.observe.doctor import Check, machine
+from elastic.observe.doctor import Check, _open_clusters, machine
 from elastic.storage.s3 import S3Storage
 
 
@@ -25,3 +25,20 @@ def test_object_storage(s3: S3Storage, proxy: FaultyProxy) -> None:
     proxy.faults.append(expired())
     refused = of_storage(s3.uri)
     assert refused.verdict == "bad" and "the credentials have expired" in refused.found
+
+
+def test_a_ray_cluster_without_a_token_is_named(tmp_path: Path) -> None:
+    def process(pid: str, words: str, environ: str) -> None:
+        (tmp_path / pid).mkdir()
+        (tmp_path / pid / "cmdline").write_text(words.replace(" ", "\0"))
+        (tmp_path / pid / "environ").write_text(environ.replace(" ", "\0"))
+
+    assert _open_clusters(tmp_path).found == "none"
+    process("10", "/ray/gcs_server --gcs_server_port=1 --node-ip-address=10.0.0.1", "A=1 RAY_AUTH_MODE=token")
+    process("11", "/ray/gcs_server --node-ip-address=127.0.0.1", "RAY_AUTH_MODE=disabled")
+    process("12", "python gcs_server", "RAY_AUTH_MODE=disabled")
+    assert _open_clusters(tmp_path) == Check("ray clusters here", "2, none open to the network")
+    process("13", "/ray/gcs_server --node-ip-address=10.0.0.1", "RAY_AUTH_MODE=disabled")
+    (tmp_path / "14").mkdir()  # it has just ended
+    found = _open_clusters(tmp_path)
+    assert found.verdict == "look" and found.found.startswith("process 13 takes code from anyone")

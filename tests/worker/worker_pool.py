@@ -7,15 +7,14 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
 from forks import FORKS
-from torch.distributed import TCPStore
 
 from elastic.types import DigestPart, Event, Plan, PlanEntered, Quiesced, WorkerFailed, WorkerId
+from elastic.worker.rendezvous import host_store, new_secret
 from elastic.worker.session import Beat
 from elastic.worker.workplace import EnterOrder
 
@@ -114,13 +113,13 @@ class Pool:
 
     def enter(self, plan: Plan, leave_out: Iterable[WorkerId] = ()) -> None:
         """Orders the generation; `leave_out`: workers that are not told."""
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+        store, secret = host_store("127.0.0.1", TIMEOUT_S), new_secret()
         self.stores[plan.generation] = store
         senders = [h.worker for h in plan.resume.holdings if h.worker not in plan.ranks]
         everyone = (*plan.ranks, *dict.fromkeys(senders))
         for i, worker in enumerate(everyone):
             if worker not in tuple(leave_out):
-                self.call(worker, "enter", EnterOrder(plan, everyone, i, ("127.0.0.1", store.port), TIMEOUT_S))
+                self.call(worker, "enter", EnterOrder(plan, everyone, i, ("127.0.0.1", store.port), TIMEOUT_S, secret))
 
     def beats(self) -> dict[WorkerId, Any]:
         """What each worker says of itself just now."""

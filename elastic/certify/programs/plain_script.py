@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
     plain, optimizer = made()
     model, saved, step = DistributedDataParallel(plain), folder / "state.pt", 0
     if saved.exists():
-        state = torch.load(saved)
+        state = torch.load(saved, weights_only=True)
         plain.load_state_dict(state["model"])
         step = state["step"]
     while True:

@@ -1,0 +1,79 @@
+"""Where the ranks of a generation meet: a store that listens at one address, a place in it that nobody can guess, and a proof
+that all who came were told of it.
+
+torch's TCPStore lets everyone in and lists its keys to whoever asks, so the place alone keeps nobody out who looks twice. That
+no stranger has come in a rank's place is known once each has shown what only who knows the secret can: the secret itself went
+over Ray, and is in no store and in no journal.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import secrets
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from elastic.errors import PeerGarbled
+
+log = logging.getLogger(__name__)
+
+SECRET_BYTES = 32
+BACKLOG = 4096
+STORE_S = 300.0  # torch's own default
+
+
+def new_secret() -> str:
+    """For one generation."""
+    return secrets.token_hex(SECRET_BYTES)
+
+
+def host_store(host: str, timeout_s: float = STORE_S) -> TCPStore:
+    """A store that this process hosts, and that listens at `host` only. At all addresses where that is a name, which others may
+    resolve otherwise, or an address that this machine does not have itself (behind NAT)."""
+    timeout = timedelta(seconds=timeout_s)
+    listener = _listener("127.0.0.1" if host == "localhost" else host)
+    if listener is None:
+        return TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+    port = int(listener.getsockname()[1])
+    return TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )  # fmt: skip
+
+
+def _listener(host: str) -> socket.socket | None:
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    except ValueError:
+        return None
+    try:
+        return socket.create_server((host, 0), family=family, backlog=BACKLOG)
+    except OSError as error:
+        log.warning("the store of a generation listens at all addresses: %s cannot be listened at (%s)", host, error)
+        return None
+
+
+def place(generation: int, secret: str) -> str:
+    """Prefix of the generation's keys in its store."""
+    return f"generation-{generation}" + (f"-{_known(secret, 'place')[:16].hex()}" if secret else "")
+
+
+def prove(secret: str, generation: int, me: int, n: int) -> None:
+    """Each of `n` ranks shows all others that it was told of this generation. Raises PeerGarbled where one cannot."""
+    rows = [torch.empty(SECRET_BYTES, dtype=torch.uint8) for _ in range(n)]
+    mine = _known(secret, f"rank {me} of generation {generation}")
+    dist.all_gather(rows, torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    for rank, row in enumerate(rows):
+        if not hmac.compare_digest(row.numpy().tobytes(), _known(secret, f"rank {rank} of generation {generation}")):
+            raise PeerGarbled(
+                f"who came as rank {rank} of generation {generation} was not told of it: a stranger on this network"
+            )
+
+
+def _known(secret: str, what: str) -> bytes:
+    return hmac.digest(secret.encode(), what.encode(), "sha256")
