@@ -138,6 +138,7 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
         sees = f"forward writes the buffer {written} from the samples of one rank"
     if sees and program.batch_dependent:
         notes.append(f"{sees}, taken as it is (Program.batch_dependent): losses differ between layouts")
+        no_pp = f"a pipeline stage is first called with made-up values, and {sees.replace(':', ',', 1)}; take pp=1"
     elif sees:
         mend = "take GroupNorm or LayerNorm" if norm is not None else "leave that out"
         no_dp = no_cp = no_pp = f"{sees}; {mend}, or say Program.batch_dependent=True to train on all the same"

@@ -63,6 +63,6 @@ program = elastic.Program(
 EXPECT = {
     "dp": "equal",
     "tp": "equal",
-    "cp": "refused: token|forward|layers|odd|multiple|cat",
+    "cp": "refused: attention",
     "pp": "refused: token|layers|forward",
 }

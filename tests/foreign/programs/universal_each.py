@@ -57,4 +57,4 @@ program = elastic.Program(
     model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
 )
 
-EXPECT = {"dp": "equal", "tp": "equal", "cp": "equal", "pp": "equal"}
+EXPECT = {"dp": "equal", "tp": "equal", "cp": "equal", "pp": "refused: layers.0 twice"}
