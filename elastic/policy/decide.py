@@ -207,13 +207,16 @@ def _starting(state: State, now_s: float) -> Decision | None:
         wait = f"{choice.layout.world_size} workers are prepared; more are coming, waits up to {START_WAIT_S:.0f} s"
         return Decision((), wait, state.prepared_at_s + START_WAIT_S)
     try:
-        resume = recovery.newest(state)
+        newest = recovery.newest(state)
     except ElasticError as error:
         return _stop("failed", f"{type(error).__name__}: {error}")
+    resume = recovery.comparable(state, choice.layout, newest)
     cause = CAUSES[failure.cause] if failure else "start"
     why = failure.reason if failure else count(len(state.available), "node") + " prepared"
     why = f"rolled back: {why}" if cause == "rollback" else why
     back = f", {state.best_step - resume.step} steps back" if state.best_step > resume.step else ""
+    if resume is not newest:
+        back += f" (not step {newest.step}: nothing is known there that would tell whether {choice.layout} computes the same)"
     return enter(state, choice, resume, cause, f"{why}: {from_where(resume)}{back}")
 
 
