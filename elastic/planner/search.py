@@ -176,7 +176,7 @@ class _Search:
             if found:
                 break
         if found is None or found.layout.world_size < n_workers:
-            self.rejected[:0] = [f"{axis}>1: {why}" for axis, why in self.model.closed.items()]
+            self.rejected[:0] = [f"no {axis}: {why}" for axis, why in self.model.closed.items()]
         if found is None:
             return None
         first = found

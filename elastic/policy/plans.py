@@ -175,7 +175,8 @@ def enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) 
 
 def _instead(choice: Choice) -> str:
     """Why it is no simpler layout of as many workers: what was tried first."""
-    return f"not {choice.rejected[0]}" if choice.rejected else ""
+    first = choice.rejected[0] if choice.rejected else ""
+    return first if first.startswith("no ") else f"not {first}" if first else ""
 
 
 def count(n: int, noun: str) -> str:

@@ -92,6 +92,11 @@ class SimBackend(Generations):
         if fault.kind == "stop":
             self._tell(StopAsked("scripted"))
             return
+        if fault.kind == "wrong_layout":
+            newest = max(self._groups, default=None)
+            if newest is not None:
+                self.functions.break_new_axes(self._groups[newest].plan.layout)
+            return
         if fault.kind == "not_finite":
             self._not_finite.add(max((g.step for g in self._running()), default=0) + 1)
             self._for_ever |= fault.lasting

@@ -149,8 +149,8 @@ class ModelProfile:
         return {axis: why for axis, why in axes.items() if why}
 
     def refusal(self, layout: Layout) -> str:
-        """Why the layout would not compute what the whole model does, with the axis; '' = nothing is known against it."""
-        found = (f"{axis}={getattr(layout, axis)}: {why}" for axis, why in self.closed.items() if getattr(layout, axis) > 1)
+        """Why the layout does not compute what the whole model does: `no pp: ...`; '' = nothing is known against it."""
+        found = (f"no {axis}: {why}" for axis, why in self.closed.items() if getattr(layout, axis) > 1)
         return next(found, "")
 
     def kept_of(self, spec: TensorSpec) -> OptimizerSpec:

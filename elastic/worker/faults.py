@@ -1,4 +1,5 @@
-"""What a drill lets a worker's device do: compute slowly, stand still, compute wrong numbers. For trials only.
+"""What a drill lets a worker's device do: compute slowly, stand still, compute wrong numbers; and what it lets layouts do. For
+trials only.
 
 The hooks on the model's blocks (elastic/worker/spans.py) ask for it in each pass, so that what is timed, compared and waited
 for is what a device that is really slow, stuck or broken would show.
@@ -38,17 +39,21 @@ class Slowness:
 
 @dataclass
 class DeviceFaults:
-    """What is the matter with this worker's device; changed by `afflict` from any thread, asked for by the training thread."""
+    """What is the matter with this worker's device; changed by `afflict` from any thread, asked for by the training thread.
+
+    `layout`: not the device, but layouts: one that has several ranks on an axis on which the one before had one computes
+    something else than the model, from now on."""
 
     slowness: Slowness = Slowness()
     wrong: bool = False
+    layout: bool = False
     _stall: bool = False
     _end: threading.Event = field(default_factory=threading.Event)
     _chance: random.Random = field(default_factory=random.Random)
     _now: Slowness = Slowness()
 
     def afflict(self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0) -> None:
-        """`slow`, `stall` or `corrupt`, as in a drill. Raises ValueError for another kind."""
+        """`slow`, `stall` or `corrupt`, as in a drill; `layout` is its wrong_layout. Raises ValueError for another kind."""
         match kind:
             case "slow":
                 self.slowness = self._now = Slowness(factor, unit_s, jitter)
@@ -56,8 +61,10 @@ class DeviceFaults:
                 self._stall = True
             case "corrupt":
                 self.wrong = True
+            case "layout":
+                self.layout = True
             case _:
-                raise ValueError(f"a device can be slow, stall or corrupt, not '{kind}'")
+                raise ValueError(f"a device can be slow, stall or corrupt, or layouts be wrong: not '{kind}'")
 
     def next_step(self) -> None:
         slow = self.slowness

@@ -57,7 +57,7 @@ def scenario(seed: int) -> tuple[dict[str, Any], tuple[Pool, ...], list[Fault], 
     if chance.random() < 0.3:
         lasts_s = chance.uniform(10, 60)
         faults.append(Fault(chance.uniform(0, 60), "refuse", lasts_s=lasts_s, pool=chance.choice(pools).name))
-    return job, tuple(pools), faults + unequal(seed), Delays(work_s=chance.choice([1.0, 4.0]))
+    return job, tuple(pools), faults + unequal(seed) + wrong_layouts(seed), Delays(work_s=chance.choice([1.0, 4.0]))
 
 
 def unequal(seed: int) -> list[Fault]:
@@ -78,6 +78,12 @@ def unequal(seed: int) -> list[Fault]:
     if chance.random() < 0.3:
         faults.append(Fault(chance.uniform(15, 80), "stall", chance.randrange(8)))
     return faults
+
+
+def wrong_layouts(seed: int) -> list[Fault]:
+    """In every third run: from some time on, all axes that the running layout has not are wrong."""
+    chance = random.Random(seed + 2000)
+    return [Fault(chance.uniform(10, 80), "wrong_layout")] if chance.random() < 1 / 3 else []
 
 
 def run(seed: int, path: Path) -> tuple[State, SimBackend, list[Line]]:
@@ -107,6 +113,7 @@ def check(seed: int, path: Path) -> None:
                 assert not lost & set(action.plan.nodes), f"seed {seed}: {action.plan.nodes} of which {lost} are lost"
                 generation = action.plan.generation
     calm(seed, lines)
+    right(seed, lines, backend)
     again = replay(lines)
     assert again.identical and again.n_decisions > 3, f"seed {seed}: {again.first_difference}"
     assert again.state == state, f"seed {seed}"
@@ -116,6 +123,13 @@ def check(seed: int, path: Path) -> None:
     assert sum(money.gpu_seconds.values()) == pytest.approx(backend.gpu_seconds(), rel=1e-9, abs=1e-6), f"seed {seed}"
     assert sum(money.usd.values()) == pytest.approx(state.usd, rel=1e-6, abs=1e-9), f"seed {seed}"
     assert min(money.gpu_seconds.values()) >= 0, f"seed {seed}"
+
+
+def right(seed: int, lines: list[Line], backend: SimBackend) -> None:
+    """No step counts that a layout has made which computes something else."""
+    last = {event.step: event.generation for line in lines for _, event in line.events if isinstance(event, StepDone)}
+    kept = {(generation, step) for step, generation in last.items()} & set(backend.functions.trained)
+    assert not kept, f"seed {seed}: {sorted(kept)}"
 
 
 def calm(seed: int, lines: list[Line]) -> None:
