@@ -286,11 +286,12 @@ def _compared(state: State, plan: Plan, event: StepDone, at_s: float) -> State:
     same = redone_as_before(state.losses, event, event.step - state.entered_step, state.job)
     if same is not False:
         return replace(state, losses=with_loss(state.losses, event))
-    old = layouts.before(state, plan)
+    before, _, generation = state.losses[event.step]
+    old = state.plans[generation].layout if generation in state.plans else layouts.before(state, plan)
     if not layouts.new_axes(plan.layout, old):
         return layouts.without_repeats(state, event)
-    said = f"its train_loss is {event.train_loss:.6g} now that it is {layouts.REDONE}, it was {state.losses[event.step][0]:.6g}"
-    return computes_else(state, plan.generation, event.step, said, at_s)
+    said = f"its train_loss is {event.train_loss:.6g} now that it is {layouts.REDONE}, it was {before:.6g}"
+    return computes_else(state, plan.generation, event.step, said, at_s, old)
 
 
 def _timed(state: State, plan: Plan, event: StepDone, at_s: float) -> State:

@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic.policy import layouts
 from elastic.policy.known import Failure, State
-from elastic.types import DigestChecked, GuardTripped, Node, NodeStatus, Quiesced, Silent, WorkerFailed, WorkerId
+from elastic.types import DigestChecked, GuardTripped, Layout, Node, NodeStatus, Quiesced, Silent, WorkerFailed, WorkerId
 
 ONE_SILENCE_S = 10.0  # as below, of workers that do not answer
 ONE_INCIDENT_S = 3.0  # failures of a node's processes within this time are one
@@ -235,13 +235,13 @@ def _distrusted(state: State, generation: int) -> tuple[State, set[int]]:
     return replace(state, distrusted=state.distrusted | bad, durable=durable, peer=peer), bad
 
 
-def computes_else(state: State, generation: int, step: int, said: str, at_s: float) -> State:
-    """The layout of that generation computes another function than the one before it: back to the state that it began from,
-    which is right, and never again into such a layout. All ranks say the same."""
+def computes_else(state: State, generation: int, step: int, said: str, at_s: float, than: Layout | None = None) -> State:
+    """The layout of that generation computes another function than `than`, the one before it: back to the state that it began
+    from, which is right, and never again into such a layout. All ranks say the same."""
     plan = state.plans.get(generation)
     if plan is None or generation in state.distrusted:
         return state
-    old = layouts.before(state, plan)
+    old = than or layouts.before(state, plan)
     names = layouts.closed_by(plan.layout, old)
     entered = state.plan is not None and state.plan.generation == generation
     began = state.entered_step if entered else plan.resume.step if plan.resume.source != "live" else state.step

@@ -121,6 +121,16 @@ def comparable(state: State, layout: Layout, resume: Resume) -> Resume:
     return older if (resume.step - older.step) * state.step_time_s <= COMPARED_S else resume
 
 
+def unknown_axes(state: State, layout: Layout, resume: Resume) -> dict[str, str]:
+    """Axes that cut the model or its sequences, and that the copy's layout had not, where nothing would tell whether they
+    compute the same; and that."""
+    if not state.probes or resume.layout is None or layouts.comparable(state, resume.step):
+        return {}
+    axes = [axis for axis in layouts.new_axes(layout, resume.layout) if axis != "dp"]
+    why = f"nothing is known at step {resume.step} that would tell whether it computes the same as {resume.layout}"
+    return dict.fromkeys(axes, why)
+
+
 def _stored(copy: Copy) -> Resume:
     return Resume("durable", copy.step, copy.generation, copy.layout, copy.layers, uri=copy.uri)
 

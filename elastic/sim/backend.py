@@ -93,9 +93,9 @@ class SimBackend(Generations):
             self._tell(StopAsked("scripted"))
             return
         if fault.kind == "wrong_layout":
-            newest = max(self._groups, default=None)
-            if newest is not None:
-                self.functions.break_new_axes(self._groups[newest].plan.layout)
+            entered = [group for group in self._groups.values() if group.entered]
+            if entered:
+                self.functions.break_new_axes(entered[-1].plan.layout)
             return
         if fault.kind == "not_finite":
             self._not_finite.add(max((g.step for g in self._running()), default=0) + 1)

@@ -15,7 +15,7 @@ SMALLEST = 1e-3  # of the numbers that a difference is set in relation to
 KEPT_LOSSES = 500
 SKIPPED = math.inf  # stands for the loss of a step whose update was left out
 
-Losses = Mapping[int, tuple[float, str]]  # step -> train_loss, digest of its sample ids
+Losses = Mapping[int, tuple[float, str, int]]  # step -> train_loss, digest of its sample ids, generation
 
 
 def tolerance(job: Mapping[str, Any]) -> float:
@@ -42,13 +42,13 @@ def redone_as_before(losses: Losses, done: StepDone, n_redone: int, job: Mapping
     It is the `n_redone`-th in a row that is done again: each adds its own rounding errors."""
     if done.step not in losses:
         return None
-    before, digest = losses[done.step]
+    before, digest, _ = losses[done.step]
     if done.skipped or before == SKIPPED or digest != done.digest or not math.isfinite(done.train_loss):
         return None
     return agree(before, done.train_loss, max(1, n_redone) * tolerance(job))
 
 
-def with_loss(losses: Losses, done: StepDone) -> dict[int, tuple[float, str]]:
+def with_loss(losses: Losses, done: StepDone) -> dict[int, tuple[float, str, int]]:
     """With what is known now: a step that was done before keeps its first loss. Where an update is left out that was not
     before, or the reverse, the steps after it are others."""
     kept = dict(losses)
@@ -57,7 +57,7 @@ def with_loss(losses: Losses, done: StepDone) -> dict[int, tuple[float, str]]:
         return kept
     if done.step in kept and (kept[done.step][0] == SKIPPED) != done.skipped:
         kept = {step: known for step, known in kept.items() if step < done.step}
-    kept.setdefault(done.step, (loss, done.digest))
+    kept.setdefault(done.step, (loss, done.digest, done.generation))
     if len(kept) > KEPT_LOSSES:
         for step in sorted(kept)[: KEPT_LOSSES // 2]:
             del kept[step]

@@ -85,7 +85,7 @@ def test_growth_that_no_layout_gets_right_stays_on_the_nodes_that_it_had() -> No
 
 def test_after_a_loss_the_steps_that_are_done_again_tell() -> None:
     state, backend, journal = run(DROUGHT, WRONG, Fault(STEP_9, "loss", 1), layout=FEWER)
-    assert [trained for trained in backend.functions.trained] == [(2, 6)], "one step, and it is done again"
+    assert backend.functions.trained == [(2, 6)], "one step, and it is done again"
     assert verdicts(journal) == [
         ("start", "dp_shard=4", None), ("loss", "pp=3", False), ("rollback", "dp_shard=3", True),
     ]  # fmt: skip
