@@ -27,6 +27,7 @@ from elastic.types import (
     Plan,
     PlanEntered,
     Pool,
+    Probed,
     Prepare,
     Quarantine,
     Quiesce,
