@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 ON_NODES = ("notice", "kill", "hang", "slow", "stall", "corrupt")
 ON_WORKERS = ("slow", "stall", "corrupt")  # worked by the workers themselves
-DRILL_KINDS = (*ON_NODES, "add", "kill_driver")
+DRILL_KINDS = (*ON_NODES, "add", "kill_driver", "wrong_layout")
 OPTIONS = {"deadline_s": ("notice",), "factor": ("slow",), "unit_s": ("slow",), "jitter": ("slow",), "gpu": ON_WORKERS}
 NODE_WORD = re.compile(r"any|any-spot|rank0|rank:[0-9]+")
 NODE_WORDS = "any, any-spot, rank0, rank:N, partner, a node id, or a list of them"
@@ -21,7 +21,8 @@ class DrillSpec(BaseModel):
     hang: the node's processes are stopped (SIGSTOP). stall: they answer, and their training stands still. corrupt: what they
     compute is wrong. slow: they take `factor` times as long as they would (1 = as before); with `unit_s` each forward and
     backward pass of one sample through one block takes unit_s x factor seconds at least; `jitter`: each pass by up to that part
-    more or less. `gpu`: of the node's workers only this one.
+    more or less. `gpu`: of the node's workers only this one. wrong_layout: from now on the layouts that the run changes to
+    compute something else than the one it has (of no node; for trials of the checks against that).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,6 +36,7 @@ class DrillSpec(BaseModel):
     corrupt: str | list[str] | None = None
     add: str | None = None
     kill_driver: Literal[True] | None = None
+    wrong_layout: Literal[True] | None = None
     deadline_s: float | None = Field(None, gt=0)
     factor: float | None = Field(None, gt=0)
     unit_s: float | None = Field(None, ge=0)

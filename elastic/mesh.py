@@ -53,8 +53,7 @@ def rank_of(layout: Layout, at: Coordinates) -> int:
 
 def axes_of(layout: Layout) -> frozenset[str]:
     """The axes with more than one rank, of pp, dp (replicas and shards), cp, tp."""
-    sizes = {"pp": layout.pp, "dp": layout.dp_replicate * layout.dp_shard, "cp": layout.cp, "tp": layout.tp}
-    return frozenset(axis for axis, size in sizes.items() if size > 1)
+    return frozenset(axis for axis in ("pp", "dp", "cp", "tp") if getattr(layout, axis) > 1)
 
 
 def axis_groups(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:

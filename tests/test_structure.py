@@ -19,7 +19,17 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 MAX_PARAMETERS = 6
 FORBIDDEN_WORDS = ("manager", "engine", "helper", "utils", "context", "common")
-PURE = ("types", "mesh", "reshard", "planner", "policy", "ledger.accounts", "ledger.launches", "data.order")
+PURE = (
+    "types",
+    "mesh",
+    "reshard",
+    "planner",
+    "policy",
+    "ledger.accounts",
+    "ledger.launches",
+    "ledger.loss_checks",
+    "data.order",
+)
 IMPURE = {
     "time", "datetime", "random", "secrets", "os", "threading", "concurrent", "multiprocessing", "asyncio", "logging", "socket",
     "subprocess",

@@ -63,6 +63,8 @@ def check_market(name: str, pools: Sequence[Pool], where: str) -> None:
 def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
     """Raises SpecError for a layout that the model cannot be cut into, whatever the nodes."""
     for layout in spec.least_layouts():
+        if why := model.refusal(layout):
+            raise SpecError(f"layout '{layout}': {why}")
         if model.tp_limit % layout.tp:
             more = "give Program.tp the modules to cut" if model.tp_limit == 1 else "take a tp that divides it"
             raise SpecError(f"layout '{layout}': tp={layout.tp}, but tp must divide {model.tp_limit} for this model; {more}")

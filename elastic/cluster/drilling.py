@@ -45,6 +45,8 @@ class Drilling:
         if entry.get("kill_driver"):
             self.die = True
             return [DrillAsked(dict(entry))]
+        if entry.get("wrong_layout"):
+            return self._wrong_layout(entry)
         if "add" in entry:
             self.provider.change_capacity(entry["add"], 1)
             self.provider.request(entry["add"], 1, f"drill-{time.monotonic_ns()}")
@@ -85,6 +87,11 @@ class Drilling:
     def _hang(self, node_id: str, entry: Mapping[str, Any], now_s: float) -> list[Event]:
         self.crew.signal(self.crew.workers(node_id), signal.SIGSTOP)
         return []
+
+    def _wrong_layout(self, entry: Mapping[str, Any]) -> list[Event]:
+        """Told to all workers that there are: which of them are in the next layout is not known yet."""
+        asked = [self.crew.call(worker, "afflict", "layout", {}) for worker in self.crew.workers()]
+        return [DrillAsked(dict(entry) if any(asked) else {**entry, "error": "drill: no worker can be told"})]
 
     def _afflict(self, node_id: str, kind: str, entry: Mapping[str, Any]) -> list[Event]:
         """What its workers do to themselves."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from elastic.ledger.journal import Line
+from elastic.ledger.loss_checks import LossChecks, Undone
 from elastic.types import (
     Abort,
     CopyStored,
@@ -48,7 +49,9 @@ RECENT_STEPS = 21  # whose median is the ordinary step
 @dataclass(frozen=True)
 class Transition:
     """One generation that was entered. `pause_s`: from the last step finished before to the first one after, less one
-    ordinary step; 0 for the first start. In `phases_s`, `quiesce` of a live transition is spent training."""
+    ordinary step; 0 for the first start. In `phases_s`, `quiesce` of a live transition is spent training. `loss_equal`: does
+    its layout compute the loss that the one before did, None = nothing was known; one that does not may have been rolled back
+    before it was entered. `probe_s`: what finding that out took."""
 
     generation: int
     cause: str
@@ -62,6 +65,8 @@ class Transition:
     bytes_moved: int
     digest_ok: bool | None
     at_s: float = 0.0
+    loss_equal: bool | None = None
+    probe_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,7 @@ class _Books:
     stall_s: float = 0.0
     first_of: tuple[str, str] = ("", "")  # category of a slow first step: of the step to come, of the last one
     timing: _Timing = field(default_factory=lambda: _Timing())
+    checks: LossChecks = field(default_factory=LossChecks)
 
     # ------------------------------------------------------------------------------------------ time
 
@@ -192,6 +198,7 @@ class _Books:
     # ------------------------------------------------------------------------------------------ events
 
     def event(self, event: Event, at_s: float) -> None:
+        self.checks.event(event, at_s)
         if isinstance(event, DriverStarted):
             self._started(event, at_s)
             return
@@ -321,6 +328,7 @@ class _Books:
                 self.ended = True
 
     def _ordered(self, plan: Plan, at_s: float) -> None:
+        self.checks.ordered(plan)
         if self.plan is not None and plan.resume.source != "live":
             self._close_group()
             self.plan = None
@@ -370,9 +378,24 @@ class _Books:
             {name: amount.seconds for name, amount in sums.items()},
             {name: max(0.0, amount.gpu_s) for name, amount in sums.items()},
             {name: amount.usd for name, amount in sums.items()},
-            tuple(self.timing.transitions),
+            self._transitions(),
             totals,
         )
+
+    def _transitions(self) -> tuple[Transition, ...]:
+        """With those that were rolled back before they were entered."""
+        equal, probe_s = self.checks.equal, self.checks.probe_s
+        found = [*self.timing.transitions, *(_undone(one) for one in self.checks.undone.values())]
+        found = [replace(t, loss_equal=equal.get(t.generation), probe_s=probe_s.get(t.generation, 0.0)) for t in found]
+        return tuple(sorted(found, key=lambda t: t.generation))
+
+
+def _undone(one: Undone) -> Transition:
+    plan, before = one.plan, one.plan.resume.layout
+    return Transition(
+        plan.generation, plan.cause, one.step, 0, 0.0, dict.fromkeys(PHASES, 0.0), str(before) if before else "",
+        str(plan.layout), plan.resume.source, 0, None, one.at_s,
+    )  # fmt: skip
 
 
 def _entering(plan: Plan) -> str:

@@ -46,6 +46,8 @@ def summary(view: View, books: Account) -> dict[str, Any]:
         "final_loss": totals.final_loss,
         "validation_loss": _validation_loss(view),
         "copies_failed": view.copies_failed,
+        "unusable": view.unusable,
+        "notes": list(view.model.notes) if view.model else [],
         **_noise(view),
         "tokens": totals.tokens,
         "unit": view.unit,
@@ -85,11 +87,12 @@ def ledger_plain(lines: Sequence[Line]) -> dict[str, Any]:
 
 def transitions(found: Sequence[Transition]) -> list[str]:
     """A row per generation, and where the pause of each went."""
-    head = ("GEN", "CAUSE", "AT STEP", "LOST", "PAUSE", "FROM", "TO", "SOURCE", "MOVED", "CONTENT", "PHASES")
+    head = ("GEN", "CAUSE", "AT STEP", "LOST", "PAUSE", "FROM", "TO", "SOURCE", "MOVED", "CONTENT", "LOSS", "PHASES")
     rows = [
         (
             t.generation, t.cause, t.at_step, t.steps_lost, f"{t.pause_s:.2f} s", t.from_layout or "-", t.to_layout, t.source,
             size(t.bytes_moved), {True: "equal", False: "DIFFERS", None: "-"}[t.digest_ok],
+            {True: "equal", False: "differs", None: "-"}[t.loss_equal],
             " ".join(f"{name} {seconds:.2f}" for name, seconds in t.phases_s.items() if seconds >= 0.005),
         )
         for t in found
@@ -133,6 +136,8 @@ def _head(data: Mapping[str, Any]) -> list[str]:
         rows.append(("noise scale", data["noise_scale"]["advice"]))
     if data["copies_failed"]:
         rows.append(("copies", f"{data['copies_failed']} durable copies not made or not readable: elastic why {data['run']}"))
+    rows += [(f"no {name}", why) for name, why in data["unusable"].items()]
+    rows += [("note", text) for text in data["notes"]]
     if data["data_wait"] > MUCH:
         more = "more data.loader_workers, or more data.prefetch_steps"
         rows.append(("data", f"steps waited {100 * data['data_wait']:.0f} % of their time for data: {more} (docs/data.md)"))

@@ -44,6 +44,11 @@ def of(event: Event, view: View) -> str | None:
             return _trouble(event)
 
 
+def of_model(model: types.ModelProfile) -> list[str]:
+    """What a person should know before it trains."""
+    return [*(f"no {axis} for this model: {why}" for axis, why in model.closed.items()), *(f"note: {t}" for t in model.notes)]
+
+
 def _trouble(event: Event) -> str | None:
     match event:
         case types.GuardTripped():

@@ -113,6 +113,8 @@ def status(view: View, holder: str = "") -> list[str]:
             for name, value in found.items()
         ),
         ("durable copy", _durable(view)),
+        *((f"no {name}", why) for name, why in view.unusable.items()),
+        *(("note", text) for text in (view.model.notes if view.model else ())),
         *([("first step", f"{said} after its node was asked for")] if (said := sentence(view.launches.medians())) else []),
         ("reason", view.reason or "-"),
     ]
@@ -166,6 +168,7 @@ def status_plain(view: View, holder: str = "") -> dict[str, Any]:
             for n in view.nodes.values()
         ],
         "reason": view.reason,
+        "unusable": view.unusable,
     }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ MOST_LINES = 2000  # of the workers' output that wait to be shown
 STYLES = {
     "Decision": "cyan", "Notice": "yellow", "NodeLost": "red", "WorkerFailed": "red", "Silent": "red", "PlanFailed": "red",
     "DigestChecked": "bold red", "DrillAsked": "magenta", "PlanEntered": "bold green", "Evaluated": "blue",
-    "SharesSet": "green", "WrongNumbers": "bold red", "DeviceNoted": "yellow",
+    "SharesSet": "green", "ModelNoted": "yellow", "WrongNumbers": "bold red", "DeviceNoted": "yellow",
     "RequestFailed": "yellow", "CopyFailed": "red", "CopyDamaged": "bold red", "StopAsked": "yellow",
 }  # fmt: skip
 STATUS_STYLES = {"prepared": "green", "ready": "cyan", "draining": "yellow", "quarantined": "red", "lost": "dim strike"}

@@ -79,6 +79,7 @@ class View:
     nodes: dict[str, Node] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)  # of those that are gone: given back
     planned: dict[int, Plan] = field(default_factory=dict)
+    closed: dict[str, str] = field(default_factory=dict)  # axes and layouts that the run has closed for itself -> why
     plan: Plan | None = None
     phase: str = "waiting"
     step: int = 0
@@ -112,6 +113,11 @@ class View:
     def copies_failed(self) -> int:
         """Durable copies that were not made, or could not be read."""
         return sum(note.kind in ("CopyFailed", "CopyDamaged") for note in self.notes)
+
+    @property
+    def unusable(self) -> dict[str, str]:
+        """Axes (and layouts) that may not be used, and why: what is known of the model, and what this run has found out."""
+        return {**(self.model.closed if self.model else {}), **self.closed}
 
     @property
     def saved_step(self) -> int | None:
@@ -159,6 +165,8 @@ class View:
             self._fold(event)
             if text:
                 self.notes.append(Note(at_s, self.step, type(event).__name__, text))
+            if isinstance(event, DriverStarted) and not event.attached:
+                self.notes += [Note(at_s, self.step, "ModelNoted", text) for text in sentences.of_model(event.model)]
         self.at_s = max(self.at_s, line.at_s)
         if line.decision is not None:
             self._decided(line.decision, line.at_s)
@@ -172,6 +180,7 @@ class View:
         for action in decision.actions:
             if isinstance(action, EnterPlan):
                 self.planned[action.plan.generation] = action.plan
+                self.closed = dict(action.plan.unusable)
                 self.phase = "entering"
             elif isinstance(action, RequestNodes):
                 self.wanted[action.pool] = self.wanted.get(action.pool, 0) + action.count

@@ -61,6 +61,7 @@ def find_offers(model: ModelProfile, job: Mapping[str, Any], groups: Sequence[Gr
     for pool in finder.pools([group for group in groups if group.n_gpus]):
         finder.look(pool)
     if not finder.kept:
+        finder.reasons = {f"no {axis}": why for axis, why in model.closed.items()} | finder.reasons
         raise InfeasiblePlan(words.nowhere(finder.work, groups, finder.reasons))
     return finder.offers()
 

@@ -99,7 +99,7 @@ def layouts(cache: Cache, job: Mapping[str, Any], pool: Sequence[Group], worst: 
             for pp in space.pps(min(kind.n_gpus for kind in kinds) // (tp * cp)):
                 shape = Layout(**{**space.pins, "tp": tp, "cp": cp, "pp": pp})
                 yield from _shared(cache, job, kinds, shape, worst)
-            if cache.work.model.pipeline and "pp" not in space.pins:
+            if cache.work.model.pipeline and not cache.work.model.no_pp and "pp" not in space.pins:
                 yield from _staged(cache, job, kinds, Layout(**{**space.pins, "tp": tp, "cp": cp}), worst)
 
 

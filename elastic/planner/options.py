@@ -64,7 +64,8 @@ class Space:
         for tp, pp, cp in sizes:
             dp_shard, odd = divmod(world, tp * pp * cp * replicas)
             enough = dp_shard * replicas * pp <= self.global_batch or tp * pp * cp == 1
-            if not odd and dp_shard and enough and self._open("dp_shard", dp_shard):
+            whole = not self.model.no_dp or dp_shard * replicas == 1
+            if not odd and dp_shard and enough and whole and self._open("dp_shard", dp_shard):
                 found.append((tp * pp * cp, tp, pp, cp, dp_shard))
         for _, tp, pp, cp, dp_shard in sorted(found):
             yield Layout(**{**self.pins, "tp": tp, "pp": pp, "cp": cp, "dp_shard": dp_shard})
@@ -111,19 +112,20 @@ class Space:
             return False
 
     def tps(self) -> Iterator[int]:
-        limit = 1 if self.no_tp else self.model.tp_limit
+        limit = 1 if self.no_tp or self.model.no_tp else self.model.tp_limit
         most = min(limit, max(self.node_sizes, default=0))
         yield from (tp for tp in range(1, most + 1) if limit % tp == 0 and self._open("tp", tp))
 
     def pps(self, world: int) -> Iterator[int]:
-        most = max(1, min(self.model.n_blocks, world)) if self.model.pipeline else 1
+        stages = self.model.pipeline and not self.model.no_pp
+        most = max(1, min(self.model.n_blocks, world)) if stages else 1
         yield from (pp for pp in range(1, most + 1) if self._open("pp", pp))
 
     def cps(self, tp: int) -> Iterator[int]:
         sample, most = self.model.sample, max(self.node_sizes, default=0) // tp
         if "cp" in self.pins:
             yield self.pins["cp"]
-        elif sample is None or sample.no_cp or self.no_cp:
+        elif sample is None or sample.no_cp or self.no_cp or self.model.no_cp:
             yield 1
         else:
             yield from (cp for cp in range(1, most + 1) if cp == 1 or sample.sequence % (2 * cp) == 0)

@@ -71,7 +71,7 @@ class Limits:
     (with the bytes). `memory`: node -> bytes per worker, where nodes differ. `hardware`: of nodes by their id, as far as it is
     known; where it is not of all of them, layouts are compared as on H100 nodes. `rates`: how fast each worker computes, in any
     one unit; where they are not there for all, the hardware says. `zones`: node -> its zone, where only replicas may lie in
-    different ones."""
+    different ones. `unusable`: layouts, in words, that do not compute what the model does, and why."""
 
     memory_bytes: int = 0
     infeasible: Mapping[Layout, int] | None = None
@@ -79,6 +79,7 @@ class Limits:
     rates: Mapping[WorkerId, float] | None = None
     zones: Mapping[str, str] | None = None
     memory: Mapping[str, int] | None = None
+    unusable: Mapping[str, str] | None = None
 
 
 def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Node], limits: Limits | None = None) -> Choice:
@@ -174,6 +175,8 @@ class _Search:
             found = self.of_size(world)
             if found:
                 break
+        if found is None or found.layout.world_size < n_workers:
+            self.rejected[:0] = [f"no {axis}: {why}" for axis, why in self.model.closed.items()]
         if found is None:
             return None
         first = found
@@ -357,6 +360,8 @@ class _Search:
         only what is certain counts."""
         infeasible = self.limits.infeasible or {}
         needs, there = self.needs(layout, step), self.limits.memory_bytes
+        if why := (self.limits.unusable or {}).get(str(layout)):
+            raise InfeasiblePlan(why)
         if layout in infeasible:
             raise InfeasiblePlan(f"did not fit ({_gib(infeasible[layout])} GiB measured)")
         if exact:

@@ -15,6 +15,8 @@ def step_of(model: ModelProfile, job: Mapping[str, Any], layout: Layout, per_nod
     """How a step is shared out over ranks that are equally fast. Raises InfeasiblePlan where the model, the job or the
     batch cannot have this layout."""
     global_batch = int(job["global_batch"])
+    if why := model.refusal(layout):
+        raise InfeasiblePlan(why)
     if layout.tp > 1 and model.tp_limit % layout.tp:
         raise InfeasiblePlan(
             f"tp={layout.tp} must divide {model.tp_limit}, the most that the model's tensor-parallel plan allows"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elastic.errors import ElasticError, InfeasiblePlan
@@ -207,13 +207,19 @@ def _starting(state: State, now_s: float) -> Decision | None:
         wait = f"{choice.layout.world_size} workers are prepared; more are coming, waits up to {START_WAIT_S:.0f} s"
         return Decision((), wait, state.prepared_at_s + START_WAIT_S)
     try:
-        resume = recovery.newest(state)
+        newest = recovery.newest(state)
     except ElasticError as error:
         return _stop("failed", f"{type(error).__name__}: {error}")
+    resume = recovery.comparable(state, choice.layout, newest)
+    unknown = recovery.unknown_axes(state, choice.layout, resume)
+    if unknown:
+        choice = _without(state, unknown, now_s) or choice
     cause = CAUSES[failure.cause] if failure else "start"
     why = failure.reason if failure else count(len(state.available), "node") + " prepared"
     why = f"rolled back: {why}" if cause == "rollback" else why
     back = f", {state.best_step - resume.step} steps back" if state.best_step > resume.step else ""
+    if resume is not newest:
+        back += f" (not step {newest.step}: nothing is known there that would tell whether {choice.layout} computes the same)"
     return enter(state, choice, resume, cause, f"{why}: {from_where(resume)}{back}")
 
 
@@ -225,6 +231,14 @@ def _startable(state: State, now_s: float) -> Choice:
         if not (given_up := drain.given_up(state)):
             raise
     return choice_of(state, (*drain.usable(state, now_s), *given_up))
+
+
+def _without(state: State, axes: Mapping[str, str], now_s: float) -> Choice | None:
+    """A choice that does without these axes; None where there is none on as many nodes."""
+    try:
+        return _startable(replace(state, unusable={**axes, **state.unusable}), now_s)
+    except InfeasiblePlan:
+        return None
 
 
 def _others_coming(state: State) -> bool:

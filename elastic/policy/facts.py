@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from elastic.policy import hazard, limits
-from elastic.policy.failing import FAILURES, failed, infeasible, seen, set_status, tripped, without
+from elastic.fingerprint import KEY
+from elastic.policy import hazard, layouts, limits
+from elastic.policy.failing import FAILURES, computes_else, failed, infeasible, seen, set_status, tripped, without
 from elastic.policy.known import ENDED, Failure, State, StopWish
 from elastic.policy.moves import paced
 from elastic.policy.retention import HANDLERS as COPIES
@@ -44,6 +45,8 @@ from elastic.types import (
     StepDone,
     StopAsked,
     WorkerId,
+    redone_as_before,
+    with_loss,
 )  # fmt: skip
 
 KEPT_DIGESTS = 512
@@ -88,6 +91,9 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
             wrong=state.wrong,
             first_started_at_s=at_s if state.first_started_at_s is None else state.first_started_at_s,
             history={name: replace(seen, dry_since_s=None, deaths=0) for name, seen in state.history.items()},
+            unusable=state.unusable,
+            unrepeatable=state.unrepeatable,
+            **_losses_before(state, event),
         )
     repeat: tuple[EnterPlan | Quiesce | Abort, ...] = ()
     if state.aborting and state.aborting.owing:
@@ -102,6 +108,13 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         state, **known, generation=generation, unseen=unseen, attached_at_s=at_s, repeat=repeat, requests={}, preparing={},
         releasing=frozenset(), ordered_at_s=at_s, stop=None,
     )  # fmt: skip
+
+
+def _losses_before(state: State, event: DriverStarted) -> dict[str, Any]:
+    """What is known of losses; nothing where the program or the mathematics of the job were changed since."""
+    if state.job.get(KEY) != event.job.get(KEY):
+        return {}
+    return {"probes": state.probes, "losses": state.losses}
 
 
 def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
@@ -228,7 +241,8 @@ def _plan_entered(state: State, event: PlanEntered, at_s: float) -> State:
         replace(
             state, phase="running", plan=target, target=None, failure=failure, step=event.step, entered_step=event.step,
             entered_at_s=at_s, holdings={}, commits={}, pending={}, quiesced=frozenset(),
-            digests=digests, peer=None, below_step=None, last_step=None, shares_ordered=None,
+            digests=digests, probes=layouts.until(state.probes, event.step), peer=None, below_step=None, last_step=None,
+            shares_ordered=None,
             n_copies_timed=0, move_pace=paced(state, target, event),
         ),
         *target.nodes,
@@ -249,7 +263,8 @@ def _step_done(state: State, event: StepDone, at_s: float) -> State:
     plan = state.plan
     if state.aborting and event.generation in state.plans and event.step == state.step + 1:  # said late
         best = max(state.best_step, event.step)
-        return replace(state, step=event.step, best_step=best, digests=_digested(state.digests, event))
+        state = replace(state, step=event.step, best_step=best, digests=_digested(state.digests, event))
+        return state if event.generation in state.distrusted else replace(state, losses=with_loss(state.losses, event))
     if plan is None or event.generation != plan.generation or event.step <= state.step:
         return state
     progress = event.step > state.retry_step
@@ -259,8 +274,24 @@ def _step_done(state: State, event: StepDone, at_s: float) -> State:
         unseen=state.unseen - set(plan.nodes),
     )  # fmt: skip
     if event.skipped or math.isfinite(event.train_loss):
-        return state
+        return _compared(state, plan, event, at_s)
     return tripped(state, "not_finite", _text_of(event), event.step, at_s)
+
+
+def _compared(state: State, plan: Plan, event: StepDone, at_s: float) -> State:
+    """With the step's loss. Where it was done before and had another one, the layout computes something else, or steps of this
+    model do not repeat (see layouts.py)."""
+    if plan.generation in state.distrusted or not layouts.repeatable(state):
+        return state
+    same = redone_as_before(state.losses, event, event.step - state.entered_step, state.job)
+    if same is not False:
+        return replace(state, losses=with_loss(state.losses, event))
+    before, _, generation = state.losses[event.step]
+    old = state.plans[generation].layout if generation in state.plans else layouts.before(state, plan)
+    if not layouts.new_axes(plan.layout, old):
+        return layouts.without_repeats(state, event)
+    said = f"its train_loss is {event.train_loss:.6g} now that it is {layouts.REDONE}, it was {before:.6g}"
+    return computes_else(state, plan.generation, event.step, said, at_s, old)
 
 
 def _timed(state: State, plan: Plan, event: StepDone, at_s: float) -> State:
@@ -347,6 +378,6 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     NodeRefused: _node_refused, NodeWarned: _node_warned,
     NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost, RequestFailed: _request_failed, PlanEntered: _plan_entered,
     PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored,
-    PriceSeen: _price_seen, Progress: _progress, StopAsked: _stop_asked, **FAILURES, **COPIES, **SPEEDS,
+    PriceSeen: _price_seen, Progress: _progress, StopAsked: _stop_asked, **FAILURES, **COPIES, **layouts.HANDLERS, **SPEEDS,
     **SUSPECTS,
 }  # fmt: skip

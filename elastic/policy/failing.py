@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from elastic.policy import layouts
 from elastic.policy.known import Failure, State
-from elastic.types import DigestChecked, GuardTripped, Node, NodeStatus, Quiesced, Silent, WorkerFailed, WorkerId
+from elastic.types import DigestChecked, GuardTripped, Layout, Node, NodeStatus, Quiesced, Silent, WorkerFailed, WorkerId
 
 ONE_SILENCE_S = 10.0  # as below, of workers that do not answer
 ONE_INCIDENT_S = 3.0  # failures of a node's processes within this time are one
@@ -128,6 +129,8 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
         if event.do == "stop":
             return replace(state, fatal=event.error)
         return tripped(state, event.guard or kind, event.error, event.step, at_s)
+    if kind == "layout" and (current or (state.aborting and event.generation == state.generation)):
+        return computes_else(state, event.generation, event.step, event.error, at_s)
     if not current:
         return process_failed(state, worker, text, at_s) if worker.node_id in state.preparing else state
     if kind == "out_of_memory":
@@ -211,15 +214,7 @@ def _digest_checked(state: State, event: DigestChecked, at_s: float) -> State:
     """Content that is wrong is wrong in every generation that came of it, and in every copy that these have taken."""
     if event.ok or event.generation > state.generation or event.generation in state.distrusted:
         return state
-    bad = {event.generation}
-    for number, plan in sorted(state.plans.items()):
-        if plan.resume.source != "fresh" and plan.resume.generation in bad:
-            bad.add(number)
-    state = replace(
-        state, distrusted=state.distrusted | bad, durable=tuple(c for c in state.durable if c.generation not in bad)
-    )
-    if state.peer and state.peer.generation in bad:
-        state = replace(state, peer=None)
+    state, bad = _distrusted(replace(state, losses={}, probes={}), event.generation)
     text = f"the content of generation {event.generation} differs from what was sent ({event.n_bytes} bytes compared)"
     if len(bad) > 1:
         text += f"; distrusted with it: {', '.join(str(number) for number in sorted(bad)[1:])}"
@@ -227,6 +222,46 @@ def _digest_checked(state: State, event: DigestChecked, at_s: float) -> State:
     if newest is None or newest.generation not in bad:
         return state
     return failed(replace(state, rollbacks=state.rollbacks + 1), Failure("rollback", text, at_s))
+
+
+def _distrusted(state: State, generation: int) -> tuple[State, set[int]]:
+    """Nothing resumes any more from that generation and from what came of it: these, in numbers."""
+    bad = {generation}
+    for number, plan in sorted(state.plans.items()):
+        if plan.resume.source != "fresh" and plan.resume.generation in bad:
+            bad.add(number)
+    durable = tuple(copy for copy in state.durable if copy.generation not in bad)
+    peer = None if state.peer and state.peer.generation in bad else state.peer
+    return replace(state, distrusted=state.distrusted | bad, durable=durable, peer=peer), bad
+
+
+def computes_else(state: State, generation: int, step: int, said: str, at_s: float, than: Layout | None = None) -> State:
+    """The layout of that generation computes another function than `than`, the one before it: back to the state that it began
+    from, which is right, and never again into such a layout. All ranks say the same."""
+    plan = state.plans.get(generation)
+    if plan is None or generation in state.distrusted:
+        return state
+    old = than or layouts.before(state, plan)
+    names = layouts.closed_by(plan.layout, old)
+    entered = state.plan is not None and state.plan.generation == generation
+    began = state.entered_step if entered else plan.resume.step if plan.resume.source != "live" else state.step
+    what = f"generation {generation}, {plan.layout}, computes something else than {old or 'before'}"
+    why = f"{what} at step {step or began}: {said}"
+    durable = state.durable
+    state, bad = _distrusted(state, generation)
+    state = replace(
+        state,
+        unusable={**dict.fromkeys(names, why), **state.unusable},
+        astray={**state.astray, **(dict.fromkeys(bad, began) if entered else {})},
+        probes=layouts.until(state.probes, began - 1 if entered else began),
+        spoilt=tuple(dict.fromkeys((*state.spoilt, *(copy.uri for copy in durable if copy.generation in bad)))),
+        rollbacks=state.rollbacks + (not names),
+    )
+    failure = Failure("rollback", f"{why}; {layouts.in_words(names)}", at_s)
+    if state.aborting:
+        heard_late = state.aborting.failure.cause == "infrastructure"  # of one that heard its peers leave
+        return replace(state, aborting=replace(state.aborting, failure=failure)) if heard_late else state
+    return failed(state, failure)
 
 
 FAILURES: dict[type, Callable[[State, Any, float], State]] = {

@@ -14,6 +14,7 @@ from elastic.types import (
     HardwareProfile,
     Holding,
     Layout,
+    Losses,
     ModelProfile,
     Node,
     Plan,
@@ -200,6 +201,11 @@ class State:
     blamed: Mapping[str, str] = field(default_factory=dict)  # nodes that have -> what; put aside by the next decision
     below_step: int | None = None  # recover only to copies of less than this step (NaN)
     infeasible: Mapping[Layout, int] = field(default_factory=dict)  # layout -> measured bytes
+    unusable: Mapping[str, str] = field(default_factory=dict)  # pp, tp, cp, dp or `layout ...` -> why (see layouts.py)
+    astray: Mapping[int, int] = field(default_factory=dict)  # generations of such layouts -> the step that they began from
+    probes: Mapping[int, float] = field(default_factory=dict)  # step -> loss of the probe sample
+    losses: Losses = field(default_factory=dict)  # step -> train_loss when it was done first, digest of its sample ids
+    unrepeatable: str = ""  # why a step that is done again is not compared with what it was
 
     speeds: Mapping[WorkerId, tuple[Window, ...]] = field(default_factory=dict)  # newest last
     timed_at_s: float = -1.0  # when the newest of them came

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.search import Choice, Limits, plan_layout
-from elastic.policy import cadence, moves, placement, speeds
+from elastic.policy import cadence, layouts, moves, placement, speeds
 from elastic.policy.known import State
 from elastic.types import (
     Action,
@@ -37,7 +37,7 @@ class _Question:
     def _parts(self) -> tuple[Any, ...]:
         s = self.state
         measured = (s.speeds, s.plan, s.timed_at_s, s.uneven_failed)
-        asked = (s.generation, s.plans.get(s.generation), s.model, s.job, s.infeasible)
+        asked = (s.generation, s.plans.get(s.generation), s.model, s.job, s.infeasible, s.unusable)
         return (self.nodes, s.nodes, s.pools, s.hardware, asked, measured)
 
     def __eq__(self, other: object) -> bool:
@@ -75,7 +75,8 @@ def _searched(state: State, nodes: Sequence[Node]) -> Choice:
     zones = {node.node_id: zone_of(pools.get(node.pool)) for node in nodes}
     of_node = {node.node_id: gpu_bytes(state, pools.get(node.pool)) for node in nodes}
     memory = of_node if all(of_node.values()) else None
-    return plan_layout(state.model, state.job, ordered, replace(limits, zones=zones, memory=memory))
+    limits = replace(limits, zones=zones, memory=memory, unusable=layouts.unusable_layouts(state))
+    return plan_layout(layouts.usable_model(state), state.job, ordered, limits)
 
 
 def gpu_bytes(state: State, pool: Pool | None) -> int:
@@ -159,6 +160,8 @@ def enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) 
         memory_bytes=choice.memory_bytes + choice.activation_bytes,
         usd_per_h=sum(prices.get(node.pool, 0.0) for node in nodes),
         rolled_back=state.rolled_back,
+        unusable=tuple(state.unusable.items()),
+        probe=layouts.probe_of(state, resume),
     )
     actions: tuple[Action, ...] = (EnterPlan(plan),)
     where = f"{count(len(choice.ranks), 'worker')} of {count(len(nodes), 'node')}"
@@ -172,7 +175,8 @@ def enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) 
 
 def _instead(choice: Choice) -> str:
     """Why it is no simpler layout of as many workers: what was tried first."""
-    return f"not {choice.rejected[0]}" if choice.rejected else ""
+    first = choice.rejected[0] if choice.rejected else ""
+    return first if first.startswith("no ") else f"not {first}" if first else ""
 
 
 def count(n: int, noun: str) -> str:

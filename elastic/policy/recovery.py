@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic.errors import StateLost
 from elastic.mesh import replica_key
+from elastic.policy import layouts
 from elastic.policy.known import State
 from elastic.policy.suspects import spoilt
-from elastic.types import Copy, Holding, Plan, Resume, RollForward
+from elastic.types import Copy, Holding, Layout, Plan, Resume, RollForward
 
+COMPARED_S = 60.0  # of steps that are done again so that a layout can be compared with the one before
 REDO_S = 600.0  # work up to this long is done again from the start when nothing was ever stored
 
 
@@ -84,7 +88,9 @@ def newest(state: State) -> Resume:
     if memory and (durable is None or memory.step >= durable.step):
         return memory
     if durable:
-        return Resume("durable", durable.step, durable.generation, durable.layout, durable.layers, uri=durable.uri)
+        return _stored(durable)
+    if state.astray and (left := from_memory(replace(state, distrusted=state.distrusted - set(state.astray)))):
+        return left  # what a generation of a wrong layout had taken over before its first step
     if state.damaged:
         raise StateLost(
             f"no durable copy can be read: {'; '.join(state.damaged.values())}; mend one, or remove them all to start anew "
@@ -97,6 +103,36 @@ def newest(state: State) -> Resume:
         f"no copy of the training state is left: step {state.best_step} was reached ({lost_s:.0f} s of steps), no durable copy "
         f"was ever stored, and the workers that still live hold no whole copy; set durable_every and start again"
     )
+
+
+def comparable(state: State, layout: Layout, resume: Resume) -> Resume:
+    """Where the layout has an axis that the copy's had not, and nothing is known at the copy's step that would tell whether it
+    computes the same: an older copy, from which a step is done again that is known. Where that costs more than COMPARED_S, or
+    there is none: the same copy."""
+    if not state.probes or resume.layout is None or not layouts.new_axes(layout, resume.layout):
+        return resume
+    if layouts.comparable(state, resume.step):
+        return resume
+    memory, durable = _below(state, resume.step)
+    found = [copy for copy in (memory, _stored(durable) if durable else None) if copy]
+    older = max(found, key=lambda copy: copy.step, default=None)
+    if older is None or not layouts.comparable(state, older.step):
+        return resume
+    return older if (resume.step - older.step) * state.step_time_s <= COMPARED_S else resume
+
+
+def unknown_axes(state: State, layout: Layout, resume: Resume) -> dict[str, str]:
+    """Axes that cut the model or its sequences, and that the copy's layout had not, where nothing would tell whether they
+    compute the same; and that."""
+    if not state.probes or resume.layout is None or layouts.comparable(state, resume.step):
+        return {}
+    axes = [axis for axis in layouts.new_axes(layout, resume.layout) if axis != "dp"]
+    why = f"nothing is known at step {resume.step} that would tell whether it computes the same as {resume.layout}"
+    return dict.fromkeys(axes, why)
+
+
+def _stored(copy: Copy) -> Resume:
+    return Resume("durable", copy.step, copy.generation, copy.layout, copy.layers, uri=copy.uri)
 
 
 def _below(state: State, below: int | None) -> tuple[Resume | None, Copy | None]:

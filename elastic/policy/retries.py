@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from elastic.policy.known import State
+from elastic.policy.layouts import unusable_layouts
 
 INFRASTRUCTURE_MOST = 5  # in a row without progress
 PROCESS_MOST = 3  # replacements per node and hour
 SILENT_MOST = 2  # times that a node stands still, per hour
 ROLLBACKS_MOST = 2
+LAYOUTS_MOST = 6  # that compute something else than the one before although they have no new axis
 
 
 def wait_s(state: State) -> float:
@@ -24,6 +26,8 @@ def gave_up(state: State) -> str:
         return f"{state.retries} attempts in a row got no further than step {state.best_step}; the last one: {failure.reason}"
     if failure.cause == "rollback" and state.rollbacks - len(state.rolled_back) > ROLLBACKS_MOST:  # guards count for themselves
         return f"{state.rollbacks} roll-backs; the last one: {failure.reason}"
+    if failure.cause == "rollback" and len(unusable_layouts(state)) > LAYOUTS_MOST:
+        return f"{len(unusable_layouts(state))} layouts were left in turn; the last one: {failure.reason}"
     return ""
 
 

@@ -35,7 +35,7 @@ from elastic.types import (
 
 def spoilt(state: State, generation: int, step: int) -> bool:
     """Is that step of that generation known to be wrong?"""
-    return any(generation <= last and step > good for last, good in state.wrong)
+    return step > state.astray.get(generation, step) or any(generation <= last and step > good for last, good in state.wrong)
 
 
 def put_aside(state: State, now_s: float) -> Decision | None:
@@ -62,7 +62,8 @@ def _wrong_numbers(state: State, event: WrongNumbers, at_s: float) -> State:
     if event.generation > state.generation or any(g >= event.generation and s <= event.good_step for g, s in state.wrong):
         return state
     derived = _comes_of(state, event)
-    state = replace(state, wrong=(*state.wrong, (state.generation if derived else event.generation, event.good_step)))
+    last = state.generation if derived else event.generation
+    state = replace(state, wrong=(*state.wrong, (last, event.good_step)), losses={}, probes={})
     bad = [copy for copy in state.durable if spoilt(state, copy.generation, copy.step)]
     peer = None if state.peer and spoilt(state, state.peer.generation, state.peer.step) else state.peer
     state = without_copies(replace(state, peer=peer), bad)

@@ -92,6 +92,11 @@ class SimBackend(Generations):
         if fault.kind == "stop":
             self._tell(StopAsked("scripted"))
             return
+        if fault.kind == "wrong_layout":
+            entered = [group for group in self._groups.values() if group.entered]
+            if entered:
+                self.functions.break_new_axes(entered[-1].plan.layout)
+            return
         if fault.kind == "not_finite":
             self._not_finite.add(max((g.step for g in self._running()), default=0) + 1)
             self._for_ever |= fault.lasting

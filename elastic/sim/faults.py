@@ -7,7 +7,7 @@ from typing import Literal
 
 FaultKind = Literal[
     "notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought", "slow", "crash", "refuse",
-    "price", "add", "stop", "throttle", "jitter", "drift", "wrong_numbers", "stall",
+    "price", "add", "stop", "throttle", "jitter", "drift", "wrong_numbers", "stall", "wrong_layout",
 ]  # fmt: skip
 Moment = Literal["inside", "waiting", "torn"]
 
@@ -46,7 +46,8 @@ class Fault:
     rank's part of a step takes up to the part `amount` more or less, by chance (seed `which`), for `lasts_s` or `lasting`.
     drift: all GPUs get slower and faster by the part `amount`, once in `lasts_s` each, at different times. stall: of a node, as
     hang, but it answers. wrong_numbers: a node computes wrong numbers, found out `amount` steps later; `lasting`: it cannot be
-    told which of all ranks it is.
+    told which of all ranks it is. wrong_layout: from now on a layout with several ranks on an axis on which the running one has
+    one computes something else.
     `moment`, of a loss, process or error: where the step was. inside: its gradients were not summed yet. waiting: every
     survivor waits for the commit. torn: every other survivor has seen it.
     """

@@ -9,6 +9,7 @@ from typing import Any
 from elastic.mesh import replica_key
 from elastic.rank_times import RankTimes
 from elastic.sim.faults import Delays, Moment
+from elastic.sim.functions import Functions
 from elastic.sim.machines import Machines
 from elastic.sim.paces import FORWARD, Paces, step_s
 from elastic.types import (
@@ -67,7 +68,7 @@ class Generations(Machines):
 
     def __init__(self, pools: tuple[Pool, ...], job: Mapping[str, Any], delays: Delays, fits: Callable[[Plan], bool]) -> None:
         super().__init__(pools, job, delays)
-        self.fits, self.paces = fits, Paces()
+        self.fits, self.paces, self.functions = fits, Paces(), Functions(job)
         self.violations: list[str] = []
         self._groups: dict[int, Group] = {}
         self._commits: dict[WorkerId, tuple[float, ...]] = {}
@@ -159,6 +160,13 @@ class Generations(Machines):
         group.step = source.step if resume.source == "live" and source else resume.step
         if resume.source in ("live", "peer") and not self._has_source(group):
             self.violations.append(f"generation {plan.generation}: nobody holds step {group.step} of {resume.generation}")
+        told, failed = self.functions.entered(plan, group.step, source.plan if source else None)
+        self._tell(told)
+        if failed:  # the boxes of the generation before stay where they are
+            group.ended = True
+            for event in failed:
+                self._tell(event)
+            return
         for worker in group.members - set(plan.ranks):
             self._held.pop(worker, None)
             self._tell(Quiesced(worker, plan.generation, group.step))
@@ -239,7 +247,8 @@ class Generations(Machines):
         copies = bool(plan.peer_every and group.step % plan.peer_every == 0)
         copy_s = self.delays.copy_s * 0.1 if copies else 0.0
         digest = f"sample-{group.step}"
-        self._tell(StepDone(plan.generation, group.step, 1.0, 1000, took_s, 0.02 * took_s, copy_s, 1.0, digest))
+        loss = self.functions.step(plan, group.step)
+        self._tell(StepDone(plan.generation, group.step, loss, 1000, took_s, 0.02 * took_s, copy_s, 1.0, digest))
         if self.paces.on:
             self._tell_paces(group)
         self._found_out(group)
@@ -254,6 +263,7 @@ class Generations(Machines):
             self._finish(group)
         elif group.leave_for is not None:
             group.ended = True
+            self._tell(self.functions.left(plan, group.step))
             for worker in plan.ranks:
                 self._tell(self._report(worker, plan.generation))
             successor = self._groups[group.leave_for.generation]
@@ -327,6 +337,7 @@ class Generations(Machines):
         if not group.save and group.step >= self.job["steps"]:
             self._save(group)
         group.quiesce = True
+        self._tell(self.functions.left(group.plan, group.step))
         for worker in group.plan.ranks:
             self._tell(self._report(worker, group.plan.generation), self.delays.quiesce_s)
 
@@ -376,7 +387,8 @@ class Generations(Machines):
             group = self._groups[holding.generation]
             if holding.kind == "live" and group.ended and holding.step == group.step + 1:
                 group.step += 1
-                self._tell(StepDone(holding.generation, group.step, 1.0, 1000, 0.0, 0.0, 0.0, 1.0, f"sample-{group.step}"))
+                loss = self.functions.step(group.plan, group.step)
+                self._tell(StepDone(holding.generation, group.step, loss, 1000, 0.0, 0.0, 0.0, 1.0, f"sample-{group.step}"))
 
     def _roll_forward(self, action: RollForward) -> None:
         group = self._groups[action.generation]

@@ -29,7 +29,7 @@ from elastic.types.actions import (
     StoreCopy,
 )  # fmt: skip
 from elastic.types.admission import Admission, Terms, version_differences, worst
-from elastic.types.agreement import agree, tolerance
+from elastic.types.agreement import Losses, agree, redone_as_before, repeats, tolerance, with_loss
 from elastic.types.events import (
     CopyDamaged,
     CopyFailed,
@@ -112,14 +112,15 @@ __all__ = [
     "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "Box", "Cause", "Copy", "CopyDamaged", "CopyFailed",
     "CopyKind", "CopyRemoved", "CopyStored", "DTYPE_BYTES", "Decided", "Decision", "DeviceNoted", "DigestChecked",
     "DigestPart", "DrainNode", "DrillAsked", "DriverStarted", "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan",
-    "GuardTripped", "HardwareProfile", "Holding", "LAYOUT_OPTIONS", "Layout", "MarketType", "Matmul", "ModelProfile", "Move",
-    "Node", "NodeLost", "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned", "NoiseSeen", "Notice",
-    "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec", "Outcome", "Plan", "PlanEntered", "PlanFailed", "Pool", "Prepare",
-    "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce", "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode",
-    "RemoveCopy", "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile", "SetCadence", "SetShares",
-    "ShardStored", "SharesSet", "Silent", "Source", "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Terms",
-    "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "is_auto", "layout_options", "names_of", "parse_layout",
-    "pinned", "tolerance", "version_differences", "worst",
+    "GuardTripped", "HardwareProfile", "Holding", "LAYOUT_OPTIONS", "Layout", "Losses", "MarketType", "Matmul",
+    "ModelProfile", "Move", "Node", "NodeLost", "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned",
+    "NoiseSeen", "Notice", "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec", "Outcome", "Plan", "PlanEntered",
+    "PlanFailed", "Pool", "Prepare", "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce", "Quiesced", "RanksTimed",
+    "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile",
+    "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source", "StepDone", "Stop", "StopAsked", "StoreCopy",
+    "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "is_auto", "layout_options",
+    "names_of", "parse_layout", "pinned", "redone_as_before", "repeats", "tolerance", "version_differences", "with_loss",
+    "worst",
 ]  # fmt: skip
 
 

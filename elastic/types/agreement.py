@@ -1,4 +1,5 @@
-"""When two losses that should be equal are: layouts add up in another order, and the precision says how much that may do."""
+"""Which numbers count as equal when two layouts compute the same thing: losses of one sample or of one step, by the precision
+that the job computes in. Also what is compared where a step is done again. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,18 +7,58 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-RELATIVE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
+from elastic.types.events import StepDone
+
+TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}  # relative
 FLOAT8 = 5e-2
-LEAST = 1e-3  # losses below it are compared as if they were this large
+SMALLEST = 1e-3  # of the numbers that a difference is set in relation to
+KEPT_LOSSES = 500
+SKIPPED = math.inf  # stands for the loss of a step whose update was left out
+
+Losses = Mapping[int, tuple[float, str, int]]  # step -> train_loss, digest of its sample ids, generation
 
 
 def tolerance(job: Mapping[str, Any]) -> float:
-    """Relative difference of two losses of one sample in one state, in layouts that compute the same."""
-    return FLOAT8 if job.get("float8") else RELATIVE[str(job.get("precision") or "float32")]
+    """Relative difference of two losses that the job's precision explains; float32's where it says none."""
+    if job.get("float8"):
+        return FLOAT8
+    return TOLERANCES.get(str(job.get("precision") or "float32"), TOLERANCES["float32"])
 
 
-def agree(one: float, other: float, relative: float) -> bool:
-    """What is not finite agrees with nothing finite."""
-    if not (math.isfinite(one) and math.isfinite(other)):
-        return math.isfinite(one) == math.isfinite(other)
-    return abs(one - other) <= relative * max(abs(one), abs(other), LEAST)
+def agree(a: float, b: float, tolerance: float) -> bool:
+    """Relative to the larger one. What is no number agrees only with what is none either."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.isfinite(a) == math.isfinite(b)
+    return abs(a - b) <= tolerance * max(abs(a), abs(b), SMALLEST)
+
+
+def repeats(job: Mapping[str, Any], draws: bool) -> bool:
+    """Has a step that is done again the loss that it had? `draws`: see ModelProfile. Of scripts nobody knows."""
+    return not (draws or job.get("script") or job.get("restarted"))
+
+
+def redone_as_before(losses: Losses, done: StepDone, n_redone: int, job: Mapping[str, Any]) -> bool | None:
+    """Has the step the loss that it had before, on the same samples? None = it was not done before, or nothing can be said.
+    It is the `n_redone`-th in a row that is done again: each adds its own rounding errors."""
+    if done.step not in losses:
+        return None
+    before, digest, _ = losses[done.step]
+    if done.skipped or before == SKIPPED or digest != done.digest or not math.isfinite(done.train_loss):
+        return None
+    return agree(before, done.train_loss, max(1, n_redone) * tolerance(job))
+
+
+def with_loss(losses: Losses, done: StepDone) -> dict[int, tuple[float, str, int]]:
+    """With what is known now: a step that was done before keeps its first loss. Where an update is left out that was not
+    before, or the reverse, the steps after it are others."""
+    kept = dict(losses)
+    loss = SKIPPED if done.skipped else done.train_loss
+    if not done.skipped and not math.isfinite(loss):
+        return kept
+    if done.step in kept and (kept[done.step][0] == SKIPPED) != done.skipped:
+        kept = {step: known for step, known in kept.items() if step < done.step}
+    kept.setdefault(done.step, (loss, done.digest, done.generation))
+    if len(kept) > KEPT_LOSSES:
+        for step in sorted(kept)[: KEPT_LOSSES // 2]:
+            del kept[step]
+    return kept

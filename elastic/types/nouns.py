@@ -240,6 +240,7 @@ class Plan:
     memory_bytes: int = 0
     usd_per_h: float = 0.0
     rolled_back: tuple[tuple[str, int], ...] = ()  # guards and steps that the run was rolled back for
+    unusable: tuple[tuple[str, str], ...] = ()  # axes and layouts that the run has closed for itself, and why
     probe: float | None = None  # loss of the probe sample at resume.step (see Probed), where the driver knows it
 
     @property

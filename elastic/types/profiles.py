@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.types.nouns import Layout
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -120,6 +122,7 @@ class ModelProfile:
     `no_dp`, `no_tp`, `no_cp`, `no_pp`: why no layout with more than one rank on that axis computes what the whole model does,
     in one line that names the place and the mend; '' = nothing is known against it. `pipeline` is False where `no_pp` says why,
     and `tp_limit` is 1 where `no_tp` does. `notes`: what a person should know of the model before it trains, a line each.
+    `draws`: its forward pass draws random numbers in training, so that a step that is done again may differ.
     """
 
     n_blocks: int
@@ -138,6 +141,17 @@ class ModelProfile:
     no_pp: str = ""
     draws: bool = False  # its forward pass draws random numbers in training, so a step that is done again may differ
     notes: tuple[str, ...] = ()
+
+    @property
+    def closed(self) -> dict[str, str]:
+        """Axes that may not have more than one rank, and why."""
+        axes = {"dp": self.no_dp, "tp": self.no_tp, "cp": self.no_cp, "pp": self.no_pp}
+        return {axis: why for axis, why in axes.items() if why}
+
+    def refusal(self, layout: Layout) -> str:
+        """Why the layout does not compute what the whole model does: `no pp: ...`; '' = nothing is known against it."""
+        found = (f"no {axis}: {why}" for axis, why in self.closed.items() if getattr(layout, axis) > 1)
+        return next(found, "")
 
     def kept_of(self, spec: TensorSpec) -> OptimizerSpec:
         """What is kept for a tensor of the model besides itself."""

@@ -1,4 +1,5 @@
-"""What a drill lets a worker's device do: compute slowly, stand still, compute wrong numbers. For trials only.
+"""What a drill lets a worker's device do: compute slowly, stand still, compute wrong numbers; and what it lets layouts do. For
+trials only.
 
 The hooks on the model's blocks (elastic/worker/spans.py) ask for it in each pass, so that what is timed, compared and waited
 for is what a device that is really slow, stuck or broken would show.
@@ -15,6 +16,7 @@ import torch
 
 FORWARD = 1 / 3  # of the work of a pass there and back (the backward pass has two products for each of the forward pass)
 WRONG = 1.0 + 2.0**-6  # what the elements of a wrong result are multiplied by
+OTHER = 1.5  # what a block's output is multiplied by in a layout that computes something else
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,22 @@ class Slowness:
 
 @dataclass
 class DeviceFaults:
-    """What is the matter with this worker's device; changed by `afflict` from any thread, asked for by the training thread."""
+    """What is the matter with this worker's device; changed by `afflict` from any thread, asked for by the training thread.
+
+    `layout`: not the device, but layouts: one that has several ranks on an axis on which the one before had one computes
+    something else than the model, from now on; `other`: that of the generation that is here does."""
 
     slowness: Slowness = Slowness()
     wrong: bool = False
+    layout: bool = False
+    other: bool = False
     _stall: bool = False
     _end: threading.Event = field(default_factory=threading.Event)
     _chance: random.Random = field(default_factory=random.Random)
     _now: Slowness = Slowness()
 
     def afflict(self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0) -> None:
-        """`slow`, `stall` or `corrupt`, as in a drill. Raises ValueError for another kind."""
+        """`slow`, `stall` or `corrupt`, as in a drill; `layout` is its wrong_layout. Raises ValueError for another kind."""
         match kind:
             case "slow":
                 self.slowness = self._now = Slowness(factor, unit_s, jitter)
@@ -56,8 +63,10 @@ class DeviceFaults:
                 self._stall = True
             case "corrupt":
                 self.wrong = True
+            case "layout":
+                self.layout = True
             case _:
-                raise ValueError(f"a device can be slow, stall or corrupt, not '{kind}'")
+                raise ValueError(f"a device can be slow, stall or corrupt, or layouts be wrong: not '{kind}'")
 
     def next_step(self) -> None:
         slow = self.slowness
@@ -77,6 +86,15 @@ class DeviceFaults:
     def spoilt(self, output: torch.Tensor) -> torch.Tensor:
         """What a device that computes wrong numbers makes of a result."""
         return output * WRONG if self.wrong and output.is_floating_point() else output
+
+    @property
+    def alters(self) -> bool:
+        """Is what a block gives another thing than it should be?"""
+        return self.wrong or self.other
+
+    def altered(self, output: torch.Tensor) -> torch.Tensor:
+        """What becomes of what a block gives."""
+        return self.spoilt(output) * OTHER if self.other and output.is_floating_point() else self.spoilt(output)
 
     @staticmethod
     def wait(seconds: float) -> None:

@@ -43,6 +43,8 @@ def _rest_sharded(spec: JobSpec, pins: Mapping[str, Any], world_size: int) -> La
 
 def plan_of(spec: JobSpec, model: ModelProfile, layout: Layout, generation: int, resume: Resume) -> Plan:
     """Everything cut as evenly as it goes. Raises SpecError for a layout that the model cannot be cut into."""
+    if why := model.refusal(layout):
+        raise SpecError(f"{spec.name}: layout '{layout}': {why}")
     if model.tp_limit % layout.tp:
         raise SpecError(
             f"{spec.name}: layout '{layout}' has tp={layout.tp}, but tp must divide {model.tp_limit} for this model"

@@ -16,6 +16,7 @@ from elastic.data.loader import Ahead, Batch, Loader, collate
 from elastic.data.opening import Sets
 from elastic.data.streams import Stream
 from elastic.errors import InternalError
+from elastic.mesh import axes_of
 from elastic.rank_times import RankTimes
 from elastic.reshard.shards import RNG
 from elastic.types import Evaluated, GuardTripped, NoiseSeen, PlanEntered, Probed, SharesSet
@@ -86,6 +87,7 @@ class Generation:
             place.at_phase("building", 0)
             plan = self.plan
             cut = (plan.layout, plan.layers, self.rank)
+            place.faults.other = place.faults.layout and not axes_of(plan.layout) <= place.axes
             self.state = TrainState(place.program, place.profile, self.groups, cut, place.job)
         self._lap("build")
         place.at_phase("loading", 0)
@@ -138,6 +140,7 @@ class Generation:
         leases = [held.lease.retain() for held in taken.before if held.lease is not None]  # before anything lets go of them
         if state is not None:
             assert self.rank is not None
+            place.axes = axes_of(plan.layout)
             if self.rank == 0:
                 entered = PlanEntered(plan.generation, state.step, self.phases_s, taken.n_bytes)
                 place.report(replace(entered, peak_bytes=taken.peak_bytes, left_at_s=place.left_at_s))

@@ -34,7 +34,14 @@ KEPT = 4  # steps whose values a worker remembers
 
 
 class LayoutDiffers(ElasticError):
-    """The layout that was entered computes another function than the one before; the same on every rank."""
+    """The layout that was entered computes another function than the one before at `step`; the same on every rank."""
+
+    def __init__(self, text: str, step: int = 0) -> None:
+        super().__init__(text)
+        self.step = step
+
+    def __reduce__(self) -> tuple[type[LayoutDiffers], tuple[str, int]]:
+        return type(self), (str(self), self.step)
 
 
 class Probe:
@@ -51,7 +58,7 @@ class Probe:
         found, told = self._together(bad, loss)
         if found:
             assert expected is not None
-            raise LayoutDiffers(self._sentence(step, told, expected))
+            raise LayoutDiffers(self._sentence(step, told, expected), step)
         if loss is None:
             return None
         self._remember(step, loss)

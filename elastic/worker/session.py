@@ -438,6 +438,7 @@ class Session:
         _print(error)
         memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _resident_bytes()
         failed = WorkerFailed(self.me, number, kind, _text(error), memory if kind == "out_of_memory" else 0)
+        failed = replace(failed, step=error.step) if isinstance(error, LayoutDiffers) else failed
         self._put(failed if trip is None else replace(failed, step=trip.step, guard=trip.guard, do=trip.do))
 
     def _quiesced(self, number: int) -> Quiesced:

@@ -67,7 +67,7 @@ class Spans:
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
         began, self._began = self._began, None
         if began is None:
-            return _spoilt(output, self.faults) if self.faults.wrong else None
+            return _spoilt(output, self.faults) if self.faults.alters else None
         ended, took_s = self._mark(), 0.0
         if isinstance(began, float):
             took_s = float(ended) - began  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ class Spans:
             self._be_slow(_rows(args), took_s)
             if self._back is not None:
                 self._back.before(output)
-        return _spoilt(output, self.faults) if self.faults.wrong else None
+        return _spoilt(output, self.faults) if self.faults.alters else None
 
     def _mark(self) -> Mark:
         if self.device.type != "cuda":
@@ -109,7 +109,7 @@ def _rows(args: Any) -> int:
 
 def _spoilt(output: Any, faults: DeviceFaults) -> Any:
     if isinstance(output, torch.Tensor):
-        return faults.spoilt(output)
+        return faults.altered(output)
     if isinstance(output, tuple):
         return tuple(_spoilt(one, faults) for one in output)
     return output

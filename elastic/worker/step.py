@@ -381,10 +381,9 @@ class Stepper:
         """A tensor that stands on the first and on the last stage (tied head) gets the sum of both gradients."""
         if self.groups.tie is None:
             return
-        specs = self.state.profile.specs
+        specs, n_blocks = self.state.profile.specs, self.state.profile.n_blocks
         first = {spec.fqn for spec in specs if spec.block == -1}
-        ends = {s.tied_to for s in specs if s.tied_to in first and s.block == self.state.profile.n_blocks and s.trainable}
-        for fqn in sorted(fqn for fqn in ends if fqn is not None):
+        for fqn in sorted({s.tied_to for s in specs if s.tied_to in first and s.block == n_blocks and s.trainable} - {None}):
             if fqn in self.state.parameters:
                 gradient = gradients.get(fqn)
                 if gradient is None:
@@ -393,8 +392,7 @@ class Stepper:
 
     def _add_summed(self, gradients: dict[str, torch.Tensor]) -> None:
         """Parameters of style "summed" are used for a part of the heads on each tp rank: one all-reduce for all of them."""
-        mine = [gradients[fqn] for fqn in sorted(self.state.summed) if fqn in gradients]
-        mesh = self.groups.mesh
+        mine, mesh = [gradients[fqn] for fqn in sorted(self.state.summed) if fqn in gradients], self.groups.mesh
         if not mine or mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
             return
         flat = torch.cat([gradient.flatten() for gradient in mine])

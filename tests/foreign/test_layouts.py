@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ MOST_S = 900.0
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Name -> what was found of it."""
     out = tmp_path_factory.mktemp("layouts") / "found"
     names = subjects.names()
@@ -35,7 +34,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dic
         cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    yield dict(zip(names, map(json.loads, out.read_text().splitlines()), strict=True))
+    return dict(zip(names, map(json.loads, out.read_text().splitlines()), strict=True))
 
 
 def refusal(found: dict[str, Any], axis: str) -> str:

@@ -20,7 +20,7 @@ LINE_KEYS = {
 }  # fmt: skip
 TRANSITION_KEYS = {
     "generation", "cause", "at_step", "steps_lost", "pause_s", "phases_s", "from_layout", "to_layout", "source", "bytes_moved",
-    "digest_ok",
+    "digest_ok", "loss_equal", "probe_s",
 }  # fmt: skip
 
 

@@ -15,7 +15,18 @@ from elastic.policy.state import State
 from elastic.sim.backend import SimBackend
 from elastic.sim.faults import Delays, Fault, FaultKind, Moment
 from elastic.sim.replay import replay
-from elastic.types import DriverStarted, EnterPlan, ModelProfile, NodeLost, OptimizerSpec, Pool, SetShares, StepDone, TensorSpec
+from elastic.types import (
+    DriverStarted,
+    EnterPlan,
+    ModelProfile,
+    NodeLost,
+    OptimizerSpec,
+    PlanEntered,
+    Pool,
+    SetShares,
+    StepDone,
+    TensorSpec,
+)
 
 N_RUNS, N_BATCHES = 300, 60
 MODEL = ModelProfile(
@@ -57,7 +68,8 @@ def scenario(seed: int) -> tuple[dict[str, Any], tuple[Pool, ...], list[Fault], 
     if chance.random() < 0.3:
         lasts_s = chance.uniform(10, 60)
         faults.append(Fault(chance.uniform(0, 60), "refuse", lasts_s=lasts_s, pool=chance.choice(pools).name))
-    return job, tuple(pools), faults + unequal(seed), Delays(work_s=chance.choice([1.0, 4.0]))
+    layouts, wrong = wrong_layouts(seed)
+    return job | layouts, tuple(pools), faults + unequal(seed) + wrong, Delays(work_s=chance.choice([1.0, 4.0]))
 
 
 def unequal(seed: int) -> list[Fault]:
@@ -78,6 +90,20 @@ def unequal(seed: int) -> list[Fault]:
     if chance.random() < 0.3:
         faults.append(Fault(chance.uniform(15, 80), "stall", chance.randrange(8)))
     return faults
+
+
+def wrong_layouts(seed: int) -> tuple[dict[str, Any], list[Fault]]:
+    """In every third run: a layout of any kind for each number of workers, and from some time on all axes that the running one
+    has not are wrong."""
+    chance = random.Random(seed + 2000)
+    if chance.random() > 1 / 3:
+        return {}, []
+    layouts = {"1": "dp_shard=1"}
+    for n in range(2, 9):
+        kinds = [f"dp_shard={n}", *([f"pp={n}"] if n <= 4 else [])]
+        kinds += [f"pp=2,dp_shard={n // 2}", f"tp=2,dp_shard={n // 2}"] if n % 2 == 0 else []
+        layouts[str(n)] = chance.choice(kinds)
+    return {"layout": layouts}, [Fault(chance.uniform(10, 80), "wrong_layout")]
 
 
 def run(seed: int, path: Path) -> tuple[State, SimBackend, list[Line]]:
@@ -107,6 +133,7 @@ def check(seed: int, path: Path) -> None:
                 assert not lost & set(action.plan.nodes), f"seed {seed}: {action.plan.nodes} of which {lost} are lost"
                 generation = action.plan.generation
     calm(seed, lines)
+    right(seed, lines, backend)
     again = replay(lines)
     assert again.identical and again.n_decisions > 3, f"seed {seed}: {again.first_difference}"
     assert again.state == state, f"seed {seed}"
@@ -116,6 +143,28 @@ def check(seed: int, path: Path) -> None:
     assert sum(money.gpu_seconds.values()) == pytest.approx(backend.gpu_seconds(), rel=1e-9, abs=1e-6), f"seed {seed}"
     assert sum(money.usd.values()) == pytest.approx(state.usd, rel=1e-6, abs=1e-9), f"seed {seed}"
     assert min(money.gpu_seconds.values()) >= 0, f"seed {seed}"
+
+
+def right(seed: int, lines: list[Line], backend: SimBackend) -> None:
+    """No step counts that a layout has made which computes something else."""
+    kept = counted(lines) & set(backend.functions.trained)
+    assert not kept, f"seed {seed}: {sorted(kept)}"
+
+
+def counted(lines: list[Line]) -> set[tuple[int, int]]:
+    """(generation, step) that the last state comes of."""
+    plans = {
+        a.plan.generation: a.plan for line in lines if line.decision for a in line.decision.actions if isinstance(a, EnterPlan)
+    }
+    events = [event for line in lines for _, event in line.events]
+    entered = {event.generation: event.step for event in events if isinstance(event, PlanEntered)}
+    done = {(event.generation, event.step) for event in events if isinstance(event, StepDone)}
+    generation, last, found = max(entered), max(step for _, step in done), set[tuple[int, int]]()
+    while last > 0:
+        found |= {(g, step) for g, step in done if g == generation and entered[g] < step <= last}
+        resume, last = plans[generation].resume, min(last, entered[generation])
+        generation, last = (resume.generation, last) if resume.source != "fresh" else (0, 0)
+    return found
 
 
 def calm(seed: int, lines: list[Line]) -> None:

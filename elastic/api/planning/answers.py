@@ -130,7 +130,8 @@ def _pool_words(each: Machines) -> str:
 def notes_of(subject: Subject, machines: Sequence[Machines]) -> list[str]:
     own = {pool.name for pool in subject.pools}
     said = [note for note in subject.notes if note != OWN_POOLS or any(each.group.pool in own for each in machines)]
-    return list(dict.fromkeys([*said, *(note for each in machines for note in each.notes)]))
+    closed = [f"no {axis}: {why}" for axis, why in subject.model.closed.items()]
+    return list(dict.fromkeys([*said, *closed, *subject.model.notes, *(note for each in machines for note in each.notes)]))
 
 
 def offer_plain(offer: Offer, n: int, n_gpus: int, warnings: Sequence[str]) -> dict[str, Any]:

@@ -78,6 +78,8 @@ def _problems(subject: Subject, machines: Sequence[Machines], layout: Layout) ->
         yield f"tp x cp = {inside}, but the nodes have {largest} GPUs, which such a group never leaves; take at most {largest}"
     if layout.world_size > n_gpus:
         yield f"it needs {layout.world_size} GPUs, but there are {n_gpus}"
+    if why := model.refusal(layout):
+        yield why
     if layout.tp > 1 and model.tp_limit % layout.tp:
         yield f"tp={layout.tp}, but tp must divide {model.tp_limit} (key-value heads, or what the program's tp plan allows)"
     if layout.n_stages > max(1, model.n_blocks):

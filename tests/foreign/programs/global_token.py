@@ -60,9 +60,4 @@ program = elastic.Program(
     model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
 )
 
-EXPECT = {
-    "dp": "equal",
-    "tp": "equal",
-    "cp": "refused: attention",
-    "pp": "refused: token|layers|forward",
-}
+EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: attention", "pp": "refused: token|layers|forward"}

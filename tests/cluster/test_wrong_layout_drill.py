@@ -1,0 +1,74 @@
+"""The drill that lets layouts compute something else: of no node, told to every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.cluster import drills
+from elastic.cluster.drilling import Drilling
+from elastic.errors import SpecError
+from elastic.observe.sentences import drill
+from elastic.spec import drill_entry
+from elastic.storage import open_storage
+from elastic.types import DrillAsked, WorkerId
+from elastic.worker.faults import DeviceFaults
+
+WORKERS = [WorkerId(node, k) for node in "ab" for k in (0, 1)]
+ENTRY = {"at_step": 4, "wrong_layout": True}
+
+
+@dataclass
+class Crew:
+    there: list[WorkerId]
+    told: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def workers(self, node_id: str | None = None) -> list[WorkerId]:
+        return [worker for worker in self.there if node_id in (None, worker.node_id)]
+
+    def pid(self, worker: WorkerId) -> int:
+        return 0
+
+    def signal(self, workers: Iterable[WorkerId], number: int) -> None: ...
+
+    def call(self, worker: WorkerId, method: str, *arguments: Any) -> bool:
+        self.told.append((worker, method, *arguments))
+        return True
+
+
+def drilling(folder: Path, crew: Crew) -> Drilling:
+    schedule = drills.Schedule([ENTRY], open_storage(folder))
+    return Drilling(schedule, None, crew, {}, ())  # type: ignore[arg-type]
+
+
+def test_every_worker_is_told_once_at_its_step(tmp_path: Path) -> None:
+    crew = Crew(WORKERS)
+    on = drilling(tmp_path, crew)
+    assert on.at_step(3, None, 0.0) == [] == crew.told
+    assert on.at_step(4, None, 0.0) == [DrillAsked(ENTRY)]
+    assert crew.told == [(worker, "afflict", "layout", {}) for worker in WORKERS]
+    assert on.at_step(5, None, 0.0) == []
+
+
+def test_nobody_can_be_told(tmp_path: Path) -> None:
+    (event,) = drilling(tmp_path, Crew([])).at_step(4, None, 0.0)
+    assert isinstance(event, DrillAsked) and "no worker can be told" in event.drill["error"]
+
+
+def test_it_belongs_to_no_node() -> None:
+    entry = drill_entry(ENTRY)
+    assert entry.nodes() == [] and entry.plain() == ENTRY and drill(ENTRY) == "wrong_layout (at step 4)"
+    for wrong in ({"wrong_layout": "any"}, {"wrong_layout": True, "kill": "any"}, {"wrong_layout": True, "gpu": 0}):
+        with pytest.raises(SpecError):
+            drill_entry(wrong)
+
+
+def test_a_worker_that_is_told_knows_it() -> None:
+    faults = DeviceFaults()
+    assert not faults.layout
+    faults.afflict("layout")
+    assert faults.layout and not faults.wrong
