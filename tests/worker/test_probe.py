@@ -1,0 +1,114 @@
+"""Promise 12 at transitions: the loss of one sample is the same in the layout before and the one after, or no step is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from plans import from_copies, live, plan
+from reference import build, collate, count_tokens, output_of, train_alone
+from test_chain import job_of
+from worker_pool import Pool
+
+from elastic.policy.recovery import covered
+from elastic.program import load_program
+from elastic.types import Layout, Plan, PlanEntered, Probed, Quiesced, Resume, StepDone, WorkerFailed, agree
+from elastic.worker.probe import LayoutDiffers
+
+pytestmark = pytest.mark.slow
+SHARDS = Layout(dp_shard=4)
+OTHERS = [Layout(pp=2, dp_shard=2), Layout(dp_shard=2, tp=2), Layout(tp=2), Layout(dp_shard=3)]
+
+
+def begun(pool: Pool, job: dict, run: Path, layout: Layout = SHARDS) -> Plan:
+    workers = pool.open(job, run)
+    first = plan(1, layout, workers, job["global_batch"])
+    pool.enter(first)
+    pool.wait(lambda: any(e.step >= 2 for e in pool.events(StepDone)), "step 2")
+    return first
+
+
+def probed(pool: Pool, generation: int) -> list[Probed]:
+    return pool.events(Probed, generation)
+
+
+def test_the_first_probe_is_the_loss_of_one_process(pool: Pool, tmp_path: Path) -> None:
+    job = job_of("tiny.py", steps=4)
+    begun(pool, job, tmp_path)
+    pool.quiesced(1, 4)
+    program = load_program(job["program"])
+    model, batch = build(program, job["seed"]).eval(), collate(program.dataset(), [0])
+    with torch.no_grad():
+        alone = float(program.loss(output_of(program, model, batch), batch)) / count_tokens(program, batch)
+    (entry,) = probed(pool, 1)
+    assert (entry.step, entry.expected) == (0, None)
+    assert entry.loss == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", OTHERS, ids=str)
+def test_each_side_of_a_transition_says_the_same(pool: Pool, tmp_path: Path, layout: Layout) -> None:
+    job = job_of("tiny.py", steps=14)
+    first = begun(pool, job, tmp_path)
+    second = plan(2, layout, list(first.ranks), 12, resume=live(first))
+    pool.enter(second)
+    pool.entered(2)
+    pool.wait(lambda: any(e.step == 14 for e in pool.events(StepDone)), "the last step")
+    boundary, entry = probed(pool, 1)[-1], probed(pool, 2)[0]
+    assert boundary.step == entry.step > 0 and boundary.expected is None
+    assert entry.expected == boundary.loss
+    assert agree(entry.loss, boundary.loss, 1e-5)
+    assert len({e.step for e in pool.events(StepDone)}) == 14
+    assert 0 < entry.seconds < 5.0
+
+
+@pytest.mark.parametrize("layout", OTHERS[:3], ids=str)
+def test_a_layout_that_computes_something_else_makes_no_step(pool: Pool, tmp_path: Path, layout: Layout) -> None:
+    """Every rank says so, those that leave too; the old boxes are still there, and a layout that is right goes on from them."""
+    job = job_of("tiny.py", steps=10)
+    first = begun(pool, job, tmp_path)
+    for worker in first.ranks:
+        pool.call(worker, "afflict", "layout")
+    wrong = plan(2, layout, list(first.ranks), 12, resume=live(first))
+    pool.enter(wrong)
+    pool.wait(lambda: len({e.worker for e in pool.events(Quiesced, 2)}) == 4, "all have left", 60.0)
+    failed = pool.events(WorkerFailed)
+    assert {(e.kind, e.generation) for e in failed} == {("layout", 2)} and {e.worker for e in failed} == set(first.ranks)
+    step = probed(pool, 1)[-1].step
+    assert {e.step for e in failed} == {step} and len({e.error for e in failed}) == 1
+    assert f"layout {layout} computes another function than the one before: after step {step}" in failed[0].error
+    assert not pool.events(PlanEntered, 2) and not pool.events(StepDone, 2)
+    held = [h for e in pool.events(Quiesced, 2) for h in e.holdings if h.generation == 1 and h.step == step]
+    assert covered(first, held)
+
+    right = plan(3, Layout(dp_shard=3), list(first.ranks), 12, resume=from_copies(first, step, tuple(held)))
+    pool.enter(right)
+    pool.entered(3)
+    pool.wait(lambda: any(e.step == 10 for e in pool.events(StepDone)), "the last step")
+    assert probed(pool, 3)[0].expected == probed(pool, 1)[-1].loss
+    alone = train_alone(load_program(job["program"]), job, 10)
+    losses = {e.step: e.train_loss for e in pool.events(StepDone)}
+    assert max(abs(losses[step] - loss) for step, loss in enumerate(alone, 1)) < 1e-4
+
+
+def test_what_the_driver_knows_counts_where_no_worker_does(pool: Pool, tmp_path: Path) -> None:
+    """As after a start from storage: here with a number that is wrong."""
+    job = job_of("tiny.py", steps=6)
+    first = begun(pool, job, tmp_path)
+    pool.quiesced(1, 4)
+    workers = pool.open(job, tmp_path)
+    second = plan(2, Layout(tp=2), workers, 12, resume=Resume("fresh"), probe=1.0)
+    pool.enter(second)
+    pool.entered(2)  # a fresh state has no past
+    pool.quiesced(2, 2)
+    assert not pool.events(WorkerFailed) and probed(pool, 2)[0].expected is None
+    assert first.layout != second.layout
+
+
+def test_the_error_can_be_sent() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(LayoutDiffers("other", 7)))
+    assert (str(error), error.step) == ("other", 7)
+
+
