@@ -69,12 +69,7 @@ def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
             more = "give Program.tp the modules to cut" if model.tp_limit == 1 else "take a tp that divides it"
             raise SpecError(f"layout '{layout}': tp={layout.tp}, but tp must divide {model.tp_limit} for this model; {more}")
         if layout.pp > 1 and not model.pipeline:
-            why = (
-                "its script calls the whole model"
-                if spec.script
-                else "Program.pipeline is False, or Program.evaluate wants the whole model"
-            )
-            raise SpecError(f"layout '{layout}': pp={layout.pp}, but no pipeline stages are possible here: {why}; take pp=1")
+            raise SpecError(f"layout '{layout}': pp={layout.pp}, but no pipeline stages are possible here; take pp=1")
         if layout.microbatch_size and spec.script:
             raise SpecError(f"layout '{layout}': a script gets its whole share of a step at once; leave microbatch_size out")
         if layout.cp > 1 and spec.script:

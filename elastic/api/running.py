@@ -215,12 +215,7 @@ class _Run:
         name = options.run_name or f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         check_run_name(name)
         self.name = name
-        self.layouts = LayoutCheck(asked_of(spec, self.pools), self._out() if options.show else None)  # beside all that follows
-        try:
-            self.program = program or load_program(spec.program)
-        except BaseException:
-            self.layouts.close()
-            raise
+        self.program = program or load_program(spec.program)
         self.place = RunFolder.of(open_storage(f"{runs.storage_uri(spec.storage or default_storage())}/{name}"))
         self.storage: Storage = self.place.storage
         self.terminal = Terminal(self.place.journal, options.stream) if options.show else None
@@ -234,12 +229,13 @@ class _Run:
 
     def to_the_end(self) -> Result:
         with ExitStack() as stack:
-            stack.callback(self.layouts.close)
+            layouts = LayoutCheck(asked_of(self.spec, self.pools), self._out() if self.options.show else None)
+            stack.callback(layouts.close)  # it is answered beside what follows
             lease = taken(self.storage, self.name)
             stack.callback(lease.release)
             before, stored = self._before()
             cluster = self._cluster(stack)  # its head starts beside what follows
-            start = self._start(lease.epoch, before)
+            start = self._start(lease.epoch, before, layouts)
             backend = self._backend(start, restored(before), cluster, lease)
             stack.callback(backend.close)
             self._watch(stack)
@@ -257,7 +253,7 @@ class _Run:
             )
         return lines, stored
 
-    def _start(self, epoch: int, before: list[Line]) -> DriverStarted:
+    def _start(self, epoch: int, before: list[Line], layouts: LayoutCheck | None = None) -> DriverStarted:
         from elastic.worker import durable
         from elastic.worker.loss_scale import profile_of
 
@@ -266,7 +262,7 @@ class _Run:
         if n_samples == N_POSITIONS and self.options.show:
             print(SENTENCE, file=self._out())
         job, problems = self.spec.plain(), list[str]()
-        model = checked(profile_of(self.program, job), self.layouts.result())
+        model = checked(profile_of(self.program, job), layouts.result() if layouts is not None else None)
         found = durable.find(self.storage, problems)
         if problems and not found:
             raise StateLost(f"{problems[0]}; no other checkpoint is whole: mend it, or remove it with elastic checkpoint rm")

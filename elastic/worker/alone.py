@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from elastic.data.budget import budget_of
 from elastic.errors import ElasticError, SpecError
 from elastic.fingerprint import KEY, batch_changed, differences, fingerprint
 from elastic.ledger.run_folder import DEFAULT_STORAGE
@@ -28,6 +29,7 @@ from elastic.types import (
     Event,
     GuardTripped,
     Layout,
+    ModelProfile,
     NodePrepared,
     Outcome,
     Plan,
@@ -43,9 +45,11 @@ from elastic.types import (
 from elastic.worker import durable
 from elastic.worker.driverless_copies import Copies, Stored
 from elastic.worker.fixed import layout_of, plan_of
+from elastic.worker.layout_values import batch_of
 from elastic.worker.meeting import Meeting, Started, meet
 from elastic.worker.session import Session
-from elastic.worker.workplace import EnterOrder
+from elastic.worker.structure import structure_of
+from elastic.worker.workplace import EnterOrder, Workplace
 
 TICK_S = 0.1
 TIMEOUT_S = 300.0  # of the meeting and of the groups: the last resort
@@ -175,7 +179,7 @@ class Alone:
     def _train(self, meeting: Meeting, job: Mapping[str, Any]) -> None:
         """Generations, until one has begun to step: a durable copy that turns out damaged is passed over."""
         assert self.session.place is not None
-        profile = self.session.place.profile
+        profile = self._checked(self.session.place)
         mark = fingerprint(self.spec.program, job, profile, job.get("n_samples"))
         passed: list[str] = []
         while True:
@@ -195,6 +199,18 @@ class Alone:
                 self.wishes.hear(f"{why}; the copy before it is taken")
             self._failure = self._left = None
         self._leave(meeting, copies)
+
+    def _checked(self, place: Workplace) -> ModelProfile:
+        """With what the program's structure says against layouts. (Their values are compared by `elastic certify JOB`.) Raises
+        SpecError where it refuses this one."""
+        if place.script is not None:
+            return place.profile
+        one = batch_of(place.dataset, budget_of(place.job, place.dataset, 4), 1)
+        profile = structure_of(place.program, place.profile, one).close(place.profile)
+        if why := profile.refusal(self.layout):
+            text = f"{self.spec.name}: layout '{self.layout}': {why}"
+            raise SpecError(text) if self.leads else Refused(text)
+        return profile
 
     def _begin(self, meeting: Meeting, mark: Mapping[str, Any], passed: list[str]) -> Begin:
         def decide() -> str:

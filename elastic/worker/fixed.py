@@ -51,8 +51,7 @@ def plan_of(spec: JobSpec, model: ModelProfile, layout: Layout, generation: int,
         )
     if layout.pp > 1 and not model.pipeline:
         raise SpecError(
-            f"{spec.name}: layout '{layout}' has pp={layout.pp}, but no pipeline stages are possible here: Program.pipeline is "
-            "False, or Program.evaluate wants the whole model; take pp=1"
+            f"{spec.name}: layout '{layout}' has pp={layout.pp}, but no pipeline stages are possible here; take pp=1"
         )
     refused = {"cp": ("compile", spec.compile), "tp": ("float8", spec.float8), "pp": (BUDGET, spec.microbatch_tokens)}
     for axis, (key, on) in refused.items():

@@ -33,6 +33,7 @@ CUT = {
     "sequence_colwise_loss": {"weight": 0, "bias": 0},
 }
 
+NO_PIPELINE = {"LoopProgram": "its script calls the whole model"}
 EXPERT_COUNTS = ("num_experts", "n_experts", "num_local_experts")
 ONE_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
@@ -111,7 +112,7 @@ def trace(program: Program) -> ModelProfile:
         if spec.tp_dim is not None:
             limit = math.gcd(limit, spec.shape[spec.tp_dim])
     extra = ExtraState(program.extra_state).specs()
-    no_pp = "" if program.pipeline else "Program.pipeline is False"
+    no_pp = "" if program.pipeline else NO_PIPELINE.get(type(program).__name__, "Program.pipeline is False")
     if program.evaluate is not None:
         no_pp = no_pp or "Program.evaluate wants the whole model"
     return ModelProfile(

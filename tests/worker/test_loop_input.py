@@ -264,7 +264,7 @@ def test_a_loop_is_never_cut_into_pipeline_stages(tmp_path: Path) -> None:
     program = capture(script(tmp_path, GOOD), [], 0)
     profile = trace(program)
     job = job_of({"steps": 3, "global_batch": 2, "script": "train.py", "layout": "pp=2"}, tmp_path / "train.py")
-    with pytest.raises(SpecError, match=r"layout 'pp=2': pp=2, but no pipeline stages are possible here: its script"):
+    with pytest.raises(SpecError, match=r"layout 'pp=2': no pp: its script calls the whole model"):
         check_layouts(job, profile)
     choice = plan_layout(profile, {"global_batch": 2}, [Node("a", "p", 4)])
     assert choice.layout.pp == 1 and choice.layout.world_size == 2

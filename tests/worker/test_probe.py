@@ -110,5 +110,3 @@ def test_the_error_can_be_sent() -> None:
 
     error = pickle.loads(pickle.dumps(LayoutDiffers("other", 7)))
     assert (str(error), error.step) == ("other", 7)
-
-
