@@ -96,9 +96,8 @@ class Generation:
             self.state.step = int(self.state.rng[1])
         self._barrier()
         self._lap("transfer")
-        probed = self._probe_entry()
+        self._tell_probe(self._probe_entry())
         self._start(taken)
-        self._tell_probe(probed)
 
     def _probe_entry(self) -> Probed | None:
         """Does this layout compute what the one before did? Every participant is here, with all boxes of both."""

@@ -268,7 +268,7 @@ def test_a_loop_is_never_cut_into_pipeline_stages(tmp_path: Path) -> None:
         check_layouts(job, profile)
     choice = plan_layout(profile, {"global_batch": 2}, [Node("a", "p", 4)])
     assert choice.layout.pp == 1 and choice.layout.world_size == 2
-    with pytest.raises(InfeasiblePlan, match="cannot be spread over pipeline stages"):
+    with pytest.raises(InfeasiblePlan, match="its script calls the whole model|cannot be spread"):
         plan_layout(profile, {"global_batch": 8, "layout": "pp=2"}, [Node("a", "p", 4)])
 
 
