@@ -38,6 +38,11 @@ CLAIMS = (
         ("layout *", "main path: samples", "main path: kill"),
         ("tests/worker/test_chain.py", "tests/e2e/test_losses.py"),
     ),
+    Claim(
+        "same-function",
+        ("layout *",),
+        ("tests/foreign/test_layouts.py", "tests/worker/test_probe.py", "tests/worker/test_foreign_chains.py"),
+    ),
     Claim("replayed", ("main path: replay",), ("tests/sim/test_replay.py", "tests/e2e/test_elasticity.py")),
     Claim("bad-input", (), ("tests/e2e/test_bad_input.py", "tests/test_spec.py")),
     Claim("verified-checkpoints", ("checkpoint",), ("tests/worker/test_durable.py", "tests/worker/test_durable_faults.py")),

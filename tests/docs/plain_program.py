@@ -2,17 +2,26 @@ import torch
 from torch import nn
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(64, 32)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))
+        self.layers = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(32, 64)
 
     def forward(self, ids):
         x = self.embed(ids)
         for layer in self.layers:
-            x = x + layer(x)
+            x = layer(x)
         return self.head(x)
 
 

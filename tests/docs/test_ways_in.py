@@ -11,9 +11,11 @@ import pytest
 from loop_reference import train_script_alone
 from reference import train_alone
 
+from elastic.api.layouts import LayoutCheck, asked_of
 from elastic.program import load_program
 from elastic.spec import load_job
 from elastic.worker.model_profile import trace
+from elastic.worker.structure import structure_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_CHANGED = 15
@@ -89,3 +91,30 @@ def test_the_table_names_every_field_that_is_there() -> None:
     named = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))))
     assert named <= set(Program.__dataclass_fields__)
     assert {"model", "loss", "dataset", "optimizer", "extra_state", "pipeline"} <= named
+
+
+@pytest.mark.parametrize(("page", "axes"), [("program.md", ("dp", "tp", "pp")), ("huggingface.md", ("dp",))])
+def test_the_program_of_the_page_computes_the_same_in_its_layouts(tmp_path: Path, page: str, axes: tuple[str, ...]) -> None:
+    (tmp_path / "program.py").write_text(blocks(page, "python")[0])
+    (tmp_path / "job.yaml").write_text("steps: 4\nglobal_batch: 12\nlayout: auto\n")
+    spec = load_job(tmp_path)
+    asked = {**(asked_of(spec, tuple(pool.pool() for pool in spec.pools)) or {}), "axes": axes, "tps": [2]}
+    check = LayoutCheck(asked)
+    try:
+        found = check.result()
+    finally:
+        check.close()
+    assert found is not None and found.equal is not None
+    assert set(found.equal) == set(axes), found
+
+
+def test_what_the_page_warns_of_is_refused_as_it_says(tmp_path: Path) -> None:
+    """A residual outside of the block: the line of the page is what a run prints."""
+    outside = blocks("program.md", "python")[0].replace("return x + self.down", "return self.down")
+    outside = outside.replace("x = layer(x)", "x = x + layer(x)")
+    (tmp_path / "program.py").write_text(outside)
+    program = load_program(tmp_path / "program.py")
+    batch = {key: value[None] for key, value in program.dataset()[0].items()}
+    found = structure_of(program, trace(program), batch)
+    said = next(body for body in blocks("program.md", "") if "no pp" in body).strip()
+    assert re.sub(r"py:\d+", "py:N", f"layout 'pp=2': no pp: {found.no_pp}") == re.sub(r"py:\d+", "py:N", said)
