@@ -14,7 +14,7 @@ from worker_pool import Pool
 from elastic.policy.recovery import covered
 from elastic.program import load_program
 from elastic.types import Layout, Plan, PlanEntered, Probed, Quiesced, Resume, StepDone, WorkerFailed, agree
-from elastic.worker.probe import LayoutDiffers
+from elastic.worker.probe import LayoutDiffers, Probe
 
 pytestmark = pytest.mark.slow
 SHARDS = Layout(dp_shard=4)
@@ -103,6 +103,36 @@ def test_what_the_driver_knows_counts_where_no_worker_does(pool: Pool, tmp_path:
     pool.quiesced(2, 2)
     assert not pool.events(WorkerFailed) and probed(pool, 2)[0].expected is None
     assert first.layout != second.layout
+
+
+def _forget_steps() -> None:
+    """The boundary's loss is taken from an older step."""
+    plain = Probe._remember
+
+    def remember(self: Probe, step: int, loss: float) -> None:
+        plain(self, step, self.place.probes.get(0, loss))
+
+    Probe.plain_remember = plain  # type: ignore[attr-defined]
+    Probe._remember = remember  # type: ignore[method-assign]
+
+
+def _forget_no_more() -> None:
+    Probe._remember = Probe.plain_remember  # type: ignore[method-assign, attr-defined]
+
+
+def test_a_loss_of_another_step_is_found(pool: Pool, tmp_path: Path) -> None:
+    job = job_of("tiny.py", steps=10)
+    workers = pool.open(job, tmp_path)
+    for worker in workers:
+        pool.patch(worker, _forget_steps)
+    first = plan(1, SHARDS, workers, 12)
+    pool.enter(first)
+    pool.wait(lambda: any(e.step >= 2 for e in pool.events(StepDone)), "step 2")
+    pool.enter(plan(2, Layout(dp_shard=3), workers, 12, resume=live(first)))
+    pool.wait(lambda: len({e.worker for e in pool.events(Quiesced, 2)}) == 4, "all have left")
+    for worker in workers:
+        pool.patch(worker, _forget_no_more)
+    assert {e.kind for e in pool.events(WorkerFailed)} == {"layout"} and not pool.events(StepDone, 2)
 
 
 def test_the_error_can_be_sent() -> None:

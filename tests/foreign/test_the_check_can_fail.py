@@ -1,0 +1,71 @@
+"""The comparison of layouts finds what is broken in the product itself: each case takes one thing away from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import subjects
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = {"steps": 10, "global_batch": 4, "seed": 1, "n_samples": 64}
+WHOLE = ""
+NOT_ADDED_UP = "from elastic.worker.step import Stepper; Stepper._add_tied = lambda self, gradients: None"
+NOT_TIED = """
+from torch import nn
+from elastic.worker import parallelize, train_state
+
+def copied(model, profile):
+    present = dict(model.named_parameters(remove_duplicate=False))
+    for spec in profile.specs:
+        if spec.tied_to and spec.fqn in present:
+            module, _, leaf = spec.fqn.rpartition(".")
+            setattr(model.get_submodule(module), leaf, nn.Parameter(present[spec.fqn].detach().clone()))
+
+parallelize.tie_again = train_state.tie_again = copied
+"""
+ONE_BLOCK_LESS = """
+from elastic.worker import pipeline
+whole = pipeline.stage_blocks
+pipeline.stage_blocks = lambda layers, stage: whole(layers, stage)[1:] if stage else whole(layers, stage)
+"""
+NOT_SUMMED = "from elastic.worker import parallelize; parallelize.STYLES['rowwise'] = parallelize.ColwiseParallel"
+
+
+def found_with(broken: str, name: str, axes: list[str], tmp_path: Path) -> dict[str, Any]:
+    """What the check says of a program after `broken` was run in its process."""
+    asked = {"job": JOB | {"program": str(subjects.path_of(name))}, "tps": [2], "axes": axes}
+    code = f"{broken}\nimport sys\nfrom elastic.worker.layout_check import main\nsys.exit(main([sys.argv[1]]))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "found")], input=json.dumps(asked), text=True, timeout=300, cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(json.loads((tmp_path / "found").read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("broken", "name", "axis", "says"),
+    [
+        (NOT_ADDED_UP, "tied_head", "pp", "that of embed.weight differs"),
+        (NOT_TIED, "tied_head", "tp", "embed.weight|head"),
+        (ONE_BLOCK_LESS, "prenorm_rope", "pp", "layers"),
+        (NOT_SUMMED, "prenorm_rope", "tp", "layers"),
+    ],
+    ids=["tie not added up", "weight copied, not tied", "a stage without its first block", "a style that does not sum"],
+)
+def test_what_is_broken_is_found(tmp_path: Path, broken: str, name: str, axis: str, says: str) -> None:
+    right = found_with(WHOLE, name, [axis], tmp_path)
+    assert axis in right["equal"]
+    wrong = found_with(broken, name, [axis], tmp_path)
+    why = str(wrong.get("error") or wrong["structure"][f"no_{axis}"])
+    assert axis not in (wrong.get("equal") or {}) and re.search(says, why), why
