@@ -1,0 +1,54 @@
+"""A layout that computes another function: refused before the start where that is known, left without a step where it shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runs import events, job, plans, run, went_on_as_if_nothing_happened
+from shell import Shell
+
+from elastic.sim.replay import replay
+from elastic.types import Probed, WorkerFailed, agree
+
+FOREIGN = Path(__file__).resolve().parents[1] / "foreign" / "programs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "layout", "said"),
+    [
+        ("residual_outside", "pp=2", "no pp: between layers.0 and layers.1 `forward` adds to the hidden state"),
+        ("batchnorm", "dp_shard=2", "no dp: layers.0.norm is a BatchNorm"),
+        ("tp_forgets_out", "tp=2", "no tp: tp=2: it "),
+        ("stochastic_depth", "dp_shard=2", "they would wait for each other's weights"),
+    ],
+)
+def test_it_is_refused_in_one_line(tmp_path: Path, program: str, layout: str, said: str) -> None:
+    shell = Shell(tmp_path)
+    pools = [{"name": "spot", "market_type": "spot", "gpus_per_node": 2, "max_nodes": 1}]
+    shell.job(program=str(FOREIGN / f"{program}.py"), layout=layout, pools=pools)
+    code, _, err = shell.here("run", "tiny", "--json")
+    (line,) = [line for line in err.splitlines() if not line.startswith("compares what each layout computes")]
+    assert code == 2 and said in line, err
+
+
+@pytest.mark.ray
+def test_a_transition_into_such_a_layout_is_taken_back(tmp_path: Path) -> None:
+    """A notice leads from sharding into a pipeline that computes something else: no step of it counts, none is lost."""
+    drill = [{"at_step": 10, "wrong_layout": True}, {"at_step": 14, "notice": "any-spot", "deadline_s": 20}]
+    folder = job(tmp_path, 50, drill, layout={6: "dp_shard=6", 4: "pp=2,dp_shard=2"})
+    summary, lines = run(folder)
+    failed = events(lines, WorkerFailed)
+    assert {e.kind for e in failed} == {"layout"} and len({e.step for e in failed}) == 1
+    first, wrong, right = plans(lines)[:3]
+    assert (wrong.layout.pp, right.layout.pp, right.cause) == (2, 1, "rollback")
+    assert right.resume.step == failed[0].step and right.resume.generation == first.generation
+    rows = {t["generation"]: t for t in summary["transitions"]}
+    assert rows[2]["loss_equal"] is False and rows[3]["loss_equal"] is True and rows[3]["steps_lost"] == 0
+    probed = [e for e in events(lines, Probed) if e.expected is not None]
+    assert probed and all(agree(e.loss, e.expected, 1e-4) for e in probed)
+    assert any("no layout with pp any more" in (line.decision.reason if line.decision else "") for line in lines)
+    assert replay(lines).identical
+    summary["transitions"] = [row for row in summary["transitions"] if row["generation"] != 2]  # nothing came of it
+    went_on_as_if_nothing_happened(summary, lines, 50)
