@@ -9,16 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
+from elastic.api.made_up_data import with_made_up_data
 from elastic.errors import SpecError
 from elastic.mesh import axes_of
+from elastic.program import Program
 from elastic.spec import JobSpec
 from elastic.types import AUTO, ModelProfile, Pool, parse_layout, pinned
 from elastic.version import __version__
@@ -26,7 +31,7 @@ from elastic.version import __version__
 if TYPE_CHECKING:
     from elastic.worker.layout_check import Verdict
 
-MOST_S = 90.0  # for all of it
+MOST_S = 60.0  # for all of it
 MOST_TP = 4  # ranks of a comparison: as many processes on this machine
 KEYS = ("data", "args", "optimizer", "microbatch_tokens")  # of a job, that decide what is compared
 TELL_AFTER_S = 2.0
@@ -76,7 +81,8 @@ class LayoutCheck:
     def _begin(self, asked: Mapping[str, Any]) -> None:
         self._folder = TemporaryDirectory(prefix="elastic-layouts-")
         here = Path(self._folder.name)
-        (here / "asked").write_text(json.dumps(asked))
+        (here / "data").mkdir()
+        (here / "asked").write_text(json.dumps({**asked, "job": with_made_up_data(asked["job"], here / "data")}))
         paths = [asked["job"]["folder"], str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
         own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment = {**os.environ, **own}
@@ -101,22 +107,18 @@ class LayoutCheck:
         try:
             self._process.wait(most_s)
         except subprocess.TimeoutExpired:
-            return Verdict(skipped=f"it took longer than {most_s:.0f} s")
+            return Verdict(skipped=f"it took longer than {most_s:.0f} s", followed=False, trusted=tuple(self.asked["trusted"]))
         found = _answer(Path(self._folder.name))
         if isinstance(found, Verdict):
             _keep(self.asked, found)
             return found
-        return Verdict(skipped=found)
+        return Verdict(skipped=found, followed=False, trusted=tuple(self.asked["trusted"]))
 
     def close(self) -> None:
         if self._process is not None:
-            for end in (self._process.terminate, self._process.kill):
-                end()
-                try:
-                    self._process.wait(5.0)
-                    break
-                except subprocess.TimeoutExpired:
-                    continue
+            with suppress(ProcessLookupError):  # it has ended, and what it has started too
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         if self._folder is not None:
             self._folder.cleanup()
         self._process = self._folder = None
@@ -133,12 +135,16 @@ def _answer(folder: Path) -> Verdict | str:
         return f"the process that compares has ended: {' '.join(last)[:200]}"
 
 
-def checked(model: ModelProfile, verdict: Verdict | None) -> ModelProfile:
-    """The profile with what was found, and a line that says so."""
+def checked(model: ModelProfile, verdict: Verdict | None, program: Program) -> ModelProfile:
+    """The profile with what was found, and a line that says so. Where nothing could be found out, blocks are not spread over
+    stages, unless the program has stages of its own."""
     if verdict is None:
         return model
     found = verdict.apply(model)
-    return ModelProfile(**{**vars(found), "notes": (*_said(verdict), *found.notes)})
+    if not verdict.followed and program.stage is None and found.pipeline and "pp" not in verdict.trusted:
+        why = f"its forward pass could not be followed here ({verdict.skipped}); trusted_axes: [pp] in job.yaml allows it"
+        found = replace(found, pipeline=False, no_pp=why)
+    return replace(found, notes=(*_said(verdict), *found.notes))
 
 
 def _said(verdict: Verdict) -> Iterator[str]:

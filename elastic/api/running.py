@@ -262,7 +262,7 @@ class _Run:
         if n_samples == N_POSITIONS and self.options.show:
             print(SENTENCE, file=self._out())
         job, problems = self.spec.plain(), list[str]()
-        model = checked(profile_of(self.program, job), layouts.result() if layouts is not None else None)
+        model = checked(profile_of(self.program, job), layouts.result() if layouts is not None else None, self.program)
         found = durable.find(self.storage, problems)
         if problems and not found:
             raise StateLost(f"{problems[0]}; no other checkpoint is whole: mend it, or remove it with elastic checkpoint rm")

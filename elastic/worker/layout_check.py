@@ -28,7 +28,7 @@ from elastic.program import Program, load_program
 from elastic.types import Layout, ModelProfile
 from elastic.worker.forward_trace import Batch
 from elastic.worker.job_program import with_job
-from elastic.worker.layout_values import FAMILIES, Copy, TooLarge, batch_of, check_rows, compare, job_of_copy
+from elastic.worker.layout_values import FAMILIES, Copy, TooLarge, batch_of, check_rows, compare, job_of_copy, shortened
 from elastic.worker.model_profile import trace
 from elastic.worker.sequence import check_calls, check_possible
 from elastic.worker.structure import Structure, structure_of, told
@@ -58,6 +58,8 @@ class Verdict:
     equal: Mapping[str, float] | None = None
     tp_limit: int = 0  # 0 = as the profile says
     skipped: str = ""
+    followed: bool = True  # False: not even the structure is known
+    trusted: Sequence[str] = ()
     seconds: float = 0.0
     files: Mapping[str, str] | None = None
 
@@ -122,6 +124,7 @@ def _compared(asked: Asked, program: Program, profile: ModelProfile, batch: Batc
         return found
     try:
         small = Copy(program, profile)
+        batch = shortened(small, batch)
         check_rows(small, batch)
     except TooLarge as error:
         return replace(found, skipped=f"too large to be compared on this machine: {error}")

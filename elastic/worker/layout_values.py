@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -44,18 +44,22 @@ from elastic.worker.weights import cut
 
 FAMILIES = {"dp": Layout(dp_shard=2), "tp": Layout(tp=2), "cp": Layout(cp=2), "pp": Layout(pp=2)}
 ROWS = 4  # samples of the batch
-BLOCKS = 4  # of a copy of a model that is too large whole
-MOST_PARAMETERS = 60_000_000  # of a copy: beyond it nothing is compared on this machine
+WHOLE_MOST_PARAMETERS = 30_000_000  # of a model that is copied with all of its blocks
+BLOCKS = 3  # of a copy of a larger one
+MOST_PARAMETERS = 150_000_000  # of a copy: beyond it nothing is compared on this machine
+LONG, SHORT = 128, 64  # positions: of longer sequences so many are taken, where the model allows it
 MOST_FLOP = 3e11  # of the passes of one process
 PERTURBED = 0.05  # standard deviation of what is added to each weight, of its own or of 1
 LOSS_AGREES, GRADIENT_AGREES = 1e-4, 3e-4  # relative; a gradient's to the largest element of the tensor
+ROUNDING, ROUNDING_MOST = 4.0, 5e-2  # times what a lower precision inside of the model explains; differences that it may
 SMALL = 1e-6  # of the largest element of all gradients: what is below is rounding
 FAMILY_MOST_S, MEET_S = 30.0, 20.0
 HERE = "127.0.0.1"
 LOST = "its ranks lose each other: each of them must call the same modules and give gradients to the same weights"
 FORKS = get_context("fork")
 NOT_OF_A_LAYOUT = (
-    "precision", "reduce_dtype", "compile", "float8", "guards", "noise_scale", "microbatch_tokens", "clip_grad_norm", "layout",
+    "optimizer", "precision", "reduce_dtype", "compile", "float8", "guards", "noise_scale", "microbatch_tokens",
+    "clip_grad_norm", "layout",
 )  # fmt: skip
 
 
@@ -68,7 +72,8 @@ class Compared:
     seconds: float = 0.0
     loss: float = 0.0
     whole_loss: float = 0.0
-    worst: float = 0.0  # largest relative difference of a gradient
+    off: float = 0.0  # relative difference of the losses
+    worst: float = 0.0  # of the gradients, the largest
     worst_at: str = ""
 
 
@@ -77,11 +82,21 @@ class Copy:
 
     def __init__(self, program: Program, profile: ModelProfile) -> None:
         self.n_blocks = profile.n_blocks
-        whole = profile.n_params <= MOST_PARAMETERS
+        whole = profile.n_params <= WHOLE_MOST_PARAMETERS
         self.model = _whole(program) if whole else self._cut(program)
+        if any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model.parameters()):
+            self.model.float()
         _perturb(self.model)
         self.program = replace(
-            program, model=self._build, init=None, weights=None, buffers=None, lr_factor=None, extra_state={}, adapter=None
+            program,
+            model=self._build,
+            init=None,
+            weights=None,
+            buffers=None,
+            lr_factor=None,
+            extra_state={},
+            adapter=None,
+            optimizer=_no_steps,
         )
         self.profile = trace(self.program)
 
@@ -107,6 +122,11 @@ class Copy:
         for b in self.model.buffers():
             memo[id(b)] = torch.empty_like(b, device="meta")
         return copy.deepcopy(self.model, memo)
+
+
+def _no_steps(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Which keeps nothing: no step is made."""
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)
 
 
 class TooLarge(Exception):
@@ -226,7 +246,10 @@ def compare(small: Copy, job: Mapping[str, Any], batch: Batch, layout: Layout, m
         return Compared(str(layout), f"it raises {problems[0]}", seconds)
     if lost or len(found) < layout.world_size:
         return Compared(str(layout), LOST if lost else LOST.replace("lose", "wait for"), seconds)
-    return _judged(layout, [answer for _, answer in found.values()], seconds)
+    judged = _judged(layout, [answer for _, answer in found.values()], seconds)
+    if judged.problem and judged.worst < ROUNDING_MOST and judged.off < ROUNDING_MOST:
+        return _judged(layout, [answer for _, answer in found.values()], seconds, _rounding(small, batch, layout.cp))
+    return judged
 
 
 def _answers(pipes: list[Connection], until_s: float) -> dict[int, tuple[str, Any]]:
@@ -243,21 +266,52 @@ def _answers(pipes: list[Connection], until_s: float) -> dict[int, tuple[str, An
     return found
 
 
-def _judged(layout: Layout, answers: list[dict[str, Any]], seconds: float) -> Compared:
+def _rounding(small: Copy, batch: Batch, cp: int) -> float:
+    """What rounding alone makes of the loss and the gradients of one process, as a multiple of what is allowed: between float32
+    and float64. 1 where it computes in no other precision than it says, or cannot be told."""
+    here, there = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=_round, args=(there, small, batch, cp), daemon=True)
+    process.start()
+    there.close()
+    try:
+        return float(here.recv()) if here.poll(FAMILY_MOST_S) else 1.0
+    except EOFError:
+        return 1.0
+    finally:
+        process.kill()
+        process.join()
+
+
+def _round(pipe: Connection, small: Copy, batch: Batch, cp: int) -> None:
+    torch.set_num_threads(1)
+    with Still(), python_random(0.999):
+        loss, gradients, _ = _alone(small, batch, cp)
+        double = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
+        exact, exactly, _ = _alone(small, double, cp, torch.float64)
+    most = max((float(g.abs().max()) for g in exactly.values() if g.numel()), default=0.0)
+    found = [abs(loss - exact) / (LOSS_AGREES * max(1e-3, abs(exact)))]
+    for name, gradient in gradients.items():
+        allowed = GRADIENT_AGREES * float(exactly[name].abs().max()) + SMALL * most
+        found.append(float((gradient - exactly[name]).abs().max()) / max(allowed, 1e-30))
+    pipe.send(max(1.0, ROUNDING * max(found)))
+
+
+def _judged(layout: Layout, answers: list[dict[str, Any]], seconds: float, times: float = 1.0) -> Compared:
+    """`times`: how much more may differ than float32 explains."""
     whole = answers[0]["whole"]
     loss = sum(answer["loss"] for answer in answers)
     at, worst = max(((a["worst_at"], a["worst"]) for a in answers), key=lambda pair: pair[1])
-    problem = ""
-    if not abs(loss - whole) <= LOSS_AGREES * max(1e-3, abs(whole)):
+    problem, off = "", abs(loss - whole) / max(1e-3, abs(whole))
+    if not off <= times * LOSS_AGREES:
         first = next((a["first"] for a in answers if a["first"]), "")
         where = f"; {first} is the first to give something else" if first else ""
         problem = (
             f"it computes another function: the loss of {ROWS} samples is {loss:.6g}, in one process it is {whole:.6g}{where}"
         )
-    elif not worst <= 1.0:
+    elif not worst <= times:
         by = f"{worst * GRADIENT_AGREES:.1%} of its largest element"
         problem = f"it computes other gradients than one process: that of {at} differs by {by}"
-    return Compared(str(layout), problem, seconds, loss, whole, worst * GRADIENT_AGREES, at)
+    return Compared(str(layout), problem, seconds, loss, whole, off, worst * GRADIENT_AGREES, at)
 
 
 def _rank(pipe: Connection, small: Copy, job: dict[str, Any], batch: Batch, place: tuple[Layout, int, int, str]) -> None:
@@ -355,9 +409,9 @@ def _joined(calls: list[Tensor]) -> Tensor | None:
     return torch.cat(calls)
 
 
-def _alone(small: Copy, batch: Batch, cp: int) -> tuple[float, dict[str, Tensor], Outputs]:
+def _alone(small: Copy, batch: Batch, cp: int, dtype: torch.dtype = torch.float32) -> tuple[float, dict[str, Tensor], Outputs]:
     """Loss, gradients and the modules' outputs of one process."""
-    model = copy.deepcopy(small.model).train(not small.program.batch_dependent)
+    model = copy.deepcopy(small.model).to(dtype).train(not small.program.batch_dependent)
     given = before_cut(small.program, batch) if cp > 1 else batch
     with over(None) if cp > 1 else nullcontext(), Outputs([model]) as outputs:
         output = call_model(small.program, model, given)
@@ -394,6 +448,21 @@ def _differ(state: TrainState, own: Mapping[str, Tensor], whole: Mapping[str, Te
         if not found <= worst:
             worst, at = (found if found == found else math.inf), fqn
     return worst, at
+
+
+def shortened(small: Copy, batch: Batch) -> Batch:
+    """With the first positions of long sequences, where that is all the same to the model."""
+    n = max((x.shape[1] for x in batch.values() if x.ndim == 2), default=0)
+    if n <= LONG:
+        return batch
+    cut = {key: x[:, :SHORT] if x.ndim > 1 and x.shape[1] == n else x for key, x in batch.items()}
+    try:
+        with torch.no_grad(), Still():
+            output = call_model(small.program, copy.deepcopy(small.model), {key: x[:1] for key, x in cut.items()})
+            loss_of(small.program, output, {key: x[:1] for key, x in cut.items()})
+    except Exception:  # noqa: BLE001 - the user's model: its length is its own
+        return batch
+    return cut
 
 
 def check_rows(small: Copy, batch: Batch) -> None:

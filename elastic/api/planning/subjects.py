@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from elastic.api.layouts import checked, found_of
+from elastic.api.made_up_data import made_up_data
 from elastic.api.planning.machines import Machines, of_pool, with_counts
 from elastic.api.ways import loaded
 from elastic.cluster_spec import load_cluster
-from elastic.data_spec import KINDS
 from elastic.errors import SpecError
 from elastic.planner import known_decoders
 from elastic.planner.find import EP
@@ -128,25 +126,10 @@ def _closed(spec: JobSpec, program: Program, model: ModelProfile, job: Mapping[s
     """With what the program's structure, or a comparison of small copies, says against an axis."""
     if check:
         found = found_of(spec, tuple(pool.pool() for pool in spec.pools), sys.stderr)
-        return checked(model, found)
+        return checked(model, found, program)
     from elastic.worker.profiling import structure_of_job
 
     return structure_of_job(program, job).close(model) if not spec.script else model
-
-
-@contextmanager
-def made_up_data(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The job's keys, with tokens that mean nothing in place of those in a remote store: only their number counts here, and
-    nobody is asked for credentials."""
-    source = (job.get("data") or {}).get("train") or {}
-    remote = isinstance(source, dict) and "://" in str(next((source[kind] for kind in KINDS if kind in source), ""))
-    if not remote or not source.get("seq") or source.get("pack") in ("document", "whole", "pad"):
-        yield job
-        return
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "zeros.bin").write_bytes(bytes(2 * (8 * int(source["seq"]) + 1)))
-        train = {"tokens": folder, "pattern": "*.bin", "dtype": "uint16", "seq": source["seq"]}
-        yield {**job, "data": {"train": train}}
 
 
 def machines_of(subject: Subject, cluster: str | None, counts: Mapping[str, int]) -> tuple[Machines, ...]:
