@@ -105,11 +105,17 @@ def newest(state: State) -> Resume:
     )
 
 
+def _unproven(state: State, layout: Layout, old: Layout) -> tuple[str, ...]:
+    """Axes that the copy's layout had not, and that were not compared before the run began."""
+    proven = state.model.proven if state.model is not None else ()
+    return tuple(axis for axis in layouts.new_axes(layout, old) if axis not in proven)
+
+
 def comparable(state: State, layout: Layout, resume: Resume) -> Resume:
-    """Where the layout has an axis that the copy's had not, and nothing is known at the copy's step that would tell whether it
-    computes the same: an older copy, from which a step is done again that is known. Where that costs more than COMPARED_S, or
-    there is none: the same copy."""
-    if not state.probes or resume.layout is None or not layouts.new_axes(layout, resume.layout):
+    """Where the layout has an axis that the copy's had not and that nobody has compared, and nothing is known at the copy's step
+    that would tell whether it computes the same: an older copy, from which a step is done again that is known. Where that costs
+    more than COMPARED_S, or there is none: the same copy."""
+    if not state.probes or resume.layout is None or not _unproven(state, layout, resume.layout):
         return resume
     if layouts.comparable(state, resume.step):
         return resume
@@ -126,7 +132,7 @@ def unknown_axes(state: State, layout: Layout, resume: Resume) -> dict[str, str]
     compute the same; and that."""
     if not state.probes or resume.layout is None or layouts.comparable(state, resume.step):
         return {}
-    axes = [axis for axis in layouts.new_axes(layout, resume.layout) if axis != "dp"]
+    axes = [axis for axis in _unproven(state, layout, resume.layout) if axis != "dp"]
     why = f"nothing is known at step {resume.step} that would tell whether it computes the same as {resume.layout}"
     return dict.fromkeys(axes, why)
 

@@ -122,7 +122,8 @@ class ModelProfile:
     `no_dp`, `no_tp`, `no_cp`, `no_pp`: why no layout with more than one rank on that axis computes what the whole model does,
     in one line that names the place and the mend; '' = nothing is known against it. `pipeline` is False where `no_pp` says why,
     and `tp_limit` is 1 where `no_tp` does. `notes`: what a person should know of the model before it trains, a line each.
-    `draws`: its forward pass draws random numbers in training, so that a step that is done again may differ.
+    `draws`: its forward pass draws random numbers in training, so that a step that is done again may differ. `proven`: axes for
+    which loss and gradients of a small copy were found equal to those of one process.
     """
 
     n_blocks: int
@@ -141,6 +142,7 @@ class ModelProfile:
     no_pp: str = ""
     draws: bool = False  # its forward pass draws random numbers in training, so a step that is done again may differ
     notes: tuple[str, ...] = ()
+    proven: tuple[str, ...] = ()
 
     @property
     def closed(self) -> dict[str, str]:

@@ -66,7 +66,8 @@ class Verdict:
     def apply(self, profile: ModelProfile) -> ModelProfile:
         """The profile of the program that this was found of."""
         closed = self.structure.close(profile)
-        return replace(closed, tp_limit=min(closed.tp_limit, self.tp_limit)) if self.tp_limit else closed
+        limit = min(closed.tp_limit, self.tp_limit) if self.tp_limit else closed.tp_limit
+        return replace(closed, tp_limit=limit, proven=tuple(self.equal or ()))
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
