@@ -112,9 +112,9 @@ def _unproven(state: State, layout: Layout, old: Layout) -> tuple[str, ...]:
 
 
 def comparable(state: State, layout: Layout, resume: Resume) -> Resume:
-    """Where the layout has an axis that the copy's had not and that nobody has compared, and nothing is known at the copy's step
-    that would tell whether it computes the same: an older copy, from which a step is done again that is known. Where that costs
-    more than COMPARED_S, or there is none: the same copy."""
+    """Where the layout has an axis that the copy's had not and that nobody has compared, and nothing is known at the copy's
+    step that would tell whether it computes the same: an older copy, from which a step is done again that is known. Where that
+    costs more than COMPARED_S, or there is none: the same copy."""
     if not state.probes or resume.layout is None or not _unproven(state, layout, resume.layout):
         return resume
     if layouts.comparable(state, resume.step):
