@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import secrets
+import tempfile
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ["ELASTIC_HARDWARE"] = os.path.join(os.path.dirname(__file__), "nothing-measured")  # not the user's own numbers
+os.environ.setdefault("ELASTIC_LAYOUTS", os.path.join(tempfile.gettempdir(), f"elastic-tests-layouts-{os.getuid()}"))
 # The same examples on every machine, however slow it is.
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.load_profile("steady")

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +32,7 @@ from elastic.version import __version__
 if TYPE_CHECKING:
     from elastic.worker.layout_check import Verdict
 
+PLACE = "ELASTIC_LAYOUTS"  # names the folder where answers are kept, instead of one in the user's cache
 MOST_S = 60.0  # for all of it
 MOST_TP = 4  # ranks of a comparison: as many processes on this machine
 KEYS = ("data", "args", "optimizer", "microbatch_tokens")  # of a job, that decide what is compared
@@ -168,9 +170,17 @@ def _key(asked: Mapping[str, Any]) -> str:
     job = asked["job"]
     program = Path(job["program"])
     parts = {key: job.get(key) for key in KEYS} | {name: asked[name] for name in ("axes", "tps", "trusted")}
-    parts |= {"elastic": __version__, "torch": _version("torch"), "transformers": _version("transformers")}
+    parts |= {"elastic": __version__, "code": _code(), "torch": _version("torch"), "transformers": _version("transformers")}
     parts |= {"program": _digest(program), "name": program.name}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+@cache
+def _code() -> str:
+    """Of what computes: an answer of other code is none."""
+    package = Path(__file__).resolve().parents[1]
+    files = sorted(file for folder in ("worker", "models", "data") for file in (package / folder).glob("*.py"))
+    return hashlib.sha256("".join(map(_digest, (*files, package / "mesh.py"))).encode()).hexdigest()[:16]
 
 
 def _version(package: str) -> str:
@@ -189,7 +199,8 @@ def _digest(path: Path) -> str:
 
 def _file(asked: Mapping[str, Any]) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "elastic" / "layouts" / f"{_key(asked)}.json"
+    folder = Path(os.environ.get(PLACE) or f"{base}/elastic/layouts").expanduser()
+    return folder / f"{_key(asked)}.json"
 
 
 def _kept(asked: Mapping[str, Any]) -> Verdict | None:

@@ -180,7 +180,7 @@ def files_of(program: str | Path) -> dict[str, str]:
     found = {}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if file and file.endswith(".py") and not file.startswith(INSTALLED):
+        if file and file.endswith(".py") and os.path.isabs(file) and not file.startswith(INSTALLED):
             path = Path(file).resolve()
             name = str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
             found[name] = digest_of(path)

@@ -1,0 +1,129 @@
+"""What a run asks of the layouts beforehand, how it is kept, and what becomes of an answer that does not come."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elastic.api.layouts import PLACE, LayoutCheck, asked_of, check_open, checked
+from elastic.errors import SpecError
+from elastic.program import load_program
+from elastic.spec import JobSpec, job_of
+from elastic.types import Pool
+from elastic.worker.layout_check import Verdict
+from elastic.worker.model_profile import trace
+from elastic.worker.structure import Structure
+
+FOREIGN = Path(__file__).resolve().parents[1] / "foreign" / "programs"
+POOLS = (Pool("p", gpus_per_node=2, max_nodes=2),)
+
+
+def spec(program: Path, **more: Any) -> JobSpec:
+    return job_of({"steps": 4, "global_batch": 8, **more}, program)
+
+
+def asked(program: Path, **more: Any) -> dict[str, Any]:
+    found = asked_of(spec(program, **more), POOLS)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of a small program that takes its width from a file beside it, and an empty place for answers."""
+    monkeypatch.setenv(PLACE, str(tmp_path / "kept"))
+    (tmp_path / "width.py").write_text("WIDTH = 32\n")
+    text = (FOREIGN / "residual_outside.py").read_text()
+    here = tmp_path / "program.py"
+    here.write_text("import sys; sys.path.insert(0, __file__.rpartition('/')[0])\nimport width\n" + text)
+    return here
+
+
+@pytest.mark.parametrize(
+    ("more", "axes", "tps"),
+    [
+        ({}, ["dp", "tp", "cp", "pp"], [2]),
+        ({"layout": "dp_shard=4"}, ["dp"], []),
+        ({"layout": {4: "pp=2,dp_shard=2", 2: "tp=2"}}, ["dp", "tp", "pp"], [2]),
+        ({"layout": "auto,pp=1"}, ["dp", "tp", "cp"], [2]),
+        ({"compile": True}, ["dp", "tp", "pp"], [2]),
+        ({"microbatch_tokens": 64}, ["dp", "tp"], [2]),
+    ],
+)
+def test_only_what_the_run_may_enter_is_asked_for(more: dict[str, Any], axes: list[str], tps: list[int]) -> None:
+    found = asked(FOREIGN / "residual_outside.py", **more)
+    assert (found["axes"], found["tps"]) == (axes, tps)
+
+
+def test_one_worker_has_nothing_to_be_compared() -> None:
+    one = (Pool("p", gpus_per_node=1, max_nodes=1),)
+    assert asked_of(spec(FOREIGN / "residual_outside.py"), one) is None
+    assert LayoutCheck(None).result() is None
+
+
+def test_an_answer_is_kept_until_a_file_of_the_program_changes(program: Path) -> None:
+    question = asked(program, layout="dp_shard=2")
+    first = LayoutCheck(question)
+    try:
+        found = first.result()
+    finally:
+        first.close()
+    assert found is not None and set(found.equal or {}) == {"dp"}, found
+    assert set(found.files or {}) == {"program.py", "width.py"}
+    assert LayoutCheck(question).known == found  # nobody is asked again
+    (program.parent / "width.py").write_text("WIDTH = 16\n")
+    again = LayoutCheck(question)
+    again.close()
+    assert again.known is None
+
+
+def test_a_broken_answer_is_asked_for_again(program: Path, tmp_path: Path) -> None:
+    question = asked(program, layout="dp_shard=2")
+    first = LayoutCheck(question)
+    first.result()
+    first.close()
+    (kept,) = (tmp_path / "kept").glob("*.json")
+    for text in ("", "{", "[]", json.dumps({"structure": {}, "more": 1})):
+        kept.write_text(text)
+        check = LayoutCheck(question)
+        check.close()
+        assert check.known is None
+
+
+def test_closing_it_early_leaves_nothing(program: Path) -> None:
+    check = LayoutCheck(asked(program))
+    assert check._process is not None and check._folder is not None
+    pid, folder = check._process.pid, Path(check._folder.name)
+    time.sleep(0.2)
+    check.close()
+    assert not psutil.pid_exists(pid) and not folder.exists()
+    check.close()
+
+
+def test_where_nothing_is_found_out_blocks_are_not_spread(program: Path) -> None:
+    program.write_text("import time; time.sleep(60)\n")
+    check = LayoutCheck(asked(program))
+    try:
+        found = check.result(0.1)
+    finally:
+        check.close()
+    assert found is not None and not found.followed and "longer than" in found.skipped
+    foreign = load_program(FOREIGN / "prenorm_rope.py")
+    model = checked(trace(foreign), found, foreign)
+    assert not model.pipeline and "could not be followed here (it took longer than" in model.no_pp
+    assert "trusted_axes: [pp]" in model.no_pp and "not compared before the start" in model.notes[0]
+    trusting = Verdict(skipped="no", followed=False, trusted=("pp",))
+    assert checked(trace(foreign), trusting, foreign).pipeline
+
+
+def test_a_run_on_one_of_many_workers_is_refused() -> None:
+    foreign = load_program(FOREIGN / "batchnorm.py")
+    model = checked(trace(foreign), Verdict(Structure(no_dp="d", no_pp="p")), foreign)
+    with pytest.raises(SpecError, match=r"no data-parallel ranks: d; or one worker: layout: dp_shard=1"):
+        check_open(spec(FOREIGN / "batchnorm.py"), model)
+    check_open(spec(FOREIGN / "batchnorm.py", layout="dp_shard=1"), model)
