@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import ray
 
 from elastic.api import profiling
 from elastic.cluster import measured_nodes
+from elastic.cluster._ray_private import read_environment_again
 from elastic.cluster.measured_nodes import _chosen, measured
 from elastic.cluster.nodes import RayNode
 from elastic.errors import InternalError, NoCapacity, SpecError
@@ -57,11 +57,16 @@ def test_an_address_where_nothing_answers() -> None:
 
 
 @pytest.fixture
-def own_cluster() -> Iterator[str]:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    context: Any = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
+def own_cluster(tmp_path: Path) -> Iterator[str]:
+    """As somebody starts one in Python: Ray then sets its token mode in this process's environment, and a token in HOME."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path))
+        patch.setenv("RAY_AUTH_MODE", "token")
+        read_environment_again()
+        context: Any = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        yield context.address_info["gcs_address"]
+        ray.shutdown()
+    read_environment_again()
 
 
 @pytest.mark.ray
