@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -112,13 +111,14 @@ class LayoutCheck:
             return Verdict(skipped=f"it took longer than {most_s:.0f} s", followed=False, trusted=tuple(self.asked["trusted"]))
         found = _answer(Path(self._folder.name))
         if isinstance(found, Verdict):
-            _keep(self.asked, found)
+            if found.steady:
+                _keep(self.asked, found)
             return found
         return Verdict(skipped=found, followed=False, trusted=tuple(self.asked["trusted"]))
 
     def close(self) -> None:
         if self._process is not None:
-            with suppress(ProcessLookupError):  # it has ended, and what it has started too
+            if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         if self._folder is not None:
@@ -217,6 +217,7 @@ def _kept(asked: Mapping[str, Any]) -> Verdict | None:
     except (ValueError, KeyError, TypeError):
         return None
     same = all(_digest(folder / name) == digest for name, digest in (found.files or {}).items())
+    same = same and all(_version(name) == its for name, its in (found.packages or {}).items())
     return found if same else None
 
 

@@ -15,7 +15,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from elastic.mesh import axis_groups, coordinates
 from elastic.reshard.shards import RNG
 from elastic.types import Layout, NumbersChecked, Plan, WrongNumbers
 from elastic.worker.content import digest
+from elastic.worker.evaluation import evaluating
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.loop_program import LoopProgram
 from elastic.worker.step import Batch, Stepper
@@ -204,19 +205,8 @@ class EqualResults:
         if isinstance(stepper.program, LoopProgram) or stepper.groups.pp is not None:  # a schedule begins anew after it
             return math.nan
         one = self._same_sample(batches, next(dp for dp, n in enumerate(samples) if n))
-        buffers = stepper.state.buffers.watched
-        before = [buffer.clone() for buffer in buffers]
-        devices = [stepper.device] if stepper.device.type == "cuda" else []
-        stepper.state.train(False)
-        try:
-            with torch.random.fork_rng(devices), torch.no_grad(), _eager(bool(stepper.job.get("compile"))), _same_kernels():
-                torch.manual_seed(int(stepper.job["seed"]))
-                value, _ = stepper.forward_backward([one, one], train=False, valid=[1, 1])
-        finally:
-            stepper.state.train()
-            with torch.no_grad():
-                for buffer, was in zip(buffers, before, strict=True):
-                    buffer.copy_(was)
+        with evaluating(stepper), _same_kernels():
+            value, _ = stepper.forward_backward([one, one], train=False, valid=[1, 1])
         return value
 
     def _same_sample(self, batches: Sequence[Batch], source_dp: int) -> Batch:
@@ -226,11 +216,6 @@ class EqualResults:
         mine = {key: value[:1].cpu().clone() for key, value in batches[0].items()} if self.stepper.rank == source else None
         assert groups.plan is not None
         return broadcast_tensors(mine, source, groups.plan)
-
-
-def _eager(compiled: bool) -> AbstractContextManager[object]:
-    """No graph is made for a pass that comes so rarely."""
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def _same_kernels() -> AbstractContextManager[object]:

@@ -7,14 +7,17 @@ copy in two real processes (layout_values.py).
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
+import signal
 import sys
 import sysconfig
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,12 @@ from elastic.worker.sequence import check_calls, check_possible
 from elastic.worker.structure import Structure, structure_of, told
 
 PACKAGE = Path(__file__).resolve().parents[1]
-INSTALLED = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], str(PACKAGE))
+INSTALLED = tuple(f"{path}{os.sep}" for path in (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], PACKAGE))
+SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
+READS_MOST = 10_000
+SETTINGS = (".py", ".json", ".yaml", ".yml", ".toml", ".cfg", ".ini")  # files that say what a program is
+READ_MOST_BYTES = 1 << 20  # of a file that counts as part of the program; larger ones are data
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Asked:
 @dataclass(frozen=True)
 class Verdict:
     """What was found. `equal`: axis -> seconds that comparing took; `skipped`: why values were not compared, '' = they were.
-    `files`: of the program -> digest of their content."""
+    `files`: that the program consists of or has read -> digest of their content; `packages` -> versions."""
 
     structure: Structure = Structure()
     equal: Mapping[str, float] | None = None
@@ -60,8 +68,10 @@ class Verdict:
     skipped: str = ""
     followed: bool = True  # False: not even the structure is known
     trusted: Sequence[str] = ()
+    steady: bool = True  # False: another try may find something else, so that it is not kept
     seconds: float = 0.0
     files: Mapping[str, str] | None = None
+    packages: Mapping[str, str] | None = None
 
     def apply(self, profile: ModelProfile) -> ModelProfile:
         """The profile of the program that this was found of."""
@@ -95,7 +105,8 @@ def check(asked: Asked) -> Verdict:
     if asked.values:
         found = _compared(asked, program, profile, batch, found)
     found = replace(found, structure=_trusted(found.structure, asked.trusted))
-    return replace(found, seconds=round(time.monotonic() - began, 3), files=files_of(job["program"]))
+    seconds = round(time.monotonic() - began, 3)
+    return replace(found, seconds=seconds, files=files_of(job["program"]), packages=packages())
 
 
 def _trusted(found: Structure, axes: Sequence[str]) -> Structure:
@@ -130,7 +141,7 @@ def _compared(asked: Asked, program: Program, profile: ModelProfile, batch: Batc
     except TooLarge as error:
         return replace(found, skipped=f"too large to be compared on this machine: {error}")
     except Exception as error:  # noqa: BLE001 - the user's model
-        return replace(found, skipped=str(error) if isinstance(error, ElasticError) else told(error))
+        return replace(found, skipped=str(error) if isinstance(error, ElasticError) else told(error), steady=False)
     job, equal, limit = job_of_copy(asked.job), dict[str, float](), 0
     for axis in axes:
         layout = FAMILIES[axis]
@@ -138,6 +149,7 @@ def _compared(asked: Asked, program: Program, profile: ModelProfile, batch: Batc
             layout = Layout(tp=next(n for n in range(2, closed.tp_limit + 1) if closed.tp_limit % n == 0))
         one = compare(small, job, batch, layout)
         if one.problem:
+            found = replace(found, steady=found.steady and not one.problem.startswith(UNSTEADY))
             structure = _closed(structure, axis, f"{one.layout}: {one.problem}{MENDS[axis]}")
             continue
         equal[axis] = round(one.seconds, 3)
@@ -152,6 +164,7 @@ def _closed(found: Structure, axis: str, why: str) -> Structure:
     return Structure(**values)
 
 
+UNSTEADY = "its ranks"  # have lost each other: it may have been the machine
 MENDS = {
     "dp": "",
     "tp": "; look at Program.tp and at what the cut modules do with sizes",
@@ -174,17 +187,48 @@ def _largest_tp(asked: Asked, small: Copy, batch: Batch, limit: int) -> tuple[in
 # ------------------------------------------------------------------------------------------ what it was found of
 
 
+_read: set[str] = set()  # files that were opened since `note_reads`
+
+
+def note_reads() -> None:
+    """From now on it is noted which files are opened: a program may take its sizes from one."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str) and len(_read) < READS_MOST:
+            _read.add(arguments[0])
+
+    sys.addaudithook(hook)
+
+
 def files_of(program: str | Path) -> dict[str, str]:
-    """The program's own files that are imported now: names (relative to its folder where they lie there) -> digests."""
-    folder = Path(program).resolve().parent
-    found = {}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if file and file.endswith(".py") and os.path.isabs(file) and not file.startswith(INSTALLED):
-            path = Path(file).resolve()
+    """The program's own files that are imported or were read: names (relative to its folder if they lie there) -> digests."""
+    folder, found = Path(program).resolve().parent, {}
+    imported = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
+    for file in {name for name in imported if name.endswith(".py")} | _read:
+        path = Path(file)
+        if not path.is_absolute() or path.suffix not in SETTINGS or file.startswith((*INSTALLED, *SYSTEM)):
+            continue
+        if path.is_file() and path.stat().st_size <= READ_MOST_BYTES:
+            path = path.resolve()
             name = str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
             found[name] = digest_of(path)
     return found
+
+
+def packages() -> dict[str, str]:
+    """Versions of what is installed and imported."""
+    found = {}
+    for name in {module.partition(".")[0] for module in list(sys.modules)} - sys.stdlib_module_names:
+        try:
+            found[name] = version(name)
+        except (PackageNotFoundError, ValueError):  # the program's own, or one of another name
+            continue
+    return found
+
+
+def die_with_parent() -> None:
+    """Linux ends this process when the one that has started it is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def digest_of(path: Path) -> str:
@@ -198,7 +242,10 @@ def digest_of(path: Path) -> str:
 def main(arguments: Iterable[str]) -> int:
     """Reads one question (or a list of them) from standard input, writes one JSON line for each."""
     (out,) = arguments
+    die_with_parent()
+    os.register_at_fork(after_in_child=die_with_parent)
     torch.set_num_threads(1)
+    note_reads()
     given = json.load(sys.stdin)
     with open(out, "w") as file:
         for one in given if isinstance(given, list) else [given]:

@@ -1,8 +1,11 @@
 """The probe: the loss of one fixed sample, in evaluation mode, which must be the same in the layout before and the one after.
 
-Each generation computes it when it has taken over the state, and again where it stops at a boundary. Both are forward passes of
-one sample (with pp: of one per microbatch). A generation whose value differs from what the layout before had at that step never
-makes a step: every rank raises, all at the same point, with the old boxes still in hand.
+Each generation computes it when it has taken over the state, and again where it stops at a boundary: forward passes of one
+sample (with pp: of one per microbatch) that leave no trace. A generation whose value differs from what the layout before
+had at that step never makes a step: every rank raises, all at the same point, with the old boxes still in hand.
+
+A program whose loss is another one each time (noise that is drawn, a sample that is augmented) has no probe; that is tried
+before the start (rehearsal.py).
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from elastic.data.budget import Microbatch, budget_of
 from elastic.data.loader import Batch, collate
 from elastic.data.streams import Stream
 from elastic.errors import ElasticError
+from elastic.program import Program
 from elastic.types import Probed, agree, tolerance
+from elastic.worker.evaluation import drawing, evaluating
 from elastic.worker.loop_program import LoopProgram
 
 if TYPE_CHECKING:
@@ -49,10 +54,13 @@ class Probe:
 
     def __init__(self, place: Workplace, order: EnterOrder, groups: Groups, stepper: Stepper | None) -> None:
         self.place, self.order, self.groups, self.stepper = place, order, groups, stepper
+        self.possible = place.probe_repeats and _has_loss(place.program) and not isinstance(place.dataset, Stream)
 
     def at_entry(self, step: int) -> Probed | None:
         """All participants call it, once all have their state. Raises LayoutDiffers. None = this program has no probe."""
         expected = self._expected(step)
+        if not self.possible:
+            return None
         began, loss = time.monotonic(), self._loss()
         bad = loss is not None and expected is not None and not agree(loss, expected, tolerance(self.place.job))
         found, told = self._together(bad, loss)
@@ -66,69 +74,73 @@ class Probe:
 
     def at_boundary(self, step: int) -> Probed | None:
         """The ranks of the plan call it, where they have stopped."""
-        began, loss = time.monotonic(), self._loss()
-        if loss is None:
+        if not self.possible:
             return None
+        began, loss = time.monotonic(), self._loss()
+        assert loss is not None
         self._remember(step, loss)
         return Probed(self.order.plan.generation, step, loss, None, round(time.monotonic() - began, 4))
 
     def _remember(self, step: int, loss: float) -> None:
         probes = self.place.probes
-        probes[step] = loss
+        probes[step] = self.order.plan.generation, loss
         for old in sorted(probes)[:-KEPT]:
             del probes[old]
 
     def _expected(self, step: int) -> float | None:
-        """What any of the participants knows, or the driver."""
+        """What the driver knows of that step, else what those know who were in the generation that the state comes from. Where
+        one of the participants has no probe, nobody has."""
         plan = self.order.plan
-        fresh = plan.resume.source == "fresh"
-        mine = None if fresh else self.place.probes.get(step, plan.probe)
-        known = torch.tensor([-math.inf if mine is None or not math.isfinite(mine) else mine], dtype=torch.float64)
+        mine = None
+        if plan.resume.source != "fresh":
+            generation, loss = self.place.probes.get(step, (-1, 0.0))
+            mine = plan.probe if plan.probe is not None else loss if generation == plan.resume.generation else None
+        known = -math.inf if mine is None or not math.isfinite(mine) else mine
+        said = torch.tensor([known, 0.0 if self.possible else 1.0], dtype=torch.float64)
         if len(self.order.participants) > 1:
-            dist.all_reduce(known, op=dist.ReduceOp.MAX, group=self.groups.world)
-        return float(known) if math.isfinite(float(known)) else None
+            dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.groups.world)
+        self.possible = not bool(said[1])
+        return float(said[0]) if math.isfinite(float(said[0])) else None
 
     def _together(self, bad: bool, loss: float | None) -> tuple[bool, float]:
         """Has any rank found it wrong, and which loss? The same answer for everyone."""
         said = torch.tensor([float(bad), loss if bad and loss is not None else -math.inf], dtype=torch.float64)
-        said = said.nan_to_num(nan=math.inf)
+        said = said.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         if len(self.order.participants) > 1:
             dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.groups.world)
         return bool(said[0]), float(said[1])
 
     def _sentence(self, step: int, loss: float, expected: float) -> str:
+        found = f"{loss:.6g} per token" if math.isfinite(loss) else "no number"
         return (
             f"layout {self.order.plan.layout} computes another function than the one before: after step {step} the loss of the "
-            f"probe sample is {loss:.6g} per token, it was {expected:.6g}"
+            f"probe sample is {found}, it was {expected:.6g}"
         )
 
     def _loss(self) -> float | None:
-        if self.stepper is None:
-            return None
-        batch = self._batch()
-        return None if batch is None else loss_of_one(self.stepper, batch)
+        return None if self.stepper is None else loss_of_one(self.stepper, self._batch(self.stepper))
 
-    def _batch(self) -> Batch | None:
-        """The first sample; None where it cannot be asked for again, or a script has not said what its loss is."""
+    def _batch(self, stepper: Stepper) -> Batch:
+        """The first sample, the same at each call."""
         place = self.place
-        if isinstance(place.program, LoopProgram) and place.program.evaluation is None:
-            return None
-        if isinstance(place.dataset, Stream):
-            return None
-        assert self.stepper is not None
-        budget = budget_of(place.job, place.dataset, self.stepper.sequence.multiple)
+        budget = budget_of(place.job, place.dataset, stepper.sequence.multiple)
         part = budget.of_one(0, 1) if budget is not None else Microbatch((0,))
-        return collate([item_of(place.dataset, 0, part.length)])
+        with drawing(int(place.job["seed"])):
+            return collate([item_of(place.dataset, 0, part.length)])
+
+
+def _has_loss(program: Program) -> bool:
+    """A script may not have said what its loss is."""
+    return not isinstance(program, LoopProgram) or program.evaluation is not None
 
 
 def loss_of_one(stepper: Stepper, batch: Batch) -> float:
-    """Loss per token of a batch of one sample, in evaluation mode; every rank of the plan gets the same number."""
+    """Loss per token of a batch of one sample, in evaluation mode; every rank of the plan gets the same number. With pp each
+    microbatch is that sample."""
     n = stepper.n_microbatches if stepper.groups.pp is not None else 1
     rows = {key: x.expand(n, *x.shape[1:]).contiguous() for key, x in batch.items()}
-    stepper.state.train(False)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        value, tokens = stepper.forward_backward([rows], train=False, valid=[1], n_microbatches=n)
-    stepper.state.train()
+    with evaluating(stepper):
+        value, tokens = stepper.forward_backward([rows], train=False, n_microbatches=n)
     first = stepper.dp == 0
     mine = [value if stepper.speaks and first else 0.0, tokens if stepper.counts and first else 0]
     sums = torch.tensor(mine, dtype=torch.float64)

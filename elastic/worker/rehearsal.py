@@ -18,8 +18,9 @@ from elastic.data.budget import Microbatch, budget_of
 from elastic.data.loader import collate
 from elastic.errors import ProgramError
 from elastic.mesh import stage_blocks, stages_at
-from elastic.types import Plan, Rehearsal
+from elastic.types import Plan, Rehearsal, agree
 from elastic.worker.calls import call_model, inputs_of, keywords_of, loss_of
+from elastic.worker.evaluation import drawing
 from elastic.worker.groups import Groups
 from elastic.worker.model_profile import block_names, build_meta
 from elastic.worker.options import needs_fsdp
@@ -31,6 +32,7 @@ from elastic.worker.workplace import Workplace
 
 log = logging.getLogger(__name__)
 
+REPEATS = 1e-6  # relative difference of one loss in one process
 WHOLE_MOST_PARAMETERS = 1 << 30  # a larger model is not built whole, not even once; nor is one that is read from files
 
 
@@ -56,8 +58,18 @@ def rehearse(place: Workplace) -> None:
     model.eval()
     with torch.no_grad():
         _refuse_a_mean(float(_loss(place, model, 1)), float(_loss(place, model, 2)))
+        place.probe_repeats = _repeats(place, model)
     if cp > 1:
         check_loss(place.program, model, _batch(place, 1, place.device, 2 * cp), cp)
+
+
+def _repeats(place: Workplace, model: nn.Module) -> bool:
+    """Is the loss of the first sample the same each time in evaluation mode, whatever is drawn?"""
+    found = []
+    for seed in (1, 2):
+        with drawing(seed, place.device):
+            found.append(float(_loss(place, model, 1)))
+    return agree(found[0], found[1], REPEATS)
 
 
 def _rehearse_on_meta(place: Workplace) -> None:

@@ -24,6 +24,7 @@ from elastic.reshard.shards import LOSS_SCALE
 from elastic.types import Plan
 from elastic.worker.calls import call_model, count_of, inputs_of, keywords_of, loss_of, rows_of
 from elastic.worker.commit import N_WORDS, Commit, power_of_tokens, power_of_wait
+from elastic.worker.evaluation import modes_kept
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.groups import Groups
 from elastic.worker.guards import Memory, Trip, judge, rules_of, trip_of
@@ -469,8 +470,8 @@ class Stepper:
         least = 1 if budget is not None else mine  # rows of a batch: every rank calls the model
         sums = torch.zeros(2, dtype=torch.float64)
         self._metrics, own = Sums(), Sums()
-        self.state.train(False)
-        with torch.no_grad():
+        with modes_kept(self.state.models), torch.no_grad():
+            self.state.train(False)
             for start in range(0, n_samples, per_call):
                 tick()
                 batches, valid = [], []
@@ -483,7 +484,6 @@ class Stepper:
                     self._evaluate_own(own, batch, n)
                 sums[0] += value if self.speaks else 0.0
                 sums[1] += tokens if self.counts else 0
-        self.state.train()
         if self.plan.layout.world_size > 1:
             dist.all_reduce(sums, group=self.groups.plan)
         n_tokens = float(sums[1].clamp(min=1))

@@ -65,7 +65,8 @@ class Workplace:
     script: Script | None = None  # a job whose script enters elastic.loop
     faults: DeviceFaults = field(default_factory=DeviceFaults)  # of a drill
     good_step: int = 0  # of the newest comparison of ranks that found nothing
-    probes: dict[int, float] = field(default_factory=dict)  # step -> loss of the probe sample, of the newest few
+    probes: dict[int, tuple[int, float]] = field(default_factory=dict)  # step -> generation, its loss of the probe sample
+    probe_repeats: bool = True  # is that loss the same each time?
     axes: frozenset[str] = frozenset()  # with more than one rank, of the generation entered last
     left_at_s: float | None = None  # when the last step of the generation before was finished
 

@@ -40,7 +40,9 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "width.py").write_text("WIDTH = 32\n")
     text = (FOREIGN / "residual_outside.py").read_text()
     here = tmp_path / "program.py"
-    here.write_text("import sys; sys.path.insert(0, __file__.rpartition('/')[0])\nimport width\n" + text)
+    (tmp_path / "sizes.json").write_text("{}")
+    first = "import sys, json; sys.path.insert(0, __file__.rpartition('/')[0])\nimport width\n"
+    here.write_text(f"{first}json.load(open(__file__.replace('program.py', 'sizes.json')))\n{text}")
     return here
 
 
@@ -74,12 +76,30 @@ def test_an_answer_is_kept_until_a_file_of_the_program_changes(program: Path) ->
     finally:
         first.close()
     assert found is not None and set(found.equal or {}) == {"dp"}, found
-    assert set(found.files or {}) == {"program.py", "width.py"}
-    assert LayoutCheck(question).known == found  # nobody is asked again
-    (program.parent / "width.py").write_text("WIDTH = 16\n")
-    again = LayoutCheck(question)
-    again.close()
-    assert again.known is None
+    assert set(found.files or {}) == {"program.py", "width.py", "sizes.json"}
+    assert (found.packages or {})["torch"] and LayoutCheck(question).known == found  # nobody is asked again
+    for name in ("width.py", "sizes.json"):
+        before = (program.parent / name).read_text()
+        (program.parent / name).write_text(before + "\n")
+        again = LayoutCheck(question)
+        again.close()
+        assert again.known is None
+        (program.parent / name).write_text(before)
+    assert LayoutCheck(question).known == found
+
+
+def test_what_may_have_been_the_machine_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PLACE, str(tmp_path / "kept"))
+    text = (FOREIGN / "residual_outside.py").read_text()
+    (tmp_path / "program.py").write_text(text.replace("x = x + layer(x)", "x = x + layer(x) if len(x) != 2 else exit(1)"))
+    question = asked(tmp_path / "program.py", layout="dp_shard=2")
+    check = LayoutCheck(question)
+    try:
+        found = check.result()
+    finally:
+        check.close()
+    assert found is not None and not found.steady and "dp" not in (found.equal or {}), found
+    assert not list((tmp_path / "kept").glob("*.json"))
 
 
 def test_a_broken_answer_is_asked_for_again(program: Path, tmp_path: Path) -> None:

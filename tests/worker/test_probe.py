@@ -110,7 +110,7 @@ def _forget_steps() -> None:
     plain = Probe._remember
 
     def remember(self: Probe, step: int, loss: float) -> None:
-        plain(self, step, self.place.probes.get(0, loss))
+        plain(self, step, self.place.probes.get(0, (0, loss))[1])
 
     Probe.plain_remember = plain  # type: ignore[attr-defined]
     Probe._remember = remember  # type: ignore[method-assign]
