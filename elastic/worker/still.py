@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elastic.worker.forward_trace import eager_flex_attention
+
 # positions of the probability of dropout among the arguments
 DROPOUT_AT = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 MEDIANS = {"exponential_": 0.6931, "log_normal_": 1.0, "geometric_": 1.0, "cauchy_": 0.0}
@@ -37,6 +39,7 @@ class Still:
 
     def __enter__(self) -> Still:
         DRAWN.clear()
+        self.stack.enter_context(eager_flex_attention())
         self.stack.enter_context(_Kept())
         self.stack.enter_context(_Middle())  # type: ignore[no-untyped-call]
         return self

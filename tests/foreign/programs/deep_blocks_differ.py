@@ -36,7 +36,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+TP = {}
 
 
 class Rows(torch.utils.data.Dataset):
