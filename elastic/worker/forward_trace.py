@@ -81,6 +81,7 @@ class Followed:
     keeps: list[str] = field(default_factory=list)  # attributes of modules with what was made from the samples
     python_random: str = ""  # PYTHON or NUMPY, where it was drawn from
     truth: bool | None = None
+    blocks: tuple[str, ...] = ()
     output: Any = None
 
 
@@ -92,7 +93,7 @@ class Tracer:
         self, program: Program, model: nn.Module, blocks: Iterable[str], truth: bool | None = None, far: int | None = None
     ) -> None:
         self.program, self.model, self.blocks, self.truth, self.far = program, model, list(blocks), truth, far
-        self.found = Followed(truth=truth)
+        self.found = Followed(truth=truth, blocks=tuple(self.blocks))
         self.stack: list[Call] = []
         self.ops: list[Op] = []
         self.labels: dict[int, Labels] = {}

@@ -127,7 +127,7 @@ def _passes(program: Program, profile: ModelProfile, batch: Batch) -> tuple[str,
 def _others(program: Program, device: str, batch: Batch, one: Followed) -> list[Followed]:
     """Passes with other values; a model may well refuse a value that it can never have."""
     tries: list[tuple[bool | None, int | None]] = [(None if one.truth is False else False, None)]
-    if any(op.own and op.name == "a value" and op.labels for op in one.branches):
+    if any(op.own and op.name == "a value" and op.labels & {INPUT, KEYWORDS, *one.blocks} for op in one.branches):
         tries += [(one.truth, FAR), (one.truth, -FAR)]
     most = 2 * len(one.names) + MORE_OPERATIONS
     others = []
@@ -185,7 +185,7 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
     elif sees:
         mend = "take GroupNorm or LayerNorm" if norm is not None else "leave that out"
         no_dp = no_cp = no_pp = f"{sees}; {mend}, or say Program.batch_dependent=True to train on all the same"
-    chosen = [op for op in one.branches if op.labels]
+    chosen = [op for op in one.branches if any(not label.startswith("the weight ") for label in op.labels)]
     mine = [op for op in chosen if op.own]
     if one.python_random:
         no_dp = no_tp = no_cp = (
@@ -205,8 +205,9 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
     for name, labels in one.written.items():
         if not labels and norm is None:
             notes.append(f"each forward pass writes the buffer {name}: how many there are in a step depends on the layout")
-    for name in one.keeps:
-        notes.append(f"{name} keeps a value of the samples of one rank: if a later pass reads it, layouts differ")
+    if one.keeps:
+        more = f" (and {len(one.keeps) - 1} more)" if len(one.keeps) > 1 else ""
+        notes.append(f"{one.keeps[0]}{more} keeps a value of the samples of one rank: if a later pass reads it, layouts differ")
     draws = [op for op in one.draws if op.where]
     if draws or one.python_random:
         at = f" ({draws[0].where})" if draws else f" ({one.python_random})"
