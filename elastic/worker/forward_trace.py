@@ -6,14 +6,17 @@ from __future__ import annotations
 import random
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.program import Program
@@ -25,6 +28,9 @@ Labels = frozenset[str]
 
 INPUT = "the model's input"
 KEYWORDS = "Program.keywords"
+PYTHON, NUMPY = "Python's random", "numpy's random"
+FAR = 100_000  # a value that Python asks for, in passes that try what large ones do
+MORE_OPERATIONS = 10_000  # than a pass before had: a loop over such a value
 NONE: Labels = frozenset()
 INSTALLED = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -56,6 +62,7 @@ class Call:
     before: list[Op]
     output: Any = None
     depth: int = 0  # of blocks around it
+    given: Labels = NONE  # what its arguments were made from
 
 
 @dataclass
@@ -69,22 +76,32 @@ class Followed:
     written: dict[str, Labels] = field(default_factory=dict)  # buffers -> what was written from
     modules: list[str] = field(default_factory=list)  # those with parameters, in the order of their calls
     names: list[str] = field(default_factory=list)  # of all operations
-    python_random: bool = False
+    beside: list[Op] = field(default_factory=list)  # in blocks behind the first: what did not come through their arguments
+    weights_written: dict[str, str] = field(default_factory=dict)  # and where
+    keeps: list[str] = field(default_factory=list)  # attributes of modules with what was made from the samples
+    python_random: str = ""  # PYTHON or NUMPY, where it was drawn from
+    truth: bool | None = None
+    blocks: tuple[str, ...] = ()
     output: Any = None
 
 
 class Tracer:
-    """Follows forward passes of `model`. `truth`: what a value that Python asks for is on the meta device, where there is none;
-    on a real device only truth values are overruled."""
+    """Follows forward passes of `model`. `truth`: what a truth value that Python asks for is, None = as it is, and true on the
+    meta device, where there is none; on a real device False is the opposite of what it is. `far`: what each number is."""
 
-    def __init__(self, program: Program, model: nn.Module, blocks: Iterable[str], truth: bool = True) -> None:
-        self.program, self.model, self.blocks, self.truth = program, model, list(blocks), truth
-        self.found = Followed()
+    def __init__(
+        self, program: Program, model: nn.Module, blocks: Iterable[str], truth: bool | None = None, far: int | None = None
+    ) -> None:
+        self.program, self.model, self.blocks, self.truth, self.far = program, model, list(blocks), truth, far
+        self.found = Followed(truth=truth, blocks=tuple(self.blocks))
         self.stack: list[Call] = []
         self.ops: list[Op] = []
         self.labels: dict[int, Labels] = {}
         self.kept: list[Tensor] = []  # so that no two storages have one address
         self.buffers: dict[int, str] = {}
+        self.weights: dict[int, str] = {}
+        self.persistent: set[str] = set()
+        self.most_operations = sys.maxsize
 
     # ------------------------------------------------------------------------------------------ labels
 
@@ -97,13 +114,21 @@ class Tracer:
         return NONE.union(*(self.labels.get(_storage(x), NONE) for x in tensors_in(value)))
 
     def _label_model(self) -> None:
-        kept = set(self.model.state_dict())
+        self.persistent = set(self.model.state_dict())
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             self.label(parameter, frozenset({f"the weight {name}"}))
+            self.weights[_storage(parameter)] = name
         for name, buffer in self.model.named_buffers():
             self.kept.append(buffer)
-            if name in kept:
-                self.buffers[_storage(buffer)] = name
+            self.buffers[_storage(buffer)] = name
+
+    def of_samples(self, labels: Labels) -> bool:
+        """Is something made from the samples?"""
+        return bool(labels & {INPUT, KEYWORDS, *self.blocks})
+
+    def _buffer_written(self, name: str, labels: Labels) -> None:
+        if name in self.persistent or self.of_samples(labels):
+            self.found.written[name] = self.found.written.get(name, NONE) | labels
 
     # ------------------------------------------------------------------------------------------ the pass
 
@@ -115,8 +140,9 @@ class Tracer:
         for tensor in tensors_in(first):
             self.label(tensor, frozenset({INPUT}))
         self.model.train()
-        state = random.getstate()
         before = {name: id(buffer) for name, buffer in self.model.named_buffers()}
+        weights = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        held = {_storage(x) for _, x in _held(self.model)}
         with ExitStack() as stack:
             for i, name in enumerate(self.blocks):
                 block = self.model.get_submodule(name)
@@ -125,21 +151,27 @@ class Tracer:
             for name, module in self.model.named_modules():
                 if next(module.parameters(recurse=False), None) is not None:
                     stack.callback(module.register_forward_pre_hook(self._called(name)).remove)
-            stack.enter_context(python_random(0.0 if self.truth else 0.999))
+            drawn = stack.enter_context(python_random(0.999 if self.truth is False else 0.0))
             stack.enter_context(torch.no_grad())
+            stack.enter_context(eager_flex_attention())
             stack.enter_context(_Mode(self))
             self.found.output = self.model(first, **keywords)
         self.found.tail = self.ops
-        self.found.python_random = random.getstate() != state
-        random.setstate(state)
+        self.found.python_random = next(iter(drawn), "")
         for name, buffer in self.model.named_buffers():
-            if before.get(name) != id(buffer):
-                self.found.written.setdefault(name, self.labels_of(buffer))
+            if before.get(name) != id(buffer) and name not in self.found.written:
+                self._buffer_written(name, self.labels_of(buffer))
+        for name, p in self.model.named_parameters(remove_duplicate=False):
+            if weights.get(name) != id(p):
+                self.found.weights_written.setdefault(name, "")
+        for name, tensor in _held(self.model):
+            if _storage(tensor) not in held and self.of_samples(self.labels_of(tensor)) and name not in self.found.keeps:
+                self.found.keeps.append(name)
         return self.found
 
     def _enters(self, block: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = Call(block, args, kwargs, self.ops, depth=len(self.stack))
+            call = Call(block, args, kwargs, self.ops, depth=len(self.stack), given=self.labels_of((args, kwargs)))
             self.ops = []
             self.found.calls.append(call)
             self.stack.append(call)
@@ -167,33 +199,58 @@ class Tracer:
 
     def value(self, tensor: Tensor, real: Any) -> Any:
         """What Python is told that asks for a value."""
-        self._note(self.found.branches, "a value", self.labels_of(tensor))
-        if tensor.dtype == torch.bool:
-            return self.truth
-        return real if real is not None else torch.full((), 1 if self.truth else 0, dtype=tensor.dtype, device="cpu").item()
+        truth = tensor.dtype == torch.bool
+        self._note(self.found.branches, "a truth" if truth else "a value", self.labels_of(tensor))
+        if truth:
+            if real is None or self.truth:
+                return self.truth is not False
+            return real if self.truth is None else not real
+        if self.far is None and real is not None:
+            return real
+        number = self.far if self.far is not None else int(self.truth is not False)
+        number = number if tensor.dtype.is_signed else abs(number)
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            number = min(number, torch.iinfo(tensor.dtype).max) if number > 0 else max(number, torch.iinfo(tensor.dtype).min)
+        return torch.full((), number, dtype=tensor.dtype, device="cpu").item()
 
     def seen(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """One operation that was dispatched."""
-        name = func.overloadpacket.__name__
+        plain = isinstance(func, torch._ops.OpOverload)  # one of a higher order has no schema
+        name = func.overloadpacket.__name__ if plain else func.name()
         self.found.names.append(name)
+        if len(self.found.names) > self.most_operations:
+            raise RuntimeError("too many operations")
         given = (*args, *(kwargs or {}).values())
         labels = self.labels_of(given)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if plain and torch.Tag.nondeterministic_seeded in func.tags and _dropout_of(func, args, kwargs) != 0.0:
             self._note(self.found.draws, name, labels)
         made = list(tensors_in(out))
         storages = {_storage(x) for x in tensors_in(given)}
         fresh = NONE if name in SHAPE_ONLY else labels
+        mutable = plain and func._schema.is_mutable
         for tensor in made:
             if _storage(tensor) not in storages:
                 self.label(tensor, fresh)
-            elif func._schema.is_mutable:
+            elif mutable:
                 self.labels[_storage(tensor)] = self.labels.get(_storage(tensor), NONE) | fresh
-        if func._schema.is_mutable:
-            for tensor in tensors_in(args[:1]):
-                if (buffer := self.buffers.get(_storage(tensor))) is not None:
-                    self.found.written[buffer] = self.found.written.get(buffer, NONE) | self.labels_of(args[1:])
-        if not self.stack and not func.is_view:
+        if mutable:
+            self._writes(args)
+        if self.stack and self.stack[0].block:
+            self._beside(name, labels)
+        if not self.stack and not (plain and func.is_view):
             self.ops.append(Op(name, self._where()[0], labels, makes=frozenset(map(_storage, made))))
+
+    def _writes(self, args: Any) -> None:
+        for tensor in tensors_in(args[:1]):
+            if (buffer := self.buffers.get(_storage(tensor))) is not None:
+                self._buffer_written(buffer, self.labels_of(args[1:]))
+            if (weight := self.weights.get(_storage(tensor))) is not None:
+                self.found.weights_written.setdefault(weight, self._where()[0])
+
+    def _beside(self, name: str, labels: Labels) -> None:
+        strange = (labels & {INPUT, *self.blocks}) - self.stack[0].given
+        if strange and not (self.found.beside and self.found.beside[-1].inside == self.blocks[self.stack[0].block]):
+            self._note(self.found.beside, name, strange)
 
     def _note(self, notes: list[Op], name: str, labels: Labels) -> None:
         inside = self.blocks[self.stack[0].block] if self.stack else ""
@@ -213,6 +270,8 @@ class Tracer:
 
 
 class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracer = tracer
@@ -230,25 +289,88 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _dropout_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """The probability of dropout that an operation is called with; None = it has none."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[i] if i < len(args) else (kwargs or {}).get("dropout_p", argument.default_value)
+            return float(given or 0.0)
+    return None
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that modules keep as plain attributes, and in lists and dicts there."""
+    own = ("_parameters", "_buffers", "_modules")
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in own:
+                for tensor in _tensors_of(value):
+                    yield f"{name}.{key}".removeprefix("."), tensor
+
+
+def _tensors_of(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        yield value
+    elif depth < 3 and isinstance(value, list | tuple | deque | dict):
+        for item in list(value.values() if isinstance(value, dict) else value):
+            yield from _tensors_of(item, depth + 1)
+
+
 @contextmanager
-def python_random(value: float) -> Iterator[None]:
-    """`random.random()` gives `value`, and counts as drawn."""
-    own = random.random
-
-    def drawn() -> float:
-        own()
-        return value
-
-    random.random = drawn
+def eager_flex_attention() -> Iterator[None]:
+    """torch compiles it wherever it is called, which goes with no mode that follows operations, and refuses gradients on a CPU,
+    which it has where it is not compiled."""
+    own = flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG, flex_attention._validate_device
+    flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    flex_attention._validate_device = lambda *_: None
     try:
         yield
     finally:
-        random.random = own
+        flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG, flex_attention._validate_device = own
 
 
-def follow(program: Program, model: nn.Module, blocks: Iterable[str], batch: Batch, truth: bool = True) -> Followed:
+@contextmanager
+def python_random(value: float) -> Iterator[list[str]]:
+    """`random.random()`, and what numpy has like it, gives `value`. What was drawn from is in the list afterwards."""
+    own = (random.random, np.random.rand, np.random.random, np.random.random_sample, np.random.uniform)
+    state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
+    found: list[str] = []
+
+    def drawn() -> float:
+        own[0]()
+        return value
+
+    def rand(*shape: int) -> Any:
+        return own[1](*shape) * 0 + value
+
+    def sample(size: Any = None) -> Any:
+        return own[2](size) * 0 + value
+
+    def uniform(low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
+        return own[4](low, high, size) * 0 + low + (high - low) * value
+
+    random.random = drawn
+    np.random.rand, np.random.random, np.random.random_sample, np.random.uniform = rand, sample, sample, uniform
+    try:
+        yield found
+    finally:
+        random.random, np.random.rand, np.random.random, np.random.random_sample, np.random.uniform = own
+        if random.getstate() != state:
+            found.append(PYTHON)
+        if not _same_state(np.random.get_state(legacy=False), numpy_state):
+            found.append(NUMPY)
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    mine, its = one["state"], other["state"]
+    return all(np.array_equal(mine[key], its[key]) for key in mine) and one["has_gauss"] == other["has_gauss"]
+
+
+def follow(program: Program, tracer: Tracer, batch: Batch, most_operations: int = sys.maxsize) -> Followed:
     """A pass of the whole model over a batch on the model's device."""
-    tracer = Tracer(program, model, blocks, truth)
+    tracer.most_operations = most_operations
     keywords = keywords_of(program, {key: x.clone() for key, x in batch.items()})
     return tracer.run(inputs_of(program, batch), keywords)
 

@@ -18,10 +18,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from elastic.data.loader import collate
 from elastic.errors import ElasticError, ProgramError
@@ -30,6 +28,7 @@ from elastic.models.attention import over
 from elastic.program import Program
 from elastic.types import Layout, ModelProfile, Plan, WorkerId
 from elastic.worker.calls import call_model, loss_of
+from elastic.worker.fewer import converted, fill, first_positions, kept_blocks, perturb, positions, spread_samples
 from elastic.worker.fixed import even
 from elastic.worker.forward_trace import Batch, python_random
 from elastic.worker.groups import Groups, is_collective_error
@@ -38,6 +37,7 @@ from elastic.worker.pipeline import PassThrough
 from elastic.worker.rendezvous import host_store, new_secret
 from elastic.worker.sequence import before_cut, tensors_in
 from elastic.worker.step import Stepper
+from elastic.worker.still import Still, draws_left, quiet
 from elastic.worker.structure import told
 from elastic.worker.train_state import TrainState
 from elastic.worker.weights import cut
@@ -48,14 +48,18 @@ WHOLE_MOST_PARAMETERS = 30_000_000  # of a model that is copied with all of its 
 BLOCKS = 3  # of a copy of a larger one
 MOST_PARAMETERS = 150_000_000  # of a copy: beyond it nothing is compared on this machine
 LONG, SHORT = 128, 64  # positions: of longer sequences so many are taken, where the model allows it
+LONGEST = 2048  # for cp, which cuts them
 MOST_FLOP = 3e11  # of the passes of one process
-PERTURBED = 0.05  # standard deviation of what is added to each weight, of its own or of 1
 LOSS_AGREES, GRADIENT_AGREES = 1e-4, 3e-4  # relative; a gradient's to the largest element of the tensor
 ROUNDING, ROUNDING_MOST = 4.0, 5e-2  # times what a lower precision inside of the model explains; differences that it may
 SMALL = 1e-6  # of the largest element of all gradients: what is below is rounding
 FAMILY_MOST_S, MEET_S = 30.0, 20.0
 HERE = "127.0.0.1"
 LOST = "its ranks lose each other: each of them must call the same modules and give gradients to the same weights"
+WAITED = (
+    "its ranks wait for each other: each of them must call the same modules and give gradients to the same weights, and "
+    "forward must not use threads that were started when the program was imported"
+)
 FORKS = get_context("fork")
 NOT_OF_A_LAYOUT = (
     "optimizer", "precision", "reduce_dtype", "compile", "float8", "guards", "noise_scale", "microbatch_tokens",
@@ -75,6 +79,7 @@ class Compared:
     off: float = 0.0  # relative difference of the losses
     worst: float = 0.0  # of the gradients, the largest
     worst_at: str = ""
+    unclear: bool = False  # neither equal nor another function as far as could be told
 
 
 class Copy:
@@ -85,8 +90,10 @@ class Copy:
         whole = profile.n_params <= WHOLE_MOST_PARAMETERS
         self.model = _whole(program) if whole else self._cut(program)
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model.parameters()):
-            self.model.float()
-        _perturb(self.model)
+            converted(self.model, torch.float32)
+        perturb(self.model)
+        quiet(self.model)
+        self.long_batch: Batch | None = None  # with sequences of full length, where others are compared with short ones
         self.program = replace(
             program,
             model=self._build,
@@ -110,7 +117,7 @@ class Copy:
         model.to_empty(device="cpu")
         if plain and not (program.buffers is not None and program.buffers(model)):
             raise TooLarge(f"the values of its buffer {plain[0]} are known to the whole model only")
-        _fill(model)
+        fill(model)
         return model
 
     def _build(self) -> nn.Module:
@@ -134,69 +141,30 @@ class TooLarge(Exception):
 
 
 def shorten(model: nn.Module, blocks: list[str]) -> int:
-    """Leaves the first blocks of a model, where they stand in one list. Returns how many there are now."""
+    """Leaves a few blocks of a model, some of each kind, where they stand in one list. Returns how many there are now."""
     parents = {name.rpartition(".")[0] for name in blocks}
     if len(parents) != 1 or len(blocks) <= BLOCKS:
         return len(blocks)
-    parent = parents.pop()
-    held = model.get_submodule(parent)
+    held = model.get_submodule(parents.pop())
     if not isinstance(held, nn.ModuleList | nn.Sequential) or len(held) != len(blocks):
         return len(blocks)
-    owner, _, leaf = parent.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, held[:BLOCKS])
-    return BLOCKS
+    kept = kept_blocks(list(held), BLOCKS)
+    if len(kept) > BLOCKS + 2:
+        raise TooLarge(f"its blocks are of {len(kept)} kinds")
+    for i in reversed(range(len(held))):
+        if i not in kept:
+            del held[i]
+    return len(kept)
 
 
 def _whole(program: Program) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = program.model()
     if program.weights is not None:
-        _fill(model)
+        fill(model)
     elif program.init is not None:
         program.init(model)
     return model
-
-
-@torch.no_grad()
-def _fill(model: nn.Module) -> None:
-    """Weights as fresh modules of their kinds have them, where these say so; else of a usual size."""
-    torch.manual_seed(0)
-    for module in model.modules():
-        if callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-            continue
-        for name, p in module.named_parameters(recurse=False):
-            p.normal_(std=p[0].numel() ** -0.5) if p.ndim > 1 else p.fill_(1.0 if name.endswith("weight") else 0.0)
-
-
-@torch.no_grad()
-def _perturb(model: nn.Module) -> None:
-    """So that no weight is 0 by design and none equals another."""
-    generator = torch.Generator().manual_seed(1)
-    for p in model.parameters():
-        if p.is_floating_point():
-            size = float(p.abs().mean()) or 1.0
-            p.add_(torch.randn(p.shape, generator=generator).to(p.dtype) * (PERTURBED * size if p.ndim else 0.01 * size))
-
-
-class Still(TorchFunctionMode):
-    """Random numbers switched off: dropout keeps everything, what is drawn is the middle of its range."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if "dropout" in name and args and torch.is_tensor(args[0]):
-            return args[0]
-        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
-            kwargs["dropout_p"] = 0.0
-        if name in ("bernoulli", "bernoulli_"):
-            return torch.ones_like(args[0]) if name == "bernoulli" else args[0].fill_(1)
-        out = func(*args, **kwargs)
-        if name in ("rand", "rand_like", "uniform_") and torch.is_tensor(out):
-            return out.fill_(0.5)
-        if name in ("randn", "randn_like", "normal_") and torch.is_tensor(out):
-            return out.fill_(0.0)
-        return out
 
 
 def job_of_copy(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,21 +174,38 @@ def job_of_copy(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
-    """The first samples; of a job with a budget of tokens, or of a dataset with fewer, the first one again and again."""
+    """Samples from all over the dataset; of a job with a budget of tokens, of a stream, or of a dataset with fewer, the first
+    one again and again."""
     from elastic.data.batches import item_of
 
     if budget is not None:
         part = budget.of_one(0, 1)
         return collate([item_of(dataset, 0, part.length)] * n_rows)
-    streams = not hasattr(dataset, "__len__") or len(dataset) < n_rows or type(dataset).__name__ == "Stream"
-    return collate([dict(item_of(dataset, 0 if streams else i, None)) for i in range(n_rows)])
+    if not hasattr(dataset, "__len__") or len(dataset) < n_rows or type(dataset).__name__ == "Stream":
+        return collate([dict(item_of(dataset, 0, None)) for _ in range(n_rows)])
+    try:
+        return collate(spread_samples(dataset, n_rows))
+    except Exception:  # noqa: BLE001 - the user's dataset: what is wrong with its first samples is told
+        return collate([dict(item_of(dataset, i, None)) for i in range(n_rows)])
 
 
 # ------------------------------------------------------------------------------------------ one layout
 
 
 def compare(small: Copy, job: Mapping[str, Any], batch: Batch, layout: Layout, most_s: float = FAMILY_MOST_S) -> Compared:
-    """Runs the layout in processes of its own. Never raises for what the program does there."""
+    """Runs the layout in processes of its own. Never raises for what the program does there. Ranks that have parts of the
+    sequences get these as long as this machine allows."""
+    if layout.cp == 1 or small.long_batch is None:
+        return _compare(small, job, batch, layout, most_s)
+    n, most = positions(small.long_batch), longest(small, small.long_batch)
+    found = _compare(small, job, first_positions(small.long_batch, most) if most < n else small.long_batch, layout, most_s)
+    if found.problem.startswith(WAITED):
+        found = _compare(small, job, batch, layout, most_s)
+        most = positions(batch)
+    return found if most == n or found.problem else replace(found, unclear=True)
+
+
+def _compare(small: Copy, job: Mapping[str, Any], batch: Batch, layout: Layout, most_s: float) -> Compared:
     began = time.monotonic()
     store, secret = host_store(HERE), new_secret()
     mine, processes = [], []
@@ -243,13 +228,20 @@ def compare(small: Copy, job: Mapping[str, Any], batch: Batch, layout: Layout, m
     problems = [text for kind, text in found.values() if kind == "raised"]
     lost = [text for kind, text in found.values() if kind == "lost"]
     if problems:
-        return Compared(str(layout), f"it raises {problems[0]}", seconds)
+        own = problems[0].removeprefix(f"{layout}, but ").removeprefix(f"{layout}: ")
+        return Compared(str(layout), own if own != problems[0] else f"it raises {own}", seconds)
     if lost or len(found) < layout.world_size:
-        return Compared(str(layout), LOST if lost else LOST.replace("lose", "wait for"), seconds)
-    judged = _judged(layout, [answer for _, answer in found.values()], seconds)
-    if judged.problem and judged.worst < ROUNDING_MOST and judged.off < ROUNDING_MOST:
-        return _judged(layout, [answer for _, answer in found.values()], seconds, _rounding(small, batch, layout.cp))
-    return judged
+        return Compared(str(layout), LOST if lost else WAITED, seconds)
+    answers = [answer for _, answer in found.values()]
+    judged = _judged(layout, answers, seconds, {})
+    if not judged.problem:
+        return judged
+    times = _rounding(small, batch, layout.cp)
+    if isinstance(times, str):
+        text = f"it cannot be compared: the loss does not repeat in one process, which draws random numbers by {times}"
+        return replace(judged, problem=text, unclear=True)
+    explained = judged.worst < ROUNDING_MOST and judged.off < ROUNDING_MOST
+    return _judged(layout, answers, seconds, times) if explained else judged
 
 
 def _answers(pipes: list[Connection], until_s: float) -> dict[int, tuple[str, Any]]:
@@ -266,17 +258,22 @@ def _answers(pipes: list[Connection], until_s: float) -> dict[int, tuple[str, An
     return found
 
 
-def _rounding(small: Copy, batch: Batch, cp: int) -> float:
-    """What rounding alone makes of the loss and the gradients of one process, as a multiple of what is allowed: between float32
-    and float64. 1 where it computes in no other precision than it says, or cannot be told."""
+def _rounding(small: Copy, batch: Batch, cp: int) -> dict[str, float] | str:
+    """What rounding alone makes of the loss ('') and of each gradient of one process, as a multiple of what is allowed: between
+    float32 and float64. Empty where it cannot be told; a text where the loss is another one each time: what draws."""
     here, there = FORKS.Pipe(duplex=False)
     process = FORKS.Process(target=_round, args=(there, small, batch, cp), daemon=True)
     process.start()
     there.close()
+    found: dict[str, float] | str = {}
     try:
-        return float(here.recv()) if here.poll(FAMILY_MOST_S) else 1.0
+        for _ in range(2):
+            found = here.recv() if here.poll(FAMILY_MOST_S) else found
+            if isinstance(found, str):
+                return found
+        return found
     except EOFError:
-        return 1.0
+        return found
     finally:
         process.kill()
         process.join()
@@ -286,29 +283,33 @@ def _round(pipe: Connection, small: Copy, batch: Batch, cp: int) -> None:
     torch.set_num_threads(1)
     with Still(), python_random(0.999):
         loss, gradients, _ = _alone(small, batch, cp)
+        again, _, _ = _alone(small, batch, cp)
+        pipe.send({} if abs(loss - again) <= LOSS_AGREES * max(1e-3, abs(loss)) else draws_left())
         double = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
         exact, exactly, _ = _alone(small, double, cp, torch.float64)
     most = max((float(g.abs().max()) for g in exactly.values() if g.numel()), default=0.0)
-    found = [abs(loss - exact) / (LOSS_AGREES * max(1e-3, abs(exact)))]
+    found = {"": abs(loss - exact) / (LOSS_AGREES * max(1e-3, abs(exact)))}
     for name, gradient in gradients.items():
-        allowed = GRADIENT_AGREES * float(exactly[name].abs().max()) + SMALL * most
-        found.append(float((gradient - exactly[name]).abs().max()) / max(allowed, 1e-30))
-    pipe.send(max(1.0, ROUNDING * max(found)))
+        if gradient.numel():
+            allowed = GRADIENT_AGREES * float(exactly[name].abs().max()) + SMALL * most
+            found[name] = float((gradient - exactly[name]).abs().max()) / max(allowed, 1e-30)
+    pipe.send({name: max(1.0, ROUNDING * value) for name, value in found.items()})
 
 
-def _judged(layout: Layout, answers: list[dict[str, Any]], seconds: float, times: float = 1.0) -> Compared:
-    """`times`: how much more may differ than float32 explains."""
+def _judged(layout: Layout, answers: list[dict[str, Any]], seconds: float, times: Mapping[str, float]) -> Compared:
+    """`times`: how much more may differ than float32 explains, of the loss ('') and of each gradient."""
     whole = answers[0]["whole"]
     loss = sum(answer["loss"] for answer in answers)
-    at, worst = max(((a["worst_at"], a["worst"]) for a in answers), key=lambda pair: pair[1])
+    differ = [(name, value, value / times.get(name, 1.0)) for a in answers for name, value in a["differ"].items()]
+    at, worst, beyond = max(differ, key=lambda found: found[2], default=("", 0.0, 0.0))
     problem, off = "", abs(loss - whole) / max(1e-3, abs(whole))
-    if not off <= times * LOSS_AGREES:
+    if not off <= times.get("", 1.0) * LOSS_AGREES:
         first = next((a["first"] for a in answers if a["first"]), "")
         where = f"; {first} is the first to give something else" if first else ""
         problem = (
             f"it computes another function: the loss of {ROWS} samples is {loss:.6g}, in one process it is {whole:.6g}{where}"
         )
-    elif not worst <= times:
+    elif not beyond <= 1.0:
         by = f"{worst * GRADIENT_AGREES:.1%} of its largest element"
         problem = f"it computes other gradients than one process: that of {at} differs by {by}"
     return Compared(str(layout), problem, seconds, loss, whole, off, worst * GRADIENT_AGREES, at)
@@ -349,11 +350,11 @@ def _values(small: Copy, job: dict[str, Any], batch: Batch, place: tuple[Layout,
                 loss, _ = stepper.forward_backward([rows], train=True)
             own = state.gradients()
             stepper.add_shared(own)
-            worst, worst_at = _differ(state, own, gradients)
+            differ = _differ(state, own, gradients)
             take = stepper.sequence.shard.take if stepper.sequence.shard is not None else None
             first = here.first_difference(outputs, slice(start, start + plan.samples[at]), take)
             return {
-                "whole": whole, "loss": loss if stepper.speaks else 0.0, "worst": worst, "worst_at": worst_at, "first": first,
+                "whole": whole, "loss": loss if stepper.speaks else 0.0, "differ": differ, "first": first,
             }  # fmt: skip
         except Exception:
             groups.abort()
@@ -411,7 +412,7 @@ def _joined(calls: list[Tensor]) -> Tensor | None:
 
 def _alone(small: Copy, batch: Batch, cp: int, dtype: torch.dtype = torch.float32) -> tuple[float, dict[str, Tensor], Outputs]:
     """Loss, gradients and the modules' outputs of one process."""
-    model = copy.deepcopy(small.model).to(dtype).train(not small.program.batch_dependent)
+    model = converted(copy.deepcopy(small.model), dtype).train(not small.program.batch_dependent)
     given = before_cut(small.program, batch) if cp > 1 else batch
     with over(None) if cp > 1 else nullcontext(), Outputs([model]) as outputs:
         output = call_model(small.program, model, given)
@@ -433,10 +434,10 @@ def _give(state: TrainState, small: Copy) -> None:
             tensor.zero_()
 
 
-def _differ(state: TrainState, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest difference of a gradient, as a multiple of what is allowed."""
+def _differ(state: TrainState, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> dict[str, float]:
+    """How far each gradient is off, as a multiple of what is allowed."""
     most = max((float(g.abs().max()) for g in whole.values() if g.numel()), default=0.0)
-    worst, at = 0.0, ""
+    off: dict[str, float] = {}
     for fqn, parameter in state.local.items():
         if not parameter.requires_grad or f"model.{fqn}" not in state.tensors or not parameter.numel():
             continue
@@ -445,24 +446,32 @@ def _differ(state: TrainState, own: Mapping[str, Tensor], whole: Mapping[str, Te
         got = own.get(fqn, torch.zeros_like(parameter))
         allowed = GRADIENT_AGREES * float(whole[fqn].abs().max()) + SMALL * most
         found = float((got - expected).abs().max()) / max(allowed, 1e-30)
-        if not found <= worst:
-            worst, at = (found if found == found else math.inf), fqn
-    return worst, at
+        off[fqn] = found if found == found else math.inf
+    return off
 
 
 def shortened(small: Copy, batch: Batch) -> Batch:
-    """With the first positions of long sequences, where that is all the same to the model."""
-    n = max((x.shape[1] for x in batch.values() if x.ndim == 2), default=0)
+    """With the first positions of long sequences, where that is all the same to the model; not for cp (`compare`)."""
+    n = positions(batch)
     if n <= LONG:
         return batch
-    cut = {key: x[:, :SHORT] if x.ndim > 1 and x.shape[1] == n else x for key, x in batch.items()}
+    cut = first_positions(batch, SHORT)
     try:
         with torch.no_grad(), Still():
             output = call_model(small.program, copy.deepcopy(small.model), {key: x[:1] for key, x in cut.items()})
             loss_of(small.program, output, {key: x[:1] for key, x in cut.items()})
     except Exception:  # noqa: BLE001 - the user's model: its length is its own
         return batch
+    small.long_batch = batch
     return cut
+
+
+def longest(small: Copy, batch: Batch) -> int:
+    """Positions of a batch whose passes this machine can do."""
+    n = positions(batch)
+    n_params = sum(p.numel() for p in small.model.parameters())
+    allowed = min(LONGEST, int(MOST_FLOP / (6.0 * n_params * ROWS)))
+    return n if n <= allowed else max(SHORT, allowed // SHORT * SHORT)
 
 
 def check_rows(small: Copy, batch: Batch) -> None:

@@ -70,6 +70,23 @@ def _is_plain(model: nn.Module, name: str) -> bool:
     return plain and not [*module.parameters(), *module.buffers()]
 
 
+def _contiguous(module: nn.Module, args: Any, output: Any) -> Any:
+    """What is sent must lie in one piece."""
+    return output.contiguous() if isinstance(output, torch.Tensor) else output
+
+
+class _Stage(PipelineStage):
+    """torch calls a stage once with memory as it finds it, to learn the shapes of what it gives; guards in a model that raise
+    for what is not finite must not see that."""
+
+    def _to_tensor(self, arg: Any) -> torch.Tensor:
+        found: torch.Tensor = super()._to_tensor(arg)
+        if isinstance(arg, torch.Tensor):  # given: the same memory
+            return found
+        with torch.no_grad():
+            return found.zero_()
+
+
 class Pipeline:
     """This rank's stages under the layout's schedule: 1F1B (GPipe where there are fewer microbatches than stages), GPipe, or
     interleaved 1F1B, where a rank has several stages (Narayanan et al. 2021, section 2.2). `n`: microbatches; all of one
@@ -84,8 +101,11 @@ class Pipeline:
         self.is_last = me == layout.pp - 1
         self._loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
         numbers = stages_at(layout, me)
+        for module in stage_modules:
+            if _contiguous not in module._forward_hooks.values():
+                module.register_forward_hook(_contiguous)
         stages = [
-            PipelineStage(module, number, layout.n_stages, device, group=group)
+            _Stage(module, number, layout.n_stages, device, group=group)
             for number, module in zip(numbers, stage_modules, strict=True)
         ]
         self.schedule: ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B

@@ -8,6 +8,7 @@ all that is done before and behind the blocks is done by modules that the first 
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +24,22 @@ from elastic.program import Program
 from elastic.types import ModelProfile
 from elastic.worker.calls import inputs_of, keywords_of
 from elastic.worker.fixed import even
-from elastic.worker.forward_trace import INPUT, INTERNAL, KEYWORDS, Batch, Call, Followed, Labels, Op, Tracer, follow, shape_of
+from elastic.worker.forward_trace import (
+    FAR,
+    INPUT,
+    INTERNAL,
+    KEYWORDS,
+    MORE_OPERATIONS,
+    PYTHON,
+    Batch,
+    Call,
+    Followed,
+    Labels,
+    Op,
+    Tracer,
+    follow,
+    shape_of,
+)  # fmt: skip
 from elastic.worker.model_profile import block_names, build_meta
 from elastic.worker.pipeline import cut_stage
 from elastic.worker.sequence import tensors_in
@@ -73,42 +89,69 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
     if isinstance(found, str):
         why = "" if profile.no_pp else f"its forward pass cannot be followed without values: {found}"
         return Structure(no_pp=why)
-    device, one, other = found
-    shares = _of_shares(program, one, other)
+    device, one, others = found
+    shares = _of_shares(program, one, _other(one, others))
     shares = replace(shares, no_dp=shares.no_dp or _shared_by_blocks(profile))
+    if why := _of_weights(program, one):
+        shares = replace(shares, no_dp=why, no_tp=why, no_cp=why, no_pp=why)
     no_pp = profile.no_pp or shares.no_pp
     if not no_pp and profile.n_blocks > 1:
         no_pp = _Pipelines(program, profile, {key: x.to(device) for key, x in batch.items()}, one).problem()
     return replace(shares, no_pp=no_pp)
 
 
-def _passes(program: Program, profile: ModelProfile, batch: Batch) -> tuple[str, Followed, Followed] | str:
-    """Two passes of the whole model, and the device; what Python asks of values is true in one and false in the other. A text:
-    why not."""
+def _passes(program: Program, profile: ModelProfile, batch: Batch) -> tuple[str, Followed, list[Followed]] | str:
+    """A pass of the whole model, and others, and the device; truth values that Python asks for are others there, and numbers
+    too where the program asks for some. A text: why not."""
     problem = ""
     for device in ("meta", "cpu"):
         if device == "cpu" and (profile.n_params > REAL_MOST_PARAMETERS or program.weights is not None):
             return problem
-        try:
-            one = _pass(program, device, batch, True)
-        except ElasticError:
-            raise
-        except Exception as error:
-            if device == "cpu":
+        error: Exception | None = None
+        for truth in (None, False) if device == "meta" else (None,):  # a guard may raise where a value is true
+            try:
+                one = _pass(program, device, batch, truth)
+            except ElasticError:
                 raise
-            problem = told(error)
-            continue
-        try:
-            return device, one, _pass(program, device, batch, False)
-        except Exception:  # noqa: BLE001 - a model may well refuse a value that it can never have
-            return device, one, one
+            except Exception as raised:  # noqa: BLE001 - the user's model
+                error = error or raised
+                continue
+            return device, one, _others(program, device, batch, one)
+        assert error is not None
+        if device == "cpu":
+            raise error
+        problem = told(error)
     return problem
 
 
-def _pass(program: Program, device: str, batch: Batch, truth: bool) -> Followed:
+def _others(program: Program, device: str, batch: Batch, one: Followed) -> list[Followed]:
+    """Passes with other values; a model may well refuse a value that it can never have."""
+    tries: list[tuple[bool | None, int | None]] = [(None if one.truth is False else False, None)]
+    if any(op.own and op.name == "a value" and op.labels & {INPUT, KEYWORDS, *one.blocks} for op in one.branches):
+        tries += [(one.truth, FAR), (one.truth, -FAR)]
+    most = 2 * len(one.names) + MORE_OPERATIONS
+    others = []
+    for truth, far in tries:
+        try:
+            others.append(_pass(program, device, batch, truth, far, most))
+        except Exception:  # noqa: BLE001 - see above
+            continue
+    return others
+
+
+def _other(one: Followed, others: list[Followed]) -> Followed:
+    """That which differs most."""
+    by_modules = [other for other in others if other.modules != one.modules]
+    by_names = [other for other in others if other.names != one.names]
+    return next(iter((*by_modules, *by_names, *others)), one)
+
+
+def _pass(
+    program: Program, device: str, batch: Batch, truth: bool | None, far: int | None = None, most: int = sys.maxsize
+) -> Followed:
     model = _built(program, device)
     given = {key: x.to(device) for key, x in batch.items()}
-    return follow(program, model, block_names(model, program.blocks), given, truth)
+    return follow(program, Tracer(program, model, block_names(model, program.blocks), truth, far), given, most)
 
 
 def _built(program: Program, device: str) -> nn.Module:
@@ -142,11 +185,11 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
     elif sees:
         mend = "take GroupNorm or LayerNorm" if norm is not None else "leave that out"
         no_dp = no_cp = no_pp = f"{sees}; {mend}, or say Program.batch_dependent=True to train on all the same"
-    chosen = [op for op in one.branches if op.labels]
+    chosen = [op for op in one.branches if any(not label.startswith("the weight ") for label in op.labels)]
     mine = [op for op in chosen if op.own]
     if one.python_random:
         no_dp = no_tp = no_cp = (
-            "forward draws from Python's random, which gives other numbers on each rank; draw with torch instead"
+            f"forward draws from {one.python_random}, which gives other numbers on each rank; draw with torch instead"
         )
     if one.modules != other.modules:
         no_dp = no_cp = _branch(one, other)
@@ -162,12 +205,29 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
     for name, labels in one.written.items():
         if not labels and norm is None:
             notes.append(f"each forward pass writes the buffer {name}: how many there are in a step depends on the layout")
+    if one.keeps:
+        more = f" (and {len(one.keeps) - 1} more)" if len(one.keeps) > 1 else ""
+        notes.append(f"{one.keeps[0]}{more} keeps a value of the samples of one rank: if a later pass reads it, layouts differ")
     draws = [op for op in one.draws if op.where]
     if draws or one.python_random:
-        at = f" ({draws[0].where})" if draws else " (Python's random)"
+        at = f" ({draws[0].where})" if draws else f" ({one.python_random})"
         place = f"{draws[0].inside or 'forward'}{at}" if draws else f"forward{at}"
         notes.append(f"{place} draws random numbers: each layout draws others, so losses differ a little between layouts")
-    return Structure(no_dp, no_tp, no_cp, no_pp, bool(draws) or one.python_random, tuple(notes))
+    return Structure(no_dp, no_tp, no_cp, no_pp, bool(draws or one.python_random), tuple(notes))
+
+
+def _of_weights(program: Program, one: Followed) -> str:
+    """What is done to weights that only a whole model has."""
+    for name, p in build_meta(program).named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            return f"the weight {name} has a hook, which is lost where the model is cut: scale the gradient in forward instead"
+    for name, where in one.weights_written.items():
+        at = f" ({where})" if where else ""
+        return (
+            f"forward writes the weight {name}{at}: what it writes is lost where the weight is cut; compute a value from the "
+            "weight and use that"
+        )
+    return ""
 
 
 def _shared_by_blocks(profile: ModelProfile) -> str:
@@ -189,8 +249,9 @@ def _branch(one: Followed, other: Followed) -> str:
     more = sorted({*one.modules} ^ {*other.modules})
     what = f"whether {more[0]} is called" if more else f"how often {one.modules[-1]} is called"
     if first is None:
+        source = one.python_random or other.python_random or PYTHON
         return (
-            f"{what} depends on Python's random, which draws other numbers on each rank; the ranks would wait for each other's "
+            f"{what} depends on {source}, which draws other numbers on each rank; the ranks would wait for each other's "
             "weights: multiply by a mask that is 0 instead"
         )
     return (
@@ -213,7 +274,7 @@ class _Pipelines:
 
     def problem(self) -> str:
         """'' = they may."""
-        checks = [self._shared, self._order, self._chain, self._others, self._tail]
+        checks = [self._shared, self._order, self._chain, self._others, self._beside, self._tail]
         if self.program.stage is not None:  # it may do with the module what it wants
             checks = checks[:1]
         return next((text for check in checks if (text := check())), "") or self._stages()
@@ -263,7 +324,7 @@ class _Pipelines:
 
     def _others(self) -> str:
         """What blocks take besides the hidden state must be there on every stage."""
-        tracer = Tracer(self.program, _built(self.program, self.device), self.names)
+        tracer = Tracer(self.program, _built(self.program, self.device), self.names, self.whole.truth)
         labels = _labels_of_others(self.program, self.batch, tracer)
         for block, found in labels.items():
             where = f"{self.names[block]} takes more than the hidden state, made from"
@@ -271,6 +332,16 @@ class _Pipelines:
                 return f"{where} the model's input, which later stages do not have: give it by Program.keywords, {OWN_STAGE}"
             if found:
                 return f"{where} {min(found)}, which another stage has: compute it inside of each block, {OWN_STAGE}"
+        return ""
+
+    def _beside(self) -> str:
+        """What blocks read that was not given to them."""
+        for op in self.whole.beside:
+            at = f" ({op.where})" if op.where else ""
+            return (
+                f"{op.inside} reads {min(op.labels)}{at} beside its arguments, which another stage has: give it by "
+                f"Program.keywords, {OWN_STAGE}"
+            )
         return ""
 
     def _tail(self) -> str:
@@ -322,7 +393,7 @@ class _Pipelines:
                 return ""  # called in a way of its own: values must tell
             first = by_name[mine[0]].args[0]
             given = torch.zeros(first.shape, dtype=first.dtype, device=self.device)
-        tracer = Tracer(program, model, [name for name in mine if _has(model, name)])
+        tracer = Tracer(program, model, [name for name in mine if _has(model, name)], self.whole.truth)
         found = tracer.run(given, keywords_of(program, self.batch))
         if stage == len(layers) - 1 and _forms(found.output, program) != _forms(self.whole.output, program):
             return f"as the last pipeline stage it returns {_form(found.output)} in the place of {_form(self.whole.output)}"

@@ -1,0 +1,67 @@
+"""Rotary positions as complex numbers in a buffer."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import elastic
+
+VOCAB, D = 48, 32
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        angles = torch.outer(torch.arange(8.0), 100 ** (-torch.arange(4.0) / 4))
+        self.register_buffer("turns", torch.polar(torch.ones(8, 4), angles), persistent=False)
+
+    def turned(self, x):
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * self.turns[: x.shape[1], None]).flatten(3).transpose(1, 2)
+
+    def forward(self, x):
+        h = self.norm1(x)
+        q, k, v = (w(h).unflatten(-1, (-1, 8)) for w in (self.q, self.k, self.v))
+        seen = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v.transpose(1, 2), is_causal=True)
+        x = x + self.o(seen.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, D)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, VOCAB)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        ids = (index * 5 + torch.arange(9) * (1 + index % 3)) % VOCAB
+        return {"input": ids[:-1], "target": ids[1:]}
+
+
+def loss(logits, batch):
+    return F.cross_entropy(logits.flatten(0, 1), batch["target"].flatten(), reduction="sum")
+
+
+program = elastic.Program(
+    model=Net, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3), dataset=Rows, loss=loss, tp=TP
+)
+
+EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: elastic.attention", "pp": "equal"}
