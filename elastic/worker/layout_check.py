@@ -152,6 +152,13 @@ def _compared(asked: Asked, program: Program, profile: ModelProfile, batch: Batc
             found = replace(found, steady=found.steady and not one.problem.startswith(UNSTEADY))
             structure = _closed(structure, axis, f"{one.layout}: {one.problem}{MENDS[axis]}")
             continue
+        if one.unclear:
+            notes = (
+                *structure.notes,
+                f"{axis} was not compared at the length of its sequences, which is too much for this machine",
+            )
+            structure = replace(structure, notes=notes)
+            continue
         equal[axis] = round(one.seconds, 3)
         if axis == "tp":
             limit, note = _largest_tp(asked, small, batch, closed.tp_limit)
