@@ -29,8 +29,8 @@ pytestmark = pytest.mark.slow
 STEPS, BATCH = 14, 12
 IN_CI = 12  # of the programs; all of them are a product
 AXES = {"dp": "dp_shard", "tp": "tp", "pp": "pp"}  # cp wants lengths of its own
-# losses that differ by what is drawn; three heads; another number of blocks than that of the plans here
-NOT_HERE = re.compile("drop|stochastic|hf_gpt2$|tp_three_heads$|albert_loop|pyramid_conv")
+# what is drawn differs; three heads; other numbers of blocks than the plans here have; no backward pass on the CPU
+NOT_HERE = re.compile("drop|stochastic|hf_gpt2$|tp_three_heads$|albert_loop|pyramid_conv|flex_attention")
 
 
 @cache
