@@ -63,3 +63,4 @@ program = elastic.Program(
 )
 
 EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: elastic.attention", "pp": "equal"}
+NO_BACKWARD_ON_THE_CPU = True
