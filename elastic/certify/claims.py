@@ -41,7 +41,7 @@ CLAIMS = (
     Claim(
         "same-function",
         ("layout *",),
-        ("tests/foreign/test_layouts.py", "tests/worker/test_probe.py", "tests/worker/test_foreign_chains.py"),
+        ("tests/foreign/test_foreign_layouts.py", "tests/worker/test_probe.py", "tests/worker/test_foreign_chains.py"),
     ),
     Claim("replayed", ("main path: replay",), ("tests/sim/test_replay.py", "tests/e2e/test_elasticity.py")),
     Claim("bad-input", (), ("tests/e2e/test_bad_input.py", "tests/test_spec.py")),
