@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import subjects
 
 
+@pytest.mark.filterwarnings("ignore:(?s).*flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("name", subjects.names())
 def test_the_whole_model_trains_a_step(name: str) -> None:
     found = subjects.module(name)
