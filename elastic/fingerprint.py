@@ -96,5 +96,13 @@ def _split(model: ModelProfile) -> str | None:
     return _digest(repr(sorted(sorted(s.fqn for s in trained if s.optimizer == i) for i in range(len(model.optimizers)))))
 
 
+def digest_of_file(path: Path) -> str:
+    """Of its bytes; '' = it cannot be read."""
+    try:
+        return sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
 def _digest(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:16]

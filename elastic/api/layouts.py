@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic.api.made_up_data import with_made_up_data
 from elastic.errors import SpecError
+from elastic.fingerprint import digest_of_file
 from elastic.mesh import axes_of
 from elastic.program import Program
 from elastic.spec import JobSpec
 from elastic.types import AUTO, ModelProfile, Pool, parse_layout, pinned
-from elastic.version import __version__
 
 if TYPE_CHECKING:
     from elastic.worker.layout_check import Verdict
@@ -170,8 +170,7 @@ def _key(asked: Mapping[str, Any]) -> str:
     job = asked["job"]
     program = Path(job["program"])
     parts = {key: job.get(key) for key in KEYS} | {name: asked[name] for name in ("axes", "tps", "trusted")}
-    parts |= {"elastic": __version__, "code": _code(), "torch": _version("torch"), "transformers": _version("transformers")}
-    parts |= {"program": _digest(program), "name": program.name}
+    parts |= {"code": _code(), "program": digest_of_file(program), "name": program.name}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -180,20 +179,13 @@ def _code() -> str:
     """Of what computes: an answer of other code is none."""
     package = Path(__file__).resolve().parents[1]
     files = sorted(file for folder in ("worker", "models", "data") for file in (package / folder).glob("*.py"))
-    return hashlib.sha256("".join(map(_digest, (*files, package / "mesh.py"))).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(map(digest_of_file, (*files, package / "mesh.py"))).encode()).hexdigest()[:16]
 
 
 def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return ""
-
-
-def _digest(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError:
         return ""
 
 
@@ -216,7 +208,7 @@ def _kept(asked: Mapping[str, Any]) -> Verdict | None:
         found = Verdict.of(json.loads(text))
     except (ValueError, KeyError, TypeError):
         return None
-    same = all(_digest(folder / name) == digest for name, digest in (found.files or {}).items())
+    same = all(digest_of_file(folder / name) == digest for name, digest in (found.files or {}).items())
     same = same and all(_version(name) == its for name, its in (found.packages or {}).items())
     return found if same else None
 
@@ -234,7 +226,7 @@ def _keep(asked: Mapping[str, Any], found: Verdict) -> None:
 
 
 def found_of(spec: JobSpec, pools: Sequence[Pool], stream: TextIO | None = None) -> Verdict | None:
-    """The same in one call. Raises ElasticError for what the program itself raises."""
+    """The same in one call."""
     check = LayoutCheck(asked_of(spec, pools), stream)
     try:
         return check.result()

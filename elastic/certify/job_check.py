@@ -10,14 +10,12 @@ from typing import Any
 from elastic.certify.result import Check
 from elastic.errors import SpecError
 
-AXES = ("dp", "tp", "cp", "pp")
-
 
 def certify_job(folder: str, as_json: bool) -> int:
     """Prints a row for each axis. Returns the exit code: 1 where the job names a layout that does not compute the same.
 
     Raises SpecError, and ProgramError for what the program itself raises."""
-    from elastic.api.layouts import LayoutCheck, asked_of
+    from elastic.api.layouts import AXES, LayoutCheck, asked_of
     from elastic.mesh import axes_of
     from elastic.spec import load_job
 

@@ -63,6 +63,7 @@ class Call:
     output: Any = None
     depth: int = 0  # of blocks around it
     given: Labels = NONE  # what its arguments were made from
+    others: Labels = NONE  # the same without the first positional one
 
 
 @dataclass
@@ -171,7 +172,8 @@ class Tracer:
 
     def _enters(self, block: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = Call(block, args, kwargs, self.ops, depth=len(self.stack), given=self.labels_of((args, kwargs)))
+            given, others = self.labels_of((args, kwargs)), self.labels_of((args[1:], kwargs))
+            call = Call(block, args, kwargs, self.ops, depth=len(self.stack), given=given, others=others)
             self.ops = []
             self.found.calls.append(call)
             self.stack.append(call)

@@ -8,7 +8,6 @@ copy in two real processes (layout_values.py).
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import os
 import signal
@@ -27,6 +26,7 @@ from elastic.data.budget import budget_of
 from elastic.data.opening import dataset_of
 from elastic.data.streams import with_stream
 from elastic.errors import ElasticError
+from elastic.fingerprint import digest_of_file
 from elastic.program import Program, load_program
 from elastic.types import Layout, ModelProfile
 from elastic.worker.forward_trace import Batch
@@ -218,7 +218,7 @@ def files_of(program: str | Path) -> dict[str, str]:
         if path.is_file() and path.stat().st_size <= READ_MOST_BYTES:
             path = path.resolve()
             name = str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
-            found[name] = digest_of(path)
+            found[name] = digest_of_file(path)
     return found
 
 
@@ -236,14 +236,6 @@ def packages() -> dict[str, str]:
 def die_with_parent() -> None:
     """Linux ends this process when the one that has started it is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def digest_of(path: Path) -> str:
-    """'' = it cannot be read."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError:
-        return ""
 
 
 def main(arguments: Iterable[str]) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from elastic.worker.forward_trace import (
     Batch,
     Call,
     Followed,
-    Labels,
     Op,
     Tracer,
     follow,
@@ -230,17 +228,25 @@ def _of_weights(program: Program, one: Followed) -> str:
     return ""
 
 
-def _shared_by_blocks(profile: ModelProfile) -> str:
-    """FSDP shards each block by itself, and one weight once."""
+def _one_weight(profile: ModelProfile) -> tuple[str, str] | None:
+    """Two names of one weight that stands in a block and elsewhere. (A tie of what is before and what is behind the blocks is
+    kept in every layout.)"""
     block = {spec.fqn: spec.block for spec in profile.specs}
     for spec in profile.specs:
-        here, there = spec.block, block.get(spec.tied_to or spec.fqn)
-        if here != there and any(b is not None and 0 <= b < profile.n_blocks for b in (here, there)):
-            return (
-                f"{spec.tied_to} and {spec.fqn} are one weight in two blocks, and FSDP shards each block by itself: put it "
-                "outside of the blocks, or choose Program.blocks so that one block holds both"
-            )
-    return ""
+        places = {spec.block, block.get(spec.tied_to or spec.fqn)}
+        if spec.tied_to is not None and len(places) > 1 and places != {-1, profile.n_blocks}:
+            return spec.tied_to, spec.fqn
+    return None
+
+
+def _shared_by_blocks(profile: ModelProfile) -> str:
+    """FSDP shards each block by itself, and one weight once."""
+    if (names := _one_weight(profile)) is None:
+        return ""
+    return (
+        f"{names[0]} and {names[1]} are one weight in two blocks, and FSDP shards each block by itself: put it "
+        "outside of the blocks, or choose Program.blocks so that one block holds both"
+    )
 
 
 def _branch(one: Followed, other: Followed) -> str:
@@ -280,15 +286,11 @@ class _Pipelines:
         return next((text for check in checks if (text := check())), "") or self._stages()
 
     def _shared(self) -> str:
-        """Weights that stages would each train a copy of. (A tie of what is before and what is behind the blocks is kept.)"""
-        n = self.profile.n_blocks
-        block = {spec.fqn: spec.block for spec in self.profile.specs}
-        for spec in self.profile.specs:
-            if spec.tied_to is None or block[spec.tied_to] == spec.block:
-                continue
-            if {block[spec.tied_to], spec.block} != {-1, n}:
-                return f"{spec.tied_to} and {spec.fqn} are one weight, which two stages would hold; take pp=1, or two weights"
-        return ""
+        """Weights that stages would each train a copy of."""
+        names = _one_weight(self.profile)
+        return (
+            f"{names[0]} and {names[1]} are one weight, which two stages would hold; take pp=1, or two weights" if names else ""
+        )
 
     def _order(self) -> str:
         calls = self.whole.calls
@@ -324,9 +326,8 @@ class _Pipelines:
 
     def _others(self) -> str:
         """What blocks take besides the hidden state must be there on every stage."""
-        tracer = Tracer(self.program, _built(self.program, self.device), self.names, self.whole.truth)
-        labels = _labels_of_others(self.program, self.batch, tracer)
-        for block, found in labels.items():
+        for call in self.whole.calls:
+            block, found = call.block, call.others - {KEYWORDS}
             where = f"{self.names[block]} takes more than the hidden state, made from"
             if INPUT in found:
                 return f"{where} the model's input, which later stages do not have: give it by Program.keywords, {OWN_STAGE}"
@@ -418,18 +419,6 @@ class _Pipelines:
         return ""
 
 
-def _labels_of_others(program: Program, batch: Batch, tracer: Tracer) -> dict[int, Labels]:
-    """What the other arguments of each block were made from, besides what every stage has."""
-    keywords = keywords_of(program, {key: x.clone() for key, x in batch.items()})
-    found = tracer.run(inputs_of(program, batch), keywords)
-    kept = {f"the weight {name}" for name, _ in tracer.model.named_parameters(remove_duplicate=False)}
-    out: dict[int, Labels] = {}
-    for call in found.calls:
-        labels = tracer.labels_of((call.args[1:], call.kwargs))
-        out[call.block] = labels & ({INPUT, *tracer.blocks} | kept)
-    return out
-
-
 def _forms(output: Any, program: Program) -> Any:
     """A stage of the program's own may give the logits alone, where the whole model gives them with something else."""
     if program.stage is None:
@@ -473,10 +462,3 @@ def told(error: BaseException) -> str:
     at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}{at}"
-
-
-def lines_of(profile: ModelProfile) -> Iterator[str]:
-    """What is closed to a model, a line each."""
-    for axis, why in (("dp", profile.no_dp), ("tp", profile.no_tp), ("cp", profile.no_cp), ("pp", profile.no_pp)):
-        if why:
-            yield f"no {axis}: {why}"
