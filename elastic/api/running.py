@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -262,7 +262,7 @@ class _Run:
         if n_samples == N_POSITIONS and self.options.show:
             print(SENTENCE, file=self._out())
         job, problems = self.spec.plain(), list[str]()
-        model = checked(profile_of(self.program, job), layouts.result() if layouts is not None else None, self.program)
+        model = profile_of(self.program, job)
         found = durable.find(self.storage, problems)
         if problems and not found:
             raise StateLost(f"{problems[0]}; no other checkpoint is whole: mend it, or remove it with elastic checkpoint rm")
@@ -277,6 +277,8 @@ class _Run:
             hardware=known_of(self.pools),
         )
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
+        if layouts is not None:
+            start = replace(start, model=checked(model, layouts.result(), self.program))
         check_layouts(self.spec, start.model)
         check_open(self.spec, start.model)
         if n_samples is not None:

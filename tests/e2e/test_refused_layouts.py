@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import events, job, plans, run, went_on_as_if_nothing_happened
+from runs import SOON_S, events, job, plans, run, went_on_as_if_nothing_happened
 from shell import Shell
 
 from elastic.sim.replay import replay
@@ -36,7 +36,7 @@ def test_it_is_refused_in_one_line(tmp_path: Path, program: str, layout: str, sa
 @pytest.mark.ray
 def test_a_transition_into_such_a_layout_is_taken_back(tmp_path: Path) -> None:
     """A notice leads from sharding into a pipeline that computes something else: no step of it counts, none is lost."""
-    drill = [{"at_step": 10, "wrong_layout": True}, {"at_step": 14, "notice": "any-spot", "deadline_s": 20}]
+    drill = [{"at_step": 10, "wrong_layout": True}, {"at_step": 14, "notice": "any-spot", "deadline_s": SOON_S}]
     folder = job(tmp_path, 50, drill, layout={6: "dp_shard=6", 4: "pp=2,dp_shard=2"})
     summary, lines = run(folder)
     failed = events(lines, WorkerFailed)
