@@ -21,7 +21,7 @@ settings.register_profile("steady", deadline=None, suppress_health_check=[Health
 settings.load_profile("steady")
 
 if TYPE_CHECKING:
-    from storage.faulty_proxy import FaultyProxy
+    from support.storage.faulty_proxy import FaultyProxy
 
     from elastic.storage.s3 import S3Storage
 
@@ -40,7 +40,7 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(scope="module")
 def server_port() -> Iterator[int]:
     """An S3 server on loopback; see tests/storage/s3_server.py."""
-    from storage.s3_server import running_s3
+    from support.storage.s3_server import running_s3
 
     with running_s3() as port:
         yield port
@@ -48,7 +48,7 @@ def server_port() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def one_proxy(server_port: int) -> Iterator[FaultyProxy]:
-    from storage.faulty_proxy import FaultyProxy
+    from support.storage.faulty_proxy import FaultyProxy
 
     with FaultyProxy(server_port) as found:
         yield found
@@ -66,7 +66,7 @@ def proxy(one_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[F
 @pytest.fixture
 def quick_s3(monkeypatch: pytest.MonkeyPatch) -> None:
     """`open_storage` asks again as soon as a test wants it."""
-    from storage.s3_server import QUICK
+    from support.storage.s3_server import QUICK
 
     from elastic.storage import s3_calls
 
@@ -76,7 +76,7 @@ def quick_s3(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def impatient_s3(quick_s3: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a server that hangs."""
-    from storage.s3_server import IMPATIENT
+    from support.storage.s3_server import IMPATIENT
 
     from elastic.storage import s3_calls
 
@@ -86,7 +86,7 @@ def impatient_s3(quick_s3: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def s3(proxy: FaultyProxy, quick_s3: None) -> S3Storage:
     """A fresh prefix."""
-    from storage.s3_server import BUCKET
+    from support.storage.s3_server import BUCKET
 
     from elastic.storage.s3 import S3Storage
 
@@ -96,7 +96,7 @@ def s3(proxy: FaultyProxy, quick_s3: None) -> S3Storage:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     """Parts and ranges so small that little data makes many."""
-    from storage.s3_server import PART_BYTES
+    from support.storage.s3_server import PART_BYTES
 
     from elastic.storage import s3 as s3_module
     from elastic.storage import s3_upload

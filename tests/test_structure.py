@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support.places import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "elastic").rglob("*.py"))
 ALL = SOURCES + sorted(p for top in ("tests", "jobs") for p in (ROOT / top).rglob("*.py") if "elastic_runs" not in p.parts)
 
@@ -210,3 +211,16 @@ def test_no_two_test_files_have_one_name() -> None:
     """pytest imports them by their names alone."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names)), f"twice: {sorted({name for name in names if names.count(name) > 1})}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=label)
+def test_no_test_file_is_imported(path: Path) -> None:
+    """What several tests need stands in tests/support."""
+    found = [name for name in modules(tree_of(path)) if re.fullmatch(r"(.*\.)?(test_\w+|conftest)", name)]
+    assert not found, f"{label(path)} imports {', '.join(found)}"
+
+
+def modules(tree: ast.AST) -> list[str]:
+    """Whole names of the modules that a file imports."""
+    plain = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    return plain + [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]

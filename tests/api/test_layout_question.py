@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.places import FOREIGN
 
 from elastic.api.layouts import PLACE, LayoutCheck, asked_of, check_open, checked
 from elastic.errors import SpecError
@@ -19,7 +20,6 @@ from elastic.worker.layout_check import Verdict
 from elastic.worker.model_profile import trace
 from elastic.worker.structure import Structure
 
-FOREIGN = Path(__file__).resolve().parents[1] / "foreign" / "programs"
 POOLS = (Pool("p", gpus_per_node=2, max_nodes=2),)
 
 

@@ -6,14 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.places import PROGRAMS
 
 from elastic.api.planning.subjects import Subject, machines_of, made_up_data, of_job, of_model
 from elastic.data.opening import dataset_of
 from elastic.errors import SpecError
 from elastic.hardware_file import PLACE
 from elastic.program import load_program
-
-PROGRAMS = Path(__file__).parent.parent / "programs"
 
 
 @pytest.fixture(autouse=True)

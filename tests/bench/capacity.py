@@ -22,9 +22,9 @@ from report import finish, options
 from trial import Clock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from cluster.metadata_server import MetadataServer
-from e2e.runs import job
-from e2e.soak import Seen
+from support.cluster.metadata_server import MetadataServer
+from support.e2e.runs import job
+from support.e2e.soak import Seen
 
 from elastic import api
 from elastic.cluster import _ray_private

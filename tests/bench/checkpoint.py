@@ -156,7 +156,7 @@ def on_s3(clock: Clock, root: Path, rounds: int) -> dict[str, Any]:
             server = stack.enter_context(radosgw.running(root / "radosgw"))
             os.environ.update(server.environment)
         else:
-            from storage.s3_server import running_s3
+            from support.storage.s3_server import running_s3
 
             stack.enter_context(running_s3())
         client, bucket = boto3.session.Session().client("s3"), "elastic-bench"

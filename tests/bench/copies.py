@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "worker"), str(HERE.parent)]
+sys.path.insert(0, str(HERE.parent))
 
-from plans import plan  # noqa: E402
-from worker_pool import Pool  # noqa: E402
+from support.worker.plans import plan  # noqa: E402
+from support.worker.worker_pool import Pool  # noqa: E402
 
 from elastic.types import CopyStored, Layout, Quiesced, StepDone  # noqa: E402
 

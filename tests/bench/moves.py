@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from movers import CPU, Case, Cut, Mover, empty_state
+from support.worker.movers import CPU, Case, Cut, Mover, empty_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "worker"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import moves
 from figures import Spread
-from movers import Case, Cut, Movers, decoder
 from moves import Took
 from report import finish, options
+from support.worker.movers import Case, Cut, Movers, decoder
 from trial import Clock, Failed
 
 from elastic.reshard.chunks import staging_bytes

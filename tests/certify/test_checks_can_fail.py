@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from forks import FORKS
-from roomy import wrong
+from support.certify.roomy import wrong
+from support.worker.forks import FORKS
 
 from elastic.certify import fault_checks, layout_checks, member, move_checks, speed_checks
 from elastic.certify.lab import Lab
@@ -20,7 +20,7 @@ PLACE = Place("cpu-gloo", 2)
 
 
 def lab_of(fault: str) -> Lab:
-    return Lab(PLACE, f"faulty_sessions:{fault}" if fault else "elastic.worker.session:Session")
+    return Lab(PLACE, f"support.certify.faulty_sessions:{fault}" if fault else "elastic.worker.session:Session")
 
 
 def run(task: Task) -> dict[str, Check]:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.places import ROOT
 
 from elastic import cli
 from elastic.certify import command, place, shared_gpu
@@ -20,7 +21,6 @@ from elastic.certify.result import Check, Report
 from elastic.certify.tasks import Failed, Limit, OutOfTime, Tasks
 from elastic.errors import SpecError
 
-ROOT = Path(__file__).resolve().parents[2]
 BLOCKED = """
 import importlib, sys
 class Block:

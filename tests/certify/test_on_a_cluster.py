@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from roomy import wrong
+from support.certify.roomy import wrong
+from support.places import ROOT, TESTS
 
 from elastic import cli
 from elastic.certify import cluster_place
@@ -21,7 +22,6 @@ from elastic.cluster.local import LocalCluster, NodeOrder
 from elastic.cluster.nodes import RayNode
 from elastic.errors import SpecError
 
-ROOT = Path(__file__).resolve().parents[2]
 GPU = {"ray.io/accelerator-type": "A100"}
 
 
@@ -89,7 +89,7 @@ def test_an_address_where_nothing_is(capsys: pytest.CaptureFixture, monkeypatch:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[str, list[int]]]:
     """Address and raylets of two nodes."""
-    with LocalCluster((str(ROOT), str(Path(__file__).parent))) as made:
+    with LocalCluster((str(ROOT), str(TESTS))) as made:
         starting = [made.add(NodeOrder(name, 2, {"elastic-node": name})) for name in ("x", "y")]
         with made.introduced():
             yield made.address, [int(answer.result(180)["pid"]) for answer in starting]
@@ -122,7 +122,7 @@ class TestReal:
         try:
             place = cluster_place.place_of(cluster[0], nodes, 2)
             hands = outposts.Hands(place.seats)
-            order = outposts.Order("certify_echo:Echo", ("a",), {"SAID": "b"})
+            order = outposts.Order("support.certify.certify_echo:Echo", ("a",), {"SAID": "b"})
             one = outposts.Outpost(place.seats[0], hands, order)
             assert one.ready(300) == ""
             one.send("c", (1, 2))

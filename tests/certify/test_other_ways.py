@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from roomy import wrong
+from support.certify.roomy import wrong
 
 from elastic.certify import child, main_path, ways_in
 from elastic.certify.lab import Lab

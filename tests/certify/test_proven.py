@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.places import ROOT
 
 from elastic.certify import proven
 from elastic.certify.claims import CLAIMS, Claim, stated
@@ -12,7 +13,6 @@ from elastic.certify.proven import cell, page, read_results
 from elastic.certify.result import Check, Report
 from elastic.errors import SpecError
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 CLAIM = Claim("one", ("layout *", "kill"), ())
 

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cluster.stage import FAKE, Stage
+from support.places import TESTS
 
-from elastic.cluster import processes
 from elastic.cluster.local import LocalCluster, NodeOrder
-from elastic.types import Event, Layout, NodePrepared, NodeReady, Plan, Pool, Prepare, RequestNodes, Resume, WorkerId
+from elastic.types import Pool
 
 SPOT = Pool("spot", market_type="spot", gpus_per_node=1, max_nodes=3, notice_s=5.0)
-POOL = Pool("spot", market_type="spot", gpus_per_node=2, max_nodes=9)
-HERE = str(Path(__file__).parent)
-
-
-def plan(generation: int, workers: list[WorkerId] | tuple[WorkerId, ...], resume: Resume | None = None) -> Plan:
-    """Data parallel over the workers."""
-    n = len(workers)
-    return Plan(generation, Layout(dp_shard=n), tuple(workers), (8,) * n, (4,), resume=resume or Resume())
-
-
-def wait_gone(pids: Iterable[int], within_s: float = 180.0) -> float:
-    """Waits until the processes are gone; returns how long it took."""
-    began = time.monotonic()
-    while left := [pid for pid in pids if processes.started(pid) is not None]:
-        assert time.monotonic() - began < within_s, f"{left} live on after {within_s} s"
-        time.sleep(0.01)
-    return time.monotonic() - began
 
 
 @dataclass
@@ -53,35 +37,6 @@ class Borrowed:
             self.cluster.kill(name).result(60)
 
 
-@dataclass
-class Stage:
-    """A backend and what it said so far."""
-
-    backend: Any
-    events: list[Event] = field(default_factory=list)
-
-    def wait(self, done: Callable[[Event], bool] | type, timeout_s: float = 120.0) -> Any:
-        """The first event, from those not waited for yet, that is of the kind or satisfies the condition."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            for i, event in enumerate(self.events):
-                if isinstance(event, done) if isinstance(done, type) else done(event):
-                    del self.events[: i + 1]
-                    return event
-            assert time.monotonic() < deadline, f"nothing within {timeout_s} s; the last: {self.events[-5:]}"
-            self.events += self.backend.poll(self.backend.now_s() + 0.5)
-
-    def nodes(self, n: int) -> list[str]:
-        """Requests and prepares `n` nodes of the pool spot."""
-        self.backend.execute(RequestNodes("spot", n, f"r{time.monotonic_ns()}"))
-        ready = [self.wait(NodeReady).node.node_id for _ in range(n)]
-        for node_id in ready:
-            self.backend.execute(Prepare(node_id))
-        for _ in range(n):
-            self.wait(NodePrepared)
-        return ready
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     from elastic.cluster import _ray_private
@@ -101,7 +56,7 @@ def stage(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., Stage
 
     def make(embedded: bool = True, job: dict[str, Any] | None = None, **more: Any) -> Stage:
         name = more.pop("name", f"run{time.monotonic_ns()}")
-        values = {"session": "fake_session:FakeSession", "python_path": (HERE,), "pools": (SPOT,), **more}
+        values = {"session": FAKE, "python_path": (str(TESTS),), "pools": (SPOT,), **more}
         run = RayRun(name, str(tmp_path), job or {}, **values)
         backend = RayBackend(run, Borrowed(cluster) if embedded else None)  # type: ignore[arg-type]
         opened.append(backend)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.cluster.stage import FAKE
 
 from elastic.cluster import processes
 from elastic.cluster.actors import ENVIRONMENT, Worker, WorkerSetup
@@ -30,7 +31,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def worker(tmp_path: Path, said: list[str]) -> Worker:
-    return Worker(WorkerSetup(ME, 1, "spot", {"folder": ""}, str(tmp_path), 3, "fake_session:FakeSession"))
+    return Worker(WorkerSetup(ME, 1, "spot", {"folder": ""}, str(tmp_path), 3, FAKE))
 
 
 def test_the_environment_is_what_the_groups_ask_for() -> None:
@@ -71,7 +72,7 @@ def test_what_prepares_stands_back_until_its_first_generation(
     assert said == ["back", "prepare", "forward", "enter", "enter"]
     del said[:]
     monkeypatch.setattr(Worker, "_watch_driver", lambda self: None)  # it ends the process when no driver polls
-    Worker(WorkerSetup(ME, 1, "spot", {"folder": ""}, str(tmp_path), 3, "fake_session:FakeSession", outlives=True))
+    Worker(WorkerSetup(ME, 1, "spot", {"folder": ""}, str(tmp_path), 3, FAKE, outlives=True))
     assert said == [], "on a cluster a node has its cores for itself"
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import POOL, Stage, plan, wait_gone
+from support.cluster.stage import POOL, Stage, plan, wait_gone
 
 from elastic.cluster.local import LocalCluster, NodeOrder
 from elastic.errors import SpecError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from autoscaled import Autoscaled, not_allowed
+from support.cluster.autoscaled import Autoscaled, not_allowed
 
 pytestmark = pytest.mark.ray
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Stage, plan, wait_gone
+from support.cluster.stage import Stage, plan, wait_gone
 
 from elastic.cluster import nodes
 from elastic.cluster.silence import GAP_MOST_S

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import POOL, Stage, plan
+from support.cluster.stage import POOL, Stage, plan
 
 from elastic.cluster import _ray_private
 from elastic.cluster.local import LocalCluster, NodeOrder

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import plan
-from storage.faulty_proxy import FaultyProxy
+from support.cluster.stage import plan
+from support.storage.faulty_proxy import FaultyProxy
 
 from elastic.cluster import drills
 from elastic.cluster.drills import Inbox, Orders, Scene, Schedule, read_inbox, resolve

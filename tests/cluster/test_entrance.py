@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.cluster.stage import FAKE
 
 from elastic.cluster.actors import Worker, WorkerSetup
 from elastic.cluster.admission import NEIGHBOURS, Entrance
@@ -91,7 +92,7 @@ def test_the_shell_passes_terms_on_and_a_neighbour_that_does_not_answer_is_left_
     from elastic.cluster import admission, processes
 
     monkeypatch.setattr(processes, "stand_back", lambda: False)
-    worker = Worker(WorkerSetup(WorkerId("a", 0), 1, "spot", {"folder": ""}, str(tmp_path), 1, "fake_session:FakeSession"))
+    worker = Worker(WorkerSetup(WorkerId("a", 0), 1, "spot", {"folder": ""}, str(tmp_path), 1, FAKE))
     told: list[Any] = []
     monkeypatch.setattr(worker.session, "prepare", lambda *arguments: told.append(arguments))
     worker.prepare(1)

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from autoscaled import SETTINGS, not_allowed, until
-from e2e.runs import SLOW, events, job, plans, went_on_as_if_nothing_happened
-from namespace import Namespace, below
+from support.cluster.autoscaled import SETTINGS, not_allowed, until
+from support.cluster.namespace import Namespace, below
+from support.e2e.runs import SLOW, events, job, plans, went_on_as_if_nothing_happened
+from support.places import ROOT
 
 from elastic.cluster import _ray_private, processes
 from elastic.ledger.journal import Line, read
 from elastic.types import CopyStored, StepDone, WorkerFailed
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-ROOT = Path(__file__).resolve().parents[2]
 GCS, REDIS, STEPS, PEER_EVERY = 6379, 6390, 400, 4
 ADDRESS = f"127.0.0.1:{GCS}"
 POOL = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 2}

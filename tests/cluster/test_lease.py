@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from storage.faulty_proxy import Fault, FaultyProxy, unavailable
+from support.storage.faulty_proxy import Fault, FaultyProxy, unavailable
 
 from elastic.cluster import processes
 from elastic.cluster.lease import Lease, Sign, Times, newest

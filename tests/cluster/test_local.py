@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import wait_gone
+from support.cluster.stage import wait_gone
 
 from elastic.cluster import processes
 from elastic.cluster.local import LocalCluster, NodeOrder

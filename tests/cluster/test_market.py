@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aws_endpoint import AwsEndpoint
+from support.cluster.aws_endpoint import AwsEndpoint
 
 from elastic import catalog, cli
 from elastic.cluster import aws_prices

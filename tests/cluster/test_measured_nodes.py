@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from support.places import ROOT
 
 from elastic.api import profiling
 from elastic.cluster import measured_nodes
@@ -40,7 +41,7 @@ def test_one_node_of_each_kind_is_measured() -> None:
 
 def test_a_file_for_each_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLACE, str(tmp_path))
-    spec = load_job(Path(__file__).parents[2] / "jobs" / "quickstart")
+    spec = load_job(ROOT / "jobs" / "quickstart")
     found: dict[str, Any] = {
         "flop_per_s": {"float32": 4e10}, "products": [], "op_bytes_per_s": 6e9, "launch_s": 4e-6, "memory_bytes_per_s": 1e10,
         "copy_bytes_per_s": {"to_device": 7e9}, "crowded": [], "collectives": [],

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import ray
-from e2e.runs import POOLS, events, job, went_on_as_if_nothing_happened
-from metadata_server import MetadataServer
+from support.cluster.metadata_server import MetadataServer
+from support.e2e.runs import POOLS, events, job, went_on_as_if_nothing_happened
+from support.places import ROOT
 
 from elastic import api
 from elastic.cluster import _ray_private
@@ -20,7 +21,6 @@ from elastic.ledger.journal import read
 from elastic.types import DrainNode, NodeWarned, Notice, StepDone
 
 pytestmark = pytest.mark.ray
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, AT_STEP, IN_S = 60, 10, 14
 ENDPOINT = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from conftest import wait_gone
+from support.cluster.stage import wait_gone
 
 CHILD = """
 import os, sys, time

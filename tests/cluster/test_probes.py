@@ -12,7 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from metadata_server import MetadataServer, iso
+from support.cluster.metadata_server import MetadataServer, iso
+from support.places import ROOT
 
 from elastic.cluster.notices import Notices
 from elastic.cluster.probes import ask as ask_module
@@ -237,7 +238,7 @@ def test_a_file_counts_its_age_and_is_withdrawn_with_it(tmp_path: Path) -> None:
 def test_a_trap_on_sigterm_writes_the_file(tmp_path: Path) -> None:
     """As docs/notices.md has it for a container without a preStop hook."""
     file = tmp_path / "notice"
-    page = (Path(__file__).parents[2] / "docs" / "notices.md").read_text()
+    page = (ROOT / "docs" / "notices.md").read_text()
     (line,) = [line for line in page.splitlines() if line.startswith("trap ")]
     script = f"ray() {{ exec sleep 60; }}\n{line}\nray start --block & echo ready; wait $!"
     environment = {"ELASTIC_NOTICE_FILE": str(file), "PATH": "/usr/bin:/bin", "GRACE_S": "1"}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.places import PROGRAMS
 
 import elastic
 from elastic.errors import SpecError
@@ -17,7 +18,7 @@ train = pytest.importorskip("ray.train")
 from elastic.cluster import ray_train  # noqa: E402
 from elastic.cluster.ray_train import Told, pools, read_checkpoint, result_of, wanted  # noqa: E402
 
-TINY = Path(__file__).resolve().parents[1] / "programs" / "tiny.py"
+TINY = PROGRAMS / "tiny.py"
 Scaling, Run, Failure, Keep = train.ScalingConfig, train.RunConfig, train.FailureConfig, train.CheckpointConfig
 
 

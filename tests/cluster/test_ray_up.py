@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from autoscaled import Inside
-from aws_hosts import SETUP, missing
+from support.cluster.autoscaled import Inside
+from support.cluster.aws_hosts import SETUP, missing
+from support.places import TESTS
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 LONG = [pytest.param(scene, marks=pytest.mark.product) for scene in ("killed", "cut")]  # minutes each
@@ -20,7 +20,7 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
     why = missing()
     if why:
         pytest.skip(why)
-    made = Inside(str(Path(__file__).with_name("aws_hosts.py")), tmp_path_factory.mktemp("aws"), os.environ, SETUP)
+    made = Inside(str(TESTS / "support" / "cluster" / "aws_hosts.py"), tmp_path_factory.mktemp("aws"), os.environ, SETUP)
     yield made
     made.close()
 

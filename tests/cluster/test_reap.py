@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aws_endpoint import AwsEndpoint
+from support.cluster.aws_endpoint import AwsEndpoint
 
 from elastic import api
 from elastic.cli import main

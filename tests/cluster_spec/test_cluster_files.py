@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.places import ROOT
 
 from elastic import api, cli
 from elastic.cluster_spec import load_cluster
 
-ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "cluster_configs").glob("*.yaml"))
 CLOUD = [file for file in FILES if file.name.startswith(("aws", "gcp"))]
 name = Path.as_posix

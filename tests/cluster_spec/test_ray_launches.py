@@ -10,10 +10,10 @@ from typing import Any
 import boto3
 import pytest
 import yaml
+from support.places import ROOT
 
 from elastic.cluster_spec import load_cluster
 
-ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "cluster_configs").glob("aws*.yaml"))
 AMI = "ami-12c6146b"  # one that moto knows
 REGION = "us-east-1"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.places import ROOT
 
 from elastic import api
 
-CONFIGS = Path(__file__).resolve().parents[2] / "cluster_configs"
+CONFIGS = ROOT / "cluster_configs"
 CHEAP = (CONFIGS / "aws_g6e_g5_cheap.yaml").read_text()
 FAST = (CONFIGS / "aws_p5_p4d_spot.yaml").read_text()
 ZONES = (CONFIGS / "aws_multi_zone.yaml").read_text()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.places import ROOT
 
 from elastic.driver import Backend
 from elastic.sim.backend import SimBackend
@@ -42,7 +43,6 @@ from elastic.types import (
     WorkerId,
 )  # fmt: skip
 
-ROOT = Path(__file__).resolve().parents[2]
 POOL = Pool("spot", market_type="spot", gpus_per_node=2, max_nodes=2)
 JOB: dict[str, Any] = {
     "name": "contract", "folder": str(ROOT), "program": str(ROOT / "tests" / "programs" / "tiny_slow.py"), "steps": 100_000,

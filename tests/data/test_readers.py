@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.places import PROGRAMS, ROOT
 
 from elastic.data.budget import Microbatch
 from elastic.data.loader import Ahead, Loader
@@ -24,8 +25,7 @@ from elastic.data.readers import LoaderLost, Reader, Readers, Recipe, readers_of
 from elastic.errors import ProgramError
 from elastic.program import Program
 
-READ = Path(__file__).parents[1] / "programs" / "tiny_read.py"
-ROOT = Path(__file__).parents[2]
+READ = PROGRAMS / "tiny_read.py"
 PLAIN = Program(model=lambda: None, optimizer=lambda named: None, dataset=None, loss=lambda output, batch: None)
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import yaml
+from support.places import ROOT
 
 from elastic import api
 from elastic.cluster_spec import load_cluster
 
-ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 SHARED = Path(os.environ.get("ELASTIC_SHARED", ROOT.parent / "shared"))
 MANIFESTS = {"RayCluster": "raycluster", "RayJob": "rayjob"}

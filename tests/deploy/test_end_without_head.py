@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.places import ROOT
 
-SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "end_without_head.sh"
+SCRIPT = ROOT / "deploy" / "end_without_head.sh"
 
 
 def until(true: Callable[[], bool], most_s: float = 60.0) -> None:

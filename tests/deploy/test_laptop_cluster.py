@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.runs import events, plans
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
-from autoscaled import not_allowed, until
-from namespace import Namespace, below
+from support.cluster.autoscaled import not_allowed, until
+from support.cluster.namespace import Namespace, below
+from support.e2e.runs import events, plans
+from support.places import ROOT
 
 from elastic.ledger.journal import Line, read
 from elastic.types import NodeReady, RequestFailed, StepDone
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "deploy" / "laptop_cluster.sh")
 FILE = str(ROOT / "cluster_configs" / "laptop.yaml")
 QUICK = {"eval_every": 0, "durable_every": 0, "max_nodes": 1}  # the floor of the file: one node on demand

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from support.places import ROOT
 
 from elastic import catalog, cli
 from elastic.catalog.rows import ChipRow, InstanceRow, PriceRow
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "catalog.md").read_text()
 
 

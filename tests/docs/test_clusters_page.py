@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
+from support.places import ROOT
 
 from elastic import cli
 from elastic.cluster_spec.own import Own, OwnPool, own_section
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "clusters.md").read_text()
 
 

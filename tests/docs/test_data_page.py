@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from reference import train_alone
+from support.places import ROOT
+from support.reference import train_alone
 
 from elastic.data.budget import budget_of, pad_share
 from elastic.data.opening import Sets, dataset_of, validation_of
@@ -22,7 +23,6 @@ from elastic.data_spec import KINDS, PACKS, DataSpec
 from elastic.program import load_program
 from elastic.spec import JobSpec, load_job
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "data.md"
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.places import ROOT
 
 from elastic.planner.search import Limits, plan_layout
 from elastic.spec import load_job
 from elastic.types import AXES, LAYOUT_OPTIONS, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, parse_layout
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "layouts.md").read_text()
 
 

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.places import ROOT
 
 from elastic.spec import JobSpec
 from elastic.types import LAYOUT_OPTIONS
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "memory.md").read_text()
 
 

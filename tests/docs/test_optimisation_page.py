@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.places import ROOT
 
 from elastic.errors import ElasticError
 from elastic.optimisation import Guards
@@ -19,7 +20,6 @@ from elastic.worker.job_program import with_job
 from elastic.worker.model_profile import trace
 from elastic.worker.optimizers import JobOptimizer
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "optimisation.md").read_text()
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 BARE = load_program(ROOT / "tests" / "programs" / "tiny_bare.py")

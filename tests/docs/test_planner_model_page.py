@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+
+from support.places import ROOT
 
 from elastic.planner.kernels import SOFTWARE, _table
 from elastic.planner.words import TOLD
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "planner-model.md").read_text()
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from e2e.runs import SLOW, SOON_S, slow_until_grown
+from support.e2e.runs import SLOW, SOON_S, slow_until_grown
+from support.places import ROOT
 from torch.nn.functional import cross_entropy
 
 from elastic.data.order import sample_ids
 from elastic.ledger.journal import read
 from elastic.types import DrillAsked, StepDone
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "ray-train.md"
 TINY = ROOT / "tests" / "programs" / "tiny.py"
 LINES_MOST = 10
@@ -187,7 +187,7 @@ def test_a_job_inside_a_torch_trainer(folder: Path) -> None:
     (folder / "job").mkdir()
     (folder / "job" / "job.yaml").write_text(yaml.safe_dump(spec))
     loss, path = run(folder, "hosted.py", str(folder / "out"), str(folder / "job")).strip().splitlines()[-1].split()
-    from reference import train
+    from support.reference import train
 
     from elastic.program import load_program
 

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.places import ROOT
 
 from elastic.api import scripts
 from elastic.cluster.script_state import START_S
 from elastic.script import enters_loop
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "script.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 COMMAND = BLOCKS[0][1].strip()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import yaml
+from support.places import ROOT
 
 from elastic.drill_spec import DrillSpec
 from elastic.policy import balancing, rearranging, retries, speeds
 from elastic.spec import JobSpec
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "unequal.md").read_text()
+PAGE = (ROOT / "docs" / "unequal.md").read_text()
 
 
 def test_the_drills_are_drills() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_reference import train_script_alone
-from reference import train_alone
+from support.loop_reference import train_script_alone
+from support.places import ROOT, TESTS
+from support.reference import train_alone
 
 from elastic.api.layouts import LayoutCheck, asked_of
 from elastic.program import load_program
@@ -17,7 +18,6 @@ from elastic.spec import load_job
 from elastic.worker.model_profile import trace
 from elastic.worker.structure import structure_of
 
-ROOT = Path(__file__).resolve().parents[2]
 MOST_CHANGED = 15
 
 
@@ -52,7 +52,7 @@ def test_the_diff_at_the_end_is_that_of_the_files(page: str) -> None:
 
 
 def test_the_diff_of_a_program(tmp_path: Path) -> None:
-    before = (Path(__file__).parent / "plain_program.py").read_text()
+    before = (TESTS / "support" / "docs" / "plain_program.py").read_text()
     found = changed(before, blocks("program.md", "python")[0])
     assert blocks("program.md", "diff")[-1].splitlines() == found
     assert len(found) <= 2 * MOST_CHANGED

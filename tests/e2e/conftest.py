@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from shell import Shell, children, until
+from support.e2e.shell import Shell, children, until
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from shell import Shell
+from support.e2e.shell import Shell
+from support.places import PROGRAMS
 
 from elastic.ledger.journal import Journal
 from elastic.types import DriverStarted, ModelProfile, TensorSpec
@@ -68,7 +68,7 @@ def test_program_that_raises(shell: Shell) -> None:
 @pytest.mark.ray
 def test_unreadable_corpus(shell: Shell) -> None:
     name = shell.job(program="program.py")
-    tiny = Path(__file__).parents[1] / "programs" / "tiny.py"
+    tiny = PROGRAMS / "tiny.py"
     (shell.root / name / "program.py").write_text(CORPUS.format(tiny=str(tiny)))
     refused(shell, "/nowhere/corpus", "run", name, call=Shell.call)
 

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from shell import PROGRAMS, Shell, last_line, until
+from support.e2e.shell import PROGRAMS, Shell, last_line, until
+from support.places import ROOT
 
 from elastic.cluster import processes
 from elastic.cluster.local import LocalCluster, NodeOrder
@@ -60,7 +60,7 @@ def test_embedded_the_next_driver_resumes_from_the_newest_durable_copy(shell: Sh
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     """A Ray cluster that somebody else started: two nodes of one worker."""
-    python_path = (str(Path(__file__).resolve().parents[2]),)
+    python_path = (str(ROOT),)
     with LocalCluster(python_path) as made:
         for node in ("x", "y"):
             labels = {"elastic-node": node, "elastic-pool": "spot", "ray.io/market-type": "spot"}

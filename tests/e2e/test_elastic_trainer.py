@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from runs import (
+from support.e2e.runs import (
     POOLS,
     PROGRAM,
     SOON_S,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import (
+from support.e2e.runs import (
     PROGRAM,
     SOON_S,
     Watch,

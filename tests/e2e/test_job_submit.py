@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from shell import ROOT, Shell, children, last_line, until
+from support.e2e.shell import ROOT, Shell, children, last_line, until
 
 pytestmark = pytest.mark.ray
 RAY = Path(sys.executable).with_name("ray")

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import SOON_S, events, job, lost_only_what_no_copy_had, plans, run, slow_until_grown, went_on_as_if_nothing_happened
+from support.e2e.runs import (
+    SOON_S,
+    events,
+    job,
+    lost_only_what_no_copy_had,
+    plans,
+    run,
+    slow_until_grown,
+    went_on_as_if_nothing_happened,
+)
 
 from elastic.ledger.journal import Line, read
 from elastic.types import NodePrepared, Plan, PlanEntered, WorkerId

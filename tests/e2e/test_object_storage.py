@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shell import Shell, last_line, until
-from storage.faulty_proxy import Fault, FaultyProxy, slow_down
+from support.e2e.shell import Shell, last_line, until
+from support.storage.faulty_proxy import Fault, FaultyProxy, slow_down
 
 from elastic.storage.s3 import S3Storage
 

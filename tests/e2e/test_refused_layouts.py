@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import SOON_S, events, job, plans, run, went_on_as_if_nothing_happened
-from shell import Shell
+from support.e2e.runs import SOON_S, events, job, plans, run, went_on_as_if_nothing_happened
+from support.e2e.shell import Shell
+from support.places import FOREIGN
 
 from elastic.sim.replay import replay
 from elastic.types import Probed, WorkerFailed, agree
-
-FOREIGN = Path(__file__).resolve().parents[1] / "foreign" / "programs"
 
 
 @pytest.mark.slow

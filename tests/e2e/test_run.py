@@ -6,8 +6,8 @@ import json
 import signal
 
 import pytest
-from runs import SLOW, slow_until_grown
-from shell import PROGRAMS, Shell, last_line, until
+from support.e2e.runs import SLOW, slow_until_grown
+from support.e2e.shell import PROGRAMS, Shell, last_line, until
 
 STEPS = 100
 PACED = f"""

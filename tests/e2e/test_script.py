@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shell import PROGRAMS, Shell, last_line, until
+from support.e2e.shell import PROGRAMS, Shell, last_line, until
 
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import read

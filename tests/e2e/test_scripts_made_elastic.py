@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from loop_reference import train_script_alone
-from runs import (
+from support.e2e.runs import (
     SLOW,
     SOON_S,
     TOLERANCE,
@@ -18,12 +17,14 @@ from runs import (
     slow_until_grown,
     survivors_kept_their_processes,
 )
+from support.loop_reference import train_script_alone
+from support.places import ROOT
 
 from elastic.sim.replay import replay
 from elastic.types import DigestChecked, DrillAsked, StepDone
 
 pytestmark = pytest.mark.ray
-JOBS = Path(__file__).parents[2] / "jobs"
+JOBS = ROOT / "jobs"
 STEPS, SEED = 90, 5
 PAUSE = f"""\
         import os, time

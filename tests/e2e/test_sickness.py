@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import events, job, plans, run, went_on_as_if_nothing_happened
+from support.e2e.runs import events, job, plans, run, went_on_as_if_nothing_happened
 
 from elastic.ledger.journal import Line
 from elastic.sim.replay import replay

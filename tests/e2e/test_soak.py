@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 import ray
-from runs import MARK, SLOW, job, went_on_as_if_nothing_happened
-from soak import NODES_FIRST, START_MOST_S, Before, Chance, happenings, settled, steps_of
+from support.e2e.runs import MARK, SLOW, job, went_on_as_if_nothing_happened
+from support.e2e.soak import NODES_FIRST, START_MOST_S, Before, Chance, happenings, settled, steps_of
+from support.places import ROOT
 
 from elastic import api
 from elastic.cluster.local import LocalCluster, NodeOrder
 from elastic.ledger.journal import read
 
 pytestmark = pytest.mark.ray
-ROOT = Path(__file__).resolve().parents[2]
 SEED = 20
 POOL = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 6, "notice_s": 12}
 SHARDS = {n: f"dp_shard={n}" for n in (6, 5, 4, 3, 2, 1)}

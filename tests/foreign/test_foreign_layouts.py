@@ -10,13 +10,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-import subjects
+from support.foreign import subjects
+from support.places import ROOT
 
 JOB = {"steps": 10, "global_batch": 4, "seed": 1, "n_samples": 64}
 MOST_S = 900.0
@@ -28,7 +26,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     out = tmp_path_factory.mktemp("layouts") / "found"
     names = subjects.names()
     asked = [{"job": JOB | {"program": str(subjects.path_of(name))}, "tps": [2]} for name in names]
-    root = Path(__file__).resolve().parents[2]
+    root = ROOT
     done = subprocess.run(
         [sys.executable, "-m", "elastic.worker.layout_check", str(out)], input=json.dumps(asked), text=True, timeout=MOST_S,
         cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import random
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support.foreign import subjects
 
 from elastic.data.loader import collate
 from elastic.program import load_program
 from elastic.worker.calls import call_model, loss_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-import subjects
 
 
 @pytest.mark.parametrize("name", subjects.names())

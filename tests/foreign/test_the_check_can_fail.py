@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.foreign import subjects
+from support.places import ROOT
 
-sys.path.insert(0, str(Path(__file__).parent))
-import subjects
-
-ROOT = Path(__file__).resolve().parents[2]
 JOB = {"steps": 10, "global_batch": 4, "seed": 1, "n_samples": 64}
 WHOLE = ""
 NOT_ADDED_UP = "from elastic.worker.step import Stepper; Stepper._add_tied = lambda self, gradients: None"

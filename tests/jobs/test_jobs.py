@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from support.places import ROOT
 
 from elastic.api.checks import check_layouts
 from elastic.planner.search import plan_layout
@@ -15,7 +14,7 @@ from elastic.spec import check_fit, load_job
 from elastic.types import Node, parse_layout
 from elastic.worker.model_profile import build_meta, trace
 
-JOBS = Path(__file__).resolve().parents[2] / "jobs"
+JOBS = ROOT / "jobs"
 # name -> parameters, tp limit, pipeline stages possible
 EXPECTED = {
     "gpt2_124m": (124_439_808, 1), "llama3_8b_spot": (8_030_261_248, 8), "llama3_70b_3d": (70_553_706_496, 8),

@@ -1,17 +1,17 @@
 """The quickstart job: its files agree with each other, its drill can happen, and its program learns."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from reference import build, collate, count_tokens, evaluate, train
+from support.places import ROOT
+from support.reference import build, collate, count_tokens, evaluate, train
 
 from elastic.program import Program, load_program
 from elastic.spec import JobSpec, check_fit, load_job
 from elastic.types import parse_layout
 
-FOLDER = Path(__file__).resolve().parents[2] / "jobs" / "quickstart"
+FOLDER = ROOT / "jobs" / "quickstart"
 
 
 @pytest.fixture(scope="module")

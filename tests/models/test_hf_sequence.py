@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.places import PROGRAMS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-from test_huggingface import made, small
+from support.models.small_hf import made, small
 
 from elastic.data.loader import collate
 from elastic.errors import ProgramError, SpecError
@@ -22,7 +22,6 @@ from elastic.program import Program, load_program
 from elastic.worker.calls import call_model
 from elastic.worker.sequence import check_calls, check_loss, cut
 
-PROGRAMS = Path(__file__).parent.parent / "programs"
 NO_DROPS = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 IDS = {"input_ids": torch.arange(8)[None]}
 REFUSED = [

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.models.small_hf import made, small
+from support.places import PROGRAMS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-import transformers
 
 from elastic.errors import SpecError
 from elastic.models.blocks import blocks_of
@@ -20,25 +21,10 @@ from elastic.program import Program, load_program
 from elastic.worker.calls import call_model
 from elastic.worker.model_profile import build_meta, trace
 
-PROGRAMS = Path(__file__).parent.parent / "programs"
-
 
 @pytest.fixture(scope="module")
 def program() -> Program:
     return load_program(PROGRAMS / "hf_tiny.py")
-
-
-def small(kind: str, **more: Any) -> Any:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    if kind == "GPT2Config":
-        sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
-    else:
-        sizes["intermediate_size"] = 64
-    return getattr(transformers, kind)(**sizes, **more)
-
-
-def made(config: Any) -> Program:
-    return causal_lm(config, dataset=list, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
 
 
 def test_what_is_found_in_the_module_tree(program: Program) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from support.places import PROGRAMS
 
 from elastic.errors import SpecError
 from elastic.models.llama import tp_plan
@@ -15,8 +15,6 @@ from elastic.program import Program, load_program
 from elastic.reshard.shards import boxes, reread_boxes
 from elastic.types import Layout
 from elastic.worker.model_profile import trace
-
-PROGRAMS = Path(__file__).parent.parent / "programs"
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from storage.faulty_proxy import FaultyProxy, expired
+from support.storage.faulty_proxy import FaultyProxy, expired
 
 from elastic.observe.doctor import Check, _open_clusters, machine
 from elastic.storage.s3 import S3Storage

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from small_run import PLANS, lines, step, tick
+from support.observe.small_run import PLANS, lines, step, tick
 
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Journal, Line, parse_line, write_line

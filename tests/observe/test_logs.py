@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from small_run import lines
+from support.observe.small_run import lines
 
 from elastic.cli import main
 from elastic.errors import SpecError

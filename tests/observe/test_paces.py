@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from small_run import PLANS, lines, tick, workers
+from support.observe.small_run import PLANS, lines, tick, workers
 
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import parse_line, write_line

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.places import ROOT
 
 from elastic import catalog, cli
 
-CLUSTERS = Path(__file__).resolve().parents[2] / "cluster_configs"
+CLUSTERS = ROOT / "cluster_configs"
 
 
 @pytest.fixture(autouse=True)

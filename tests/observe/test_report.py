@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from small_run import lines
+from support.observe.small_run import lines
 
 from elastic.ledger.journal import Journal
 from elastic.ledger.run_folder import RunFolder

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from small_run import JOB, PLANS, POOLS, T0, lines, plan, step, tick
+from support.observe.small_run import JOB, PLANS, POOLS, T0, lines, plan, step, tick
 
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Journal, write_line

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pools import JOB, LLAMA_8B, LLAMA_70B, group
+from support.planner.pools import JOB, LLAMA_8B, LLAMA_70B, group
 
 from elastic.api.checks import check_layouts
 from elastic.api.planning.amounts import gpus_of

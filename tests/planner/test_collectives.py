@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pools import gpu
+from support.planner.pools import gpu
 
 from elastic.planner.collectives import Group, Links, exchange_s, gather_s, reduce_s, send_s, under
 from elastic.planner.kernels import Kernels

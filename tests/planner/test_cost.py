@@ -6,7 +6,7 @@ from dataclasses import replace
 from time import process_time
 
 import pytest
-from pools import JOB, LLAMA_8B, LLAMA_405B, cost_on, gpu
+from support.planner.pools import JOB, LLAMA_8B, LLAMA_405B, cost_on, gpu
 
 from elastic.planner import cost
 from elastic.planner.collectives import Group, gather_s, reduce_s

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
-from pools import LLAMA_8B, LLAMA_70B, LLAMA_405B, QWEN_MOE
+from support.planner.pools import LLAMA_8B, LLAMA_70B, LLAMA_405B, QWEN_MOE
 
 from elastic.planner.decoder import Decoder
 from elastic.planner.work import Work

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pools import LLAMA_8B, best, group
+from support.planner.pools import LLAMA_8B, best, group
 
 from elastic.planner import dollars
 from elastic.planner.offers import Aim

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pools import gpu
+from support.planner.pools import gpu
 
 from elastic import catalog
 from elastic.planner import hardware

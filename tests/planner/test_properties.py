@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from pools import JOB, LLAMA_8B, SMALL, best, cost_on, gpu, group
+from support.planner.pools import JOB, LLAMA_8B, SMALL, best, cost_on, gpu, group
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner import memory, mixed

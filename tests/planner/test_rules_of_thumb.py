@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from pools import LLAMA_70B, LLAMA_405B, best, cost_on, gpu, group
+from support.planner.pools import LLAMA_70B, LLAMA_405B, best, cost_on, gpu, group
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.decoder import Decoder

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.places import ROOT
 
 from elastic.errors import SpecError
 from elastic.planner import memory, published
@@ -18,7 +19,6 @@ from elastic.planner.published import Case, cases
 from elastic.planner.score import Line, Score, constant_flop_per_s, quantile, ranks, score, spearman
 from elastic.types import Layout
 
-ROOT = Path(__file__).resolve().parents[2]
 ROW = {
     "id": "r1", "source": "s", "model": "llama3-8b", "params_b": "8.03", "layers": "32", "hidden": "4096", "heads": "32",
     "kv_heads": "8", "ffn": "14336", "vocab": "128256", "seq_len": "8192", "gpu": "H100-80GB-SXM", "gpus": "8",

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-from pools import group
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 import unequal_plan
+from support.planner.pools import group
 
 
 def test_the_plan_over_three_kinds_is_behind_neither_equal_shares_nor_fewer_kinds() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import LLAMA_8B, SMALL, gpu
+from support.planner.pools import LLAMA_8B, SMALL, gpu
 
 from elastic import mesh
 from elastic.errors import InfeasiblePlan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pools import JOB, LLAMA_8B, LLAMA_70B, LLAMA_405B, SMALL, best, group
+from support.planner.pools import JOB, LLAMA_8B, LLAMA_70B, LLAMA_405B, SMALL, best, group
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner import words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from story import SPOT, Story, orders
+from support.policy.story import SPOT, Story, orders
 
 from elastic.types import (
     Node,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from story import SPOT, job
+from support.policy.story import SPOT, job
 
 from elastic.policy.cadence import BURST_BYTES, adjust, durable_every, peer_every
 from elastic.policy.placement import Copies

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from story import Story, job
+from support.policy.story import Story, job
 
 from elastic.policy.capacity import capacity, potential
 from elastic.policy.state import Backoff, Request, State

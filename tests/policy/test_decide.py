@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from story import SPOT, Story, orders, plan_of
+from support.policy.story import SPOT, Story, orders, plan_of
 
 from elastic.policy.decide import QUIESCED_MOST_S, decide
 from elastic.policy.state import fold

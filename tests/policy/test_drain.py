@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from story import Story, orders, plan_of
+from support.policy.story import Story, orders, plan_of
 
 from elastic.policy import drain
 from elastic.policy.decide import decide

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from story import Story
+from support.policy.story import Story
 
 from elastic.planner import hardware
 from elastic.planner.decoder import Decoder

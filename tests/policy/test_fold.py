@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from story import SPOT, Story, job
+from support.policy.story import SPOT, Story, job
 
 from elastic.policy.state import State, fold
 from elastic.types import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from story import SPOT, Story, orders, plan_of
+from support.policy.story import SPOT, Story, orders, plan_of
 
 from elastic.policy.decide import QUIESCED_MOST_S
 from elastic.policy.state import State, fold

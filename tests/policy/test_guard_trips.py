@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from story import Story, orders, plan_of
+from support.policy.story import Story, orders, plan_of
 
 from elastic.ledger.journal import Line, parse_line, write_line
 from elastic.optimisation import Guards

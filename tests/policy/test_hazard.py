@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from story import SPOT, Story, job, orders
+from support.policy.story import SPOT, Story, job, orders
 
 from elastic.policy import hazard
 from elastic.policy.state import PoolSeen, State

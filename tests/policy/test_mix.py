@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from story import MODEL, Story, orders, plan_of
+from support.policy.story import MODEL, Story, orders, plan_of
 
 from elastic.policy import mix, pace
 from elastic.policy.limits import STOP_MOST_S

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from story import SPOT, job
+from support.policy.story import SPOT, job
 
 from elastic.errors import StateLost
 from elastic.policy.placement import keepers

@@ -8,7 +8,7 @@ from itertools import chain, combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from story import MODEL, SPOT, Story, job, plan_of
+from support.policy.story import MODEL, SPOT, Story, job, plan_of
 
 from elastic.planner.search import plan_layout
 from elastic.policy.placement import Copies, copies, holders, keepers, node_bytes, rank_bytes

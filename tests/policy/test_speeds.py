@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from story import SPOT, Story, orders
+from support.policy.story import SPOT, Story, orders
 
 from elastic.policy import balancing, plans, speeds
 from elastic.policy.failing import infeasible

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from story import Story, orders, plan_of
+from support.policy.story import Story, orders, plan_of
 
 from elastic.types import (
     Abort,

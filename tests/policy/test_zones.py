@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from story import SPOT, Story
+from support.policy.story import SPOT, Story
 
 from elastic import mesh
 from elastic.policy import moves

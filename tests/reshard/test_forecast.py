@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from reshard_cases import random_cut, random_model
+from support.reshard.reshard_cases import random_cut, random_model
 
 from elastic.reshard.chunks import CHUNK_BYTES, STAGING_BYTES
 from elastic.reshard.forecast import LEAST_S, Pace, Room, forecast

@@ -7,7 +7,7 @@ from itertools import permutations
 from random import Random
 
 import pytest
-from reshard_cases import random_cut, random_model
+from support.reshard.reshard_cases import random_cut, random_model
 
 from elastic.reshard.forecast import Pace, Room, forecast
 from elastic.reshard.placing import _assigned, kept_bytes, place

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optimum import least_busiest
-from reshard_cases import Cut, random_cut, random_model
+from support.reshard.optimum import least_busiest
+from support.reshard.reshard_cases import Cut, random_cut, random_model
 
 from elastic.errors import InternalError, StateLost
 from elastic.reshard.routes import Side, plan_routes, shard_bytes

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from reshard_cases import all_elements, elements, random_cut, random_model
+from support.reshard.reshard_cases import all_elements, elements, random_cut, random_model
 
 from elastic.errors import SpecError
 from elastic.mesh import coordinates

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from random import Random
 
 import pytest
-from reshard_cases import Cut, elements, random_cut, random_model
+from support.reshard.reshard_cases import Cut, elements, random_cut, random_model
 
 from elastic.errors import StateLost
 from elastic.reshard.shards import boxes

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
-from market import SLOW, play
+from support.places import ROOT
+from support.sim.market import SLOW, play
 
 from elastic.sim.faults import Fault
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "capacity.md"
+PAGE = ROOT / "docs" / "capacity.md"
 
 
 def test_the_example_of_the_page() -> None:

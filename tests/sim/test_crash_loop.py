@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from market import FIXED, SLOW, SPOT, play
+from support.sim.market import FIXED, SLOW, SPOT, play
 
 from elastic.ledger.journal import Line
 from elastic.observe import tables

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_random_runs import MODEL
+from support.sim.scenario import MODEL
 
 from elastic.driver import drive
 from elastic.ledger.journal import Memory

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
-from market import FIXED, SLOW, SPOT, Run, play, weather
+from support.sim.market import FIXED, SLOW, SPOT, Run, play, weather
 
 from elastic.policy import limits
 from elastic.sim.faults import Fault

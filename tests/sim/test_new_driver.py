@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_random_runs import MODEL, scenario
+from support.sim.scenario import MODEL, scenario
 
 from elastic.driver import drive, restored
 from elastic.ledger.journal import Journal, read

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from storage.faulty_proxy import Fault, FaultyProxy, denied, expired, slow_down, unavailable
-from storage.s3_server import PART_BYTES, REAL
+from support.storage.faulty_proxy import Fault, FaultyProxy, denied, expired, unavailable
+from support.storage.passing import PASSING
+from support.storage.s3_server import PART_BYTES, REAL
 
 from elastic.errors import ElasticError, StorageDamaged, StorageFailed, StorageRefused
 from elastic.storage import s3_calls
@@ -60,11 +61,6 @@ OPERATIONS = [
     Operation("delete", r"DELETE .*/old", lambda s3: s3.delete("old"), None),
     Operation("delete folder", r"POST .*\?delete", lambda s3: s3.delete_folder("d"), None),
 ]
-PASSING = {
-    "unavailable": unavailable(), "slow_down": slow_down(), "internal": Fault("error", status=500, code="InternalError"),
-    "reset": Fault("reset"), "short": Fault("short"), "hang": Fault("hang"), "lost": Fault("lost"),
-    "bad_gateway": Fault("error", status=502, code="nginx"), "wrong": Fault("wrong"), "wrong_sent": Fault("wrong_sent"),
-}  # fmt: skip
 NO_BODY = ("put", "conditional put", "multipart part", "size", "delete")  # of the answer
 SENDS = ("put", "conditional put", "multipart part")
 BEGUN = ("reset", "short", "lost", "wrong")  # an upload is begun, and its name does not arrive: only its age tells later

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.places import ROOT
 
 from elastic import storage as module
 from elastic.errors import SpecError
@@ -92,7 +93,7 @@ def test_a_killed_writer_leaves_nothing_that_is_listed(storage: Storage) -> None
         "with open_storage(sys.argv[1]).create('d/k') as file:\n"
         "    file.write(b'half'); file.flush(); os.kill(os.getpid(), 9)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, storage.uri], cwd=Path(__file__).parents[2], check=False)
+    done = subprocess.run([sys.executable, "-c", code, storage.uri], cwd=ROOT, check=False)
     assert done.returncode == -9
     assert storage.list() == [] and not storage.exists("d/k") and len(os.listdir(storage.root / "d")) == 1
     storage.delete_folder()

@@ -8,8 +8,8 @@ import time
 
 import boto3
 import pytest
-from storage.faulty_proxy import FaultyProxy
-from storage.s3_server import BUCKET, QUICK
+from support.storage.faulty_proxy import FaultyProxy
+from support.storage.s3_server import BUCKET, QUICK
 
 from elastic.errors import InternalError, SpecError, StorageRefused
 from elastic.storage import LocalStorage, Storage, open_storage, s3_upload

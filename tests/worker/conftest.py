@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator["object"]:
-    from worker_pool import Pool
+    from support.worker.worker_pool import Pool
 
     pool = Pool(4)
     yield pool

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.places import ROOT
 
 from elastic.fingerprint import KEY
 from elastic.types import Admission, NodeRefused, Terms, WorkerId, version_differences, worst
@@ -26,7 +27,6 @@ from elastic.worker.link import Door, listen, measure
 from elastic.worker.session import Session
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[2]
 JOB: dict[str, Any] = {
     "name": "admission", "folder": str(ROOT), "program": str(ROOT / "tests" / "programs" / "tiny.py"), "steps": 4,
     "global_batch": 12, "seed": 1,

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import yaml
-from reference import train
+from support.places import PROGRAMS
+from support.reference import train
 
 from elastic.errors import SpecError
 from elastic.program import load_program
@@ -33,7 +34,7 @@ from elastic.worker.fixed import layout_of, plan_of
 from elastic.worker.meeting import Started
 from elastic.worker.model_profile import trace
 
-TINY = Path(__file__).resolve().parents[1] / "programs" / "tiny.py"
+TINY = PROGRAMS / "tiny.py"
 SLOW = TINY.with_name("tiny_slow.py")
 ROOT = TINY.parents[2]
 TOLERANCE = 2e-5

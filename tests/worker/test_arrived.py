@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import plan
-from worker_pool import Pool
+from support.places import PROGRAMS
+from support.worker.plans import plan
+from support.worker.worker_pool import Pool
 
 from elastic.cluster.missing import At, missing
 from elastic.types import Layout, StepDone, WorkerId
 
 pytestmark = pytest.mark.slow
-PROGRAM = Path(__file__).parent.parent / "programs" / "tiny_stands.py"
+PROGRAM = PROGRAMS / "tiny_stands.py"
 STANDS = "ELASTIC_TEST_STANDS"
 LAYOUTS = [
     Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(dp_replicate=4), Layout(dp_replicate=2, dp_shard=2), Layout(pp=4),

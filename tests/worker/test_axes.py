@@ -12,10 +12,10 @@ from itertools import product as cross
 from pathlib import Path
 
 import pytest
-from plans import live, plan
-from reference import Reference, train
-from test_chain import job_of
-from worker_pool import Pool
+from support.reference import Reference, train
+from support.worker.chain import job_of
+from support.worker.plans import live, plan
+from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
 from elastic.types import Evaluated, StepDone, parse_layout

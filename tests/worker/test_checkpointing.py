@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_chain import check, job_of, pass_through
+from support.worker.chain import check, job_of, pass_through
+from support.worker.worker_pool import Pool
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from worker_pool import Pool
 
 from elastic.types import Layout
 from elastic.worker.checkpointing import checkpoint_blocks

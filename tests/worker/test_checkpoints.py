@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from support.places import PROGRAMS
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
@@ -26,7 +27,7 @@ from elastic.worker.checkpoints import Wanted, import_state, listed, remove
 from elastic.worker.finished import load_model
 from elastic.worker.model_profile import fresh_buffers, trace
 
-TINY = Path(__file__).resolve().parents[1] / "programs" / "tiny.py"
+TINY = PROGRAMS / "tiny.py"
 TIED = TINY.with_name("tiny_tied.py")
 
 

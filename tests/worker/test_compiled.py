@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from plans import live, plan
-from reference import train
-from test_chain import job_of
+from support.reference import train
+from support.worker.chain import job_of
+from support.worker.plans import live, plan
+from support.worker.worker_pool import Pool
 from torch import nn
-from worker_pool import Pool
 
 from elastic.errors import SpecError
 from elastic.program import load_program

@@ -10,7 +10,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from wires import Lines, QueueWire
+from support.worker.wires import Lines, QueueWire
 
 from elastic.policy.placement import keepers
 from elastic.reshard.shards import RNG, boxes

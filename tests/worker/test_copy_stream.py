@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from wires import Gone, Lines, QueueWire
+from support.worker.wires import Gone, Lines, QueueWire
 
 from elastic.worker.copy_stream import CHUNK_BYTES, UNPACED_BYTES, Pace, receive_boxes, send_boxes
 

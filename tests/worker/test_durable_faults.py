@@ -16,128 +16,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.places import TESTS
+from support.worker.kill_everywhere import CUT, MODEL, load_newest, save
 
 from elastic.errors import ElasticError, StorageFailed
-from elastic.reshard.shards import boxes, owned_boxes, state_specs
+from elastic.reshard.shards import owned_boxes
 from elastic.storage import Storage, open_storage
-from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec
 from elastic.worker import durable
-from elastic.worker.durable import Damaged, commit, find, open_checkpoint, write_shard
+from elastic.worker.durable import commit, find, write_shard
 
 pytestmark = pytest.mark.slow
 
-MODEL = ModelProfile(
-    1,
-    0,
-    (TensorSpec("w", (40, 30), "float32", block=0), TensorSpec("big", (300, 400), "float32", block=0)),
-    (OptimizerSpec(("m",), ("n",)),),
-)
-CUT = (Layout(dp_shard=2), (1,))
-
-
-def save(storage: Storage, step: int) -> str:
-    """A state whose every element is `step`."""
-    for rank in range(2):
-        mine = owned_boxes(MODEL, *CUT, rank)
-        write_shard(storage, step, 1, rank, [(b, torch.full(b.sizes, step, dtype=getattr(torch, b.dtype))) for b in mine])
-    return commit(storage, step, 1, 2, 1, {})
-
-
-def load(uri: str) -> int:
-    """The step whose state it is; raises where it is not whole, fails where it is anything else."""
-    checkpoint = open_checkpoint(uri)
-    checkpoint.check(state_specs(MODEL))
-    seen: set[float] = set()
-    for rank in range(2):
-        items = [(b, torch.empty(b.sizes, dtype=getattr(torch, b.dtype))) for b in boxes(MODEL, Layout(dp_shard=2), (1,), rank)]
-        checkpoint.fill(items)
-        seen |= {float(value) for _, tensor in items for value in tensor.unique()}
-    assert seen == {checkpoint.step}, f"{uri} is of step {checkpoint.step} and holds {seen}"
-    return checkpoint.step
-
-
-def load_newest(storage: Storage) -> tuple[int, list[str]]:
-    """As a run does it: the newest that can be read; -1 = none. And what was wrong with newer ones."""
-    problems: list[str] = []
-    for found in find(storage, problems):
-        try:
-            return load(found.uri), problems
-        except Damaged as error:
-            problems.append(str(error))
-    return -1, problems
-
 
 # ------------------------------------------------------------------------------------------------ killed
-
-KILLS = """
-import json, os, shutil, signal, sys, threading
-sys.path.insert(0, sys.argv[1])
-import test_durable_faults as t
-from elastic.storage import open_storage
-from elastic.worker import durable
-import pathlib, torch
-torch.set_num_threads(1)
-root, every, names, phase = sys.argv[2], int(sys.argv[3]), [], "save"
-kill_at, lock = -1, threading.Lock()
-
-def watch(owner, name, when):
-    real = getattr(owner, name)
-    def called(*arguments, **more):
-        if when == "before":
-            point(name)
-        done = real(*arguments, **more)
-        if when == "after":
-            point("after " + name)
-        return done
-    setattr(owner, name, called)
-
-def point(name):
-    with lock:
-        if kill_at == len(names):
-            os.kill(os.getpid(), signal.SIGKILL)
-        names.append(phase + ": " + name)
-
-for name in ("fsync", "link", "unlink", "rmdir", "mkdir"):
-    watch(os, name, "before")
-for name in ("open", "replace", "unlink"):
-    watch(pathlib.Path, name, "before")
-watch(pathlib.Path, "replace", "after")
-watch(os, "link", "after")
-watch(torch, "save", "before")
-
-def scenario(folder):
-    global phase
-    storage = open_storage(folder)
-    phase = "save"
-    for rank in range(2):
-        mine = t.owned_boxes(t.MODEL, *t.CUT, rank)
-        items = [(b, torch.full(b.sizes, 30, dtype=getattr(torch, b.dtype))) for b in mine]
-        durable.write_shard(storage, 30, 1, rank, items)
-    phase = "commit"
-    durable.commit(storage, 30, 1, 2, 1, {})
-    phase = "retention"
-    durable.remove_copy(storage, storage.uri_of("checkpoints/step-00000010.g0001"), 1)
-    durable.clean(storage, 1, 30)
-    phase = "load"
-    t.load_newest(storage)
-
-scenario(shutil.copytree(root + "/before", root + "/warm"))  # imports
-folder = shutil.copytree(root + "/before", root + "/dry")
-names.clear()
-scenario(folder)
-total, all_names = len(names), list(names)
-told = []
-for kill_at in range(0, total, every):
-    folder = shutil.copytree(root + "/before", f"{root}/at{kill_at}")
-    child = os.fork()
-    if child == 0:
-        names.clear()
-        scenario(folder)
-        os._exit(3)
-    status = os.waitpid(child, 0)[1]
-    told.append((kill_at, all_names[kill_at], os.WIFSIGNALED(status) and os.WTERMSIG(status) == 9))
-print(json.dumps(told))
-"""
 
 
 def killed_everywhere(tmp_path: Path, every: int) -> list[tuple[str, int]]:
@@ -146,7 +37,7 @@ def killed_everywhere(tmp_path: Path, every: int) -> list[tuple[str, int]]:
     for step in (10, 20):
         save(before, step)
     write_shard(before, 15, 1, 0, [])  # an interrupted save, to be cleaned up
-    command = [sys.executable, "-c", KILLS, str(Path(__file__).parent), str(tmp_path), str(every)]
+    command = [sys.executable, str(TESTS / "support" / "worker" / "kill_everywhere.py"), str(tmp_path), str(every)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     out = []
@@ -315,7 +206,7 @@ def test_saving_and_loading_through_a_faulty_network(
     s3: Storage, proxy: object, harm: str, request: pytest.FixtureRequest
 ) -> None:
     """Faults that pass: every second request meets one, and everything comes out right."""
-    from storage.test_faults import PASSING
+    from support.storage.passing import PASSING
 
     save(s3, 10)
     fault = PASSING[harm]
@@ -338,7 +229,7 @@ def test_saving_and_loading_through_a_faulty_network(
 @pytest.mark.parametrize("phase", ["write_shard", "commit"])
 @pytest.mark.usefixtures("small_parts")
 def test_credentials_that_expire(s3: Storage, proxy: object, phase: str) -> None:
-    from storage.faulty_proxy import expired
+    from support.storage.faulty_proxy import expired
 
     save(s3, 10)
     if phase == "commit":

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from plans import live, plan
-from test_chain import job_of
-from worker_pool import Pool
+from support.worker.chain import job_of
+from support.worker.plans import live, plan
+from support.worker.worker_pool import Pool
 
 from elastic.types import Layout, NumbersChecked, StepDone, WorkerId, WrongNumbers
 from elastic.worker import equal_results

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from reference import train_alone
 from safetensors import safe_open
-from test_chain import job_of, pass_through
+from support.places import PROGRAMS, TESTS
+from support.reference import train_alone
+from support.worker.chain import job_of, pass_through
+from support.worker.worker_pool import Pool
 from transformers import AutoModelForCausalLM
-from worker_pool import Pool
 
 from elastic.errors import SpecError
 from elastic.program import Program, load_program
@@ -27,8 +28,6 @@ from elastic.worker.finished import load_model
 from elastic.worker.groups import Groups
 from elastic.worker.model_profile import trace
 from elastic.worker.train_state import TrainState
-
-PROGRAMS = Path(__file__).parent.parent / "programs"
 
 
 def stored(program: Program, folder: Path) -> torch.nn.Module:
@@ -150,7 +149,7 @@ def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_exporting_needs_a_few_chunks(tmp_path: Path) -> None:
     """A model of about 200 MB; measured in a process of its own."""
-    command = [sys.executable, str(Path(__file__).with_name("load_peak.py")), str(tmp_path), "export"]
+    command = [sys.executable, str(TESTS / "support" / "worker" / "load_peak.py"), str(tmp_path), "export"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["model_bytes"] > 180e6 and 1e6 < found["peak_bytes"] < 2 * PART_BYTES, found

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.places import PROGRAMS
 
 from elastic.errors import StateLost
 from elastic.program import Program, load_program
@@ -15,7 +16,7 @@ from elastic.types import Box
 from elastic.worker.durable import commit, write_shard
 from elastic.worker.finished import load_model, sample_text
 
-PROGRAM = Path(__file__).parent.parent / "programs" / "tiny.py"
+PROGRAM = PROGRAMS / "tiny.py"
 
 
 def store(folder: Path, tensors: dict[str, torch.Tensor]) -> str:

@@ -5,25 +5,22 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import N_BLOCKS, live, plan
-from reference import collate, train_alone
-from test_peer_recovery import recover
-from worker_pool import Pool
+from support.foreign import subjects
+from support.reference import collate, train_alone
+from support.worker.peer_recovery import recover
+from support.worker.plans import N_BLOCKS, live, plan
+from support.worker.worker_pool import Pool
 
 from elastic.mesh import axes_of
 from elastic.types import CopyStored, Layout, Plan, Probed, StepDone, WorkerFailed, agree
 from elastic.worker.model_profile import trace
 from elastic.worker.structure import structure_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "foreign"))
-import subjects
 
 pytestmark = pytest.mark.slow
 STEPS, BATCH = 14, 12

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from plans import live, plan
-from reference import train
-from test_chain import job_of
-from worker_pool import Pool
+from support.places import PROGRAMS
+from support.reference import train
+from support.worker.chain import job_of
+from support.worker.plans import live, plan
+from support.worker.worker_pool import Pool
 
 from elastic.data.order import sample_ids
 from elastic.data.streams import N_POSITIONS
@@ -169,7 +170,7 @@ def test_samples_of_a_stream_have_no_ids_to_name(n_samples: int, named: str) -> 
 
 def test_the_memory_is_part_of_the_training_state() -> None:
     given = rules(loss_spike={"window": 8, "after": 4})
-    program = with_job(load_program(Path(__file__).parent.parent / "programs" / "tiny.py"), {"guards": given})
+    program = with_job(load_program(PROGRAMS / "tiny.py"), {"guards": given})
     assert with_job(program, {"guards": given}) is program
     extra = ExtraState(program.extra_state)
     boxes = {spec.fqn: (None, torch.zeros(spec.shape, dtype=torch.uint8)) for spec in extra.specs()}

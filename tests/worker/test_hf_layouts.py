@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from reference import train
-from test_chain import job_of, pass_through
-from worker_pool import Pool
+from support.places import ROOT
+from support.reference import train
+from support.worker.chain import job_of, pass_through
+from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
 from elastic.types import Evaluated, Layout
@@ -59,7 +60,7 @@ def test_losses_are_those_of_one_process_in_every_layout(pool: Pool, tmp_path: P
     follow(pool, tmp_path, name, [layout for layout in PRODUCT if layout.tp in tps])
 
 
-VIT = str(Path(__file__).resolve().parents[2] / "jobs" / "vit_digits" / "program.py")
+VIT = str(ROOT / "jobs" / "vit_digits" / "program.py")
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from plans import live, plan
-from test_chain import job_of
-from worker_pool import Pool
+from support.worker.chain import job_of
+from support.worker.plans import live, plan
+from support.worker.worker_pool import Pool
 
 from elastic.types import Layout, Plan, Resume, StepDone
 

@@ -9,24 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import live, plan
-from reference import train_alone
-from test_chain import job_of
-from test_recovery import loss_curve_agrees, recover, start
-from worker_pool import Pool
+from support.reference import train_alone
+from support.worker.chain import job_of
+from support.worker.loop_case import loop_job
+from support.worker.plans import live, plan
+from support.worker.recovery import loss_curve_agrees, recover, start
+from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import Box, Layout, Resume, ShardStored, StepDone, WorkerFailed
 from elastic.worker import durable
 from elastic.worker.extra_state import decode
-
-PROGRAMS = Path(__file__).parent.parent / "programs"
-
-
-def loop_job(name: str = "loop_tiny.py", **more: Any) -> dict[str, Any]:
-    """The job of a script whose losses are those of tiny.py."""
-    return job_of("tiny.py", **more) | {"script": str(PROGRAMS / name), "args": []}
 
 
 @pytest.mark.slow

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import Fault
-from faulty_pool import FaultyPool
-from test_commit import AT, PEER_EVERY, REPLICAS, SHARDS, STEPS, TENSOR, Driver
-from test_loop import loop_job
+from support.worker.faults import Fault
+from support.worker.faulty_pool import FaultyPool
+from support.worker.loop_case import loop_job
+from support.worker.policy_driver import AT, PEER_EVERY, REPLICAS, SHARDS, STEPS, TENSOR, Driver
 
 from elastic.program import load_program
 from elastic.types import Box, EnterPlan, Layout, ModelProfile, Plan, RollForward

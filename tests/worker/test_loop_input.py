@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop_reference import train_script_alone
+from support.loop_reference import train_script_alone
 from torch.nn import functional
 
 import elastic

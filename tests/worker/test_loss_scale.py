@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_chain import job_of
+from support.worker.chain import job_of
 
 from elastic.program import load_program
 from elastic.reshard.shards import LOSS_SCALE, RNG, owned_boxes

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.places import PROGRAMS
 from torch.utils.flop_counter import FlopCounterMode
 
 from elastic.errors import InternalError
@@ -26,7 +27,7 @@ from elastic.worker.profiling import model_profile_of, samples_of
 
 CPU = torch.device("cpu")
 LIMITS = Limits(64, 1e7, 1 << 20, 1 << 16)
-PLACE = Path(__file__).parent.parent / "programs" / "tiny.py"
+PLACE = PROGRAMS / "tiny.py"
 TINY = load_program(PLACE)
 JOB: dict[str, Any] = {"program": "tiny.py", "steps": 4, "global_batch": 4}
 

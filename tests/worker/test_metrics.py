@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from reference import build, collate
+from support.places import PROGRAMS
+from support.reference import build, collate
 from torch.nn.functional import cross_entropy
 
 from elastic.data.opening import Sets
@@ -23,7 +23,7 @@ from elastic.worker.model_profile import trace
 from elastic.worker.step import Stepper
 from elastic.worker.train_state import TrainState
 
-TINY = load_program(Path(__file__).parent.parent / "programs" / "tiny.py")
+TINY = load_program(PROGRAMS / "tiny.py")
 JOB = {"seed": 7, "global_batch": 5, "n_samples": 512}
 N_SAMPLES = 13
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from plans import live, plan
-from reference import Reference, collate, train
-from test_chain import job_of
-from worker_pool import Pool
+from support.reference import Reference, collate, train
+from support.worker.chain import job_of
+from support.worker.plans import live, plan
+from support.worker.worker_pool import Pool
 
 from elastic.data.order import sample_ids
 from elastic.observe.noise import NoiseScale, advice, estimate

@@ -6,12 +6,12 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.places import PROGRAMS
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,7 +21,7 @@ from elastic.types import Attention, Matmul, SampleProfile
 from elastic.worker.model_profile import n_expert_params
 from elastic.worker.sample_profile import traced_sample
 
-TINY = load_program(Path(__file__).parent.parent / "programs" / "tiny.py")
+TINY = load_program(PROGRAMS / "tiny.py")
 SEQ, HIDDEN, FFN, VOCAB = 32, 64, 96, 50
 CONFIG = LlamaConfig(vocab_size=VOCAB, hidden=HIDDEN, n_layers=3, n_heads=8, n_kv_heads=2, ffn_hidden=FFN, max_seq=SEQ)
 SAMPLE = {"input": torch.zeros(SEQ, dtype=torch.int64), "target": torch.zeros(SEQ, dtype=torch.int64)}

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from plans import live, plan
-from reference import train
-from test_chain import job_of
-from worker_pool import Pool
+from support.places import PROGRAMS
+from support.reference import train
+from support.worker.chain import job_of
+from support.worker.plans import live, plan
+from support.worker.worker_pool import Pool
 
 from elastic.errors import ProgramError, SpecError
 from elastic.fingerprint import batch_changed
@@ -25,7 +26,6 @@ from elastic.worker.job_program import with_job
 from elastic.worker.model_profile import trace
 from elastic.worker.optimizers import JobOptimizer
 
-PROGRAMS = Path(__file__).parent.parent / "programs"
 BARE = load_program(PROGRAMS / "tiny_bare.py")
 SPECS = trace(BARE).specs
 RATES = {"steps": 20, "global_batch": 12}

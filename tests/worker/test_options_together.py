@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference import train
-from test_chain import job_of, pass_through
-from worker_pool import Pool
+from support.reference import train
+from support.worker.chain import job_of, pass_through
+from support.worker.worker_pool import Pool
 
 from elastic.planner.search import plan_layout
 from elastic.program import load_program

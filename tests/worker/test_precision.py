@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from low_reference import train_low
-from test_chain import job_of, pass_through
-from worker_pool import Pool
+from support.low_reference import train_low
+from support.worker.chain import job_of, pass_through
+from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
 from elastic.reshard.shards import LOSS_SCALE

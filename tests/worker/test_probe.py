@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from plans import from_copies, live, plan
-from reference import build, collate, count_tokens, output_of, train_alone
-from test_chain import job_of
-from worker_pool import Pool
+from support.reference import build, collate, count_tokens, output_of, train_alone
+from support.worker.chain import job_of
+from support.worker.plans import from_copies, live, plan
+from support.worker.worker_pool import Pool
 
 from elastic.policy.recovery import covered
 from elastic.program import load_program

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import live, plan
-from reference import evaluate, train
-from test_chain import job_of
-from worker_pool import Pool
+from support.reference import evaluate, train
+from support.worker.chain import job_of
+from support.worker.plans import live, plan
+from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
 from elastic.types import Evaluated, Layout, Quiesced, StepDone, WorkerFailed

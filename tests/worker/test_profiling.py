@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.places import PROGRAMS
 from torch import Tensor, nn
 
 from elastic.errors import ProgramError, SpecError
@@ -16,7 +16,6 @@ from elastic.worker.loss_scale import profile_of
 from elastic.worker.profiling import model_profile_of, samples_of
 from elastic.worker.sample_profile import traced_sample
 
-PROGRAMS = Path(__file__).parent.parent / "programs"
 TINY = load_program(PROGRAMS / "tiny.py")
 JOB: dict[str, Any] = {"program": "job/program.py", "steps": 4, "global_batch": 4}
 

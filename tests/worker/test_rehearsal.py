@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.places import PROGRAMS
 from torch.nn.functional import cross_entropy
 
 from elastic.errors import ProgramError
@@ -19,7 +19,7 @@ from elastic.types import Layout, Rehearsal, WorkerId
 from elastic.worker.model_profile import trace
 from elastic.worker.rehearsal import rehearse, rehearse_plan
 
-TINY = load_program(Path(__file__).parent.parent / "programs" / "tiny.py")
+TINY = load_program(PROGRAMS / "tiny.py")
 
 
 def place(loss: Callable[[Any, Any], Any] | None = None) -> Any:

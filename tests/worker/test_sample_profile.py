@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.places import PROGRAMS
 from torch import Tensor, nn
 
 from elastic.data.loader import collate
@@ -23,7 +23,6 @@ from elastic.worker.loss_scale import profile_of
 from elastic.worker.model_profile import block_names
 from elastic.worker.sample_profile import sample_profile
 
-PROGRAMS = Path(__file__).parent.parent / "programs"
 TINY = load_program(PROGRAMS / "tiny.py")
 
 

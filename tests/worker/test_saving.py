@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-from plans import plan as plan_of
+from support.worker.plans import plan as plan_of
 
 from elastic.reshard.shards import boxes, owned_boxes
 from elastic.storage import LocalStorage, open_storage

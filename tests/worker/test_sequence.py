@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.places import PROGRAMS
 from torch import Tensor, nn
 
 from elastic.data.loader import collate
@@ -21,7 +21,7 @@ from elastic.types import Layout
 from elastic.worker.groups import Groups
 from elastic.worker.sequence import Sequence, check_calls, check_loss, cut, largest_cp
 
-TINY = load_program(Path(__file__).parent.parent / "programs" / "tiny.py")
+TINY = load_program(PROGRAMS / "tiny.py")
 
 
 class Plain(nn.Module):

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import N_BLOCKS, live, plan
-from test_chain import check, job_of
-from worker_pool import Pool
+from support.worker.chain import check, job_of
+from support.worker.plans import N_BLOCKS, live, plan
+from support.worker.worker_pool import Pool
 
 from elastic.mesh import each_microbatches
 from elastic.storage import open_storage

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from plans import plan
-from test_chain import job_of
-from worker_pool import Pool
+from support.places import PROGRAMS
+from support.worker.chain import job_of
+from support.worker.plans import plan
+from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
 from elastic.types import Layout, RanksTimed, StepDone
 from elastic.worker.faults import DeviceFaults, Slowness
 from elastic.worker.spans import Spans
 
-PROGRAM = load_program(str(Path(__file__).parent.parent / "programs" / "tiny.py"))
+PROGRAM = load_program(str(PROGRAMS / "tiny.py"))
 
 
 def one_pass(faults: DeviceFaults) -> tuple[float, float, torch.Tensor, torch.Tensor]:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from plans import live, plan
-from reference import collate, train
 from safetensors.torch import save_file
-from test_chain import job_of
-from worker_pool import Pool
+from support.places import PROGRAMS
+from support.reference import collate, train
+from support.worker.chain import job_of
+from support.worker.plans import live, plan
+from support.worker.worker_pool import Pool
 
 from elastic.data.order import sample_ids
 from elastic.optimisation import Guards
@@ -33,7 +34,6 @@ from elastic.worker.step import Stepper, Words
 from elastic.worker.train_state import TrainState
 from elastic.worker.workplace import EnterOrder
 
-PROGRAMS = Path(__file__).parent.parent / "programs"
 COUNTING = load_program(PROGRAMS / "tiny_counting.py")
 SKIP = Guards.model_validate({"not_finite": "skip"}).model_dump()
 STEPS, NAN_AT = 12, 3

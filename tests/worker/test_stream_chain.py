@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from plans import plan
-from reference import train
 from safetensors.torch import save_file
-from test_chain import job_of, pass_through
-from worker_pool import Pool
+from support.reference import train
+from support.worker.chain import job_of, pass_through
+from support.worker.plans import plan
+from support.worker.worker_pool import Pool
 
 from elastic.data.order import sample_ids
 from elastic.data.streams import N_POSITIONS

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plans import live, plan
-from test_chain import job_of
-from test_recovery import digests_agree, loss_curve_agrees, recover
-from worker_pool import Pool
+from support.worker.chain import job_of
+from support.worker.plans import live, plan
+from support.worker.recovery import digests_agree, loss_curve_agrees, recover
+from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
 from elastic.reshard.forecast import Pace, Room, forecast

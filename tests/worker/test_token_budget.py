@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from plans import plan
-from reference import evaluate
-from test_chain import check, job_of, pass_through
-from worker_pool import Pool
+from support.reference import evaluate
+from support.worker.chain import check, job_of, pass_through
+from support.worker.plans import plan
+from support.worker.worker_pool import Pool
 
 from elastic.api.checks import check_cp
 from elastic.data.budget import TokenBudget

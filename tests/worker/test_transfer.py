@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from movers import Case, Mover, Movers, checked_move
+from support.worker.movers import Case, Mover, Movers, checked_move
 
 from elastic.errors import StateLost
 from elastic.reshard.chunks import CHUNK_BYTES, STAGING_BYTES, chunk_bytes, message_bytes, messages, split, staging_bytes

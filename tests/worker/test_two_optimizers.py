@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from loop_reference import train_script_alone
-from plans import from_copies, live, plan
-from reference import train, train_alone
-from test_chain import job_of
+from support.loop_reference import train_script_alone
+from support.places import PROGRAMS
+from support.reference import train, train_alone
+from support.worker.chain import job_of
+from support.worker.plans import from_copies, live, plan
+from support.worker.worker_pool import Pool
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
-from worker_pool import Pool
 
 from elastic.data.order import sample_ids
 from elastic.errors import ProgramError, SpecError
@@ -34,7 +35,6 @@ from elastic.worker.model_profile import trace
 from elastic.worker.optimizers import JobOptimizer, Optimizers
 from elastic.worker.script import capture
 
-PROGRAMS = Path(__file__).parent.parent / "programs"
 TWO = load_program(PROGRAMS / "tiny_two.py")
 
 # ------------------------------------------------------------------------------------------ the same in every layout

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import plan
-from test_chain import job_of
-from worker_pool import Pool
+from support.worker.chain import job_of
+from support.worker.plans import plan
+from support.worker.worker_pool import Pool
 
 from elastic.data import loader
 from elastic.data.order import sample_ids, share

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.places import PROGRAMS, TESTS
 
 from elastic.errors import SpecError
 from elastic.program import Program, Weights, load_program
@@ -22,9 +23,6 @@ from elastic.worker.groups import Groups
 from elastic.worker.model_profile import trace
 from elastic.worker.train_state import TrainState
 from elastic.worker.weights import WeightFiles, cut
-
-HERE = Path(__file__).parent
-PROGRAMS = HERE.parent / "programs"
 
 
 def random_weights(name: str = "tiny.py", dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -168,7 +166,10 @@ def test_broken_files_are_refused_by_name(tmp_path: Path) -> None:
 def test_loading_needs_the_shard_and_a_chunk(tmp_path: Path, layout: str) -> None:
     """A model of about 200 MB, a quarter of it per rank; measured in a process of its own."""
     done = subprocess.run(
-        [sys.executable, str(HERE / "load_peak.py"), str(tmp_path), layout], capture_output=True, text=True, check=True
+        [sys.executable, str(TESTS / "support" / "worker" / "load_peak.py"), str(tmp_path), layout],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["model_bytes"] > 180e6 and found["shard_bytes"] < 0.35 * found["model_bytes"]

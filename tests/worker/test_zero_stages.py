@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from plans import plan
-from test_chain import check, job_of, pass_through
+from support.worker.chain import check, job_of, pass_through
+from support.worker.plans import plan
+from support.worker.worker_pool import Pool
 from torch.utils._python_dispatch import TorchDispatchMode
-from worker_pool import Pool
 
 from elastic.data.loader import collate
 from elastic.program import load_program

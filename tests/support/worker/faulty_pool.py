@@ -5,15 +5,17 @@ from __future__ import annotations
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
-from faults import Fault
-from worker_pool import Pool, _serve
+from support.worker.faults import Fault
+from support.worker.worker_pool import Pool, _serve
 
 from elastic.types import WorkerId
 
 
 def _serve_faulty(pipe: Connection) -> None:
-    import faults  # noqa: F401 - gives the session `arm`
-    import loop_faults  # noqa: F401 - gives the session `arm_loop`
+    from support.worker import (
+        faults,  # noqa: F401 - gives the session `arm`
+        loop_faults,  # noqa: F401 - gives the session `arm_loop`
+    )
 
     _serve(pipe)
 

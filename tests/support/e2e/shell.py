@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.places import ROOT
 
 from elastic.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
 LEFT_OUT = ("RAY_ADDRESS", "ELASTIC_STORAGE", "PYTHONUNBUFFERED")  # what a person's shell has not
 JOB = {

@@ -15,9 +15,10 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+from support.places import FOREIGN as FOLDER
+
 from elastic.program import Program
 
-FOLDER = Path(__file__).parent / "programs"
 FAMILIES = ("dp", "tp", "cp", "pp")
 
 

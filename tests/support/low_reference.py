@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from reference import build, collate, count_tokens, inputs_of
+from support.reference import build, collate, count_tokens, inputs_of
 from torch.func import functional_call
 
 from elastic.data.order import sample_ids

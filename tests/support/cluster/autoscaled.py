@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+from support.places import IMPORTS
+
 PORT = 6379
 HEAD_ID = "f" * 51 + "00000"  # as the fake provider calls it
 WITHIN_S = 90.0
@@ -46,7 +46,7 @@ class Inside:
 
     def __init__(self, script: str, folder: Path, environment: Mapping[str, str], setup: str = INSIDE) -> None:
         self.log, self.failed = folder / "inside.log", ""
-        own = {**environment, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": f"{HERE}:{ROOT}"}
+        own = {**environment, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": IMPORTS}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*NAMESPACES, "sh", "-c", setup, "sh", sys.executable, script, str(folder)],
@@ -91,7 +91,7 @@ def kind(market: str, name: str) -> dict[str, Any]:
 def configuration(folder: Path, python: str) -> dict[str, Any]:
     """No idle node ends by itself in the time of a test."""
     provider = {
-        "type": "external", "module": "scarce_provider.ScarceProvider", "folder": str(folder), "python": python,
+        "type": "external", "module": "support.cluster.scarce_provider.ScarceProvider", "folder": str(folder), "python": python,
         "head_node_id": HEAD_ID, "gcs_address": f"127.0.0.1:{PORT}", "launch_multiple": True, "use_node_id_as_ip": True,
         "disable_node_updaters": True, "disable_launch_config_check": True,
     }  # fmt: skip
@@ -137,7 +137,7 @@ def until(what: str, done: Callable[[], Any], within_s: float = WITHIN_S) -> flo
 
 def main(folder: Path) -> None:
     import ray
-    from scenes import SCENES, Stagehand
+    from support.cluster.scenes import SCENES, Stagehand
 
     answers, began = own_output(), time.monotonic()
     start_head(folder)

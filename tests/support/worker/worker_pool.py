@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
-from forks import FORKS
+from support.worker.forks import FORKS
 
 from elastic.types import DigestPart, Event, Plan, PlanEntered, Quiesced, WorkerFailed, WorkerId
 from elastic.worker.rendezvous import host_store, new_secret

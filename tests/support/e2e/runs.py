@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from reference import train_alone
+from support.places import PROGRAMS
+from support.reference import train_alone
 
 from elastic import api
 from elastic.ledger.journal import Line, read
@@ -32,7 +33,7 @@ from elastic.types import (
     WorkerFailed,
 )
 
-PROGRAM = Path(__file__).parent.parent / "programs" / "tiny_slow.py"
+PROGRAM = PROGRAMS / "tiny_slow.py"
 POOLS = [
     {"name": "spot", "market_type": "spot", "gpus_per_node": 2, "usd_per_node_h": 1.0, "max_nodes": 2, "notice_s": 20},
     {"name": "on-demand", "market_type": "on-demand", "gpus_per_node": 2, "usd_per_node_h": 3.0, "max_nodes": 1},

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from e2e.runs import MARK, SLOW, processes
+from support.e2e.runs import MARK, SLOW, processes
 
 from elastic.cluster import processes as of_machine
 from elastic.cluster.local import LocalCluster, NodeOrder

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from autoscaled import ROOT, until
-from aws_hosts import BUCKET, Aws, Host, answers
+from support.cluster.autoscaled import until
+from support.cluster.aws_hosts import BUCKET, Aws, Host, answers
+from support.places import ROOT
 
 from elastic.ledger.journal import Line, read
 from elastic.types import DrainNode, EnterPlan, Event, NodeLost, Notice, PlanEntered, StepDone

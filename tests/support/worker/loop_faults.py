@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from faults import Fault, Trap
+from support.worker.faults import Fault, Trap
 
 from elastic.worker.loop import Run
 from elastic.worker.loop_model import LoopModel

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forks import FORKS
+from support.worker.forks import FORKS
 
 from elastic.reshard.shards import boxes, state_specs
 from elastic.reshard.transfers import plan_transfers

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from reference import collate
+from support.reference import collate
 
 from elastic.data.order import sample_ids
 from elastic.worker.commit import Commit

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autoscaled import not_allowed, until
-from metadata_server import MetadataServer, iso
+from support.cluster.autoscaled import not_allowed, until
+from support.cluster.metadata_server import MetadataServer, iso
 
 GATEWAY, METADATA, PORT = "172.31.255.254", "169.254.169.254", 5000
 ENDPOINT = f"http://{GATEWAY}:{PORT}"
@@ -311,8 +311,8 @@ class Aws:
 
 
 def main(folder: Path) -> None:
-    from autoscaled import answer_scenes, own_output
-    from aws_scenes import SCENES, Stagehand
+    from support.cluster.autoscaled import answer_scenes, own_output
+    from support.cluster.aws_scenes import SCENES, Stagehand
 
     answers = own_output()
     home = folder / "home"

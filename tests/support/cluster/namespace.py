@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 
-from autoscaled import INSIDE, NAMESPACES, until
+from support.cluster.autoscaled import INSIDE, NAMESPACES, until
 
 from elastic.cluster import processes
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from autoscaled import HERE, PORT, until
-from conftest import Stage, plan
 from ray.autoscaler.sdk import request_resources
+from support.cluster.autoscaled import PORT, until
+from support.cluster.stage import FAKE, Stage, plan
+from support.places import TESTS
 
 from elastic.cluster import _ray_private
 from elastic.cluster.backend import RayBackend
@@ -38,7 +39,7 @@ class Stagehand:
         uri = self.folder / name
         uri.mkdir(exist_ok=True)
         job, pools = {"orphan_lease_s": lease_s}, (SPOT, SAFE)
-        fake = {"session": "fake_session:FakeSession", "python_path": (str(HERE),)}
+        fake = {"session": FAKE, "python_path": (str(TESTS),)}
         run = RayRun(name, str(uri), job, pools, address=ADDRESS, **fake)  # type: ignore[arg-type]
         return Stage(RayBackend(run))
 
@@ -153,7 +154,7 @@ from pathlib import Path
 sys.path.insert(0, {here!r})
 import ray
 ray.init({address!r}, namespace="elastic-third", log_to_driver=False)
-from scenes import *
+from support.cluster.scenes import *
 from elastic.types import NodePrepared, Prepare
 on = Stagehand(Path({folder!r})).stage("third", LEASE_S)
 on.backend.execute(RequestNodes("safe", 1, "r1"))
@@ -168,7 +169,7 @@ while True:
 
 def killed_driver(hand: Stagehand) -> None:
     """Without its driver a run saves and leaves after the lease; its nodes end and its request is cleared."""
-    text = DRIVER.format(here=str(HERE), address=ADDRESS, folder=str(hand.folder))
+    text = DRIVER.format(here=str(TESTS), address=ADDRESS, folder=str(hand.folder))
     with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline().strip() == "prepared"

@@ -1,0 +1,58 @@
+"""A backend on real Ray nodes and what it said so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.cluster import processes
+from elastic.types import Event, Layout, NodePrepared, NodeReady, Plan, Pool, Prepare, RequestNodes, Resume, WorkerId
+
+FAKE = "support.cluster.fake_session:FakeSession"
+POOL = Pool("spot", market_type="spot", gpus_per_node=2, max_nodes=9)
+
+
+def plan(generation: int, workers: list[WorkerId] | tuple[WorkerId, ...], resume: Resume | None = None) -> Plan:
+    """Data parallel over the workers."""
+    n = len(workers)
+    return Plan(generation, Layout(dp_shard=n), tuple(workers), (8,) * n, (4,), resume=resume or Resume())
+
+
+def wait_gone(pids: Iterable[int], within_s: float = 180.0) -> float:
+    """Waits until the processes are gone; returns how long it took."""
+    began = time.monotonic()
+    while left := [pid for pid in pids if processes.started(pid) is not None]:
+        assert time.monotonic() - began < within_s, f"{left} live on after {within_s} s"
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+@dataclass
+class Stage:
+    """A backend and what it said so far."""
+
+    backend: Any
+    events: list[Event] = field(default_factory=list)
+
+    def wait(self, done: Callable[[Event], bool] | type, timeout_s: float = 120.0) -> Any:
+        """The first event, from those not waited for yet, that is of the kind or satisfies the condition."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for i, event in enumerate(self.events):
+                if isinstance(event, done) if isinstance(done, type) else done(event):
+                    del self.events[: i + 1]
+                    return event
+            assert time.monotonic() < deadline, f"nothing within {timeout_s} s; the last: {self.events[-5:]}"
+            self.events += self.backend.poll(self.backend.now_s() + 0.5)
+
+    def nodes(self, n: int) -> list[str]:
+        """Requests and prepares `n` nodes of the pool spot."""
+        self.backend.execute(RequestNodes("spot", n, f"r{time.monotonic_ns()}"))
+        ready = [self.wait(NodeReady).node.node_id for _ in range(n)]
+        for node_id in ready:
+            self.backend.execute(Prepare(node_id))
+        for _ in range(n):
+            self.wait(NodePrepared)
+        return ready

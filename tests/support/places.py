@@ -1,0 +1,11 @@
+"""Where things are in the checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
+PROGRAMS = TESTS / "programs"
+FOREIGN = TESTS / "foreign" / "programs"
+IMPORTS = f"{TESTS}:{ROOT}"  # the PYTHONPATH of a process that imports from tests/support

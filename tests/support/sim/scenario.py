@@ -1,0 +1,89 @@
+"""Random jobs, pools and faults for the virtual clock."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from elastic.sim.faults import Delays, Fault, FaultKind, Moment
+from elastic.types import ModelProfile, OptimizerSpec, Pool, TensorSpec
+
+MODEL = ModelProfile(
+    4,
+    1_000_000,
+    (TensorSpec("w", (1000, 1000), "float32", 0, 1),),
+    (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),),
+    tp_limit=2,
+)
+
+
+KINDS: list[FaultKind] = [
+    "notice", "notice", "notice", "withdraw", "loss", "loss", "loss", "hang", "process", "error", "drought", "add",
+]  # fmt: skip
+
+
+MOMENTS: list[Moment] = ["inside", "waiting", "torn"]
+
+
+def scenario(seed: int) -> tuple[dict[str, Any], tuple[Pool, ...], list[Fault], Delays]:
+    """A job, its pools, and faults that end at some time."""
+    chance = random.Random(seed)
+    pools = [Pool("spot", "CPU", chance.choice([1, 1, 2, 4]), "spot", 0.9, 0, chance.randint(1, 5))]
+    if chance.random() < 0.4:
+        pools.append(Pool("steady", "CPU", 1, "on-demand", 3.0, 0, chance.randint(1, 2)))
+    job = {
+        "name": "random", "steps": chance.randint(20, 60), "global_batch": chance.choice([8, 12, 32]), "seed": 0,
+        "layout": "auto", "min_workers": 1, "max_workers": chance.choice([None, 6]),
+        "peer_every": chance.choice(["auto", 1, 3]),
+        "durable_every": chance.choice(["auto", 5, 0]), "budget_usd": None, "max_nodes": None,
+    }  # fmt: skip
+    faults = []
+    for _ in range(chance.randint(0, 12)):
+        at_s, kind = chance.uniform(5, 90), chance.choice(KINDS)
+        lasts_s = chance.uniform(1, chance.choice([10, 40, 120]))
+        fault = Fault(at_s, kind, chance.randrange(8), lasts_s, chance.choice(pools).name, chance.choice(MOMENTS))
+        faults.append(fault)
+        if kind == "loss" and chance.random() < 0.4:  # another one while the first is being dealt with
+            faults.append(Fault(at_s + chance.uniform(0, 4), chance.choice(["loss", "notice"]), chance.randrange(8), 3.0))
+    for once in ("corrupt", "not_finite"):  # one roll-back each is what a run bears
+        if chance.random() < 0.2:
+            faults.append(Fault(chance.uniform(20, 60), once))
+    if chance.random() < 0.3:
+        lasts_s = chance.uniform(10, 60)
+        faults.append(Fault(chance.uniform(0, 60), "refuse", lasts_s=lasts_s, pool=chance.choice(pools).name))
+    layouts, wrong = wrong_layouts(seed)
+    return job | layouts, tuple(pools), faults + unequal(seed) + wrong, Delays(work_s=chance.choice([1.0, 4.0]))
+
+
+def unequal(seed: int) -> list[Fault]:
+    """In every second run: GPUs that are slow for some time or from some time on, jitter, numbers that are wrong."""
+    chance = random.Random(seed + 1000)
+    if chance.random() < 0.5:
+        return []
+    faults = [Fault(0.0, "jitter", seed, lasting=True, amount=chance.choice([0.0, 0.1]))]
+    for _ in range(chance.randint(0, 5)):
+        at_s, lasts_s, times = chance.uniform(5, 90), chance.uniform(2, 60), chance.choice([1.5, 2.0, 4.0, 10.0])
+        gpu = chance.choice([-1, -1, 0])
+        faults.append(
+            Fault(at_s, "throttle", chance.randrange(8), lasts_s, lasting=chance.random() < 0.3, amount=times, gpu=gpu)
+        )
+    if chance.random() < 0.3:
+        at_s, n_steps = chance.uniform(15, 80), chance.randint(1, 8)
+        faults.append(Fault(at_s, "wrong_numbers", chance.randrange(8), lasting=chance.random() < 0.3, amount=n_steps))
+    if chance.random() < 0.3:
+        faults.append(Fault(chance.uniform(15, 80), "stall", chance.randrange(8)))
+    return faults
+
+
+def wrong_layouts(seed: int) -> tuple[dict[str, Any], list[Fault]]:
+    """In every third run: a layout of any kind for each number of workers, and from some time on all axes that the running one
+    has not are wrong."""
+    chance = random.Random(seed + 2000)
+    if chance.random() > 1 / 3:
+        return {}, []
+    layouts = {"1": "dp_shard=1"}
+    for n in range(2, 9):
+        kinds = [f"dp_shard={n}", *([f"pp={n}"] if n <= 4 else [])]
+        kinds += [f"pp=2,dp_shard={n // 2}", f"tp=2,dp_shard={n // 2}"] if n % 2 == 0 else []
+        layouts[str(n)] = chance.choice(kinds)
+    return {"layout": layouts}, [Fault(chance.uniform(10, 80), "wrong_layout")]
