@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support.durations import Durations
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
     from support.storage.faulty_proxy import FaultyProxy
 
     from elastic.storage.s3 import S3Storage
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help="keep the seconds of each test in tests/durations.csv")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # not in the processes of pytest-xdist
+        config.pluginmanager.register(Durations())
 
 
 @pytest.hookimpl(wrapper=True)

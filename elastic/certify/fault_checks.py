@@ -37,7 +37,7 @@ FREED = Bound(
 )
 LOSS = Bound(
     "worst_loss_difference",
-    "tests/e2e/runs.py holds 5e-4 (absolute, float32) over a whole run of AdamW that was resized",
+    "tests/support/e2e/runs.py holds 5e-4 (absolute, float32) over a whole run of AdamW that was resized",
     most=5e-4,
 )
 NONE_LOST = Bound("steps_lost", "a change that is known beforehand costs no step", most=0)

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cluster.borrowed import Borrowed
 from support.cluster.stage import FAKE, Stage
 from support.places import TESTS
 
-from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.cluster.local import LocalCluster
 from elastic.types import Pool
 
 SPOT = Pool("spot", market_type="spot", gpus_per_node=1, max_nodes=3, notice_s=5.0)
-
-
-@dataclass
-class Borrowed:
-    """A LocalCluster that outlives the backend which closes it: only the nodes that were started through it end."""
-
-    cluster: LocalCluster
-    started: list[str] = field(default_factory=list)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.cluster, name)
-
-    def add(self, order: NodeOrder) -> Any:
-        self.started.append(order.name)
-        return self.cluster.add(order)
-
-    def close(self) -> None:
-        for name in self.started:
-            self.cluster.kill(name).result(60)
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from support.cluster.borrowed import Borrowed
 from support.places import PROGRAMS
 from support.reference import train_alone
 
 from elastic import api
+from elastic.cluster import local
+from elastic.cluster.local import LocalCluster
 from elastic.ledger.journal import Line, read
 from elastic.program import load_program
 from elastic.types import (
@@ -92,28 +96,31 @@ def plans(lines: list[Line]) -> list[Plan]:
 
 @contextmanager
 def slow_until_grown(journal: Path, slow: Path) -> Iterator[None]:
-    """From a drill's `add` until a plan with the new node is ordered, steps are slow: however long a node takes to start on
-    this machine, the run is still at it."""
+    """From each `add` of a drill until a plan with the new node is ordered, steps are slow: however long a node takes to start
+    on this machine, the run is still at it. `slow`: the file that the nodes' SLOW names, unless they stand already."""
     ended = threading.Event()
+    before = os.environ.setdefault(SLOW, str(slow)) != str(slow)
+    file = Path(os.environ[SLOW])
 
     def follow() -> None:
         while not ended.wait(0.1):
             lines = read(journal) if journal.is_file() else []
-            asked = any("add" in e.drill for e in events(lines, DrillAsked))
-            if asked and all(plan.cause != "growth" for plan in plans(lines)):
-                slow.touch()
+            asked = sum("add" in e.drill for e in events(lines, DrillAsked))
+            if asked > sum(plan.cause == "growth" for plan in plans(lines)):
+                file.touch()
             else:
-                slow.unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
 
     thread = threading.Thread(target=follow)
-    os.environ[SLOW] = str(slow)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-        del os.environ[SLOW]
+        file.unlink(missing_ok=True)
+        if not before:
+            del os.environ[SLOW]
 
 
 @cache
@@ -122,16 +129,22 @@ def alone(steps: int) -> tuple[float, ...]:
     return tuple(train_alone(program, {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, steps))
 
 
-def run(folder: Path, name: str = "run") -> tuple[dict[str, Any], list[Line]]:
-    """Runs the job to its end; gives its summary and its journal. Nothing that it started is left."""
+def run(folder: Path, name: str = "run", on: LocalCluster | None = None) -> tuple[dict[str, Any], list[Line]]:
+    """Runs the job to its end; gives its summary and its journal. Nothing that it started is left. `on`: an embedded cluster
+    that stands already and goes on; None = one of the run's own."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     os.environ[MARK] = mark  # inherited by all that the run starts
-    result = api.run(folder, options=api.Options(run_name=name, local=True, show=False))
+    stood = set(on.pids()) if on is not None else set()
+    with pytest.MonkeyPatch.context() as patch:
+        if on is not None:
+            patch.setattr(local, "LocalCluster", lambda python_path: Borrowed(on))
+        result = api.run(folder, options=api.Options(run_name=name, local=True, show=False))
     lines = read(result.folder / "journal.jsonl")
     deadline = time.monotonic() + 60
-    while (left := processes(mark)) and time.monotonic() < deadline:
+    left = lambda: processes(mark) | (set(on.pids()) - stood if on is not None else set())  # noqa: E731
+    while left() and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not left, f"processes are left: {[_command(pid) for pid in left]}"
+    assert not left(), f"processes are left: {[_command(pid) for pid in left()]}"
     return result.summary, lines
 
 
