@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv run test bench race proven lint clean
+.PHONY: help venv run test test-unit test-all bench race proven lint clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV ?= .venv
@@ -19,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 venv: $(STAMP)  ## create the virtual environment (once)
 
@@ -30,17 +30,19 @@ $(STAMP): pyproject.toml constraints.txt deploy/install.sh
 run: $(STAMP)  ## the main job on this machine: real text, several Ray nodes, drills
 	$(BIN)/elastic run jobs/quickstart
 
-test: lint  ## all tests that CI runs
-	$(BIN)/python -m pytest -q -m "not product and not gpu"
+test: $(STAMP)  ## what CI runs: lint, unit and end-to-end tests (under 15 minutes on two cores)
+	@$(BIN)/python tests/tiers.py lint unit e2e $(if $(RECORD),--record)
+
+test-unit: $(STAMP)  ## tests that need neither Ray nor another process (under 3 minutes)
+	@$(BIN)/python tests/tiers.py unit $(if $(RECORD),--record)
+
+test-all: $(STAMP)  ## everything there is (under an hour); writes what it saw into docs/proven.md
+	@$(BIN)/python tests/tiers.py lint unit e2e whole --record
 
 lint: $(STAMP)  ## ruff, mypy --strict, import contracts
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-cache >/dev/null || { $(BIN)/lint-imports --no-cache; exit 1; }
+	@$(BIN)/python tests/tiers.py lint
 
-bench: $(STAMP)  ## full products of cases and the benchmarks
-	$(BIN)/python -m pytest -q -m "product" --ignore=tests/bench
+bench: $(STAMP)  ## the benchmarks (hours; `--smoke` of each takes seconds)
 	@failed=; for bench in planner overhead copies reshard checkpoint recovery unequal sickness; do echo "tests/bench/$$bench.py"; $(BIN)/python tests/bench/$$bench.py --json || failed=1; done; [ -z "$$failed" ]
 
 race: $(STAMP)  ## race against Ray Train and torchrun (about 17 minutes; draws race.png)

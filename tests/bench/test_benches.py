@@ -12,7 +12,7 @@ import pytest
 
 from elastic.cluster import processes
 
-pytestmark = pytest.mark.product
+pytestmark = pytest.mark.whole
 HERE = Path(__file__).resolve().parent
 
 

@@ -147,7 +147,7 @@ def test_the_tables_go_between_the_marks() -> None:
     assert race.BEGIN in (race.ROOT / "README.md").read_text()
 
 
-@pytest.mark.product
+@pytest.mark.whole
 def test_a_short_race() -> None:
     words = [sys.executable, str(Path(race.__file__)), "--courses", "events", "--contenders", "elastic", "torchrun", "--json"]
     process = subprocess.Popen(words, text=True, stdout=subprocess.PIPE)

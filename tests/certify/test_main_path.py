@@ -152,7 +152,7 @@ def test_where_it_can_be_run() -> None:
     assert [pool["max_nodes"] for pool in pools_of(Place("cpu-gloo", 4, ray=True))] == [2, 1]
 
 
-@pytest.mark.product  # tests/certify/test_on_a_cluster.py has one that CI runs
+@pytest.mark.whole  # tests/certify/test_on_a_cluster.py has one that CI runs
 def test_a_real_run(tmp_path: Path) -> None:
     done = Tasks(lambda check: None)
     began = time.monotonic()

@@ -132,7 +132,7 @@ def test_torchrun_for_real() -> None:
     assert found["torchrun"].figures["ranks"] == 2
 
 
-@pytest.mark.ray
+@pytest.mark.e2e
 def test_a_loop_script_without_its_driver_for_real() -> None:
     with Lab(Place("cpu-gloo", 2, ray=True)) as lab:
         found = run(ways_in.tasks(lab)[0])
@@ -142,7 +142,7 @@ def test_a_loop_script_without_its_driver_for_real() -> None:
     assert "2 Ray nodes of its own on this host" in found[ways_in.DRIVER].where
 
 
-@pytest.mark.product
+@pytest.mark.whole
 def test_ray_train_and_a_plain_script_for_real() -> None:
     with Lab(Place("cpu-gloo", 2, ray=True)) as lab:
         found = {name: check for task in ways_in.tasks(lab)[2:] for name, check in run(task).items()}

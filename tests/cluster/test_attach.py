@@ -28,7 +28,7 @@ from elastic.types import (
     WorkerId,
 )  # fmt: skip
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 Make = Callable[..., Stage]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.cluster.autoscaled import Autoscaled, not_allowed
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from elastic.cluster import _ray_private, processes
 from elastic.ledger.journal import Line, read
 from elastic.types import CopyStored, StepDone, WorkerFailed
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 GCS, REDIS, STEPS, PEER_EVERY = 6379, 6390, 400, 4
 ADDRESS = f"127.0.0.1:{GCS}"
 POOL = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 2}
@@ -180,7 +180,7 @@ def test_with_redis_training_goes_on(folder: Path) -> None:
     assert not [event for event in events(lines, CopyStored) if event.copy.kind == "durable" and event.copy.step < STEPS]
 
 
-@pytest.mark.product
+@pytest.mark.whole
 def test_without_redis_a_supervised_start_resumes_from_the_newest_copy(folder: Path) -> None:
     cluster = Cluster(folder, redis=False)
     try:

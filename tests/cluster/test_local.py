@@ -18,7 +18,7 @@ from elastic.cluster import processes
 from elastic.cluster.local import LocalCluster, NodeOrder
 from elastic.errors import InternalError
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 
 DRIVER = """
 import json, sys, time

@@ -70,13 +70,13 @@ def own_cluster(tmp_path: Path) -> Iterator[str]:
     read_environment_again()
 
 
-@pytest.mark.ray
+@pytest.mark.e2e
 def test_a_node_measures_itself(own_cluster: str) -> None:
     ((kind, found),) = measured(own_cluster, WANTED).items()
     assert kind == "CPU" and found["host"] and found["flop_per_s"]["float32"] > 1e8 and found["crowded"]
 
 
-@pytest.mark.ray
+@pytest.mark.e2e
 def test_what_goes_wrong_there_is_told_here(own_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(wanted: Wanted) -> Any:
         raise InternalError("measuring process 0 ended with 1: no memory")

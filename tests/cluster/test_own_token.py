@@ -20,7 +20,7 @@ import ray
 from elastic.cluster import own_token
 from elastic.cluster.local import LocalCluster, NodeOrder
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 TOKEN = "RAY_AUTH_TOKEN_PATH"
 OVERWRITE = """

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.cluster import _ray_private, processes
 from elastic.cluster.local import HOST, LocalCluster, NodeOrder
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 
 
 def test_drain_shows_among_the_draining_nodes(cluster: LocalCluster, tmp_path: Path) -> None:

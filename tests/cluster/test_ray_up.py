@@ -11,8 +11,8 @@ from support.cluster.autoscaled import Inside
 from support.cluster.aws_hosts import SETUP, missing
 from support.places import TESTS
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
-LONG = [pytest.param(scene, marks=pytest.mark.product) for scene in ("killed", "cut")]  # minutes each
+pytestmark = pytest.mark.e2e
+LONG = [pytest.param(scene, marks=pytest.mark.whole) for scene in ("killed", "cut")]  # minutes each
 
 
 @pytest.fixture(scope="module")

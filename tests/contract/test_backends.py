@@ -52,7 +52,7 @@ JOB: dict[str, Any] = {
 MOST_S = 300.0
 
 
-@pytest.fixture(params=["simulator", pytest.param("ray", marks=[pytest.mark.ray])])
+@pytest.fixture(params=["simulator", pytest.param("ray", marks=[pytest.mark.e2e])])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
     if request.param == "simulator":
         yield SimBackend((POOL,), JOB)

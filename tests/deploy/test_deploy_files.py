@@ -246,7 +246,7 @@ def test_what_the_image_copies_is_enough_to_install_the_package(tmp_path: Path) 
     assert int(said.split()[1]) > 80  # the tables came along
 
 
-@pytest.mark.product
+@pytest.mark.whole
 def test_the_images_install_commands_run_in_a_fresh_environment(tmp_path: Path) -> None:
     """Minutes, and hundreds of megabytes from pip's index. Without a GPU the build of torch for CPUs will do, where pip sees
     one: that with CUDA is gigabytes."""

@@ -65,7 +65,7 @@ def test_program_that_raises(shell: Shell) -> None:
     refused(shell, "it must define `program = elastic.Program(...)`; found int", "run", name)
 
 
-@pytest.mark.ray
+@pytest.mark.e2e
 def test_unreadable_corpus(shell: Shell) -> None:
     name = shell.job(program="program.py")
     tiny = PROGRAMS / "tiny.py"
@@ -73,7 +73,7 @@ def test_unreadable_corpus(shell: Shell) -> None:
     refused(shell, "/nowhere/corpus", "run", name, call=Shell.call)
 
 
-@pytest.mark.ray
+@pytest.mark.e2e
 def test_run_of_another_model(shell: Shell) -> None:
     folder = shell.root / "elastic_runs" / "mine"
     model = ModelProfile(4, 4, (TensorSpec("another.weight", (2, 2), "float32"),))

@@ -22,7 +22,7 @@ from elastic.storage import open_storage
 from elastic.types import CopyStored, NodePrepared, PlanEntered, StepDone
 from elastic.worker import durable
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 
 
 def events(shell: Shell, run: str, kind: type) -> list[Any]:

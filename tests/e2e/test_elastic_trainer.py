@@ -25,7 +25,7 @@ from elastic.program import load_program
 from elastic.types import DrillAsked
 
 ray_train = pytest.importorskip("ray.train")
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 STEPS = 80
 
 

@@ -9,7 +9,7 @@ from support.e2e.runs import PROGRAM, SOON_S, events, job, run, went_on_as_if_no
 
 from elastic.types import PlanEntered, StepDone
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 
 
 def test_loss_during_a_transition(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from support.e2e.shell import ROOT, Shell, children, last_line, until
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 RAY = Path(sys.executable).with_name("ray")
 
 

@@ -17,7 +17,7 @@ NODES = {
     "layout": {"4": "dp_shard=2,tp=2", "2": "dp_shard=2"},
     "pools": [{"name": "spot", "market_type": "spot", "gpus_per_node": 2, "max_nodes": 2}],
 }
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 
 
 def test_a_run_in_object_storage(shell: Shell, s3: S3Storage, proxy: FaultyProxy, tmp_path: Path) -> None:

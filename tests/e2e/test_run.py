@@ -24,7 +24,7 @@ class Slow:  # 0.2 s a step on one worker; ten times that while a node is added
         return self.inner[index]
 program = dataclasses.replace(base, dataset=Slow)
 """
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 
 
 def test_a_run_with_a_kill_and_growth(shell: Shell) -> None:

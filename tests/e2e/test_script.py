@@ -13,7 +13,7 @@ from support.e2e.shell import PROGRAMS, Shell, last_line, until
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import read
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 SCRIPT = str(PROGRAMS / "plain_ddp.py")
 POOLS = [
     {"name": "spot", "market_type": "spot", "max_nodes": 2, "usd_per_node_h": 3.6},

@@ -23,7 +23,7 @@ from support.places import ROOT
 from elastic.sim.replay import replay
 from elastic.types import DigestChecked, DrillAsked, StepDone
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 JOBS = ROOT / "jobs"
 STEPS, SEED = 90, 5
 PAUSE = f"""\

@@ -25,7 +25,7 @@ from elastic import api
 from elastic.cluster.local import LocalCluster, NodeOrder
 from elastic.ledger.journal import read
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 SEED = 20
 POOL = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 6, "notice_s": 12}
 SHARDS = {n: f"dp_shard={n}" for n in (6, 5, 4, 3, 2, 1)}
@@ -91,7 +91,7 @@ def test_twenty_events(tmp_path: Path, before: Before) -> None:
     soak(int(os.environ.get("ELASTIC_SOAK_SEED", SEED)), 20, SHARDS, tmp_path, before)
 
 
-@pytest.mark.product
+@pytest.mark.whole
 @pytest.mark.timeout(3600)
 def test_two_hundred_events(tmp_path: Path, before: Before) -> None:
     soak(int(os.environ.get("ELASTIC_SOAK_SEED", SystemRandom().randrange(10**6))), 200, MIXED, tmp_path, before)

@@ -24,7 +24,7 @@ from elastic.ledger.journal import Line
 from elastic.sim.replay import replay
 from elastic.types import Abort, DrillAsked, NodePrepared, Silent, WrongNumbers
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.e2e
 
 
 def test_a_day_on_spot(embedded: LocalCluster, tmp_path: Path) -> None:

@@ -37,8 +37,9 @@ class Durations:
             self.unmarked[report.nodeid] = report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        known = read(RECORD)
         if config.getoption("--record-durations"):
-            write(RECORD, merged(read(RECORD), by_record(self.seconds)))
+            write(RECORD, merged(known, by_record(self.seconds)))
             terminalreporter.write_line(f"seconds per test: {RECORD.relative_to(TESTS.parent)} has them")
         if len(self.seconds) < 2 * SLOWEST:
             return
@@ -48,7 +49,7 @@ class Durations:
             say(f"{total:8.1f} s  {n:5} tests  {folder}")
         for name, took_s in sorted(self.seconds.items(), key=lambda item: -item[1])[:SLOWEST]:
             say(f"{took_s:8.1f} s  {name}")
-        for line in slower(self.unmarked, read(RECORD)):
+        for line in slower(self.unmarked, known):
             say(line, yellow=True)
         for name, took_s in self.unmarked.items():
             if took_s > UNMARKED_S:

@@ -131,13 +131,13 @@ def test_numbers_of_logits_that_are_cut_are_added_up_by_all_tp_ranks(pool: Pool,
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
-@pytest.mark.product
+@pytest.mark.whole
 @pytest.mark.parametrize("case", product(), ids=str)
 def test_product(pool: Pool, tmp_path: Path, case: Case) -> None:
     check(case, run(pool, case, tmp_path))
 
 
-@pytest.mark.product
+@pytest.mark.whole
 def test_three_axes(tmp_path: Path) -> None:
     """On eight processes."""
     pool = Pool(8)

@@ -184,7 +184,7 @@ def test_a_kill_while_a_copy_is_on_its_way(pool: FaultyPool, tmp_path: Path) -> 
     assert driver.told(CopyStored)
 
 
-@pytest.mark.product
+@pytest.mark.whole
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["before", "after"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -201,7 +201,7 @@ def test_a_kill_at_every_collective(pool: FaultyPool, tmp_path: Path, layout: La
             assert entered.resume.step >= AT - PEER_EVERY, f"{kind} {name} ({at})"
 
 
-@pytest.mark.product
+@pytest.mark.whole
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_kill_in_the_middle_of_a_commit(pool: FaultyPool, tmp_path: Path, layout: Layout) -> None:
     """At a time of its own within the all-reduce: what each rank has heard by then is left to chance."""

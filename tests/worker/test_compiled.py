@@ -62,7 +62,7 @@ def test_each_block_is_compiled_and_what_was_is_forgotten_first(monkeypatch: pyt
     assert all("forward" in vars(block) for block in blocks)
 
 
-@pytest.mark.product
+@pytest.mark.whole
 @pytest.mark.timeout(1800)
 def test_compiled_blocks_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny.py", steps=60) | {"compile": True}

@@ -77,7 +77,7 @@ def test_killed_at_every_fourth_point(tmp_path: Path) -> None:
     check_kills(found)
 
 
-@pytest.mark.product
+@pytest.mark.whole
 def test_killed_at_every_point(tmp_path: Path) -> None:
     found = killed_everywhere(tmp_path, 1)
     print(f"killed at {len(found)} points: {found}")

@@ -52,7 +52,7 @@ def layouts_of(expect: dict[str, str], world: range) -> list[Layout]:
 
 def params() -> list[Any]:
     names = chained()
-    return [pytest.param(name, marks=() if i < IN_CI else pytest.mark.product) for i, name in enumerate(names)]
+    return [pytest.param(name, marks=() if i < IN_CI else pytest.mark.whole) for i, name in enumerate(names)]
 
 
 @pytest.mark.parametrize("name", params())

@@ -53,7 +53,7 @@ def test_losses_are_those_of_one_process(pool: Pool, tmp_path: Path, name: str) 
     follow(pool, tmp_path, name, COVER[name])
 
 
-@pytest.mark.product
+@pytest.mark.whole
 @pytest.mark.parametrize("name", COVER)
 def test_losses_are_those_of_one_process_in_every_layout(pool: Pool, tmp_path: Path, name: str) -> None:
     tps = (1,) if name == "hf_gpt2.py" else (1, 2)

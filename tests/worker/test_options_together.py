@@ -41,7 +41,7 @@ def test_two_optimizers(pool: Pool, tmp_path: Path, precision: str) -> None:
     assert [e.train_loss for e in got] == pytest.approx([e.train_loss for e in want], rel=near)
 
 
-COMPILED = pytest.param({"compile": True}, marks=pytest.mark.product)
+COMPILED = pytest.param({"compile": True}, marks=pytest.mark.whole)
 
 
 @pytest.mark.parametrize("more", [{"precision": "float16"}, COMPILED], ids=str)
