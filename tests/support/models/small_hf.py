@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-import transformers
 
 from elastic.models.huggingface import causal_lm
 from elastic.program import Program
+
+transformers = pytest.importorskip("transformers", reason="the models are of transformers (it is in the extra 'test')")
 
 
 def small(kind: str, **more: Any) -> Any:
