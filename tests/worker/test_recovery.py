@@ -61,7 +61,7 @@ def test_kill_without_notice(pool: Pool, tmp_path: Path, before: Layout, after: 
         assert new.resume.step >= max(copies), "more was lost than since the newest copy that was acknowledged"
         pool.quiesced(2, len(new.ranks))
         assert pool.pids[1:] == pids
-        loss_curve_agrees(pool, job)
+        loss_curve_agrees(pool, job, resumed=new.resume.step)
     finally:
         pool.revive()
 

@@ -6,6 +6,7 @@ import importlib
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,6 +53,8 @@ def _serve(pipe: Connection) -> None:
             serial, *arguments = arguments
             session = Session(*arguments)
             threading.Thread(target=forward, args=(session, serial), daemon=True).start()
+        elif name == "abort" and session is None:
+            continue  # one that was started anew
         elif name == "exit":
             os._exit(0)
         elif name == "patch":
@@ -92,7 +95,11 @@ class Pool:
         self.pids.insert(i, process.pid)
 
     def open(self, job: dict[str, Any], run: Path, per_node: int = 1, n: int | None = None) -> list[WorkerId]:
-        """New sessions for a job; the processes stay."""
+        """New sessions for a job; the processes stay. What still runs is broken off: else it would wait for those that are through
+        with it until the groups' timeout."""
+        for pipe in self.pipes if self.stores else ():
+            with suppress(OSError):
+                pipe.send(("abort", (max(self.stores),)))
         self.serial += 1
         self.log.clear()
         self.stores.clear()
