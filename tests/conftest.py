@@ -65,6 +65,21 @@ def skipped_without_its_package() -> Generator[None, object, object]:
         pytest.skip(f"{missing[0]} is not installed (it is in the extra 'test')")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`sampled(n)`: n of a test's cases, evenly spread, run in `make test`; the others are of the whole tier."""
+    cases: dict[tuple[object, object], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    for found in cases.values():
+        (n,) = found[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        kept = {round(i * (len(found) - 1) / max(n - 1, 1)) for i in range(n)}
+        for i, item in enumerate(found):
+            if i not in kept:
+                item.add_marker(pytest.mark.whole)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What it makes stays to the end: looking for garbage among it took a seventh of its time, and some of every test's."""

@@ -68,6 +68,7 @@ def test_one_worker_has_nothing_to_be_compared() -> None:
     assert LayoutCheck(None).result() is None
 
 
+@pytest.mark.e2e
 def test_an_answer_is_kept_until_a_file_of_the_program_changes(program: Path) -> None:
     question = asked(program, layout="dp_shard=2")
     first = LayoutCheck(question)
@@ -88,6 +89,7 @@ def test_an_answer_is_kept_until_a_file_of_the_program_changes(program: Path) ->
     assert LayoutCheck(question).known == found
 
 
+@pytest.mark.e2e
 def test_what_may_have_been_the_machine_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLACE, str(tmp_path / "kept"))
     text = (FOREIGN / "residual_outside.py").read_text()
@@ -102,6 +104,7 @@ def test_what_may_have_been_the_machine_is_not_kept(tmp_path: Path, monkeypatch:
     assert not list((tmp_path / "kept").glob("*.json"))
 
 
+@pytest.mark.e2e
 def test_a_broken_answer_is_asked_for_again(program: Path, tmp_path: Path) -> None:
     question = asked(program, layout="dp_shard=2")
     first = LayoutCheck(question)
@@ -125,6 +128,7 @@ def test_closing_it_early_leaves_nothing(program: Path) -> None:
     check.close()
 
 
+@pytest.mark.e2e
 def test_where_nothing_is_found_out_blocks_are_not_spread(program: Path) -> None:
     program.write_text("import time; time.sleep(60)\n")
     check = LayoutCheck(asked(program))

@@ -47,7 +47,7 @@ def test_groups_that_take_long_fail() -> None:
     assert _groups([0.1, most_s * 1.1, 9.0], 4).verdict == "fail"
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_layouts_abort_and_story_pass_without_a_fault() -> None:
     with lab_of("") as lab:
         found = run(layout_checks.task(lab)) | run(fault_checks.abort_task(lab)) | run(fault_checks.story_task(lab))
@@ -62,6 +62,8 @@ def test_layouts_abort_and_story_pass_without_a_fault() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 class TestFaults:
+    @pytest.mark.e2e
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("fault", ["WrongLoss", "LeavesOutSteps"])
     def test_wrong_losses_and_missing_steps_fail_every_layout(self, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(layout_checks, "all_layouts", lambda n: fault_checks.layouts(n)[:2])
@@ -73,12 +75,15 @@ class TestFaults:
         said = "worst_loss_difference is 0.001" if fault == "WrongLoss" else "steps [1, 3, 4] were done, not 1 to 4"
         assert all(said in check.why for check in layouts)
 
+    @pytest.mark.whole
     def test_a_slow_abort_fails(self) -> None:
         with lab_of("SlowAbort") as lab:
             found = run(fault_checks.abort_task(lab))
         assert verdicts(found) == {"fail"}
         assert all("freed_s is" in check.why and check.figures["freed_s"] >= 3.0 for check in found.values())
 
+    @pytest.mark.e2e
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize(
         ("fault", "failing", "said"),
         [
@@ -93,6 +98,7 @@ class TestFaults:
         assert all(found[name].verdict == "fail" and said in found[name].why for name in failing), found
         assert "pass" not in verdicts(found)
 
+    @pytest.mark.whole
     def test_a_slow_change_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fault_checks.Story, "cold_s", property(lambda self: 1e-3, lambda self, value: None), raising=False)
         with lab_of("") as lab:
@@ -100,6 +106,7 @@ class TestFaults:
         assert verdicts(found) == {"fail"}
         assert all("pause_vs_cold_start" in check.why for check in found.values())
 
+    @pytest.mark.e2e
     def test_moves_with_other_content_and_slow_moves_fail(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(move_checks, "wire", lambda place, limit: 1000.0)
         with lab_of("OtherContent") as lab:
@@ -108,6 +115,7 @@ class TestFaults:
         assert "content_equal is 0" in check.why
         assert "rate_vs_bare" in check.why
 
+    @pytest.mark.whole
     def test_moves_pass_without_a_fault(self) -> None:
         with lab_of("") as lab:
             (check,) = run(move_checks.task(lab)).values()
@@ -115,6 +123,7 @@ class TestFaults:
         assert check.figures["bytes"] > move_checks.MOVED_LEAST_BYTES
         assert check.figures["bare_gb_per_s"] > 0
 
+    @pytest.mark.whole
     def test_slow_steps_fail(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(speed_checks.bare_runs, "train", lambda place, n, limit: [0.05] * n)
         with lab_of("SlowSteps") as lab:

@@ -54,7 +54,7 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
         assert not shown.out
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_it_needs_neither_ray_nor_pydantic() -> None:
     names = [f"elastic.certify.{file.stem}" for file in (ROOT / "elastic" / "certify").glob("*.py") if file.stem[0] != "_"]
     assert len(names) > 15
@@ -149,7 +149,7 @@ def test_with_hardly_any_time_nothing_is_run_and_that_is_no_success(tmp_path: Pa
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_ctrl_c_ends_all_processes_and_prints_what_was_found(tmp_path: Path) -> None:
     mark = f"certify-{os.getpid()}"
     words = [sys.executable, "-m", "elastic.certify", "--no-ray", "--gpus", "2", "--storage", str(tmp_path / "s")]

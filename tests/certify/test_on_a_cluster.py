@@ -95,7 +95,7 @@ def cluster() -> Iterator[tuple[str, list[int]]]:
             yield made.address, [int(answer.result(180)["pid"]) for answer in starting]
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 class TestReal:
     def test_certify_runs_there_and_leaves_it_as_it_was(self, cluster: tuple[str, list[int]], tmp_path: Path) -> None:
         address, raylets = cluster

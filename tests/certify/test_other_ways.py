@@ -93,7 +93,7 @@ def _nested() -> list[Path]:
     return [p for p in Path("/proc").iterdir() if p.name.isdigit() and "certify-nested" in processes.command(int(p.name))]
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_command_ends_with_its_time_and_says_why_it_failed(tmp_path: Path) -> None:
     setting = child.Setting(tmp_path, {"A_NAME": "x"})
     code = "import os; print('{\"a\": \"' + os.environ['A_NAME'] + '\"}')"
@@ -123,7 +123,7 @@ def run(task: Any) -> dict[str, Any]:
     return {check.name: check for check in done.checks}
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_torchrun_for_real() -> None:
     with Lab(Place("cpu-gloo", 2)) as lab:
         (task,) = ways_in.tasks(lab)
@@ -132,7 +132,7 @@ def test_torchrun_for_real() -> None:
     assert found["torchrun"].figures["ranks"] == 2
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 def test_a_loop_script_without_its_driver_for_real() -> None:
     with Lab(Place("cpu-gloo", 2, ray=True)) as lab:
         found = run(ways_in.tasks(lab)[0])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.cluster.autoscaled import Autoscaled, not_allowed
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.whole
 
 
 @pytest.fixture(scope="module")

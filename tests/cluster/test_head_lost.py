@@ -23,7 +23,7 @@ from elastic.cluster import _ray_private, processes
 from elastic.ledger.journal import Line, read
 from elastic.types import CopyStored, StepDone, WorkerFailed
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.whole
 GCS, REDIS, STEPS, PEER_EVERY = 6379, 6390, 400, 4
 ADDRESS = f"127.0.0.1:{GCS}"
 POOL = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 2}

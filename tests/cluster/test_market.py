@@ -233,7 +233,7 @@ def test_a_ticker_whose_endpoint_hangs_keeps_nobody_waiting(aws: AwsEndpoint) ->
     assert time.monotonic() - began_s < 30
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_moto_speaks_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another imitation of EC2 than ours: one price for all."""
     from moto.server import ThreadedMotoServer

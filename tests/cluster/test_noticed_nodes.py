@@ -20,7 +20,7 @@ from elastic.cluster.local import LocalCluster, NodeOrder
 from elastic.ledger.journal import read
 from elastic.types import DrainNode, NodeWarned, Notice, StepDone
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.whole
 STEPS, AT_STEP, IN_S = 60, 10, 14
 ENDPOINT = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 

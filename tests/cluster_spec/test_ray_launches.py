@@ -50,6 +50,7 @@ def filled_in(file: Path, account: dict[str, str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_every_node_type_is_launched_as_it_is_written(file: Path, account: dict[str, str]) -> None:
     from ray.autoscaler._private.aws.node_provider import AWSNodeProvider

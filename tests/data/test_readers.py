@@ -90,7 +90,7 @@ def test_the_same_batches_as_without(text_job: dict[str, Any], started: list[Rea
     assert not any(alive(pid) for pid in pids)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_killed_process_is_told_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Readers | Loader]
 ) -> None:

@@ -217,7 +217,7 @@ def test_the_image_runs_as_nobody_special_and_copies_what_is_there() -> None:
             assert all((ROOT / source).exists() for source in sources), words
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_what_the_image_copies_is_enough_to_install_the_package(tmp_path: Path) -> None:
     """Its last install command, without the packages that this one needs, from the files that it sees."""
     if int(version("setuptools").split(".")[0]) < 77:

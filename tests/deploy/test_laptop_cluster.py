@@ -22,7 +22,7 @@ from support.places import ROOT
 from elastic.ledger.journal import Line, read
 from elastic.types import NodeReady, RequestFailed, StepDone
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.whole
 SCRIPT = str(ROOT / "deploy" / "laptop_cluster.sh")
 FILE = str(ROOT / "cluster_configs" / "laptop.yaml")
 QUICK = {"eval_every": 0, "durable_every": 0, "max_nodes": 1}  # the floor of the file: one node on demand

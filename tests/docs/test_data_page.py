@@ -110,7 +110,7 @@ def test_the_cut_of_unequal_samples_is_what_the_page_says(folder: Path) -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.timeout(180)
 def test_the_job_with_unequal_samples_runs(folder: Path) -> None:
     unequal(folder)

@@ -61,7 +61,7 @@ def test_unequal_gpus_get_what_the_table_says() -> None:
         assert not found.rejected or f"not {found.rejected[0]}" in PAGE
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_the_command_has_the_losses_of_one_rank(folder: Path) -> None:
     command = block("sh").split()
     assert command[0] == "torchrun"

@@ -127,7 +127,7 @@ def test_every_field_of_ray_train_is_on_the_page() -> None:
 # ------------------------------------------------------------------------------------------------ the scripts
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 def test_fit_through_a_kill_then_a_plain_ray_train_job_then_back(folder: Path) -> None:
     """ElasticTrainer -> TorchTrainer -> ElasticTrainer, on one curve of losses."""
     change(folder, "fit.py", '"steps": 200', '"drill": [{"at_step": 40, "kill": "any"}], "steps": 200')
@@ -146,7 +146,7 @@ def test_fit_through_a_kill_then_a_plain_ray_train_job_then_back(folder: Path) -
     assert off_by(resumed, plain[10:]) < TOLERANCE
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 def test_the_train_function_through_a_kill_a_notice_and_a_growth(folder: Path) -> None:
     """The page's script as it is, but for a drill, and a pause in each step in which nodes can come and go."""
     drill = [
@@ -170,7 +170,7 @@ def test_the_train_function_through_a_kill_a_notice_and_a_growth(folder: Path) -
     assert {t["cause"] for t in report["transitions"]} >= {"start", "notice", "loss", "growth"}
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 def test_a_job_inside_a_torch_trainer(folder: Path) -> None:
     spec = {
         "name": "tiny",
@@ -195,7 +195,7 @@ def test_a_job_inside_a_torch_trainer(folder: Path) -> None:
     assert path.startswith(str(folder / "out" / "ray" / "hosted"))
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 def test_rows_of_a_ray_data_dataset_have_the_losses_of_the_dataset_itself(folder: Path) -> None:
     loss = float(last_word(run(folder, "rows.py", str(folder / "out"))))
     assert abs(loss - alone(20, 1.0)[-1]) < TOLERANCE
@@ -204,7 +204,7 @@ def test_rows_of_a_ray_data_dataset_have_the_losses_of_the_dataset_itself(folder
     assert sorted(index["columns"]) == ["input", "target"]
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 def test_the_script_before_it_was_changed_is_one_that_ray_train_runs(folder: Path) -> None:
     change(
         folder, "sums.py", "    trainer = ", "    import ray\n    ray.init(num_cpus=3, include_dashboard=False)\n    trainer = "

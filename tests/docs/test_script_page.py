@@ -41,7 +41,7 @@ def test_the_page_names_the_keys_and_the_bound() -> None:
     assert f"within {START_S:.0f} s" in PAGE
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 def test_the_command_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "drill.yaml").write_text("- {at_step: 12, kill: any-spot}\n")

@@ -109,6 +109,7 @@ def test_on_a_cluster_a_new_driver_attaches(on_cluster: Shell) -> None:
     until(lambda: not any(processes.started(pid) for pid in pids), what="the end of the workers")
 
 
+@pytest.mark.whole
 def test_the_driver_and_a_node_are_lost_at_once(on_cluster: Shell) -> None:
     """The next driver finds the survivors waiting and goes on from the copies in their memory: nothing was ever stored."""
     shell = on_cluster

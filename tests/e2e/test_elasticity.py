@@ -12,6 +12,7 @@ from elastic.types import PlanEntered, StepDone
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.whole
 def test_loss_during_a_transition(tmp_path: Path) -> None:
     """A node is killed at the step at which another one gets its notice."""
     drill = [{"at_step": 25, "notice": "rank:2", "deadline_s": SOON_S}, {"at_step": 25, "kill": "rank:4"}]

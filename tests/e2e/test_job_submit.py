@@ -63,6 +63,7 @@ def _ended(pids: list[int]) -> list[int]:
     return pids
 
 
+@pytest.mark.whole
 def test_a_submitted_job(shell: Shell, dashboard: str) -> None:
     run = [sys.executable, "-m", "elastic", "run", "jobs/quickstart", "--set", "steps=15", "--run-name", "sent", "--json"]
     words = [RAY, "job", "submit", "--address", dashboard, "--working-dir", ".", "--", *run, "--storage", str(shell.root)]
@@ -77,6 +78,7 @@ def test_a_submitted_job(shell: Shell, dashboard: str) -> None:
     assert not [pid for pid in children(shell.environment["ELASTIC_TEST_MARK"]) if _is_worker(pid)]
 
 
+@pytest.mark.whole
 def test_a_submitted_script_that_is_restarted(shell: Shell, dashboard: str) -> None:
     (shell.root / "state").mkdir()
     pools = "pools=[{name: all, max_nodes: 1, gpus_per_node: 2}]"

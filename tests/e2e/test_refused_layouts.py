@@ -13,7 +13,7 @@ from elastic.sim.replay import replay
 from elastic.types import Probed, WorkerFailed, agree
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("program", "layout", "said"),
     [

@@ -78,6 +78,7 @@ def test_kill_and_notice_are_survived_by_restart_and_the_ledger_is_right(shell: 
     assert (code, out) == (2, "") and "run 'r' is done" in err
 
 
+@pytest.mark.whole
 def test_a_script_that_never_starts_its_group_and_one_with_an_error_of_its_own(shell: Shell) -> None:
     state = shell.root / "state"
     state.mkdir()
@@ -91,6 +92,7 @@ def test_a_script_that_never_starts_its_group_and_one_with_an_error_of_its_own(s
     assert len(last_line(out)["transitions"]) == 1
 
 
+@pytest.mark.whole
 def test_ray_trains_own_question_is_answered_and_ctrl_c_leaves_nothing(shell: Shell) -> None:
     script = shell.root / "asks.py"
     script.write_text(ASKS.replace("{FOLDER}", str(shell.root)))

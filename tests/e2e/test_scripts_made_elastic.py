@@ -88,6 +88,7 @@ def test_a_loop_like_nanogpts(tmp_path: Path) -> None:
     check(*elastic_run(script, []), alone)
 
 
+@pytest.mark.whole
 def test_a_fine_tuning_script_of_transformers(tmp_path: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -11,7 +11,7 @@ from elastic.ledger.journal import Line
 from elastic.sim.replay import replay
 from elastic.types import Abort, DrillAsked, Silent
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.whole
 
 
 def at_s(lines: list[Line], kind: type) -> float:

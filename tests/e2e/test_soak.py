@@ -87,6 +87,7 @@ def checked(transitions: list[dict[str, Any]], steps: int) -> list[dict[str, Any
     ]
 
 
+@pytest.mark.whole
 def test_twenty_events(tmp_path: Path, before: Before) -> None:
     soak(int(os.environ.get("ELASTIC_SOAK_SEED", SEED)), 20, SHARDS, tmp_path, before)
 

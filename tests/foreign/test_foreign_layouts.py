@@ -21,10 +21,11 @@ MOST_S = 900.0
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Name -> what was found of it."""
+def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Name -> what was found of it, for each program that a test of this session asks for."""
     out = tmp_path_factory.mktemp("layouts") / "found"
-    names = subjects.names()
+    found = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    names = [callspec.params["name"] for callspec in found if callspec is not None]
     asked = [{"job": JOB | {"program": str(subjects.path_of(name))}, "tps": [2]} for name in names]
     root = ROOT
     done = subprocess.run(
@@ -42,7 +43,8 @@ def refusal(found: dict[str, Any], axis: str) -> str:
     return str(found["structure"][f"no_{axis}"])
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", subjects.names())
 def test_each_layout_computes_the_same_or_is_closed(name: str, verdicts: dict[str, dict[str, Any]]) -> None:
     found, (_, expect) = verdicts[name], subjects.load(name)

@@ -50,7 +50,7 @@ def found_with(broken: str, name: str, axes: list[str], tmp_path: Path) -> dict[
     return dict(json.loads((tmp_path / "found").read_text()))
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("broken", "name", "axis", "says"),
     [

@@ -108,7 +108,7 @@ def table(found: dict[str, list[Run]]) -> dict[str, tuple[int, float]]:
     return rows
 
 
-@pytest.mark.parametrize("seeds", [range(9, 14), pytest.param(range(60), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(9, 14), pytest.param(range(60), marks=pytest.mark.whole)])
 def test_the_mix_meets_deadlines_that_spot_misses_for_less_than_on_demand(seeds: range) -> None:
     rows, n_markets = table(race(seeds)), len(seeds)
     (mix, usd), (spot, _), (fixed, fixed_usd) = rows["mix"], rows["spot alone"], rows["on demand alone"]

@@ -46,7 +46,7 @@ def test_cuda_is_asked_for_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -
     assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is of glibc")
 @pytest.mark.parametrize(("how", "least_mb", "most_mb"), [("settled", 230, 260), ("as it is", -10, 200)])
 def test_freed_blocks_go_back(how: str, least_mb: float, most_mb: float) -> None:

@@ -83,7 +83,7 @@ def follows(said: str, alone: list[float], first: int = 1) -> None:
     assert max(abs(found[step] - alone[step - 1]) for step in found) < 1e-4  # as many digits as are printed
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_one_process_trains_as_plain_torch_does_and_its_copies_are_read_by_dcp(tmp_path: Path, alone: list[float]) -> None:
     folder = job(tmp_path)
     code, last, said = run(1, folder)
@@ -105,7 +105,7 @@ def test_one_process_trains_as_plain_torch_does_and_its_copies_are_read_by_dcp(t
     assert "run 'tiny' is done (12 steps)" in said
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(tmp_path: Path, alone: list[float]) -> None:
     folder = job(tmp_path, program=str(SLOW), steps=200, durable_every=0)
     slow = train(load_program(SLOW), {"seed": 3, "global_batch": 12, "clip_grad_norm": 1.0}, 12).losses
@@ -132,7 +132,7 @@ def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(tmp_path: Path, a
     assert sorted(losses(said)) == list(range(at + 1, at + 5))
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_pipeline_and_replicas_have_the_same_losses(tmp_path: Path, alone: list[float]) -> None:
     """Also with loader processes; none of them is left."""
     code, last, said = run(4, job(tmp_path, data={"loader_workers": 1}), "--layout", "pp=2,dp_replicate=2")
@@ -142,7 +142,7 @@ def test_pipeline_and_replicas_have_the_same_losses(tmp_path: Path, alone: list[
     follows(said, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_damaged_copy_is_passed_over(tmp_path: Path, alone: list[float]) -> None:
     folder = job(tmp_path)
     assert run(1, folder, "--set", "steps=8")[0] == 0
@@ -271,7 +271,7 @@ def test_bad_input_is_one_line_and_code_2(
     assert len(shown.err.splitlines()) == 1, shown.err
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_no_ray_is_needed() -> None:
     code = (
         "import sys; sys.modules['ray'] = None\n"

@@ -117,11 +117,14 @@ def check(case: Case, steps: list[StepDone]) -> None:
     assert [e.tokens for e in steps] == want.tokens
 
 
+@pytest.mark.e2e
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_it_trains_as_one_process_does(pool: Pool, tmp_path: Path, case: Case) -> None:
     check(case, run(pool, case, tmp_path))
 
 
+@pytest.mark.e2e
 def test_numbers_of_logits_that_are_cut_are_added_up_by_all_tp_ranks(pool: Pool, tmp_path: Path) -> None:
     found = []
     for layout in ("tp=2", "dp_shard=2"):
@@ -148,6 +151,7 @@ def test_three_axes(tmp_path: Path) -> None:
         pool.close()
 
 
+@pytest.mark.e2e
 def test_live_to_and_from_parts_of_sequences(pool: Pool, tmp_path: Path) -> None:
     """And to and from several pipeline stages per rank."""
     layouts = ["dp_shard=4", "dp_shard=2,cp=2", "pp=2,cp=2,schedule=interleaved1f1b", "cp=2,tp=2", "dp_shard=3"]

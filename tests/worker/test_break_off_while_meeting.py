@@ -135,7 +135,7 @@ def dies() -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_peer_dies_between_its_address_and_its_connection(dies: subprocess.Popen[str]) -> None:
     """Which of two comes to the other follows from their addresses: in several trials both do."""
     assert dies.stdin is not None and dies.stdout is not None

@@ -71,6 +71,7 @@ def check_kills(found: list[tuple[str, int]]) -> None:
     assert commits == sorted(commits) and set(commits) == {20, 30}  # the marker is what makes the difference
 
 
+@pytest.mark.e2e
 def test_killed_at_every_fourth_point(tmp_path: Path) -> None:
     found = killed_everywhere(tmp_path, 4)
     assert len(found) >= 12
@@ -200,6 +201,8 @@ def test_blobs_are_zip_files(two: Path) -> None:
 HARM = ["unavailable", "slow_down", "internal", "reset", "short", "hang", "lost", "wrong", "wrong_sent"]
 
 
+@pytest.mark.e2e
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("harm", HARM)
 @pytest.mark.usefixtures("small_parts")
 def test_saving_and_loading_through_a_faulty_network(
@@ -226,6 +229,8 @@ def test_saving_and_loading_through_a_faulty_network(
     assert load_newest(s3) == (20, [])
 
 
+@pytest.mark.e2e
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("phase", ["write_shard", "commit"])
 @pytest.mark.usefixtures("small_parts")
 def test_credentials_that_expire(s3: Storage, proxy: object, phase: str) -> None:

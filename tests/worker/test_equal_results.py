@@ -172,7 +172,8 @@ def run(pool: Pool, job: dict[str, Any], folder: Path, layout: Layout) -> list[S
     return pool.events(StepDone)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("program", ["tiny.py", "tiny_dropout.py"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, Layout(dp_shard=2, cp=2)], ids=str)
 def test_the_check_leaves_no_trace(pool: Pool, tmp_path: Path, layout: Layout, program: str) -> None:
@@ -188,7 +189,8 @@ def test_the_check_leaves_no_trace(pool: Pool, tmp_path: Path, layout: Layout, p
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("see", [True, False], ids=["known", "loss"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_rank_that_computes_wrong_numbers_is_named(pool: Pool, tmp_path: Path, layout: Layout, see: bool) -> None:
@@ -257,7 +259,8 @@ def one_bit_flips() -> None:
     equal_results.EqualResults._ask = flips  # type: ignore[method-assign]
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_bit_that_flips_in_a_replica_is_found(pool: Pool, tmp_path: Path, victim: int) -> None:
     job = job_of("tiny.py", steps=1_000_000, global_batch=12) | {"check_numbers_every": 10}
@@ -277,7 +280,7 @@ def test_a_bit_that_flips_in_a_replica_is_found(pool: Pool, tmp_path: Path, vict
         pool.patch(worker, as_it_was)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_what_was_right_is_known_in_the_next_generation(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny.py", steps=40, global_batch=12) | {"check_numbers_every": 5}
     workers = pool.open(job, tmp_path)
@@ -294,7 +297,7 @@ def test_what_was_right_is_known_in_the_next_generation(pool: Pool, tmp_path: Pa
     pool.quiesced(2, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_what_a_check_costs(pool: Pool, tmp_path: Path) -> None:
     """Printed only: this machine may be shared."""
     layout = Layout(dp_shard=4)

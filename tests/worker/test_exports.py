@@ -118,7 +118,7 @@ def reference(program: Program, job: dict[str, Any]) -> list[float]:
     return train_alone(replace(program, model=build), job, job["steps"])
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers so
 def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
     """The frozen weights are in no checkpoint; transformers and peft read what comes out, alone and merged."""
@@ -151,7 +151,7 @@ def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(ids).logits, wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_exporting_needs_a_few_chunks(tmp_path: Path) -> None:
     """A model of about 200 MB; measured in a process of its own."""
     command = [sys.executable, str(TESTS / "support" / "worker" / "load_peak.py"), str(tmp_path), "export"]

@@ -55,6 +55,8 @@ def params() -> list[Any]:
     return [pytest.param(name, marks=() if i < IN_CI else pytest.mark.whole) for i, name in enumerate(names)]
 
 
+@pytest.mark.e2e
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", params())
 def test_a_chain_of_layouts(pool: Pool, tmp_path: Path, name: str) -> None:
     program, expect = subjects.load(name)

@@ -237,7 +237,7 @@ def bad_seed() -> int:
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_bad_steps_are_skipped_alike_in_every_layout(pool: Pool, tmp_path: Path) -> None:
     """One step without a number, one spike against a window that was begun in another layout: both are left out, the order of
     samples stays, and the state at the end is that of one process that leaves them out."""

@@ -47,7 +47,8 @@ def follow(pool: Pool, folder: Path, name: str, layouts: list[Layout], **more: i
     assert alone.losses[-1] < alone.losses[0] - 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", COVER)
 def test_losses_are_those_of_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
     follow(pool, tmp_path, name, COVER[name])
@@ -63,7 +64,7 @@ def test_losses_are_those_of_one_process_in_every_layout(pool: Pool, tmp_path: P
 VIT = str(ROOT / "jobs" / "vit_digits" / "program.py")
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_vision_transformer_on_real_digits(pool: Pool, tmp_path: Path) -> None:
     """No language model: pictures in, classes out, a plain parameter beside the modules; and a metric of its own."""
     pytest.importorskip("sklearn", reason="the job needs scikit-learn (it is in the extra 'test')")

@@ -25,7 +25,7 @@ def note_generations() -> None:
     (FOLDER / f"generations-{os.getpid()}").write_text(" ".join(map(str, numbers)))
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_old_generations_go(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny.py", steps=400)
     workers = pool.open(job, tmp_path)

@@ -23,7 +23,7 @@ from elastic.worker import durable
 from elastic.worker.extra_state import decode
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=3), Layout(dp_replicate=2, dp_shard=2), Layout(tp=2)], ids=str)
 def test_same_losses_as_one_process(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     job = loop_job(steps=8)
@@ -33,7 +33,7 @@ def test_same_losses_as_one_process(pool: Pool, tmp_path: Path, layout: Layout) 
     loss_curve_agrees(pool, job)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_model_of_transformers_keeps_its_losses(pool: Pool, tmp_path: Path) -> None:
     """Tied embeddings, cut by the model's own plan: fully sharded, tensor parallel, on one worker, sharded both ways."""
     job = job_of("hf_tiny.py", steps=12)
@@ -48,7 +48,7 @@ def test_a_model_of_transformers_keeps_its_losses(pool: Pool, tmp_path: Path) ->
     loss_curve_agrees(pool, job)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_live_moves(pool: Pool, tmp_path: Path) -> None:
     """Workers leave and come back; one that comes back runs the same script on."""
     job = loop_job(steps=16)
@@ -66,7 +66,7 @@ def test_live_moves(pool: Pool, tmp_path: Path) -> None:
     loss_curve_agrees(pool, job)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_stopped_peer_does_not_hold_the_loop(pool: Pool, tmp_path: Path) -> None:
     """The script's thread hangs in a collective of its body; abort frees it."""
     job = loop_job(steps=12)
@@ -85,7 +85,7 @@ def test_a_stopped_peer_does_not_hold_the_loop(pool: Pool, tmp_path: Path) -> No
         pool.revive()
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_extra_state_of_a_program_travels(pool: Pool, tmp_path: Path) -> None:
     """Live to a worker that comes later, by peer copies after a loss, and into the durable copy."""
     job = job_of("tiny_counted.py", steps=12)
@@ -109,7 +109,7 @@ def test_extra_state_of_a_program_travels(pool: Pool, tmp_path: Path) -> None:
         pool.revive()
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_from_a_durable_copy_in_new_processes(pool: Pool, tmp_path: Path) -> None:
     """The script runs from its top; model, moments, learning rates and schedule come from storage, into another layout."""
     job = loop_job(steps=12)

@@ -80,6 +80,8 @@ def collectives(pool: FaultyPool, run: Path, layout: Layout, rank: int, *args: s
     return list(json.loads(path.read_text()))
 
 
+@pytest.mark.e2e
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "victim", "share"), [(SHARDS, 2, 0.0), (SHARDS, 0, 0.9), (TENSOR, 3, 0.5), (REPLICAS, 1, 0.7)], ids=str
 )
@@ -95,6 +97,7 @@ def test_a_kill_inside_the_body(pool: FaultyPool, tmp_path: Path, layout: Layout
     assert len(counted) == layout.world_size and set(counted.values()) == {1}, "the error came up in the loop's body"
 
 
+@pytest.mark.e2e
 def test_a_kill_in_the_first_step_of_all(pool: FaultyPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No call of the model has come back yet: what a call gives is worked out without memory."""
     monkeypatch.setattr(LoopDriver, "first_fault", (1, Fault("before", 0, 1)))
@@ -104,6 +107,7 @@ def test_a_kill_in_the_first_step_of_all(pool: FaultyPool, tmp_path: Path, monke
     assert set(starts(tmp_path).values()) == {1}
 
 
+@pytest.mark.e2e
 def test_a_step_that_others_have_is_rolled_forward_with_its_schedule(pool: FaultyPool, tmp_path: Path) -> None:
     """The script's own part of the step (scheduler.step) is done then too, once."""
     driver = loop_driver(pool, tmp_path, REPLICAS, 0)
@@ -115,6 +119,7 @@ def test_a_step_that_others_have_is_rolled_forward_with_its_schedule(pool: Fault
     assert set(starts(tmp_path).values()) == {1}
 
 
+@pytest.mark.e2e
 def test_a_collective_of_the_scripts_own_starts_the_script_again(pool: FaultyPool, tmp_path: Path) -> None:
     """What breaks off outside of run.model ends the loop's body: the script runs again from its top, in the same process."""
     names = collectives(pool, tmp_path, SHARDS, 2, "--own-collective")
@@ -124,6 +129,7 @@ def test_a_collective_of_the_scripts_own_starts_the_script_again(pool: FaultyPoo
     assert sorted(starts(tmp_path / "run").values()) == [1, 2, 2]
 
 
+@pytest.mark.e2e
 def test_the_programs_are_the_same(tmp_path: Path) -> None:
     job = loop_job(steps=STEPS)
     script, plain = capture(Path(job["script"]), [], job["seed"]), load_program(job["program"])

@@ -206,7 +206,7 @@ def told(err: str) -> bool:
     return line and err.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_plain_start_is_one_line(tmp_path: Path) -> None:
     """`python train.py`."""
     file = script(tmp_path, GOOD)

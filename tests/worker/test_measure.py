@@ -133,7 +133,7 @@ def test_passes_are_run_where_they_are_small() -> None:
     assert measuring_side._asked(replace(given, some=()))["program"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_it_measures_this_machine_and_leaves_nothing(tmp_path: Path) -> None:
     found = measure(wanted((1, 2), str(tmp_path / "runs")))
     made = hardware_of(found, "CPU")
@@ -159,14 +159,14 @@ def test_it_measures_the_gpus_of_this_machine(tmp_path: Path) -> None:
     assert set(found["copy_bytes_per_s"]) == {"to_device", "to_host"} and processes_of(os.getpid()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_program_that_does_not_run_here_takes_only_its_passes_away(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("raise ImportError('elsewhere')")
     made = hardware_of(measure(wanted((1,), program=tmp_path / "program.py")), "CPU")
     assert made.crowded_passes == () and made.crowded[0][1] > 0 and made.collectives == ()
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_process_that_ends_early_is_named_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = measuring_side._asked
     monkeypatch.setattr(measuring_side, "_asked", lambda given: asked(given) | {"dtypes": ["float33"]})
@@ -195,7 +195,7 @@ measure(Wanted(ModelProfile(1, 1, ()), seconds=60.0, sizes=(1, 2)))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_they_end_with_who_started_them(how: signal.Signals, tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
@@ -237,7 +237,7 @@ import elastic.worker.measure, elastic.worker.measured_groups, elastic.worker.me
 """
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_measuring_needs_neither_ray_nor_pydantic() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

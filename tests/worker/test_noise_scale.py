@@ -89,7 +89,7 @@ def by_hand(run: Reference, program: Any, job: dict[str, Any], step: int, parts:
     return noise(small, float(torch.stack(grads).sum(0).square().sum()), parts)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_what_is_measured_is_what_one_process_finds_part_by_part(pool: Pool, tmp_path: Path) -> None:
     """Shards, and replicas of pipelines of four microbatches, with a live change between them."""
     job = job_of("tiny.py", STEPS) | {"noise_scale": {"every": 2}}

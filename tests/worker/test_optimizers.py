@@ -195,7 +195,7 @@ def by_hand() -> Program:
     return replace(BARE, optimizer=optimizer, lr_factor=factor)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_an_optimizer_by_path_and_its_schedule_in_three_layouts(pool: Pool, tmp_path: Path) -> None:
     """NAdam keeps a product that begins as 1; with it a schedule, a scaled rate, and two live changes of the layout."""
     job = job_of("tiny_bare.py", STEPS) | JOB

@@ -17,6 +17,7 @@ from elastic.types import CopyStored, Layout, StepDone
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("lost", [(0, 1), (1, 3)], ids=str)
 def test_two_nodes_at_once_with_two_copies(pool: Pool, tmp_path: Path, lost: tuple[int, int]) -> None:
     job = job_of("tiny.py", steps=16)
@@ -29,6 +30,7 @@ def test_two_nodes_at_once_with_two_copies(pool: Pool, tmp_path: Path, lost: tup
         pool.revive()
 
 
+@pytest.mark.e2e
 def test_a_node_of_two_workers_with_rank_0_among_them(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny.py", steps=16)
     first = begin(pool, job, tmp_path, Layout(pp=2, dp_shard=2), per_node=2)
@@ -39,6 +41,7 @@ def test_a_node_of_two_workers_with_rank_0_among_them(pool: Pool, tmp_path: Path
         pool.revive()
 
 
+@pytest.mark.e2e
 def test_replicas_on_another_node_need_no_copies_on_the_wire(pool: Pool, tmp_path: Path) -> None:
     """Every box has its replica on the other node: own host copies only, and a whole step after the loss of either."""
     job = job_of("tiny.py", steps=16)
@@ -51,6 +54,7 @@ def test_replicas_on_another_node_need_no_copies_on_the_wire(pool: Pool, tmp_pat
         pool.revive()
 
 
+@pytest.mark.e2e
 def test_one_buffer_keeps_a_whole_copy_between_flights(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny.py", steps=16)
     workers = pool.open(job, tmp_path)
@@ -62,6 +66,7 @@ def test_one_buffer_keeps_a_whole_copy_between_flights(pool: Pool, tmp_path: Pat
     loss_curve_agrees(pool, job)
 
 
+@pytest.mark.e2e
 def test_another_cadence_reaches_all_ranks_at_the_same_step(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny_slow.py", steps=24)
     workers = pool.open(job, tmp_path)

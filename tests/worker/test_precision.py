@@ -25,6 +25,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.whole
 def test_bfloat16_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     """As near to a plain process in bfloat16 as rounding lets it; the program itself looks at the dtypes."""
     job = job_of("tiny_low.py", steps=24) | {"precision": "bfloat16"}
@@ -36,6 +37,7 @@ def test_bfloat16_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     assert [e.step for e in steps] == list(range(1, job["steps"] + 1))
 
 
+@pytest.mark.e2e
 def test_float16_skips_alike_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     """Some steps overflow: every layout skips the same ones and goes on with the same scale, which is in the durable copy."""
     job = job_of("tiny_half.py", steps=24) | {"precision": "float16"}

@@ -46,6 +46,8 @@ def test_the_first_probe_is_the_loss_of_one_process(pool: Pool, tmp_path: Path) 
     assert entry.loss == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", OTHERS, ids=str)
 def test_each_side_of_a_transition_says_the_same(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     job = job_of("tiny.py", steps=14)
@@ -62,6 +64,8 @@ def test_each_side_of_a_transition_says_the_same(pool: Pool, tmp_path: Path, lay
     assert 0 < entry.seconds < 5.0
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", OTHERS[:3], ids=str)
 def test_a_layout_that_computes_something_else_makes_no_step(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     """Every rank says so, those that leave too; the old boxes are still there, and a layout that is right goes on from them."""

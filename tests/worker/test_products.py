@@ -27,6 +27,7 @@ CASES = [
 ]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("program", "layout", "batch"), CASES, ids=str)
 def test_losses_and_validation_are_those_of_one_process(
     pool: Pool, tmp_path: Path, program: str, layout: Layout, batch: int
@@ -48,6 +49,7 @@ def test_losses_and_validation_are_those_of_one_process(
     assert pool.events(Evaluated)[-1].metrics["validation_loss"] == pytest.approx(want, abs=5e-5)
 
 
+@pytest.mark.whole
 def test_three_axes_at_once(tmp_path: Path) -> None:
     """pp x dp_shard x tp on eight processes, and live back to a layout of two axes."""
     pool = Pool(8)

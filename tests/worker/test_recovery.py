@@ -102,6 +102,7 @@ def test_stopped_process_is_ended_and_the_others_go_on(pool: Pool, tmp_path: Pat
         pool.revive()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("told", [True, False], ids=["killed while all meet", "never told"])
 def test_loss_during_a_transition(pool: Pool, tmp_path: Path, told: bool) -> None:
     """The second generation cannot be entered: one of its workers is gone. The third comes from what the first left."""
@@ -138,6 +139,7 @@ def test_holder_and_held_gone_together_leave_no_whole_copy(pool: Pool, tmp_path:
         pool.revive()
 
 
+@pytest.mark.e2e
 def test_leaving_ranks_only_send_and_growth_brings_them_back(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny.py", steps=16)
     workers = pool.open(job, tmp_path)

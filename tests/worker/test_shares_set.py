@@ -54,7 +54,8 @@ def test_replicas_with_more_samples_have_more_microbatches() -> None:
     assert each_microbatches(replace(piped, microbatch_size=2), (16, 4), 4) == (8, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [2, 4, 5])
 def test_random_shares_stages_and_moves(pool: Pool, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)

@@ -80,7 +80,8 @@ def test_a_stalled_device_stands_still() -> None:
         stalled.afflict("tired")
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", [Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2), Layout(pp=2, dp_shard=2)])
 def test_the_slow_rank_is_told_apart_from_those_that_wait_for_it(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     """A sample takes 30 ms through a block on rank 2 and 6 ms on the others; all of them take the same time for a step."""

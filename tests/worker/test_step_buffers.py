@@ -122,7 +122,7 @@ def test_a_module_without_buffers_is_not_copied() -> None:
     assert none.watched == [] == none._others
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_all_ranks_leave_out_the_same(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny_counting.py", STEPS) | {"seed": bad_seed(), "guards": SKIP}

@@ -40,7 +40,7 @@ class InOrder:
         return self.items[self.place[sample] % N]
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_stream_is_read_once_through_three_layouts(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny_stream.py", STEPS)
     steps = pass_through(pool, job, tmp_path / "run", [Layout(dp_shard=2), Layout(dp_shard=3), Layout(pp=2)], 3)
@@ -52,7 +52,7 @@ def test_a_stream_is_read_once_through_three_layouts(pool: Pool, tmp_path: Path)
     assert max(abs(event.train_loss - loss) for event, loss in zip(steps, alone.losses)) < 2e-5
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_weights_are_imported_into_a_job_with_a_stream(pool: Pool, tmp_path: Path) -> None:
     """Nothing is known there of the stream: it passes over what the steps before have used up."""
     job = job_of("tiny_stream.py", 4)

@@ -38,6 +38,8 @@ CHAIN = [
 ]  # fmt: skip
 
 
+@pytest.mark.e2e
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("room", [Room(), Room(memory_bytes=1)], ids=["device", "host"])
 def test_what_was_told_is_what_it_takes(pool: Pool, tmp_path: Path, room: Room) -> None:
     """Bytes exactly; the peak within its bound; the loss as ever, also where the old state left the device first."""
@@ -112,6 +114,7 @@ def two_generations(pool: Pool, run: Path, fault: Any, peer_every: int = 0) -> t
     return job, workers, first
 
 
+@pytest.mark.e2e
 def test_a_chunk_that_arrives_altered_ends_the_transition_and_the_old_boxes_are_still_there(pool: Pool, tmp_path: Path) -> None:
     job, workers, first = two_generations(pool, tmp_path, turn_a_bit_on_the_wire)
     pool.wait(lambda: any(e.kind == "infrastructure" for e in pool.events(WorkerFailed, 2)), "failure")
@@ -125,6 +128,7 @@ def test_a_chunk_that_arrives_altered_ends_the_transition_and_the_old_boxes_are_
     loss_curve_agrees(pool, job)
 
 
+@pytest.mark.e2e
 def test_a_bit_that_turns_in_memory_is_seen_behind_the_steps(pool: Pool, tmp_path: Path) -> None:
     job, workers, first = two_generations(pool, tmp_path, turn_a_bit_in_memory)
     pool.entered(2)

@@ -62,7 +62,7 @@ def broken_off(pool: Pool, old: Plan) -> Resume:
     return from_copies(old, step, tuple(h for h in peers if h.step == step))
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_two_optimizers_through_four_layouts_a_skipped_step_and_a_roll_back(pool: Pool, tmp_path: Path) -> None:
     """SGD with momentum and AdamW, a warm-up of the rates, clipping over both; on two of four stages AdamW has nothing."""
@@ -115,7 +115,7 @@ def test_a_script_gives_a_dict_and_keeps_its_own() -> None:
     assert [kept.entries for kept in profile.optimizers] == [("momentum_buffer",), ("exp_avg", "exp_avg_sq")]
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_a_script_with_two_optimizers_in_two_layouts(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny.py", 8) | {"script": str(SCRIPT), "args": []}

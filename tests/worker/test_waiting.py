@@ -62,7 +62,7 @@ def test_and_the_fullest_rank() -> None:
     assert Commit((0.0,) * 12).fullest == 0.0 and math.isfinite(power_of_tokens(1e9))
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_one_rank_that_waits_and_one_that_has_more(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny.py", STEPS)
     workers = pool.open(job, tmp_path / "run", n=2)

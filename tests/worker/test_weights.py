@@ -161,7 +161,8 @@ def test_broken_files_are_refused_by_name(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ memory
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["dp_shard=4", "tp=4"])
 def test_loading_needs_the_shard_and_a_chunk(tmp_path: Path, layout: str) -> None:
     """A model of about 200 MB, a quarter of it per rank; measured in a process of its own."""

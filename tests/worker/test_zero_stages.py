@@ -79,7 +79,7 @@ def test_collectives_of_a_step(layout: Layout, gathers: int, scatters: int, redu
     assert counts == [gathers, scatters, reductions]
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_stages_and_microbatches_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     """Shares are unequal (4, 4, 2, 2 and 6, 3, 3); the boxes are those of stage 3, so that every move is live."""
     layouts = [

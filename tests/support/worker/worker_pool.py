@@ -95,8 +95,8 @@ class Pool:
         self.pids.insert(i, process.pid)
 
     def open(self, job: dict[str, Any], run: Path, per_node: int = 1, n: int | None = None) -> list[WorkerId]:
-        """New sessions for a job; the processes stay. What still runs is broken off: else it would wait for those that are through
-        with it until the groups' timeout."""
+        """New sessions for a job; the processes stay. What still runs is broken off: else it would wait for those that are
+        through with it until the groups' timeout."""
         for pipe in self.pipes if self.stores else ():
             with suppress(OSError):
                 pipe.send(("abort", (max(self.stores),)))
