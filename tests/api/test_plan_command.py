@@ -104,6 +104,7 @@ def test_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit: no layout fits 1 x L4" in out
 
 
+@pytest.mark.slow
 def test_scaling(capsys: pytest.CaptureFixture[str]) -> None:
     words = (*SMALL, "--gpus", "A100", "--scaling", "--efficiency", "0.8")
     data = as_json(capsys, *words)
@@ -130,6 +131,7 @@ def test_how_many_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "<- cheapest" in called(capsys, *words)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "what"),
     [

@@ -60,6 +60,7 @@ def test_no_such_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere.csv: cannot be read: No such file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_public_measurements(capsys: pytest.CaptureFixture[str]) -> None:
     file = Path(os.environ.get("ELASTIC_SHARED", "../shared")) / "planner" / "public.csv"
     if not file.is_file():

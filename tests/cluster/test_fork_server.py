@@ -64,6 +64,7 @@ def client(server: Any, tmp_path: Path, *words: str, address: str = "") -> subpr
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
 
 
+@pytest.mark.slow
 def test_a_fork_is_what_its_client_was_to_be(server: Any, tmp_path: Path) -> None:
     one = client(server, tmp_path, "7", "two words")
     out, err = one.communicate(timeout=WITHIN_S)
@@ -100,6 +101,7 @@ def test_a_client_that_is_killed_takes_its_fork_along_and_no_other(server: Any, 
     both[0].communicate()
 
 
+@pytest.mark.slow
 def test_a_fork_that_is_stopped_ends_with_the_parent_of_its_client(server: Any, tmp_path: Path) -> None:
     """As a worker whose raylet is killed while it is stopped: it can see to nothing itself."""
     with client(server, tmp_path, "0", "sleep") as first:  # writes the script

@@ -170,6 +170,7 @@ def test_storage_that_overwrites_is_refused(storage: Storage, monkeypatch: pytes
         Lease(storage, "r", QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient_s3")
 def test_a_holder_that_cannot_renew_lets_go_before_others_may_take_over(
     s3: Storage, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch

@@ -143,6 +143,7 @@ def test_prices_are_found_where_only_scores_are_forbidden(aws: AwsEndpoint, monk
     assert market.problems == [], "not asked again within the hour"
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_hangs(aws: AwsEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aws_prices, "READ_S", 0.2)
     monkeypatch.setattr(aws_prices, "_client", MAKE_CLIENT)
@@ -171,6 +172,7 @@ def test_without_credentials_the_table_counts_and_that_is_said_once(
     assert ticker.take() == [] and aws.asked == []
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_hangs_is_said_once_and_the_table_counts(
     aws: AwsEndpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

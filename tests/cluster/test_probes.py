@@ -235,6 +235,7 @@ def test_a_file_counts_its_age_and_is_withdrawn_with_it(tmp_path: Path) -> None:
     assert list(source.read()) == []
 
 
+@pytest.mark.slow
 def test_a_trap_on_sigterm_writes_the_file(tmp_path: Path) -> None:
     """As docs/notices.md has it for a container without a preStop hook."""
     file = tmp_path / "notice"

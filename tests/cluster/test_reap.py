@@ -70,6 +70,7 @@ def running(ec2: Any, ids: list[str]) -> list[str]:
     return sorted(i["InstanceId"] for group in found for i in group["Instances"] if i["State"]["Name"] == "running")
 
 
+@pytest.mark.slow
 def test_workers_without_a_head_are_listed_and_ended(ec2: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, mine, others = file_of(tmp_path, "dead"), launch(ec2, "dead", "worker", 2), launch(ec2, "other", "worker")
     assert main(["cluster", "reap", file]) == 0
@@ -103,6 +104,7 @@ def test_what_does_not_end_is_told(
     assert f"{ids[0]} of 1 instance could not be ended" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_faults_are_said_in_one_line(ec2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from botocore.config import Config
     from botocore.exceptions import ClientError
@@ -171,6 +173,7 @@ def test_what_ec2_refuses_is_one_line(
     )
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_hangs_is_left_in_bounded_time(
     faulty: AwsEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_killed_process_is_told_and_replaced(
         again.take(77)
 
 
+@pytest.mark.slow
 def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
     """Though the dataset hangs, and the parent is killed."""
     (tmp_path / "hang").touch()

@@ -92,6 +92,7 @@ def head() -> Iterator[Head]:
     made.close()
 
 
+@pytest.mark.slow
 def test_it_ends_when_the_head_is_gone_and_not_before(host: Host, head: Head) -> None:
     begun_s = time.monotonic()
     host.start(head.port)
@@ -102,6 +103,7 @@ def test_it_ends_when_the_head_is_gone_and_not_before(host: Host, head: Head) ->
     until(lambda: host.watcher() == 0)
 
 
+@pytest.mark.slow
 def test_it_does_not_end_at_once(host: Host, head: Head) -> None:
     head.close()
     host.start(head.port, limit_s=600)

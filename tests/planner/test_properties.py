@@ -75,6 +75,7 @@ def faster(chip: HardwareProfile, name: str, times: float) -> HardwareProfile:
 # ------------------------------------------------------------------------------------------ one layout
 
 
+@pytest.mark.slow
 @few
 @given(decoders(), chips, layouts(), splits)
 def test_parts_are_the_step_and_none_is_negative(
@@ -176,6 +177,7 @@ def value(offer: Offer) -> float:
     return offer.step_s * (1 + PER_OPTION * n_options(replace(offer.layout, microbatch_size=0)))
 
 
+@pytest.mark.slow
 @searches
 @given(decoders(), chips, nodes, batches)
 def test_names_and_their_order_do_not_count(model: Decoder, chip: HardwareProfile, n_nodes: int, batch: int) -> None:
@@ -259,6 +261,7 @@ class _Exhaustive(_Finder):
         return float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aim", AIMS, ids=[aim.purpose for aim in AIMS])
 @pytest.mark.parametrize(("pools", "model"), POOLS, ids=["8b", "mixed-small", "mixed-1b", "experts"])
 def test_the_best_offers_are_those_of_a_search_that_leaves_nothing_out(

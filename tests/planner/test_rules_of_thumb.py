@@ -61,6 +61,7 @@ def test_a_fixed_global_batch_scales_less() -> None:
 # ------------------------------------------------------------------------------------------ networks
 
 
+@pytest.mark.slow
 def test_25_gbit_per_gpu_are_enough_for_data_parallelism_on_an_a100_and_nearly_on_an_h100() -> None:
     """Against 400: the H100 computes more than twice as fast over the same link, and loses more than a tenth."""
     kept = {

@@ -84,6 +84,8 @@ def check_pace(run: Run, said: str) -> None:
         assert most <= 8, f"{said}: pool {pool} was asked {most} times in a minute"
 
 
+@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, N_BATCHES))])
 def test_every_run_ends_within_its_limits(batch: int) -> None:
     for seed in range(batch, N_RUNS, N_BATCHES):
@@ -108,6 +110,7 @@ def table(found: dict[str, list[Run]]) -> dict[str, tuple[int, float]]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(9, 14), pytest.param(range(60), marks=pytest.mark.whole)])
 def test_the_mix_meets_deadlines_that_spot_misses_for_less_than_on_demand(seeds: range) -> None:
     rows, n_markets = table(race(seeds)), len(seeds)

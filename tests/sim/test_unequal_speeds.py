@@ -95,6 +95,7 @@ def test_a_rank_that_becomes_twice_as_slow_gets_its_share_within_seconds() -> No
     assert [plan.cause for plan in run.plans] == ["start"], "and nothing has stopped for it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ["jitter", "drift", "both"])
 def test_ten_minutes_of_jitter_move_nothing(kind: str, seed: int) -> None:

@@ -88,6 +88,7 @@ def test_an_interrupted_write_leaves_the_old_file(storage: Storage) -> None:
     assert storage.get("k") == b"old" and storage.list() == ["k"]
 
 
+@pytest.mark.slow
 def test_of_16_racing_writers_one_wins(storage: Storage) -> None:
     start = threading.Barrier(16)
     won: list[int] = []

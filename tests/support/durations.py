@@ -52,7 +52,7 @@ class Durations:
         for line in slower(self.unmarked, known):
             say(line, yellow=True)
         for name, took_s in self.unmarked.items():
-            if took_s > UNMARKED_S:
+            if took_s > UNMARKED_S and median(known.get(name, [took_s])) > UNMARKED_S:
                 say(f"{name} took {took_s:.1f} s: a unit test above {UNMARKED_S:g} s is marked slow", yellow=True)
 
 

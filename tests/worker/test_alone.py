@@ -216,6 +216,7 @@ def test_a_layout_that_the_model_cannot_be_cut_into(tmp_path: Path) -> None:
     assert (plan.layers, sum(plan.samples), plan.n_microbatches) == ((2, 1, 1), 12, 6)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_driven_right_now_and_changed_mathematics(tmp_path: Path) -> None:
     folder = job(tmp_path)
     run_folder = open_storage(folder / "runs" / "tiny")
@@ -248,6 +249,7 @@ def test_a_group_that_was_there_is_there_again_and_leftovers_are_removed(tmp_pat
     assert not left.exists()
 
 
+@pytest.mark.slow
 def test_each_copy_is_told_of_once_with_the_metrics_of_its_step(tmp_path: Path) -> None:
     told: list[Stored] = []
     wishes = Wishes(storage=str(tmp_path / "runs"), on_copy=told.append)
