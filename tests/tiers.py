@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -86,7 +87,7 @@ def record(ran: Sequence[Ran]) -> None:
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     tiers = [asdict(one) for one in ran]
     at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    WHOLE_RUN.write_text(json.dumps({"at": at, "commit": commit, "tiers": tiers}, indent=1) + "\n")
+    WHOLE_RUN.write_text(json.dumps({"at": at, "commit": commit, "cpus": os.cpu_count(), "tiers": tiers}, indent=1) + "\n")
     subprocess.run([sys.executable, "-m", "elastic.certify.proven"], cwd=ROOT, check=True)
 
 

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from elastic.certify.claims import Claim, stated
 from elastic.certify.place import Kind
@@ -17,6 +18,7 @@ from elastic.certify.tasks import HERE
 from elastic.errors import SpecError
 
 README, RESULTS, PAGE = "README.md", "docs/certified", "docs/proven.md"
+TESTS = "tests/whole_run.json"  # what `make test-all` keeps of its last run
 COLUMNS: Mapping[Kind, str] = {"cpu-gloo": "CPU gloo", "one-gpu": "One GPU", "several-gpus": "Several GPUs"}
 COMMAND = "python -m elastic.certify.proven"
 INTRO = f"""# What was shown where
@@ -42,8 +44,13 @@ def read_results(folder: Path) -> dict[str, Report]:
     return out
 
 
-def page(readme: str, results: Mapping[str, Report]) -> str:
-    """The text of docs/proven.md."""
+def read_whole_run(file: Path) -> dict[str, Any] | None:
+    """None where nobody has run every tier yet."""
+    return dict(json.loads(file.read_text())) if file.is_file() else None
+
+
+def page(readme: str, results: Mapping[str, Report], whole_run: Mapping[str, Any] | None = None) -> str:
+    """The text of docs/proven.md. `whole_run`: the last run of every tier of the tests."""
     for name, report in results.items():
         if report.place.get("kind") not in COLUMNS:
             raise SpecError(f"{name}: kind '{report.place.get('kind')}' is none of {', '.join(COLUMNS)}")
@@ -55,6 +62,7 @@ def page(readme: str, results: Mapping[str, Report]) -> str:
     for one in stated(readme):
         cells = [cell(one.claim, [r for r in results.values() if r.place["kind"] == kind]) for kind in COLUMNS]
         lines.append(f"| {_plain(one.text)} | " + " | ".join(cells) + f" | {', '.join(map(_test, one.claim.tests))} |")
+    lines += ["", *_tests(whole_run)] if whole_run is not None else []
     for name, report in results.items():
         lines += ["", *_place(name, report)]
     return "\n".join(lines) + "\n"
@@ -99,6 +107,20 @@ def merged(reports: Sequence[Report]) -> list[Check]:
     return list(best.values())
 
 
+def _tests(ran: Mapping[str, Any]) -> list[str]:
+    """The last run of every tier, as tests/tiers.py keeps it."""
+    minutes = sum(tier["seconds"] for tier in ran["tiers"]) / 60
+    return [
+        "## The tests of this repository",
+        "",
+        f"The last whole run (`make test-all`): {ran['at']}, commit {ran['commit']}, {minutes:.0f} minutes on {ran['cpus']} cores.",
+        "",
+        "| tier | seconds | passed | failed | skipped |",
+        "|---|---|---|---|---|",
+        *(f"| {t['tier']} | {t['seconds']:.0f} | {t['passed']} | {t['failed']} | {t['skipped']} |" for t in ran["tiers"]),
+    ]
+
+
 def _place(name: str, report: Report) -> list[str]:
     place = report.place
     gpus = f", {' and '.join(map(str, place['gpus']))}" if place["gpus"] else ""
@@ -131,7 +153,7 @@ def _test(path: str) -> str:
 def main(words: Sequence[str]) -> int:
     """Returns the exit code."""
     try:
-        text = page(Path(README).read_text(), read_results(Path(RESULTS)))
+        text = page(Path(README).read_text(), read_results(Path(RESULTS)), read_whole_run(Path(TESTS)))
     except (SpecError, FileNotFoundError) as error:
         print(f"elastic: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ from support.places import ROOT
 
 from elastic.certify import proven
 from elastic.certify.claims import CLAIMS, Claim, stated
-from elastic.certify.proven import cell, page, read_results
+from elastic.certify.proven import cell, page, read_results, read_whole_run
 from elastic.certify.result import Check, Report
 from elastic.errors import SpecError
 
@@ -26,7 +26,7 @@ def report(*checks: tuple[str, str], kind: str = "cpu-gloo") -> Report:
 
 
 def test_the_page_is_what_the_results_say() -> None:
-    made = page(README, read_results(ROOT / "docs" / "certified"))
+    made = page(README, read_results(ROOT / "docs" / "certified"), read_whole_run(ROOT / proven.TESTS))
     assert (ROOT / "docs" / "proven.md").read_text() == made, f"docs/proven.md is out of date: {proven.COMMAND}"
 
 
@@ -151,3 +151,11 @@ def test_the_command_writes_and_checks(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "docs" / "proven.md").write_text("all is well")
     assert proven.main(["--check"]) == 1
     assert "is not what the results say" in capsys.readouterr().out
+
+
+def test_the_last_whole_run_of_the_tests_stands_on_the_page() -> None:
+    tiers = [{"tier": "unit", "seconds": 100.4, "passed": 7, "failed": 1, "skipped": 2}]
+    made = page(README, {}, {"at": "2026-01-01 00:00 UTC", "commit": "abc", "cpus": 2, "tiers": tiers})
+    assert "(`make test-all`): 2026-01-01 00:00 UTC, commit abc, 2 minutes on 2 cores." in made
+    assert "| unit | 100 | 7 | 1 | 2 |" in made
+    assert "make test-all" not in page(README, {})
