@@ -204,7 +204,8 @@ def on_s3(clock: Clock, root: Path, size: Size) -> dict[str, Any]:
             equal = equal and digests(items) == written
             storage.delete_folder()
         return {
-            "s3_server": name, "s3_bytes": len(data), "s3_contents_equal": equal, **ratios("s3_save_vs_raw", took["raw_save"], took["save"]),
+            "s3_server": name, "s3_bytes": len(data), "s3_contents_equal": equal,
+            **ratios("s3_save_vs_raw", took["raw_save"], took["save"]),
             **ratios("s3_load_vs_raw", took["raw_load"], took["load"]),
         }  # fmt: skip
 
