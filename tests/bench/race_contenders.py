@@ -18,6 +18,7 @@ from race_figures import Done, finished
 from trial import LEFT_OUT, ROOT, Clock, Failed, Trial
 
 from elastic.cluster import processes
+from elastic.cluster.local import HOST
 from elastic.types import EnterPlan, NodeLost, NodeReady, StepDone
 
 JOB = Path(__file__).resolve().parent / "race_job"
@@ -266,7 +267,7 @@ class RayTrain(Marked):
         self.peer = Peer(self.folder, self.clock)
         for _ in range(WORLD):
             self.peer.add()
-        words = [sys.executable, str(JOB / "ray_peer.py"), str(self.peer.cluster.address), "127.0.0.2", str(self.folder)]
+        words = [sys.executable, str(JOB / "ray_peer.py"), str(self.peer.cluster.address), HOST, str(self.folder)]
         with (self.folder / "job.log").open("ab") as log:
             self.peer.process = subprocess.Popen(
                 [*words, str(self.length.steps), str(self.length.save_every)],
