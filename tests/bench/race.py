@@ -32,7 +32,7 @@ from elastic.cluster.own_token import ON_THIS_MACHINE
 
 SCRIPT = Path(__file__).resolve()
 SAMPLE_S = 0.1  # a step of four workers sleeps three times so long
-SMOKE_SAMPLE_S = 0.02
+SMOKE_SAMPLE_S = 0.01
 NOTICE_S = 10.0
 BEGIN, END = "<!-- race -->", "<!-- end of race -->"
 USD_PER_NODE_H = 3.0  # made up; the same for all nodes
@@ -47,6 +47,8 @@ class Course:
     save_every: int
     schedule: tuple[tuple[float, str], ...]
     most_s: float
+    world: int = 4
+    least: int = 2
 
 
 COURSES = {
@@ -59,7 +61,7 @@ COURSES = {
     ),
     "events": Course(120, 20, ((8, "kill"), (16, "add"), (26, "notice")), 200.0),
 }  # fmt: skip
-SMOKE = Course(60, 10, ((1, "kill"),), 100.0)  # in place of each of them
+SMOKE = Course(40, 10, ((1, "kill"),), 100.0, world=2, least=1)  # in place of each of them
 
 
 def run(one: Contender, course: Course, clock: Clock) -> list[tuple[float, str]]:
@@ -110,7 +112,7 @@ def only(name: str, course: Course, out: Path) -> None:
     folder = Path(tempfile.mkdtemp(prefix="el-race-"))
     os.environ["RAY_TMPDIR"] = str(folder)  # before Ray is imported: other clusters here are not seen
     clock = Clock(course.most_s)
-    one = contender(name, folder, Length(course.steps, course.save_every), clock, USD_PER_NODE_H)
+    one = contender(name, folder, Length(course.steps, course.save_every, course.world, course.least), clock, USD_PER_NODE_H)
     try:
         launched_s = time.time()
         events = run(one, course, clock)
