@@ -141,8 +141,9 @@ def figures(constants: Mapping[Key, float], found: Sequence[Case]) -> dict[str, 
     return {"rows": len(off), "median_abs_err": round(median(off), 4), "p90_abs_err": round(quantile(off, 0.9), 4)}
 
 
-def halves(found: Sequence[Case], began: Mapping[Key, float]) -> dict[str, dict[str, float]]:
-    one = [case for case in found if any(part in case.source for part in HALF)]
+def halves(found: Sequence[Case], began: Mapping[Key, float], half: Sequence[str]) -> dict[str, dict[str, float]]:
+    """`half`: parts of the names of those sources that are one half."""
+    one = [case for case in found if any(part in case.source for part in half)]
     two = [case for case in found if case not in one]
     to_two, to_one = fit(two, began), fit(one, began)
     return {
@@ -166,6 +167,7 @@ ROW = {
     "activation_ckpt": "selective", "zero_stage": "fsdp2", "tokens_per_s_per_gpu": "1",
 }  # fmt: skip
 SIZES = (("8", "2048"), ("8", "8192"), ("64", "8192"), ("64", "2048"))  # GPUs and length of a sequence
+SMOKE_HALF = ("64",)
 SLOWER = {("fsdp2", "Hopper", "matmul"): 0.6, ("fsdp2", "", "moved"): 1.5}
 
 
@@ -197,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = made_up() if given.smoke else published(given.shared)
     began = start(found)
     if given.half:
-        return report.tell("planner_fit", given, halves(found, began))
+        return report.tell("planner_fit", given, halves(found, began, SMOKE_HALF if given.smoke else HALF))
     constants = fit(found, began)
     fitted = figures(constants, found)
     if given.write and not given.smoke:

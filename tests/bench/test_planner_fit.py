@@ -26,9 +26,8 @@ def test_the_constants_that_made_the_measurements_are_found(made: list[Case]) ->
     assert constants["megatron-2022", "", "moved"] == began["megatron-2022", "", "moved"]  # nothing is said of it
 
 
-def test_halves_are_scored_with_what_the_other_half_was_fitted_to(made: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner_fit, "HALF", ("64",))
-    found = halves(made, start(made))
+def test_halves_are_scored_with_what_the_other_half_was_fitted_to(made: list[Case]) -> None:
+    found = halves(made, start(made), planner_fit.SMOKE_HALF)
     assert {name: some["rows"] for name, some in found.items()} == {"fitted_a": 2, "unseen_b": 2, "fitted_b": 2, "unseen_a": 2}
     assert found["fitted_a"]["median_abs_err"] < 0.02 and found["unseen_b"]["median_abs_err"] < 0.1
 
