@@ -44,7 +44,7 @@ class Smoke:
 
 SMOKES = (
     Smoke("planner"),
-    Smoke("planner_fit"),
+    Smoke("planner_fit", without=("fitted_*", "unseen_*")),
     Smoke("planner_fit", ("--half",), ("all.*", "median_abs_err")),
     Smoke("planner_cpu"),
     Smoke("unequal_plan"),
