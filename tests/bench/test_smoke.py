@@ -23,6 +23,8 @@ import radosgw
 from support.e2e.runs import MARK, processes
 from support.places import ROOT
 
+from elastic.cluster.processes import command, send
+
 HERE = Path(__file__).resolve().parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 MOST_S, GONE_S = 300.0, 30.0  # for hangs only
@@ -153,20 +155,36 @@ def test_whatever_is_named_is_a_bench(text: str) -> None:
 # ------------------------------------------------------------------------------------------------ once through
 
 
-@pytest.mark.parametrize("smoke", [marked(smoke) for smoke in SMOKES])
-def test_smoke(smoke: Smoke) -> None:
-    mark = f"{os.getpid()}-{time.monotonic_ns()}"  # inherited by all that the bench starts
-    began_s = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, f"tests/bench/{smoke.bench}.py", "--json", "--smoke", *smoke.words],
-        cwd=ROOT, env={**os.environ, MARK: mark}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=MOST_S,
-    )  # fmt: skip
-    print(f"{smoke}: {time.monotonic() - began_s:.1f} s, load {os.getloadavg()[0]:.1f}")
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+def left_of(mark: str) -> list[str]:
+    """Waits for the end of all that the bench started; what is left then is killed, and its command lines returned."""
     until_s = time.monotonic() + GONE_S
     while (left := processes(mark)) and time.monotonic() < until_s:
         time.sleep(0.2)
-    assert not left, [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in left]
+    words = [" ".join(command(pid)) for pid in left]
+    send(left)
+    return words
+
+
+def run(smoke: Smoke) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """As the page says; also what it left behind."""
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"  # inherited by all that the bench starts
+    began_s = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, f"tests/bench/{smoke.bench}.py", "--json", "--smoke", *smoke.words],
+            cwd=ROOT, env={**os.environ, MARK: mark}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=MOST_S,
+        )  # fmt: skip
+        print(f"{smoke}: {time.monotonic() - began_s:.1f} s, load {os.getloadavg()[0]:.1f}")
+    finally:
+        left = left_of(mark)
+    return done, left
+
+
+@pytest.mark.parametrize("smoke", [marked(smoke) for smoke in SMOKES])
+def test_smoke(smoke: Smoke) -> None:
+    done, left = run(smoke)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    assert not left
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert (found["bench"], found["smoke"], found["figures"]["worse"]) == (smoke.bench, True, [])
     there = set(paths(found["figures"]))
