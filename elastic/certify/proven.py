@@ -113,7 +113,8 @@ def _tests(ran: Mapping[str, Any]) -> list[str]:
     return [
         "## The tests of this repository",
         "",
-        f"The last whole run (`make test-all`): {ran['at']}, commit {ran['commit']}, {minutes:.0f} minutes on {ran['cpus']} cores.",
+        f"The last whole run (`make test-all`): {ran['at']}, commit {ran['commit']}, {minutes:.0f} minutes on "
+        f"{ran['cpus']} cores.",
         "",
         "| tier | seconds | passed | failed | skipped |",
         "|---|---|---|---|---|",

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -123,7 +123,15 @@ def in_a_run(repeats: int, clock: Clock) -> Mapping[str, Spread]:
             add(name)
         run.start()
         seen = Seen(journal)
+
+        def until_in_plan(names: Sequence[str], what: str) -> None:
+            while seen.in_transition or seen.plan is None or not {*names} <= {*seen.plan.nodes} or not seen.entered:
+                clock.look(what)
+                time.sleep(0.1)
+                seen.look()
+
         try:
+            until_in_plan(("a", "b"), "the start of the run")
             for n in range(repeats):
                 name, added_s = f"c{n}", time.time()
                 add(name)
@@ -132,10 +140,7 @@ def in_a_run(repeats: int, clock: Clock) -> Mapping[str, Spread]:
                     journal, clock, added_s, lambda a, name=name: isinstance(a, Prepare) and a.node_id == name
                 )
                 joined.append(max(0.0, prepared_s - ready_s))
-                while seen.in_transition or seen.plan is None or name not in seen.plan.nodes or not seen.entered:
-                    clock.look("a plan with the node")
-                    time.sleep(0.1)
-                    seen.look()
+                until_in_plan((name,), "a plan with the node")
                 time.sleep(1.0)
                 killed_s = time.time()
                 cluster.kill(name)

@@ -17,14 +17,16 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from zlib import crc32
 
 import torch
 from report import finish, options
-from trial import Clock, Failed, Trial
+from trial import PROGRAM, ROOT, Clock, Failed, running
 
 from elastic.storage import Storage, open_storage
 from elastic.types import Box, CopyFailed, CopyStored, StepDone
@@ -34,21 +36,39 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 MOST_S = 300.0
 PIECE = 16 << 20
-ROUNDS, ROUNDS_S3 = 5, 3
-SHAPE, N_TENSORS = (4096, 8192), 4  # 537 MB
-N_TENSORS_S3 = 1
-EVERY, FIRST, STEPS = 8, 12, 80
-JOB = {
-    "name": "checkpoint", "steps": STEPS, "global_batch": 8, "seed": 1, "eval_samples": 12, "layout": "dp_shard=2",
-    "min_workers": 2, "durable_every": EVERY, "pools": [{"name": "owned", "market_type": "owned", "max_nodes": 2}],
-}  # fmt: skip
+SEVERAL = 3  # copies at least, for a stall to be told
 Items = list[tuple[Box, torch.Tensor]]
 
 
-def items_of(n: int) -> Items:
-    torch.manual_seed(0)
-    made = [torch.randn(SHAPE) for _ in range(n)]
-    return [(Box(f"t{i}", (0, 0), SHAPE, "float32"), tensor) for i, tensor in enumerate(made)]
+@dataclass(frozen=True)
+class Size:
+    """`shape` and `n_tensors`: of what goes to the disk; one such tensor goes to the object storage. `every`: steps from one
+    save of the run to the next; `first`: the first step that counts; `steps`: the last."""
+
+    shape: tuple[int, int]
+    n_tensors: int
+    rounds: int
+    rounds_s3: int
+    program: Path
+    every: int
+    first: int
+    steps: int
+
+    def job(self) -> dict[str, Any]:
+        return {
+            "name": "checkpoint", "steps": self.steps, "global_batch": 8, "seed": 1, "eval_samples": 12, "layout": "dp_shard=2",
+            "min_workers": 2, "durable_every": self.every, "program": str(self.program),
+            "pools": [{"name": "owned", "market_type": "owned", "max_nodes": 2}],
+        }  # fmt: skip
+
+    def items(self, n: int) -> Items:
+        torch.manual_seed(0)
+        made = [torch.randn(self.shape) for _ in range(n)]
+        return [(Box(f"t{i}", (0, 0), self.shape, "float32"), tensor) for i, tensor in enumerate(made)]
+
+
+WHOLE = Size((4096, 8192), 4, 5, 3, PROGRAM, every=8, first=12, steps=80)  # 537 MB
+SMOKE = Size((512, 8192), 2, 1, 1, ROOT / "tests" / "programs" / "tiny.py", every=4, first=5, steps=24)
 
 
 def pieces(items: Items) -> list[memoryview]:
@@ -97,10 +117,15 @@ def load(uri: str, items: Items) -> None:
     durable.open_checkpoint(uri).fill(items)
 
 
-def on_disk(clock: Clock, root: Path, rounds: int) -> dict[str, Any]:
+def digests(items: Items) -> list[int]:
+    return [crc32(part) for part in pieces(items)]
+
+
+def on_disk(clock: Clock, root: Path, size: Size) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
 
-    items, storage = items_of(N_TENSORS), open_storage(root / "run")
+    items, storage = size.items(size.n_tensors), open_storage(root / "run")
+    written, equal = digests(items), True
     parts, n_bytes = pieces(items), sum(tensor.nbytes for _, tensor in items)
     state = {box.fqn: tensor for box, tensor in items}
     took: dict[str, list[float]] = {}
@@ -108,7 +133,7 @@ def on_disk(clock: Clock, root: Path, rounds: int) -> dict[str, Any]:
     def note(name: str, what: Callable[[], object]) -> None:
         took.setdefault(name, []).append(seconds(what))
 
-    for step in range(rounds):
+    for step in range(size.rounds):
         clock.look(f"round {step} on disk")
         uri = storage.uri_of(f"checkpoints/step-{step:08d}.g0001")
         order: list[tuple[str, Callable[[], object]]] = [
@@ -119,7 +144,10 @@ def on_disk(clock: Clock, root: Path, rounds: int) -> dict[str, Any]:
             note(name, what)
         note("raw_load", lambda: read_raw(root / "raw", parts, 1))
         note("raw_load_threads", lambda: read_raw(root / "raw", parts, durable_load.THREADS))
+        for _, tensor in items:
+            tensor.zero_()
         note("load", partial(load, uri, items))
+        equal = equal and digests(items) == written
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             note("dcp_save", lambda: dcp.save(state, checkpoint_id=root / "dcp", no_dist=True))
@@ -133,6 +161,7 @@ def on_disk(clock: Clock, root: Path, rounds: int) -> dict[str, Any]:
         **ratios("load_vs_raw_threads", took["raw_load_threads"], took["load"]),
         **ratios("dcp_save_vs_raw", took["raw_save"], took["dcp_save"]),
         **ratios("dcp_load_vs_raw", took["raw_load"], took["dcp_load"]), **gbps, "bytes": n_bytes,
+        "contents_equal": equal,
     }  # fmt: skip
 
 
@@ -145,7 +174,7 @@ def ratios(name: str, raw: Sequence[float], ours: Sequence[float]) -> dict[str, 
 # ------------------------------------------------------------------------------------------------ object storage
 
 
-def on_s3(clock: Clock, root: Path, rounds: int) -> dict[str, Any]:
+def on_s3(clock: Clock, root: Path, size: Size) -> dict[str, Any]:
     """A Ceph radosgw on loopback where it is installed, else moto; next to bare boto3 put_object and get_object."""
     import boto3
     import radosgw
@@ -161,19 +190,22 @@ def on_s3(clock: Clock, root: Path, rounds: int) -> dict[str, Any]:
             stack.enter_context(running_s3())
         client, bucket = boto3.session.Session().client("s3"), "elastic-bench"
         client.create_bucket(Bucket=bucket)
-        items, storage = items_of(N_TENSORS_S3), open_storage(f"s3://{bucket}/run")
-        data = b"".join(pieces(items))
+        items, storage = size.items(1), open_storage(f"s3://{bucket}/run")
+        data, written, equal = b"".join(pieces(items)), digests(items), True
         took: dict[str, list[float]] = {"raw_save": [], "save": [], "raw_load": [], "load": []}
-        for step in range(rounds):
+        for step in range(size.rounds_s3):
             clock.look(f"round {step} on {name}")
             took["raw_save"].append(seconds(lambda: client.put_object(Bucket=bucket, Key="raw", Body=data)))
             took["save"].append(seconds(partial(save, storage, step, items)))
             took["raw_load"].append(seconds(lambda: client.get_object(Bucket=bucket, Key="raw")["Body"].read()))
             uri = storage.uri_of(f"checkpoints/step-{step:08d}.g0001")
+            items[0][1].zero_()
             took["load"].append(seconds(partial(load, uri, items)))
+            equal = equal and digests(items) == written
             storage.delete_folder()
         return {
-            "s3_server": name, "s3_bytes": len(data), **ratios("s3_save_vs_raw", took["raw_save"], took["save"]),
+            "s3_server": name, "s3_bytes": len(data), "s3_contents_equal": equal,
+            **ratios("s3_save_vs_raw", took["raw_save"], took["save"]),
             **ratios("s3_load_vs_raw", took["raw_load"], took["load"]),
         }  # fmt: skip
 
@@ -181,36 +213,33 @@ def on_s3(clock: Clock, root: Path, rounds: int) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ stall
 
 
-def stall(clock: Clock, root: Path) -> dict[str, Any]:
-    trial = Trial(root / "trial", JOB, clock)
-    try:
-        trial.start()
-        trial.until(lambda: bool(trial.steps) and trial.steps[-1][1] >= STEPS - 2, f"step {STEPS - 2}")
-    finally:
-        left = trial.end()
-    events = [event for line in trial.lines() for _, event in line.events]
-    steps = [event for event in events if isinstance(event, StepDone) and event.step >= FIRST]
-    saved = [e for e in events if isinstance(e, CopyStored) and e.copy.kind == "durable" and e.copy.step >= FIRST]
-    if len(saved) < 3:
+def stall(clock: Clock, size: Size) -> dict[str, Any]:
+    with running(size.job(), clock) as trial:
+        trial.until(lambda: bool(trial.steps) and trial.steps[-1][1] >= size.steps - 2, f"step {size.steps - 2}")
+        lines = trial.lines()
+    events = [event for line in lines for _, event in line.events]
+    steps = [event for event in events if isinstance(event, StepDone) and event.step >= size.first]
+    saved = [e for e in events if isinstance(e, CopyStored) and e.copy.kind == "durable" and e.copy.step >= size.first]
+    if len(saved) < SEVERAL:
         raise Failed(f"only {len(saved)} durable copies were stored")
-    step_s = median(step.step_time_s for step in steps if step.step % EVERY)
+    step_s = median(step.step_time_s for step in steps if step.step % size.every)
     stall_s = median(event.stall_s for event in saved)
-    after = [step.step_time_s for step in steps if step.step % EVERY == 1]  # the copy is written behind this one
+    after = [step.step_time_s for step in steps if step.step % size.every == 1]  # the copy is written behind this one
     return {
         "stall_share": round(stall_s / step_s, 4), "stall_ms": round(1e3 * stall_s, 3),
         "step_ms": round(1e3 * step_s, 1), "n_saves": len(saved), "n_left_out": sum(isinstance(e, CopyFailed) for e in events),
-        "step_behind_which_it_is_written_vs_others": round(median(after) / step_s, 3), "processes_left": len(left),
+        "step_behind_which_it_is_written_vs_others": round(median(after) / step_s, 3), "processes_left": 0,
     }  # fmt: skip
 
 
-def measure(clock: Clock, repeats: int) -> Mapping[str, Any]:
+def measure(clock: Clock, size: Size) -> Mapping[str, Any]:
     torch.set_num_threads(1)
-    rounds = max(ROUNDS, repeats)
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
         root = Path(folder)
-        return {**stall(clock, root), **on_disk(clock, root, rounds), **on_s3(clock, root, ROUNDS_S3)}
+        return {**stall(clock, size), **on_disk(clock, root, size), **on_s3(clock, root, size)}
 
 
 if __name__ == "__main__":
-    given = options(__doc__, MOST_S)
-    sys.exit(finish("checkpoint", given, lambda clock: measure(clock, given.repeats)))
+    given = options(__doc__, MOST_S, WHOLE.rounds)
+    size = SMOKE if given.smoke else replace(WHOLE, rounds=max(WHOLE.rounds, given.repeats))
+    sys.exit(finish("checkpoint", given, lambda clock: measure(clock, size)))

@@ -1,4 +1,4 @@
-"""The arithmetic of the benches: from journals to figures, and from figures to a verdict. No clock, no process."""
+"""The arithmetic of the benches: from journals to figures. No clock, no process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.ledger.journal import Line
 from elastic.types import DTYPE_BYTES, DriverStarted, EnterPlan, NodePrepared, PlanEntered, StepDone, TensorSpec
 
 NAMES = {"kill": "loss", "notice": "notice", "add": "growth", "hang": "hang"}  # of what each drill leads to
-AROUND = 20  # steps before an event and after it that its excess looks at
+AROUND = 20  # steps
 TRAINING = ("notice", "growth")  # whose `quiesce` is spent training: it is no part of the pause
 
 
@@ -100,17 +100,19 @@ def cold_restart(lines: Sequence[Line], killed_at_s: float) -> ColdRestart:
 
 @dataclass(frozen=True)
 class Pace:
-    """Every step that was finished, in order: generation, step, when; and how many ranks each generation has."""
+    """Every step that was finished, in order: generation, step, when; and how many ranks each generation has. `around`: steps
+    before an event and after it that its excess looks at."""
 
     steps: tuple[tuple[int, int, float], ...]
     worlds: Mapping[int, int]
+    around: int = AROUND
 
     def window(self, began_s: float, generation: int) -> tuple[int, int] | None:
-        """Indices of the step that ended AROUND steps before `began_s` and of the AROUND-th step of `generation`; None where
+        """Indices of the step that ended `around` steps before `began_s` and of as many steps into `generation`; None where
         other transitions lie in between or steps are missing."""
         ended = sum(1 for _, _, at_s in self.steps if at_s <= began_s) - 1
         own = [i for i, (g, _, _) in enumerate(self.steps) if g == generation]
-        first, last = ended - AROUND, own[AROUND - 1] if len(own) >= AROUND else -1
+        first, last = ended - self.around, own[self.around - 1] if len(own) >= self.around else -1
         if first < 0 or last < 0 or len({g for g, _, _ in self.steps[first : ended + 1]}) != 1:
             return None
         return first, last
@@ -135,14 +137,14 @@ class Pace:
         return wall_s - before * ordinary_s[worlds[0]] - after * ordinary_s[worlds[1]]
 
 
-def pace(lines: Iterable[Line]) -> Pace:
+def pace(lines: Iterable[Line], around: int = AROUND) -> Pace:
     steps, worlds = [], {}
     for line in lines:
         steps += [(e.generation, e.step, at_s) for at_s, e in line.events if isinstance(e, StepDone)]
         for action in line.decision.actions if line.decision else ():
             if isinstance(action, EnterPlan):
                 worlds[action.plan.generation] = len(action.plan.ranks)
-    return Pace(tuple(steps), worlds)
+    return Pace(tuple(steps), worlds, around)
 
 
 def excesses(run: Pace, asked: Sequence[Drill], found: Mapping[str, Sequence[Transition]]) -> dict[str, list[float]]:
@@ -318,26 +320,3 @@ def _interval(values: Sequence[tuple[float, float]]) -> list[float] | None:
     draw = Random(1)
     drawn = sorted(_ratio_of_sums(draw.choices(values, k=len(values))) or 0.0 for _ in range(DRAWN))
     return [drawn[round(0.025 * (DRAWN - 1))], drawn[round(0.975 * (DRAWN - 1))]]
-
-
-# ------------------------------------------------------------------------------------------------ the verdict
-
-
-def worse(figures: Mapping[str, Any], baselines: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """What is much worse than the stored figures, a sentence each. A baseline is {"value", "times"} (a ratio that may grow by
-    that factor), {"most"} or {"least"} (a promise); a figure that is missing is worse too."""
-    found = []
-    for name, stored in baselines.items():
-        value = figures.get(name)
-        if value is None:
-            found.append(f"{name} was not measured")
-            continue
-        if "least" in stored:
-            if value < stored["least"]:
-                found.append(f"{name} is {value}, less than {stored['least']:g} (promised)")
-            continue
-        most = stored["most"] if "most" in stored else stored["value"] * stored["times"]
-        if value > most:
-            known = f"stored is {stored['value']}, allowed {stored['times']} times that" if "value" in stored else "promised"
-            found.append(f"{name} is {value}, more than {most:g} ({known})")
-    return found

@@ -25,20 +25,34 @@ import bare_trial
 import figures
 from figures import Block
 from report import finish, options
-from trial import LOOK_S, PROGRAM, Clock, Failed, Tree, Trial
+from trial import LOOK_S, PROGRAM, ROOT, Clock, Failed, Tree, Trial, running
 
 from elastic.cluster import processes
 
-MOST_S, PAIRS, WARM = 1800.0, 32, 15  # WARM: steps before the first block
-UNDISTURBED = 100  # steps in which a run finds its own cadence
+MOST_S, PAIRS = 1800.0, 32
 BATCH = 8
-STEPS_A_BLOCK, BLOCK_LEAST_S = 10, 2.5
 MODELS = {"small": PROGRAM, "wide": PROGRAM.with_name("wide.py")}
+TINY = ROOT / "tests" / "programs" / "tiny.py"
 JOB = {
     "name": "overhead", "steps": 100_000, "global_batch": BATCH, "seed": 1, "clip_grad_norm": 1.0, "eval_samples": 12,
     "layout": "dp_shard=2", "min_workers": 2, "durable_every": 0,
     "pools": [{"name": "owned", "market_type": "owned", "max_nodes": 2}],
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Size:
+    """`warm`: steps before the first block; `undisturbed`: steps in which a run finds its own cadence."""
+
+    models: Mapping[str, Path]
+    warm: int = 15
+    undisturbed: int = 100
+    steps_a_block: int = 10
+    block_least_s: float = 2.5
+
+
+WHOLE = Size(MODELS)
+SMOKE = Size(dict.fromkeys(MODELS, TINY), warm=6, undisturbed=10, steps_a_block=4, block_least_s=0.5)
 
 
 class Contender(Protocol):
@@ -119,9 +133,9 @@ def run_block(contender: Contender, seconds: float) -> Block | None:
     return replace(found, parts_s=contender.parts_s(ends[figures.SETTLES - 1])) if found else None
 
 
-def warm(contender: Contender, clock: Clock, process: Popen[bytes], log: Path) -> float:
+def warm(contender: Contender, n_steps: int, clock: Clock, process: Popen[bytes], log: Path) -> float:
     """Waits for its first steps, then freezes it. Returns the seconds of a step."""
-    while len(ends := contender.ends()) < WARM:
+    while len(ends := contender.ends()) < n_steps:
         clock.look("the first steps")
         if process.poll() is not None:
             raise Failed(f"it ended first (exit code {process.returncode}): {log.read_text(errors='replace')[-1500:]}")
@@ -130,68 +144,61 @@ def warm(contender: Contender, clock: Clock, process: Popen[bytes], log: Path) -
     return (ends[-1] - ends[-6]) / 5
 
 
-def own_cadence(folder: Path, program: Path, clock: Clock) -> int:
+def own_cadence(program: Path, n_steps: int, clock: Clock) -> int:
     """Steps between peer copies that a run of the program comes to when nothing disturbs it."""
-    trial = Trial(folder, {**JOB, "program": str(program)}, clock)
-    try:
-        trial.start()
-        trial.until(lambda: len(trial.steps) >= UNDISTURBED, "the run that finds its cadence")
-    finally:
-        trial.end()
-    return trial.peer_every
+    with running({**JOB, "program": str(program)}, clock) as trial:
+        trial.until(lambda: len(trial.steps) >= n_steps, "the run that finds its cadence")
+        return trial.peer_every
 
 
 @contextmanager
-def under_elastic(folder: Path, program: Path, peer_every: int, clock: Clock) -> Iterator[tuple[Elastic, float]]:
-    trial = Trial(folder, {**JOB, "program": str(program), "peer_every": peer_every}, clock)
-    contender = Elastic(trial)
-    try:
-        trial.start()
+def under_elastic(program: Path, peer_every: int, n_steps: int, clock: Clock) -> Iterator[Elastic]:
+    with running({**JOB, "program": str(program), "peer_every": peer_every}, clock) as trial:
+        contender = Elastic(trial)
         assert trial.process is not None
-        yield contender, warm(contender, clock, trial.process, folder / "run.log")
-    finally:
-        signal_all(contender, signal.SIGCONT)
-        left = trial.end()
-    if left:
-        raise Failed(f"{len(left)} processes did not end by themselves: {left}")
+        try:
+            warm(contender, n_steps, clock, trial.process, trial.folder / "run.log")
+            yield contender
+        finally:
+            signal_all(contender, signal.SIGCONT)
 
 
 @contextmanager
-def under_bare(folder: Path, program: Path, clock: Clock) -> Iterator[tuple[Bare, float]]:
-    out = folder / "bare.log"
-    with out.open("w") as file:
-        ranks = bare_trial.start(file, [2], 0, BATCH, program)
-    contender = Bare(out, [Tree(process.pid) for process in ranks])
-    try:
-        yield contender, warm(contender, clock, ranks[0], out)
-    finally:
-        bare_trial.end(ranks)
+def under_bare(program: Path, n_steps: int, clock: Clock) -> Iterator[tuple[Bare, float]]:
+    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
+        out = Path(folder) / "bare.log"
+        with out.open("w") as file:
+            ranks = bare_trial.start(file, [2], 0, BATCH, program)
+        contender = Bare(out, [Tree(process.pid) for process in ranks])
+        try:
+            yield contender, warm(contender, n_steps, clock, ranks[0], out)
+        finally:
+            bare_trial.end(ranks)
 
 
-def compare(program: Path, n_pairs: int, clock: Clock) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as name:
-        folder = Path(name)
-        every = own_cadence(folder / "before", program, clock)
-        with under_elastic(folder, program, every, clock) as (ours, _), under_bare(folder, program, clock) as (bare, step_s):
-            seconds = max(BLOCK_LEAST_S, (STEPS_A_BLOCK + figures.SETTLES) * step_s)
-            pairs: list[tuple[Block, Block]] = []
-            for number in range(n_pairs):
-                clock.look(f"block {number} of {n_pairs}")
-                both: list[Contender] = [ours, bare] if number % 2 == 0 else [bare, ours]
-                found = {id(contender): run_block(contender, seconds) for contender in both}
-                one, other = found[id(ours)], found[id(bare)]
-                if one is not None and other is not None:
-                    pairs.append((one, other))
+def compare(program: Path, n_pairs: int, size: Size, clock: Clock) -> dict[str, Any]:
+    every = own_cadence(program, size.undisturbed, clock)
+    with under_elastic(program, every, size.warm, clock) as ours, under_bare(program, size.warm, clock) as (bare, step_s):
+        seconds = max(size.block_least_s, (size.steps_a_block + figures.SETTLES) * step_s)
+        pairs: list[tuple[Block, Block]] = []
+        for number in range(n_pairs):
+            clock.look(f"block {number} of {n_pairs}")
+            both: list[Contender] = [ours, bare] if number % 2 == 0 else [bare, ours]
+            found = {id(contender): run_block(contender, seconds) for contender in both}
+            one, other = found[id(ours)], found[id(bare)]
+            if one is not None and other is not None:
+                pairs.append((one, other))
     return {**figures.overhead(pairs), "peer_every": every}
 
 
-def measure(clock: Clock, n_pairs: int, models: list[str]) -> dict[str, Any]:
+def measure(clock: Clock, n_pairs: int, models: list[str], size: Size) -> dict[str, Any]:
     """The figures of the wide model by their names, those of the small one below `small`."""
-    found = {name: compare(MODELS[name], n_pairs, clock) for name in models}
+    found = {name: compare(size.models[name], n_pairs, size, clock) for name in models}
     small = {"small": found["small"], "small_step_time_ratio": found["small"]["step_time_ratio"]} if "small" in found else {}
     return {**found.get("wide", {}), **small, "processes_left": 0}
 
 
 if __name__ == "__main__":
-    given = options(__doc__, MOST_S, repeats=PAIRS, parts=tuple(MODELS))
-    sys.exit(finish("overhead", given, lambda clock: measure(clock, given.repeats, given.parts)))
+    given = options(__doc__, MOST_S, repeats=PAIRS, parts=tuple(MODELS), smoke_parts=("wide",))
+    size = SMOKE if given.smoke else WHOLE
+    sys.exit(finish("overhead", given, lambda clock: measure(clock, max(2, given.repeats), given.parts, size)))

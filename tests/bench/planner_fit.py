@@ -2,21 +2,22 @@
 
 Half of the weight goes to rows, half to sources, so that no long table outvotes the others; large errors count up to a bound,
 and a constant that the rows say little of stays near where it began. `--half`: fits one half of the sources and scores the
-other with it, and the other way round; nothing is written then.
+other with it, and the other way round; nothing is written then. `--smoke`: fits to four measurements that it makes up.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
 import math
 import os
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+
+import report
 
 from elastic.planner import compute
 from elastic.planner.kernels import PARENT, UNFUSED, Kernels
@@ -26,6 +27,7 @@ from elastic.planner.score import quantile
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("ELASTIC_SHARED") or ROOT.parent / "shared")
 KERNELS = ROOT / "elastic" / "planner" / "kernels.csv"
+PARTS = ("all", "half")
 ROUNDS, FIRST_STEP = 8, 0.25
 MOST = 1.2  # of a log error, that counts
 DRAWN = 6e-4  # to where a constant began, per square of its log distance
@@ -139,8 +141,9 @@ def figures(constants: Mapping[Key, float], found: Sequence[Case]) -> dict[str, 
     return {"rows": len(off), "median_abs_err": round(median(off), 4), "p90_abs_err": round(quantile(off, 0.9), 4)}
 
 
-def halves(found: Sequence[Case], began: Mapping[Key, float]) -> dict[str, dict[str, float]]:
-    one = [case for case in found if any(part in case.source for part in HALF)]
+def halves(found: Sequence[Case], began: Mapping[Key, float], half: Sequence[str]) -> dict[str, dict[str, float]]:
+    """`half`: parts of the names of those sources that are one half."""
+    one = [case for case in found if any(part in case.source for part in half)]
     two = [case for case in found if case not in one]
     to_two, to_one = fit(two, began), fit(one, began)
     return {
@@ -156,32 +159,52 @@ def write(constants: Mapping[Key, float], path: Path = KERNELS) -> None:
         table.writerows([*key, f"{value:.4g}"] for key, value in sorted(constants.items()))
 
 
+# ------------------------------------------------------------------------------------------------ made-up measurements
+
+ROW = {
+    "source": "s", "model": "llama3-8b", "params_b": "8.03", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8",
+    "ffn": "14336", "vocab": "128256", "gpu": "H100-80GB-SXM", "tp": "1", "pp": "1", "precision": "bf16",
+    "activation_ckpt": "selective", "zero_stage": "fsdp2", "tokens_per_s_per_gpu": "1",
+}  # fmt: skip
+SIZES = (("8", "2048"), ("8", "8192"), ("64", "8192"), ("64", "2048"))  # GPUs and length of a sequence
+SMOKE_HALF = ("64",)
+SLOWER = {("fsdp2", "Hopper", "matmul"): 0.6, ("fsdp2", "", "moved"): 1.5}
+
+
+def made_up() -> list[Case]:
+    """Measurements of a world in which products and network are slower than where the fit begins; one source per size."""
+    found = cases([ROW | {"source": f"{n}", "gpus": n, "seq_len": seq} for n, seq in SIZES])
+    of = kernels(start(found) | SLOWER, "fsdp2", "Hopper")
+    return [replace(case, tokens_per_s=case.predicted_tokens_per_s(of)) for case in found]
+
+
+def published(shared: Path) -> list[Case]:
+    with (shared / "planner" / "public.csv").open(encoding="utf-8") as opened:
+        return [case for case in cases(csv.DictReader(opened)) if case.tokens_per_s]
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report.parser(__doc__)
     parser.add_argument("--shared", type=Path, default=SHARED, help=f"folder with planner/public.csv (default {SHARED})")
     parser.add_argument("--half", action="store_true", help="fit on one half of the sources, score on the other; both ways")
     parser.add_argument("--write", action="store_true", help="write elastic/planner/kernels.csv")
-    parser.add_argument("--json", action="store_true", help="only the line of JSON")
     given = parser.parse_args(arguments)
-    path = given.shared / "planner" / "public.csv"
-    if not path.exists():
+    given.parts = PARTS[given.half :][:1]
+    if not given.smoke and not (path := given.shared / "planner" / "public.csv").exists():
         print(f"planner_fit: {path} is not there; --shared names the folder of the measurements", file=sys.stderr)
         return 2
-    with path.open(encoding="utf-8") as opened:
-        found = [case for case in cases(csv.DictReader(opened)) if case.tokens_per_s]
+    found = made_up() if given.smoke else published(given.shared)
     began = start(found)
     if given.half:
-        said = halves(found, began)
-    else:
-        constants = fit(found, began)
-        said = {"all": figures(constants, found)}
-        if given.write:
-            write(constants)
-    if not given.json:
-        for name, some in said.items():
-            print(f"{name:10} {some}")
-    print(json.dumps({"bench": "planner_fit", "figures": said}))
-    return 0
+        return report.tell("planner_fit", given, halves(found, began, SMOKE_HALF if given.smoke else HALF))
+    constants = fit(found, began)
+    fitted = figures(constants, found)
+    if given.write and not given.smoke:
+        write(constants)
+    return report.tell("planner_fit", given, {"all": fitted, "median_abs_err": fitted["median_abs_err"]})
 
 
 if __name__ == "__main__":

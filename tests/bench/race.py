@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,13 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import race_figures
+import report
 from race_contenders import JOB, ROOT, Contender, Length, contender
 from race_figures import TITLES, Done, Race
 from trial import LEFT_OUT, LOOK_S, Clock, Failed, Tree
 
 from elastic.cluster import processes
+from elastic.cluster.own_token import ON_THIS_MACHINE
 
+SCRIPT = Path(__file__).resolve()
 SAMPLE_S = 0.1  # a step of four workers sleeps three times so long
+SMOKE_SAMPLE_S = 0.01
 NOTICE_S = 10.0
 BEGIN, END = "<!-- race -->", "<!-- end of race -->"
 USD_PER_NODE_H = 3.0  # made up; the same for all nodes
@@ -44,6 +47,8 @@ class Course:
     save_every: int
     schedule: tuple[tuple[float, str], ...]
     most_s: float
+    world: int = 4
+    least: int = 2
 
 
 COURSES = {
@@ -56,6 +61,7 @@ COURSES = {
     ),
     "events": Course(120, 20, ((8, "kill"), (16, "add"), (26, "notice")), 200.0),
 }  # fmt: skip
+SMOKE = Course(40, 10, ((1, "kill"),), 100.0, world=2, least=1)  # in place of each of them
 
 
 def run(one: Contender, course: Course, clock: Clock) -> list[tuple[float, str]]:
@@ -96,21 +102,17 @@ def _until(holds: Any, one: Contender, clock: Clock, what: str) -> None:
 
 def only(name: str, course: Course, out: Path) -> None:
     """One contender, in this process, whose end is the end of everything; writes the Race."""
+    sample_s = SMOKE_SAMPLE_S if course is SMOKE else SAMPLE_S
     for variable in LEFT_OUT:
         os.environ.pop(variable, None)
-    os.environ |= {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "RACE_SAMPLE_S": str(SAMPLE_S),
-    }
+    os.environ |= {**ON_THIS_MACHINE, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RACE_SAMPLE_S": str(sample_s)}
     paths = (str(ROOT), str(JOB), str(JOB.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     processes.adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="el-race-"))
     os.environ["RAY_TMPDIR"] = str(folder)  # before Ray is imported: other clusters here are not seen
     clock = Clock(course.most_s)
-    one = contender(name, folder, Length(course.steps, course.save_every), clock, USD_PER_NODE_H)
+    one = contender(name, folder, Length(course.steps, course.save_every, course.world, course.least), clock, USD_PER_NODE_H)
     try:
         launched_s = time.time()
         events = run(one, course, clock)
@@ -133,14 +135,14 @@ def read(out: Path) -> Race:
     return Race(data["name"], data["launched_s"], data["until_s"], steps, nodes, events, data["notes"])
 
 
-def measured(name: str, course_name: str, folder: Path) -> Race:
+def measured(name: str, course_name: str, course: Course, folder: Path) -> Race:
     """A contender in a process of its own. Raises Failed."""
-    course, out = COURSES[course_name], folder / f"{course_name}-{name}.json"
+    out, smoke = folder / f"{course_name}-{name}.json", ["--smoke"] if course is SMOKE else []
     if name == "ray_train" and importlib.util.find_spec("pyarrow") is None:
         raise Failed("Ray Train needs pandas, pyarrow: pip install -c constraints.txt -e .")
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--only", name, "--courses", course_name, "--out", str(out)],
+            [sys.executable, str(SCRIPT), "--only", name, "--courses", course_name, "--out", str(out), *smoke],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
         tree, until_s = Tree(process.pid), time.monotonic() + course.most_s + END_S
@@ -177,38 +179,40 @@ def figures(races: Sequence[Race], course: Course, prefix: str) -> dict[str, Any
 
 def main() -> int:
     given = options()
+    courses = {name: SMOKE if given.smoke else COURSES[name] for name in given.courses}
     if given.only:
-        only(given.only, COURSES[given.courses[0]], given.out)
+        only(given.only, courses[given.courses[0]], given.out)
         return 0
-    found: dict[str, Any] = {"sample_s": SAMPLE_S, "usd_per_node_h": USD_PER_NODE_H}
+    found: dict[str, Any] = {"sample_s": SMOKE_SAMPLE_S if given.smoke else SAMPLE_S, "usd_per_node_h": USD_PER_NODE_H}
     failed: dict[str, str] = {}
     shown: list[str] = []
     with tempfile.TemporaryDirectory(prefix="el-races-") as folder:
-        for course_name in given.courses:
+        for course_name, course in courses.items():
             races = []
             for name in given.contenders:
                 print(f"race: {course_name}: {TITLES[name]}", file=sys.stderr, flush=True)
                 try:
-                    races.append(measured(name, course_name, Path(folder)))
+                    races.append(measured(name, course_name, course, Path(folder)))
                 except Failed as error:
                     failed[f"{course_name}_{name}"] = str(error)
             prefix = "" if course_name == "preemptions" else f"{course_name}_"
-            found |= figures(races, COURSES[course_name], prefix)
-            shown += report(course_name, races, found, prefix, given.png)
+            found |= figures(races, course, prefix)
+            shown += table(course_name, course, races, found, given.png)
     if not given.json:
         print("\n".join(shown))
     if given.readme:
         given.readme.write_text(with_tables(given.readme.read_text(), shown))
-    print(json.dumps({"bench": "race", "figures": found | {"failed": failed}}))
     for name, text in failed.items():
         print(f"race: {name}: {text}", file=sys.stderr)
-    return 1 if failed else 0
+    return max(report.tell("race", given, found | {"failed": failed}), int(bool(failed)))
 
 
-def report(course_name: str, races: Sequence[Race], found: Mapping[str, Any], prefix: str, png: Path | None) -> list[str]:
-    """The table in Markdown, and the picture below it, which is drawn."""
+def table(
+    course_name: str, course: Course, races: Sequence[Race], found: Mapping[str, Any], png: Path | None
+) -> list[str]:  # fmt: skip
+    """In Markdown, and the picture below it, which is drawn."""
+    prefix = "" if course_name == "preemptions" else f"{course_name}_"
     own = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
-    course = COURSES[course_name]
     happened = ", ".join(f"{what} at {at_s:.0f} s" for at_s, what in course.schedule)
     drawn: list[str] = []
     if png is not None and races:
@@ -231,16 +235,18 @@ def with_tables(text: str, lines: Sequence[str]) -> str:
 
 
 def options() -> argparse.Namespace:
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended by a signal"))
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="only the line of JSON")
+    parser = report.parser(__doc__)
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the races")
     parser.add_argument("--readme", type=Path, metavar="FILE", help=f"put the tables between its lines {BEGIN} and {END}")
-    parser.add_argument("--courses", nargs="+", choices=sorted(COURSES), default=["preemptions", "events"])
-    parser.add_argument("--contenders", nargs="+", choices=sorted(TITLES), default=["elastic", "ray_train", "torchrun"])
+    parser.add_argument("--courses", nargs="+", choices=sorted(COURSES), help="default: all, with --smoke events")
+    parser.add_argument("--contenders", nargs="+", choices=sorted(TITLES), help="default: all, with --smoke elastic torchrun")
     parser.add_argument("--only", choices=sorted(TITLES), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    given = parser.parse_args()
+    given.courses = given.courses or (["events"] if given.smoke else ["preemptions", "events"])
+    given.contenders = given.contenders or (["elastic", "torchrun"] if given.smoke else ["elastic", "ray_train", "torchrun"])
+    given.parts = given.courses
+    return given
 
 
 if __name__ == "__main__":

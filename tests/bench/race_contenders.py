@@ -18,11 +18,12 @@ from race_figures import Done, finished
 from trial import LEFT_OUT, ROOT, Clock, Failed, Trial
 
 from elastic.cluster import processes
+from elastic.cluster.local import HOST
 from elastic.types import EnterPlan, NodeLost, NodeReady, StepDone
 
 JOB = Path(__file__).resolve().parent / "race_job"
-WORLD, LEAST = 4, 2
 STEPS = "steps.jsonl"
+NEWEST = 16  # lines: some steps of all workers
 WORDS = 1500  # of a log, into an error
 RAY_TRAIN_SETTINGS = {  # as a user would tune it for losses; the defaults (2, 60, 5) are measured by ray_train.py
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",
@@ -34,10 +35,12 @@ RENDEZVOUS = "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max
 
 @dataclass(frozen=True)
 class Length:
-    """How far the race goes."""
+    """How far the race goes, and with how many workers: `world` at the start, not fewer than `least`."""
 
     steps: int
     save_every: int
+    world: int = 4
+    least: int = 2
 
 
 class Contender(Protocol):
@@ -81,20 +84,21 @@ class Elastic:
     nodes: list[tuple[float, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        layout = {n: f"dp_replicate={n}" if n > 1 else "dp_shard=1" for n in range(1, WORLD + 1)}
+        world = self.length.world
+        layout = {n: f"dp_replicate={n}" if n > 1 else "dp_shard=1" for n in range(1, world + 1)}
         pool = {"usd_per_node_h": self.usd_per_node_h, "notice_s": 30}
         job = {
             "name": "race", "program": str(JOB / "program.py"), "steps": self.length.steps, "global_batch": 12, "seed": 1,
-            "layout": layout, "min_workers": LEAST, "durable_every": self.length.save_every,
+            "layout": layout, "min_workers": self.length.least, "durable_every": self.length.save_every,
             "pools": [
-                {"name": "spot", "market_type": "spot", "max_nodes": WORLD - 1, **pool},
+                {"name": "spot", "market_type": "spot", "max_nodes": world - 1, **pool},
                 {"name": "on-demand", "market_type": "on-demand", "max_nodes": 1, **pool},
             ],
         }  # fmt: skip
         self.trial = Trial(self.folder, job, self.clock)
 
     def start(self) -> None:
-        counted(self.nodes, WORLD)
+        counted(self.nodes, self.length.world)
         self.trial.start()
 
     def done(self) -> int:
@@ -166,7 +170,7 @@ class Marked:
 
     def done(self) -> int:
         self.look()
-        return max((json.loads(line)["step"] for line in self.lines[-4 * WORLD :]), default=0)
+        return max((json.loads(line)["step"] for line in self.lines[-NEWEST:]), default=0)
 
     def steps(self) -> Sequence[Done]:
         self.look()
@@ -175,7 +179,7 @@ class Marked:
     def of_last_rank(self, roots: dict[Any, int]) -> Any:
         """The node below whose process the newest group's last rank runs; the newest node where there is none now. Rank 0's
         stays, which is the easier case for both."""
-        marks = [json.loads(line) for line in self.lines[-4 * WORLD :]]
+        marks = [json.loads(line) for line in self.lines[-NEWEST:]]
         pid = max(marks, key=lambda mark: (mark["group"], mark["rank"]))["pid"] if marks else 0
         return next((name for name, root in roots.items() if pid in processes.descendants(root)), list(roots)[-1])
 
@@ -201,16 +205,16 @@ class Torchrun(Marked):
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.store = TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
-        counted(self.nodes, WORLD)
-        for _ in range(WORLD):
+        counted(self.nodes, self.length.world)
+        for _ in range(self.length.world):
             self._agent()
 
     def _agent(self) -> None:
         self.n_started += 1
         words = [
-            sys.executable, "-m", "torch.distributed.run", f"--nnodes={LEAST}:{WORLD}", "--nproc-per-node=1",
-            "--max-restarts=100", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-id=race",
-            f"--rdzv-conf={RENDEZVOUS}", "--local-addr=127.0.0.1", str(JOB / "peer.py"), str(self.folder),
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.length.least}:{self.length.world}",
+            "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}",
+            "--rdzv-id=race", f"--rdzv-conf={RENDEZVOUS}", "--local-addr=127.0.0.1", str(JOB / "peer.py"), str(self.folder),
             str(self.length.steps), str(self.length.save_every),
         ]  # fmt: skip
         with (self.folder / f"agent{self.n_started}.log").open("ab") as log:
@@ -261,15 +265,15 @@ class RayTrain(Marked):
     def start(self) -> None:
         from ray_train_peer import Peer  # imports Ray
 
-        counted(self.nodes, WORLD)
+        counted(self.nodes, self.length.world)
         os.environ |= RAY_TRAIN_SETTINGS
         self.peer = Peer(self.folder, self.clock)
-        for _ in range(WORLD):
+        for _ in range(self.length.world):
             self.peer.add()
-        words = [sys.executable, str(JOB / "ray_peer.py"), str(self.peer.cluster.address), "127.0.0.2", str(self.folder)]
+        words = [sys.executable, str(JOB / "ray_peer.py"), str(self.peer.cluster.address), HOST, str(self.folder)]
         with (self.folder / "job.log").open("ab") as log:
             self.peer.process = subprocess.Popen(
-                [*words, str(self.length.steps), str(self.length.save_every)],
+                [*words, *map(str, (self.length.steps, self.length.save_every, self.length.least, self.length.world))],
                 cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment() | RAY_TRAIN_SETTINGS,
             )  # fmt: skip
 

@@ -4,6 +4,7 @@ Debian: apt-get install --no-install-recommends ceph-mon ceph-osd radosgw
 
     python tests/bench/radosgw.py start FOLDER     # prints the environment that clients need
     python tests/bench/radosgw.py stop FOLDER
+    python tests/bench/radosgw.py --json --smoke   # starts one, stores and reads an object, stops it
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 import uuid
@@ -22,6 +24,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import report
+from trial import Clock, Failed
 
 PROGRAMS = ("ceph-mon", "ceph-osd", "ceph", "radosgw", "radosgw-admin", "ceph-authtool", "monmaptool")
 ACCESS, SECRET = "elastic-bench", "elastic-bench-secret"
@@ -170,10 +176,39 @@ def _call(folder: Path, *words: str) -> str:
     return done.stdout
 
 
+def once_through(clock: Clock) -> dict[str, Any]:
+    if not installed():
+        raise Failed(f"one of {', '.join(PROGRAMS)} is not installed")
+    import boto3
+
+    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
+        with running(Path(folder) / "ceph") as server:
+            start_s = time.monotonic() - clock.began_s
+            os.environ.update(server.environment)
+            client, data = boto3.session.Session().client("s3"), os.urandom(1 << 20)
+            client.create_bucket(Bucket="smoke")
+            client.put_object(Bucket="smoke", Key="some", Body=data)
+            equal = client.get_object(Bucket="smoke", Key="some")["Body"].read() == data
+    return {"start_s": round(start_s, 2), "contents_equal": equal}
+
+
+def main() -> int:
+    parser = report.parser(__doc__)
+    parser.add_argument("verb", nargs="?", choices=("start", "stop"))
+    parser.add_argument("folder", nargs="?", type=Path)
+    given = parser.parse_args()
+    if given.smoke:
+        given.most_s = 3 * START_S
+        return report.finish("radosgw", given, once_through)
+    if given.verb is None or given.folder is None:
+        parser.error("start FOLDER, stop FOLDER or --smoke")
+    if given.verb == "stop":
+        stop(given.folder.absolute())
+        return 0
+    for key, value in start(given.folder.absolute()).environment.items():
+        print(f"export {key}={value}")
+    return 0
+
+
 if __name__ == "__main__":
-    verb, where = sys.argv[1], Path(sys.argv[2]).absolute()
-    if verb == "start":
-        for key, value in start(where).environment.items():
-            print(f"export {key}={value}")
-    else:
-        stop(where)
+    sys.exit(main())

@@ -6,7 +6,6 @@ and Ray with their defaults. Each cause is a run of its own, in a process of its
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -20,23 +19,27 @@ from pathlib import Path
 from typing import Any
 
 import ray_train_figures
+import report
 from ray_train_figures import WORLDS
 from trial import LEFT_OUT, LOOK_S, ROOT, Clock, Failed, Tree
 
 from elastic.cluster import processes
+from elastic.cluster.own_token import ON_THIS_MACHINE
 
 MOST_S = 240.0  # of one cause; 100 to 150 on a machine with nothing else to do
 END_S = 15.0  # beyond that, for the process to take its run down
 NEEDED = ("pandas", "pyarrow")  # ray.train does not start without them
 SCRIPT = Path(__file__).resolve()
+SMOKE = "growth"  # a kill and a notice take a minute: Ray Train's own start timeout
 
 
-def measure(clock: Clock) -> dict[str, Any]:
-    """All causes, one after another. One that could not be measured has no figures: `ray_train_failed` says why."""
+def measure(clock: Clock, smoke: bool = False) -> dict[str, Any]:
+    """All causes (in the smoke size SMOKE alone), one after another. One that could not be measured has no figures:
+    `ray_train_failed` says why."""
     found: dict[str, Any] = {"ray_train_failed": {}, "ray_train_load": {}}
-    for cause in WORLDS:
+    for cause in [SMOKE] if smoke else WORLDS:
         try:
-            figures = _measured(cause, clock)
+            figures = _measured(cause, clock, smoke)
         except Failed as error:
             found["ray_train_failed"][cause] = str(error)
             continue
@@ -45,7 +48,7 @@ def measure(clock: Clock) -> dict[str, Any]:
     return found
 
 
-def _measured(cause: str, clock: Clock) -> dict[str, Any]:
+def _measured(cause: str, clock: Clock, smoke: bool) -> dict[str, Any]:
     """This script in a process of its own. Raises Failed."""
     clock.look(f"Ray Train, {cause}")
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
@@ -55,7 +58,7 @@ def _measured(cause: str, clock: Clock) -> dict[str, Any]:
         tempfile.TemporaryFile("w+") as log,
     ):
         process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--cause", cause, "--json"],
+            [sys.executable, str(SCRIPT), "--cause", cause, "--json", *(["--smoke"] if smoke else [])],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, "TMPDIR": folder},
         )  # fmt: skip
         tree, own = Tree(process.pid), Clock(MOST_S + END_S)
@@ -80,11 +83,11 @@ def _measured(cause: str, clock: Clock) -> dict[str, Any]:
     return figures
 
 
-def run(cause: str, clock: Clock) -> dict[str, Any]:
+def run(cause: str, clock: Clock, smoke: bool) -> dict[str, Any]:
     """One cause, here: this process starts the cluster, and its end is the end of everything."""
     for name in LEFT_OUT:
         os.environ.pop(name, None)
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {**ON_THIS_MACHINE, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     known = [str(ROOT), str(SCRIPT.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(known))  # what the workers import from
     processes.adopt_orphans()
@@ -95,33 +98,26 @@ def run(cause: str, clock: Clock) -> dict[str, Any]:
         from ray_train_peer import run as run_peer
 
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended by a signal"))
-        return ray_train_figures.figures(cause, run_peer(Peer(folder, clock), cause))
+        length = ray_train_figures.SMOKE if smoke else ray_train_figures.WHOLE
+        return ray_train_figures.figures(cause, run_peer(Peer(folder, clock), cause, length))
     finally:
         processes.end_tree(os.getpid(), with_root=False)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report.parser(__doc__)
     parser.add_argument("--cause", choices=sorted(WORLDS), required=True, help="what happens to a node")
-    parser.add_argument("--json", action="store_true", help="only the line of JSON")
     parser.add_argument("--most-s", type=float, default=MOST_S, help=f"bound of the whole (default {MOST_S:.0f})")
     given = parser.parse_args()
-    clock = Clock(given.most_s)
-    try:
-        found = {**run(given.cause, clock), **clock.plain()}
-    except Failed as error:
-        print(f"ray_train: {error}", file=sys.stderr)
-        return 1
-    left = processes.descendants(os.getpid())
-    if left:
-        print(f"ray_train: {len(left)} processes are left: {left}", file=sys.stderr)
-        return 1
-    if not given.json:
-        for name, value in found.items():
-            print(f"{name:26} {value}")
-    print(json.dumps({"bench": "ray_train", "figures": found}), flush=True)
-    return 0
+
+    def measured(clock: Clock) -> dict[str, Any]:
+        found = run(given.cause, clock, given.smoke)
+        if left := processes.descendants(os.getpid()):
+            raise Failed(f"{len(left)} processes are left: {left}")
+        return found
+
+    return report.finish("ray_train", given, measured)
 
 
 if __name__ == "__main__":

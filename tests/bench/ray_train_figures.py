@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -13,6 +13,20 @@ WORLDS = {"kill": (4, 3), "notice": (4, 3), "growth": (3, 4)}  # workers before 
 SAVE_EVERY = 10  # steps from one checkpoint to the next
 STEPS, PIDS = "steps.jsonl", "workers.jsonl"  # what the workers write
 ORDINARY_STEPS = 20  # of the old group, the last ones: what a step takes
+
+
+@dataclass(frozen=True)
+class Length:
+    """`worlds`: workers before and after each cause; `settle_steps`: before it; `resize_s`: how often Ray Train looks whether
+    there are more nodes, None = its default (60 s)."""
+
+    worlds: Mapping[str, tuple[int, int]]
+    settle_steps: int
+    resize_s: float | None = None
+
+
+WHOLE = Length(WORLDS, 25)  # two checkpoints and a half
+SMOKE = Length({"kill": (2, 1), "notice": (2, 1), "growth": (1, 2)}, 12, 1.0)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The bench's model under Ray Train's elastic TorchTrainer, as its guides have it: FSDP2, AdamW, a sharded checkpoint by DCP.
 
-`python ray_train_job.py ADDRESS HOST FOLDER`: the script that a user starts. Each worker appends a line per finished step to
-FOLDER/steps.jsonl. All settings of Ray Train are its defaults; `max_failures=-1` because the default is to give up.
+`python ray_train_job.py ADDRESS HOST FOLDER PROGRAM CAUSE LEAST MOST [RESIZE_S]`: the script that a user starts. Each worker
+appends a line per finished step to FOLDER/steps.jsonl. Ray Train has its defaults; `max_failures=-1` because the
+default is to give up.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from elastic.cluster._ray_private import connect
 from elastic.program import Program, load_program
 
 BATCH = 4  # one sample per worker, as in the published measurement
-MIN_WORKERS, MAX_WORKERS = 2, 4
 
 
 def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -101,12 +101,15 @@ def append(path: Path, value: dict[str, Any]) -> None:
         file.write(json.dumps(value) + "\n")
 
 
-def main(address: str, host: str, folder: str, program: str, cause: str) -> None:
+def main(address: str, host: str, folder: str, program: str, cause: str, *numbers: str) -> None:
+    """`numbers`: workers at least and at most; seconds from one look for more nodes to the next, where not Ray Train's own."""
+    least, most, *resize_s = numbers
+    more: dict[str, Any] = {"elastic_resize_monitor_interval_s": float(resize_s[0])} if resize_s else {}
     connect(address, "bench", host)
     TorchTrainer(
         train,
         train_loop_config={"folder": folder, "program": program, "cause": cause},
-        scaling_config=ray.train.ScalingConfig(num_workers=(MIN_WORKERS, MAX_WORKERS)),
+        scaling_config=ray.train.ScalingConfig(num_workers=(int(least), int(most)), **more),
         run_config=ray.train.RunConfig(
             name="bench", storage_path=f"{folder}/storage", failure_config=ray.train.FailureConfig(max_failures=-1),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),

@@ -16,14 +16,13 @@ import ray_train_figures
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
-from ray_train_figures import PIDS, SAVE_EVERY, STEPS, WORLDS, Change, Done
+from ray_train_figures import PIDS, SAVE_EVERY, STEPS, Change, Done, Length
 from trial import LOOK_S, PROGRAM, Clock, Failed
 
 from elastic.cluster import processes
 from elastic.cluster.local import HOST, STORE_BYTES
 
 JOB = Path(__file__).resolve().parent / "ray_train_job.py"
-SETTLE_STEPS = 25  # before the event: two checkpoints and a half
 MIDDLE = range(SAVE_EVERY // 2 - 1, SAVE_EVERY // 2 + 2)  # the event comes half-way between two checkpoints
 NOTICE_S = 30.0
 AFTER_STEPS = 3
@@ -62,12 +61,14 @@ class Peer:
         node = self._start({"num_cpus": 1})
         self.raylets[node.node_id] = node.all_processes["raylet"][0].process.pid
 
-    def train(self, cause: str) -> None:
+    def train(self, cause: str, length: Length) -> None:
         """Starts the user's script."""
         address = str(self.cluster.address)
+        more = [str(n) for n in (min(2, *length.worlds[cause]), max(length.worlds[cause]))]
+        more += [] if length.resize_s is None else [str(length.resize_s)]
         with (self.folder / "job.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(JOB), address, HOST, str(self.folder), str(PROGRAM), cause],
+                [sys.executable, str(JOB), address, HOST, str(self.folder), str(PROGRAM), cause, *more],
                 cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
 
@@ -134,19 +135,19 @@ def happen(peer: Peer, cause: str) -> float:
     return at_s
 
 
-def run(peer: Peer, cause: str) -> Change:
+def run(peer: Peer, cause: str, length: Length) -> Change:
     """One run with one event. Raises Failed when it does not go on within the clock's time."""
-    before, after = WORLDS[cause]
+    before, after = length.worlds[cause]
     for _ in range(before):
         peer.add()
     progress(f"{before} nodes stand")
-    peer.train(cause)
+    peer.train(cause, length)
 
     def settled(steps: list[Done]) -> bool:
         newest = steps[-1] if steps else None
-        return newest is not None and newest.step >= SETTLE_STEPS and newest.step % SAVE_EVERY in MIDDLE
+        return newest is not None and newest.step >= length.settle_steps and newest.step % SAVE_EVERY in MIDDLE
 
-    steps = peer.until(settled, f"{SETTLE_STEPS} steps of {before} workers")
+    steps = peer.until(settled, f"{length.settle_steps} steps of {before} workers")
     if steps[-1].world != before:
         raise Failed(f"Ray Train began with {steps[-1].world} workers on {before} nodes")
     progress(f"{cause} after step {steps[-1].step}, load {os.getloadavg()[0]:.1f}")

@@ -11,9 +11,11 @@ each.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +24,7 @@ import figures
 from bare_trial import run_bare
 from figures import ColdRestart, Drill, Found
 from report import finish, options
-from trial import PROGRAM, Clock, Failed, Trial
+from trial import PROGRAM, Clock, Failed, Trial, running
 
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Line
@@ -32,22 +34,48 @@ from elastic.types import DrillAsked, DriverStarted
 PARTS = ("drills", "device_bound", "sizes", "ray_train")
 MOST_S, ANOTHER_ROUND, ONE_MORE_RESTART = 2700.0, 0.5, 0.6  # a repeat is begun only in the first so much of the time
 REPEATS = 10
-SETTLE_STEPS = 2 * figures.AROUND + 8  # of a generation before the next thing happens
-SIZES_SETTLE_STEPS = 8  # more than PEER_EVERY and IN_FLIGHT together
 PEER_EVERY, IN_FLIGHT = 5, 3  # a copy counts once it is acknowledged: steps that may pass until then
+SHORT = PEER_EVERY + IN_FLIGHT  # steps of a generation before the next thing happens, at least
 USD_PER_H = 3.6  # made up: a budget ends the run also when the bench itself was killed
 BATCH = 4  # one sample per worker, as in the published measurement
-JOB = {
-    "name": "recovery", "steps": 100_000, "global_batch": BATCH, "seed": 1, "clip_grad_norm": 1.0, "eval_samples": 12,
-    "layout": {4: "dp_shard=4", 3: "dp_shard=3", 2: "dp_shard=2"}, "min_workers": 2,
-    "peer_every": PEER_EVERY, "durable_every": 20,
-    "pools": [
-        {"name": "spot", "market_type": "spot", "max_nodes": 3, "notice_s": 30, "usd_per_node_h": USD_PER_H},
-        {"name": "on-demand", "market_type": "on-demand", "max_nodes": 1, "usd_per_node_h": USD_PER_H},
-    ],
-}  # fmt: skip
 NOTICE_S = 12  # a drill's notice: long enough to see that the node is used until it has to go
-SIZES = {"10 MB": (128, 4), "100 MB": (416, 4), "1 GB": (832, 10)}  # width and layers
+DRILLS = ("kill=any-spot", "add=spot", f"notice=any-spot deadline_s={NOTICE_S}", "add=spot", "hang=any-spot")
+
+
+@dataclass(frozen=True)
+class Size:
+    """`world` and `least`: workers of the whole group, and with how few it goes on; `around`: steps on both sides of an event
+    that its excess looks at; `sizes`: width and layers of the models for `sizes`; `others`: what happens in the parts beside
+    `drills`."""
+
+    world: int
+    least: int
+    around: int
+    sizes: Mapping[str, tuple[int, int]]
+    others: Sequence[str]
+    sample_s: float  # of a device-bound step
+
+    @property
+    def settle(self) -> int:
+        """Steps of a generation before the next thing happens."""
+        return 2 * self.around + SHORT
+
+    def job(self, **more: Any) -> dict[str, Any]:
+        pool = {"notice_s": 30, "usd_per_node_h": USD_PER_H}
+        return {
+            "name": "recovery", "steps": 100_000, "global_batch": BATCH, "seed": 1, "clip_grad_norm": 1.0, "eval_samples": 12,
+            "layout": {n: f"dp_shard={n}" for n in range(self.least, self.world + 1)}, "min_workers": self.least,
+            "peer_every": PEER_EVERY, "durable_every": 20,
+            "pools": [
+                {"name": "spot", "market_type": "spot", "max_nodes": self.world - 1, **pool},
+                {"name": "on-demand", "market_type": "on-demand", "max_nodes": 1, **pool},
+            ],
+            **more,
+        }  # fmt: skip
+
+
+WHOLE = Size(4, 2, figures.AROUND, {"10 MB": (128, 4), "100 MB": (416, 4), "1 GB": (832, 10)}, DRILLS, 0.25)
+SMOKE = Size(2, 1, 3, {"1 MB": (64, 2), "3 MB": (96, 2)}, DRILLS[:2], 0.02)
 SIZED_PROGRAM = """
 from dataclasses import replace
 
@@ -66,104 +94,94 @@ program = replace(load_program({base!r}), model=lambda: Llama(config), dataset=t
 """
 
 
-def happen(trial: Trial, world: int, settle: int, *entries: str) -> None:
+def happen(trial: Trial, world: int, settle: int, entry: str) -> None:
     """Lets it happen; waits until the run goes on with `world` workers."""
     before = trial.generation
-    for entry in entries:
-        trial.drill(*entry.split())
-    trial.until(lambda: trial.settled(world, before, settle), f"{', '.join(entries)}: a generation of {world}")
+    trial.drill(*entry.split())
+    trial.until(lambda: trial.settled(world, before, settle), f"{entry}: a generation of {world}")
 
 
-def drills(trial: Trial, repeats: int, settle: int = SETTLE_STEPS) -> None:
+def drills(trial: Trial, repeats: int, size: Size, settle: int, entries: Sequence[str] = DRILLS) -> None:
     for number in range(repeats):
         if number and trial.clock.spent > ANOTHER_ROUND:
             break
-        happen(trial, 3, settle, "kill=any-spot")
-        happen(trial, 4, settle, "add=spot")
-        happen(trial, 3, settle, f"notice=any-spot deadline_s={NOTICE_S}")
-        happen(trial, 4, settle, "add=spot")
-        happen(trial, 4, settle, "hang=any-spot")  # its node stays: new processes are started there and join
+        for entry in entries:  # the node of a hang stays: new processes are started there and join
+            happen(trial, size.world - entry.startswith(("kill", "notice")), settle, entry)
 
 
-def cold_restarts(trial: Trial, repeats: int) -> list[ColdRestart]:
-    found = [cold_restart(trial)]
+def cold_restarts(trial: Trial, repeats: int, size: Size) -> list[ColdRestart]:
+    found = [cold_restart(trial, size)]
     while len(found) < repeats and trial.clock.spent < ONE_MORE_RESTART:
-        found.append(cold_restart(trial))
+        found.append(cold_restart(trial, size))
     return found
 
 
-def cold_restart(trial: Trial) -> ColdRestart:
+def cold_restart(trial: Trial, size: Size) -> ColdRestart:
     trial.until(lambda: trial.n_durable > 0, "a durable copy")
-    trial.until(lambda: trial.settled(4, 0, SIZES_SETTLE_STEPS), "a generation of 4")
+    trial.until(lambda: trial.settled(size.world, 0, SHORT), f"a generation of {size.world}")
     at_s = trial.kill()
     trial.start()
     trial.until(lambda: trial.steps[-1][2] > at_s, "the first step after the restart")
     return figures.cold_restart(trial.lines(), at_s)
 
 
-def found_in(lines: Sequence[Line]) -> Found:
+def found_in(lines: Sequence[Line], around: int) -> Found:
     asked = [
         Drill(next(kind for kind in figures.NAMES if kind in event.drill), at_s)
         for line in lines for at_s, event in line.events if isinstance(event, DrillAsked)
     ]  # fmt: skip
     transitions = figures.answers(asked, account(lines).transitions)
-    return Found(transitions, figures.gaps(lines), figures.excesses(figures.pace(lines), asked, transitions))
+    return Found(transitions, figures.gaps(lines), figures.excesses(figures.pace(lines, around), asked, transitions))
 
 
-def with_drills(clock: Clock, repeats: int) -> dict[str, Any]:
-    bare = run_bare([4, 3] * (min(repeats, 4) + 1) + [4], SIZES_SETTLE_STEPS, BATCH, clock)
-    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
-        budget_usd = 4 * USD_PER_H * 1.2 * clock.most_s / 3600
-        trial = Trial(Path(folder), JOB | {"budget_usd": budget_usd}, clock)
-        try:
-            trial.start()
-            trial.until(lambda: trial.settled(4, 0, SETTLE_STEPS), "the start")
-            drills(trial, repeats)
-            colds = cold_restarts(trial, min(repeats, 3))
-        finally:
-            left = trial.end()
+def with_drills(clock: Clock, repeats: int, size: Size) -> dict[str, Any]:
+    worlds = [size.world, size.world - 1] * (min(repeats, 4) + 1) + [size.world]
+    bare = run_bare(worlds, SHORT, BATCH, clock)
+    budget_usd = 4 * USD_PER_H * 1.2 * clock.most_s / 3600
+    with running(size.job(budget_usd=budget_usd), clock) as trial:
+        trial.until(lambda: trial.settled(size.world, 0, size.settle), "the start")
+        drills(trial, repeats, size, size.settle)
+        colds = cold_restarts(trial, min(repeats, 3), size)
         lines = trial.lines()
-    if left:
-        raise Failed(f"{len(left)} processes did not end by themselves: {left}")
-    return figures.recovery(found_in(lines), colds, bare.changes())
+    return figures.recovery(found_in(lines, size.around), colds, bare.changes())
 
 
-def device_bound(clock: Clock, repeats: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
-        trial = Trial(Path(folder), JOB | {"program": str(PROGRAM.with_name("device_bound.py"))}, clock)
-        try:
-            trial.start()
-            trial.until(lambda: trial.settled(4, 0, SETTLE_STEPS), "device bound: the start")
-            drills(trial, repeats)
-        finally:
-            trial.end()
-        return figures.device_bound(found_in(trial.lines()))
+def device_bound(clock: Clock, repeats: int, size: Size) -> dict[str, Any]:
+    os.environ["BENCH_SAMPLE_S"] = str(size.sample_s)
+    with running(size.job(program=str(PROGRAM.with_name("device_bound.py"))), clock) as trial:
+        trial.until(lambda: trial.settled(size.world, 0, size.settle), "device bound: the start")
+        drills(trial, repeats, size, size.settle, size.others)
+        lines = trial.lines()
+    return figures.device_bound(found_in(lines, size.around))
 
 
-def with_sizes(clock: Clock, repeats: int) -> dict[str, Any]:
+def with_sizes(clock: Clock, repeats: int, size: Size) -> dict[str, Any]:
     """Pauses at several sizes of the training state: what does not depend on it, and what each GB adds."""
     pauses: dict[str, list[tuple[float, float]]] = {}
     failed: dict[str, str] = {}
-    for name, (hidden, layers) in SIZES.items():
-        with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
-            program = Path(folder) / "sized.py"
-            program.write_text(SIZED_PROGRAM.format(hidden=hidden, layers=layers, base=str(PROGRAM)))
-            trial = Trial(Path(folder), JOB | {"program": str(program), "durable_every": 200}, clock)
-            try:
-                trial.start()
-                trial.until(lambda: trial.settled(4, 0, SIZES_SETTLE_STEPS), f"{name}: the start")  # noqa: B023
-                drills(trial, repeats, SIZES_SETTLE_STEPS)
-            except Failed as error:  # the others are measured all the same
-                failed[name] = str(error)[:300]
-                continue
-            finally:
-                trial.end()
-            lines = trial.lines()
+    for name, (hidden, layers) in size.sizes.items():
+        try:
+            lines = at_size(clock, repeats, size, (hidden, layers))
+        except Failed as error:  # the others are measured all the same
+            failed[name] = str(error)[:300]
+            continue
         gb = state_gb(lines)
-        for cause, transitions in found_in(lines).transitions.items():
+        for cause, transitions in found_in(lines, size.around).transitions.items():
             if cause != "hang":
                 pauses.setdefault(cause, []).extend((gb, t.pause_s) for t in transitions)
-    return {"sizes": {cause: _of_size(points) for cause, points in pauses.items()}, "sizes_failed": failed}
+    sizes = {cause: _of_size(points) for cause, points in pauses.items() if points}
+    return {"sizes": sizes, "sizes_failed": failed, "n_sizes_failed": len(failed)}
+
+
+def at_size(clock: Clock, repeats: int, size: Size, shape: tuple[int, int]) -> list[Line]:
+    """`shape`: width and layers."""
+    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
+        program = Path(folder) / "sized.py"
+        program.write_text(SIZED_PROGRAM.format(hidden=shape[0], layers=shape[1], base=str(PROGRAM)))
+        with running(size.job(program=str(program), durable_every=200), clock) as trial:
+            trial.until(lambda: trial.settled(size.world, 0, SHORT), f"width {shape[0]}: the start")
+            drills(trial, repeats, size, SHORT, size.others)
+            return trial.lines()
 
 
 def state_gb(lines: Sequence[Line]) -> float:
@@ -180,18 +198,18 @@ def _of_size(points: Sequence[tuple[float, float]]) -> dict[str, Any]:
     return out
 
 
-def measure(clock: Clock, repeats: int, parts: Sequence[str]) -> dict[str, Any]:
+def measure(clock: Clock, repeats: int, parts: Sequence[str], size: Size) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "drills" in parts:
-        found |= with_drills(clock, repeats)
+        found |= with_drills(clock, repeats, size)
     if "device_bound" in parts:
-        found |= device_bound(clock, max(1, repeats // 3))
+        found |= device_bound(clock, max(1, repeats // 3), size)
     if "sizes" in parts:
-        found |= with_sizes(clock, 1 if repeats < REPEATS else 2)
+        found |= with_sizes(clock, 1 if repeats < REPEATS else 2, size)
     if "ray_train" in parts:
         import ray_train
 
-        found |= ray_train.measure(clock)
+        found |= ray_train.measure(clock, size is SMOKE)
         for cause in ("loss", "notice", "growth"):
             key = {"loss": "ray_train_loss_s", "notice": "ray_train_notice_idle_s", "growth": "ray_train_growth_s"}[cause]
             found[f"ray_train_times_{cause}"] = figures.ratio(found.get(key), found.get(f"pause_{cause}_s"))
@@ -199,5 +217,6 @@ def measure(clock: Clock, repeats: int, parts: Sequence[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    given = options(__doc__, MOST_S, REPEATS, PARTS)
-    sys.exit(finish("recovery", given, lambda clock: measure(clock, given.repeats, given.parts)))
+    given = options(__doc__, MOST_S, REPEATS, PARTS, smoke_parts=("drills",))
+    size = SMOKE if given.smoke else WHOLE
+    sys.exit(finish("recovery", given, lambda clock: measure(clock, given.repeats, given.parts, size)))

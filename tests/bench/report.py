@@ -1,4 +1,4 @@
-"""What every bench does at its end: one line of JSON, and a verdict as exit code."""
+"""What every bench does at its beginning and its end: its command line, one line of JSON, and a verdict as exit code."""
 
 from __future__ import annotations
 
@@ -10,27 +10,46 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import figures
+import verdict
 from trial import Clock, Failed
 
 BASELINES = Path(__file__).resolve().parent / "baselines.json"
 
 
-def baselines(bench: str) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = json.loads(BASELINES.read_text())[bench]
-    return found
+def baselines(bench: str) -> dict[str, dict[str, Any]]:
+    """None for a bench whose figures are not compared."""
+    found: dict[str, dict[str, dict[str, Any]]] = json.loads(BASELINES.read_text())
+    return found.get(bench, {})
 
 
-def options(about: str | None, most_s: float, repeats: int = 2, parts: Sequence[str] = ()) -> argparse.Namespace:
-    """Of a bench's command line; SIGTERM now ends it like Ctrl-C. `parts`: what may be measured by itself."""
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """What all benches know; SIGTERM now ends one like Ctrl-C."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended by a signal"))  # what was started ends too
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--json", action="store_true", help="only the line of JSON")
-    parser.add_argument("--repeats", type=int, default=repeats, help=f"how often each thing is measured (default {repeats})")
-    parser.add_argument("--most-s", type=float, default=most_s, help=f"bound of the whole bench (default {most_s:.0f})")
+    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", action="store_true", help="only the line of JSON")
+    made.add_argument(
+        "--smoke", action="store_true", help="once through everything in seconds: promises are held, ratios are noise"
+    )
+    return made
+
+
+def options(
+    about: str | None, most_s: float, repeats: int = 2, parts: Sequence[str] = (), smoke_parts: Sequence[str] = ()
+) -> argparse.Namespace:
+    """Of a bench's command line. `parts`: what may be measured by itself; `smoke_parts`: those of `--smoke` where none is named
+    (default: all)."""
+    made = parser(about)
+    made.add_argument("--repeats", type=int, help=f"how often each thing is measured (default {repeats}, with --smoke 1)")
+    made.add_argument("--most-s", type=float, default=most_s, help=f"bound of the whole bench (default {most_s:.0f})")
     if parts:
-        parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="only these (default: all)")
-    return parser.parse_args()
+        few = f", with --smoke {' '.join(smoke_parts)}" if smoke_parts else ""
+        made.add_argument("--parts", nargs="+", choices=parts, help=f"only these (default: all{few})")
+    given = made.parse_args()
+    if given.repeats is None:
+        given.repeats = 1 if given.smoke else repeats
+    if parts and given.parts is None:
+        given.parts = list(smoke_parts if given.smoke and smoke_parts else parts)
+    return given
 
 
 def finish(bench: str, given: argparse.Namespace, measure: Callable[[Clock], Mapping[str, Any]]) -> int:
@@ -41,11 +60,17 @@ def finish(bench: str, given: argparse.Namespace, measure: Callable[[Clock], Map
     except Failed as error:
         print(f"{bench}: {error}", file=sys.stderr)
         return 1
-    found["worse"] = figures.worse(found, baselines(bench))
+    return tell(bench, given, found)
+
+
+def tell(bench: str, given: argparse.Namespace, figures: Mapping[str, Any]) -> int:
+    """Prints and judges what was measured: only the parts that were asked for decide."""
+    stored = verdict.counted(baselines(bench), getattr(given, "parts", None) or (), given.smoke)
+    found = {**figures, "worse": [*verdict.worse(figures, stored), *verdict.unsound(figures)]}
     if not given.json:
         for name, value in found.items():
             print(f"{name:26} {value}")
-    print(json.dumps({"bench": bench, "figures": found}))
+    print(json.dumps({"bench": bench, **({"smoke": True} if given.smoke else {}), "figures": found}), flush=True)
     for sentence in found["worse"]:
         print(f"{bench}: {sentence}", file=sys.stderr)
     return 1 if found["worse"] else 0

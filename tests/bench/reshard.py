@@ -11,7 +11,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,18 +23,16 @@ import moves
 from figures import Spread
 from moves import Took
 from report import finish, options
-from support.worker.movers import Case, Cut, Movers, decoder
+from support.worker.movers import Case, Cut, Movers, checked_move, decoder
 from trial import Clock, Failed
 
 from elastic.reshard.chunks import staging_bytes
 from elastic.reshard.placing import place
 from elastic.reshard.routes import shard_bytes
-from elastic.types import Layout, WorkerId
+from elastic.types import Layout, ModelProfile, WorkerId
 
 MOST_S = 420.0
-LEAST_MB = 50  # of a pair, for a rate to mean anything
 N = 4
-MODEL = decoder(8, 896, 8000)
 DP4: Cut = (Layout(dp_shard=4), ())
 DP3: Cut = (Layout(dp_shard=3), ())
 TP2_DP2: Cut = (Layout(dp_shard=2, tp=2), ())
@@ -54,11 +53,24 @@ PAIRS: dict[str, tuple[Cut, Cut]] = {
 }
 
 
-def answers(movers: Movers, what: str, *arguments: Any) -> list[Took]:
-    found = movers.call(getattr(moves, what), *arguments)
+@dataclass(frozen=True)
+class Size:
+    """`pairs`: how many are measured; `least_mb`: what a pair must move for a rate to mean anything."""
+
+    model: ModelProfile
+    pairs: int
+    least_mb: int
+
+
+WHOLE, SMOKE = Size(decoder(8, 896, 8000), len(PAIRS), 50), Size(decoder(8, 64, 80), 3, 0)
+
+
+def answers(movers: Movers, what: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Of all participants; raises Failed with what one of them raised."""
+    found = movers.call(what, *arguments)
     for answer in found:
         if isinstance(answer, Exception):
-            raise Failed(f"{what}: {answer}")
+            raise Failed(f"{what.__name__}: {answer!r}")
     return found
 
 
@@ -66,27 +78,27 @@ def slowest_s(found: list[Took]) -> float:
     return max(took.seconds for took in found)
 
 
-def case_of(old: Cut, new: Cut) -> Case:
+def case_of(model: ModelProfile, old: Cut, new: Cut) -> Case:
     """Four workers on nodes of their own, in the order of ranks that the policy would give them; those that are too many at the
     end of the order only send."""
     workers = [WorkerId(f"n{i}", 0) for i in range(N)]
     n_new = new[0].world_size
     held = {workers[rank]: [rank] for rank in range(old[0].world_size)}
-    order = [*place(MODEL, (old, new), held, workers[:n_new], {}), *workers[n_new:]]
+    order = [*place(model, (old, new), held, workers[:n_new], {}), *workers[n_new:]]
     holders = {ranks[0]: (order.index(worker),) for worker, ranks in held.items()}
-    return Case(MODEL, old, new, holders, tuple(worker.node_id for worker in order))
+    return Case(model, old, new, holders, tuple(worker.node_id for worker in order))
 
 
 def measured(movers: Movers, case: Case, repeats: int, clock: Clock) -> dict[str, Any]:
     """One pair of layouts: what each repeat gave, as lists."""
     answers_of: dict[str, list[float]] = {name: [] for name in ("vs_raw", "vs_warm_raw", "live_s", "gbps", "raw_gbps", "peak")}
-    movers.call(moves.fill, case)
+    answers(movers, moves.fill, case)
     old, new = moves.shards(case, N)
     n_bytes = 0
     for i in range(repeats + 1):  # the first is a rehearsal: memory that this machine never gave before is slow
         clock.look("reshard")
-        wire, raw = answers(movers, "live", case, True), answers(movers, "bare", case, False)
-        warm, whole = answers(movers, "bare", case, True), answers(movers, "live", case, False)
+        wire, raw = answers(movers, moves.live, case, True), answers(movers, moves.bare, case, False)
+        warm, whole = answers(movers, moves.bare, case, True), answers(movers, moves.live, case, False)
         n_bytes = sum(took.received_bytes for took in wire)
         if i == 0:
             continue
@@ -103,17 +115,30 @@ def measured(movers: Movers, case: Case, repeats: int, clock: Clock) -> dict[str
 def by_disk_s(movers: Movers, case: Case) -> float:
     folder = tempfile.mkdtemp(prefix="elastic-bench-dcp-")
     try:
-        return slowest_s(answers(movers, "by_dcp", case, folder))
+        return slowest_s(answers(movers, moves.by_dcp, case, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def measure(clock: Clock, repeats: int) -> Mapping[str, Any]:
+def contents_equal(movers: Movers) -> bool:
+    """Small states whose elements all differ are moved between all pairs of layouts, and every bit is compared."""
+    for name, (old, new) in PAIRS.items():
+        for answer in movers.call(checked_move, case_of(SMOKE.model, old, new)):
+            if isinstance(answer, AssertionError):
+                print(f"reshard: {name}: {answer}", file=sys.stderr)
+                return False
+            if isinstance(answer, Exception):
+                raise Failed(f"{name}: {answer!r}")
+    return True
+
+
+def measure(clock: Clock, repeats: int, size: Size) -> Mapping[str, Any]:
     movers = Movers(N)
     pairs: dict[str, dict[str, Any]] = {}
     try:
-        for name, (old, new) in PAIRS.items():
-            case = case_of(old, new)
+        equal = contents_equal(movers)
+        for name, (old, new) in list(PAIRS.items())[: size.pairs]:
+            case = case_of(size.model, old, new)
             found = measured(movers, case, repeats, clock)
             least, best = moves.least_bytes(case)
             dcp_s = [by_disk_s(movers, case) for _ in range(max(1, repeats // 2))]
@@ -126,15 +151,15 @@ def measure(clock: Clock, repeats: int) -> Mapping[str, Any]:
             }  # fmt: skip
     finally:
         movers.close()
-    return summary(pairs)
+    return {**summary(pairs, size), "contents_equal": equal}
 
 
-def summary(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def summary(pairs: Mapping[str, Mapping[str, Any]], size: Size) -> dict[str, Any]:
     def over(name: str) -> list[float]:
         wire = name in ("vs_raw", "vs_warm_raw")
-        return [float(pair[name]) for pair in pairs.values() if not wire or pair["moved_mb"] >= LEAST_MB]
+        return [float(pair[name]) for pair in pairs.values() if not wire or pair["moved_mb"] >= size.least_mb]
 
-    state_mb = sum(shard_bytes(MODEL, (Layout(), ()))) / 1e6
+    state_mb = sum(shard_bytes(size.model, (Layout(), ()))) / 1e6
     return {
         "state_mb": round(state_mb),
         "gbps_vs_raw": round(median(over("vs_raw")), 3),
@@ -154,4 +179,5 @@ def summary(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     given = options(__doc__, MOST_S)
-    sys.exit(finish("reshard", given, lambda clock: measure(clock, max(2, given.repeats))))
+    size, repeats = (SMOKE, given.repeats) if given.smoke else (WHOLE, max(2, given.repeats))
+    sys.exit(finish("reshard", given, lambda clock: measure(clock, repeats, size)))

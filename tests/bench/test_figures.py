@@ -1,14 +1,10 @@
-"""The arithmetic of the benches: which transition answers which drill, floors, ratios, windows, the verdict."""
+"""The arithmetic of the benches: which transition answers which drill, floors, ratios, windows."""
 
 from __future__ import annotations
 
-import json
-from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import report
 from figures import (
     Block,
     Changes,
@@ -28,9 +24,7 @@ from figures import (
     pace,
     phases,
     recovery,
-    worse,
 )
-from trial import Clock
 
 from elastic.ledger.accounts import Transition
 from elastic.ledger.journal import Line
@@ -49,7 +43,6 @@ from elastic.types import (
 )
 
 COLD = ColdRestart(20.0, 7, {"driver": 5.0, "prepared": 12.0, "entered": 1.0, "step": 2.0})
-BASELINES = json.loads((Path(__file__).parent / "baselines.json").read_text())
 
 
 def transition(generation: int, cause: str, at_s: float, pause_s: float, **values: Any) -> Transition:
@@ -213,59 +206,5 @@ def test_the_interval_is_as_wide_as_the_pairs_differ() -> None:
     assert 1.02 < low < 1.05 < high < 1.08
 
 
-@pytest.mark.parametrize(
-    ("figures", "sentences"),
-    [
-        ({"ratio": 0.19, "lost": 0}, []),
-        ({"ratio": 0.21, "lost": 0}, ["ratio is 0.21, more than 0.2 (stored is 0.1, allowed 2.0 times that)"]),
-        ({"ratio": 0.1, "lost": 1}, ["lost is 1, more than 0 (promised)"]),
-        ({"lost": 0}, ["ratio was not measured"]),
-        ({"ratio": None, "lost": 0}, ["ratio was not measured"]),
-    ],
-)
-def test_the_verdict(figures: dict[str, Any], sentences: list[str]) -> None:
-    assert worse(figures, {"ratio": {"value": 0.1, "times": 2.0}, "lost": {"most": 0}}) == sentences
-
-
-def test_every_baseline_names_a_figure() -> None:
-    known = recovery(Found({n: [] for n in ("loss", "notice", "growth", "hang")}, {}, {}), [], Changes())
-    assert set(BASELINES["recovery"]) <= {*known, "processes_left"}
-    assert set(BASELINES["overhead"]) <= {*overhead([]), "processes_left"}
-    for stored in (stored for bench in BASELINES.values() for stored in bench.values()):
-        assert set(stored) in ({"most"}, {"least"}, {"value", "times"})
-        assert stored.get("times", 2.0) > 1
-
-
-@pytest.mark.parametrize(("ratio", "code"), [(1.0, 0), (9.0, 1)])
-def test_a_bench_ends_with_its_figures_and_its_verdict(
-    ratio: float, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "baselines", lambda bench: {"ratio": {"value": 1.0, "times": 2.0}})
-    assert report.finish("x", Namespace(json=True, most_s=5.0), lambda clock: {"ratio": ratio}) == code
-    out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert (found["bench"], found["figures"]["ratio"], len(found["figures"]["worse"])) == ("x", ratio, code)
-    assert set(found["figures"]["load"]) == {"before", "after", "most", "cpus"}
-    assert ("more than 2" in err) == bool(code)
-
-
-def test_a_bench_that_could_not_measure_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    def late(clock: Clock) -> dict[str, Any]:
-        clock.look("the start")
-        raise AssertionError("the bound is passed")
-
-    assert report.finish("recovery", Namespace(json=True, most_s=1e-9), late) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "the start: not within the bench's 0 s" in err
-
-
 def test_spread_of_nothing() -> None:
     assert Spread(()).middle is None
-
-
-def test_a_figure_below_its_floor_is_worse() -> None:
-    stored = {"speed": {"least": 0.7}}
-    assert worse({"speed": 0.71}, stored) == []
-    assert worse({"speed": 0.69}, stored) == ["speed is 0.69, less than 0.7 (promised)"]
-    assert worse({}, stored) == ["speed was not measured"]

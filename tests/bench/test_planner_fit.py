@@ -7,27 +7,15 @@ from pathlib import Path
 
 import planner_fit
 import pytest
-from planner_fit import errors, figures, fit, halves, kernels, loss, start, touched, write
+from planner_fit import errors, figures, fit, halves, kernels, loss, made_up, start, touched, write
 
 from elastic.planner.kernels import SOFTWARE, _table, generation
-from elastic.planner.published import Case, cases
-
-ROW = {
-    "source": "s", "model": "llama3-8b", "params_b": "8.03", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8",
-    "ffn": "14336", "vocab": "128256", "gpu": "H100-80GB-SXM", "tp": "1", "pp": "1", "precision": "bf16",
-    "activation_ckpt": "selective", "zero_stage": "fsdp2", "tokens_per_s_per_gpu": "1",
-}  # fmt: skip
-SIZES = (("8", "2048"), ("8", "8192"), ("64", "8192"), ("64", "2048"))
+from elastic.planner.published import Case
 
 
-@pytest.fixture
-def made() -> list[Case]:
-    """Measurements of a world in which products and network are slower than where the fit begins."""
-    rows = [ROW | {"source": f"{n}", "gpus": n, "seq_len": seq} for n, seq in SIZES]
-    found = cases(rows)
-    true = start(found) | {("fsdp2", "Hopper", "matmul"): 0.6, ("fsdp2", "", "moved"): 1.5}
-    of = kernels(true, "fsdp2", "Hopper")
-    return [replace(case, tokens_per_s=case.predicted_tokens_per_s(of)) for case in found]
+@pytest.fixture(name="made")
+def _made() -> list[Case]:
+    return made_up()
 
 
 def test_the_constants_that_made_the_measurements_are_found(made: list[Case]) -> None:
@@ -38,9 +26,8 @@ def test_the_constants_that_made_the_measurements_are_found(made: list[Case]) ->
     assert constants["megatron-2022", "", "moved"] == began["megatron-2022", "", "moved"]  # nothing is said of it
 
 
-def test_halves_are_scored_with_what_the_other_half_was_fitted_to(made: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner_fit, "HALF", ("64",))
-    found = halves(made, start(made))
+def test_halves_are_scored_with_what_the_other_half_was_fitted_to(made: list[Case]) -> None:
+    found = halves(made, start(made), planner_fit.SMOKE_HALF)
     assert {name: some["rows"] for name, some in found.items()} == {"fitted_a": 2, "unseen_b": 2, "fitted_b": 2, "unseen_a": 2}
     assert found["fitted_a"]["median_abs_err"] < 0.02 and found["unseen_b"]["median_abs_err"] < 0.1
 

@@ -131,7 +131,7 @@ def test_the_courses_can_be_run() -> None:
 def test_the_report_has_a_table_and_its_picture(tmp_path: Path) -> None:
     found = race.figures([replace(story(), notes={"load": {"most": 1.0}, "words": ""})], race.COURSES["events"], "events_")
     assert found["events_torchrun_not_finished"] == "step 14 of 120"
-    lines = race.report("events", [story()], found, "events_", tmp_path / "race.png")
+    lines = race.table("events", race.COURSES["events"], [story()], found, tmp_path / "race.png")
     assert lines[-1].endswith(f"({tmp_path}/race-events.png)")
     assert (tmp_path / "race-events.png").is_file()
     assert "| steps trained again | 2 |" in lines

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -207,3 +209,17 @@ class Trial:
 
     def lines(self) -> list[Line]:
         return read(self.journal)
+
+
+@contextmanager
+def running(job: Mapping[str, Any], clock: Clock) -> Iterator[Trial]:
+    """A run in a folder of its own, from its start to its end. Raises Failed where a process of it did not end by itself."""
+    with tempfile.TemporaryDirectory(prefix="elastic-bench-", ignore_cleanup_errors=True) as folder:
+        trial = Trial(Path(folder), job, clock)
+        try:
+            trial.start()
+            yield trial
+        finally:
+            left = trial.end()
+    if left:
+        raise Failed(f"{len(left)} processes did not end by themselves: {left}")

@@ -24,15 +24,18 @@ from elastic.planner.find import find_offers
 from elastic.planner.offers import Aim, Group, Offer
 from elastic.types import ModelProfile
 
-KINDS = (("H100-80GB-SXM", 50, 8), ("A100-80GB-SXM", 75, 4), ("L40S-48GB", 75, 4))
+Kinds = tuple[tuple[str, int, int], ...]
+KINDS: Kinds = (("H100-80GB-SXM", 50, 8), ("A100-80GB-SXM", 75, 4), ("L40S-48GB", 75, 4))
 MODELS = ("llama3-8b", "llama2-13b", "llama3-70b")
+SMOKE_KINDS: Kinds = tuple((name, 1, 2) for name, _, _ in KINDS)
+SMOKE_MODELS = ("llama3.2-1b",)
 SAMPLES_PER_GPU, SEQUENCE = 8, 4096
 WHOLE = 40  # offers that are kept, so that one over all kinds is among them
 MOST_S = 600.0
 
 
-def groups() -> tuple[Group, ...]:
-    return tuple(Group(name, hardware.profile(catalog.find_chip(name)), n, size) for name, n, size in KINDS)
+def groups(kinds: Kinds = KINDS) -> tuple[Group, ...]:
+    return tuple(Group(name, hardware.profile(catalog.find_chip(name)), n, size) for name, n, size in kinds)
 
 
 def n_gpus(of: tuple[Group, ...]) -> int:
@@ -97,14 +100,14 @@ def compared(name: str, of: tuple[Group, ...] | None = None) -> dict[str, Any]:
     }
 
 
-def measure(clock: Clock) -> dict[str, Any]:
+def measure(clock: Clock, models: tuple[str, ...], kinds: Kinds) -> dict[str, Any]:
     found = {}
-    for name in MODELS:
+    for name in models:
         clock.look(name)
-        found[name] = compared(name)
+        found[name] = compared(name, groups(kinds))
     return {
         "by": "elastic plan's search (find_offers, mixed); predicted, not trained",
-        "kinds": {name: n * size for name, n, size in KINDS},
+        "kinds": {name: n * size for name, n, size in kinds},
         "unequal_over_equal": min(one["unequal_over_equal"] for one in found.values()),
         "unequal_over_dropped": min(one["unequal_over_dropped"] for one in found.values()),
         "search_s": max(one["search_s"] for one in found.values()),
@@ -114,7 +117,8 @@ def measure(clock: Clock) -> dict[str, Any]:
 
 def main() -> int:
     given = report.options(__doc__, MOST_S, repeats=1)
-    return report.finish("unequal_plan", given, measure)
+    models, kinds = (SMOKE_MODELS, SMOKE_KINDS) if given.smoke else (MODELS, KINDS)
+    return report.finish("unequal_plan", given, lambda clock: measure(clock, models, kinds))
 
 
 if __name__ == "__main__":

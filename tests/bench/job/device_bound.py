@@ -4,6 +4,7 @@ On a machine with few cores a node that prepares takes the time of those that tr
 each forward waits in proportion to its samples, as a GPU's step leaves its host's cores free for what happens beside it.
 """
 
+import os
 import time
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from elastic.models.llama import Llama
 from elastic.program import load_program
 
-SECONDS_PER_SAMPLE = 0.25
+SECONDS_PER_SAMPLE = float(os.environ.get("BENCH_SAMPLE_S", "0.25"))
 base = load_program(__file__.replace("device_bound.py", "program.py"))
 
 

@@ -1,4 +1,5 @@
-"""The race's model under Ray Train's elastic TorchTrainer: `python ray_peer.py ADDRESS HOST FOLDER STEPS SAVE_EVERY`.
+"""The race's model under Ray Train's elastic TorchTrainer: `python ray_peer.py ADDRESS HOST FOLDER STEPS SAVE_EVERY LEAST
+MOST`.
 
 Rank 0 reports a checkpoint every so many steps, and once more when `get_preemption_info()` tells of a notice, as the reference
 recommends.
@@ -20,7 +21,7 @@ from ray.train.torch import TorchTrainer
 from elastic.cluster._ray_private import connect
 from elastic.program import load_program
 
-MIN_WORKERS, MAX_WORKERS, RESIZE_S = 2, 4, 5.0
+RESIZE_S = 5.0
 
 
 def report(built: peer.Model, step: int, train_loss: float) -> None:
@@ -50,13 +51,14 @@ def train(settings: dict[str, Any]) -> None:
         saved_for_notice = saved_for_notice or noticed
 
 
-def main(address: str, host: str, folder: str, last: str, save_every: str) -> None:
+def main(address: str, host: str, folder: str, *numbers: str) -> None:
+    last, save_every, least, most = map(int, numbers)
     connect(address, "race", host)
     TorchTrainer(
         train,
-        train_loop_config={"folder": folder, "last": int(last), "save_every": int(save_every)},
+        train_loop_config={"folder": folder, "last": last, "save_every": save_every},
         scaling_config=ray.train.ScalingConfig(
-            num_workers=(MIN_WORKERS, MAX_WORKERS), elastic_resize_monitor_interval_s=RESIZE_S
+            num_workers=(least, most), elastic_resize_monitor_interval_s=RESIZE_S
         ),
         run_config=ray.train.RunConfig(
             name="race", storage_path=f"{folder}/storage", failure_config=ray.train.FailureConfig(max_failures=-1),
