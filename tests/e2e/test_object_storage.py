@@ -59,12 +59,12 @@ def test_a_run_in_object_storage(shell: Shell, s3: S3Storage, proxy: FaultyProxy
 def _look_at_it(shell: Shell, run: str, s3: S3Storage, last: int) -> None:
     assert shell.status(run)["phase"] == "succeeded"
     for words in (("why", run), ("ledger", run), ("report", run), ("checkpoint", "ls", run)):
-        code, out, err = shell.call(*words)
+        code, out, err = shell.here(*words)
         assert (code, err) == (0, "") and len(out) > 100
-    code, out, _ = shell.call("ls", "--storage", s3.uri, "--json")
+    code, out, _ = shell.here("ls", "--storage", s3.uri, "--json")
     assert [row["run"] for row in json.loads(out)] == ["one"]
-    code, out, _ = shell.call("replay", run, "--json")
+    code, out, _ = shell.here("replay", run, "--json")
     assert code == 0 and json.loads(out)["identical"] is True
-    code, out, err = shell.call("checkpoint", "verify", run, "--json")
+    code, out, err = shell.here("checkpoint", "verify", run, "--json")
     assert code == 0 and {item["step"] for item in json.loads(out)} >= {last}, err
     assert {"one/report.json", "one/loss.png"} <= set(s3.list()) and list(s3._unfinished(s3.prefix)) == []

@@ -6,10 +6,11 @@ import json
 import signal
 
 import pytest
-from support.e2e.runs import SLOW, slow_until_grown
+from support.e2e.runs import SLOW, plans, slow_until_grown
 from support.e2e.shell import PROGRAMS, Shell, last_line, until
 
-STEPS = 100
+from elastic.ledger.journal import read
+
 PACED = f"""
 import dataclasses, os, time
 from elastic.program import load_program
@@ -20,23 +21,41 @@ class Slow:  # 0.2 s a step on one worker; ten times that while a node is added
     def __len__(self):
         return len(self.inner)
     def __getitem__(self, index):
-        time.sleep(0.25 if os.path.exists(os.environ['{SLOW}']) else 0.025)
+        time.sleep(0.25 if os.path.exists(os.environ.get('{SLOW}', '')) else 0.025)
         return self.inner[index]
 program = dataclasses.replace(base, dataset=Slow)
 """
 pytestmark = pytest.mark.e2e
 
 
-def test_a_run_with_a_kill_and_growth(shell: Shell) -> None:
+def test_a_run_is_driven_by_one_stopped_and_resumed(shell: Shell) -> None:
+    """Through a kill and a growth; a second driver is refused; what is stopped goes on under the same name."""
     drill = [{"at_step": 6, "kill": "any-spot"}, {"at_step": 12, "add": "spot"}]
-    name = shell.job(steps=STEPS, eval_every=STEPS, drill=drill, durable_every=50, program="program.py")
+    name = shell.job(steps=100_000, eval_every=10, drill=drill, durable_every=50, program="program.py")
     (shell.root / name / "program.py").write_text(PACED)
     with slow_until_grown(shell.root / "elastic_runs/one/journal.jsonl", shell.root / "slow"):
-        code, out, err = shell.call("run", name, "--run-name", "one", "--json")
+        first = shell.start("run", name, "--run-name", "one")
+        try:
+            until(lambda: (shell.root / "elastic_runs/one/journal.jsonl").exists(), what="the first line of the journal")
+            until(lambda: grown(shell) and shell.status("one")["step"] > 30, what="the step after a growth")
+            code, _, err = shell.call("run", name, "--run-name", "one")
+            assert (code, err.count("\n")) == (2, 1)
+            assert f"run 'one' is driven by process {first.pid}" in err
+            assert shell.call("stop", "one", "--reason", "enough for today")[0] == 0
+            out, err = first.communicate(timeout=300)
+        finally:
+            first.kill()
+    assert first.returncode == 3, err
+    assert "drill: kill" in out and "enough for today" in out
+    stopped = shell.status("one")
+    assert (stopped["phase"], stopped["durable_step"]) == ("stopped", stopped["step"])
+    last = stopped["step"] + 5
+    code, out, err = shell.call("run", name, "--run-name", "one", "--set", f"steps={last}", "--json")
     assert code == 0, err
     assert out.count("\n") == 1
     found = last_line(out)
-    assert (found["run"], found["steps"], found["samples_exact"]) == ("one", STEPS, True)
+    assert (found["run"], found["steps"], found["samples_exact"]) == ("one", last, True)
+    assert [t["source"] for t in found["transitions"]][-1] == "durable"
     causes = [t["cause"] for t in found["transitions"]]
     assert causes[0] == "start"
     assert {"loss", "growth"} <= set(causes)
@@ -44,51 +63,30 @@ def test_a_run_with_a_kill_and_growth(shell: Shell) -> None:
     assert all(t["steps_lost"] == 0 for t in found["transitions"] if t["cause"] == "growth")
     assert found["validation_loss"] < 4.2
     assert 0 < found["goodput"] <= 1
-    assert "drill: kill" in err
+    _look_at_it(shell, last)
+
+
+def grown(shell: Shell) -> bool:
+    return any(plan.cause == "growth" for plan in plans(read(shell.root / "elastic_runs/one/journal.jsonl")))
+
+
+def _look_at_it(shell: Shell, last: int) -> None:
+    """The readers agree with the run, and it cannot be run over."""
     folder = shell.root / "elastic_runs" / "one"
     assert (folder / "loss.png").is_file()
-    assert json.loads((folder / "report.json").read_text())["steps"] == STEPS
-    _look_at_it(shell)
-
-
-def _look_at_it(shell: Shell) -> None:
-    """The readers agree with the run, and it cannot be run over."""
+    assert json.loads((folder / "report.json").read_text())["steps"] == last
     assert shell.status("one")["phase"] == "succeeded"
-    code, out, _ = shell.call("replay", "one", "--json")
+    code, out, _ = shell.here("replay", "one", "--json")
     assert code == 0
     assert json.loads(out)["identical"] is True
-    code, out, _ = shell.call("checkpoint", "verify", "one", "--json")
+    code, out, _ = shell.here("checkpoint", "verify", "one", "--json")
     assert code == 0
-    assert {item["step"] for item in json.loads(out)} >= {STEPS}
+    assert {item["step"] for item in json.loads(out)} >= {last}
     before = shell.files()
-    code, _, err = shell.call("run", "tiny", "--run-name", "one")
+    code, _, err = shell.call("run", "tiny", "--run-name", "one", "--set", f"steps={last}")
     assert (code, err.count("\n")) == (2, 1)
-    assert f"run 'one' is done ({STEPS} steps)" in err
+    assert f"run 'one' is done ({last} steps)" in err
     assert shell.files() == before
-
-
-def test_stop_refuse_resume(shell: Shell) -> None:
-    name = shell.job(steps=100_000)
-    first = shell.start("run", name, "--run-name", "two")
-    try:
-        until(lambda: (shell.root / "elastic_runs/two/journal.jsonl").exists(), what="the first line of the journal")
-        until(lambda: shell.status("two")["step"] > 3, what="the third step")
-        code, _, err = shell.call("run", name, "--run-name", "two")
-        assert (code, err.count("\n")) == (2, 1)
-        assert f"run 'two' is driven by process {first.pid}" in err
-        assert shell.call("stop", "two", "--reason", "enough for today")[0] == 0
-        out, err = first.communicate(timeout=300)
-    finally:
-        first.kill()
-    assert first.returncode == 3, err
-    assert "enough for today" in out
-    stopped = shell.status("two")
-    assert (stopped["phase"], stopped["durable_step"]) == ("stopped", stopped["step"])
-    code, out, err = shell.call("run", name, "--run-name", "two", "--set", f"steps={stopped['step'] + 5}", "--json")
-    assert code == 0, err
-    found = last_line(out)
-    assert (found["steps"], found["samples_exact"]) == (stopped["step"] + 5, True)
-    assert [t["source"] for t in found["transitions"]][-1] in ("durable", "live")
 
 
 def test_ctrl_c_saves_and_leaves_nothing(shell: Shell) -> None:
@@ -125,5 +123,5 @@ def test_a_program_that_fails_ends_the_run_at_once(shell: Shell) -> None:
     shown = err[err.index("Traceback (most recent call last):") :]
     assert "program.py" in shown.splitlines()[1] and "in loss" in shown.splitlines()[1], "from the program's own frame on"
     assert "ValueError: this loss is not written yet" in shown.splitlines()
-    code, out, _ = shell.call("logs", "four")
+    code, out, _ = shell.here("logs", "four")
     assert code == 0 and "ValueError: this loss is not written yet" in out

@@ -70,10 +70,10 @@ def test_kill_and_notice_are_survived_by_restart_and_the_ledger_is_right(shell: 
     assert books.gpu_seconds["checkpoint_restore"] + books.gpu_seconds["reshard"] > 5
     status = shell.status("r")
     assert (status["phase"], status["step"], status["train_loss"]) == ("succeeded", 60, summary["final_loss"])
-    code, out, err = shell.call("why", "r")
+    code, out, err = shell.here("why", "r")
     assert "is lost" in out and "SIGTERM" in out
     for verb in ("ledger", "report"):
-        assert shell.call(verb, "r")[0] == 0
+        assert shell.here(verb, "r")[0] == 0
     code, out, err = shell.call(*words(shell, "--script", SCRIPT))
     assert (code, out) == (2, "") and "run 'r' is done" in err
 

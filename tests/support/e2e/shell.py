@@ -63,7 +63,7 @@ class Shell:
         return process.returncode, out, err
 
     def here(self, *words: str) -> tuple[int, str, str]:
-        """As `call`, but in this process: for input that is refused before another one is started."""
+        """As `call`, but in this process: for what only reads, and for input that is refused before anything is started."""
         out, err = io.StringIO(), io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.chdir(self.root)
@@ -73,7 +73,7 @@ class Shell:
         return code, out.getvalue(), err.getvalue()
 
     def status(self, run: str) -> dict[str, Any]:
-        code, out, err = self.call("status", run, "--json")
+        code, out, err = self.here("status", run, "--json")
         assert code == 0, err
         found: dict[str, Any] = json.loads(out)
         return found
