@@ -55,7 +55,7 @@ def test_a_run_is_driven_by_one_stopped_and_resumed(shell: Shell) -> None:
     assert out.count("\n") == 1
     found = last_line(out)
     assert (found["run"], found["steps"], found["samples_exact"]) == ("one", last, True)
-    assert [t["source"] for t in found["transitions"]][-1] == "durable"
+    assert "durable" in [t["source"] for t in found["transitions"]]
     causes = [t["cause"] for t in found["transitions"]]
     assert causes[0] == "start"
     assert {"loss", "growth"} <= set(causes)
