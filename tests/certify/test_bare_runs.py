@@ -17,7 +17,7 @@ from elastic.cluster import processes
 PLACE = Place("cpu-gloo", 2)
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 def test_the_plain_loop_trains_and_messages_have_a_rate() -> None:
     found = bare_runs.run(PLACE, ("elastic.certify.bare", "train", "3"), Limit.after(600))
     assert len(found["step_s"]) == 3

@@ -106,7 +106,7 @@ class TestFaults:
         assert verdicts(found) == {"fail"}
         assert all("pause_vs_cold_start" in check.why for check in found.values())
 
-    @pytest.mark.e2e
+    @pytest.mark.whole
     def test_moves_with_other_content_and_slow_moves_fail(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(move_checks, "wire", lambda place, limit: 1000.0)
         with lab_of("OtherContent") as lab:

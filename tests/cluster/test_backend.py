@@ -150,7 +150,7 @@ def test_a_session_that_cannot_be_imported_is_a_failed_process(stage: Make) -> N
     on.backend.execute(Prepare(on.wait(NodeReady).node.node_id))
     failed = on.wait(WorkerFailed)
     assert failed.kind == "process"
-    assert "fake_session" in failed.error
+    assert "No module named 'support'" in failed.error
 
 
 def test_after_stop_there_is_nothing(stage: Make) -> None:

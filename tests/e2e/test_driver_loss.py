@@ -89,7 +89,7 @@ def start_and_wait(shell: Shell, name: str, run: str, step: int) -> tuple[subpro
 
 def test_on_a_cluster_a_new_driver_attaches(on_cluster: Shell) -> None:
     shell = on_cluster
-    name = shell.job(steps=120, program=str(PROGRAMS / "tiny_slow.py"), durable_every=0)
+    name = shell.job(steps=70, program=str(PROGRAMS / "tiny_slow.py"), durable_every=0)
     first, pids = start_and_wait(shell, name, "attach", 20)
     kill_driver(first)
     seen = max(e.step for e in events(shell, "attach", StepDone))
@@ -99,10 +99,10 @@ def test_on_a_cluster_a_new_driver_attaches(on_cluster: Shell) -> None:
     code, out, err = shell.call("run", name, "--run-name", "attach", "--json")
     assert code == 0, err
     found = last_line(out)
-    assert (found["steps"], found["samples_exact"]) == (120, True)
+    assert (found["steps"], found["samples_exact"]) == (70, True)
     assert [t["generation"] for t in found["transitions"]] == [1], "the generation that ran went on"
     steps = [e.step for e in events(shell, "attach", StepDone)]
-    assert sorted(set(steps)) == list(range(1, 121))
+    assert sorted(set(steps)) == list(range(1, 71))
     assert max(steps) > seen
     assert {pid for e in events(shell, "attach", NodePrepared) for pid in e.pids} == set(pids)
     assert len(events(shell, "attach", PlanEntered)) == 1

@@ -48,7 +48,7 @@ def when_nobody_gets_on(pool: Pool, victim: WorkerId) -> dict[WorkerId, At]:
 
 
 @pytest.mark.e2e
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_rank_that_does_not_come_is_told_apart(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     job = {"program": str(PROGRAM), "steps": 1_000_000, "global_batch": 8, "seed": 3}

@@ -118,7 +118,7 @@ def check(case: Case, steps: list[StepDone]) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_it_trains_as_one_process_does(pool: Pool, tmp_path: Path, case: Case) -> None:
     check(case, run(pool, case, tmp_path))

@@ -202,7 +202,7 @@ HARM = ["unavailable", "slow_down", "internal", "reset", "short", "hang", "lost"
 
 
 @pytest.mark.e2e
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("harm", HARM)
 @pytest.mark.usefixtures("small_parts")
 def test_saving_and_loading_through_a_faulty_network(
@@ -229,8 +229,7 @@ def test_saving_and_loading_through_a_faulty_network(
     assert load_newest(s3) == (20, [])
 
 
-@pytest.mark.e2e
-@pytest.mark.sampled(1)
+@pytest.mark.whole
 @pytest.mark.parametrize("phase", ["write_shard", "commit"])
 @pytest.mark.usefixtures("small_parts")
 def test_credentials_that_expire(s3: Storage, proxy: object, phase: str) -> None:

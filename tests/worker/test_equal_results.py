@@ -173,7 +173,7 @@ def run(pool: Pool, job: dict[str, Any], folder: Path, layout: Layout) -> list[S
 
 
 @pytest.mark.e2e
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("program", ["tiny.py", "tiny_dropout.py"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, Layout(dp_shard=2, cp=2)], ids=str)
 def test_the_check_leaves_no_trace(pool: Pool, tmp_path: Path, layout: Layout, program: str) -> None:
@@ -190,7 +190,7 @@ def test_the_check_leaves_no_trace(pool: Pool, tmp_path: Path, layout: Layout, p
 
 
 @pytest.mark.e2e
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("see", [True, False], ids=["known", "loss"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_rank_that_computes_wrong_numbers_is_named(pool: Pool, tmp_path: Path, layout: Layout, see: bool) -> None:
@@ -259,8 +259,7 @@ def one_bit_flips() -> None:
     equal_results.EqualResults._ask = flips  # type: ignore[method-assign]
 
 
-@pytest.mark.e2e
-@pytest.mark.sampled(1)
+@pytest.mark.whole
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_bit_that_flips_in_a_replica_is_found(pool: Pool, tmp_path: Path, victim: int) -> None:
     job = job_of("tiny.py", steps=1_000_000, global_batch=12) | {"check_numbers_every": 10}

@@ -118,7 +118,7 @@ def reference(program: Program, job: dict[str, Any]) -> list[float]:
     return train_alone(replace(program, model=build), job, job["steps"])
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers so
 def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
     """The frozen weights are in no checkpoint; transformers and peft read what comes out, alone and merged."""

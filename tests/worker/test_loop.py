@@ -24,6 +24,7 @@ from elastic.worker.extra_state import decode
 
 
 @pytest.mark.e2e
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=3), Layout(dp_replicate=2, dp_shard=2), Layout(tp=2)], ids=str)
 def test_same_losses_as_one_process(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     job = loop_job(steps=8)
@@ -33,7 +34,7 @@ def test_same_losses_as_one_process(pool: Pool, tmp_path: Path, layout: Layout) 
     loss_curve_agrees(pool, job)
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 def test_a_model_of_transformers_keeps_its_losses(pool: Pool, tmp_path: Path) -> None:
     """Tied embeddings, cut by the model's own plan: fully sharded, tensor parallel, on one worker, sharded both ways."""
     job = job_of("hf_tiny.py", steps=12)

@@ -81,7 +81,7 @@ def collectives(pool: FaultyPool, run: Path, layout: Layout, rank: int, *args: s
 
 
 @pytest.mark.e2e
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "victim", "share"), [(SHARDS, 2, 0.0), (SHARDS, 0, 0.9), (TENSOR, 3, 0.5), (REPLICAS, 1, 0.7)], ids=str
 )

@@ -159,7 +159,7 @@ def test_it_measures_the_gpus_of_this_machine(tmp_path: Path) -> None:
     assert set(found["copy_bytes_per_s"]) == {"to_device", "to_host"} and processes_of(os.getpid()) == []
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 def test_a_program_that_does_not_run_here_takes_only_its_passes_away(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("raise ImportError('elsewhere')")
     made = hardware_of(measure(wanted((1,), program=tmp_path / "program.py")), "CPU")

@@ -27,8 +27,7 @@ def on_one_rank(pool: Pool, job: dict[str, Any], folder: Path) -> list[StepDone]
     return list(pass_through(pool, job, folder / "one", [Layout()], every=1))
 
 
-@pytest.mark.e2e
-@pytest.mark.sampled(1)
+@pytest.mark.whole
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_two_optimizers(pool: Pool, tmp_path: Path, precision: str) -> None:
     """With parameters and both optimizers' state in host memory, and where steps overflow."""
@@ -59,8 +58,7 @@ def test_token_budgets(pool: Pool, tmp_path: Path, more: dict[str, Any]) -> None
     assert want[-1].train_loss < want[0].train_loss
 
 
-@pytest.mark.e2e
-@pytest.mark.sampled(1)
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ["tiny.py", "hf_tiny.py"])
 def test_auto_cuts_the_sequence_of_a_single_sample(pool: Pool, tmp_path: Path, name: str) -> None:
     """With one sample a step nothing else is left to share; the layouts that the planner takes are entered."""

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.e2e
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lost", [(0, 1), (1, 3)], ids=str)
 def test_two_nodes_at_once_with_two_copies(pool: Pool, tmp_path: Path, lost: tuple[int, int]) -> None:
     job = job_of("tiny.py", steps=16)
@@ -66,7 +67,7 @@ def test_one_buffer_keeps_a_whole_copy_between_flights(pool: Pool, tmp_path: Pat
     loss_curve_agrees(pool, job)
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 def test_another_cadence_reaches_all_ranks_at_the_same_step(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny_slow.py", steps=24)
     workers = pool.open(job, tmp_path)

@@ -56,7 +56,7 @@ def job(steps: int) -> dict[str, Any]:
     return job_of("tiny_unequal.py", steps) | {"microbatch_tokens": BUDGET, "eval_samples": 13}
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 @pytest.mark.timeout(300)
 def test_unequal_samples_through_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     wanted = job(15)

@@ -115,7 +115,7 @@ def test_a_script_gives_a_dict_and_keeps_its_own() -> None:
     assert [kept.entries for kept in profile.optimizers] == [("momentum_buffer",), ("exp_avg", "exp_avg_sq")]
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 @pytest.mark.timeout(240)
 def test_a_script_with_two_optimizers_in_two_layouts(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny.py", 8) | {"script": str(SCRIPT), "args": []}
