@@ -1,0 +1,108 @@
+"""Which test notices each seeded fault: `make mutants`. The results are kept in results.json, fault by fault.
+
+    python tests/mutants/run.py                          # all faults; each with the test that caught it last first
+    python tests/mutants/run.py --only policy-01 wire-2  # these
+    python tests/mutants/run.py --tier unit              # by the tests of one tier alone; nothing is kept
+    python tests/mutants/run.py --before COMMIT          # with the tests of that commit; kept beside the others
+
+Exit status: 1 where a fault that is recorded as caught is missed now, 2 where a fault does not apply to the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from seeded import HERE, TIERS, Copy, Fault, Refused, Verdict, folders, prove, read_faults, seeded_text, verdicts
+
+Kept = dict[str, dict[str, dict[str, str]]]  # fault -> "now" or "before" -> its verdict
+
+
+def main(arguments: list[str] | None = None, root: Path = HERE.parent.parent, here: Path = HERE) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="these faults; the beginning of an id is enough")
+    parser.add_argument("--tier", choices=list(TIERS), default="", help="by the tests of this tier alone; nothing is kept")
+    parser.add_argument("--before", default="", metavar="COMMIT", help="with the tests of this commit")
+    parser.add_argument("--new", action="store_true", help="faults without a result alone")
+    parser.add_argument("--json", action="store_true", help="the results as JSON")
+    asked = parser.parse_args(arguments)
+    try:
+        return _run(asked, root, here)
+    except Refused as error:
+        print(f"mutants: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(asked: argparse.Namespace, root: Path, here: Path) -> int:
+    faults, path, column = read_faults(here), here / "results.json", "before" if asked.before else "now"
+    kept: Kept = json.loads(path.read_text()) if path.exists() else {}
+    for fault in faults:
+        seeded_text(fault, (root / fault.file).read_text() if (root / fault.file).exists() else "")
+    wanted = [fault for fault in faults if not asked.only or fault.id.startswith(tuple(asked.only))]
+    wanted = [fault for fault in wanted if not fault.equivalent and not (asked.new and column in kept.get(fault.id, {}))]
+    if not wanted:
+        raise Refused("no fault is left of those asked for")
+    caught_by = {key: columns.get(column, columns.get("now", {})).get("test", "") for key, columns in kept.items()}
+    found: dict[str, Verdict] = {}
+    with Copy(root, asked.before) as copy:
+        for fault, verdict in verdicts(copy, wanted, caught_by, asked.tier):
+            found[fault.id] = verdict
+            print(f"{fault.id:14} {'survived' if not verdict.caught else f'{verdict.how}: {verdict.test}'}", flush=True)
+        tier_of, wrong = prove(copy, (verdict.test for verdict in found.values()))
+    missed, unproven = [], []
+    for key, verdict in found.items():
+        if verdict.test in wrong:
+            unproven.append(f"{key}: {verdict.test}")
+            continue
+        if not verdict.caught and any(of.get("how") for of in kept.get(key, {}).values()):
+            missed.append(key)
+        elif not asked.tier:
+            row = asdict(Verdict(verdict.test, verdict.how, tier_of.get(verdict.test, "")))
+            kept.setdefault(key, {})[column] = row if verdict.caught else {}
+    if not asked.tier:
+        path.write_text(as_text({fault.id: kept[fault.id] for fault in faults if fault.id in kept}))
+    told = {key: asdict(verdict) for key, verdict in found.items()}
+    print(json.dumps(told, indent=1) if asked.json else summary(faults, kept))
+    for name, some in (("caught before, missed now", missed), ("fails without a fault too", unproven)):
+        if some:
+            print(f"{name}: {', '.join(some)}", file=sys.stderr)
+    return 1 if missed or unproven else 0
+
+
+def as_text(kept: Kept) -> str:
+    """A line per fault, so that a change of one is a line."""
+    rows = [f" {json.dumps(key)}: {json.dumps(columns, sort_keys=True)}" for key, columns in kept.items()]
+    return "{\n" + ",\n".join(rows) + "\n}\n"
+
+
+def summary(faults: list[Fault], kept: Kept) -> str:
+    """A Markdown table: per origin and part how many faults there are and which tier catches them, then the survivors."""
+    lines = ["", "| | faults | equivalent | caught before | " + " | ".join(f"now by {tier}" for tier in TIERS) + " | missed |"]
+    lines.append("|---" * (5 + len(TIERS)) + "|")
+    groups: dict[tuple[str, str], list[Fault]] = {}
+    for fault in faults:
+        groups.setdefault((fault.origin, fault.part), []).append(fault)
+    for origin in sorted({fault.origin for fault in faults}):
+        groups[origin, "all"] = [fault for fault in faults if fault.origin == origin]
+    for (origin, part), some in sorted(groups.items(), key=lambda item: (item[0][0], item[0][1] == "all", item[0][1])):
+        lines.append(f"| {origin}, {part} | " + " | ".join(str(n) for n in _numbers(some, kept)) + " |")
+    left = [fault for fault in faults if not fault.equivalent and kept.get(fault.id, {}).get("now") == {}]
+    lines += ["", f"{len(left)} survive" + "".join(f"\n- {fault.id} ({fault.file}): {fault.why}" for fault in left)]
+    n_without = sum(not folders(fault) and not fault.tests for fault in faults)
+    return "\n".join([*lines, *([f"{n_without} faults name no tests and are near none"] if n_without else [])])
+
+
+def _numbers(faults: list[Fault], kept: Kept) -> list[int]:
+    now = [kept.get(fault.id, {}).get("now") for fault in faults]
+    before = [kept.get(fault.id, {}).get("before") for fault in faults]
+    by_tier = Counter(verdict["tier"] for verdict in now if verdict)
+    equivalent = sum(bool(fault.equivalent) for fault in faults)
+    return [len(faults), equivalent, sum(map(bool, before)), *(by_tier[tier] for tier in TIERS), sum(row == {} for row in now)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
