@@ -135,7 +135,7 @@ def folders(fault: Fault) -> tuple[str, ...]:
 
 
 class Copy:
-    """The tree's tracked files in a temporary folder, with one fault at a time. `tests_of`: a commit whose tests are taken
+    """The tree, without what git ignores, in a temporary folder, with one fault at a time. `tests_of`: a commit whose tests are taken
     instead of those that are there."""
 
     def __init__(self, root: Path, tests_of: str = "") -> None:
@@ -195,7 +195,13 @@ class Copy:
 def _files(root: Path) -> list[str]:
     if not (root / ".git").exists():
         return [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    done = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return [name for name in done.stdout.split("\0") if name and (root / name).exists()]
 
 
@@ -211,7 +217,13 @@ def _run(command: list[str], folder: Path, env: dict[str, str], limit_s: float) 
     output = folder.parent / "output.txt"
     with output.open("w") as file:
         process = subprocess.Popen(
-            command, cwd=folder, env=env, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            cwd=folder,
+            env=env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
         try:
             status: int | None = process.wait(limit_s)
