@@ -1,7 +1,7 @@
 """Which test notices each seeded fault: `make mutants`. The results are kept in results.json, fault by fault.
 
     python tests/mutants/run.py                          # all faults; each with the test that caught it last first
-    python tests/mutants/run.py --only policy-01 wire-2  # these
+    python tests/mutants/run.py --only 'policy-*' wire-2 # these
     python tests/mutants/run.py --tier unit              # by the tests of one tier alone; nothing is kept
     python tests/mutants/run.py --before COMMIT          # with the tests of that commit; kept beside the others
 
@@ -15,6 +15,7 @@ import json
 import sys
 from collections import Counter
 from dataclasses import asdict
+from fnmatch import fnmatch
 from pathlib import Path
 
 from seeded import HERE, TIERS, Copy, Fault, Refused, Verdict, folders, prove, read_faults, seeded_text, verdicts
@@ -24,7 +25,7 @@ Kept = dict[str, dict[str, dict[str, str]]]  # fault -> "now" or "before" -> its
 
 def main(arguments: list[str] | None = None, root: Path = HERE.parent.parent, here: Path = HERE) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="these faults; the beginning of an id is enough")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="these faults; * stands for anything")
     parser.add_argument("--tier", choices=list(TIERS), default="", help="by the tests of this tier alone; nothing is kept")
     parser.add_argument("--before", default="", metavar="COMMIT", help="with the tests of this commit")
     parser.add_argument("--new", action="store_true", help="faults without a result alone")
@@ -42,11 +43,11 @@ def _run(asked: argparse.Namespace, root: Path, here: Path) -> int:
     kept: Kept = json.loads(path.read_text()) if path.exists() else {}
     for fault in faults:
         seeded_text(fault, (root / fault.file).read_text() if (root / fault.file).exists() else "")
-    wanted = [fault for fault in faults if not asked.only or fault.id.startswith(tuple(asked.only))]
+    wanted = [fault for fault in faults if not asked.only or any(fnmatch(fault.id, one) for one in asked.only)]
     wanted = [fault for fault in wanted if not fault.equivalent and not (asked.new and column in kept.get(fault.id, {}))]
     if not wanted:
         raise Refused("no fault is left of those asked for")
-    caught_by = {key: columns.get(column, columns.get("now", {})).get("test", "") for key, columns in kept.items()}
+    caught_by = {key: _known(columns, column) for key, columns in kept.items()}
     found: dict[str, Verdict] = {}
     with Copy(root, asked.before) as copy:
         for fault, verdict in verdicts(copy, wanted, caught_by, asked.tier):
@@ -71,6 +72,11 @@ def _run(asked: argparse.Namespace, root: Path, here: Path) -> int:
         if some:
             print(f"{name}: {', '.join(some)}", file=sys.stderr)
     return 1 if missed or unproven else 0
+
+
+def _known(columns: dict[str, dict[str, str]], column: str) -> str:
+    """The test that caught a fault last."""
+    return next((row["test"] for name in (column, "now", "before") if (row := columns.get(name))), "")
 
 
 def as_text(kept: Kept) -> str:

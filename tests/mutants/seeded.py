@@ -135,8 +135,8 @@ def folders(fault: Fault) -> tuple[str, ...]:
 
 
 class Copy:
-    """The tree, without what git ignores, in a temporary folder, with one fault at a time. `tests_of`: a commit whose tests are taken
-    instead of those that are there."""
+    """The tree, without what git ignores, in a temporary folder, with one fault at a time. `tests_of`: a commit whose tests are
+    taken instead of those that are there."""
 
     def __init__(self, root: Path, tests_of: str = "") -> None:
         self.root = root
