@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv run test bench race proven lint clean
+.PHONY: help venv run test mutants bench race proven lint clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV ?= .venv
@@ -38,6 +38,9 @@ lint: $(STAMP)  ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache >/dev/null || { $(BIN)/lint-imports --no-cache; exit 1; }
+
+mutants: $(STAMP)  ## seed some 190 faults one by one and see which test notices each (half an hour)
+	$(BIN)/python tests/mutants/run.py
 
 bench: $(STAMP)  ## full products of cases and the benchmarks
 	$(BIN)/python -m pytest -q -m "product" --ignore=tests/bench
