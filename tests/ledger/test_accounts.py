@@ -85,6 +85,12 @@ def test_a_plain_run() -> None:
     assert tuple(found.gpu_seconds) == CATEGORIES
 
 
+def test_what_comes_after_the_last_step_of_a_long_job_is_saving() -> None:
+    lines = [tick(0.0, start(steps=3000)), *begun()[1:], tick(17.0, step(1, 2999)), tick(18.0, step(1, 3000))]
+    found = account([*lines, tick(20.0, orders=(Stop("succeeded", "x"),))])
+    assert gpu_s(found) == {"program_startup": 24.0, "productive": 8.0, "checkpoint_save": 8.0}
+
+
 def test_reports_that_come_late_or_early_do_not_become_idle_time() -> None:
     late = [17.0, 18.3, 19.0, 20.2, 21.0]
     lines = [*begun(), *(tick(at_s, step(1, n + 1)) for n, at_s in enumerate(late))]
