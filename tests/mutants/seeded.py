@@ -14,11 +14,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import psutil
 import yaml
 
 HERE = Path(__file__).resolve().parent
@@ -44,8 +46,10 @@ FOLDERS = {
     "elastic/driver.py": ("tests/test_driver.py", "tests/sim"),
 }
 
-TEST_LIMIT_S = 240  # of one test
+TEST_LIMIT_S = 150  # of one test
 RUN_LIMIT_S = 1200  # of one call of pytest
+MOST_BYTES = 5 << 30  # of a process: a loop that a fault has made endless may take what there is
+LOOK_S = 0.5
 NO_TESTS = 5  # pytest's exit status
 USAGE = 4
 _STARTED = re.compile(r"^(tests?[^\s:]*(?:/[^\s:]+)*\.py::.+?)(?: (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*)?$")
@@ -213,7 +217,7 @@ def _unpack(root: Path, commit: str, target: Path) -> None:
 
 
 def _run(command: list[str], folder: Path, env: dict[str, str], limit_s: float) -> tuple[int | None, str]:
-    """Exit status, None where it took too long, and output; what it started ends with it."""
+    """Exit status, None where it took too long or too much memory, and output; what it started ends with it."""
     output = folder.parent / "output.txt"
     with output.open("w") as file:
         process = subprocess.Popen(
@@ -225,10 +229,13 @@ def _run(command: list[str], folder: Path, env: dict[str, str], limit_s: float) 
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
+        until_s, status = time.monotonic() + limit_s, None
         try:
-            status: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = None
+            while status is None and time.monotonic() < until_s and _largest(process.pid) < MOST_BYTES:
+                try:
+                    status = process.wait(LOOK_S)
+                except subprocess.TimeoutExpired:
+                    continue
         finally:
             try:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -236,6 +243,15 @@ def _run(command: list[str], folder: Path, env: dict[str, str], limit_s: float) 
                 pass
             process.wait()
     return status, output.read_text(errors="replace")
+
+
+def _largest(pid: int) -> int:
+    """Memory of the largest of a process and those that it has started."""
+    try:
+        here = psutil.Process(pid)
+        return max(int(one.memory_info().rss) for one in (here, *here.children(recursive=True)))
+    except psutil.Error:
+        return 0
 
 
 # ---------------------------------------------------------------------------------------------- judging

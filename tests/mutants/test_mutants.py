@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import run as runner
+import seeded
 import yaml
 from seeded import TIERS, Copy, Fault, Refused, judge, prove, read_faults, seeded_text, told
 
@@ -182,6 +184,18 @@ def test_a_hang_counts_as_caught_and_ends(project: Path) -> None:
         copy.seed(Fault("hangs", "small/code.py", "return n < LIMIT", "time.sleep(99)", "written", "-", ()))
         found = copy.pytest(["tests"], TIERS["unit"], limit_s=2.0).verdict
         assert (found.test, found.how) == ("tests/test_code.py::test_the_limit", "timeout")
+
+
+def test_one_that_takes_all_memory_is_ended(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeded, "MOST_BYTES", 200 << 20)
+    monkeypatch.setattr(seeded, "LOOK_S", 0.02)
+    with Copy(project) as copy:
+        copy.seed(
+            Fault("grows", "small/code.py", "return n < LIMIT", "return [b'x' * 9**9, time.sleep(99)]", "written", "-", ())
+        )
+        began_s = time.monotonic()
+        found = copy.pytest(["tests"], TIERS["unit"], limit_s=60.0).verdict
+        assert time.monotonic() - began_s < 30 and (found.test, found.how) == ("tests/test_code.py::test_the_limit", "timeout")
 
 
 def test_the_test_that_caught_it_last_is_tried_first_and_may_have_gone(project: Path) -> None:
