@@ -11,7 +11,9 @@ Exit status: 1 where a fault that is recorded as caught is missed now, 2 where a
 from __future__ import annotations
 
 import argparse
+import ast
 import json
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -40,13 +42,19 @@ def main(arguments: list[str] | None = None, root: Path = HERE.parent.parent, he
 
 def _run(asked: argparse.Namespace, root: Path, here: Path) -> int:
     faults, path, column = read_faults(here), here / "results.json", "before" if asked.before else "now"
-    kept: Kept = json.loads(path.read_text()) if path.exists() else {}
+    kept = _read(path)
     for fault in faults:
         seeded_text(fault, (root / fault.file).read_text() if (root / fault.file).exists() else "")
     wanted = [fault for fault in faults if not asked.only or any(fnmatch(fault.id, one) for one in asked.only)]
     wanted = [fault for fault in wanted if not fault.equivalent and not (asked.new and column in kept.get(fault.id, {}))]
     if not wanted:
         raise Refused("no fault is left of those asked for")
+    for fault in [fault for fault in wanted if asked.before]:
+        row = kept.get(fault.id, {}).get("now")
+        if row and "::" in row["test"] and stood(root, asked.before, row["test"]):  # the same test and the same fault
+            kept[fault.id]["before"] = row
+            wanted.remove(fault)
+    path.write_text(as_text(kept))
     caught_by = {key: _known(columns, column) for key, columns in kept.items()}
     found: dict[str, Verdict] = {}
     with Copy(root, asked.before) as copy:
@@ -54,7 +62,7 @@ def _run(asked: argparse.Namespace, root: Path, here: Path) -> int:
             found[fault.id] = verdict
             print(f"{fault.id:14} {'survived' if not verdict.caught else f'{verdict.how}: {verdict.test}'}", flush=True)
         tier_of, wrong = prove(copy, (verdict.test for verdict in found.values()))
-    missed, unproven = [], []
+    kept, missed, unproven = _read(path), [], []  # another run may have added to it
     for key, verdict in found.items():
         if verdict.test in wrong:
             unproven.append(f"{key}: {verdict.test}")
@@ -72,6 +80,25 @@ def _run(asked: argparse.Namespace, root: Path, here: Path) -> int:
         if some:
             print(f"{name}: {', '.join(some)}", file=sys.stderr)
     return 1 if missed or unproven else 0
+
+
+def stood(root: Path, commit: str, test: str) -> bool:
+    """Does the test stand in that commit as it stands now?"""
+    file, _, name = test.partition("::")
+    done = subprocess.run(["git", "show", f"{commit}:{file}"], cwd=root, capture_output=True, text=True)
+    return not done.returncode and _function(done.stdout, name) == _function((root / file).read_text(), name) != ""
+
+
+def _function(text: str, name: str) -> str:
+    """What a test does; '' = there is none of that name."""
+    wanted = name.partition("[")[0].split("::")[-1]
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name == wanted]
+    return ast.unparse(found[0]) if found else ""
+
+
+def _read(path: Path) -> Kept:
+    found: Kept = json.loads(path.read_text()) if path.exists() else {}
+    return found
 
 
 def _known(columns: dict[str, dict[str, str]], column: str) -> str:
