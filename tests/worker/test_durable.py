@@ -594,3 +594,15 @@ def test_remove(storage: Storage) -> None:
     remove(second)
     remove(second)
     assert [found.uri for found in find(storage)] == [first] and not Path(second).exists()
+
+
+def test_a_removal_that_is_interrupted_leaves_no_checkpoint(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = save(storage, CUTS[1], step=1), save(storage, CUTS[1], step=2)
+
+    def interrupted(self: LocalStorage, key: str = "") -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalStorage, "delete_folder", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        remove(second)
+    assert [found.uri for found in find(storage)] == [first] and Path(second).exists()
