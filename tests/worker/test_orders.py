@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 
 from elastic.errors import StateLost
-from elastic.types import Layout, Plan, Resume, WorkerId
+from elastic.types import Box, Layout, Move, Plan, Resume, WorkerId
 from elastic.worker import takeover as module
 from elastic.worker.session import Session
 from elastic.worker.takeover import Takeover
+from elastic.worker.train_state import Held
 from elastic.worker.workplace import EnterOrder
 
 RANKS = (WorkerId("a", 0), WorkerId("b", 0))
@@ -80,3 +82,19 @@ def test_all_ranks_of_the_old_generation_have_stopped_at_one_step(
             taking._agree_on_step()
     else:
         assert taking._agree_on_step() == step
+
+
+@pytest.mark.parametrize(("via", "moves"), [("host", True), ("device", False)])
+def test_the_old_boxes_leave_the_device_where_both_shards_do_not_fit(via: Any, moves: bool) -> None:
+    box = Box("model.w", (0,), (4,), "float32")
+    tensors = {kind: torch.arange(4.0) for kind in ("live", "peer")}
+    held = [Held(2, 0, 6, kind, Layout(), (), {box.fqn: (box, tensors[kind])}) for kind in ("live", "peer")]  # type: ignore[arg-type]
+    place: Any = SimpleNamespace(held=held)
+    taking = order(3)
+    taking = replace(taking, plan=replace(taking.plan, move=Move(via=via)))
+    groups: Any = SimpleNamespace(world=None)
+    Takeover(place, taking, groups).make_room()
+    live, peer = place.held
+    assert live.on_host == moves and not peer.on_host, "a peer copy is in host memory anyway"
+    assert (tensors["live"].untyped_storage().nbytes() == 0) == moves and tensors["peer"].untyped_storage().nbytes() == 16
+    assert live.tensors[box.fqn][1].tolist() == [0.0, 1.0, 2.0, 3.0]
