@@ -233,6 +233,16 @@ def test_who_does_not_hold_the_boxes_says_so(tmp_path: Path) -> None:
     assert isinstance(failed, CopyFailed) and "a/0 holds no boxes of rank 0 of generation 1 at step 10" in failed.reason
 
 
+def test_a_replica_that_has_gone_on_does_not_write_an_older_step_from_what_it_has_now(tmp_path: Path) -> None:
+    plan = four(Layout(dp_replicate=2, dp_shard=2))
+    on = Rank(tmp_path, plan, 2)
+    on.save(11)
+    on.wait(1)
+    on.saving.write_for(plan, 10, 0)
+    failed = on.wait(2)[1]
+    assert isinstance(failed, CopyFailed) and "holds no boxes of rank 0 of generation 1 at step 10" in failed.reason
+
+
 # ------------------------------------------------------------------------------------------------ adding up
 
 
