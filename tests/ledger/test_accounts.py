@@ -86,7 +86,8 @@ def test_a_plain_run() -> None:
 
 
 def test_what_comes_after_the_last_step_of_a_long_job_is_saving() -> None:
-    lines = [tick(0.0, start(steps=3000)), *begun()[1:], tick(17.0, step(1, 2999)), tick(18.0, step(1, 3000))]
+    last = int("3000")  # a number of its own, as from a file
+    lines = [tick(0.0, start(steps=3000)), *begun()[1:], tick(17.0, step(1, 2999)), tick(18.0, step(1, last))]
     found = account([*lines, tick(20.0, orders=(Stop("succeeded", "x"),))])
     assert gpu_s(found) == {"program_startup": 24.0, "productive": 8.0, "checkpoint_save": 8.0}
 
