@@ -63,6 +63,9 @@ def test_random_pairs_are_covered_exactly_once(seed: int, common: str) -> None:
     nodes = [f"node-{i // random.randint(1, 4)}" for i in range(n_participants)]
     transfers = check(model, old, new, holders, nodes)
     assert transfers == plan_transfers(model, old, new, dict(reversed(holders.items())), nodes)
+    for me in {0, n_new - 1, n_participants - 1}:
+        mine = tuple(t for t in transfers if me in (t.source, t.destination))
+        assert plan_transfers(model, old, new, holders, nodes, me) == mine, "each sees its part of one and the same plan"
 
 
 def test_the_same_layout_moves_nothing_over_the_wire() -> None:
