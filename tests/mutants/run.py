@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None, root: Path = HERE.parent.parent, he
     parser.add_argument("--tier", choices=list(TIERS), default="", help="by the tests of this tier alone; nothing is kept")
     parser.add_argument("--before", default="", metavar="COMMIT", help="with the tests of this commit")
     parser.add_argument("--new", action="store_true", help="faults without a result alone")
+    parser.add_argument("--fresh", action="store_true", help="without trying first what caught them last")
     parser.add_argument("--json", action="store_true", help="the results as JSON")
     asked = parser.parse_args(arguments)
     try:
@@ -55,7 +56,7 @@ def _run(asked: argparse.Namespace, root: Path, here: Path) -> int:
             kept[fault.id]["before"] = row
             wanted.remove(fault)
     path.write_text(as_text(kept))
-    caught_by = {key: _known(columns, column) for key, columns in kept.items()}
+    caught_by = {key: _known(columns, column) for key, columns in kept.items() if not asked.fresh}
     found: dict[str, Verdict] = {}
     with Copy(root, asked.before) as copy:
         for fault, verdict in verdicts(copy, wanted, caught_by, asked.tier):
