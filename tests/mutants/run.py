@@ -16,11 +16,13 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 from seeded import HERE, TIERS, Copy, Fault, Refused, Verdict, folders, prove, read_faults, seeded_text, verdicts
+
+BATCH = 10  # faults, behind which what caught them is run on the untouched copy, and results are written
 
 Kept = dict[str, dict[str, dict[str, str]]]  # fault -> "now" or "before" -> its verdict
 
@@ -58,29 +60,33 @@ def _run(asked: argparse.Namespace, root: Path, here: Path) -> int:
     path.write_text(as_text(kept))
     caught_by = {key: _known(columns, column) for key, columns in kept.items() if not asked.fresh}
     found: dict[str, Verdict] = {}
+    missed, unproven = list[str](), list[str]()
     with Copy(root, asked.before) as copy:
-        for fault, verdict in verdicts(copy, wanted, caught_by, asked.tier):
-            found[fault.id] = verdict
-            print(f"{fault.id:14} {'survived' if not verdict.caught else f'{verdict.how}: {verdict.test}'}", flush=True)
-        tier_of, wrong = prove(copy, (verdict.test for verdict in found.values()))
-    kept, missed, unproven = _read(path), [], []  # another run may have added to it
-    for key, verdict in found.items():
-        if verdict.test in wrong:
-            unproven.append(f"{key}: {verdict.test}")
-            continue
-        if not verdict.caught and any(of.get("how") for of in kept.get(key, {}).values()):
-            missed.append(key)
-        elif not asked.tier:
-            row = asdict(Verdict(verdict.test, verdict.how, tier_of.get(verdict.test, "")))
-            kept.setdefault(key, {})[column] = row if verdict.caught else {}
-    if not asked.tier:
-        path.write_text(as_text({fault.id: kept[fault.id] for fault in faults if fault.id in kept}))
+        for first in range(0, len(wanted), BATCH):
+            batch: dict[str, Verdict] = {}
+            for fault, verdict in verdicts(copy, wanted[first : first + BATCH], caught_by, asked.tier):
+                batch[fault.id] = verdict
+                print(f"{fault.id:14} {'survived' if not verdict.caught else f'{verdict.how}: {verdict.test}'}", flush=True)
+            tier_of, wrong = prove(copy, (verdict.test for verdict in batch.values()))
+            unproven += [f"{key}: {verdict.test}" for key, verdict in batch.items() if verdict.test in wrong]
+            found |= {key: replace(one, tier=tier_of.get(one.test, "")) for key, one in batch.items() if one.test not in wrong}
+            kept = _read(path)  # another run may have added to it
+            missed += [key for key in batch if key in found and not found[key].caught and _lost(kept.get(key, {}), column)]
+            if not asked.tier:
+                for key in [key for key in batch if key in found and key not in missed]:
+                    kept.setdefault(key, {})[column] = asdict(found[key]) if found[key].caught else {}
+                path.write_text(as_text({fault.id: kept[fault.id] for fault in faults if fault.id in kept}))
     told = {key: asdict(verdict) for key, verdict in found.items()}
     print(json.dumps(told, indent=1) if asked.json else summary(faults, kept))
     for name, some in (("caught before, missed now", missed), ("fails without a fault too", unproven)):
         if some:
             print(f"{name}: {', '.join(some)}", file=sys.stderr)
     return 1 if missed or unproven else 0
+
+
+def _lost(columns: dict[str, dict[str, str]], column: str) -> bool:
+    """Is it recorded as caught, so that it is an error where it is missed?"""
+    return column == "now" and any(row.get("how") for row in columns.values())
 
 
 def stood(root: Path, commit: str, test: str) -> bool:
