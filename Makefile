@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-unit test-all bench race proven lint clean
+.PHONY: help venv run test test-unit test-all mutants bench race proven lint clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV ?= .venv
@@ -41,6 +41,9 @@ test-all: $(STAMP)  ## everything there is (under an hour); writes what it saw i
 
 lint: $(STAMP)  ## ruff, mypy --strict, import contracts
 	@$(BIN)/python tests/tiers.py lint
+
+mutants: $(STAMP)  ## seed some 190 faults one by one and see which test notices each (half an hour)
+	@$(BIN)/python tests/mutants/run.py
 
 bench: $(STAMP)  ## the benchmarks (hours; `--smoke` of each takes seconds)
 	@failed=; for bench in planner overhead copies reshard checkpoint recovery unequal sickness; do echo "tests/bench/$$bench.py"; $(BIN)/python tests/bench/$$bench.py --json || failed=1; done; [ -z "$$failed" ]

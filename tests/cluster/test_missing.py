@@ -41,6 +41,15 @@ def test_two_that_stand_on_one_node_are_both_named() -> None:
     assert list(found) == [A, B]
 
 
+def test_nobody_is_named_where_most_would_be_or_where_several_only_wait_for_their_batch() -> None:
+    most = {A: at(dp_0=9), B: at(dp_0=8), C: at(dp_0=8), D: at(dp_0=8)}
+    assert missing(most, staged=False) == {}, "rather A has run ahead"
+    two = {A: at(dp_0=8), B: at(dp_0=8), C: at(dp_0=9), D: at(dp_0=9)}
+    reading = {rank: replace(one, doing="batch") if rank in (A, B) else one for rank, one in two.items()}
+    assert missing(reading, staged=False) == {}, "storage is slow for both"
+    assert list(missing({**reading, B: two[B]}, staged=False)) == [A, B]
+
+
 def test_stages_are_told_apart_by_what_they_do() -> None:
     """C waits for a message of A: behind D among its own stage, though A is the one that stands."""
     ranks = {A: at(dp_0=5), B: at(dp_0=6), C: at(dp_2=5), D: at(dp_2=6)}

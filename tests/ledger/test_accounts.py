@@ -85,6 +85,24 @@ def test_a_plain_run() -> None:
     assert tuple(found.gpu_seconds) == CATEGORIES
 
 
+def test_what_comes_after_the_last_step_of_a_long_job_is_saving() -> None:
+    last = int("3000")  # a number of its own, as from a file
+    lines = [tick(0.0, start(steps=3000)), *begun()[1:], tick(17.0, step(1, 2999)), tick(18.0, step(1, last))]
+    found = account([*lines, tick(20.0, orders=(Stop("succeeded", "x"),))])
+    assert gpu_s(found) == {"program_startup": 24.0, "productive": 8.0, "checkpoint_save": 8.0}
+
+
+def test_a_node_without_a_part_in_the_plan_is_idle_while_others_enter_it() -> None:
+    lines = [
+        tick(0.0, start()),
+        tick(10.0, *(NodeReady(Node(n, "p", 2)) for n in "abc")),
+        tick(14.0, *(NodePrepared(n) for n in "abc"), orders=(EnterPlan(plan(1, "a", "b")),)),
+        tick(16.0, PlanEntered(1, 0)),
+        tick(17.0, step(1, 1)),
+    ]
+    assert gpu_s(account(lines)) == {"program_startup": 24.0 + 8.0, "idle_remainder": 4.0 + 2.0, "productive": 4.0}
+
+
 def test_reports_that_come_late_or_early_do_not_become_idle_time() -> None:
     late = [17.0, 18.3, 19.0, 20.2, 21.0]
     lines = [*begun(), *(tick(at_s, step(1, n + 1)) for n, at_s in enumerate(late))]

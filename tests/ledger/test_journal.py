@@ -135,6 +135,13 @@ def test_a_torn_last_line_is_left_out_and_the_next_driver_writes_on(tmp_path: Pa
     assert names(path) == ["a", "b", "d"]
 
 
+def test_empty_lines_between_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    written(path, "a", "b", "c")
+    path.write_text(path.read_text().replace("\n", "\n\n  \n"))
+    assert names(path) == ["a", "b", "c"]
+
+
 def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "j"
     written(path, "a", "b", "c")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -305,6 +306,18 @@ def test_a_folder_needs_no_segments(tmp_path: Path) -> None:
     journal.close()
     assert place.exists() and of(place.lines()) == ["g1"]
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["journal.jsonl"]
+    at_s = time.time() - 1000
+    os.utime(place.journal, (at_s, at_s))
+    assert 999 < place.age_s() < 1100
+
+
+def test_where_workers_write_what_they_print(storage: Remote, tmp_path: Path) -> None:
+    """Nodes share the folder of a run that is in one; else those of this machine have it, and the others one of their own."""
+    shared, remote = RunFolder.of(open_storage(tmp_path / "run")), machine(storage, tmp_path, "a")
+    assert shared.logs_of_workers(True) == shared.logs_of_workers(False) == shared.logs == tmp_path / "run" / "logs"
+    assert remote.logs_of_workers(True) == tmp_path / "a" / "logs"
+    elsewhere = remote.logs_of_workers(False)
+    assert elsewhere.name == remote.name and tmp_path / "a" not in elsewhere.parents
 
 
 def until(true: Callable[[], bool]) -> None:

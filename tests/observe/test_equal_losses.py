@@ -16,7 +16,18 @@ from elastic.observe.tables import status, status_plain, why
 from elastic.observe.terminal import plain_note
 from elastic.observe.view import view_of
 from elastic.storage import open_storage
-from elastic.types import DriverStarted, EnterPlan, Layout, PlanEntered, Probed, Resume, StepDone, WorkerFailed, WorkerId
+from elastic.types import (
+    DigestChecked,
+    DriverStarted,
+    EnterPlan,
+    Layout,
+    PlanEntered,
+    Probed,
+    Resume,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)
 
 WHY = "generation 2, pp=2,dp_shard=2, computes something else than dp_shard=6 at step 4: the loss is 2.5, it was 2.4"
 NOTE = "blocks.1.drop draws other numbers in each layout"
@@ -80,6 +91,7 @@ def test_one_that_was_rolled_back_has_a_line_of_its_own() -> None:
     ]
     undone = found[1]
     assert (undone.from_layout, undone.to_layout, undone.at_step, undone.steps_lost) == ("", "pp=2,dp_shard=2", 4, 0)
+    assert (undone.bytes_moved, undone.pause_s, undone.digest_ok) == (0, 0.0, None), "it was never entered"
     assert found[2].from_layout == "dp_shard=6"
     assert any("differs" in line for line in report.transitions(found))
 
@@ -94,6 +106,12 @@ def test_steps_that_are_done_again_are_compared() -> None:
         for line in lines()
     ]  # fmt: skip
     assert account(other).transitions[-1].loss_equal is None, "nobody has rolled it back"
+    for ok, equal in ((True, True), (False, None)):
+        at = next(
+            i for i, line in enumerate(lines()) if any(isinstance(e, PlanEntered) and e.generation == 3 for _, e in line.events)
+        )
+        checked = [*lines()[:at], tick(9.4, DigestChecked(2, ok, 10)), *lines()[at:]]
+        assert account(checked).transitions[-1].loss_equal is equal, "with wrong content there is nothing to compare with"
     drawn = [changed(line, draws=True) for line in lines()]
     assert account(drawn).transitions[-1].loss_equal is None
 

@@ -180,6 +180,16 @@ def test_microbatches_in_flight() -> None:
     assert cost.bubble(interleaved, 8) == cost.bubble(Layout(pp=4), 8) / 2 == 3 / 16
 
 
+def test_the_stage_that_keeps_most_is_the_first_unless_the_last_has_the_logits() -> None:
+    work, layout = Work.of(eight_b()), Layout(pp=4)
+    assert work.sample is not None
+    kept = work.n_blocks / 4 * memory.kept_bytes(work.sample, layout, "none")
+    many = memory.activation_parts(work, layout, memory.Step(8, 8, 8))
+    assert many["activations"] == pytest.approx(4 * kept) and many["logits"] == 0, "four microbatches are in flight there"
+    one = memory.activation_parts(work, layout, memory.Step(1, 1, 1))
+    assert one["activations"] == pytest.approx(kept) and one["logits"] == pytest.approx(work.sample.ends_bytes)
+
+
 def test_rings() -> None:
     links = collectives.Links(1e9, 1e8, 4, 0.0, 0.0)
     assert collectives.gather_s(links, 8e9, collectives.Group(1)) == 0

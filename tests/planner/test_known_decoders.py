@@ -29,6 +29,8 @@ def test_names_and_changes() -> None:
     ("text", "what"),
     [
         ("lama3-70b", "did you mean llama3-70b"),
+        ("lamma3-70b", "did you mean llama3-70b"),
+        ("405", "did you mean llama3-405b"),
         ("nothing-like-it", "there is llama3-8b"),
         ("layers=2,hidden=64,heads=4,vocab=512,seq=128", "ffn is missing"),
         ("8b,sequence=9", "'sequence' is no size of a model; did you mean seq"),

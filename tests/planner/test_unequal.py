@@ -148,6 +148,13 @@ def test_the_head_counts_as_work_of_the_last_stage() -> None:
     assert split(Task(Layout(pp=2), 16, 32, 8), ((1.0, 1.0),)).layers == (8, 8)
 
 
+def test_where_even_stages_hold_no_sample_other_ones_are_looked_for() -> None:
+    def rows(blocks: tuple[int, ...]) -> tuple[int, ...]:
+        return (0,) if blocks == (2, 2) else (1,)
+
+    assert split(Task(Layout(pp=2), 4, 4, 4, most_rows=rows), ((1.0, 2.0),)).layers == (1, 3)
+
+
 def test_no_stage_is_deeper_and_no_share_larger_than_memory_holds() -> None:
     hardware = {"fast": gpu("H100-80GB-SXM"), "small": gpu("L40S-48GB")}
     there = [Node("small", "q", 8), Node("fast", "p", 8)]

@@ -347,6 +347,18 @@ def test_progress_forgets_earlier_errors() -> None:
     assert story.state.phase == "running"
 
 
+def test_the_first_step_of_all_is_progress_too() -> None:
+    story = Story()
+    plan = story.running("a", "b")
+    story.tick(WorkerFailed(WorkerId("a", 0), plan.generation, "collective", "timed out"))
+    story.quiesced(plan, {"a": [(0, 0, "live")], "b": [(1, 0, "live")]})
+    story.tick(after_s=2)
+    story.entered()
+    assert story.state.retries == 1
+    story.steps(1)
+    assert story.state.retries == 0
+
+
 @pytest.mark.parametrize("passed_on", [False, True])
 def test_out_of_memory_marks_the_layout_and_enters_the_next(passed_on: bool) -> None:
     story = Story()

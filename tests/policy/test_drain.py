@@ -26,6 +26,7 @@ from elastic.types import (
     Stop,
     StopAsked,
     StoreCopy,
+    TensorSpec,
 )
 
 FAR_S = 120.0
@@ -79,7 +80,10 @@ def test_the_lead_follows_what_transitions_have_taken_and_what_the_state_weighs(
         assert lead.pause_s == longest_s and "median of 3" in str(lead)
     slow = replace(story.state, pauses_s=(0.5,), hardware=(HardwareProfile(link_bytes_per_s=1e5),))
     assert drain.lead_of(slow).pause_s == pytest.approx(1_000_000 * 4 * 3 / 2 / 1e5)  # half of weights and two moments
-    assert story.state.plan is not None
+    assert story.state.plan is not None and slow.model is not None
+    frozen = TensorSpec("frozen", (1000, 1000), "float32", 0, 0, trainable=False, reread=True)
+    half = replace(slow.model, specs=(frozen, *slow.model.specs))
+    assert drain.lead_of(replace(slow, model=half)).pause_s == drain.lead_of(slow).pause_s, "weights that are read again stay"
     assert drain.lead_of(slow, 9.5).pause_s == 9.5, "the coming move itself"
     stated = replace(story.state.plan, move=Move(seconds=7.5))
     told = replace(story.state, plans={stated.generation: stated})

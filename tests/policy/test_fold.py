@@ -94,6 +94,8 @@ def test_notice_and_its_withdrawal() -> None:
     assert story.state.nodes["a"].status == "draining" and story.state.nodes["a"].deadline_s == 99.0
     state = fold(replace(story.state, releasing=frozenset()), NoticeWithdrawn("a"), story.now_s)
     assert state.nodes["a"].status == "prepared" and state.nodes["a"].deadline_s is None
+    state = fold(replace(story.state, releasing=frozenset({"a"})), NoticeWithdrawn("a"), story.now_s)
+    assert state.nodes["a"].status == "draining", "it is being given back already"
 
 
 def test_a_refused_request_backs_off_30_s_then_doubles_to_10_minutes() -> None:

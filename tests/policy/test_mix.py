@@ -216,6 +216,7 @@ def test_on_demand_is_left_for_spot_in_one_transition() -> None:
     plan = plan_of(decision)
     assert set(plan.nodes) == {"a", "b"} and plan.cause == "release" and plan.resume.source == "live"
     assert "$4.00/h less" in decision.reason and "saved for" in decision.reason and "of pause" in decision.reason
+    assert "on demand are left: " in decision.reason
     told.entered()
     for name in "xy":
         told.tick(Quiesced(WorkerId(name, 0), plan.generation, told.state.step))

@@ -102,6 +102,18 @@ def test_only_one_report_counts_and_one_that_comes_late_explains_the_abort() -> 
     assert plan_of(still_held(story, old, 8, new)).layout == Layout(dp_shard=3)
 
 
+def test_a_probe_of_an_older_generation_is_no_news_while_the_newest_is_broken_off() -> None:
+    story = Story(layout=SHARDED)
+    story.running("a", "b", steps=3)
+    grown(story)
+    newest = story.entered()
+    story.steps(2)
+    story.tick(NodeLost("c"))
+    assert story.state.aborting is not None
+    story.tick(Probed(newest.generation - 1, 4, 7.0), Probed(newest.generation, 5, 2.0))
+    assert 4 not in story.state.probes and story.state.probes[5] == 2.0, "the last word of the newest counts"
+
+
 def test_a_node_with_notice_that_only_sends_still_gives_its_boxes() -> None:
     """dp_shard=2 on a and b; b will be taken, c has come: what b holds is nowhere else."""
     story = Story(layout={2: "pp=2", 1: "dp_shard=1"}, peer_every=0)

@@ -114,6 +114,21 @@ def test_a_change_that_is_a_moment_old_is_looked_at_again() -> None:
     assert orders(later, SetShares)
 
 
+@pytest.mark.parametrize(("lately", "moves"), [(1.06, True), (0.98, False)])
+def test_a_small_difference_must_last_to_the_end_to_be_acted_upon(lately: float, moves: bool) -> None:
+    """For a quarter of an hour b was a little slower than a; in the last third of it, it was so still, or no more."""
+    story = Story(global_batch=120, steps=1_000_000)
+    plan = story.running("a", "b", steps=30)
+    now_s = story.now_s + balancing.LASTING_S
+    unit_s, then = 1e-3, now_s - balancing.LASTING_S / 3
+    rows = {A: ((0.0, then, 1.0), (then, now_s, 1.0)), B: ((0.0, then, 1.08), (then, now_s, lately))}
+    seen = {who: tuple(Window(a, b, unit_s * times, 1000, 0.01, 0.0, 1, 30) for a, b, times in of) for who, of in rows.items()}
+    story.state = replace(story.state, speeds=seen, timed_at_s=now_s, entered_at_s=0.0)
+    found = balancing.shares(story.state, now_s)
+    assert bool(found and orders(found, SetShares)) == moves
+    assert not found or "better all through the last" in found.reason and plan.samples == (60, 60)
+
+
 def test_shares_stay_within_what_the_job_pins() -> None:
     story = Story(microbatch_size=7, layout="auto")
     plan = story.running("a", "b", "c", steps=30)

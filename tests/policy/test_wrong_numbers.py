@@ -133,6 +133,20 @@ def test_what_was_stored_since_stays_out_whenever_it_is_told() -> None:
     assert story.state.saved_step == 15, "a driver that finds it in storage"
 
 
+def test_what_an_earlier_finding_has_ruled_out_stays_out_after_a_later_one() -> None:
+    story = Story(layout=REPLICAS)
+    plan = story.running("a", "b", "c", steps=20)
+    stored(story, plan, 10)
+    settled(story, story.tick(wrong(plan, 20, 12, B)))
+    left(story, plan, "a", "c", live=20, copy=19)
+    second = story.entered()
+    story.steps(20)
+    settled(story, story.tick(wrong(second, 30, 25, A, C)))
+    copies = tuple(Copy(step, "durable", 1, plan.layout, plan.layers, (), f"s3://{step}.g1") for step in (10, 15))
+    story.tick(DriverStarted("story", 2, dict(story.state.job), story.state.pools, story.start.model, durable=copies))
+    assert story.state.saved_step == 10, "step 15 of the first generation was computed wrong, whatever was found since"
+
+
 def test_the_same_news_from_every_rank_count_once_and_old_ones_break_nothing() -> None:
     story = Story(layout=REPLICAS)
     plan = story.running("a", "b", "c", steps=20)

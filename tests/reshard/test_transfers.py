@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,8 +12,8 @@ from support.reshard.reshard_cases import Cut, elements, random_cut, random_mode
 
 from elastic.errors import StateLost
 from elastic.reshard.shards import boxes
-from elastic.reshard.transfers import lost_tensor, plan_transfers
-from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
+from elastic.reshard.transfers import holders_of, lost_tensor, plan_transfers
+from elastic.types import Holding, Layout, ModelProfile, OptimizerSpec, Resume, TensorSpec, Transfer, WorkerId
 
 
 def flat(rows: int = 64, n: int = 1, block: int = 0) -> ModelProfile:
@@ -62,6 +63,9 @@ def test_random_pairs_are_covered_exactly_once(seed: int, common: str) -> None:
     nodes = [f"node-{i // random.randint(1, 4)}" for i in range(n_participants)]
     transfers = check(model, old, new, holders, nodes)
     assert transfers == plan_transfers(model, old, new, dict(reversed(holders.items())), nodes)
+    for me in {0, n_new - 1, n_participants - 1}:
+        mine = tuple(t for t in transfers if me in (t.source, t.destination))
+        assert plan_transfers(model, old, new, holders, nodes, me) == mine, "each sees its part of one and the same plan"
 
 
 def test_the_same_layout_moves_nothing_over_the_wire() -> None:
@@ -114,6 +118,15 @@ def test_a_missing_rank_is_no_loss_where_a_replica_or_no_piece_is_left() -> None
     check(model, two, (Layout(), ()), {0: (0,), 3: (1,)}, ["a", "b"])
     check(model, (Layout(dp_shard=3), ()), (Layout(), ()), {0: (0,), 1: (1,)}, ["a", "b"])  # rank 2 has no row
     assert lost_tensor(model, two, (0, 3)) is None and lost_tensor(model, two, (0, 2)) == "model.w0"
+
+
+def test_who_holds_a_replica_of_a_rank_stands_in_for_it() -> None:
+    """Ranks 0 and 2 have equal boxes, and so have 1 and 3; 1 and 2 are gone, and b holds a copy of rank 0 too."""
+    a, b = WorkerId("a", 0), WorkerId("b", 0)
+    held = (Holding(a, 1, 0, 4, "live"), Holding(b, 1, 3, 4, "live"), Holding(b, 1, 0, 4, "peer"))
+    resume = Resume("peer", 4, 1, Layout(dp_replicate=2, dp_shard=2), (), held)
+    assert holders_of(resume, (a, b)) == {0: (0, 1), 1: (1,), 2: (0, 1), 3: (1,)}
+    assert holders_of(replace(resume, holdings=held[:1]), (a, b)) == {0: (0,), 1: (), 2: (0,), 3: ()}
 
 
 def test_tied_embeddings_have_holders_on_both_stages() -> None:

@@ -226,6 +226,17 @@ def test_a_copy_in_flight_is_dropped_cleanly_where_the_generation_ends(monkeypat
     assert all(len(host.memory.free) == 2 for host in ranks.hosts), "own and kept buffer wait for the next"
 
 
+def test_buffers_that_are_still_written_to_are_given_to_no_other_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic.worker.copies.QUIT_MOST_S", 0.05)
+    ranks = Ranks(Layout(dp_shard=2), copy_bytes_per_s=1.0)
+    ranks.lines.hold.clear()
+    ranks.start()
+    for copies in ranks.copies:
+        copies.drop()
+    assert all(c.flight is None for c in ranks.copies) and not any(host.memory.free for host in ranks.hosts)
+    ranks.lines.hold.set()
+
+
 def test_another_cadence_counts_from_the_newest_copy() -> None:
     ranks = Ranks(Layout(dp_shard=2))
     ranks.start()

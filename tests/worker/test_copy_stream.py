@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,6 +106,19 @@ def test_pace_keeps_to_the_rate_after_a_first_burst() -> None:
     assert paced_s(CHUNK_BYTES * 25, n_bytes) == pytest.approx(0.4)
     assert paced_s(CHUNK_BYTES * 25, UNPACED_BYTES) == 0.0, "a small state goes at once"
     assert paced_s(0.0, n_bytes) == 0.0
+
+
+def test_an_idle_time_gives_no_more_than_the_first_burst() -> None:
+    clock, slept = [0.0], []
+    pace = Pace(1e6, clock=lambda: clock[0])
+    pace.hurry = SimpleNamespace(wait=slept.append)  # type: ignore[assignment]
+    pace.wait(CHUNK_BYTES)
+    clock[0] += 3600.0
+    for _ in range(UNPACED_BYTES // CHUNK_BYTES):
+        pace.wait(CHUNK_BYTES)
+    assert slept == []
+    pace.wait(CHUNK_BYTES)
+    assert slept == [pytest.approx(CHUNK_BYTES / 1e6)]
 
 
 def test_no_pace_while_somebody_waits() -> None:

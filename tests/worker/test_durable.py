@@ -297,6 +297,16 @@ def test_racing_committers_leave_one_whole_checkpoint(storage: Storage) -> None:
     assert open_checkpoint(uris[0]).meta["committer"] in range(8)
 
 
+def test_who_finds_no_marker_and_comes_second_leaves_the_one_that_came_meanwhile(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri, looks = save(storage, CUTS[1]), [lambda *_: None]
+    real = durable.read_marker
+    monkeypatch.setattr(durable, "read_marker", lambda *where: (looks.pop() if looks else real)(*where))
+    assert commit(storage, 1, 1, CUTS[1][0].world_size, 1, {"who": "the second"}) == uri
+    assert "who" not in open_checkpoint(uri).meta
+
+
 # ------------------------------------------------------------------------------------------------ damage
 
 
@@ -594,3 +604,15 @@ def test_remove(storage: Storage) -> None:
     remove(second)
     remove(second)
     assert [found.uri for found in find(storage)] == [first] and not Path(second).exists()
+
+
+def test_a_removal_that_is_interrupted_leaves_no_checkpoint(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = save(storage, CUTS[1], step=1), save(storage, CUTS[1], step=2)
+
+    def interrupted(self: LocalStorage, key: str = "") -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalStorage, "delete_folder", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        remove(second)
+    assert [found.uri for found in find(storage)] == [first] and Path(second).exists()

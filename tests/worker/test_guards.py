@@ -304,6 +304,7 @@ def test_a_step_that_was_left_out_is_told_as_such_by_what_a_worker_has_left_with
     left = Quiesced(worker, 3, 9, (Holding(worker, 3, 0, 9, "live"),), commit(9.0).vector)
     done, said = told.add(left)
     assert isinstance(done, StepDone) and (done.step, done.skipped, said) == (9, True, left)
+    assert told.add(done) == [] and told.add(left) == [left], "each step is told of once"
 
 
 @pytest.mark.parametrize("breaks", ["script", "offender", "forward"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from elastic.reshard.shards import LOSS_SCALE, RNG, owned_boxes
 from elastic.types import Layout
 from elastic.worker.commit import Commit, step_done
 from elastic.worker.loss_scale import GROWTH_STEPS, LARGEST, SMALLEST, LossScale, fresh_scale, profile_of
+from elastic.worker.step import Pending, Stepper
 
 
 def box(scale: float = 0.0, good: float = 0.0) -> torch.Tensor:
@@ -74,3 +77,16 @@ def test_the_journal_tells_a_skipped_step() -> None:
     assert not step_done(1, 5, Commit((*vector, 0))).skipped
     assert not step_done(1, 5, Commit(vector)).skipped
     assert Commit((*vector, 2)).finite and Commit((*vector, 2)).train_loss == 2.0
+
+
+@pytest.mark.parametrize("overflowed", [0.0, 1.0])
+def test_a_step_that_overflowed_on_some_rank_is_applied_on_none(overflowed: float) -> None:
+    """This rank's own gradients are good ones; the commit says that another's are not."""
+    done: list[str] = []
+    state = SimpleNamespace(skip=lambda: done.append("skipped"), apply=lambda *_: done.append("applied"))
+    stepper: Any = Stepper.__new__(Stepper)
+    stepper.pending, stepper.state, stepper.clip_grad_norm, stepper._told = Pending(1, {}, 2.0, 1.0), state, None, None
+    stepper.loss_scale = SimpleNamespace(value=4.0, after=lambda was: done.append(f"scale heard {was}"))
+    stepper._apply(Commit((1.0, 2.0, 8.0, *[0.0] * 8, overflowed, 0.0, 0.0)))
+    assert done == (["skipped", "scale heard True"] if overflowed else ["applied", "scale heard False"])
+    assert stepper.pending is None

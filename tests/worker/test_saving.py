@@ -15,13 +15,28 @@ import pytest
 import torch
 from support.worker.plans import plan as plan_of
 
-from elastic.reshard.shards import boxes, owned_boxes
+from elastic.reshard.shards import boxes, owned_boxes, state_specs
 from elastic.storage import LocalStorage, open_storage
-from elastic.types import CopyFailed, Event, Layout, ModelProfile, OptimizerSpec, Plan, ShardStored, TensorSpec, WorkerId
+from elastic.types import (
+    CopyFailed,
+    DigestChecked,
+    DigestPart,
+    Event,
+    Layout,
+    ModelProfile,
+    OptimizerSpec,
+    Plan,
+    ShardStored,
+    TensorSpec,
+    WorkerId,
+)
 from elastic.worker import durable, saving
+from elastic.worker.content import digest
 from elastic.worker.gather import LATE_LEAST_S, OPEN_COPIES, Gather, Parts
 from elastic.worker.saving import Saving, Snapshot
+from elastic.worker.takeover import Taken, check_digest
 from elastic.worker.train_state import Held, Tensors
+from elastic.worker.workplace import EnterOrder
 
 MODEL = ModelProfile(4, 0, (TensorSpec("w", (8, 3), "float32", block=0),), (OptimizerSpec(("exp_avg",), ("step",)),))
 ME = WorkerId("a", 0)
@@ -218,6 +233,16 @@ def test_who_does_not_hold_the_boxes_says_so(tmp_path: Path) -> None:
     assert isinstance(failed, CopyFailed) and "a/0 holds no boxes of rank 0 of generation 1 at step 10" in failed.reason
 
 
+def test_a_replica_that_has_gone_on_does_not_write_an_older_step_from_what_it_has_now(tmp_path: Path) -> None:
+    plan = four(Layout(dp_replicate=2, dp_shard=2))
+    on = Rank(tmp_path, plan, 2)
+    on.save(11)
+    on.wait(1)
+    on.saving.write_for(plan, 10, 0)
+    failed = on.wait(2)[1]
+    assert isinstance(failed, CopyFailed) and "holds no boxes of rank 0 of generation 1 at step 10" in failed.reason
+
+
 # ------------------------------------------------------------------------------------------------ adding up
 
 
@@ -289,3 +314,31 @@ def test_parts_of_old_copies_are_let_go() -> None:
     for step in range(10, 10 + 3 * OPEN_COPIES):
         gather.add(ME, part(0, step))
     assert len(gather._copies) == OPEN_COPIES
+
+
+# ------------------------------------------------------------------------------------------ is the content the same?
+
+
+def test_content_is_compared_once_all_have_told_their_part() -> None:
+    for after, equal in ((5, True), (6, False)):
+        gather = Gather(lambda parts: None, lambda node: 1)
+        parts = [DigestPart(3, i, 3, before, new, 10) for i, (before, new) in enumerate(((2, None), (1, 1), (0, after - 3)))]
+        assert [gather.add(ME, part) for part in parts[:2]] == [[], []]
+        assert gather.add(ME, parts[2]) == [DigestChecked(3, equal, 30)]
+
+
+def test_what_replicas_have_read_from_storage_counts_once() -> None:
+    """The digest that was stored has each element once, however many ranks hold it."""
+    plan = plan_of(2, Layout(dp_replicate=2), [WorkerId(name, 0) for name in "ab"], 8)
+    told: list[DigestPart] = []
+    place: Any = SimpleNamespace(profile=MODEL, report=told.append)
+    whole = tensors_of(plan, 0)
+    stored = digest(whole, {spec.fqn: spec.shape for spec in state_specs(MODEL)}, whole)
+    for rank in range(2):
+        order = EnterOrder(plan, plan.ranks, rank, ("", 0))
+        check_digest(place, order, Taken(stored_digest=stored if rank == 0 else None), tensors_of(plan, rank))
+    gather = Gather(lambda parts: None, lambda node: 1)
+    assert [event for part in told for event in gather.add(ME, part)] == [DigestChecked(2, True, sum(p.n_bytes for p in told))]
+    assert [part.before for part in told] == [stored, None] and sum(p.n_bytes for p in told) == sum(
+        box.n_bytes for box, _ in whole.values()
+    )

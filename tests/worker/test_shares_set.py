@@ -16,6 +16,7 @@ from elastic.mesh import each_microbatches
 from elastic.storage import open_storage
 from elastic.types import Layout, Plan, RanksTimed, Resume, SetShares, ShardStored, SharesSet, StepDone, WorkerId
 from elastic.worker import durable
+from elastic.worker.shares import Shares
 
 LAYOUTS = [
     Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2, microbatch_size=3), Layout(pp=2, dp_shard=2),
@@ -54,9 +55,20 @@ def test_replicas_with_more_samples_have_more_microbatches() -> None:
     assert each_microbatches(replace(piped, microbatch_size=2), (16, 4), 4) == (8, 4)
 
 
+def test_other_shares_hold_from_their_step_on() -> None:
+    first = plan(1, Layout(dp_shard=2), [WorkerId("a", 0), WorkerId("b", 0)], 8)
+    shares = Shares({"n_samples": 64, "global_batch": 8, "seed": 0}, first)
+    shares.set(5, (2, 6))
+    shares.set(7, (3, 5))
+    assert [shares.samples(step) for step in (0, 4, 5, 6, 7, 70)] == [(4, 4), (4, 4), (2, 6), (2, 6), (3, 5), (3, 5)]
+    assert shares.newest == (3, 5)
+    ids = shares.ids(5)
+    assert (shares.ids_of(5, 0), shares.ids_of(5, 1)) == (ids[:2], ids[2:])
+
+
 @pytest.mark.e2e
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("seed", [2, 4, 5])
+@pytest.mark.parametrize("seed", [4, 2, 5])
 def test_random_shares_stages_and_moves(pool: Pool, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     layouts = chance.sample(LAYOUTS, 5)

@@ -20,6 +20,7 @@ from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 
 from elastic.data.order import sample_ids
+from elastic.errors import InternalError
 from elastic.optimisation import Guards
 from elastic.program import Program, Weights, load_program
 from elastic.storage import open_storage
@@ -112,6 +113,45 @@ def test_a_step_that_is_broken_off_may_still_be_applied(begun: Any, monkeypatch:
     assert all(torch.equal(tensor, after[name]) for name, tensor in buffers_of(state).items()) and int(after["calls"]) == 1
     left.take_along()
     assert int(buffers_of(state)["calls"]) == 1, "of a step that is applied nothing is taken back"
+
+
+def test_gradients_of_one_step_are_never_applied_as_another(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, stepper, batch = begun(SKIP)
+    commits: list[Any] = []
+    real = stepper._commit
+
+    def broken(*args: Any) -> Any:
+        commits.append(real(*args))
+        raise ConnectionAbortedError("a peer is gone")
+
+    monkeypatch.setattr(stepper, "_commit", broken)
+    with pytest.raises(ConnectionAbortedError):
+        stepper.run(batch(), Words())
+    with pytest.raises(InternalError, match="told to apply step 2; the gradients here are those of step 1"):
+        stepper.roll_forward(2, commits[0].vector)
+    assert state.step == 0
+
+
+def test_samples_that_the_order_does_not_give_are_an_error(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank adds the digest of what it has read to the commit; the sum must be that of the step's samples."""
+    state, stepper, batch = begun(SKIP)
+    ids = stepper.shares.ids_of(0, 0)
+    monkeypatch.setattr(stepper.shares, "ids_of", lambda step, dp: [ids[0], *ids[:-1]])
+    with pytest.raises(InternalError, match="step 1: the ranks trained on other samples"):
+        stepper.run(batch(), Words())
+    assert state.step == 0
+
+
+def test_a_state_in_the_middle_of_an_update_is_that_of_no_step(begun: Any) -> None:
+    state, _, _ = begun(SKIP)
+    place = SimpleNamespace(held=[], device=torch.device("cpu"), job={}, script=None)
+    left = Generation(place, EnterOrder(ALONE, ALONE.ranks, 0, ("", 0)), lambda: (False, False))  # type: ignore[arg-type]
+    left.state, left.copies = state, SimpleNamespace(unacknowledged=list)  # type: ignore[assignment]
+    left.take_along()
+    assert [held.kind for held in place.held] == ["live"]
+    state.dirty = True  # the optimizer was interrupted
+    left.take_along()
+    assert place.held == []
 
 
 def test_a_module_without_buffers_is_not_copied() -> None:

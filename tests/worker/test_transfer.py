@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.worker.movers import Case, Mover, Movers, checked_move
 
 from elastic.errors import StateLost
-from elastic.reshard.chunks import CHUNK_BYTES, STAGING_BYTES, chunk_bytes, message_bytes, messages, split, staging_bytes
+from elastic.reshard.chunks import ALIGN, CHUNK_BYTES, STAGING_BYTES, chunk_bytes, message_bytes, messages, split, staging_bytes
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 from elastic.worker.transfer import Moved, sum64
 
@@ -138,6 +138,7 @@ def test_messages_hold_every_byte_once_and_keep_their_limit(seed: int) -> None:
     limit = random.choice([300 << 10, 1 << 20])
     found = list(messages(pieces, limit))
     assert all(message_bytes(message) <= limit for message in found)
+    assert all(message_bytes(message) % ALIGN == 0 for message in found if len(message) > 1)
     by_name: dict[str, int] = {}
     for message in found:
         for piece in message:

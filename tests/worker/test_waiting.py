@@ -49,6 +49,16 @@ def summed(vectors: list[dict[int, float]]) -> Commit:
     return Commit(tuple(sum(vector.get(i, 0.0) for vector in vectors) for i in range(N_WORDS)))
 
 
+def test_the_word_of_one_rank_is_heard_by_all() -> None:
+    """The ranks' vectors are added up."""
+    silent: dict[int, float] = {}
+    heard = summed([silent] * 4)
+    assert not heard.stop and not heard.save and heard.cadence is None and heard.n_copies_done == 0
+    assert summed([silent, {3: 1.0}, silent, silent]).stop and summed([{4: 1.0}, silent, silent]).save
+    assert summed([{9: 6.0, 10: 1.0}, silent, silent]).cadence == (5, 0), "one more than the steps, so that 0 can be said"
+    assert summed([{5: 1.0}, {5: 1.0}, {5: -float(1 << 30)}]).n_copies_done < 0, "one part that cannot be stored is enough"
+
+
 @pytest.mark.parametrize("waits", [[0.0, 0.0], [0.25, 0.0], [3600.0] + [1.0] * 1023, [1e-3] * 8, [1e9, 0.0]])
 def test_a_sum_tells_the_longest_wait(waits: list[float]) -> None:
     found = summed([{12: power_of_wait(wait)} for wait in waits]).data_s

@@ -1,0 +1,100 @@
+"""Orders to a worker: which of several counts, which words the next commit carries, and where all must have stopped."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.errors import StateLost
+from elastic.types import Box, Layout, Move, Plan, Resume, WorkerId
+from elastic.worker import takeover as module
+from elastic.worker.session import Session
+from elastic.worker.takeover import Takeover
+from elastic.worker.train_state import Held
+from elastic.worker.workplace import EnterOrder
+
+RANKS = (WorkerId("a", 0), WorkerId("b", 0))
+
+
+def order(generation: int) -> EnterOrder:
+    plan = Plan(generation, Layout(dp_shard=2), RANKS, (4, 4), (), resume=Resume("live", 6, generation - 1, Layout(dp_shard=2)))
+    return EnterOrder(plan, RANKS, 0, ("", 0))
+
+
+@pytest.fixture
+def session() -> Any:
+    """Without its thread."""
+    found: Any = Session.__new__(Session)
+    found._lock = threading.Condition()
+    found._orders, found._aborted, found._stop_at, found._save_at = [], 0, 0, 0
+    return found
+
+
+def ordered(session: Any) -> list[int]:
+    return [one.plan.generation for one in session._orders]
+
+
+def test_the_newest_order_to_enter_counts_whichever_comes_first(session: Any) -> None:
+    session.enter(order(3))
+    session.enter(order(2))
+    assert ordered(session) == [3]
+    session.enter(order(4))
+    assert ordered(session) == [4]
+    session._aborted = 5
+    session.enter(order(5))
+    assert ordered(session) == [4], "a generation that was broken off is not entered"
+
+
+def test_a_generation_that_is_superseded_stops_and_a_copy_is_asked_for_once(session: Any) -> None:
+    assert session._words(3) == (False, False)
+    session.store_copy(3)
+    assert session._words(3) == (False, True)
+    assert session._words(3) == (False, False), "the copy was asked for once"
+    session.quiesce(3, True)
+    assert session._words(3) == (True, True) == session._words(3), "until all have heard it"
+    assert session._words(4) == (False, False), "that was an order to another generation"
+    session.enter(order(5))
+    assert session._words(4) == (True, False)
+
+
+@pytest.mark.parametrize(("mine", "others", "step"), [(6, [6], 6), (None, [6], 6), (6, [7], None), (None, [-1], None)])
+def test_all_ranks_of_the_old_generation_have_stopped_at_one_step(
+    mine: int | None, others: list[int], step: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has no part of the old generation (None) says nothing."""
+
+    def all_reduce(seen: torch.Tensor, **how: Any) -> None:
+        rows = [seen, *(torch.tensor([n, -n if n >= 0 else -(1 << 60)]) for n in others)]
+        seen.copy_(torch.stack(rows).max(dim=0).values)
+
+    monkeypatch.setattr(module.dist, "all_reduce", all_reduce)
+    held = [] if mine is None else [SimpleNamespace(kind="live", generation=2, step=mine)]
+    place: Any = SimpleNamespace(held=held)
+    groups: Any = SimpleNamespace(world=None)
+    taking = Takeover(place, order(3), groups)
+    if step is None:
+        with pytest.raises(StateLost, match="the ranks of generation 2 stopped at steps"):
+            taking._agree_on_step()
+    else:
+        assert taking._agree_on_step() == step
+
+
+@pytest.mark.parametrize(("via", "moves"), [("host", True), ("device", False)])
+def test_the_old_boxes_leave_the_device_where_both_shards_do_not_fit(via: Any, moves: bool) -> None:
+    box = Box("model.w", (0,), (4,), "float32")
+    tensors = {kind: torch.arange(4.0) for kind in ("live", "peer")}
+    held = [Held(2, 0, 6, kind, Layout(), (), {box.fqn: (box, tensors[kind])}) for kind in ("live", "peer")]  # type: ignore[arg-type]
+    place: Any = SimpleNamespace(held=held)
+    taking = order(3)
+    taking = replace(taking, plan=replace(taking.plan, move=Move(via=via)))
+    groups: Any = SimpleNamespace(world=None)
+    Takeover(place, taking, groups).make_room()
+    live, peer = place.held
+    assert live.on_host == moves and not peer.on_host, "a peer copy is in host memory anyway"
+    assert (tensors["live"].untyped_storage().nbytes() == 0) == moves and tensors["peer"].untyped_storage().nbytes() == 16
+    assert live.tensors[box.fqn][1].tolist() == [0.0, 1.0, 2.0, 3.0]
