@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed import ProcessGroup, get_global_rank
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, _utils
 
+from elastic.errors import PeerGarbled, ProgramError
 from elastic.mesh import stage_blocks, stages_at
 from elastic.program import Program
 from elastic.types import Layout, ModelProfile
+from elastic.worker import wire
 from elastic.worker.model_profile import block_names
 
 
@@ -77,7 +79,8 @@ def _contiguous(module: nn.Module, args: Any, output: Any) -> Any:
 
 class _Stage(PipelineStage):
     """torch calls a stage once with memory as it finds it, to learn the shapes of what it gives; guards in a model that raise
-    for what is not finite must not see that."""
+    for what is not finite must not see that. It tells the stages before and behind it those shapes with pickle; here they go
+    by `wire`."""
 
     def _to_tensor(self, arg: Any) -> torch.Tensor:
         found: torch.Tensor = super()._to_tensor(arg)
@@ -85,6 +88,58 @@ class _Stage(PipelineStage):
             return found
         with torch.no_grad():
             return found.zero_()
+
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        behind = dst_stage > self.stage_index
+        self._tell(meta.forward_metas if behind else meta.backward_metas, dst_stage)
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        behind = src_stage > self.stage_index
+        heard = self._hear(src_stage, or_none=behind)
+        metas: Any = tuple(meta and _utils._TensorMeta(torch.Size(meta.shape), *meta[1:]) for meta in heard)
+        return _utils._StageBackwardMeta(metas) if behind else _utils._StageForwardMeta(metas)
+
+    def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        """torch 2.11 has this instead: it sends nothing to stages of the same rank, and so to none here."""
+        before, behind = self.stage_index - 1, self.stage_index + 1
+        ranks, mine = self.stage_index_to_group_rank, self.group_rank
+        if not self.is_first and ranks[before] != mine:
+            heard = self._hear(before, or_none=False)
+            args = tuple(torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in heard if m)
+        self.stage_index_to_group_rank = dict.fromkeys(ranks, mine)
+        try:
+            outputs = super()._shape_inference(args, kwargs)  # type: ignore[misc]
+        finally:
+            self.stage_index_to_group_rank = ranks
+        if self.is_last or ranks[behind] == mine:
+            return outputs
+        self._tell(outputs, behind)
+        return ()
+
+    def _tell(self, tensors: Sequence[Any], stage: int) -> None:
+        """`tensors`: themselves, or torch's metadata of them; None = no gradient."""
+        if any(hasattr(t, "placements") for t in tensors):
+            raise ProgramError(f"stage {self.stage_index} hands a DTensor to stage {stage}: call `.to_local()` on it")
+        rank, group = self._peer(stage)
+        wire.send_metas([_meta_of(tensor) for tensor in tensors], rank, group, self.device)
+
+    def _hear(self, stage: int, *, or_none: bool) -> tuple[wire.TensorMeta | None, ...]:
+        rank, group = self._peer(stage)
+        metas = wire.receive_metas(rank, group, self.device)
+        if None in metas and not or_none:
+            raise PeerGarbled(f"rank {rank} announced no tensor where one must come")
+        return metas
+
+    def _peer(self, stage: int) -> tuple[int, ProcessGroup]:
+        assert self.group is not None
+        return get_global_rank(self.group, self.stage_index_to_group_rank[stage]), self.group
+
+
+def _meta_of(tensor: Any) -> wire.TensorMeta | None:
+    if tensor is None:
+        return None
+    stride = tensor.stride() if isinstance(tensor, torch.Tensor) else tensor.stride
+    return wire.TensorMeta(tuple(tensor.shape), tuple(stride), tensor.dtype, tensor.requires_grad)
 
 
 class Pipeline:

@@ -1,15 +1,16 @@
 """Numbers and tensors from rank to rank without pickle: nothing that comes over a socket is ever run.
 
 gloo and NCCL do not know who speaks: whoever reaches a port of a run may pose as one of its ranks. So what comes has a length
-that is looked at before memory is taken for it, and is read as numbers by name or as tensors of a known type, or not at all.
+that is looked at before memory is taken for it, and is read as numbers by name, as tensors of a known type or as their shapes,
+or not at all.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from elastic.errors import PeerGarbled, ProgramError
 
 WORDS_MOST = 1 << 20  # bytes from one rank: some 20,000 names with a number each
 TENSORS_MOST = 1 << 30  # bytes, of all tensors that are broadcast together
+STAGE_MOST = 1 << 36  # bytes, of what one pipeline stage hands to the next for a microbatch
+DIMS_MOST = 64
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -26,6 +29,22 @@ DTYPES = {
         torch.uint8, torch.bool,
     )
 }  # fmt: skip
+
+
+class TensorMeta(NamedTuple):
+    """What a pipeline stage must know of a tensor before the first one comes."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def n_bytes(self) -> int:
+        """Of its numbers or of the memory that they span, whichever is more: strides may overlap, or leave gaps."""
+        n = math.prod(self.shape)
+        spanned = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) if n else 0
+        return max(n, spanned) * self.dtype.itemsize
 
 
 def gather_numbers(mine: Mapping[str, float], group: dist.ProcessGroup) -> list[dict[str, float]]:
@@ -60,6 +79,42 @@ def broadcast_tensors(
     return tensors
 
 
+def send_metas(metas: Sequence[TensorMeta | None], to: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """To the rank `to`, which calls `receive_metas`. Raises ProgramError for what it would not take."""
+    words = _encoded(rows_of(metas))
+    _pass(dist.isend, torch.tensor([len(words)], device=device), to, group)
+    _pass(dist.isend, words.to(device), to, group)
+
+
+def receive_metas(source: int, group: dist.ProcessGroup, device: torch.device) -> tuple[TensorMeta | None, ...]:
+    length = _pass(dist.irecv, torch.zeros(1, dtype=torch.int64, device=device), source, group)
+    words = torch.empty(_length(int(length), source), dtype=torch.uint8, device=device)
+    return tensor_metas(_bytes(_pass(dist.irecv, words, source, group).cpu()), source)
+
+
+def _pass(how: Callable[..., Any], tensor: torch.Tensor, peer: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """As a batch, which goes by the connections of the whole group: NCCL would make a pair of ranks connections of its own."""
+    for work in dist.batch_isend_irecv([dist.P2POp(how, tensor, peer, group)]):
+        work.wait()
+    return tensor
+
+
+def rows_of(metas: Sequence[TensorMeta | None]) -> list[tuple[tuple[int, ...], tuple[int, ...], str, bool] | None]:
+    """Raises ProgramError for tensors that the other stage would not take."""
+    known = [meta for meta in metas if meta is not None]
+    strange = {f"{meta.dtype} of {len(meta.shape)} dimensions" for meta in known if not _can_go(meta)}
+    n_bytes = sum(meta.n_bytes for meta in known)
+    if strange or n_bytes > STAGE_MOST:
+        why = ", ".join(sorted(strange)[:9]) or f"{len(known)} tensors of {n_bytes} bytes"
+        raise ProgramError(f"this cannot go from one pipeline stage to another: {why}")
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return [meta and (tuple(meta.shape), tuple(meta.stride), names[meta.dtype], meta.requires_grad) for meta in metas]
+
+
+def _can_go(meta: TensorMeta) -> bool:
+    return meta.dtype in DTYPES.values() and len(meta.shape) <= DIMS_MOST
+
+
 def _announced(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, list[int]]]:
     """Raises ProgramError for tensors that the others would not take."""
     rows = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
@@ -87,6 +142,27 @@ def empty_tensors(words: bytes, rank: int) -> dict[str, torch.Tensor]:
     if n_bytes > TENSORS_MOST:
         raise PeerGarbled(f"rank {rank} announced {n_bytes} bytes of tensors; {TENSORS_MOST} at most are taken")
     return {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, dtype, shape in found}
+
+
+def tensor_metas(words: bytes, rank: int) -> tuple[TensorMeta | None, ...]:
+    """Raises PeerGarbled where that is no list of (shape, stride, type, requires_grad) or null, or too much."""
+    found = _decoded(words, rank)
+    if not isinstance(found, list) or not all(row is None or _is_meta(row) for row in found):
+        raise PeerGarbled(f"rank {rank} sent something else than the shapes of tensors")
+    metas = tuple(row and TensorMeta(tuple(row[0]), tuple(row[1]), DTYPES[row[2]], row[3]) for row in found)
+    n_bytes = sum(meta.n_bytes for meta in metas if meta is not None)
+    if n_bytes > STAGE_MOST:
+        raise PeerGarbled(f"rank {rank} announced {n_bytes} bytes of tensors; {STAGE_MOST} at most are taken")
+    return metas
+
+
+def _is_meta(row: Any) -> bool:
+    if not isinstance(row, list) or len(row) != 4 or not isinstance(row[2], str) or row[2] not in DTYPES:
+        return False
+    shape, stride = row[:2]
+    if not isinstance(shape, list) or not isinstance(stride, list) or not len(shape) == len(stride) <= DIMS_MOST:
+        return False
+    return type(row[3]) is bool and all(type(n) is int and 0 <= n <= STAGE_MOST for n in (*shape, *stride))
 
 
 def _is_row(row: Any) -> bool:

@@ -26,14 +26,19 @@ import torch
 from elastic.types import Layout
 from elastic.worker.equal_results import EqualResults
 from elastic.worker.groups import Groups
+from elastic.worker.pipeline import Pipeline
 from elastic.worker.sums import Sums
 port, me, question, secret = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], os.environ["SECRET"]
-layout = Layout(dp_shard=2)
+layout = Layout(pp=2) if question == "stage" else Layout(dp_shard=2)
 groups = Groups(1, layout, torch.device("cpu"))
 try:
     groups.join(("127.0.0.1", port), me, 2, 60.0, secret)
     if question == "metrics":
         print("heard", Sums({"right": 3.0}).over(groups.plan))
+    elif question == "stage":
+        pipeline = Pipeline([torch.nn.Identity()], groups.pp, layout, 2, groups.device)
+        total = pipeline.run((torch.ones(2, 3), {}), 2, lambda output, rows: output.sum(), False)
+        print("heard", float(total))
     else:
         stepper = SimpleNamespace(rank=me, groups=groups)
         asked = SimpleNamespace(plan=SimpleNamespace(layout=layout), stepper=stepper)
@@ -64,6 +69,10 @@ proof = [torch.empty(32, dtype=torch.uint8) for _ in range(2)]
 shown = dist.all_gather(proof, torch.zeros(32, dtype=torch.uint8), async_op=True)
 if question == "metrics":
     dist.all_gather_object([None, None], Code(), group=plan)
+elif question == "stage":
+    dist.send(torch.zeros(1, dtype=torch.int32), 1, group=plan)  # 4 bytes each way: torch's vote on how shapes are found
+    dist.recv(torch.zeros(1, dtype=torch.int32), 1, group=plan)  # (2.11: its greeting)
+    dist.send_object_list([Code()], 1, group=plan, use_batch=True)
 else:
     dist.broadcast_object_list([Code()], src=0, group=plan)
 time.sleep(60)
@@ -90,7 +99,7 @@ def met(question: str, secret: str, mark: Path) -> str:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("question", ["metrics", "sample"])
+@pytest.mark.parametrize("question", ["metrics", "sample", "stage"])
 @pytest.mark.parametrize("secret", ["", new_secret()], ids=["no secret", "a secret"])
 def test_a_stranger_runs_no_code(question: str, secret: str, tmp_path: Path) -> None:
     said = met(question, secret, tmp_path / "ran")
