@@ -104,9 +104,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in (("small/__init__.py", ""), ("small/code.py", CODE), ("tests/test_code.py", TESTS)):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    (root / "pyproject.toml").write_text(
-        '[tool.pytest.ini_options]\nmarkers = ["e2e", "whole", "gpu"]\ntimeout = 60\n'
-    )
+    (root / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["e2e", "whole", "gpu"]\ntimeout = 60\n')
     (root / "list").mkdir()
     listed(root, ROWS)
     return root
