@@ -34,7 +34,7 @@ PARTS_OF_A_BENCH = {"bare", "race_picture"}  # named in the docs, but no benches
 @dataclass(frozen=True)
 class Smoke:
     """`words`: what stands behind `--json --smoke`; `without`: documented figures of parts that are not run; `long`: in
-    the whole tier, since another trainer starts beside ours."""
+    the whole tier: it takes most of a minute."""
 
     bench: str
     words: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ SMOKES = (
     Smoke("radosgw"),
     Smoke("overhead", without=("small",)),
     Smoke("checkpoint"),
-    Smoke("recovery", without=("device_bound_*", "sizes", "ray_train_*")),
+    Smoke("recovery", without=("device_bound_*", "sizes", "ray_train_*"), long=True),
     Smoke("ray_train", ("--cause", "growth"), ("ray_train_loss_s", "ray_train_notice_*"), long=True),
     Smoke("unequal", ("--parts", "1_2_3_4"), ("change.*", "odd.*", "jitter.*", "*.layers")),
     Smoke("sickness"),

@@ -92,7 +92,7 @@ def head() -> Iterator[Head]:
     made.close()
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_it_ends_when_the_head_is_gone_and_not_before(host: Host, head: Head) -> None:
     begun_s = time.monotonic()
     host.start(head.port)

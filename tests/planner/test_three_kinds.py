@@ -15,7 +15,7 @@ def test_the_plan_over_three_kinds_is_behind_neither_equal_shares_nor_fewer_kind
     assert found["unequal_tokens_per_s"] <= found["sum_of_kinds_tokens_per_s"] * 1.001
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_thousand_gpus() -> None:
     found = unequal_plan.compared("llama3-8b")
     assert found["unequal_over_equal"] > 1.3 and found["unequal_over_dropped"] >= 0.999

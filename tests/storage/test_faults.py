@@ -170,6 +170,7 @@ def test_a_refusal_is_not_repeated(
     assert not filled.exists("new") and list(filled._unfinished(filled.prefix)) == [] and filled.get("old") == SMALL
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("impatient_s3")
 def test_a_lasting_hang_ends(filled: S3Storage, proxy: FaultyProxy) -> None:
     proxy.faults.append(Fault("hang", "GET .*/old", times=1000))

@@ -148,6 +148,7 @@ def test_a_step_that_is_skipped_is_skipped_by_those_that_roll_forward_to_it(pool
     driver.check_end()
 
 
+@pytest.mark.e2e
 def test_a_step_that_was_rolled_back_for_may_be_skipped_the_second_time(pool: FaultyPool, tmp_path: Path) -> None:
     seed = next(seed for seed in range(100_000) if sample_ids(512, 12, seed, AT)[7] == 77)
     job = job_of("tiny_nan.py", STEPS) | {"seed": seed, "guards": Guards(not_finite=NotFinite(again="skip")).model_dump()}

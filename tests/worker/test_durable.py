@@ -19,24 +19,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.worker.saved import MODEL, Cut, part, save, state
+from support.worker.saved import CUTS, MODEL, Cut, part, save, state
 from torch import Tensor
 
 from elastic.errors import InternalError, SpecError, StateLost
 from elastic.reshard.shards import boxes, state_specs
 from elastic.storage import LocalStorage, Storage, open_storage
-from elastic.types import Box, Layout, TensorSpec
+from elastic.types import Box, TensorSpec
 from elastic.worker import durable
 from elastic.worker.durable import Damaged, Fenced, commit, find, find_valid, open_checkpoint, remove, verify, write_shard
 from elastic.worker.durable_blob import decode_blob, find_data
 from elastic.worker.durable_digest import digest_of
-
-CUTS: list[Cut] = [
-    (Layout(), ()),
-    (Layout(dp_shard=4), ()),
-    (Layout(pp=2, dp_replicate=2, tp=2), (1, 2)),
-    (Layout(pp=3, dp_shard=2, cp=2, tp=3), (2, 0, 1)),
-]
 
 
 @pytest.fixture

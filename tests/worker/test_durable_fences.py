@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_durable import CUTS, save
+from support.worker.saved import CUTS, save
 
 from elastic.storage import open_storage
 from elastic.worker.durable import Damaged, Fenced, clean, find, open_checkpoint

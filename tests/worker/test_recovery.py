@@ -84,6 +84,7 @@ def test_what_is_left_on_one_node_goes_on_without_copies(pool: Pool, tmp_path: P
         pool.revive()
 
 
+@pytest.mark.e2e
 def test_stopped_process_is_ended_and_the_others_go_on(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny.py", steps=12)
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=4))
@@ -185,6 +186,7 @@ def test_replicas_are_copies_too(pool: Pool, tmp_path: Path) -> None:
         pool.revive()
 
 
+@pytest.mark.e2e
 def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
     """Everyone is gone: new sessions go on from storage in another layout, bit for bit what was stored."""
     job = job_of("tiny.py", steps=12)

@@ -97,7 +97,7 @@ def test_random_shares_stages_and_moves(pool: Pool, tmp_path: Path, seed: int) -
     check(job, tmp_path, pool.events(StepDone), 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_shares_change_without_a_new_generation(pool: Pool, tmp_path: Path) -> None:
     """All ranks change at the same step, the loss goes on as that of one process, and each rank's time per unit is told."""
     job = job_of("tiny.py", steps=14)

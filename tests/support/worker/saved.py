@@ -29,6 +29,12 @@ MODEL = ModelProfile(
     ),
     (OptimizerSpec(("exp_avg", "exp_avg_sq"), ("step",)),),
 )
+CUTS: list[Cut] = [
+    (Layout(), ()),
+    (Layout(dp_shard=4), ()),
+    (Layout(pp=2, dp_replicate=2, tp=2), (1, 2)),
+    (Layout(pp=3, dp_shard=2, cp=2, tp=3), (2, 0, 1)),
+]
 
 
 def state(step: int = 1) -> dict[str, Tensor]:
