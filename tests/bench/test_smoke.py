@@ -34,7 +34,7 @@ PARTS_OF_A_BENCH = {"bare", "race_picture"}  # named in the docs, but no benches
 @dataclass(frozen=True)
 class Smoke:
     """`words`: what stands behind `--json --smoke`; `without`: documented figures of parts that are not run; `long`: in
-    the whole tier: it takes most of a minute."""
+    the whole tier: it takes a quarter of a minute or more."""
 
     bench: str
     words: tuple[str, ...] = ()
@@ -54,13 +54,13 @@ SMOKES = (
     Smoke("copies"),
     Smoke("reshard"),
     Smoke("radosgw"),
-    Smoke("overhead", without=("small",)),
+    Smoke("overhead", without=("small",), long=True),
     Smoke("checkpoint"),
     Smoke("recovery", without=("device_bound_*", "sizes", "ray_train_*"), long=True),
     Smoke("ray_train", ("--cause", "growth"), ("ray_train_loss_s", "ray_train_notice_*"), long=True),
-    Smoke("unequal", ("--parts", "1_2_3_4"), ("change.*", "odd.*", "jitter.*", "*.layers")),
+    Smoke("unequal", ("--parts", "1_2_3_4"), ("change.*", "odd.*", "jitter.*", "*.layers"), long=True),
     Smoke("sickness"),
-    Smoke("capacity"),
+    Smoke("capacity", long=True),
     Smoke("race", long=True),
 )
 

@@ -138,6 +138,7 @@ def test_the_driver_of_an_older_epoch_is_refused(stage: Make) -> None:
         wait_gone(pids[:1], 0.5)
 
 
+@pytest.mark.whole
 def test_orphans_save_and_end(stage: Make, tmp_path) -> None:
     torch = "elastic.worker.generation"  # what orders are made of: imported later it would outlast the short lease
     importlib.import_module(torch)

@@ -70,7 +70,7 @@ def own_cluster(tmp_path: Path) -> Iterator[str]:
     read_environment_again()
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 def test_a_node_measures_itself(own_cluster: str) -> None:
     ((kind, found),) = measured(own_cluster, WANTED).items()
     assert kind == "CPU" and found["host"] and found["flop_per_s"]["float32"] > 1e8 and found["crowded"]

@@ -50,6 +50,7 @@ def found_with(broken: str, name: str, axes: list[str], tmp_path: Path) -> dict[
     return dict(json.loads((tmp_path / "found").read_text()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("broken", "name", "axis", "says"),

@@ -151,7 +151,7 @@ def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(ids).logits, wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.e2e
+@pytest.mark.whole
 def test_exporting_needs_a_few_chunks(tmp_path: Path) -> None:
     """A model of about 200 MB; measured in a process of its own."""
     command = [sys.executable, str(TESTS / "support" / "worker" / "load_peak.py"), str(tmp_path), "export"]

@@ -47,8 +47,8 @@ def follow(pool: Pool, folder: Path, name: str, layouts: list[Layout], **more: i
     assert alone.losses[-1] < alone.losses[0] - 0.2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.e2e
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", COVER)
 def test_losses_are_those_of_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
     follow(pool, tmp_path, name, COVER[name])

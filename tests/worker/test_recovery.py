@@ -103,8 +103,7 @@ def test_stopped_process_is_ended_and_the_others_go_on(pool: Pool, tmp_path: Pat
         pool.revive()
 
 
-@pytest.mark.e2e
-@pytest.mark.sampled(1)
+@pytest.mark.whole
 @pytest.mark.parametrize("told", [True, False], ids=["killed while all meet", "never told"])
 def test_loss_during_a_transition(pool: Pool, tmp_path: Path, told: bool) -> None:
     """The second generation cannot be entered: one of its workers is gone. The third comes from what the first left."""
