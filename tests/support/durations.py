@@ -26,10 +26,10 @@ UNMARKED_S = 1.0  # a unit test above it is marked slow
 
 @dataclass(eq=False)  # pluggy wants it hashable
 class Durations:
-    """The pytest plugin. Under pytest-xdist the reports of all processes come to the one that has `record`."""
+    """The pytest plugin. Under pytest-xdist the reports of all processes come to the one that started them."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    unmarked: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the calls of unmarked tests
+    unmarked: dict[str, float] = field(default_factory=dict)  # of the calls of unmarked tests
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration

@@ -88,9 +88,8 @@ def test_before_a_roll_back_too(begun: Any) -> None:
     assert int(buffers_of(state)["calls"]) == state.step == NAN_AT - 1
 
 
-def test_a_step_that_is_broken_off_may_still_be_applied(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit breaks off here; the state that is taken along is that of the step before; then the word comes to apply it."""
-    state, stepper, batch = begun(SKIP)
+def broken_off(stepper: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A step whose commit has come about when a peer is gone; the commit."""
     commits: list[Any] = []
     real = stepper._commit
 
@@ -100,7 +99,14 @@ def test_a_step_that_is_broken_off_may_still_be_applied(begun: Any, monkeypatch:
 
     monkeypatch.setattr(stepper, "_commit", broken)
     with pytest.raises(ConnectionAbortedError):
-        stepper.run(batch(), Words())
+        stepper.run(batch, Words())
+    return commits[0]
+
+
+def test_a_step_that_is_broken_off_may_still_be_applied(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit breaks off here; the state that is taken along is that of the step before; then the word comes to apply it."""
+    state, stepper, batch = begun(SKIP)
+    commit = broken_off(stepper, batch(), monkeypatch)
     after = buffers_of(state)
     place = SimpleNamespace(held=[], device=torch.device("cpu"), job={}, script=None)
     left = Generation(place, EnterOrder(ALONE, ALONE.ranks, 0, ("", 0)), lambda: (False, False))  # type: ignore[arg-type]
@@ -109,7 +115,7 @@ def test_a_step_that_is_broken_off_may_still_be_applied(begun: Any, monkeypatch:
         left.take_along()
         assert [(held.kind, held.step) for held in place.held] == [("live", 0)]
         assert int(buffers_of(state)["calls"]) == 0 and not buffers_of(state)["mean"].any()
-    stepper.roll_forward(1, commits[0].vector)
+    stepper.roll_forward(1, commit.vector)
     assert all(torch.equal(tensor, after[name]) for name, tensor in buffers_of(state).items()) and int(after["calls"]) == 1
     left.take_along()
     assert int(buffers_of(state)["calls"]) == 1, "of a step that is applied nothing is taken back"
@@ -117,18 +123,9 @@ def test_a_step_that_is_broken_off_may_still_be_applied(begun: Any, monkeypatch:
 
 def test_gradients_of_one_step_are_never_applied_as_another(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state, stepper, batch = begun(SKIP)
-    commits: list[Any] = []
-    real = stepper._commit
-
-    def broken(*args: Any) -> Any:
-        commits.append(real(*args))
-        raise ConnectionAbortedError("a peer is gone")
-
-    monkeypatch.setattr(stepper, "_commit", broken)
-    with pytest.raises(ConnectionAbortedError):
-        stepper.run(batch(), Words())
+    commit = broken_off(stepper, batch(), monkeypatch)
     with pytest.raises(InternalError, match="told to apply step 2; the gradients here are those of step 1"):
-        stepper.roll_forward(2, commits[0].vector)
+        stepper.roll_forward(2, commit.vector)
     assert state.step == 0
 
 

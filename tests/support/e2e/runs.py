@@ -99,8 +99,8 @@ def slow_until_grown(journal: Path, slow: Path) -> Iterator[None]:
     """From each `add` of a drill until a plan with the new node is ordered, steps are slow: however long a node takes to start
     on this machine, the run is still at it. `slow`: the file that the nodes' SLOW names, unless they stand already."""
     ended = threading.Event()
-    before = os.environ.setdefault(SLOW, str(slow)) != str(slow)
-    file = Path(os.environ[SLOW])
+    own = SLOW not in os.environ
+    file = Path(os.environ.setdefault(SLOW, str(slow)))
 
     def follow() -> None:
         while not ended.wait(0.1):
@@ -119,7 +119,7 @@ def slow_until_grown(journal: Path, slow: Path) -> Iterator[None]:
         ended.set()
         thread.join()
         file.unlink(missing_ok=True)
-        if not before:
+        if own:
             del os.environ[SLOW]
 
 

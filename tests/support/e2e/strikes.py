@@ -18,14 +18,10 @@ from elastic.ledger.journal import Line, read
 from elastic.types import NodePrepared, Plan, PlanEntered, WorkerId
 
 STRIKES_MOST = 3
-
-
 SINGLES = [
     {"name": "spot", "market_type": "spot", "max_nodes": 3, "notice_s": 20},
     {"name": "on-demand", "market_type": "on-demand", "max_nodes": 1},
 ]
-
-
 FOUR_NODES: dict[str, Any] = {"pools": SINGLES, "layout": {n: f"dp_shard={n}" for n in (4, 3, 2, 1)}}
 
 

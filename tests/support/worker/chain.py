@@ -50,7 +50,13 @@ def check(job: dict[str, Any], run: Path, steps: list[StepDone], tolerance: floa
     worst = max(abs(e.train_loss - loss) for e, loss in zip(steps, alone.losses, strict=True))
     assert worst < tolerance, f"train loss is off by {worst}"
     assert [e.tokens for e in steps] == alone.tokens
-    checkpoint = durable.open_checkpoint(durable.find(open_storage(str(run)))[0].uri)
+    check_stored(durable.find(open_storage(str(run)))[0].uri, alone)
+    return alone
+
+
+def check_stored(uri: str, alone: Reference) -> None:
+    """The state of a checkpoint is that of the plain process."""
+    checkpoint = durable.open_checkpoint(uri)
     for name, parameter in alone.model.named_parameters():
         state = alone.state_of(parameter)
         wanted = {f"model.{name}": parameter, f"optim.step.{name}": state["step"]}
@@ -59,4 +65,3 @@ def check(job: dict[str, Any], run: Path, steps: list[StepDone], tolerance: floa
             shape = tuple(tensor.shape)
             got = checkpoint.read(Box(fqn, (0,) * len(shape), shape, "float32"))
             torch.testing.assert_close(got, tensor.detach(), atol=2e-4, rtol=1e-3, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
-    return alone

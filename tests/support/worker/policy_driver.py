@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.reference import train
+from support.worker.chain import check_stored
 from support.worker.faulty_pool import FaultyPool
 from support.worker.plans import plan
 
@@ -19,7 +19,6 @@ from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import (
     Abort,
-    Box,
     Copy,
     CopyStored,
     Decided,
@@ -134,15 +133,7 @@ class Driver:
     def check_end(self) -> None:
         """The stored state and the losses are those of a plain trainer."""
         alone = train(self.program, self.job, self.job["steps"], skipped=self.skipped)
-        checkpoint = durable.open_checkpoint(self.state.durable[0].uri)
-        for name, parameter in alone.model.named_parameters():
-            moments = alone.state_of(parameter)
-            wanted = {f"model.{name}": parameter, f"optim.step.{name}": moments["step"]}
-            wanted |= {f"optim.{entry}.{name}": moments[entry] for entry in ("exp_avg", "exp_avg_sq")}
-            for fqn, tensor in wanted.items():
-                shape = tuple(tensor.shape)
-                got = checkpoint.read(Box(fqn, (0,) * len(shape), shape, "float32"))
-                torch.testing.assert_close(got, tensor.detach(), atol=2e-4, rtol=1e-3, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+        check_stored(self.state.durable[0].uri, alone)
         last = {e.step: e.train_loss for e in sorted(self.told(StepDone), key=lambda e: e.generation)}
         assert last == {step: pytest.approx(alone.losses[step - 1], abs=1e-4, nan_ok=True) for step in last}
         assert sorted(self.state.digests) == list(range(1, self.job["steps"] + 1)), "a step was never told of"
