@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-import stat
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from itertools import combinations
@@ -32,10 +30,10 @@ from elastic.mesh import axis_groups, coordinates, stage_ranks
 from elastic.types import Layout
 from elastic.worker import rendezvous
 from elastic.worker.interfaces import interface_of
+from elastic.worker.sockets import inode, knock, listening, own_sockets, shut
 
 CONNECT_S = 5.0
 LOOK_S = 0.02
-KNOCK_S = 0.2
 
 # must stand in the environment before torch is imported: NCCL's default error modes end a surviving process
 NCCL_ENVIRONMENT = {
@@ -61,52 +59,6 @@ def is_collective_error(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
-
-
-def own_sockets() -> Iterator[int]:
-    """File descriptors of this process's sockets."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                yield int(name)
-
-
-def _inode(fd: int) -> int:
-    return os.fstat(fd).st_ino
-
-
-def _duplicate(fd: int) -> socket.socket:
-    return socket.socket(fileno=os.dup(fd))
-
-
-def _listening_ports(skip: set[int]) -> list[int]:
-    return [int(address[1]) for _, address in _listening(skip)]
-
-
-def _listening(skip: set[int]) -> list[tuple[int, Any]]:
-    """Family and address of each listening socket but those inodes."""
-    found: list[tuple[int, Any]] = []
-    for fd in list(own_sockets()):
-        with suppress(OSError):
-            if _inode(fd) in skip:
-                continue
-            with _duplicate(fd) as sock:
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockopt(
-                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-                ):
-                    found.append((sock.family, sock.getsockname()))
-    return found
-
-
-def _knock(family: int, address: Any, n: int) -> None:
-    """Comes to gloo's listener as each of the connections that may be waited for, and goes again: whoever waits for a peer that
-    died before it could connect hears that its connection was closed. (gloo/transport/tcp/listener.cc: a peer says the number
-    of its connection, eight bytes, and the listener keeps what comes before it is asked for.)"""
-    for number in range(n):
-        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as sock:
-            sock.settimeout(KNOCK_S)
-            sock.connect(address)
-            sock.sendall(number.to_bytes(8, "little"))
 
 
 Key = tuple[tuple[int, ...], tuple[str, ...], str]  # a mesh by its ranks and axes, and one of these axes
@@ -191,7 +143,7 @@ class Groups:
 
     def _join(self, store: tuple[str, int], me: int, n_participants: int, timeout: timedelta, secret: str) -> None:
         host, port = store
-        self._before = {_inode(fd) for fd in own_sockets()}
+        self._before = {inode(fd) for fd in own_sockets()}
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was broken off before it met")
         # a store that is gone refuses at once; TCPStore would retry
@@ -293,7 +245,7 @@ class Groups:
     def _share_ports(self, me: int, n: int) -> None:
         """Tells the others this rank's listening ports: with them, `abort` knows the generation's sockets from all others."""
         assert self._store is not None
-        self._store.set(f"ports/{me}", json.dumps(_listening_ports(self._before)))
+        self._store.set(f"ports/{me}", json.dumps([int(address[1]) for _, address in listening(self._before)]))
         for i in range(n):
             self._ports.update(json.loads(self._store.get(f"ports/{i}")))
 
@@ -313,17 +265,15 @@ class Groups:
         knocked: set[Any] = set()
         while self._joining.is_set():
             self._shut_own()
-            for family, address in _listening(self._before):
+            for family, address in listening(self._before):
                 if address not in knocked:
                     knocked.add(address)
-                    _knock(family, address, self._n_participants)
+                    knock(family, address, self._n_participants)
             time.sleep(LOOK_S)
 
     def _shut_own(self) -> None:
-        for fd in list(own_sockets()):  # before `join` ends the ports are not known: only the store's connection is shut
-            with suppress(OSError):
-                if _inode(fd) not in self._before:
-                    _shut(fd, self._ports, self._store_port)
+        """Before `join` ends the ports are not known: only the store's connection is shut."""
+        shut(self._before, self._ports, self._store_port, at_once=self._joining.is_set())
 
     def close(self) -> None:
         """Takes the groups down; needs no peer."""
@@ -338,13 +288,3 @@ class Groups:
         self.mesh = self.pp = self.cp = self.plan = self.copies = self.tie = None
         self._counted = ()
         self._store = None
-
-
-def _shut(fd: int, ports: set[int], store_port: int) -> None:
-    with _duplicate(fd) as sock:
-        if sock.family not in (socket.AF_INET, socket.AF_INET6):
-            return
-        peer = sock.getpeername()[1]  # raises for a listening socket: shutting gloo's listener would end the process
-        near = sock.getsockname()[1]
-        if peer == store_port or near in ports or peer in ports:
-            sock.shutdown(socket.SHUT_RDWR)

@@ -22,7 +22,9 @@ def note_generations() -> None:
     from elastic.worker.generation import Generation
 
     numbers = sorted(one.number for one in gc.get_objects() if type(one) is Generation)
-    (FOLDER / f"generations-{os.getpid()}").write_text(" ".join(map(str, numbers)))
+    written = FOLDER / f"generations-{os.getpid()}.new"
+    written.write_text(" ".join(map(str, numbers)))
+    written.rename(FOLDER / f"generations-{os.getpid()}")  # whole at once for who looks
 
 
 @pytest.mark.e2e

@@ -1,0 +1,124 @@
+"""This process's TCP connections, as the kernel knows them: gloo has no call that frees a collective that waits, so the
+connections of a generation are found and shut.
+
+How they are shut matters. gloo (transport/tcp/pair.cc) frees whoever waits for a connection when it reads its end, but for two:
+a send that the kernel refused (EPIPE) before that was read, and a message of which a part has come. Those wait for the group's
+timeout. So reading is shut first, which no send notices; when gloo has let go of the connection the other side is told, and
+the kernel goes on to take what the peer may still send. The second case is left: a large message of a peer that was killed.
+A worker that is not freed is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+KNOCK_S = 0.2
+LOOK_S = 0.001
+LET_GO_MOST_S = 0.25  # gloo's thread needs microseconds, on a busy machine milliseconds
+LINGER_S = 2.0  # for which a peer that lives may take to read the end
+
+
+def own_sockets() -> Iterator[int]:
+    """File descriptors of this process's sockets."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                yield int(name)
+
+
+def inode(fd: int) -> int:
+    return os.fstat(fd).st_ino
+
+
+def _duplicate(fd: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(fd))
+
+
+def listening(skip: Collection[int]) -> list[tuple[int, Any]]:
+    """Family and address of each listening socket but those inodes."""
+    found: list[tuple[int, Any]] = []
+    for fd in list(own_sockets()):
+        with suppress(OSError):
+            if inode(fd) in skip:
+                continue
+            with _duplicate(fd) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                ):
+                    found.append((sock.family, sock.getsockname()))
+    return found
+
+
+def knock(family: int, address: Any, n: int) -> None:
+    """Comes to gloo's listener as each of the connections that may be waited for, and goes again: whoever waits for a peer that
+    died before it could connect hears that its connection was closed. (gloo/transport/tcp/listener.cc: a peer says the number
+    of its connection, eight bytes, and the listener keeps what comes before it is asked for.)"""
+    for number in range(n):
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.settimeout(KNOCK_S)
+            sock.connect(address)
+            sock.sendall(number.to_bytes(8, "little"))
+
+
+def shut(skip: Collection[int], ports: Collection[int], store_port: int, at_once: bool) -> None:
+    """Ends the connections but those inodes that go to the store, or have one of the ports at either end. `at_once`: nothing is
+    sent over them yet."""
+    found: dict[int, socket.socket] = {}
+    for fd in list(own_sockets()):
+        with suppress(OSError):
+            if inode(fd) in skip:
+                continue
+            sock = _duplicate(fd)
+            if not _is_of(sock, ports, store_port):
+                sock.close()
+            elif at_once or sock.getpeername()[1] == store_port:
+                with sock:
+                    sock.shutdown(socket.SHUT_RDWR)
+            else:
+                found[fd] = sock
+    _shut(found, socket.SHUT_RD)
+    ends_s = time.monotonic() + LET_GO_MOST_S
+    while any(_is_same(fd, sock) for fd, sock in found.items()) and time.monotonic() < ends_s:
+        time.sleep(LOOK_S)
+    _shut(found, socket.SHUT_WR)
+    if found:
+        lingering = threading.Timer(LINGER_S, _close, [list(found.values())])
+        lingering.name, lingering.daemon = "abort-linger", True
+        lingering.start()
+
+
+def _is_of(sock: socket.socket, ports: Collection[int], store_port: int) -> bool:
+    """Not a listening socket: shutting gloo's listener would end the process."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    try:
+        peer = sock.getpeername()[1]
+    except OSError:
+        return False
+    return peer == store_port or peer in ports or sock.getsockname()[1] in ports
+
+
+def _is_same(fd: int, sock: socket.socket) -> bool:
+    """Is the file descriptor still that socket, of which `sock` is a duplicate?"""
+    try:
+        return inode(fd) == inode(sock.fileno())
+    except OSError:
+        return False
+
+
+def _shut(found: Mapping[int, socket.socket], how: int) -> None:
+    for sock in found.values():
+        with suppress(OSError):  # the peer was faster
+            sock.shutdown(how)
+
+
+def _close(found: Iterable[socket.socket]) -> None:
+    for sock in found:
+        sock.close()
