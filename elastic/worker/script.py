@@ -22,11 +22,11 @@ import torch
 
 from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.worker.commit import Commit
-from elastic.worker.groups import is_collective_error
 from elastic.worker.job_program import with_job
 from elastic.worker.loop import Offer, Outcome, Run, here
 from elastic.worker.loop_program import LoopProgram, rebind
 from elastic.worker.train_state import TrainState
+from elastic.worker.transport import is_collective_error
 from elastic.worker.turns import Turns, Word
 
 if TYPE_CHECKING:

@@ -50,7 +50,6 @@ from elastic.worker.durable import Damaged
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.float8 import check_float8
 from elastic.worker.generation import Generation
-from elastic.worker.groups import is_collective_error
 from elastic.worker.job_program import with_job
 from elastic.worker.loss_scale import profile_of
 from elastic.worker.offender import Tripped
@@ -59,6 +58,7 @@ from elastic.worker.rehearsal import rehearse, rehearse_plan
 from elastic.worker.sample_profile import sample_profile
 from elastic.worker.script import Script, Source
 from elastic.worker.standing import Doing, standing
+from elastic.worker.transport import is_collective_error
 from elastic.worker.workplace import EnterOrder, Workplace, live_step
 
 log = logging.getLogger(__name__)
