@@ -13,6 +13,8 @@ everything else counts as being on the device.
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -83,6 +85,7 @@ class DeviceWork(dist.Work):
 class NcclLike(dist.ProcessGroup):
     shutdown_raises = False
     shutdown_takes_s = 0.0
+    dies_after: int | None = None  # operations of this process on the device
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -129,6 +132,10 @@ class NcclLike(dist.ProcessGroup):
         if not self.set_up:
             self._set_up()
         self.n_enqueued += 1
+        if NcclLike.dies_after is not None:
+            if NcclLike.dies_after == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            NcclLike.dies_after -= 1
         return DeviceWork(self, call(self.kernels), filled)
 
     # ------------------------------------------------------------------------------------------ as a process group
