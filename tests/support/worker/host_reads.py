@@ -1,9 +1,9 @@
 """Counts how often a training step would make the host wait for a GPU, without one: the CPU plays the device.
 
-What lies on the device is followed by its memory: the tensors named at the start, whatever is made with the device's own
-`torch.device` object (a factory's `device=`, a `.to(device)`, which is made a real copy here), and whatever is computed from
-those. A number, a shape or a copy that the host takes from such memory is a synchronization on CUDA, and so is a copy to it
-without `non_blocking`.
+What lies on the device is followed by its memory: the tensors named at the start, whatever is made with a `torch.device` object
+(a factory's `device=`, a `.to(device)`, which is made a real copy here), and whatever is computed from those. The string "cpu"
+names the host. A number, a shape or a copy that the host takes from such memory is a synchronization on CUDA, and so is a copy
+to it without `non_blocking`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class _Memory:
 
 
 class HostReads(TorchDispatchMode):
-    """`seen`: one line of the code for each synchronization. `device`: the object that the code under test names it by."""
+    """`seen`: one line of the code for each synchronization. May be entered again: what is on the device stays known."""
 
-    def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.seen: list[str] = []
         self.memory = _Memory()
         self.memory.add(list(tensors))
-        self._calls = _Calls(self, device)
+        self._calls = _Calls(self)
 
     def __enter__(self) -> HostReads:
         self._calls.__enter__()
@@ -66,6 +66,11 @@ class HostReads(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._calls.__exit__(*error)
+
+    def take(self) -> list[str]:
+        """What was seen since the last time."""
+        seen, self.seen = self.seen, []
+        return seen
 
     def note(self, what: str) -> None:
         own = [
@@ -94,18 +99,16 @@ class HostReads(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    def __init__(self, reads: HostReads, device: torch.device) -> None:
+    def __init__(self, reads: HostReads) -> None:
         super().__init__()
-        self.reads, self.device = reads, device
+        self.reads = reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, memory = getattr(func, "__name__", ""), self.reads.memory
-        named = any(one is self.device for one in (*args, *kwargs.values()))
+        named = any(isinstance(one, torch.device) for one in (*args, *kwargs.values()))
         of = args[0] if args else None
-        leaves = (
-            name == "to" and not named and any(isinstance(one, str | torch.device) for one in (*args[1:], *kwargs.values()))
-        )
+        leaves = name == "to" and any(isinstance(one, str) for one in (*args[1:], *kwargs.values()))
         if (name in METHODS or leaves) and memory.has(of):
             self.reads.note(f".{name}()")
             return func(*args, **kwargs).clone() if name in ("to", "cpu") else func(*args, **kwargs)
