@@ -94,7 +94,9 @@ class HostReads(TorchDispatchMode):
             here = False
         out = func(*args, **kwargs)
         if here:
-            self.memory.add(out)
+            written = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+            names = [one.name for one in func._schema.arguments]
+            self.memory.add([out, *(value for key, value in (*zip(names, args), *kwargs.items()) if key in written)])
         return out
 
 
