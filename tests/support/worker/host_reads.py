@@ -56,6 +56,7 @@ class HostReads(TorchDispatchMode):
         self.seen: list[str] = []
         self.memory = _Memory()
         self.memory.add(list(tensors))
+        self.in_backward = False  # what is allocated there comes from hooks, whose own calls cannot be seen: the device's
         self._calls = _Calls(self)
 
     def __enter__(self) -> HostReads:
@@ -83,7 +84,7 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.partition("::")[2]
-        here = self.memory.has((args, kwargs))
+        here = self.memory.has((args, kwargs)) or (self.in_backward and name == "empty")
         masked = name in ("index", "index_put", "index_put_") and any(
             isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1]
         )
@@ -110,6 +111,12 @@ class _Calls(TorchFunctionMode):
         name, memory = getattr(func, "__name__", ""), self.reads.memory
         named = any(isinstance(one, torch.device) for one in (*args, *kwargs.values()))
         of = args[0] if args else None
+        if func is torch.Tensor.backward:
+            self.reads.in_backward = True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self.reads.in_backward = False
         leaves = name == "to" and any(isinstance(one, str) for one in (*args[1:], *kwargs.values()))
         if (name in METHODS or leaves) and memory.has(of):
             self.reads.note(f".{name}()")
