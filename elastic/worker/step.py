@@ -105,6 +105,16 @@ def _every(job: Mapping[str, Any]) -> int:
     return int((job.get("noise_scale") or {}).get("every", 0))
 
 
+def seed(number: int, device: torch.device) -> None:
+    """As torch.manual_seed, of the CPU's generator and the device's: that formats a traceback for each other kind of device."""
+    if device.type not in ("cpu", "cuda"):
+        torch.manual_seed(number)
+        return
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(number)
+
+
 class Stepper:
     """Runs the steps of one generation on one rank."""
 
@@ -280,7 +290,8 @@ class Stepper:
         those of a rank that waits for the word to go on (`roll_forward`), or that never heard of this step.
         """
         step = self.state.step
-        torch.manual_seed((int(self.job["seed"]) * 1_000_003 + step) * 65_537 + self.dp * self.plan.layout.cp + self.at.cp)
+        mine = self.dp * self.plan.layout.cp + self.at.cp
+        seed((int(self.job["seed"]) * 1_000_003 + step) * 65_537 + mine, self.device)
         local = self.local if self._measures_noise(step + 1) else None
         if local is not None:
             local.begin()
