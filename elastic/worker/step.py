@@ -324,6 +324,7 @@ class Stepper:
         each = self.state.square_norms(gradients)
         blocks = (each,) if self._looks_at_blocks(step) else ()
         (loss_sum,), (tokens,), (square_norm,), *more = read([*sums, each.sum(), *small, *blocks])
+        self.groups.check()  # else gradients that an aborted kernel has left could pass for those of the step
         noise = tuple(square / scale for (square,) in more[: len(small)])
         norms = self.state.by_block(gradients, more[-1]) if blocks else ()
         return Pending(
@@ -526,6 +527,7 @@ class Stepper:
                 sums[1] += tokens if self.counts else 0
         if self.plan.layout.world_size > 1:
             dist.all_reduce(sums, group=self.groups.plan)
+        self.groups.check()
         n_tokens = float(sums[1].clamp(min=1))
         metrics, self._metrics = self._metrics.over(self.groups.plan), None
         found = {key: value / n_tokens for key, value in metrics.items()} | own.over(self.groups.plan).means()

@@ -25,7 +25,7 @@ from elastic.optimisation import Guards
 from elastic.program import Program, Weights, load_program
 from elastic.storage import open_storage
 from elastic.types import Layout, Plan, ShardStored, StepDone, WorkerId
-from elastic.worker import durable
+from elastic.worker import durable, step
 from elastic.worker.buffers import StepBuffers
 from elastic.worker.generation import Generation
 from elastic.worker.groups import Groups
@@ -65,6 +65,23 @@ def begun() -> Iterator[Any]:
 
 def buffers_of(state: TrainState) -> dict[str, torch.Tensor]:
     return {name: state.tensors[f"model.head.{name}"][1].clone() for name in ("calls", "mean", "table")}
+
+
+def test_gradients_that_were_read_after_an_abort_are_not_kept(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU an aborted kernel ends like one that is done: the numbers look right."""
+    state, stepper, batch = begun(SKIP)
+    stepper.run(batch(), Words())
+    real = step.read
+
+    def aborted_meanwhile(tensors: Any) -> Any:
+        stepper.groups._aborted = True
+        return real(tensors)
+
+    monkeypatch.setattr(step, "read", aborted_meanwhile)
+    with pytest.raises(ConnectionAbortedError, match="generation 0 was broken off"):
+        stepper.run(batch(), Words())
+    assert stepper.pending is None, "they could be applied when the others say so"
+    assert state.step == 1
 
 
 def test_a_skipped_step_takes_its_buffers_back(begun: Any) -> None:
