@@ -71,13 +71,13 @@ def test_gradients_that_were_read_after_an_abort_are_not_kept(begun: Any, monkey
     """On a GPU an aborted kernel ends like one that is done: the numbers look right."""
     state, stepper, batch = begun(SKIP)
     stepper.run(batch(), Words())
-    real = step.read
+    real = step_module.read
 
     def aborted_meanwhile(tensors: Any) -> Any:
         stepper.groups._aborted = True
         return real(tensors)
 
-    monkeypatch.setattr(step, "read", aborted_meanwhile)
+    monkeypatch.setattr(step_module, "read", aborted_meanwhile)
     with pytest.raises(ConnectionAbortedError, match="generation 0 was broken off"):
         stepper.run(batch(), Words())
     assert stepper.pending is None, "they could be applied when the others say so"
