@@ -25,7 +25,8 @@ from elastic.optimisation import Guards
 from elastic.program import Program, Weights, load_program
 from elastic.storage import open_storage
 from elastic.types import Layout, Plan, ShardStored, StepDone, WorkerId
-from elastic.worker import durable, step
+from elastic.worker import durable
+from elastic.worker import step as step_module
 from elastic.worker.buffers import StepBuffers
 from elastic.worker.generation import Generation
 from elastic.worker.groups import Groups
