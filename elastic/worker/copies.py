@@ -74,7 +74,7 @@ class PeerCopies:
         self.acknowledged_step = -1
         self.n_started = self.n_given_up = 0
         self._next = 0
-        self._hands = Hands(1 + len(self.kept), "peer-copy") if self.on else None
+        self._hands = Hands(1 + len(self.kept), "peer-copy", host.device) if self.on else None
         self._busy_s: list[float] = []
         self._calm_s: list[float] = []
 

@@ -16,25 +16,28 @@ import torch
 
 from elastic.errors import InternalError
 from elastic.types import Box
+from elastic.worker.side_stream import SideStream, boundary, on_device, waitable
 from elastic.worker.train_state import Tensors
 
+CPU = torch.device("cpu")
 ALIGN = 8  # each box starts at a multiple of so many bytes
 
 
 class Hands:
     """Threads that wait for work. Starting a thread waits until it was scheduled, which takes milliseconds on a busy machine;
-    handing work to one that is there does not."""
+    handing work to one that is there does not. `device`: their current one."""
 
-    def __init__(self, n: int, name: str) -> None:
+    def __init__(self, n: int, name: str, device: torch.device = CPU) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._n = n
+        self._n, self._device = n, device
         for _ in range(n):
             threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-            del work  # or its buffers live until the next
+        with on_device(self._device):
+            while (work := self._work.get()) is not None:
+                work()
+                del work  # or its buffers live until the next
 
     def do(self, work: Callable[[], None]) -> None:
         self._work.put(work)
@@ -148,18 +151,21 @@ class HostCopy:
 class HostCopies:
     """The host copies of one rank in one generation, at most `limit` of them in use at a time. Used by its training thread.
 
-    `volatile`: names of boxes that change before the optimizer does (buffers, RNG).
+    `volatile`: names of boxes that change before the optimizer does (buffers, RNG). `device`: that of the tensors; default:
+    the GPU on which any of them lies, else the CPU.
     """
 
-    def __init__(self, memory: HostMemory, tensors: Tensors, volatile: frozenset[str], limit: int = 2) -> None:
+    def __init__(
+        self, memory: HostMemory, tensors: Tensors, volatile: frozenset[str], limit: int = 2, device: torch.device | None = None
+    ) -> None:
         self.memory, self.live, self.volatile, self.limit = memory, tensors, volatile, limit
         self.mine = [box for box, _ in tensors.values()]
         self._leases: list[weakref.ref[Lease]] = []
         self._filling: HostCopy | None = None
         self._newest: weakref.ref[HostCopy] | None = None
-        self._cuda = any(tensor.is_cuda for _, tensor in tensors.values())
-        self._stream: torch.cuda.Stream | None = None
-        self._hands = Hands(1, "host-copy")
+        self.device = device or next((tensor.device for _, tensor in tensors.values() if tensor.is_cuda), CPU)
+        self._side = SideStream(self.device)
+        self._hands = Hands(1, "host-copy", self.device)
 
     @property
     def available(self) -> bool:
@@ -185,22 +191,19 @@ class HostCopies:
         self._newest = weakref.ref(copy)
         for fqn in self.volatile & self.live.keys():
             copy._tensors[fqn][1].copy_(self.live[fqn][1])
-        boundary = None
-        if self._cuda:
-            boundary = torch.cuda.Event()
-            boundary.record()
+        at = boundary(self.device)
         self._filling = copy
-        self._hands.do(lambda: self._fill(copy, boundary))
+        self._hands.do(lambda: self._fill(copy, at))
         return copy
 
     def close(self) -> None:
         """No more copies; one that is under way is finished."""
         self._hands.close()
 
-    def _fill(self, copy: HostCopy, boundary: torch.cuda.Event | None) -> None:
+    def _fill(self, copy: HostCopy, at: torch.cuda.Event | None) -> None:
         try:
-            if boundary is not None:
-                self._fill_from_device(copy, boundary)
+            if at is not None:
+                self._fill_from_device(copy, at)
             else:
                 self._copy(copy)
             copy.whole = True
@@ -215,15 +218,12 @@ class HostCopies:
                 if fqn not in self.volatile:
                     into.copy_(self.live[fqn][1], non_blocking=non_blocking)
 
-    def _fill_from_device(self, copy: HostCopy, boundary: torch.cuda.Event) -> None:
+    def _fill_from_device(self, copy: HostCopy, at: torch.cuda.Event) -> None:
         """On a stream of its own, behind the boundary; `filled` then means: all copies are queued."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(boundary)
+        with self._side.behind(at) as stream:
+            assert stream is not None
             self._copy(copy, non_blocking=True)
-            copy.on_device = torch.cuda.Event()
-            copy.on_device.record(self._stream)
+            copy.on_device = waitable(stream)
 
     def settle(self) -> float:
         """Before the live tensors change: waits until the copy under way has read them. Returns the seconds waited."""
@@ -233,5 +233,5 @@ class HostCopies:
         began = time.monotonic()
         copy.filled.wait()
         if copy.on_device is not None:
-            torch.cuda.current_stream().wait_event(copy.on_device)  # the device waits, the host does not
+            torch.cuda.current_stream(self.device).wait_event(copy.on_device)  # the device waits, the host does not
         return time.monotonic() - began

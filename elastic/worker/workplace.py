@@ -19,6 +19,7 @@ from elastic.worker.extra_state import ExtraState
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.host_copy import HostMemory
 from elastic.worker.saving import Saving
+from elastic.worker.side_stream import run_on
 from elastic.worker.train_state import Held
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Workplace:
     device: torch.device
     report: Callable[[Event], None]
     at_phase: Callable[[str, int], None]  # phase, step: tells the outside that this worker gets on
-    background: Callable[..., Future[Any]]  # runs a function behind the steps
+    background: Callable[..., Future[Any]]  # runs a function behind the steps, on `device`
     held: list[Held] = field(default_factory=list)
     saving: Saving = field(init=False)
     host_memory: HostMemory = field(init=False)
@@ -74,6 +75,8 @@ class Workplace:
         self.saving = Saving(self)
         self.extra = ExtraState(self.program.extra_state)
         self.host_memory = HostMemory(pinned=self.device.type == "cuda")
+        submit = self.background
+        self.background = lambda work, *arguments: submit(run_on(self.device, work), *arguments)
 
     def keep(self, held: list[Held]) -> None:
         """From now on only these are held; the host buffers of the others are free again.
