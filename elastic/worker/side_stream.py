@@ -59,10 +59,9 @@ class SideStream:
         if self.device.type != "cuda":
             yield None
             return
-        with on_device(self.device):
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self.device)
-            with torch.cuda.stream(self._stream):
-                if event is not None:
-                    self._stream.wait_event(event)
-                yield self._stream
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._stream):
+            if event is not None:
+                self._stream.wait_event(event)
+            yield self._stream

@@ -12,8 +12,8 @@ import torch
 from support.worker.made_up_cuda import current, make_up
 
 from elastic.types import Box, WorkerId
-from elastic.worker.host_copy import HostCopies, HostMemory
-from elastic.worker.side_stream import run_on
+from elastic.worker.host_copy import Hands, HostCopies, HostMemory
+from elastic.worker.side_stream import SideStream, run_on
 from elastic.worker.workplace import Workplace
 
 CUDA_1 = torch.device("cuda", 1)
@@ -44,6 +44,26 @@ def test_a_host_copy_is_made_on_the_gpu_of_its_tensors(monkeypatch: pytest.Monke
     waited = cuda.of("stream waits")
     assert [(d, event) for d, _, event in waited] == [(1, boundary), (1, done)], "behind the boundary; the optimizer behind it"
     assert cuda.of("host waits") == [(1, threading.current_thread().name, done)]
+
+
+def test_threads_that_wait_for_work_have_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_up(monkeypatch)
+    seen, done = [], threading.Event()
+    hands = Hands(1, "hand", CUDA_1)
+    hands.do(lambda: seen.append(current()))
+    hands.do(done.set)
+    assert done.wait(60)
+    hands.close()
+    assert seen == [1]
+
+
+def test_a_side_stream_is_on_its_device_whatever_the_threads_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = make_up(monkeypatch)
+    side = SideStream(CUDA_1)
+    for _ in range(2):
+        with side.behind(None):
+            assert current() == 1
+    assert current() == 0 and [device for device, _, _ in cuda.of("stream")] == [1], "one stream, made once"
 
 
 def test_work_behind_the_steps_runs_on_the_workers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
