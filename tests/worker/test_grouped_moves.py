@@ -109,12 +109,13 @@ def test_an_altered_message_is_named_though_sums_are_read_at_the_end(monkeypatch
             seen.append(op.group_peer)
             if len(seen) == 2:
                 op.tensor.view(torch.uint8)[3] ^= 16
-                turned.append(f"chunk {seen.count(op.group_peer)} of 2 from participant {op.group_peer} (")
+                turned.append(f"chunk {seen.count(op.group_peer)} of ")
+                turned.append(f" from participant {op.group_peer} (")
 
     answers, _, _ = moved(case_of("dp4", "dp8"), SMALL, monkeypatch, turn)
     wrong = [me for me, answer in enumerate(answers) if not isinstance(answer, Moved)]
     assert wrong == [5] and isinstance(answers[5], StateLost), answers
-    assert turned[0] in str(answers[5])
+    assert all(part in str(answers[5]) for part in turned)
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000, 4099])
