@@ -150,7 +150,7 @@ class Generation:
                 place.keep([h for h in place.held if h.generation == plan.generation])
             after = host.take(state.step) if plan.resume.source != "fresh" else None
         if plan.resume.source != "fresh":
-            check = place.background(self._check, taken, after, leases)
+            check = place.check(self._check, taken, after, leases)
             if state is None:
                 check.result()  # this worker may be gone soon
 

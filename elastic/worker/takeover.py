@@ -14,9 +14,10 @@ from elastic.reshard.shards import EXTRA, LOSS_SCALE, owned_boxes, state_specs
 from elastic.reshard.transfers import check_cover, holders_of, plan_transfers
 from elastic.types import Box, DigestPart, TensorSpec, Transfer
 from elastic.worker import durable
-from elastic.worker.content import digest
+from elastic.worker.content import digest, digest_of
 from elastic.worker.groups import Groups
 from elastic.worker.guards import MEMORY
+from elastic.worker.side_stream import boundary
 from elastic.worker.train_state import Held, Tensors, TrainState, region
 from elastic.worker.transfer import Moved, carry_out
 from elastic.worker.workplace import EnterOrder, Workplace
@@ -35,6 +36,7 @@ class Taken:
     n_bytes: int = 0  # measured: received by all workers together (or read from storage by this one)
     peak_bytes: int = 0  # measured: of the worker that needed most beyond its new state
     stored_digest: int | None = None
+    behind: torch.cuda.Event | None = None  # on a GPU, behind all that has been done to the boxes in `given`
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Takeover:
         place, move = self.place, self.order.plan.move
         self._before_bytes = device_bytes(place.held)
         if move is not None and move.via == "host":
+            place.wait_for_checks()  # one may still read old boxes
             place.held = [one if one.kind != "live" or one.on_host else _to_host(one) for one in place.held]
 
     def run(self, state: TrainState | None) -> Taken:
@@ -110,7 +113,7 @@ class Takeover:
         new_bytes = storage_bytes(tensor for _, tensor in self.state.tensors.values()) if self.state is not None else 0
         peak_bytes = max(self._before_bytes - new_bytes, old_bytes + moved.staging_bytes)
         n_bytes, peak_bytes = self._told(moved, peak_bytes)
-        return Taken(given, tuple(self._found.values()), n_bytes, peak_bytes)
+        return Taken(given, tuple(self._found.values()), n_bytes, peak_bytes, behind=boundary(place.device))
 
     def _agree_on_step(self) -> int:
         """The boundary at which the old generation stopped: all its ranks must have stopped at the same one."""
@@ -186,7 +189,8 @@ def check_digest(place: Workplace, order: EnterOrder, taken: Taken, after: Tenso
     shapes: dict[str, tuple[int, ...]] = {spec.fqn: spec.shape for spec in state_specs(profile)}
     old = taken.stored_digest
     if taken.given is not None:
-        old = sum(digest({box.fqn: (box, part)}, shapes, (box.fqn,)) for box, part in taken.given) % (1 << 64)
+        with place.side.behind(taken.behind):
+            old = digest_of(taken.given, shapes)
     new, n_bytes = None, 0
     if after is not None:
         mine = [b for b, _ in after.values()]

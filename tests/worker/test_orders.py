@@ -89,7 +89,7 @@ def test_the_old_boxes_leave_the_device_where_both_shards_do_not_fit(via: Any, m
     box = Box("model.w", (0,), (4,), "float32")
     tensors = {kind: torch.arange(4.0) for kind in ("live", "peer")}
     held = [Held(2, 0, 6, kind, Layout(), (), {box.fqn: (box, tensors[kind])}) for kind in ("live", "peer")]  # type: ignore[arg-type]
-    place: Any = SimpleNamespace(held=held)
+    place: Any = SimpleNamespace(held=held, wait_for_checks=lambda: None)
     taking = order(3)
     taking = replace(taking, plan=replace(taking.plan, move=Move(via=via)))
     groups: Any = SimpleNamespace(world=None)
