@@ -39,16 +39,22 @@ def digest(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], names: Itera
 
 def digest_of(parts: Iterable[tuple[Box, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Sum (mod 2**64) over boxes, each of any logical tensor. What a device has summed up is read once, at the end."""
-    totals: dict[torch.device, torch.Tensor] = {}
+    total = 0
+    on_device: dict[torch.device, torch.Tensor] = {}
     keys: dict[torch.device, _Keys] = {}
     for box, tensor in parts:
         if len(box.offsets) != len(shapes[box.fqn]):
             raise ValueError(f"{box.fqn}: a box of {len(box.offsets)} dimensions, a tensor of {len(shapes[box.fqn])}")
-        if tensor.numel():
-            device = tensor.device
-            part = _tensor_sum(box, tensor, keys.setdefault(device, _Keys(device))).mul_(_name_key(box.fqn))
-            totals[device] = totals[device].add_(part) if device in totals else part
-    return sum(int(total) for total in totals.values()) % (1 << 64)
+        if not tensor.numel():
+            continue
+        device = tensor.device
+        part = _tensor_sum(box, tensor, keys.setdefault(device, _Keys(device)))
+        if in_cache(device):
+            total += _name_key(box.fqn) * int(part)
+        else:
+            part.mul_(_name_key(box.fqn))
+            on_device[device] = on_device[device].add_(part) if device in on_device else part
+    return (total + sum(int(one) for one in on_device.values())) % (1 << 64)
 
 
 def tensor_digest(box: Box, tensor: torch.Tensor) -> int:
@@ -136,18 +142,21 @@ def _by_steps(matrix: torch.Tensor, rows: torch.Tensor, columns: tuple[int, int,
     """The sum in ranges of columns whose indices share the upper half of their key, so that no long table is made.
     `columns`: dimension, index of the first, are they 16-bit halves?"""
     dim, start, halves = columns
-    total, step, left, end = torch.zeros((), dtype=torch.int64, device=keys.device), 1 << LOW, start, start + matrix.shape[1]
+    step, left, end = 1 << LOW, start, start + matrix.shape[1]
+    total: torch.Tensor | None = None
     while left < end:
         n_whole = (end - left) // step if left % step == 0 and len(matrix) == 1 and not halves else 0
         if n_whole:  # a long row: its ranges are rows of a matrix
-            part = matrix[0, left - start :][: n_whole * step].view(n_whole, step)
-            total += rows[0] * _sum(part, keys.drawn(2 * dim, left >> LOW, n_whole), keys.low(dim), None)
-            left += n_whole * step
-            continue
-        right = min(left - left % step + step, end)
-        mask = keys.mask(left, right - left) if halves else None
-        total += _sum(matrix[:, left - start : right - start], rows, keys.last(dim, left, right - left, halves), mask)
+            right = left + n_whole * step
+            whole = matrix[0, left - start : right - start].view(n_whole, step)
+            part = rows[0] * _sum(whole, keys.drawn(2 * dim, left >> LOW, n_whole), keys.low(dim), None)
+        else:
+            right = min(left - left % step + step, end)
+            mask = keys.mask(left, right - left) if halves else None
+            part = _sum(matrix[:, left - start : right - start], rows, keys.last(dim, left, right - left, halves), mask)
+        total = part if total is None else total + part
         left = right
+    assert total is not None, "a box without elements has no sum"
     return total
 
 
