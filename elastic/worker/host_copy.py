@@ -49,12 +49,21 @@ class Hands:
 
 
 class Lease:
-    """A host buffer in use: uint8 [n_bytes]. Given back by its last user it is used again; only dropped, it is freed."""
+    """A host buffer in use. Given back by its last user it is used again; only dropped, it is freed."""
 
-    def __init__(self, memory: HostMemory, whole: torch.Tensor, n_bytes: int) -> None:
-        self._memory, self._whole = memory, whole
-        self.buffer = whole[:n_bytes]
+    def __init__(self, memory: HostMemory, n_bytes: int, whole: torch.Tensor | None = None) -> None:
+        self._memory, self._whole, self.n_bytes = memory, whole, n_bytes
         self._users = 1
+        self._making = threading.Lock()
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """uint8 [n_bytes]. Pinned memory that was not there yet is allocated here, which takes up to 0.4 s/GB: not on the
+        training thread."""
+        with self._making:
+            if self._whole is None:
+                self._whole = self._memory.make(self.n_bytes)
+            return self._whole[: self.n_bytes]
 
     @property
     def in_use(self) -> bool:
@@ -73,31 +82,74 @@ class Lease:
             if not self._users:
                 raise InternalError("a host buffer was given back twice")
             self._users -= 1
-            if not self._users:
+            if not self._users and self._whole is not None:
                 self._memory.free.append(self._whole)
 
 
 class HostMemory:
-    """The host buffers of a worker process. Fresh pages cost several times as much as warm ones, so buffers are used again."""
+    """The host buffers of a worker process. Fresh pages cost several times as much as warm ones, so buffers are used again.
+
+    `pinned`: for copies from and to a GPU. Pinning takes long, so such a buffer is allocated by the thread that first needs its
+    bytes, or ahead by `reserve`."""
 
     def __init__(self, pinned: bool = False) -> None:
         self.pinned = pinned
         self.free: list[torch.Tensor] = []
         self.lock = threading.Lock()
+        self._allocating = threading.Lock()
+        self._owed = 0  # leases without a buffer yet
 
     def lease(self, n_bytes: int) -> Lease:
         """The smallest free buffer that is large enough; else a new one, and the free ones, which are too small, are let go."""
         with self.lock:
-            fitting = [i for i, whole in enumerate(self.free) if whole.numel() >= n_bytes]
-            if fitting:
-                return Lease(self, self.free.pop(min(fitting, key=lambda i: self.free[i].numel())), n_bytes)
-            self.free.clear()
-        return Lease(self, torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.pinned), n_bytes)
+            whole = self._fitting(n_bytes)
+            if whole is None and self.pinned:
+                self._owed += 1
+                return Lease(self, n_bytes)
+            if whole is None:
+                self.free.clear()
+        return Lease(self, n_bytes, self._allocate(n_bytes) if whole is None else whole)
+
+    def make(self, n_bytes: int) -> torch.Tensor:
+        """The buffer of a lease that has none; one that is reserved meanwhile is waited for."""
+        with self._allocating:
+            with self.lock:
+                self._owed -= 1
+                whole = self._fitting(n_bytes)
+                if whole is not None:
+                    return whole
+                self.free.clear()
+            return self._allocate(n_bytes)
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Allocates ahead, so that leases of these sizes find their buffers; where it does, other free ones are let go."""
+        with self._allocating:
+            with self.lock:
+                kept, missing = [], []
+                for n_bytes in sorted(sizes, reverse=True):
+                    whole = self._fitting(n_bytes)
+                    if whole is None:
+                        missing.append(n_bytes)
+                    else:
+                        kept.append(whole)
+                self.free = kept if missing else [*kept, *self.free]
+            for n_bytes in missing:
+                whole = self._allocate(n_bytes)
+                with self.lock:
+                    self.free.append(whole)
+
+    def _fitting(self, n_bytes: int) -> torch.Tensor | None:
+        fitting = [i for i, whole in enumerate(self.free) if whole.numel() >= n_bytes]
+        return self.free.pop(min(fitting, key=lambda i: self.free[i].numel())) if fitting else None
+
+    def _allocate(self, n_bytes: int) -> torch.Tensor:
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.pinned)
 
     def trim(self) -> None:
-        """Lets all free buffers go."""
+        """Lets all free buffers go, but those that a lease is about to take."""
         with self.lock:
-            self.free.clear()
+            if not self._owed:
+                self.free.clear()
 
 
 def flat_bytes(mine: Sequence[Box]) -> int:
@@ -125,6 +177,7 @@ class HostCopy:
         self.whole = False
         self.error: BaseException | None = None
         self.on_device: torch.cuda.Event | None = None
+        self.early: dict[str, torch.Tensor] = {}  # boxes that change before they can be copied, as they were
 
     def wait(self, timeout_s: float | None = None) -> Tensors:
         """The boxes, once all of them are there. Raises InternalError when they could not be copied."""
@@ -138,7 +191,7 @@ class HostCopy:
 
     @property
     def n_bytes(self) -> int:
-        return self.lease.buffer.numel()
+        return self.lease.n_bytes
 
     def retain(self) -> HostCopy:
         self.lease.retain()
@@ -186,11 +239,15 @@ class HostCopies:
             return None
         self.settle()
         lease = self.memory.lease(flat_bytes(self.mine))
-        copy = HostCopy(step, lease, flat_views(self.mine, lease.buffer))
+        copy = HostCopy(step, lease, {})
         self._leases.append(weakref.ref(lease))
         self._newest = weakref.ref(copy)
-        for fqn in self.volatile & self.live.keys():
-            copy._tensors[fqn][1].copy_(self.live[fqn][1])
+        if self.device.type == "cuda":  # the buffer may not be there yet, and the host need not wait
+            copy.early = {fqn: self.live[fqn][1].clone() for fqn in self.volatile & self.live.keys()}
+        else:
+            copy._tensors = flat_views(self.mine, lease.buffer)
+            for fqn in self.volatile & self.live.keys():
+                copy._tensors[fqn][1].copy_(self.live[fqn][1])
         at = boundary(self.device)
         self._filling = copy
         self._hands.do(lambda: self._fill(copy, at))
@@ -215,11 +272,12 @@ class HostCopies:
     def _copy(self, copy: HostCopy, non_blocking: bool = False) -> None:
         with torch.no_grad():
             for fqn, (_, into) in copy._tensors.items():
-                if fqn not in self.volatile:
-                    into.copy_(self.live[fqn][1], non_blocking=non_blocking)
+                if fqn not in self.volatile or fqn in copy.early:
+                    into.copy_(copy.early.get(fqn, self.live[fqn][1]), non_blocking=non_blocking)
 
     def _fill_from_device(self, copy: HostCopy, at: torch.cuda.Event) -> None:
         """On a stream of its own, behind the boundary; `filled` then means: all copies are queued."""
+        copy._tensors = flat_views(self.mine, copy.lease.buffer)
         with self._side.behind(at) as stream:
             assert stream is not None
             self._copy(copy, non_blocking=True)
