@@ -149,6 +149,18 @@ def test_buffers_that_are_reserved_are_waited_for_and_used() -> None:
     assert [whole.numel() for whole in memory.free] == [40, 200], "what is too small is let go before more is taken"
 
 
+def test_what_a_lease_is_about_to_take_is_not_trimmed() -> None:
+    """It was asked for before the buffer was there."""
+    memory = Pinned()
+    lease = memory.lease(100)
+    memory.reserve([100])
+    memory.trim()
+    assert lease.buffer.numel() == 100 and len(memory.made) == 1
+    lease.release()
+    memory.trim()
+    assert memory.free == []
+
+
 def test_boxes_that_make_room_go_to_one_leased_buffer_on_a_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer that is there already: nothing is allocated in the pause. Memory is given up once the copies are done."""
     cuda = make_up(monkeypatch)
