@@ -25,7 +25,7 @@ from elastic.reshard.chunks import (
 from elastic.reshard.transfers import plan_transfers
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 from elastic.worker.train_state import region
-from elastic.worker.transfer import Moved, carry_out, sum64, sum_into
+from elastic.worker.transfer import Moved, carry_out, copy_all, sum64, sum_into
 
 SMALL = Sizes(1 << 16, 1 << 15, 1 << 16, 1 << 19, own_bytes=1 << 18, grouped=True)  # two peers at once, as on CUDA
 LAYOUTS = {
@@ -125,6 +125,19 @@ def test_sums_on_a_device_are_those_of_the_host(n: int, offset: int) -> None:
     data, total = memory[offset : offset + n], torch.zeros(2, dtype=torch.int64)
     sum_into(total[1], data)
     assert total.tolist() == [0, sum64(data)]
+
+
+def test_small_pieces_are_copied_together() -> None:
+    """One operation per size of element, NaN and all; what is not contiguous goes by itself."""
+    bits = torch.randint(0, 256, (100, 64), dtype=torch.uint8)
+    sources = [row.view(torch.float32 if i % 2 else torch.bfloat16) for i, row in enumerate(bits)] + [bits[:, 3]]
+    targets = [torch.zeros_like(source) for source in sources]
+    with Reads() as reads:
+        copy_all(list(zip(targets, sources, strict=True)), together=True)
+    assert (reads.calls["_foreach_copy_"], reads.calls["copy_"], reads.n) == (2, 1, 0)
+    assert all(
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in zip(targets, sources)
+    )
 
 
 # ------------------------------------------------------------------------------------------------ budgets, by arithmetic
