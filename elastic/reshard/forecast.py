@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic.reshard.chunks import chunk_bytes, staging_bytes
+from elastic.reshard.chunks import chunk_bytes, sizes_of, staging_bytes
 from elastic.reshard.routes import Cut, plan_routes, shard_bytes
 from elastic.types import ModelProfile, Move
 
@@ -21,10 +21,11 @@ LEAST_S = 0.02  # agreement on the step, sums, last answers
 @dataclass(frozen=True)
 class Room:
     """Memory of a GPU (0 = not known: taken for enough), and what the coming layout needs of it when it runs, the state
-    included (0 = not known)."""
+    included (0 = not known). `device_type`: of the memory that the wire takes, cpu (gloo) or cuda (NCCL)."""
 
     memory_bytes: int = 0
     running_bytes: int = 0
+    device_type: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -100,15 +101,16 @@ def memory(
     is made, so that only what it was larger by counts.
     """
     n_participants, room = place
+    sizes = sizes_of(room.device_type)
     old_bytes, new_bytes = shard_bytes(model, old, padded=True), shard_bytes(model, new)
     before: dict[int, int] = defaultdict(int)
     for rank, participants in holders.items():
         for participant in participants:
             before[participant] = max(before[participant], old_bytes[rank])
     after = {p: new_bytes[p] if p < len(new_bytes) else 0 for p in range(n_participants)}
-    staging = staging_bytes(n_participants) if n_participants > 1 else 0
+    staging = staging_bytes(n_participants, sizes) if n_participants > 1 else 0
     needed = max(before[p] + (max(n, room.running_bytes) if n else 0) for p, n in after.items()) + staging
     if not room.memory_bytes or needed <= room.memory_bytes:
         return "device", max(before.values()) + staging
     excess = max(before[p] - n for p, n in after.items())
-    return "host", max(excess + chunk_bytes(n_participants), staging)
+    return "host", max(excess + chunk_bytes(n_participants, sizes), staging)

@@ -7,6 +7,7 @@ costs seconds, in a generation it would cost the whole run a recovery.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ from elastic.worker.link import Door, Link, measure
 
 PERIOD = 7  # of the matrices, in every direction
 CPU_SIZE, GPU_SIZE = 64 * PERIOD, 512 * PERIOD  # a power of 2 times the period: every sum is exact, also in bfloat16
+NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # Ray then leaves CUDA_VISIBLE_DEVICES as it is
 END_MOST_S = 30.0  # what is not over by then is not waited for
 
 
@@ -41,8 +43,8 @@ class Entry:
 
 @dataclass
 class Checks:
-    """Of one worker that starts. `linked`: this one looks at the node's link too. Each of `begin`, `program`, `end` raises
-    Refused."""
+    """Of one worker that starts. `linked`: the first of its node, which looks at the link too. Each of `begin`, `program`,
+    `end` raises Refused."""
 
     entry: Entry
     device: torch.device
@@ -58,6 +60,8 @@ class Checks:
         """What is known at once; the rest begins in the background."""
         self._began_s = time.monotonic()
         terms = self.entry.terms
+        if self.device.type == "cuda" and not self.linked and (why := shared_gpu(os.environ, torch.cuda.device_count())):
+            raise Refused(why)
         self._versions = versions()
         if different := version_differences(terms.versions, self._versions):
             raise Refused(different)
@@ -121,6 +125,14 @@ def versions() -> dict[str, str]:
     if dist.is_nccl_available():
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
+
+
+def shared_gpu(environment: Mapping[str, str], n_visible: int) -> str:
+    """For a worker that is not the first of its node, whose GPU is the first that it sees: why that is another worker's GPU
+    too. '' = Ray shows each worker its own GPU only."""
+    if environment.get(NOSET, "").lower() not in ("1", "true") or n_visible < 2:
+        return ""
+    return f"{NOSET} is set, so every worker of the node sees all {n_visible} GPUs and would take cuda:0: unset it for Ray"
 
 
 def too_little(terms: Terms, host_bytes: int, gpu_bytes: int) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
@@ -13,12 +15,32 @@ KEEP_BYTES = 64 << 20
 
 
 CUDA_SETTING = "expandable_segments:True"  # shards of one layout fit into the holes that those of another left
+# Pinned host memory: larger blocks are neither rounded up to a power of two nor kept by torch when they are freed. Buffers are
+# used again by elastic.worker.host_copy, so that torch's own cache would only hold those of earlier shard sizes.
+PINNED_SETTING = "pinned_max_cached_size_mb:64"
+SETTINGS = "PYTORCH_ALLOC_CONF"
+
+
+def cuda_environment() -> dict[str, str]:
+    """What should stand in the environment before CUDA memory is allocated."""
+    return {SETTINGS: ",".join([CUDA_SETTING, *([PINNED_SETTING] if knows_pinned_setting() else [])])}
+
+
+def knows_pinned_setting() -> bool:
+    """Does the installed torch know PINNED_SETTING? A build for CUDA refuses a key that it does not know. Without importing
+    it: by the header of its allocators' settings, which every wheel has."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return False
+    header = Path(found.origin).parent / "include" / "c10" / "core" / "AllocatorConfig.h"
+    return header.is_file() and PINNED_SETTING.split("_mb")[0] in header.read_text()
 
 
 def settle_cuda_allocator() -> None:
     """For CUDA memory that is not yet allocated; a setting of the user's own stays."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", CUDA_SETTING)
+        for name, value in cuda_environment().items():
+            os.environ.setdefault(name, value)
 
 
 def settle_allocator() -> bool:

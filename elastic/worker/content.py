@@ -13,7 +13,7 @@ of the first times 2**16, so that whole words can be taken where the cut lets th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
 import torch
@@ -25,63 +25,146 @@ Tensors = Mapping[str, tuple[Box, torch.Tensor]]
 VERSION = 2  # of the digest; version 1 mixed each element by itself
 LOW = 14  # bits of an index that have a table of keys of their own
 BLOCK = 1 << 17  # words per pass: 1 MiB as int64, in the cache
+DEVICE_BLOCK = 1 << 24  # on a GPU: 128 MiB beside the state; a smaller pass is over before the next one is launched
+KEYS_KEPT = 256  # tables of a digest on a GPU, at most MOST_KEPT keys each
+MOST_KEPT = 1 << 16
 FEW_COLUMNS, MOST_COLUMNS = 32, 1 << 16  # rows shorter than the first are taken together, up to the second
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> int:
     """Sum (mod 2**64) over the named boxes. `shapes`: of the logical tensors, whose rank the boxes share."""
+    return digest_of((tensors[fqn] for fqn in names), shapes)
+
+
+def digest_of(parts: Iterable[tuple[Box, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Sum (mod 2**64) over boxes, each of any logical tensor. What a device has summed up is read once, at the end."""
     total = 0
-    for fqn in names:
-        box, tensor = tensors[fqn]
-        if len(box.offsets) != len(shapes[fqn]):
-            raise ValueError(f"{fqn}: a box of {len(box.offsets)} dimensions, a tensor of {len(shapes[fqn])}")
-        total += _name_key(fqn) * tensor_digest(box, tensor)
-    return total % (1 << 64)
+    on_device: dict[torch.device, torch.Tensor] = {}
+    keys: dict[torch.device, _Keys] = {}
+    for box, tensor in parts:
+        if len(box.offsets) != len(shapes[box.fqn]):
+            raise ValueError(f"{box.fqn}: a box of {len(box.offsets)} dimensions, a tensor of {len(shapes[box.fqn])}")
+        if not tensor.numel():
+            continue
+        device = tensor.device
+        part = _tensor_sum(box, tensor, keys.setdefault(device, _Keys(device)))
+        if in_cache(device):
+            total += _name_key(box.fqn) * int(part)
+        else:
+            part.mul_(_name_key(box.fqn))
+            on_device[device] = on_device[device].add_(part) if device in on_device else part
+    return (total + sum(int(one) for one in on_device.values())) % (1 << 64)
 
 
 def tensor_digest(box: Box, tensor: torch.Tensor) -> int:
     """Digest of one box without its name, mod 2**64."""
-    if not tensor.numel():
-        return 0
+    return int(_tensor_sum(box, tensor, _Keys(tensor.device))) % (1 << 64) if tensor.numel() else 0
+
+
+def in_cache(device: torch.device) -> bool:
+    """Is the digest taken in blocks that fit a processor's cache? Else in few passes over memory that is fast."""
+    return device.type == "cpu"
+
+
+class _Keys:
+    """Keys on one device, for one digest. On a CPU the tables that all digests share are kept for good; on another device
+    tables are made there, at their first use, so that nothing is copied and no stream reads what another one writes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._made: dict[tuple[str, int, int, int], torch.Tensor] = {}
+
+    def _once(self, at: tuple[str, int, int, int], make: Callable[[int, int, int], torch.Tensor]) -> torch.Tensor:
+        """`at`: what for, dimension or stream, start, n."""
+        if in_cache(self.device):
+            return make(*at[1:])
+        if at in self._made:
+            return self._made[at]
+        made = make(*at[1:])
+        if at[3] <= MOST_KEPT and len(self._made) < KEYS_KEPT:
+            self._made[at] = made
+        return made
+
+    def low(self, dim: int) -> torch.Tensor:
+        """int64 [2**LOW]"""
+        return _low(dim) if in_cache(self.device) else self.drawn(2 * dim + 1, 0, 1 << LOW)
+
+    def drawn(self, stream: int, start: int, n: int) -> torch.Tensor:
+        """int64 [n]: see `_drawn`."""
+        return self._once(("drawn", stream, start, n), lambda stream, start, n: _drawn(stream, start, n, self.device))
+
+    def keys(self, dim: int, start: int, n: int) -> torch.Tensor:
+        """int64 [n]: keys of the indices start..start+n-1 along dimension `dim`, all odd."""
+        return self._once(("keys", dim, start, n), self._keys)
+
+    def _keys(self, dim: int, start: int, n: int) -> torch.Tensor:
+        first, end = start >> LOW, (start + n - 1 >> LOW) + 1
+        high = self.drawn(2 * dim, first, end - first)
+        if first + 1 == end:
+            at = start - (first << LOW)
+            return self.low(dim)[at : at + n] * high
+        return (high[:, None] * self.low(dim)[None, :]).view(-1)[start - (first << LOW) :][:n]
+
+    def last(self, dim: int, start: int, n: int, halves: bool) -> torch.Tensor:
+        """int64 [n]: keys of the words, or of the 16-bit halves, start..start+n-1 along the last dimension."""
+        if not halves:
+            return self.keys(dim, start, n)
+        pairs = self.keys(dim, start // 2, (start + n + 1) // 2 - start // 2)
+        return torch.stack([pairs, pairs << 16], dim=1).view(-1)[start % 2 :][:n]
+
+    def mask(self, start: int, n: int) -> torch.Tensor:
+        """int64 [n]: of 16-bit halves, the lower one of a word (an even index) counts without its sign."""
+        return self._once(("mask", start % 2, 0, n), self._mask)
+
+    def _mask(self, first: int, _: int, n: int) -> torch.Tensor:
+        return torch.where(torch.arange(first, first + n, device=self.device) % 2 == 0, 0xFFFF, -1)
+
+
+def _tensor_sum(box: Box, tensor: torch.Tensor, keys: _Keys) -> torch.Tensor:
+    """int64, no dimension: the digest of one box without its name, on the tensor's device."""
     words, start, halves = _words(box, tensor.detach().contiguous())
     n_dims, n = len(box.sizes), words.shape[-1]
-    keys = [_keys(d, box.offsets[d], box.sizes[d]) for d in range(n_dims - 1)]
+    outer = [keys.keys(d, box.offsets[d], box.sizes[d]) for d in range(n_dims - 1)]
     last, cut, n_columns = max(0, n_dims - 1), max(0, n_dims - 1), n
     while cut and n_columns < FEW_COLUMNS and n_columns * box.sizes[cut - 1] <= MOST_COLUMNS:
         cut -= 1
         n_columns *= box.sizes[cut]
-    rows = _outer(keys[:cut]).to(words.device)
+    rows = _outer(outer[:cut], keys.device)
     matrix = words.view(-1, n_columns)
     if cut < last:
-        columns = _outer([*keys[cut:], _last_keys(last, start, n, halves)])
-        return _sum(matrix, rows, columns, _mask(start, n).repeat(n_columns // n) if halves else None) % (1 << 64)
-    return _by_steps(matrix, rows, (last, start, halves)) % (1 << 64)
+        columns = _outer([*outer[cut:], keys.last(last, start, n, halves)], keys.device)
+        return _sum(matrix, rows, columns, keys.mask(start, n).repeat(n_columns // n) if halves else None)
+    return _by_steps(matrix, rows, (last, start, halves), keys)
 
 
-def _by_steps(matrix: torch.Tensor, rows: torch.Tensor, columns: tuple[int, int, bool]) -> int:
+def _by_steps(matrix: torch.Tensor, rows: torch.Tensor, columns: tuple[int, int, bool], keys: _Keys) -> torch.Tensor:
     """The sum in ranges of columns whose indices share the upper half of their key, so that no long table is made.
     `columns`: dimension, index of the first, are they 16-bit halves?"""
     dim, start, halves = columns
-    total, step, left, end = 0, 1 << LOW, start, start + matrix.shape[1]
+    step, left, end = 1 << LOW, start, start + matrix.shape[1]
+    total: torch.Tensor | None = None
     while left < end:
         n_whole = (end - left) // step if left % step == 0 and len(matrix) == 1 and not halves else 0
         if n_whole:  # a long row: its ranges are rows of a matrix
-            part = matrix[0, left - start :][: n_whole * step].view(n_whole, step)
-            total += int(rows) * _sum(part, _drawn(2 * dim, left >> LOW, n_whole).to(matrix.device), _low(dim), None)
-            left += n_whole * step
-            continue
-        right = min(left - left % step + step, end)
-        mask = _mask(left, right - left) if halves else None
-        total += _sum(matrix[:, left - start : right - start], rows, _last_keys(dim, left, right - left, halves), mask)
+            right = left + n_whole * step
+            whole = matrix[0, left - start : right - start].view(n_whole, step)
+            part = rows[0] * _sum(whole, keys.drawn(2 * dim, left >> LOW, n_whole), keys.low(dim), None)
+        else:
+            right = min(left - left % step + step, end)
+            mask = keys.mask(left, right - left) if halves else None
+            part = _sum(matrix[:, left - start : right - start], rows, keys.last(dim, left, right - left, halves), mask)
+        total = part if total is None else total + part
         left = right
+    assert total is not None, "a box without elements has no sum"
     return total
 
 
-def _sum(words: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, mask: torch.Tensor | None) -> int:
-    """Sum of rows[i] x words[i, j] x columns[j], in blocks that stay in the cache. `mask`: the bits of a word that count."""
-    columns, mask = columns.to(words.device), mask if mask is None else mask.to(words.device)
-    height = max(1, BLOCK // columns.numel())
+def _sum(words: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Sum of rows[i] x words[i, j] x columns[j], in blocks: on a CPU of such a size that they stay in the cache. `mask`: the
+    bits of a word that count."""
+    on_cpu = in_cache(words.device)
+    height = max(1, (BLOCK if on_cpu else DEVICE_BLOCK) // columns.numel())
     buffer = torch.empty((min(height, rows.numel()), columns.numel()), dtype=torch.int64, device=words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for top in range(0, rows.numel(), height):
@@ -89,9 +172,9 @@ def _sum(words: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, mask: t
         part = buffer[: block.shape[0]].copy_(block)
         if mask is not None:
             part &= mask
-        sums = torch.mv(part, columns) if part.device.type == "cpu" else part.mul_(columns).sum(1)
+        sums = torch.mv(part, columns) if on_cpu else part.mul_(columns).sum(1)
         total += (sums * rows[top : top + height]).sum()
-    return int(total)
+    return total
 
 
 def _words(box: Box, data: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
@@ -110,45 +193,22 @@ def _words(box: Box, data: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
     return bits, start, True
 
 
-def _outer(keys: list[torch.Tensor]) -> torch.Tensor:
+def _outer(keys: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Products of one key of each dimension, in row-major order."""
-    out = torch.ones(1, dtype=torch.int64)
+    out = torch.ones(1, dtype=torch.int64, device=device)
     for key in keys:
         out = (out[:, None] * key[None, :]).view(-1)
     return out
 
 
-def _last_keys(dim: int, start: int, n: int, halves: bool) -> torch.Tensor:
-    """int64 [n]: keys of the words, or of the 16-bit halves, start..start+n-1 along the last dimension."""
-    if not halves:
-        return _keys(dim, start, n)
-    pairs = _keys(dim, start // 2, (start + n + 1) // 2 - start // 2)
-    return torch.stack([pairs, pairs << 16], dim=1).view(-1)[start % 2 :][:n]
-
-
-def _mask(start: int, n: int) -> torch.Tensor:
-    """int64 [n]: of 16-bit halves, the lower one of a word (an even index) counts without its sign."""
-    return torch.where(torch.arange(start, start + n) % 2 == 0, 0xFFFF, -1)
-
-
-def _keys(dim: int, start: int, n: int) -> torch.Tensor:
-    """int64 [n]: keys of the indices start..start+n-1 along dimension `dim`, all odd."""
-    first, end = start >> LOW, (start + n - 1 >> LOW) + 1
-    high = _drawn(2 * dim, first, end - first)
-    if first + 1 == end:
-        at = start - (first << LOW)
-        return _low(dim)[at : at + n] * high
-    return (high[:, None] * _low(dim)[None, :]).view(-1)[start - (first << LOW) :][:n]
-
-
 @lru_cache(maxsize=16)
 def _low(dim: int) -> torch.Tensor:
-    return _drawn(2 * dim + 1, 0, 1 << LOW)
+    return _drawn(2 * dim + 1, 0, 1 << LOW, torch.device("cpu"))
 
 
-def _drawn(stream: int, start: int, n: int) -> torch.Tensor:
+def _drawn(stream: int, start: int, n: int, device: torch.device) -> torch.Tensor:
     """int64 [n]: odd numbers, SplitMix64 (Steele, Lea, Flood 2014) of the index with a seed per stream."""
-    at = torch.arange(start + 1, start + 1 + n, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
+    at = torch.arange(start + 1, start + 1 + n, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
     at = at + _name_key(f"elastic digest {stream}")
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         at = (at ^ ((at >> shift) & ((1 << 64 - shift) - 1))) * _signed(factor)

@@ -32,7 +32,7 @@ class _Flight:
 
     number: int
     own: HostCopy
-    incoming: dict[int, tuple[Lease, Tensors]]
+    incoming: dict[int, Lease]
     began_s: float
     pace: Pace
     quit: threading.Event = field(default_factory=threading.Event)
@@ -74,7 +74,7 @@ class PeerCopies:
         self.acknowledged_step = -1
         self.n_started = self.n_given_up = 0
         self._next = 0
-        self._hands = Hands(1 + len(self.kept), "peer-copy") if self.on else None
+        self._hands = Hands(1 + len(self.kept), "peer-copy", host.device) if self.on else None
         self._busy_s: list[float] = []
         self._calm_s: list[float] = []
 
@@ -116,10 +116,7 @@ class PeerCopies:
         own = self.host.take(step)
         if own is None:
             raise InternalError(f"rank {self.rank} said that it could copy step {step}, and has no free buffer")
-        incoming = {}
-        for sender, theirs in self.kept.items():
-            lease = self.host.memory.lease(flat_bytes(theirs))
-            incoming[sender] = (lease, flat_views(theirs, lease.buffer))
+        incoming = {sender: self.host.memory.lease(flat_bytes(theirs)) for sender, theirs in self.kept.items()}
         if self.n_started < 2:
             self.host.memory.trim()  # what the generation before has left and this one cannot use
         flight = _Flight(self.n_started, own, incoming, began_s, Pace(self.plan.copy_bytes_per_s))
@@ -128,7 +125,7 @@ class PeerCopies:
         wire = self.wire(flight.number)
         flight.left = 1 + len(incoming)
         self._begin(flight, lambda: self._send(flight, wire))
-        for sender, (lease, _) in incoming.items():
+        for sender, lease in incoming.items():
             self._begin(flight, lambda lease=lease, sender=sender: receive_boxes(lease.buffer, wire, sender))  # type: ignore[misc]
         flight.stall_s = time.monotonic() - began_s
 
@@ -192,7 +189,8 @@ class PeerCopies:
 
     def _held(self, flight: _Flight) -> list[Held]:
         own = self._holds(self.rank, flight.step, flight.own.wait(), flight.own.lease)
-        return [own, *(self._holds(r, flight.step, views, lease) for r, (lease, views) in flight.incoming.items())]
+        theirs = {r: flat_views(self.kept[r], lease.buffer) for r, lease in flight.incoming.items()}
+        return [own, *(self._holds(r, flight.step, theirs[r], lease) for r, lease in flight.incoming.items())]
 
     def _holds(self, rank: int, step: int, tensors: Tensors, lease: Lease) -> Held:
         plan = self.plan
@@ -207,7 +205,7 @@ class PeerCopies:
         flight.pace.hurry.set()
         if flight.over.wait(QUIT_MOST_S):  # else a thread still writes: the buffers are left to the garbage collector
             flight.own.release()
-            for lease, _ in flight.incoming.values():
+            for lease in flight.incoming.values():
                 lease.release()
 
     def close(self) -> None:

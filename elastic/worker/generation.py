@@ -18,7 +18,7 @@ from elastic.data.streams import Stream
 from elastic.errors import InternalError
 from elastic.mesh import axes_of
 from elastic.rank_times import RankTimes
-from elastic.reshard.shards import RNG
+from elastic.reshard.shards import RNG, boxes
 from elastic.types import Evaluated, GuardTripped, NoiseSeen, PlanEntered, Probed, SharesSet
 from elastic.worker.calls import count_of
 from elastic.worker.commit import Commit, step_done
@@ -27,7 +27,7 @@ from elastic.worker.copy_stream import GroupWire
 from elastic.worker.equal_results import EqualResults
 from elastic.worker.groups import Groups
 from elastic.worker.guards import MEMORY, Trip
-from elastic.worker.host_copy import HostCopies, HostCopy, Lease
+from elastic.worker.host_copy import HostCopies, HostCopy, Lease, flat_bytes
 from elastic.worker.offender import Offender, Tripped
 from elastic.worker.options import needs_fsdp
 from elastic.worker.probe import Probe
@@ -79,6 +79,7 @@ class Generation:
         """Returns when every participant has what it needs. Raises what the groups raise when a participant goes away."""
         place, order = self.place, self.order
         place.at_phase("waiting", 0)
+        self._reserve()
         self.groups.join(order.store, order.me, len(order.participants), order.timeout_s, order.secret)
         self._lap("groups")
         takeover = Takeover(place, order, self.groups)
@@ -98,6 +99,15 @@ class Generation:
         self._lap("transfer")
         self._tell_probe(self._probe_entry())
         self._start(taken)
+
+    def _reserve(self) -> None:
+        """Host buffers for the first copies, where allocating them takes long: while the groups and the state are made."""
+        place, plan = self.place, self.plan
+        if self.rank is None or not place.host_memory.pinned:
+            return
+        senders = [rank for rank, keepers in enumerate(plan.copies_to) if self.rank in keepers]
+        mine = [boxes(place.profile, plan.layout, plan.layers, rank) for rank in (self.rank, *senders)]
+        place.background(place.host_memory.reserve, [flat_bytes(theirs) for theirs in mine])
 
     def _probe_entry(self) -> Probed | None:
         """Does this layout compute what the one before did? Every participant is here, with all boxes of both."""
@@ -150,7 +160,7 @@ class Generation:
                 place.keep([h for h in place.held if h.generation == plan.generation])
             after = host.take(state.step) if plan.resume.source != "fresh" else None
         if plan.resume.source != "fresh":
-            check = place.background(self._check, taken, after, leases)
+            check = place.check(self._check, taken, after, leases)
             if state is None:
                 check.result()  # this worker may be gone soon
 

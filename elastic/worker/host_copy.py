@@ -16,25 +16,28 @@ import torch
 
 from elastic.errors import InternalError
 from elastic.types import Box
+from elastic.worker.side_stream import SideStream, boundary, on_device, waitable
 from elastic.worker.train_state import Tensors
 
+CPU = torch.device("cpu")
 ALIGN = 8  # each box starts at a multiple of so many bytes
 
 
 class Hands:
     """Threads that wait for work. Starting a thread waits until it was scheduled, which takes milliseconds on a busy machine;
-    handing work to one that is there does not."""
+    handing work to one that is there does not. `device`: their current one."""
 
-    def __init__(self, n: int, name: str) -> None:
+    def __init__(self, n: int, name: str, device: torch.device = CPU) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._n = n
+        self._n, self._device = n, device
         for _ in range(n):
             threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-            del work  # or its buffers live until the next
+        with on_device(self._device):
+            while (work := self._work.get()) is not None:
+                work()
+                del work  # or its buffers live until the next
 
     def do(self, work: Callable[[], None]) -> None:
         self._work.put(work)
@@ -46,12 +49,21 @@ class Hands:
 
 
 class Lease:
-    """A host buffer in use: uint8 [n_bytes]. Given back by its last user it is used again; only dropped, it is freed."""
+    """A host buffer in use. Given back by its last user it is used again; only dropped, it is freed."""
 
-    def __init__(self, memory: HostMemory, whole: torch.Tensor, n_bytes: int) -> None:
-        self._memory, self._whole = memory, whole
-        self.buffer = whole[:n_bytes]
+    def __init__(self, memory: HostMemory, n_bytes: int, whole: torch.Tensor | None = None) -> None:
+        self._memory, self._whole, self.n_bytes = memory, whole, n_bytes
         self._users = 1
+        self._making = threading.Lock()
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """uint8 [n_bytes]. Pinned memory that was not there yet is allocated here, which takes up to 0.4 s/GB: not on the
+        training thread."""
+        with self._making:
+            if self._whole is None:
+                self._whole = self._memory.make(self.n_bytes)
+            return self._whole[: self.n_bytes]
 
     @property
     def in_use(self) -> bool:
@@ -70,31 +82,74 @@ class Lease:
             if not self._users:
                 raise InternalError("a host buffer was given back twice")
             self._users -= 1
-            if not self._users:
+            if not self._users and self._whole is not None:
                 self._memory.free.append(self._whole)
 
 
 class HostMemory:
-    """The host buffers of a worker process. Fresh pages cost several times as much as warm ones, so buffers are used again."""
+    """The host buffers of a worker process. Fresh pages cost several times as much as warm ones, so buffers are used again.
+
+    `pinned`: for copies from and to a GPU. Pinning takes long, so such a buffer is allocated by the thread that first needs its
+    bytes, or ahead by `reserve`."""
 
     def __init__(self, pinned: bool = False) -> None:
         self.pinned = pinned
         self.free: list[torch.Tensor] = []
         self.lock = threading.Lock()
+        self._allocating = threading.Lock()
+        self._owed = 0  # leases without a buffer yet
 
     def lease(self, n_bytes: int) -> Lease:
         """The smallest free buffer that is large enough; else a new one, and the free ones, which are too small, are let go."""
         with self.lock:
-            fitting = [i for i, whole in enumerate(self.free) if whole.numel() >= n_bytes]
-            if fitting:
-                return Lease(self, self.free.pop(min(fitting, key=lambda i: self.free[i].numel())), n_bytes)
-            self.free.clear()
-        return Lease(self, torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.pinned), n_bytes)
+            whole = self._fitting(n_bytes)
+            if whole is None and self.pinned:
+                self._owed += 1
+                return Lease(self, n_bytes)
+            if whole is None:
+                self.free.clear()
+        return Lease(self, n_bytes, self._allocate(n_bytes) if whole is None else whole)
+
+    def make(self, n_bytes: int) -> torch.Tensor:
+        """The buffer of a lease that has none; one that is reserved meanwhile is waited for."""
+        with self._allocating:
+            with self.lock:
+                self._owed -= 1
+                whole = self._fitting(n_bytes)
+                if whole is not None:
+                    return whole
+                self.free.clear()
+            return self._allocate(n_bytes)
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Allocates ahead, so that leases of these sizes find their buffers; where it does, other free ones are let go."""
+        with self._allocating:
+            with self.lock:
+                kept, missing = [], []
+                for n_bytes in sorted(sizes, reverse=True):
+                    whole = self._fitting(n_bytes)
+                    if whole is None:
+                        missing.append(n_bytes)
+                    else:
+                        kept.append(whole)
+                self.free = kept if missing else [*kept, *self.free]
+            for n_bytes in missing:
+                whole = self._allocate(n_bytes)
+                with self.lock:
+                    self.free.append(whole)
+
+    def _fitting(self, n_bytes: int) -> torch.Tensor | None:
+        fitting = [i for i, whole in enumerate(self.free) if whole.numel() >= n_bytes]
+        return self.free.pop(min(fitting, key=lambda i: self.free[i].numel())) if fitting else None
+
+    def _allocate(self, n_bytes: int) -> torch.Tensor:
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.pinned)
 
     def trim(self) -> None:
-        """Lets all free buffers go."""
+        """Lets all free buffers go, but those that a lease is about to take."""
         with self.lock:
-            self.free.clear()
+            if not self._owed:
+                self.free.clear()
 
 
 def flat_bytes(mine: Sequence[Box]) -> int:
@@ -122,6 +177,7 @@ class HostCopy:
         self.whole = False
         self.error: BaseException | None = None
         self.on_device: torch.cuda.Event | None = None
+        self.early: dict[str, torch.Tensor] = {}  # boxes that change before they can be copied, as they were
 
     def wait(self, timeout_s: float | None = None) -> Tensors:
         """The boxes, once all of them are there. Raises InternalError when they could not be copied."""
@@ -135,7 +191,7 @@ class HostCopy:
 
     @property
     def n_bytes(self) -> int:
-        return self.lease.buffer.numel()
+        return self.lease.n_bytes
 
     def retain(self) -> HostCopy:
         self.lease.retain()
@@ -148,18 +204,21 @@ class HostCopy:
 class HostCopies:
     """The host copies of one rank in one generation, at most `limit` of them in use at a time. Used by its training thread.
 
-    `volatile`: names of boxes that change before the optimizer does (buffers, RNG).
+    `volatile`: names of boxes that change before the optimizer does (buffers, RNG). `device`: that of the tensors; default:
+    the GPU on which any of them lies, else the CPU.
     """
 
-    def __init__(self, memory: HostMemory, tensors: Tensors, volatile: frozenset[str], limit: int = 2) -> None:
+    def __init__(
+        self, memory: HostMemory, tensors: Tensors, volatile: frozenset[str], limit: int = 2, device: torch.device | None = None
+    ) -> None:
         self.memory, self.live, self.volatile, self.limit = memory, tensors, volatile, limit
         self.mine = [box for box, _ in tensors.values()]
         self._leases: list[weakref.ref[Lease]] = []
         self._filling: HostCopy | None = None
         self._newest: weakref.ref[HostCopy] | None = None
-        self._cuda = any(tensor.is_cuda for _, tensor in tensors.values())
-        self._stream: torch.cuda.Stream | None = None
-        self._hands = Hands(1, "host-copy")
+        self.device = device or next((tensor.device for _, tensor in tensors.values() if tensor.is_cuda), CPU)
+        self._side = SideStream(self.device)
+        self._hands = Hands(1, "host-copy", self.device)
 
     @property
     def available(self) -> bool:
@@ -180,27 +239,28 @@ class HostCopies:
             return None
         self.settle()
         lease = self.memory.lease(flat_bytes(self.mine))
-        copy = HostCopy(step, lease, flat_views(self.mine, lease.buffer))
+        copy = HostCopy(step, lease, {})
         self._leases.append(weakref.ref(lease))
         self._newest = weakref.ref(copy)
-        for fqn in self.volatile & self.live.keys():
-            copy._tensors[fqn][1].copy_(self.live[fqn][1])
-        boundary = None
-        if self._cuda:
-            boundary = torch.cuda.Event()
-            boundary.record()
+        if self.device.type == "cuda":  # the buffer may not be there yet, and the host need not wait
+            copy.early = {fqn: self.live[fqn][1].clone() for fqn in self.volatile & self.live.keys()}
+        else:
+            copy._tensors = flat_views(self.mine, lease.buffer)
+            for fqn in self.volatile & self.live.keys():
+                copy._tensors[fqn][1].copy_(self.live[fqn][1])
+        at = boundary(self.device)
         self._filling = copy
-        self._hands.do(lambda: self._fill(copy, boundary))
+        self._hands.do(lambda: self._fill(copy, at))
         return copy
 
     def close(self) -> None:
         """No more copies; one that is under way is finished."""
         self._hands.close()
 
-    def _fill(self, copy: HostCopy, boundary: torch.cuda.Event | None) -> None:
+    def _fill(self, copy: HostCopy, at: torch.cuda.Event | None) -> None:
         try:
-            if boundary is not None:
-                self._fill_from_device(copy, boundary)
+            if at is not None:
+                self._fill_from_device(copy, at)
             else:
                 self._copy(copy)
             copy.whole = True
@@ -212,18 +272,16 @@ class HostCopies:
     def _copy(self, copy: HostCopy, non_blocking: bool = False) -> None:
         with torch.no_grad():
             for fqn, (_, into) in copy._tensors.items():
-                if fqn not in self.volatile:
-                    into.copy_(self.live[fqn][1], non_blocking=non_blocking)
+                if fqn not in self.volatile or fqn in copy.early:
+                    into.copy_(copy.early.get(fqn, self.live[fqn][1]), non_blocking=non_blocking)
 
-    def _fill_from_device(self, copy: HostCopy, boundary: torch.cuda.Event) -> None:
+    def _fill_from_device(self, copy: HostCopy, at: torch.cuda.Event) -> None:
         """On a stream of its own, behind the boundary; `filled` then means: all copies are queued."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(boundary)
+        copy._tensors = flat_views(self.mine, copy.lease.buffer)
+        with self._side.behind(at) as stream:
+            assert stream is not None
             self._copy(copy, non_blocking=True)
-            copy.on_device = torch.cuda.Event()
-            copy.on_device.record(self._stream)
+            copy.on_device = waitable(stream)
 
     def settle(self) -> float:
         """Before the live tensors change: waits until the copy under way has read them. Returns the seconds waited."""
@@ -233,5 +291,5 @@ class HostCopies:
         began = time.monotonic()
         copy.filled.wait()
         if copy.on_device is not None:
-            torch.cuda.current_stream().wait_event(copy.on_device)  # the device waits, the host does not
+            torch.cuda.current_stream(self.device).wait_event(copy.on_device)  # the device waits, the host does not
         return time.monotonic() - began

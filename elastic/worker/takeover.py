@@ -14,9 +14,11 @@ from elastic.reshard.shards import EXTRA, LOSS_SCALE, owned_boxes, state_specs
 from elastic.reshard.transfers import check_cover, holders_of, plan_transfers
 from elastic.types import Box, DigestPart, TensorSpec, Transfer
 from elastic.worker import durable
-from elastic.worker.content import digest
+from elastic.worker.content import digest, digest_of
 from elastic.worker.groups import Groups
 from elastic.worker.guards import MEMORY
+from elastic.worker.host_copy import flat_bytes, flat_views
+from elastic.worker.side_stream import boundary, waitable
 from elastic.worker.train_state import Held, Tensors, TrainState, region
 from elastic.worker.transfer import Moved, carry_out
 from elastic.worker.workplace import EnterOrder, Workplace
@@ -35,6 +37,7 @@ class Taken:
     n_bytes: int = 0  # measured: received by all workers together (or read from storage by this one)
     peak_bytes: int = 0  # measured: of the worker that needed most beyond its new state
     stored_digest: int | None = None
+    behind: torch.cuda.Event | None = None  # on a GPU, behind all that has been done to the boxes in `given`
 
 
 @dataclass
@@ -49,12 +52,13 @@ class Takeover:
     _before_bytes: int = 0  # on the device before room was made
 
     def make_room(self) -> None:
-        """Where old and new shard do not fit the device together (`Move.via` = host): the old boxes go to host memory, one
-        tensor after the other. Before the new state is built."""
+        """Where old and new shard do not fit the device together (`Move.via` = host): the old boxes go to a buffer in host
+        memory. Before the new state is built."""
         place, move = self.place, self.order.plan.move
         self._before_bytes = device_bytes(place.held)
         if move is not None and move.via == "host":
-            place.held = [one if one.kind != "live" or one.on_host else _to_host(one) for one in place.held]
+            place.wait_for_checks()  # one may still read old boxes
+            place.held = [one if one.kind != "live" or one.on_host else _to_host(one, place) for one in place.held]
 
     def run(self, state: TrainState | None) -> Taken:
         """Fills `state` (None: this worker only sends). Returns when every worker has what it needs (fresh and durable: this
@@ -110,7 +114,7 @@ class Takeover:
         new_bytes = storage_bytes(tensor for _, tensor in self.state.tensors.values()) if self.state is not None else 0
         peak_bytes = max(self._before_bytes - new_bytes, old_bytes + moved.staging_bytes)
         n_bytes, peak_bytes = self._told(moved, peak_bytes)
-        return Taken(given, tuple(self._found.values()), n_bytes, peak_bytes)
+        return Taken(given, tuple(self._found.values()), n_bytes, peak_bytes, behind=boundary(place.device))
 
     def _agree_on_step(self) -> int:
         """The boundary at which the old generation stopped: all its ranks must have stopped at the same one."""
@@ -164,15 +168,22 @@ def device_bytes(held: Iterable[Held]) -> int:
     return storage_bytes(t for one in held if one.kind == "live" and not one.on_host for _, t in one.tensors.values())
 
 
-def _to_host(held: Held) -> Held:
-    """The same boxes in host memory. Each storage is given up as soon as it is copied, whoever still refers to it; where the
-    host's memory runs out on the way, the boxes that were not reached are still where they were."""
-    for fqn, (box, tensor) in list(held.tensors.items()):
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copy.copy_(tensor)
-        held.tensors[fqn] = (box, copy)
+def _to_host(held: Held, place: Workplace) -> Held:
+    """The same boxes in a leased host buffer. Their storages are given up once all of them are copied, whoever still refers to
+    them; where that fails, because the host's memory runs out for one, the boxes are still where they were."""
+    boxes = [box for box, _ in held.tensors.values()]
+    lease = place.host_memory.lease(flat_bytes(boxes))
+    views = flat_views(boxes, lease.buffer)
+    with torch.no_grad(), place.side.behind(boundary(place.device)) as stream:
+        for fqn, (_, tensor) in held.tensors.items():
+            views[fqn][1].copy_(tensor, non_blocking=stream is not None)
+        done = waitable(stream) if stream is not None else None
+    if done is not None:
+        done.synchronize()
+    for fqn, (_, tensor) in list(held.tensors.items()):
+        held.tensors[fqn] = views[fqn]
         tensor.untyped_storage().resize_(0)
-    return replace(held, on_host=True)
+    return replace(held, on_host=True, lease=lease)
 
 
 # ------------------------------------------------------------------------------------------------ proof
@@ -186,7 +197,8 @@ def check_digest(place: Workplace, order: EnterOrder, taken: Taken, after: Tenso
     shapes: dict[str, tuple[int, ...]] = {spec.fqn: spec.shape for spec in state_specs(profile)}
     old = taken.stored_digest
     if taken.given is not None:
-        old = sum(digest({box.fqn: (box, part)}, shapes, (box.fqn,)) for box, part in taken.given) % (1 << 64)
+        with place.side.behind(taken.behind):
+            old = digest_of(taken.given, shapes)
     new, n_bytes = None, 0
     if after is not None:
         mine = [b for b, _ in after.values()]

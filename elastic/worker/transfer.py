@@ -4,6 +4,10 @@ A region that is contiguous is sent from where it lies and received where it bel
 through staging buffers of bounded size. Round k is the k-th message of every pair; a participant waits for round k only when
 it has posted that round of all its pairs, so that nobody waits in a ring, and no barrier stands between rounds.
 The sums of a pair travel in one message behind its last one.
+
+Where the wire takes CUDA memory (`Sizes.grouped`) a round is several lanes, each one group of operations with few peers. Every
+message belongs to one (k, lane), and everyone posts and waits in the order of these: the first that is not finished has been
+posted by both ends, or will be. The host does not wait on the way: sums are added up on the device and read once, at the end.
 """
 
 from __future__ import annotations
@@ -12,18 +16,30 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import groupby, pairwise
 
 import torch
 import torch.distributed as dist
 
 from elastic.errors import StateLost
-from elastic.reshard.chunks import ALIGN, STAGING_BYTES, chunk_bytes, message_bytes, messages, padded, split, staging_bytes
+from elastic.reshard.chunks import (
+    ALIGN,
+    STAGING_BYTES,
+    Sizes,
+    chunk_bytes,
+    lane,
+    message_bytes,
+    messages,
+    padded,
+    sizes_of,
+    split,
+    staging_bytes,
+)
 from elastic.types import Transfer
 
 AHEAD = 256  # rounds in flight; what needs no staging takes no memory there
-OWN_BYTES = 16 << 20  # of the own memory's copies, between two looks at the wire
 WORD = 8
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Region = Callable[[Transfer], torch.Tensor]
 Message = list[Transfer]
@@ -46,7 +62,14 @@ class _Stream:
     peer: int
     sends: bool
     messages: list[Message]
+    lane: int = 0
     sums: list[int] = field(default_factory=list)
+    n_summed: int = 0  # grouped: the sums are in a tensor of the exchange,
+    first: int = 0  # from this element on
+
+    def part(self, sums: torch.Tensor) -> torch.Tensor:
+        """This stream's sums, a view."""
+        return sums[self.first : self.first + len(self.messages)]
 
 
 @dataclass
@@ -70,15 +93,22 @@ class _Flight:
 
 
 def carry_out(
-    transfers: Sequence[Transfer], me: int, read: Region, write: Region, group: dist.ProcessGroup, device: torch.device
+    transfers: Sequence[Transfer],
+    me: int,
+    read: Region,
+    write: Region,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    sizes: Sizes | None = None,
 ) -> Moved:
     """Moves every region from its source to its destination.
 
     `transfers`: those of participant `me` at least; `read(transfer)` gives the source region, `write(transfer)` the destination
-    region (views). `device`: what the wire takes (cpu = gloo, cuda = NCCL); regions elsewhere are staged there. Raises
-    StateLost, naming the chunk, when a sum is wrong.
+    region (views). `device`: what the wire takes (cpu = gloo, cuda = NCCL); regions elsewhere are staged there. `sizes`: those
+    of the device, where they are not given; the same for every participant. Raises StateLost, naming the chunk, when a sum is
+    wrong.
     """
-    return _Exchange(transfers, me, (read, write), (group, device)).run()
+    return _Exchange(transfers, me, (read, write), (group, device), sizes or sizes_of(device.type)).run()
 
 
 _spare: list[torch.Tensor] = []  # staging buffers in host memory stay for the next move: memory that was touched before is fast
@@ -98,14 +128,23 @@ class _Exchange:
         me: int,
         regions: tuple[Region, Region],
         wire: tuple[dist.ProcessGroup, torch.device],
+        sizes: Sizes,
     ) -> None:
-        self.me, (self.read, self.write), (self.group, self.device) = me, regions, wire
+        self.me, (self.read, self.write), (self.group, self.device), self.sizes = me, regions, wire, sizes
         n = dist.get_world_size(self.group)
-        self.most_staged, self.chunk_bytes = staging_bytes(n), chunk_bytes(n)
-        self.streams = _streams(transfers, me, self.chunk_bytes)
-        self.spare = _spare if self.device.type == "cpu" else []
-        self.own = _own(transfers, me)
+        self.most_staged, self.chunk_bytes = staging_bytes(n, sizes), chunk_bytes(n, sizes)
+        self.streams = _streams(transfers, me, (n, self.chunk_bytes, sizes))
+        self.own = _own(transfers, me, sizes.own_bytes)
         self.own_bytes = self.staged = self.peak_staged = 0
+        self.spare: list[torch.Tensor] = []
+        if sizes.grouped:
+            self.chunk_bytes = max((message_bytes(m) for stream in self.streams for m in stream.messages), default=0)
+            for before, stream in pairwise(self.streams):
+                stream.first = before.first + len(before.messages)
+            n_messages = sum(len(stream.messages) for stream in self.streams)
+            self.sums = torch.zeros(n_messages, dtype=torch.int64, device=self.device)
+        elif self.device.type == "cpu":
+            self.spare = _spare
 
     def run(self) -> Moved:
         flying: deque[list[_Flight]] = deque()
@@ -129,9 +168,16 @@ class _Exchange:
 
     def _rounds(self) -> Iterator[list[_Flight]]:
         """Receives first, so that what arrives finds its place."""
-        streams = sorted(self.streams, key=lambda stream: (stream.sends, (stream.peer - self.me) % (1 << 30)))
-        for round_ in zip_longest(*(stream.messages for stream in streams)):
-            yield [self._flight(stream, message) for stream, message in zip(streams, round_, strict=True) if message]
+        lanes = self._lanes()
+        for k in range(max((len(stream.messages) for stream in self.streams), default=0)):
+            for streams in lanes:
+                if round_ := [self._flight(stream, stream.messages[k]) for stream in streams if k < len(stream.messages)]:
+                    yield round_
+
+    def _lanes(self) -> list[list[_Stream]]:
+        """All streams, in the order in which their messages of a round are posted."""
+        streams = sorted(self.streams, key=lambda stream: (stream.lane, stream.sends, (stream.peer - self.me) % (1 << 30)))
+        return [list(streams) for _, streams in groupby(streams, key=lambda stream: stream.lane)]
 
     def _flight(self, stream: _Stream, message: Message) -> _Flight:
         region = None
@@ -157,17 +203,17 @@ class _Exchange:
                 flight.buffer = self._staging()
                 self.staged += self.chunk_bytes
                 if flight.stream.sends:
-                    pack(flight.message, self.read, flight.buffer)
+                    pack(flight.message, self.read, flight.buffer, self.sizes.grouped)
         self.peak_staged = max(self.peak_staged, self.staged)
         works = self._start([(f.stream, f.data) for f in round_])
         for flight, work in zip(round_, works, strict=True):
             flight.work = work
         for flight in round_:
             if flight.stream.sends:
-                flight.stream.sums.append(sum64(flight.data))
+                self._sum(flight)
 
     def _start(self, wanted: Sequence[tuple[_Stream, torch.Tensor]]) -> list[dist.Work | None]:
-        if self.device.type == "cuda":  # NCCL: in one group, or two peers that start in another order wait for each other
+        if self.sizes.grouped:  # NCCL: in one group, or two peers that start in another order wait for each other
             ops = [dist.P2POp(dist.isend if s.sends else dist.irecv, t, group=self.group, group_peer=s.peer) for s, t in wanted]
             works = dist.batch_isend_irecv(ops) if ops else []
             return [*works, *[None] * (len(wanted) - len(works))]
@@ -183,9 +229,9 @@ class _Exchange:
             if flight.work is not None:
                 flight.work.wait()
             if not flight.stream.sends:
-                flight.stream.sums.append(sum64(flight.data))
+                self._sum(flight)
                 if flight.buffer is not None:
-                    unpack(flight.buffer, flight.message, self.write)
+                    unpack(flight.buffer, flight.message, self.write, self.sizes.grouped)
             if flight.buffer is not None:
                 self.staged -= self.chunk_bytes
                 if len(self.spare) * self.chunk_bytes < self.most_staged:
@@ -193,39 +239,65 @@ class _Exchange:
             flight.buffer = flight.region = None
 
     def _copy_own(self) -> bool:
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        n_bytes = 0
         for transfer in self.own:
-            self.write(transfer).copy_(self.read(transfer))
-            self.own_bytes += transfer.n_bytes
-            return True
-        return False
+            pairs.append((self.write(transfer), self.read(transfer)))
+            n_bytes += transfer.n_bytes
+            if not self.sizes.grouped or n_bytes >= self.sizes.own_bytes:
+                break
+        copy_all(pairs, self.sizes.grouped)
+        self.own_bytes += n_bytes
+        return bool(pairs)
+
+    def _sum(self, flight: _Flight) -> None:
+        stream = flight.stream
+        if self.sizes.grouped:
+            sum_into(self.sums[stream.first + stream.n_summed], flight.data)
+            stream.n_summed += 1
+        else:
+            stream.sums.append(sum64(flight.data))
 
     # ------------------------------------------------------------------------------------------ proof
 
     def _compare_sums(self) -> None:
         """Layer (b) of promise 5."""
-        mine = [torch.tensor(stream.sums, dtype=torch.int64, device=self.device) for stream in self.streams]
-        theirs = [m if stream.sends else torch.empty_like(m) for stream, m in zip(self.streams, mine, strict=True)]
-        for work in self._start(list(zip(self.streams, theirs, strict=True))):
-            if work is not None:
-                work.wait()
-        for stream, seen, told in zip(self.streams, mine, theirs, strict=True):
-            if not torch.equal(seen, told):
-                raise _altered(stream, next(i for i, (a, b) in enumerate(zip(seen.tolist(), told.tolist())) if a != b))
+        if not self.sizes.grouped:
+            self.sums = torch.tensor([one for stream in self.streams for one in stream.sums], dtype=torch.int64)
+            for before, stream in pairwise(self.streams):
+                stream.first = before.first + len(before.messages)
+            self.sums = self.sums.to(self.device)
+        theirs = self.sums.clone()
+        for streams in self._lanes():
+            wanted = [(stream, stream.part(self.sums if stream.sends else theirs)) for stream in streams]
+            for work in self._start(wanted):
+                if work is not None:
+                    work.wait()
+        seen, told = torch.stack((self.sums, theirs)).tolist()  # the host waits here, once
+        for stream in self.streams:
+            for k in range(len(stream.messages)):
+                if seen[stream.first + k] != told[stream.first + k]:
+                    raise _altered(stream, k)
 
 
-def _streams(transfers: Sequence[Transfer], me: int, limit: int) -> list[_Stream]:
+def _streams(transfers: Sequence[Transfer], me: int, cut: tuple[int, int, Sizes]) -> list[_Stream]:
+    """`cut`: number of participants, the most bytes of a message, sizes."""
+    n, limit, sizes = cut
     pairs: dict[tuple[int, bool], list[Transfer]] = {}
     for transfer in transfers:
         if transfer.source != transfer.destination and me in (transfer.source, transfer.destination):
             sends = transfer.source == me
             pairs.setdefault((transfer.destination if sends else transfer.source, sends), []).append(transfer)
-    return [_Stream(peer, sends, list(messages(pieces, limit))) for (peer, sends), pieces in sorted(pairs.items())]
+    return [
+        _Stream(peer, sends, list(messages(pieces, limit, sizes)), lane(*((me, peer) if sends else (peer, me)), n, sizes))
+        for (peer, sends), pieces in sorted(pairs.items())
+    ]
 
 
-def _own(transfers: Sequence[Transfer], me: int) -> Iterator[Transfer]:
+def _own(transfers: Sequence[Transfer], me: int, limit: int) -> Iterator[Transfer]:
     for transfer in transfers:
         if transfer.source == me == transfer.destination:
-            yield from split(transfer, OWN_BYTES)
+            yield from split(transfer, limit)
 
 
 def _altered(stream: _Stream, k: int) -> StateLost:
@@ -250,31 +322,58 @@ def _parts(buffer: torch.Tensor, message: Message) -> Iterator[tuple[Transfer, t
         at += padded(piece.n_bytes)
 
 
-def pack(message: Message, read: Region, buffer: torch.Tensor) -> None:
-    """The pieces' bytes one after the other, each at a multiple of 8."""
-    for piece, part in _parts(buffer, message):
-        source = read(piece)
-        part.view(source.dtype).view(source.shape).copy_(source)
-    if len(message) > 1:
+def pack(message: Message, read: Region, buffer: torch.Tensor, together: bool = False) -> None:
+    """The pieces' bytes one after the other, each at a multiple of 8. `together`: as of `copy_all`; then what is between the
+    pieces stays as it is, and goes along."""
+    pairs = ((part, read(piece)) for piece, part in _parts(buffer, message))
+    copy_all([(part.view(source.dtype).view(source.shape), source) for part, source in pairs], together)
+    if len(message) > 1 and not together:
         at = 0
         for piece in message:  # what is between the pieces is summed too
             buffer[at + piece.n_bytes : at + padded(piece.n_bytes)] = 0
             at += padded(piece.n_bytes)
 
 
-def unpack(buffer: torch.Tensor, message: Message, write: Region) -> None:
+def unpack(buffer: torch.Tensor, message: Message, write: Region, together: bool = False) -> None:
     """The inverse of `pack`."""
-    for piece, part in _parts(buffer, message):
-        target = write(piece)
-        target.copy_(part.view(target.dtype).view(target.shape))
+    pairs = ((write(piece), part) for piece, part in _parts(buffer, message))
+    copy_all([(target, part.view(target.dtype).view(target.shape)) for target, part in pairs], together)
+
+
+def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], together: bool) -> None:
+    """Copies the second of each pair into the first; they are of one shape and dtype. `together`: in few kernels where both are
+    contiguous and on one device, and without the host's waiting for any of them; else one by one."""
+    alike: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in pairs:
+        if together and source.device == target.device and source.is_contiguous() and target.is_contiguous():
+            size = source.element_size()
+            for tensor, found in zip((target, source), alike.setdefault(size, ([], [])), strict=True):
+                found.append(tensor.reshape(-1).view(_BITS[size]))
+        else:
+            target.copy_(source, non_blocking=together)
+    for targets, sources in alike.values():
+        torch._foreach_copy_(targets, sources)
+
+
+def sum_into(total: torch.Tensor, data: torch.Tensor) -> None:
+    """The same as `sum64`, written to `total` (int64, no dimension) on the data's device: nobody waits for it."""
+    end = data.numel() // WORD * WORD
+    words = data[:end]
+    if data.data_ptr() % WORD or data.storage_offset() % WORD:  # no view of it as words would be allowed
+        words = words.clone()
+    torch.sum(words.view(torch.int64), dim=0, out=total)
+    if end < data.numel():
+        last = torch.zeros(WORD, dtype=torch.uint8, device=data.device)
+        last[: data.numel() - end] = data[end:]
+        total += last.view(torch.int64)[0]
 
 
 def sum64(data: torch.Tensor) -> int:
     """Sum of the bytes as 64-bit words (the last one filled with zeros), mod 2**64, as a signed number."""
     if data.device.type != "cpu":
-        words = torch.zeros(padded(data.numel()) // WORD, dtype=torch.int64, device=data.device)
-        words.view(torch.uint8)[: data.numel()] = data
-        return int(words.sum())
+        on_device = torch.zeros((), dtype=torch.int64, device=data.device)
+        sum_into(on_device, data)
+        return int(on_device)
     n_words, rest = divmod(data.numel(), WORD)
     total = 0
     if n_words:  # the bytes may start anywhere: no view of the tensor as int64 would be allowed

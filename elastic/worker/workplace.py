@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from elastic.worker.extra_state import ExtraState
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.host_copy import HostMemory
 from elastic.worker.saving import Saving
+from elastic.worker.side_stream import SideStream, run_on
 from elastic.worker.train_state import Held
 
 if TYPE_CHECKING:
@@ -54,10 +55,12 @@ class Workplace:
     device: torch.device
     report: Callable[[Event], None]
     at_phase: Callable[[str, int], None]  # phase, step: tells the outside that this worker gets on
-    background: Callable[..., Future[Any]]  # runs a function behind the steps
+    background: Callable[..., Future[Any]]  # runs a function behind the steps, on `device`
     held: list[Held] = field(default_factory=list)
     saving: Saving = field(init=False)
     host_memory: HostMemory = field(init=False)
+    side: SideStream = field(init=False)  # of what is done beside the steps
+    checks: list[Future[Any]] = field(default_factory=list)  # digest checks that may still read old boxes
     block_inputs: list[torch.Tensor | None] = field(default_factory=list)  # per block, of one sample; for rehearsals
     sample: SampleProfile | None = None  # on the first worker of a node
     extra: ExtraState = field(init=False)
@@ -74,6 +77,9 @@ class Workplace:
         self.saving = Saving(self)
         self.extra = ExtraState(self.program.extra_state)
         self.host_memory = HostMemory(pinned=self.device.type == "cuda")
+        self.side = SideStream(self.device)
+        submit = self.background
+        self.background = lambda work, *arguments: submit(run_on(self.device, work), *arguments)
 
     def keep(self, held: list[Held]) -> None:
         """From now on only these are held; the host buffers of the others are free again.
@@ -93,6 +99,17 @@ class Workplace:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             self.background(trim)
+
+    def check(self, work: Callable[..., None], *arguments: Any) -> Future[Any]:
+        """Runs a check of boxes behind the steps; `wait_for_checks` waits for it."""
+        self.checks = [one for one in self.checks if not one.done()]
+        self.checks.append(self.background(work, *arguments))
+        return self.checks[-1]
+
+    def wait_for_checks(self) -> None:
+        """Until nothing behind the steps reads boxes of earlier generations. What a check raised is not raised here."""
+        wait(self.checks)
+        self.checks.clear()
 
     def find(self, generation: int, rank: int, step: int) -> Held:
         """Boxes held here for that rank. Raises StateLost when there are none."""

@@ -75,6 +75,15 @@ def test_peak_is_one_shard_and_the_staging_or_the_larger_shard() -> None:
     assert back.via == "host" and back.peak_bytes == max(SHARD - 16 + CHUNK_BYTES, STAGING_BYTES)
 
 
+def test_peak_on_gpus_counts_their_staging() -> None:
+    """1 GiB of buffers on each GPU, or one message of 128 MiB beside the larger shard."""
+    two: Cut = (Layout(dp_shard=2), ())
+    device = forecast(MODEL, FOUR, two, live(4), NODES, (Room(device_type="cuda"), Pace()))
+    assert (device.via, device.peak_bytes) == ("device", SHARD + (1 << 30))
+    tight = Room(3 * SHARD + (1 << 30) - MIB, device_type="cuda")
+    assert forecast(MODEL, FOUR, two, live(4), NODES, (tight, Pace())).via == "host"
+
+
 def test_what_the_steps_need_counts_too() -> None:
     """The old state stays until its content was compared behind the first steps: activations need their place beside it."""
     room = Room(memory_bytes=100 * MIB, running_bytes=80 * MIB)

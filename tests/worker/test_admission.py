@@ -60,6 +60,23 @@ def test_another_version_is_refused_before_anything_else_is_done(name: str, back
         checks.begin(lambda *_: pytest.fail("something was begun"))
 
 
+@pytest.mark.parametrize(
+    ("value", "linked", "n_visible", "refused"),
+    [("1", False, 8, True), ("true", False, 2, True), ("1", True, 8, False), ("1", False, 1, False), ("0", False, 8, False)],
+)
+def test_workers_that_would_share_the_first_gpu(
+    value: str, linked: bool, n_visible: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray can be told to show every worker all GPUs: the second worker of a node says so before anything else is done."""
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_visible)
+    monkeypatch.setattr(admission, "free_gpu_bytes", lambda device: 1 << 30)
+    checks = Checks(Entry(Terms(gpu_bytes=2 << 30)), torch.device("cuda", 0), linked)
+    why = f"^RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.* all {n_visible} GPUs" if refused else "GPU's memory are free"
+    with pytest.raises(Refused, match=why):
+        checks.begin(lambda *_: pytest.fail("something was begun"))
+
+
 def test_memory_that_is_not_there(background: Callable[..., Any]) -> None:
     free = free_host_bytes()
     assert 0 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from elastic.worker import allocator
 from elastic.worker.allocator import settle_cuda_allocator
 
 HOLE = """
@@ -36,7 +39,7 @@ def test_cuda_is_asked_for_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     settle_cuda_allocator()
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True,pinned_max_cached_size_mb:64"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
     settle_cuda_allocator()
     assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native"
@@ -44,6 +47,21 @@ def test_cuda_is_asked_for_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
     settle_cuda_allocator()
     assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+def test_a_torch_that_does_not_know_the_limit_on_pinned_memory_is_not_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its CUDA build would refuse to start. The installed one knows it."""
+    assert allocator.knows_pinned_setting()
+    header = tmp_path / "include" / "c10" / "core" / "AllocatorConfig.h"
+    header.parent.mkdir(parents=True)
+    monkeypatch.setattr(allocator, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert allocator.cuda_environment() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "there is no header"
+    header.write_text("size_t pinned_use_background_threads();")
+    assert allocator.cuda_environment() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    header.write_text("size_t pinned_max_cached_size();")
+    assert "pinned_max_cached_size_mb:64" in allocator.cuda_environment()["PYTORCH_ALLOC_CONF"]
 
 
 @pytest.mark.e2e

@@ -13,7 +13,9 @@ import torch
 from elastic.errors import StateLost
 from elastic.types import Box, Layout, Move, Plan, Resume, WorkerId
 from elastic.worker import takeover as module
+from elastic.worker.host_copy import HostMemory
 from elastic.worker.session import Session
+from elastic.worker.side_stream import SideStream
 from elastic.worker.takeover import Takeover
 from elastic.worker.train_state import Held
 from elastic.worker.workplace import EnterOrder
@@ -89,7 +91,13 @@ def test_the_old_boxes_leave_the_device_where_both_shards_do_not_fit(via: Any, m
     box = Box("model.w", (0,), (4,), "float32")
     tensors = {kind: torch.arange(4.0) for kind in ("live", "peer")}
     held = [Held(2, 0, 6, kind, Layout(), (), {box.fqn: (box, tensors[kind])}) for kind in ("live", "peer")]  # type: ignore[arg-type]
-    place: Any = SimpleNamespace(held=held)
+    place: Any = SimpleNamespace(
+        held=held,
+        wait_for_checks=lambda: None,
+        host_memory=HostMemory(),
+        side=SideStream(torch.device("cpu")),
+        device=torch.device("cpu"),
+    )
     taking = order(3)
     taking = replace(taking, plan=replace(taking.plan, move=Move(via=via)))
     groups: Any = SimpleNamespace(world=None)
