@@ -241,6 +241,9 @@ class WorkerFailed(Event):
     the gradients of `step` are no numbers. guard: another guard has tripped at `step`. In both cases the step was not applied,
     every rank says the same, and `do` is what the job's guard wants: rollback or stop. layout: the generation has entered, and
     its layout computes another function than the one before (see Probed); every rank says the same, and no step was made.
+    device: its GPU cannot be used any more (a sticky CUDA error, or a critical Xid), while `step` was being done (0 = no step was);
+    the process still serves what it has in host memory. program with `do` = retry: a device-side assert while `step` was being
+    done; the process cannot use its GPU any more.
     """
 
     worker: WorkerId
