@@ -1,9 +1,9 @@
 """What an error in a worker is: of which kind, and in which words it is reported.
 
-A CUDA error is *sticky* when every later call of the process returns it too: the context is gone, and nothing on that GPU can be
-read by this process any more. Such an error is the device's, kind `device`. Three CUDA errors are not: out of memory; a call
-that the runtime refused (wrong arguments, no kernel for this GPU), which is the program's and leaves the context as it was; and a
-device-side assert (an index out of range in a kernel), which is the program's too, though the context is gone.
+A CUDA error is *sticky* when every later call of the process returns it too: the context is gone, and this process can read
+nothing on that GPU any more. Such an error is the device's, kind `device`. Three CUDA errors are not: out of memory; a call
+that the runtime refused (wrong arguments, no kernel for this GPU), which is the program's and leaves the context as it was; and
+a device-side assert (an index out of range in a kernel), which is the program's too, though the context is gone.
 """
 
 from __future__ import annotations

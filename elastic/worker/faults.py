@@ -1,5 +1,5 @@
-"""What a drill lets a worker's device do: compute slowly, stand still, compute wrong numbers, fail; and what it lets layouts do.
-For trials only.
+"""What a drill lets a worker's device do: compute slowly, stand still, compute wrong numbers, fail; and what it lets layouts
+do. For trials only.
 
 The hooks on the model's blocks (elastic/worker/spans.py) ask for it in each pass, so that what is timed, compared and waited
 for is what a device that is really slow, stuck or broken would show.
@@ -59,8 +59,8 @@ class DeviceFaults:
     _now: Slowness = Slowness()
 
     def afflict(self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0, place: str = "forward") -> None:
-        """`slow`, `stall`, `corrupt` or `device_error` (in this one of PLACES), as in a drill; `layout` is its wrong_layout. Raises
-        ValueError for another kind or place."""
+        """`slow`, `stall`, `corrupt` or `device_error` (in this one of PLACES), as in a drill; `layout` is its wrong_layout.
+        Raises ValueError for another kind or place."""
         match kind:
             case "slow":
                 self.slowness = self._now = Slowness(factor, unit_s, jitter)

@@ -299,8 +299,8 @@ class Session:
                 if device_lost(error):
                     broken.lose_device()
                     broken.take_along()
-                kind = "device" if kind_of(error) == "device" else "infrastructure"
-                self._put(WorkerFailed(self.me, number, kind, text_of(error)))
+                failed = WorkerFailed(self.me, number, "infrastructure", text_of(error))
+                self._put(replace(failed, kind="device", step=step) if kind_of(error) == "device" else failed)
             self._broken = None
         with self._lock:
             self._put(self._quiesced(number))
