@@ -307,7 +307,9 @@ class Session:
 
     def _prepare(self, rehearsals: tuple[Rehearsal, ...] = (), entry: Entry | None = None) -> None:
         self._at_phase("preparing", 0)
-        checks = Checks(entry, self._device(), self.me.local_rank == 0) if entry is not None and self._place is None else None
+        checks = None
+        if entry is not None and self._place is None:
+            checks = Checks(entry, self._device(), self.me.local_rank == 0, lambda: self._at_phase("preparing", 0))
         try:
             place = self._place = self._place or self._settled(checks)
             for i, rehearsal in enumerate(rehearsals):
@@ -317,7 +319,7 @@ class Session:
                     self._at_phase("preparing", 0)
                     self._rehearse(place, rehearsal)
         except Refused as refused:
-            self._put(NodeRefused(self.me.node_id, str(refused)))
+            self._put(NodeRefused(self.me.node_id, str(refused), may_pass=refused.may_pass))
             return
         except Exception as error:  # noqa: BLE001 - the worker's boundary: whatever the program raises becomes a message
             print_error(error)
