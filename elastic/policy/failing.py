@@ -161,6 +161,9 @@ def _device_failed(state: State, event: WorkerFailed, text: str, at_s: float) ->
     state = replace(
         state,
         faulty={**state.faulty, worker: state.faulty.get(worker, text)},
+        holdings={w: tuple(h for h in held if w != worker or h.kind != "live") for w, held in state.holdings.items()},
+        commits={w: commit for w, commit in state.commits.items() if w != worker},
+        pending={w: step for w, step in state.pending.items() if w != worker},
         device_errors=(*state.device_errors, (event.step, node.node_id))[-KEPT_ERRORS:],
         preparing={name: t for name, t in state.preparing.items() if name != node.node_id},
     )
