@@ -73,6 +73,7 @@ class Generations(Machines):
         self._groups: dict[int, Group] = {}
         self._commits: dict[WorkerId, tuple[float, ...]] = {}
         self._without_device: set[WorkerId] = set()
+        self._told_broken: set[WorkerId] = set()  # of these, those that the policy knows of
         self._pending: dict[WorkerId, tuple[int, int]] = {}  # generation, step
         self._spoilt: list[tuple[int, int]] = []  # generation, the last step that was right
         self._finds: dict[int, WrongNumbers] = {}  # to be told when its step is done
@@ -108,8 +109,18 @@ class Generations(Machines):
         self._held[worker] = tuple(h for h in self._held.get(worker, ()) if h.kind == "peer")
         self._commits.pop(worker, None)
         self._pending.pop(worker, None)
+        self._tell_broken(worker, generation, step)
+
+    def _tell_broken(self, worker: WorkerId, generation: int, step: int) -> None:
+        """What the process says, if it lives so long; another one on that GPU says so when it is to use it."""
         error = "CUDA error: uncorrectable ECC error encountered"
-        self._tell(WorkerFailed(worker, generation, "device", error, 0, step), self.delays.detect_s)
+
+        def told() -> None:
+            if self._answers(worker):
+                self._told_broken.add(worker)
+                self._tell(WorkerFailed(worker, generation, "device", error, 0, step))
+
+        self._after(self.delays.detect_s, told)
 
     def _break(self, group: Group, moment: Moment = "inside") -> None:
         group.ended = True
@@ -133,7 +144,7 @@ class Generations(Machines):
         lost = [worker for worker in plan.ranks if worker.node_id in self._told_lost or worker.node_id not in self._machines]
         if lost:
             self.violations.append(f"generation {plan.generation} uses {lost[0]}, which was reported lost")
-        broken = [worker for worker in plan.ranks if worker in self._without_device]
+        broken = [worker for worker in plan.ranks if worker in self._told_broken]
         if broken:
             self.violations.append(f"generation {plan.generation} uses {broken[0]}, whose device has failed")
         late = [w for w in plan.ranks if w not in lost and self._deadline_s(w) <= self._now_s]
@@ -147,7 +158,10 @@ class Generations(Machines):
         if len(set(plan.ranks)) != plan.layout.world_size or sum(plan.samples) != self.job["global_batch"]:
             self.violations.append(f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit {plan.layout}")
         group = self._groups[plan.generation] = Group(plan)
-        if any(not self._lives(worker) for worker in group.members):
+        failed = self._without_device & set(plan.ranks)
+        for worker in sorted(failed):
+            self._tell_broken(worker, plan.generation, 0)
+        if failed or any(not self._lives(worker) for worker in group.members):
             self._break(group)
         elif any(not self._answers(worker) for worker in group.members):
             self._silence(group)

@@ -239,3 +239,15 @@ def test_a_simulated_run_goes_on_and_loses_no_more_than_since_the_newest_copy(mo
     assert after.cause == "loss" and after.resume.source == "peer" and failed.step - after.resume.step <= 3
     assert quarantine.node_id not in after.nodes
     assert replay(lines).identical
+
+
+def test_a_process_that_dies_before_it_can_say_so_is_followed_by_one_that_does() -> None:
+    state, backend, lines = simulated([Fault(30.0, "device", 1), Fault(30.1, "process", 1)])
+    assert state.phase == "succeeded" and backend.violations == []
+    told = [
+        event for line in lines for _, event in line.events if isinstance(event, WorkerFailed) and event.worker.local_rank == 0
+    ]
+    node = next(event.worker.node_id for event in told if event.kind == "process")
+    assert [event.kind for event in told if event.worker.node_id == node] == ["process", "device"]
+    quarantined = [a.node_id for line in lines if line.decision for a in line.decision.actions if isinstance(a, Quarantine)]
+    assert quarantined == [node]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.worker.chain import job_of
@@ -11,9 +12,10 @@ from support.worker.recovery import loss_curve_agrees, newest_whole, recover, st
 from support.worker.worker_pool import Pool
 
 from elastic.types import Layout, Plan, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.worker.copies import PeerCopies
 from elastic.worker.faults import MADE_UP
+from elastic.worker.generation import Generation
 
-pytestmark = pytest.mark.e2e
 VICTIM = 1
 
 
@@ -33,6 +35,7 @@ def only_host_copies(pool: Pool, generation: int) -> None:
     assert held and {h.kind for h in held} == {"peer"}, held
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer", "host_copy"])
 def test_the_others_go_on_without_it_wherever_it_fails(pool: Pool, tmp_path: Path, place: str) -> None:
     job = job_of("tiny.py", steps=14)
@@ -49,6 +52,7 @@ def test_the_others_go_on_without_it_wherever_it_fails(pool: Pool, tmp_path: Pat
     loss_curve_agrees(pool, job)
 
 
+@pytest.mark.e2e
 def test_a_device_that_fails_in_a_move(pool: Pool, tmp_path: Path) -> None:
     """It takes part in the next generation, which is not entered: the third comes from copies of the first."""
     job = job_of("tiny.py", steps=14)
@@ -67,6 +71,7 @@ def test_a_device_that_fails_in_a_move(pool: Pool, tmp_path: Path) -> None:
     loss_curve_agrees(pool, job)
 
 
+@pytest.mark.e2e
 def test_what_it_keeps_for_a_worker_that_is_gone_too_comes_from_it(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny.py", steps=14)
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=4))
@@ -85,6 +90,27 @@ def test_what_it_keeps_for_a_worker_that_is_gone_too_comes_from_it(pool: Pool, t
         loss_curve_agrees(pool, job, resumed=new.resume.step)
     finally:
         pool.revive()
+
+
+def test_of_a_lost_device_only_what_lies_in_host_memory_is_taken_along() -> None:
+    """The copy in flight was stored: what came from others counts, its own part would be waited for on the device. Gradients whose
+    commit was not seen are on the device."""
+    host, device, moved = (
+        SimpleNamespace(kind=kind, on_host=there) for kind, there in (("peer", False), ("live", False), ("live", True))
+    )
+    copies = PeerCopies.__new__(PeerCopies)
+    copies.plan = plan(1, Layout(dp_shard=2), [WorkerId("a", 0), WorkerId("b", 0)], 12)
+    copies.flight = SimpleNamespace(stored=True, step=4, own=None, incoming={1: (None, {})})  # type: ignore[assignment]
+    generation = Generation.__new__(Generation)
+    generation.state, generation.copies, generation.device_lost = None, copies, False
+    generation.place = SimpleNamespace(held=[device, host, moved])  # type: ignore[assignment]
+    generation.stepper = SimpleNamespace(pending=SimpleNamespace(step=5))  # type: ignore[assignment]
+    assert generation.pending_step == 5
+    generation.lose_device()
+    generation.take_along()
+    assert generation.place.held[:2] == [host, moved] and generation.pending_step == -1
+    (received,) = generation.place.held[2:]
+    assert (received.kind, received.rank, received.step) == ("peer", 1, 4)
 
 
 def kept_by(first: Plan, keeper: int) -> WorkerId:
