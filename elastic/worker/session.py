@@ -324,7 +324,8 @@ class Session:
         except Exception as error:  # noqa: BLE001 - the worker's boundary: whatever the program raises becomes a message
             print_error(error)
             why = checks.reason() if checks is not None and self._place is None else ""
-            self._put(NodeRefused(self.me.node_id, why) if why else WorkerFailed(self.me, 0, kind_of(error), text_of(error)))
+            failed = WorkerFailed(self.me, 0, kind_of(error), text_of(error), do="retry" if is_assert(error) else "")
+            self._put(NodeRefused(self.me.node_id, why) if why else failed)
             return
         if len(rehearsals) < 2:
             self._put(self._prepared())

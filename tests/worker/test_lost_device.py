@@ -93,8 +93,8 @@ def test_what_it_keeps_for_a_worker_that_is_gone_too_comes_from_it(pool: Pool, t
 
 
 def test_of_a_lost_device_only_what_lies_in_host_memory_is_taken_along() -> None:
-    """The copy in flight was stored: what came from others counts, its own part would be waited for on the device. Gradients whose
-    commit was not seen are on the device."""
+    """The copy in flight was stored: what came from others counts, its own part would be waited for on the device.
+    Gradients whose commit was not seen are on the device."""
     host, device, moved = (
         SimpleNamespace(kind=kind, on_host=there) for kind, there in (("peer", False), ("live", False), ("live", True))
     )
