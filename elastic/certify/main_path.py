@@ -79,9 +79,9 @@ def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
     place = lab.place
     with lab.room() as (name, storage):
         pools = cluster_place.pools(place) if place.address else pools_of(place)
-        trial = Trial(
-            lab.folder / "main-path", pools, limit, Where(name, storage, place.address, cluster_place.world(place), True)
-        )
+        # not on nodes of its own: Ray would start a cluster for whoever asks it without being connected
+        where = Where(name, storage, place.address, cluster_place.world(place), connected=bool(place.address))
+        trial = Trial(lab.folder / "main-path", pools, limit, where)
         try:
             summary = trial.go()
         finally:

@@ -10,13 +10,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from elastic.cluster.processes import die_with_parent
+from elastic.worker.environment import settle
 
 SESSION = "elastic.worker.session:Session"
 POLL_S = 0.5
-ENVIRONMENT = {  # must stand before torch is imported; the same as elastic.worker.groups.NCCL_ENVIRONMENT
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
-    "OMP_NUM_THREADS": "1",
-}  # fmt: skip
 
 
 class Served:
@@ -50,7 +47,8 @@ class Served:
 def serve(pipe: Connection, environment: Mapping[str, str], session_name: str) -> None:
     """Calls come and messages go through the pipe."""
     die_with_parent()
-    os.environ.update({**ENVIRONMENT, **environment})
+    os.environ.update(environment)
+    settle()
     lock = threading.Lock()
 
     def put(message: Any) -> None:

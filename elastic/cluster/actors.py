@@ -20,6 +20,7 @@ from elastic.cluster import processes
 from elastic.cluster.output import Output
 from elastic.errors import ElasticError, SpecError
 from elastic.types import Event, NodePrepared, Quiesced, Rehearsal, StepDone, Terms, WorkerId
+from elastic.worker.environment import settle
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +30,6 @@ SESSION = "elastic.worker.session:Session"
 MAX_CONCURRENCY = 6  # one long poll, the others for orders
 STEPS_KEPT = 500  # for the next driver
 ORPHAN_LEAVE_S = 120.0  # an orphan that has not stopped by then exits as it is
-ENVIRONMENT = {  # must stand before torch is imported; the same as elastic.worker.groups.NCCL_ENVIRONMENT
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
-    "OMP_NUM_THREADS": "1",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,8 @@ class Worker:
     """See the module. Methods run in several threads at once; the session is thread-safe."""
 
     def __init__(self, setup: WorkerSetup) -> None:
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        for name, value in settle().items():  # before torch is imported
+            log.warning("%s=%s is not what recovery needs, and is overridden", name, value)
         for folder in reversed((setup.job.get("folder", ""), *setup.python_path)):
             if folder and folder not in sys.path:
                 sys.path.insert(0, folder)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.cluster import processes
+from elastic.worker.environment import settle
 
 log = logging.getLogger(__name__)
 
@@ -192,10 +193,7 @@ def main(folder: str, parent: int) -> None:
     if os.getppid() != parent:
         return
     server = _Server(folder)  # who asks from now on waits until all is imported
-    from elastic.cluster.actors import ENVIRONMENT
-
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    settle()
     gc.disable()
     for module in PRELOADED:
         __import__(module)

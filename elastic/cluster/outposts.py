@@ -23,9 +23,9 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster import _ray_private, processes
-from elastic.cluster.actors import ENVIRONMENT
 from elastic.cluster.address import check_reachable, unreachable
 from elastic.cluster.nodes import RayNode, living
+from elastic.worker.environment import settle
 
 NAMESPACE = "elastic-outposts"
 POLL_S = 0.5
@@ -92,7 +92,8 @@ class _Hosted:
     """The actor around one object."""
 
     def __init__(self, order: Order) -> None:
-        os.environ.update({**ENVIRONMENT, **(order.environment or {})})
+        os.environ.update(order.environment or {})
+        settle()
         module, _, name = order.made_by.partition(":")
         self.news: list[tuple[int, Any]] = []
         self.n = 0

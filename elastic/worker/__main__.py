@@ -11,6 +11,8 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
+from elastic.worker.environment import settle
+
 EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
 EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where), 3 stopped by a signal, state saved
 
@@ -47,9 +49,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     given = parser().parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for name, value in NCCL_ENVIRONMENT.items():  # before torch is imported
-        os.environ.setdefault(name, value)
+    settle()  # before torch is imported
     from elastic.errors import ElasticError
 
     asked = threading.Event()
@@ -61,11 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if type(error).__name__ != "Refused":  # rank 0 has said it
             print(f"elastic.worker: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return error.exit_code
-
-
-NCCL_ENVIRONMENT = {  # the same as in elastic.worker.groups, which imports torch
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
-}  # fmt: skip
 
 
 def _run(given: argparse.Namespace, asked: threading.Event) -> int:

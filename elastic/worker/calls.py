@@ -35,23 +35,41 @@ def call_model(program: Program, model: nn.Module, batch: Batch) -> Any:
     return model(inputs_of(program, batch), **keywords_of(program, batch))
 
 
-def rows_of(output: Any, keep: torch.Tensor) -> Any:
-    """These rows of each tensor of a model's output."""
+def cut_rows(n_rows: int, n: int) -> list[range]:
+    """The rows of each of `n` microbatches, as `torch.tensor_split` cuts them: the first ones have one more."""
+    base, more = divmod(n_rows, n)
+    starts = [i * base + min(i, more) for i in range(n + 1)]
+    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+
+
+def rows_in(batch: Batch, rows: range) -> Batch:
+    """Copies of these rows of each tensor."""
+    return {key: x[rows.start : rows.stop].clone() for key, x in batch.items()}
+
+
+def first_rows(output: Any, n: int) -> Any:
+    """The first `n` rows of each tensor of a model's output."""
     if isinstance(output, torch.Tensor):
-        return output[keep] if output.ndim else output
+        return output[:n] if output.ndim else output
     if isinstance(output, Mapping):
-        return type(output)(**{key: rows_of(value, keep) for key, value in output.items()})
+        return type(output)(**{key: first_rows(value, n) for key, value in output.items()})
     if isinstance(output, list | tuple):
-        return type(output)([rows_of(value, keep) for value in output])
+        return type(output)([first_rows(value, n) for value in output])
     return output
 
 
 def count_of(program: Program, batch: Batch) -> int:
-    """Tokens (or samples) that the loss sums over."""
+    """Tokens (or samples) that the loss sums over. The host waits where the batch is on a device."""
+    return int(count_there(program, batch))
+
+
+def count_there(program: Program, batch: Batch) -> int | torch.Tensor:
+    """The same, where it has to be computed as a scalar tensor on the batch's device, which nobody waits for."""
     if program.count is not None:
-        return int(program.count(batch))
+        found = program.count(batch)
+        return found if isinstance(found, torch.Tensor) and found.numel() == 1 else int(found)
     if "target" in batch and not batch["target"].is_floating_point():
-        return int((batch["target"] != -100).sum())
+        return (batch["target"] != -100).sum()
     return int(next(iter(batch.values())).shape[0])
 
 

@@ -303,7 +303,7 @@ class Generation:
                 self.place.report(SharesSet(self.number, heard.shares, from_step))
         if heard.shares == self.new_shares:
             self.new_shares = None
-        if self.rank == 0:
+        if self.rank == 0 and stepper.spans.timing:  # the same steps on every rank
             timed = self._times.add(state.step, heard.unit_s, heard.data_s, time.monotonic())
             if timed is not None:
                 self.place.report(timed)

@@ -1,12 +1,13 @@
 """Process groups of one generation: made together, broken off together.
 
 All groups hang on one TCPStore that the driver's side hosts. On gloo a blocked collective is freed by shutting the
-generation's own connected sockets (`abort`); on CUDA also by `ProcessGroup.abort`.
+generation's own connected sockets (`abort`); what NCCL needs besides is in elastic.worker.transport.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -30,36 +31,13 @@ from elastic.mesh import axis_groups, coordinates, stage_ranks
 from elastic.types import Layout
 from elastic.worker import rendezvous
 from elastic.worker.interfaces import interface_of
-from elastic.worker.sockets import inode, knock, listening, own_sockets, shut
+from elastic.worker.sockets import address_of, inode, knock, listening, own_sockets, shut
+from elastic.worker.transport import Transport, transport_of
+
+log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 LOOK_S = 0.02
-
-# must stand in the environment before torch is imported: NCCL's default error modes end a surviving process
-NCCL_ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
-}
-
-COLLECTIVE_WORDS = (
-    "gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "rendezvous", "store",
-    "process group", "timed out waiting", "timeout", "peer closed", "wait for", "connectfullmesh",
-)  # fmt: skip
-
-
-def is_collective_error(error: BaseException) -> bool:
-    """Did a process group or its store raise this (a peer is gone), and not the user's code? Pipelining wraps such errors."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, dist.DistError | ConnectionError):
-            return True
-        text = str(seen).lower()
-        if isinstance(seen, RuntimeError) and any(word in text for word in COLLECTIVE_WORDS):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
-
 
 Key = tuple[tuple[int, ...], tuple[str, ...], str]  # a mesh by its ranks and axes, and one of these axes
 _known_names: dict[Key, set[Any]] = {}  # the names by which cached meshes look for their group: those of every generation
@@ -100,18 +78,22 @@ class Groups:
     that axis is there in any case.
     """
 
-    def __init__(self, generation: int, layout: Layout, device: torch.device, fsdp: bool = False) -> None:
+    def __init__(
+        self, generation: int, layout: Layout, device: torch.device, fsdp: bool = False, transport: Transport | None = None
+    ) -> None:
         self.generation = generation
         self.fsdp = fsdp
         self.layout = layout
         self.device = device
+        self.transport = transport or transport_of(device)
         self.mesh: DeviceMesh | None = None
         self.pp: dist.ProcessGroup | None = None
         self.cp: dist.ProcessGroup | None = None  # ranks that have the parts of one sequence
         self.plan: dist.ProcessGroup | None = None
         self.copies: dist.ProcessGroup | None = None
         self.tie: dist.ProcessGroup | None = None  # first and last stage of this rank's pipeline
-        self._ports: set[int] = set()
+        self._device_groups: list[dist.ProcessGroup] = []  # those that tensors on the device go through, the world first
+        self._addresses: set[tuple[str, int]] = set()  # at which the participants listen
         self._store_port = 0
         self._before: set[int] = set()
         self._store: Store | None = None
@@ -157,13 +139,14 @@ class Groups:
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was broken off before it met")
         self._store = PrefixStore(rendezvous.place(self.generation, secret), tcp)
-        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=self._store, rank=me, world_size=n_participants, timeout=timeout)
+        dist.init_process_group(self.transport.backend, store=self._store, rank=me, world_size=n_participants, timeout=timeout)
+        self._of_device(self.world)
         if me < self.layout.world_size:
             self._make_groups(me, timeout)
-        self._share_ports(me, n_participants)
+        self._share_addresses(me, n_participants)
         if secret and n_participants > 1:
             rendezvous.prove(secret, self.generation, me, n_participants)
+        self.transport.warm_up([group for group in self._device_groups if group.size() > 1])
 
     def pretend(self, rank: int) -> None:
         """Groups of a layout without the other ranks: collectives return at once and move nothing. For rehearsals."""
@@ -182,7 +165,11 @@ class Groups:
             key = tuple(ranks)
             if key not in made:
                 made[key] = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+                self.transport.made(made[key])
             return made[key]
+
+        def on_device(ranks: list[int]) -> dist.ProcessGroup:
+            return self._of_device(group(ranks))
 
         def mine(axes: tuple[str, ...]) -> list[int]:
             return next(g for g in axis_groups(layout, axes) if rank in g)
@@ -191,7 +178,7 @@ class Groups:
         if layout.world_size > 1:
             self.copies = dist.new_group(everyone, timeout=timeout, use_local_synchronization=True)
         if layout.pp > 1:
-            self.pp = group(mine(("pp",)))
+            self.pp = on_device(mine(("pp",)))
         fsdp = layout.dp_shard * layout.cp
         axes: list[tuple[str, tuple[str, ...], int]] = []
         if layout.dp_replicate > 1:
@@ -202,18 +189,23 @@ class Groups:
             axes.append(("tp", ("tp",), layout.tp))
         if axes:
             ranks = torch.tensor(stage_ranks(layout, coordinates(layout, rank).pp)).view([size for _, _, size in axes])
-            groups = [group(mine(members)) for _, members, _ in axes]
+            groups = [on_device(mine(members)) for _, members, _ in axes]
             names = tuple(name for name, _, _ in axes)
             source = groups[0] if len(groups) == 1 else groups
             self.mesh = DeviceMesh.from_group(source, self.device.type, mesh=ranks, mesh_dim_names=names)
             keep_names(self.mesh)
         if layout.cp > 1:
-            self.cp = group(mine(("cp",)))
+            self.cp = on_device(mine(("cp",)))
         if layout.pp > 1:
             line = mine(("pp",))
             if rank in (line[0], line[-1]):  # made last: group names count the groups made before
-                self.tie = group([line[0], line[-1]])
+                self.tie = on_device([line[0], line[-1]])
         self._count(made)
+
+    def _of_device(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        if not any(group is known for known in self._device_groups):
+            self._device_groups.append(group)
+        return group
 
     def _count(self, made: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
         """Which groups' numbers say who has not come. Not those of a pipeline of more than two: the messages of a stage in the
@@ -225,9 +217,8 @@ class Groups:
             names[id(self.mesh.get_group(axis))] = merged if axis == "fsdp" else axis
         if self.pp is not None:
             names[id(self.pp)] = "pp" if self.layout.pp == 2 else ""
-        kinds = {torch.device("cpu"), torch.device(self.device.type)}
         self._counted = tuple(
-            (names[id(group)], ranks[0], tuple(group._get_backend(kind) for kind in kinds))
+            (names[id(group)], ranks[0], self.transport.counters(group))
             for ranks, group in made.items()
             if len(ranks) > 1 and names.get(id(group))
         )
@@ -242,38 +233,53 @@ class Groups:
             )
         return ()
 
-    def _share_ports(self, me: int, n: int) -> None:
-        """Tells the others this rank's listening ports: with them, `abort` knows the generation's sockets from all others."""
+    def _share_addresses(self, me: int, n: int) -> None:
+        """Tells the others where this rank listens: by that `abort` knows the generation's connections from all others."""
         assert self._store is not None
-        self._store.set(f"ports/{me}", json.dumps([int(address[1]) for _, address in listening(self._before)]))
-        for i in range(n):
-            self._ports.update(json.loads(self._store.get(f"ports/{i}")))
+        self._store.set(f"addresses/{me}", json.dumps([address_of(at) for _, at in listening(self._before)]))
+        for words in self._store.multi_get([f"addresses/{i}" for i in range(n)]):
+            self._addresses.update((host, port) for host, port in json.loads(words))
 
     def abort(self) -> None:
         """Breaks off everything that waits on this generation. Safe from another thread, and twice.
 
-        While the participants still meet, connections are made all the time, and one that is made after the look would wait for
+        gloo first: where a commit cannot come through any more, nobody applies what an aborted kernel has left (`check`). While
+        the participants still meet, connections are made all the time, and one that is made after the look would wait for
         a peer that is gone: the look is repeated until `join` has ended, and who waits to be connected to is freed too."""
         self._aborted = True
-        if self.device.type == "cuda" and dist.is_initialized():
-            self.world.abort()
-        self._shut_own()
+        try:
+            self._shut_own()
+        finally:
+            left = self.transport.abort(list(self._device_groups))
+        if left:
+            log.warning("generation %d: %d communicators could not be aborted", self.generation, left)
         if self._joining.is_set():
             threading.Thread(target=self._shut_until_joined, name="abort-join", daemon=True).start()
 
+    def check(self) -> None:
+        """After results of the device were read, before they are believed: an aborted kernel ends like one that is done.
+        Raises ConnectionAbortedError when this generation was broken off."""
+        if self._aborted:
+            raise ConnectionAbortedError(f"generation {self.generation} was broken off")
+
     def _shut_until_joined(self) -> None:
         knocked: set[Any] = set()
+        n_aborted = len(self._device_groups)
         while self._joining.is_set():
             self._shut_own()
             for family, address in listening(self._before):
                 if address not in knocked:
                     knocked.add(address)
                     knock(family, address, self._n_participants)
+            made = list(self._device_groups)
+            if len(made) > n_aborted:
+                self.transport.abort(made[n_aborted:])
+                n_aborted = len(made)
             time.sleep(LOOK_S)
 
     def _shut_own(self) -> None:
-        """Before `join` ends the ports are not known: only the store's connection is shut."""
-        shut(self._before, self._ports, self._store_port, at_once=self._joining.is_set())
+        """Before `join` ends the addresses are not known: only the store's connection is shut."""
+        shut(self._before, self._addresses, self._store_port, at_once=self._joining.is_set())
 
     def close(self) -> None:
         """Takes the groups down; needs no peer."""
@@ -281,10 +287,9 @@ class Groups:
             # a failed rendezvous has used up a group number, on some ranks only: groups made alone and destroyed set it back
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         if dist.is_initialized():
-            with suppress(AssertionError, RuntimeError):
-                dist.destroy_process_group()
+            self.transport.take_down()
         if self.mesh is not None:
             self.mesh._pg_registry.clear()  # cached meshes must not keep the sockets of groups that are gone
         self.mesh = self.pp = self.cp = self.plan = self.copies = self.tie = None
-        self._counted = ()
+        self._counted, self._device_groups = (), []
         self._store = None

@@ -31,7 +31,7 @@ from elastic.worker.calls import call_model, loss_of
 from elastic.worker.fewer import converted, fill, first_positions, kept_blocks, perturb, positions, spread_samples
 from elastic.worker.fixed import even
 from elastic.worker.forward_trace import Batch, python_random
-from elastic.worker.groups import Groups, is_collective_error
+from elastic.worker.groups import Groups
 from elastic.worker.model_profile import block_names, build_meta, trace
 from elastic.worker.pipeline import PassThrough
 from elastic.worker.rendezvous import host_store, new_secret
@@ -40,6 +40,7 @@ from elastic.worker.step import Stepper
 from elastic.worker.still import Still, draws_left, quiet
 from elastic.worker.structure import told
 from elastic.worker.train_state import TrainState
+from elastic.worker.transport import is_collective_error
 from elastic.worker.weights import cut
 
 FAMILIES = {"dp": Layout(dp_shard=2), "tp": Layout(tp=2), "cp": Layout(cp=2), "pp": Layout(pp=2)}

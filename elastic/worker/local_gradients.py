@@ -65,11 +65,11 @@ class LocalGradients:
         self.on = True
         self._sums = []
 
-    def end(self) -> float:
-        """The sum since `begin`."""
+    def end(self) -> torch.Tensor | float:
+        """The sum since `begin`: a float64 scalar on the gradients' device; 0 where there were none."""
         self.on = False
         found, self._sums = self._sums, []
-        return float(torch.stack(found).double().sum()) if found else 0.0
+        return torch.stack(found).double().sum() if found else 0.0
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if self.on:

@@ -25,7 +25,7 @@ from torch import nn
 
 from elastic.errors import ProgramError, SpecError
 from elastic.models.blocks import blocks_of
-from elastic.worker.calls import count_of
+from elastic.worker.calls import count_of, count_there
 from elastic.worker.loop_loss import is_mean
 from elastic.worker.loop_model import LoopModel
 from elastic.worker.loop_program import (
@@ -41,6 +41,7 @@ from elastic.worker.loop_program import (
     no_loss,
 )
 from elastic.worker.optimizers import by_name
+from elastic.worker.readback import Number, join_default_stream
 from elastic.worker.turns import Turns, Word
 
 NO_HOST = (
@@ -209,7 +210,8 @@ class Run:
         self.committed = False
         self.train_loss = self.grad_norm = float("nan")
         self._batch: Mapping[str, torch.Tensor] | None = None
-        self._loss_sum, self._n_backward = 0.0, 0
+        self._loss_sum: Number = 0.0  # of the batch in hand; on the device, where nobody has to wait for it
+        self._n_backward = 0
         self._looked, self._mean = False, False  # at the first loss: is it a mean?
 
     def __iter__(self) -> Iterator[Any]:
@@ -240,7 +242,7 @@ class Run:
         if not self._looked:
             self._mean = is_mean(loss, count_of(self.program, dict(self._batch)))
         if self.model.attempt(loss.backward):
-            self._loss_sum += float(loss.detach())
+            self._loss_sum = self._loss_sum + loss.detach().double()
 
     def step(self, clip_grad_norm: float | None = None) -> None:
         """Commit and optimizer step, over all ranks; `clip_grad_norm`: instead of the job's. Returns when it is decided."""
@@ -250,10 +252,11 @@ class Run:
             )
         if not self._n_backward and not self.model.broken:
             raise ProgramError(f"run.step() of step {self.step_index + 1} without run.backward(loss) before it")
-        tokens = count_of(self.program, dict(self._batch))
+        tokens = count_there(self.program, dict(self._batch))
         if not self._looked:
-            self._refuse_a_mean(tokens)
+            self._refuse_a_mean(int(tokens))
         self._batch = None
+        join_default_stream(self._loss_sum)
         word = Word("step", self._loss_sum, tokens, clip_grad_norm, self.model.take_error())
         outcome: Outcome = self.turns.say(word)
         self.committed = outcome.committed

@@ -154,7 +154,7 @@ class Pipeline:
         self.device = device
         self.is_first = me == 0
         self.is_last = me == layout.pp - 1
-        self._loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+        self._loss: Callable[[Any, range], torch.Tensor] | None = None
         numbers = stages_at(layout, me)
         for module in stage_modules:
             if _contiguous not in module._forward_hooks.values():
@@ -172,15 +172,17 @@ class Pipeline:
 
     def _loss_of(self, output: Any, rows: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
-        return self._loss(output, rows)
+        numbers = rows.tolist()
+        return self._loss(output, range(numbers[0], numbers[-1] + 1))
 
     def run(
-        self, given: tuple[Any, dict[str, Any]], n_rows: int, loss: Callable[[Any, torch.Tensor], torch.Tensor], train: bool
+        self, given: tuple[Any, dict[str, Any]], n_rows: int, loss: Callable[[Any, range], torch.Tensor], train: bool
     ) -> torch.Tensor:
         """Forward (and backward) of `n_rows` samples; `given`: the first stage's input and every stage's keyword arguments;
-        `loss(output, rows)` gets the row numbers of a microbatch.
+        `loss(output, rows)` gets the row numbers of a microbatch. They stay on the host: the loss is computed inside of the
+        schedule, where waiting for the device would be a bubble.
 
-        Returns the loss sum on the last stage, zero elsewhere.
+        Returns the loss sum on the last stage, zero elsewhere: a scalar tensor on the device.
         """
         self._loss = loss
         losses: list[torch.Tensor] = []
@@ -188,7 +190,7 @@ class Pipeline:
         arguments = (inputs,) if self.is_first else ()
         call = self.schedule.step if train else self.schedule.eval
         if self.is_last:
-            call(*arguments, target=torch.arange(n_rows, device=self.device), losses=losses, **keywords)
+            call(*arguments, target=torch.arange(n_rows, device="cpu"), losses=losses, **keywords)
         else:
             call(*arguments, **keywords)
         total = torch.zeros((), device=self.device)

@@ -141,7 +141,7 @@ def rehearse_plan(place: Workplace, rehearsal: Rehearsal) -> bool:
         elif not _pass_through_stages(place, stepper, n_rows // plan.n_microbatches):
             return True  # built, and no more: nothing is known of what its stage is called with
         gradients = state.gradients()
-        state.square_norm(gradients)
+        state.square_norms(gradients)
         state.apply(gradients, 0.0)
     finally:
         groups.close()

@@ -21,16 +21,14 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic.errors import PeerGarbled
+from elastic.worker.environment import DEFAULTS
 
 log = logging.getLogger(__name__)
+os.environ.setdefault("RES_OPTIONS", DEFAULTS["RES_OPTIONS"])  # of the process that hosts a store, too
 
 SECRET_BYTES = 32
 BACKLOG = 4096
 STORE_S = 300.0  # torch's own default
-
-# TCPStore asks the DNS for the name of whoever connects, for its log, and serves nobody meanwhile. Where no answer comes the
-# resolver by itself asks again after 5 s: too long in a recovery. So sooner, and oftener. Read when a thread first asks.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
 
 def new_secret() -> str:

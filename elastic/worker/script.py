@@ -22,11 +22,12 @@ import torch
 
 from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.worker.commit import Commit
-from elastic.worker.groups import is_collective_error
 from elastic.worker.job_program import with_job
 from elastic.worker.loop import Offer, Outcome, Run, here
 from elastic.worker.loop_program import LoopProgram, rebind
+from elastic.worker.readback import Number
 from elastic.worker.train_state import TrainState
+from elastic.worker.transport import is_collective_error
 from elastic.worker.turns import Turns, Word
 
 if TYPE_CHECKING:
@@ -231,8 +232,9 @@ class Script:
         run.rank, run.world_size, run.steps = state.rank, plan.layout.world_size, int(place.job["steps"])
         run.step_index = state.step
 
-    def compute(self, batch: Mapping[str, torch.Tensor], step: int, epoch: int) -> tuple[float, int]:
-        """One pass through the loop's body up to run.step(): loss sum and tokens of this rank. Raises what broke off there."""
+    def compute(self, batch: Mapping[str, torch.Tensor], step: int, epoch: int) -> tuple[Number, Number]:
+        """One pass through the loop's body up to run.step(): loss sum and tokens of this rank, scalar tensors where they are
+        still on the device. Raises what broke off there."""
         self.offered = step
         self.turns.answer(Offer(batch, step, epoch))
         word = self._heard(step)

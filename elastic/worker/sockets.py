@@ -67,16 +67,22 @@ def knock(family: int, address: Any, n: int) -> None:
             sock.sendall(number.to_bytes(8, "little"))
 
 
-def shut(skip: Collection[int], ports: Collection[int], store_port: int, at_once: bool) -> None:
-    """Ends the connections but those inodes that go to the store, or have one of the ports at either end. `at_once`: nothing is
-    sent over them yet."""
+def address_of(name: Any) -> tuple[str, int]:
+    """Host and port of a socket's name. Host '' = every address of this machine; an IPv4 address is never written as IPv6."""
+    host = str(name[0]).removeprefix("::ffff:").split("%")[0]
+    return "" if host in ("0.0.0.0", "::") else host, int(name[1])
+
+
+def shut(skip: Collection[int], addresses: Collection[tuple[str, int]], store_port: int, at_once: bool) -> None:
+    """Ends the connections but those inodes that go to the store, or have one of the addresses at either end. `at_once`:
+    nothing is sent over them yet."""
     found: dict[int, socket.socket] = {}
     for fd in list(own_sockets()):
         with suppress(OSError):
             if inode(fd) in skip:
                 continue
             sock = _duplicate(fd)
-            if not _is_of(sock, ports, store_port):
+            if not _is_of(sock, addresses, store_port):
                 sock.close()
             elif at_once or sock.getpeername()[1] == store_port:
                 with sock:
@@ -94,15 +100,15 @@ def shut(skip: Collection[int], ports: Collection[int], store_port: int, at_once
         lingering.start()
 
 
-def _is_of(sock: socket.socket, ports: Collection[int], store_port: int) -> bool:
+def _is_of(sock: socket.socket, addresses: Collection[tuple[str, int]], store_port: int) -> bool:
     """Not a listening socket: shutting gloo's listener would end the process."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return False
     try:
-        peer = sock.getpeername()[1]
+        ends = address_of(sock.getpeername()), address_of(sock.getsockname())
     except OSError:
         return False
-    return peer == store_port or peer in ports or sock.getsockname()[1] in ports
+    return ends[0][1] == store_port or any(end in addresses or ("", end[1]) in addresses for end in ends)
 
 
 def _is_same(fd: int, sock: socket.socket) -> bool:

@@ -1,9 +1,10 @@
 """How long this rank computes by itself: the forward passes of its blocks, from when their parameters are there until they are
 done, waiting for others left out (but for the collectives of tp and cp inside a block, whose ranks stand in one node).
 
-On a GPU they are timed by events on its stream; on a CPU by the processor time of the training thread, so that other processes
-on the same cores do not look like slowness of this one. Under FSDP2 the hooks lie between its own: parameters are gathered
-before the first and freed after the second.
+On a GPU they are timed by events on its stream, in the first steps of a generation and then in one of EVERY, the same ones on
+all ranks; on a CPU by the processor time of the training thread, so that other processes on the same cores do not look like
+slowness of this one. Under FSDP2 the hooks lie between its own: parameters are gathered before the first and freed after the
+second.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from elastic.worker.model_profile import block_names
 from elastic.worker.sequence import tensors_in
 
 Mark = float | torch.cuda.Event
+FIRST, EVERY = 8, 8  # steps of a generation that are timed on a GPU: as many first ones, then every such
 
 
 class Spans:
@@ -33,6 +35,9 @@ class Spans:
         self._back: _Back | None = None  # of the pass under way, where it is to be slow
         self._wall = 0.0  # when the pass began
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._free: list[torch.cuda.Event] = []  # to be used again
+        self._n_steps = 0  # begun
+        self.timing = True  # in the step under way
         self._seconds = 0.0
         blocks = [m for model in models for m in _blocks(model, program)]
         self.n_blocks = len(blocks) or 1
@@ -41,22 +46,31 @@ class Spans:
             module.register_forward_hook(self._end, prepend=True)
 
     def next_step(self) -> None:
-        self._seconds, self._timed, self._began = 0.0, [], None
+        self._give_back()
+        self._seconds, self._began = 0.0, None
         self.faults.next_step()
+        self.timing = self.device.type != "cuda" or self._n_steps < FIRST or self._n_steps % EVERY == 0
+        self._n_steps += 1
 
     def taken_s(self) -> float:
-        """Seconds of the forward passes since `next_step`; the device must be done with them."""
+        """Seconds of the forward passes since `next_step`; 0 in steps that are not timed. The device is done with them where
+        the step's numbers have been read, else it is waited for."""
+        if self._timed and not self._timed[-1][1].query():
+            self._timed[-1][1].synchronize()  # the last on its stream
         for begun, ended in self._timed:
-            ended.synchronize()
             self._seconds += begun.elapsed_time(ended) / 1e3
-        self._timed = []
+        self._give_back()
         return self._seconds
+
+    def _give_back(self) -> None:
+        self._free += [event for pair in self._timed for event in pair]
+        self._timed = []
 
     def _begin(self, module: nn.Module, args: Any) -> Any:
         self.n_passes += 1
         self.faults.stand()
-        if not torch.is_grad_enabled() and not self.faults.slow.on:
-            return None  # no training: of validation, or of a check
+        if not self.faults.slow.on and not (self.timing and torch.is_grad_enabled()):
+            return None  # no training (of validation, or of a check), or a step that is not timed
         self._wall, self._began = time.perf_counter(), self._mark()
         self._back = None
         if not (self.faults.slow.on and torch.is_grad_enabled()):
@@ -83,7 +97,7 @@ class Spans:
     def _mark(self) -> Mark:
         if self.device.type != "cuda":
             return time.thread_time()
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 

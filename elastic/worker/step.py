@@ -22,7 +22,17 @@ from elastic.mesh import coordinates, stages_at
 from elastic.program import Program
 from elastic.reshard.shards import LOSS_SCALE
 from elastic.types import Plan
-from elastic.worker.calls import call_model, count_of, inputs_of, keywords_of, loss_of, rows_of
+from elastic.worker.calls import (
+    call_model,
+    count_of,
+    count_there,
+    cut_rows,
+    first_rows,
+    inputs_of,
+    keywords_of,
+    loss_of,
+    rows_in,
+)
 from elastic.worker.commit import N_WORDS, Commit, power_of_tokens, power_of_wait
 from elastic.worker.evaluation import modes_kept
 from elastic.worker.faults import DeviceFaults
@@ -35,6 +45,7 @@ from elastic.worker.offender import UNNAMED, Offender, Tripped, find_offender
 from elastic.worker.options import begin_microbatch
 from elastic.worker.parallelize import local
 from elastic.worker.pipeline import Pipeline
+from elastic.worker.readback import Number, read, to_device
 from elastic.worker.sequence import Sequence
 from elastic.worker.shares import Shares
 from elastic.worker.spans import Spans
@@ -46,7 +57,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, torch.Tensor]
 Gradients = dict[str, torch.Tensor]
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]  # of a model's output and the numbers of its rows
+Loss = Callable[[Any, range], torch.Tensor]  # of a model's output and the numbers of its rows
 CLIP_EPSILON = 1e-6
 
 
@@ -92,6 +103,16 @@ def _n_rows(batch: Batch) -> int:
 
 def _every(job: Mapping[str, Any]) -> int:
     return int((job.get("noise_scale") or {}).get("every", 0))
+
+
+def seed(number: int, device: torch.device) -> None:
+    """As torch.manual_seed, of the CPU's generator and the device's: that formats a traceback for each other kind of device."""
+    if device.type not in ("cpu", "cuda"):
+        torch.manual_seed(number)
+        return
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(number)
 
 
 class Stepper:
@@ -151,28 +172,37 @@ class Stepper:
         """Loss sum and token count of this rank's samples; `valid`: only so many rows of each batch count (the rest is
         filling). A single batch is cut into the plan's micro-batches (or `n_microbatches`); several are micro-batches
         themselves."""
-        batches = [{k: v.to(self.device) for k, v in batch.items()} for batch in batches]
-        counting = list(valid) if valid is not None else [_n_rows(batch) for batch in batches]
+        (loss_sum,), (tokens,) = read(self._computed(batches, train, valid, n_microbatches))
+        return loss_sum, int(tokens)
+
+    def _computed(
+        self, batches: Iterable[Batch], train: bool, valid: Iterable[int] | None = None, n_microbatches: int = 0
+    ) -> tuple[Number, Number]:
+        """The same as scalar tensors, where they are still on the device; tokens are counted before a batch is copied there."""
+        given = list(batches)
+        counting = list(valid) if valid is not None else [_n_rows(batch) for batch in given]
         if isinstance(self.program, LoopProgram):
-            return self._by_script(batches[0], train, None if valid is None else counting[0])
+            return self._by_script(to_device(given[0], self.device), train, None if valid is None else counting[0])
         tokens = 0
-        for batch, n in zip(batches, counting, strict=True):
+        for batch, n in zip(given, counting, strict=True):
             tokens += count_of(self.program, {k: v[:n] for k, v in batch.items()}) if n else 0
+        batches = [to_device(batch, self.device) for batch in given]
         scale = self.loss_scale.value if train else 1.0
         parts = [
             (batch, self._loss_on(batch, n, scale)) for batch, n in zip(map(self.sequence.cut, batches), counting, strict=True)
         ]
         with self.sequence.running(blocks_here=self.has_blocks), self.cut_loss():
-            return self._passes(parts, train, n_microbatches or self.n_microbatches) / scale, tokens
+            loss_sum = self._passes(parts, train, n_microbatches or self.n_microbatches)
+        return loss_sum if scale == 1.0 else loss_sum / scale, tokens
 
     def _loss_on(self, batch: Batch, valid: int, scale: float) -> Loss:
-        """The loss of these rows of the batch, of those that count."""
+        """The loss of these rows of the batch, of those that count: the first `valid`."""
 
-        def loss(output: Any, rows: torch.Tensor) -> torch.Tensor:
-            keep = rows < valid
-            if not bool(keep.all()):
-                output, rows = rows_of(output, keep), rows[keep]
-            chosen = {k: v[rows] for k, v in batch.items()}
+        def loss(output: Any, rows: range) -> torch.Tensor:
+            if rows.stop > valid:
+                rows = range(rows.start, max(rows.start, valid))
+                output = first_rows(output, len(rows))
+            chosen = rows_in(batch, rows)
             if self._metrics is not None and self.program.metrics is not None and len(rows):
                 found = self.program.metrics(output, chosen)  # on every tp rank: of logits that are cut it has collectives
                 self._metrics.add(found, "Program.metrics", self.speaks)
@@ -181,28 +211,25 @@ class Stepper:
 
         return loss
 
-    def _passes(self, parts: Iterable[tuple[Batch, Loss]], train: bool, n_microbatches: int) -> float:
-        """Forward (and backward) of every microbatch: the loss sum, 0 where another stage has it."""
+    def _passes(self, parts: Iterable[tuple[Batch, Loss]], train: bool, n_microbatches: int) -> torch.Tensor:
+        """Forward (and backward) of every microbatch: the loss sum, a float64 scalar on the device; 0 where another stage has
+        it."""
         whole, *others = parts
         pipeline = self.pipeline_of(_n_rows(whole[0]), n_microbatches)
         if pipeline is not None:
             batch, loss = whole
             given = inputs_of(self.program, batch), keywords_of(self.program, batch)
-            return float(pipeline.run(given, _n_rows(batch), loss, train))
+            return pipeline.run(given, _n_rows(batch), loss, train).double()
         n = 1 if others else n_microbatches
-        pieces = [
-            (batch, loss, rows)
-            for batch, loss in (whole, *others)
-            for rows in torch.arange(_n_rows(batch), device=self.device).tensor_split(n)
-        ]
-        total = 0.0
+        pieces = [(batch, loss, rows) for batch, loss in (whole, *others) for rows in cut_rows(_n_rows(batch), n)]
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, (batch, loss, rows) in enumerate(pieces, 1):
             if train and len(pieces) > 1:
                 begin_microbatch(self.state.model, self.plan.layout.zero_stage, i == len(pieces))
-            value = loss(call_model(self.program, self.state.model, {k: v[rows] for k, v in batch.items()}), rows)
+            value = loss(call_model(self.program, self.state.model, rows_in(batch, rows)), rows)
             if train:
                 value.backward()
-            total += float(value.detach())
+            total.add_(value.detach())
         return total
 
     @property
@@ -229,7 +256,7 @@ class Stepper:
                 self._staged = [self.program.stage(model, i, layout.n_stages) for i, model in each]
         return self._staged
 
-    def _by_script(self, batch: Batch, train: bool, valid: int | None) -> tuple[float, int]:
+    def _by_script(self, batch: Batch, train: bool, valid: int | None) -> tuple[Number, Number]:
         """The same where a script computes the loss; in a rehearsal nobody does."""
         if train:
             epoch = self.state.step * int(self.job["global_batch"]) // int(self.job["n_samples"])
@@ -237,7 +264,10 @@ class Stepper:
         evaluation = self.program.evaluation  # type: ignore[attr-defined]
         kept = {k: v[: max(1, valid) if valid is not None else None] for k, v in batch.items()}
         value = evaluation(self.state.model, kept)  # on every rank: its collectives need all of them
-        return (float(value), count_of(self.program, kept)) if valid != 0 else (0.0, 0)
+        if valid == 0:
+            return 0.0, 0
+        own = value.detach() if isinstance(value, torch.Tensor) and value.numel() == 1 else float(value)
+        return own, count_there(self.program, kept)
 
     def _check_loop(self) -> None:
         """The optimizer step is about to come: what the script has told with it, and whether it has trained this model."""
@@ -260,14 +290,15 @@ class Stepper:
         those of a rank that waits for the word to go on (`roll_forward`), or that never heard of this step.
         """
         step = self.state.step
-        torch.manual_seed((int(self.job["seed"]) * 1_000_003 + step) * 65_537 + self.dp * self.plan.layout.cp + self.at.cp)
+        mine = self.dp * self.plan.layout.cp + self.at.cp
+        seed((int(self.job["seed"]) * 1_000_003 + step) * 65_537 + mine, self.device)
         local = self.local if self._measures_noise(step + 1) else None
         if local is not None:
             local.begin()
         self.state.buffers.note()
         self.spans.next_step()
-        loss_sum, tokens = self.forward_backward(batches, train=True)
-        small = (local.end() / self.loss_scale.value**2,) if local is not None else ()
+        loss_sum, tokens = self._computed(batches, train=True)
+        small = (local.end(),) if local is not None else ()
         if self.script is not None:
             self._check_loop()
         if self.first_step:
@@ -275,11 +306,7 @@ class Stepper:
             self.first_step = False
         gradients = self.state.gradients()
         self.add_shared(gradients)
-        loss_sum, tokens = loss_sum if self.speaks else 0.0, tokens if self.counts else 0
-        scale = self.loss_scale.value**2
-        norms = self.state.block_square_norms(gradients) if self._looks_at_blocks(step + 1) else ()
-        squares = tuple(square / scale for square in norms)
-        self.pending = Pending(step + 1, gradients, loss_sum, self.state.square_norm(gradients) / scale, tokens, squares, small)
+        self.pending = self._read(gradients, (loss_sum, tokens), small)
         self._told = replace(self.pending, gradients={})
         commit = self._commit(self.pending, words)
         self.trip = self._judged(commit)
@@ -290,6 +317,19 @@ class Stepper:
         self._done(commit)
         self.noise = self._noise(commit) if small and commit.finite and not commit.overflowed else None
         return commit
+
+    def _read(self, gradients: Gradients, sums: tuple[Number, Number], small: tuple[Number, ...]) -> Pending:
+        """What the commit is made of; here the host waits for the device, once in a step. `sums`: loss and tokens."""
+        step, scale = self.state.step + 1, self.loss_scale.value**2
+        each = self.state.square_norms(gradients)
+        blocks = (each,) if self._looks_at_blocks(step) else ()
+        (loss_sum,), (tokens,), (square_norm,), *more = read([*sums, each.sum(), *small, *blocks])
+        noise = tuple(square / scale for (square,) in more[: len(small)])
+        norms = self.state.by_block(gradients, more[-1]) if blocks else ()
+        return Pending(
+            step, gradients, loss_sum if self.speaks else 0.0, square_norm / scale, int(tokens) if self.counts else 0,
+            tuple(norm / scale for norm in norms), noise,
+        )  # fmt: skip
 
     def roll_forward(self, step: int, vector: tuple[float, ...]) -> None:
         """Applies the pending gradients of `step` by the commit that another rank has seen. Needs no group.

@@ -6,7 +6,7 @@ is cut exactly like the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,7 @@ from elastic.worker.optimizers import Optimizers
 from elastic.worker.options import Options, to_empty
 from elastic.worker.parallelize import WHOLE, local, parallelize, tie_again
 from elastic.worker.pipeline import cut_stage
+from elastic.worker.readback import square_norms
 from elastic.worker.weights import cut, fill
 
 if TYPE_CHECKING:
@@ -236,21 +237,19 @@ class TrainState:
                 out[fqn] = local(grad)
         return out
 
-    def square_norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
-        """Sum of squares over the elements that this rank owns: summed over ranks, each logical element counts once."""
-        norms = [torch.linalg.vector_norm(gradients[fqn]) for fqn in self.owned_parameters if fqn in gradients]
-        return float(torch.stack(norms).double().square().sum()) if norms else 0.0
+    def square_norms(self, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """float64 [owned parameters that have a gradient], on the gradients' device: the sums of squares of those parts that
+        this rank owns. Their sum, over all ranks too, counts each logical element once."""
+        return square_norms([gradients[fqn] for fqn in self.owned_parameters if fqn in gradients])
 
-    def block_square_norms(self, gradients: Mapping[str, torch.Tensor]) -> list[float]:
-        """The same by block: what stands before the blocks, each block, what stands after them."""
+    def by_block(self, gradients: Mapping[str, torch.Tensor], squares: Sequence[float]) -> list[float]:
+        """`squares`: elements of `square_norms`. Their sums: what stands before the blocks, each block, what stands after."""
         block = {spec.fqn: spec.block for spec in self.profile.specs}
-        sums = torch.zeros(self.profile.n_blocks + 2, dtype=torch.float64)
+        sums = [0.0] * (self.profile.n_blocks + 2)
         found = [fqn for fqn in self.owned_parameters if fqn in gradients]
-        if found:
-            norms = torch.stack([torch.linalg.vector_norm(gradients[fqn]) for fqn in found]).double().square().cpu()
-            places = torch.tensor([(block[fqn] or 0) + 1 for fqn in found])
-            sums.index_add_(0, places, norms)
-        return sums.tolist()
+        for fqn, square in zip(found, squares, strict=True):
+            sums[(block[fqn] or 0) + 1] += square
+        return sums
 
     def apply(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
         """One step of all optimizers with gradients times `scale`."""
@@ -258,8 +257,10 @@ class TrainState:
         if self.program.lr_factor is not None:
             self.optimizers.set_factor(self.program.lr_factor(self.step))
         self.dirty = True
+        if gradients:
+            torch._foreach_mul_(list(gradients.values()), scale)
         for fqn, gradient in gradients.items():
-            self.local[fqn].grad = gradient.mul_(scale)
+            self.local[fqn].grad = gradient
         self.optimizers.step()
         self.buffers.keep()
         self.step += 1

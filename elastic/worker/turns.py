@@ -6,18 +6,21 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from elastic.worker.readback import Number
+
 
 @dataclass(frozen=True)
 class Word:
     """What the script says when it hands over.
 
-    next: it wants a batch. step: it is done with its batch; `loss_sum` and `tokens` are those of this rank's samples. ended: it
-    has left the loop, `error` says why (None = in the ordinary way). next and step: `error` is a collective that broke off.
+    next: it wants a batch. step: it is done with its batch; `loss_sum` and `tokens` are those of this rank's samples, scalar
+    tensors where they are still on the device. ended: it has left the loop, `error` says why (None = in the ordinary way). next
+    and step: `error` is a collective that broke off.
     """
 
     kind: Literal["next", "step", "ended"]
-    loss_sum: float = 0.0
-    tokens: int = 0
+    loss_sum: Number = 0.0
+    tokens: Number = 0
     clip_grad_norm: float | None = None
     error: BaseException | None = None
 

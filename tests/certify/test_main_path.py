@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from elastic.certify import main_path
 from elastic.certify.lab import Lab
@@ -159,6 +160,7 @@ def test_a_real_run(tmp_path: Path) -> None:
     with Lab(Place("cpu-gloo", 3, ray=True), folder=tmp_path / "lab") as lab:
         (tmp_path / "lab").mkdir()
         done.run([main_path.task(lab)], 240.0)
+    assert not ray.is_initialized(), "a cluster was started by asking for what is left of the run's own"
     found = {check.name: check for check in done.checks}
     assert list(found) == list(NAMES)
     assert {check.verdict for check in done.checks} == {"pass"}, [check.line() for check in done.checks]

@@ -13,7 +13,7 @@ import pytest
 from support.cluster.stage import FAKE
 
 from elastic.cluster import processes
-from elastic.cluster.actors import ENVIRONMENT, Worker, WorkerSetup
+from elastic.cluster.actors import Worker, WorkerSetup
 from elastic.errors import SpecError
 from elastic.types import NodePrepared, Quiesced, StepDone, WorkerId
 
@@ -32,12 +32,6 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def worker(tmp_path: Path, said: list[str]) -> Worker:
     return Worker(WorkerSetup(ME, 1, "spot", {"folder": ""}, str(tmp_path), 3, FAKE))
-
-
-def test_the_environment_is_what_the_groups_ask_for() -> None:
-    from elastic.worker.groups import NCCL_ENVIRONMENT
-
-    assert ENVIRONMENT.items() >= NCCL_ENVIRONMENT.items()
 
 
 def test_the_environment_stands_before_torch_is_imported() -> None:

@@ -37,7 +37,7 @@ def train_script_alone(file: Path, args: Sequence[str], seed: int, steps: int) -
         dataset = program.dataset()
         batch = collate(dataset, sample_ids(len(dataset), program.settings["global_batch"], seed, step))
         torch.manual_seed((seed * 1_000_003 + step) * 65_537)
-        loss_sum, tokens = script.compute(batch, step, 0)
+        loss_sum, tokens = map(float, script.compute(batch, step, 0))
         for _, parameter in named:
             if parameter.grad is not None:
                 parameter.grad /= tokens

@@ -24,7 +24,8 @@ BUSY = """
 import sys, threading, time
 import torch, torch.distributed as dist
 from elastic.types import Layout
-from elastic.worker.groups import Groups, is_collective_error
+from elastic.worker.groups import Groups
+from elastic.worker.transport import is_collective_error
 
 rank, n, port, timeout_s, size = map(int, sys.argv[1:])
 CALLS = {

@@ -1,0 +1,56 @@
+"""Between host and device: batches copied there without waiting, numbers read back together.
+
+On CUDA the host waits for the device wherever it asks for a value (`.item()`, `bool()`, a mask as an index) and in each copy
+from pageable memory. A step does so once, in `read`, when its gradients are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+Batch = dict[str, torch.Tensor]
+Number = torch.Tensor | float
+
+
+def to_device(batch: Mapping[str, torch.Tensor], device: torch.device) -> Batch:
+    """The batch on the device; for CUDA through pinned memory, so that the host does not wait for the copies."""
+    if device.type == "cuda":
+        batch = {key: x.pin_memory() if x.device.type == "cpu" else x for key, x in batch.items()}
+    return {key: x.to(device, non_blocking=True) for key, x in batch.items()}
+
+
+def read(values: Iterable[Number]) -> list[list[float]]:
+    """The elements of each value, in float64; a number that is on the host already is its own. The host waits once for each
+    device that a tensor lies on: for all that was enqueued there, on the current stream, before."""
+    values = list(values)
+    found = [[] if isinstance(value, torch.Tensor) else [float(value)] for value in values]
+    places: dict[torch.device, list[int]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            places.setdefault(value.device, []).append(i)
+    for there in places.values():
+        flat = [values[i].detach().double().flatten() for i in there]  # type: ignore[union-attr]
+        numbers = iter(torch.cat(flat).tolist())
+        for i, part in zip(there, flat, strict=True):
+            found[i] = [next(numbers) for _ in range(part.numel())]
+    return found
+
+
+def join_default_stream(value: Number) -> None:
+    """What is enqueued on the default stream from now on comes after the work of this thread's stream on the device of
+    `value`; the host waits for neither. Other threads use the default stream."""
+    if isinstance(value, torch.Tensor) and value.is_cuda:
+        torch.cuda.default_stream(value.device).wait_stream(torch.cuda.current_stream(value.device))
+
+
+def square_norms(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """float64 [n]: the sum of squares of each tensor, on their device; 16-bit ones are added up in float32."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    if any(tensor.dtype is torch.float64 for tensor in tensors):
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    else:
+        norms = list(torch._foreach_norm(tensors, 2, torch.float32))
+    return torch.stack(norms).double().square()

@@ -1,0 +1,220 @@
+"""A process group that behaves as NCCL's does where gloo is kinder, and the transport that runs a generation on it, all on the
+CPU.
+
+- The first use of a group needs all of its ranks, and of a batch of messages too.
+- An operation returns before it is done; who waits for it is freed by `abort` of that group and by nothing else: not by the end
+  of a connection, not by another group's abort. `abort` raises nothing in those that wait; the outputs hold wrong numbers.
+- After its abort a group refuses further calls. `shutdown` may raise or take long.
+- Calls are counted when they are enqueued.
+
+Numbers in host memory go through gloo as they do beside NCCL: float64, int64, and bytes that are few (messages of the ranks);
+everything else counts as being on the device.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from elastic.worker import groups
+from elastic.worker.transport import Nccl
+
+NAME = "nccllike"
+FEW_BYTES = 4096
+WRONG = 7.0  # what an aborted operation leaves in its outputs
+SET_UP_S = 5.0  # that the first use waits for the other ranks; NCCL waits for TORCH_NCCL_NONBLOCKING_TIMEOUT
+LOOK_S = 0.0005
+
+
+def in_host_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """As elastic uses them: commits, sums and messages between ranks are never on the device."""
+    return all(t.dtype in (torch.float64, torch.int64) or (t.dtype == torch.uint8 and t.numel() <= FEW_BYTES) for t in tensors)
+
+
+def _flat(nested: Any) -> list[torch.Tensor]:
+    if isinstance(nested, torch.Tensor):
+        return [nested]
+    return [tensor for part in nested for tensor in _flat(part)]
+
+
+class DeviceWork(dist.Work):
+    """An operation on the device. `outputs` are filled with WRONG when it is aborted."""
+
+    def __init__(self, of: NcclLike, inner: dist.Work, outputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.of, self.inner, self.outputs = of, inner, outputs
+        self.over = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.inner.wait()
+        except RuntimeError:  # a connection has ended: a kernel does not notice, and spins on
+            self.of.gone.wait()
+        self.over.set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        while not self.over.wait(LOOK_S):
+            if self.of.gone.is_set():
+                break
+        if self.of.gone.is_set():
+            with torch.no_grad():
+                for tensor in self.outputs:
+                    tensor.fill_(WRONG)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.over.is_set()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.outputs)
+        return future
+
+
+class NcclLike(dist.ProcessGroup):
+    shutdown_raises = False
+    shutdown_takes_s = 0.0
+    dies_after: int | None = None  # operations of this process on the device
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.store, self.me, self.n = store, rank, size
+        self.host = dist.ProcessGroupGloo(PrefixStore("host", store), rank, size, timeout=timeout)
+        self.kernels = dist.ProcessGroupGloo(PrefixStore("kernels", store), rank, size, timeout=timedelta(days=1))
+        self.gone = threading.Event()
+        self.set_up = False
+        self.n_enqueued = 0
+        self.known_as = self.described_as = ""
+
+    # ------------------------------------------------------------------------------------------ as a communicator
+
+    def abort(self) -> None:
+        self.gone.set()
+
+    def shutdown(self) -> None:
+        time.sleep(self.shutdown_takes_s)
+        if self.shutdown_raises:
+            raise RuntimeError("NCCL error: remote process exited or there was a network error (put in by the test)")
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        """Nothing here wakes up by itself."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.n_enqueued
+
+    def _set_up(self) -> None:
+        """Waits for all ranks, like the exchange of NCCL's unique id."""
+        self.store.set(f"first-use/{self.me}", "")
+        ends_s = time.monotonic() + SET_UP_S
+        while not self.store.check([f"first-use/{rank}" for rank in range(self.n)]):
+            if self.gone.is_set() or time.monotonic() > ends_s:
+                raise dist.DistBackendError("NCCL communicator was not set up: not all ranks of the group took part")
+            time.sleep(LOOK_S)
+        self.set_up = True
+
+    def _run(self, call: Callable[[dist.ProcessGroup], dist.Work], inputs: Any, outputs: Any) -> dist.Work:
+        tensors, filled = [*_flat(inputs), *_flat(outputs)], _flat(outputs)
+        if in_host_memory(tensors):
+            return call(self.host)
+        if self.gone.is_set():
+            raise dist.DistBackendError("NCCL communicator was aborted on this rank")
+        if not self.set_up:
+            self._set_up()
+        self.n_enqueued += 1
+        if NcclLike.dies_after is not None:
+            if NcclLike.dies_after == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            NcclLike.dies_after -= 1
+        return DeviceWork(self, call(self.kernels), filled)
+
+    # ------------------------------------------------------------------------------------------ as a process group
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        return self._run(lambda to: to.allreduce(tensors, opts or dist.AllreduceOptions()), (), tensors)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
+        return self._run(lambda to: to.broadcast(tensors, opts or dist.BroadcastOptions()), (), tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        return self._run(lambda to: to.allgather(outputs, inputs), inputs, outputs)
+
+    def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> dist.Work:
+        return self._run(lambda to: to._allgather_base(output, given), given, output)
+
+    _allgather_base = all_gather_single
+
+    def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> dist.Work:
+        return self._run(lambda to: to._reduce_scatter_base(output, given, opts), given, output)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        return self._run(lambda to: to.reduce_scatter(outputs, inputs, opts), inputs, outputs)
+
+    def all_to_all_single(self, output: Any, given: Any, out_sizes: Any, in_sizes: Any, opts: Any = None) -> dist.Work:
+        return self._run(lambda to: to.alltoall_base(output, given, out_sizes, in_sizes), given, output)
+
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: Any, to_rank: int, tag: int = 0) -> dist.Work:
+        return self._run(lambda to: to.send(tensors, to_rank, tag), tensors, ())
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
+        return self._run(lambda to: to.recv(tensors, source, tag), (), tensors)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self.host.barrier()
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def getSize(self) -> int:
+        return self.n
+
+    def getRank(self) -> int:
+        return self.me
+
+    def getGroupName(self) -> str:
+        return self.known_as
+
+    def setGroupName(self, name: str) -> None:
+        self.known_as = name
+
+    def getGroupDesc(self) -> str:
+        return self.described_as
+
+    def setGroupDesc(self, words: str) -> None:
+        self.described_as = words
+
+
+class NcclLikeTransport(Nccl):
+    """elastic's own code for NCCL, over NcclLike."""
+
+    backend = f"cpu:{NAME}"
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__(torch.device("cpu"))
+        if NAME.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(NAME, NcclLike, devices=["cpu"])
+
+    def communicator(self, group: dist.ProcessGroup) -> Any:
+        return group
+
+    def counters(self, group: dist.ProcessGroup) -> tuple[Any, ...]:
+        return (group,)
+
+
+def use() -> None:
+    """In a worker's process: its generations are on NcclLike from now on."""
+    groups.transport_of = NcclLikeTransport  # type: ignore[assignment]

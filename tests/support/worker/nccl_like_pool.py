@@ -1,0 +1,36 @@
+"""Worker processes whose generations are on a process group that behaves like NCCL's."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar
+
+from support.worker import nccl_like
+from support.worker.faulty_pool import FaultyPool, _serve_faulty
+
+from elastic.worker.session import Session
+from elastic.worker.step import Stepper
+
+
+def _dies_on_device(session: Session, step: int, after: int) -> None:
+    """In the step that begins when `step` is done: at the operation on the device that comes after so many others."""
+    plain = Stepper.run
+
+    def run(stepper: Stepper, *args: Any) -> Any:
+        if stepper.state.step == step:
+            nccl_like.NcclLike.dies_after = after
+        return plain(stepper, *args)
+
+    Stepper.run = run  # type: ignore[method-assign]
+
+
+Session.dies_on_device = _dies_on_device  # type: ignore[attr-defined]
+
+
+def _serve_nccl_like(pipe: Connection) -> None:
+    nccl_like.use()
+    _serve_faulty(pipe)
+
+
+class NcclLikePool(FaultyPool):
+    serve: ClassVar[Any] = staticmethod(_serve_nccl_like)

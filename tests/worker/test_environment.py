@@ -1,0 +1,90 @@
+"""One table of variables, and every way of starting a worker applies it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from elastic.worker.environment import DEFAULTS, ENVIRONMENT, REQUIRED, settle
+
+
+def test_what_recovery_needs_is_overridden_and_a_users_choice_stays() -> None:
+    environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "OMP_NUM_THREADS": "8", "PATH": "/bin"}
+    assert settle(environment) == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    assert environment == ENVIRONMENT | {"OMP_NUM_THREADS": "8", "PATH": "/bin"}
+    assert settle(environment) == {}
+
+
+def test_it_can_be_applied_before_torch_is_imported() -> None:
+    code = "import elastic.worker.environment, sys; assert not {'torch', 'ray'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def actor() -> None:
+    from elastic.cluster import actors
+
+    made = actors.Worker.__new__(actors.Worker)
+    with pytest.raises(AttributeError):  # goes no further than the environment without a setup
+        made.__init__(None)  # type: ignore[misc,arg-type]
+
+
+def remote_process() -> None:
+    from elastic.cluster.outposts import Order, _Hosted
+
+    with pytest.raises(ModuleNotFoundError):
+        _Hosted(Order("no.such.module:Thing", (), environment={}))
+
+
+def certified() -> None:
+    from elastic.certify import worker_process
+
+    with pytest.raises(ModuleNotFoundError):
+        worker_process.serve(None, {}, "no.such.module:Thing")  # type: ignore[arg-type]
+
+
+def fork_server() -> None:
+    from elastic.cluster import fork_server as made
+
+    class Ends(Exception):
+        pass
+
+    def server(folder: str) -> Any:
+        class None_:
+            def serve(self) -> None:
+                raise Ends
+
+        return None_()
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(made, "_Server", server)
+    patch.setattr(made, "PRELOADED", ())
+    patch.setattr(made.gc, "disable", lambda: None)
+    patch.setattr(made.gc, "freeze", lambda: None)
+    patch.setattr(made.signal, "signal", lambda *_: None)
+    patch.setattr(made.processes, "die_with_parent", lambda: None)
+    try:
+        with pytest.raises(Ends):
+            made.main("", os.getppid())
+    finally:
+        patch.undo()
+
+
+def torchrun() -> None:
+    from elastic.worker.__main__ import main
+
+    assert main(["no/such/job"]) == 2
+
+
+@pytest.mark.parametrize("way", [actor, remote_process, certified, fork_server, torchrun], ids=lambda way: way.__name__)
+def test_every_way_of_starting_a_worker_applies_it(way: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "unset")  # restored by the fixture, whatever the way sets
+        monkeypatch.delenv(name)
+    way()
+    assert {name: os.environ.get(name) for name in REQUIRED} == REQUIRED
+    assert {name: os.environ.get(name) for name in DEFAULTS} == DEFAULTS

@@ -1,0 +1,214 @@
+"""What recovery asks of NCCL, on a process group that behaves like it: every wait is freed, nothing that an aborted kernel has
+left is believed, and the process can be used again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.worker.nccl_like import WRONG, NcclLike, NcclLikeTransport
+from support.worker.ranks import on_ranks
+
+from elastic.types import Layout
+from elastic.worker import transport
+from elastic.worker.groups import Groups
+from elastic.worker.transport import Nccl, Transport, is_collective_error
+
+TIMEOUT_S = 60.0
+FREED_S = 2.0  # the group's own timeout is 30 times that
+LAYOUT = Layout(dp_shard=2, tp=2)
+
+
+def joined(rank: int, n: int, store: tuple[str, int], layout: Layout, generation: int = 1) -> Groups:
+    out = Groups(generation, layout, torch.device("cpu"), transport=NcclLikeTransport())
+    out.join(store, rank, n, TIMEOUT_S, "secret")
+    return out
+
+
+def axis(of: Groups, name: str) -> dist.ProcessGroup:
+    assert of.mesh is not None
+    return of.mesh.get_group(name)
+
+
+# ---------------------------------------------------------------------------------------------------- abort
+
+
+def hangs(rank: int, n: int, store: tuple[str, int], where: str) -> tuple[float, list[float], str]:
+    """Rank 0 does not come to a collective: seconds from the abort until this rank was free, what it got, what `check` says."""
+    of = joined(rank, n, store, LAYOUT)
+    if rank == 0:
+        return 0.0, [], ""
+    group = of.world if where == "world" else axis(of, where)
+    vector = torch.ones(3)
+    at: list[float] = []
+
+    def abort() -> None:
+        time.sleep(0.2)  # the others have begun to wait
+        at.append(time.monotonic())
+        of.abort()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    if 0 in dist.get_process_group_ranks(group):
+        dist.all_reduce(vector, group=group)
+    free_s = time.monotonic()
+    thread.join()
+    try:
+        of.check()
+        said = "believed"
+    except ConnectionAbortedError as error:
+        said = str(error)
+    of.close()
+    return max(0.0, free_s - at[0]), vector.tolist(), said
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("where", ["world", "fsdp", "tp"])
+def test_whoever_waits_in_any_group_is_freed_and_believes_nothing(where: str) -> None:
+    """abort of one communicator frees that one only."""
+    found = on_ranks(hangs, 4, where)
+    waited = [rank for rank in (1, 2, 3) if found[rank][1] == [WRONG] * 3]
+    assert waited == {"world": [1, 2, 3], "fsdp": [2], "tp": [1]}[where], "nobody was aborted: this test shows nothing"
+    assert max(seconds for seconds, _, _ in found) < FREED_S
+    assert {said for _, _, said in found[1:]} == {"generation 1 was broken off"}
+
+
+class Blocks:
+    """A group whose abort waits for another one's."""
+
+    def __init__(self, before: threading.Event, after: threading.Event) -> None:
+        self.before, self.after = before, after
+
+    def abort(self) -> None:
+        self.after.set()
+        assert self.before.wait(5.0)
+
+
+class Direct(Nccl):
+    def communicator(self, group: Any) -> Any:
+        return group
+
+
+def test_communicators_are_aborted_at_once() -> None:
+    """One whose kernel waits for another's keeps its abort until that one is aborted too."""
+    first, second = threading.Event(), threading.Event()
+    groups: Any = [Blocks(second, first), Blocks(first, second)]
+    began_s = time.monotonic()
+    assert Direct(torch.device("cpu")).abort(groups) == 0
+    assert time.monotonic() - began_s < 4.0
+
+
+def test_an_abort_that_never_returns_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "ABORT_MOST_S", 0.05)
+    never, done = threading.Event(), threading.Event()
+    groups: Any = [Blocks(never, done)]
+    assert Direct(torch.device("cpu")).abort(groups) == 1
+    assert done.is_set()
+    never.set()
+
+
+def test_an_abort_that_raises_stops_nothing() -> None:
+    class Raises:
+        def abort(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    free = threading.Event()
+    free.set()
+    done = threading.Event()
+    groups: Any = [Raises(), Blocks(free, done)]
+    assert Direct(torch.device("cpu")).abort(groups) == 0
+    assert done.is_set()
+
+
+# ---------------------------------------------------------------------------------------------------- first use
+
+
+def a_part_exchanges(rank: int, n: int, store: tuple[str, int], warm: bool) -> str:
+    if not warm:
+        NcclLikeTransport.warm_up = lambda self, groups: None  # type: ignore[method-assign]
+    of = joined(rank, n, store, LAYOUT)
+    if rank < 2:
+        return "not asked"
+    mine, theirs = torch.full((4,), float(rank)), torch.zeros(4)
+    peer = 5 - rank
+    ops = [
+        dist.P2POp(dist.isend, mine, group=of.world, group_peer=peer),
+        dist.P2POp(dist.irecv, theirs, group=of.world, group_peer=peer),
+    ]
+    try:
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+    except dist.DistBackendError as error:
+        return f"{is_collective_error(error)} {error}"
+    return "came" if theirs.tolist() == [float(peer)] * 4 else f"wrong {theirs.tolist()}"
+
+
+@pytest.mark.e2e
+def test_messages_of_a_part_of_the_ranks_do_not_wait_for_the_others() -> None:
+    """The communicator of a group is set up by all of its ranks: done when the generation is joined."""
+    assert on_ranks(a_part_exchanges, 4, True)[2:] == ["came", "came"]
+    cold = on_ranks(a_part_exchanges, 4, False)[2:]
+    assert all("not all ranks of the group took part" in said for said in cold), "it waits for nobody: this test shows nothing"
+
+
+# ---------------------------------------------------------------------------------------------------- taking down
+
+
+def two_generations(rank: int, n: int, store: tuple[str, int], how: str) -> list[float]:
+    """The second one's sum over all ranks, after a first one whose shutdown does not work."""
+    if how == "raises":
+        NcclLike.shutdown_raises = True
+    else:
+        NcclLike.shutdown_takes_s, transport.TAKE_DOWN_MOST_S = 300.0, 0.2
+    first = joined(rank, n, store, Layout(dp_shard=n))
+    first.abort()
+    first.close()
+    assert not dist.is_initialized()
+    second = joined(rank, n, store, Layout(tp=n), 2)
+    vector = torch.full((2,), float(rank))
+    dist.all_reduce(vector, group=axis(second, "tp"))
+    return vector.tolist()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("how", ["raises", "takes long"])
+def test_a_shutdown_that_fails_leaves_a_process_that_can_be_used(how: str) -> None:
+    assert on_ranks(two_generations, 2, how) == [[1.0, 1.0]] * 2
+
+
+def test_gloo_that_cannot_be_taken_down_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = Groups(1, Layout(), torch.device("cpu"))
+    of.pretend(0)
+
+    def fails() -> None:
+        raise RuntimeError("put in by the test")
+
+    monkeypatch.setattr(dist, "destroy_process_group", fails)
+    Transport().take_down()
+    assert not dist.is_initialized()
+    of = Groups(2, Layout(tp=2), torch.device("cpu"))
+    of.pretend(0)
+    monkeypatch.undo()
+    of.close()
+    assert not dist.is_initialized()
+
+
+# ---------------------------------------------------------------------------------------------------- who has come
+
+
+def counts(rank: int, n: int, store: tuple[str, int]) -> list[tuple[str, int]]:
+    of = joined(rank, n, store, LAYOUT)
+    before = {name: count for name, _, count in of.arrived()}
+    if rank != 3:
+        dist.all_reduce(torch.ones(2), group=axis(of, "tp"), async_op=True)
+    return [(name, count - before[name]) for name, _, count in of.arrived()]
+
+
+@pytest.mark.e2e
+def test_who_has_not_begun_a_collective_is_seen() -> None:
+    found = [dict(row)["tp"] for row in on_ranks(counts, 4)]
+    assert found == [1, 1, 1, 0]
