@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from elastic.errors import ElasticError, InternalError, PeerGarbled, ProgramError, SpecError, StateLost, StorageFailed
 from elastic.types import FailureKind
-from elastic.worker.groups import is_collective_error
 from elastic.worker.offender import Tripped
 from elastic.worker.probe import LayoutDiffers
+from elastic.worker.transport import is_collective_error
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 CUDA_ERROR = re.compile(r"(?:CUDA|HIP)(?: driver)? error: ([^\n]*)")  # torch adds lines of advice, which name other errors

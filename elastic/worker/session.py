@@ -56,7 +56,6 @@ from elastic.worker.rehearsal import rehearse, rehearse_plan
 from elastic.worker.sample_profile import sample_profile
 from elastic.worker.script import Script, Source
 from elastic.worker.standing import Doing, standing
-from elastic.worker.transport import is_collective_error
 from elastic.worker.workplace import EnterOrder, Workplace, live_step
 
 log = logging.getLogger(__name__)
