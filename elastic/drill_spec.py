@@ -7,10 +7,17 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-ON_NODES = ("notice", "kill", "hang", "slow", "stall", "corrupt")
-ON_WORKERS = ("slow", "stall", "corrupt")  # worked by the workers themselves
+ON_NODES = ("notice", "kill", "hang", "slow", "stall", "corrupt", "device_error")
+ON_WORKERS = ("slow", "stall", "corrupt", "device_error")  # worked by the workers themselves
 DRILL_KINDS = (*ON_NODES, "add", "kill_driver", "wrong_layout")
-OPTIONS = {"deadline_s": ("notice",), "factor": ("slow",), "unit_s": ("slow",), "jitter": ("slow",), "gpu": ON_WORKERS}
+OPTIONS = {
+    "deadline_s": ("notice",),
+    "factor": ("slow",),
+    "unit_s": ("slow",),
+    "jitter": ("slow",),
+    "gpu": ON_WORKERS,
+    "place": ("device_error",),
+}
 NODE_WORD = re.compile(r"any|any-spot|rank0|rank:[0-9]+")
 NODE_WORDS = "any, any-spot, rank0, rank:N, partner, a node id, or a list of them"
 
@@ -21,8 +28,10 @@ class DrillSpec(BaseModel):
     hang: the node's processes are stopped (SIGSTOP). stall: they answer, and their training stands still. corrupt: what they
     compute is wrong. slow: they take `factor` times as long as they would (1 = as before); with `unit_s` each forward and
     backward pass of one sample through one block takes unit_s x factor seconds at least; `jitter`: each pass by up to that part
-    more or less. `gpu`: of the node's workers only this one. wrong_layout: from now on the layouts that the run changes to
-    compute something else than the one it has (of no node; for trials of the checks against that).
+    more or less. device_error: their next forward pass raises a CUDA error, and so does everything after it; `place`: not the
+    forward pass, but the backward pass, the optimizer, a host copy for the peers, or the next transfer of the state. `gpu`: of
+    the node's workers only this one. wrong_layout: from now on the layouts that the run changes to compute something else than
+    the one it has (of no node; for trials of the checks against that).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -34,6 +43,7 @@ class DrillSpec(BaseModel):
     slow: str | list[str] | None = None
     stall: str | list[str] | None = None
     corrupt: str | list[str] | None = None
+    device_error: str | list[str] | None = None
     add: str | None = None
     kill_driver: Literal[True] | None = None
     wrong_layout: Literal[True] | None = None
@@ -42,6 +52,7 @@ class DrillSpec(BaseModel):
     unit_s: float | None = Field(None, ge=0)
     jitter: float | None = Field(None, ge=0, lt=1)
     gpu: int | None = Field(None, ge=0)
+    place: Literal["forward", "backward", "optimizer", "host_copy", "move"] | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> DrillSpec:

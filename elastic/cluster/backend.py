@@ -312,6 +312,8 @@ class RayBackend:
             self._drop_stores(event.generation - 1)
         if isinstance(event, WorkerFailed) and event.kind == "collective" and self._plan is not None:
             self._suspect(self._plan.nodes)
+        if isinstance(event, WorkerFailed) and event.do == "retry":
+            self._end([event.worker])  # another process tries once more; this one cannot use its GPU
         return []
 
     def _suspect(self, nodes: Iterable[str]) -> None:

@@ -95,7 +95,7 @@ class Drilling:
 
     def _afflict(self, node_id: str, kind: str, entry: Mapping[str, Any]) -> list[Event]:
         """What its workers do to themselves."""
-        options = {key: entry[key] for key in ("factor", "unit_s", "jitter") if key in entry}
+        options = {key: entry[key] for key in ("factor", "unit_s", "jitter", "place") if key in entry}
         chosen = [worker for worker in self.crew.workers(node_id) if entry.get("gpu") in (None, worker.local_rank)]
         asked = [self.crew.call(worker, "afflict", kind, options) for worker in chosen]
         if any(asked):

@@ -59,6 +59,10 @@ def _trouble(event: Event) -> str | None:
             return f"a durable copy cannot be read: {event.reason}"
         case types.CopyRemoved():
             return f"removed {event.uri}"
+        case types.WorkerFailed(kind="device"):
+            return f"the GPU of worker {event.worker} failed{_in_step(event.step)}: {first_line(event.error)}"
+        case types.WorkerFailed(do="retry"):
+            return f"worker {event.worker} failed ({event.kind}), to be tried once more: {first_line(event.error)}"
         case types.WorkerFailed():
             return f"worker {event.worker} failed ({event.kind}): {first_line(event.error)}"
         case types.Silent():
@@ -79,6 +83,10 @@ def _trouble(event: Event) -> str | None:
             return f"drill: {drill(event.drill)}"
         case _:
             return None
+
+
+def _in_step(step: int) -> str:
+    return f" in step {step}" if step else ""
 
 
 def _entered(event: types.PlanEntered, view: View) -> str:

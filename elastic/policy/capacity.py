@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil, inf
 
 from elastic.planner.search import most_workers
-from elastic.policy import drain, limits, mix
+from elastic.policy import drain, faulty, limits, mix
 from elastic.policy.known import Backoff, Request, State
 from elastic.policy.leaving import leaving
 from elastic.policy.rearranging import left_for
@@ -33,6 +33,7 @@ def _prepare(state: State, now_s: float) -> Decision:
     actions: list[Action] = []
     reasons: list[str] = []
     wakes: list[float] = []
+    living = {worker.node_id for worker in state.members if state.lives(worker)}
     for node in state.nodes.values():
         if node.status != "ready":
             continue
@@ -42,6 +43,8 @@ def _prepare(state: State, now_s: float) -> Decision:
             reasons.append(f"node {node.node_id} of pool {node.pool} is given back, {why}")
             continue
         since_s = state.preparing.get(node.node_id)
+        if node.node_id in state.short and node.node_id in living:
+            continue  # others of its workers have a part in a generation: not now
         if since_s is not None and now_s < since_s + PREPARE_MOST_S:
             wakes.append(since_s + PREPARE_MOST_S)
             continue
@@ -51,6 +54,7 @@ def _prepare(state: State, now_s: float) -> Decision:
             else f"its preparation has not got on for {PREPARE_MOST_S:.0f} s"
         )
         if why:
+            why += f" (the last time: {state.short[node.node_id]})" if node.node_id in state.short else ""
             actions += [Quarantine(node.node_id, why), ReleaseNode(node.node_id)]
             reasons.append(f"node {node.node_id} is put aside: {why}")
         else:
@@ -71,9 +75,19 @@ def _release(state: State, now_s: float) -> Decision:
         needed |= {node.node_id for node in drain.kept(state, now_s)}
         needed |= {worker.node_id for worker in state.holdings}
         needed |= {worker.node_id for worker in state.aborting.owing} if state.aborting else set()
+        needed -= faulty.not_waited_for(state, now_s)
+        wake_at_s = min(faulty.wakes(state, now_s), default=None)
     done = [n for n in state.nodes.values() if n.status == "draining" and n.node_id not in needed | state.releasing]
     if not done:
         return Decision(wake_at_s=wake_at_s)
+    bad = faulty.reasons(state, done)
+    done_well = [node for node in done if node.node_id not in bad]
+    if not done_well:
+        return together(faulty.put_aside(bad), Decision(wake_at_s=wake_at_s))
+    return together(faulty.put_aside(bad), _given_back(state, done_well, now_s, wake_at_s))
+
+
+def _given_back(state: State, done: list[Node], now_s: float, wake_at_s: float | None) -> Decision:
     names = ", ".join(node.node_id for node in done)
     slow = left_for(state, done, now_s)
     actions: list[Action] = [Quarantine(name, f"too slow: {why}") for name, why in slow.items()]

@@ -28,6 +28,7 @@ from elastic.types import (
 )  # fmt: skip
 
 QUIESCED_MOST_S = 5.0  # a survivor that has not answered an abort by then is treated as a dead process
+QUIESCED_ON_GPUS_MOST_S = 30.0  # NCCL aborts up to seven communicators of a rank and takes them down, each bounded by 10 s
 LAST_COPY_MOST_S = 120.0  # since the last step, or since what comes after it has got on last
 ENTER_MOST_S = 600.0  # the last resort: workers report what goes wrong long before
 ATTACH_MOST_S = 30.0
@@ -147,18 +148,25 @@ def _breaking_off(state: State, now_s: float) -> Decision | None:
         f"generation {state.generation} is broken off after step {state.step}: {failure.reason}; {len(survivors)} of "
         f"{len(state.members)} workers are not known to be gone; {copy}, durable: step {state.saved_step}"
     )
-    return Decision((Abort(state.generation, failure.kill),), text, now_s + QUIESCED_MOST_S)
+    return Decision((Abort(state.generation, failure.kill),), text, now_s + _quiesced_most_s(state))
+
+
+def _quiesced_most_s(state: State) -> float:
+    used = {node.pool for name in {worker.node_id for worker in state.members} if (node := state.nodes.get(name))}
+    kinds = {pool.accelerator_type for pool in state.pools if pool.name in used}
+    return QUIESCED_MOST_S if kinds <= {"CPU"} else QUIESCED_ON_GPUS_MOST_S
 
 
 def _waiting_for_survivors(state: State, now_s: float) -> Decision | None:
     if state.aborting is None or not state.aborting.owing:
         return None
-    bound_s = state.aborting.at_s + QUIESCED_MOST_S
+    most_s = _quiesced_most_s(state)
+    bound_s = state.aborting.at_s + most_s
     owing = tuple(sorted(state.aborting.owing))
     names = ", ".join(str(worker) for worker in owing)
     if now_s < bound_s:
         return Decision((), f"waits until {len(owing)} workers have left generation {state.aborting.generation}", bound_s)
-    text = f"{names} did not leave generation {state.aborting.generation} within {QUIESCED_MOST_S:.0f} s: ended and replaced"
+    text = f"{names} did not leave generation {state.aborting.generation} within {most_s:.0f} s: ended and replaced"
     return Decision((Abort(state.aborting.generation, kill=owing),), text)
 
 
@@ -175,7 +183,7 @@ def _rolling_forward(state: State, now_s: float) -> Decision | None:
         f"step {order.step} was committed, and {count(n_pending, 'worker')} did not see it: they apply it to the gradients "
         f"that they hold, so that every part of step {order.step} has a holder"
     )
-    return Decision((order,), text, now_s + QUIESCED_MOST_S)
+    return Decision((order,), text, now_s + _quiesced_most_s(state))
 
 
 # ------------------------------------------------------------------------------------------------ generations

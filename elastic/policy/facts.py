@@ -14,7 +14,17 @@ from typing import Any
 
 from elastic.fingerprint import KEY
 from elastic.policy import hazard, layouts, limits
-from elastic.policy.failing import FAILURES, computes_else, failed, infeasible, seen, set_status, tripped, without
+from elastic.policy.failing import (
+    FAILURES,
+    computes_else,
+    failed,
+    infeasible,
+    seen,
+    set_status,
+    short_of_memory,
+    tripped,
+    without,
+)
 from elastic.policy.known import ENDED, Failure, State, StopWish
 from elastic.policy.moves import paced
 from elastic.policy.retention import HANDLERS as COPIES
@@ -137,15 +147,26 @@ def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
     refused = {name: why for name, why in state.refused.items() if name != node.node_id}
     return replace(
         state, nodes=nodes, requests=requests, backoff=backoff, dead=dead, releasing=state.releasing - {node.node_id},
-        refused=refused,
+        refused=refused, **_well(state, node.node_id),
     )  # fmt: skip
 
 
+def _well(state: State, node_id: str) -> dict[str, Any]:
+    """Nothing is known against this node's devices: it is another one."""
+    return {
+        "faulty": {worker: why for worker, why in state.faulty.items() if worker.node_id != node_id},
+        "short": {name: why for name, why in state.short.items() if name != node_id},
+    }
+
+
 def _node_refused(state: State, event: NodeRefused, at_s: float) -> State:
-    """It is put aside by the next decision, and counts for its pool as a start that failed."""
+    """It is put aside by the next decision, and counts for its pool as a start that failed. Not where a node that was in use
+    lacks memory that may become free: it is looked at again."""
     state, node = seen(state, event.node_id), state.nodes.get(event.node_id)
     if node is None or node.status in ("lost", "quarantined") or event.node_id in state.releasing:
         return state
+    if event.may_pass and event.node_id not in state.born:
+        return short_of_memory(state, node, event.reason, at_s)
     preparing = {name: t for name, t in state.preparing.items() if name != event.node_id}
     return replace(state, preparing=preparing, refused={**state.refused, event.node_id: event.reason})
 
@@ -164,6 +185,7 @@ def _node_prepared(state: State, event: NodePrepared, at_s: float) -> State:
         prepared_at_s=at_s,
         preparing={name: t for name, t in state.preparing.items() if name != event.node_id},
         dead=frozenset(w for w in state.dead if w.node_id != event.node_id),
+        short={name: why for name, why in state.short.items() if name != event.node_id},
     )
     return state if node.status == "draining" else set_status(state, event.node_id, "prepared")
 
@@ -184,6 +206,8 @@ def _notice_withdrawn(state: State, event: NoticeWithdrawn, at_s: float) -> Stat
     node = state.nodes.get(event.node_id)
     if node is None or node.status != "draining" or event.node_id in state.releasing:
         return state
+    if any(worker.node_id == event.node_id for worker in state.faulty):
+        return set_status(state, event.node_id, "draining")
     return set_status(state, event.node_id, "prepared" if event.node_id in state.prepared else "ready")
 
 
@@ -205,6 +229,7 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
         refused={name: why for name, why in state.refused.items() if name != node.node_id},
         releasing=state.releasing - {node.node_id},
         n_losses=state.n_losses + (not released),
+        **_well(state, node.node_id),
     )
     why = f"node {node.node_id} is gone" + (f" ({event.cause})" if event.cause else "")
     if not released:

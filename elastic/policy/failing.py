@@ -15,6 +15,8 @@ from elastic.policy.known import Failure, State
 from elastic.types import DigestChecked, GuardTripped, Layout, Node, NodeStatus, Quiesced, Silent, WorkerFailed, WorkerId
 
 ONE_SILENCE_S = 10.0  # as below, of workers that do not answer
+HARDWARE = ("ECC", "NVLink", "Xid", "hardware", "contained")  # in errors that no program can cause
+KEPT_ERRORS = 32
 ONE_INCIDENT_S = 3.0  # failures of a node's processes within this time are one
 
 
@@ -121,6 +123,10 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
         plan = state.plan  # a process that took part in entering this generation did not die in an older one
         stale = plan is not None and worker in plan.ranks and 0 < event.generation < plan.generation
         return state if stale else process_failed(state, worker, text, at_s)
+    if kind == "device":
+        return _device_failed(state, event, text, at_s)
+    if kind == "program" and event.do == "retry":
+        return _asserted(state, event, text, at_s)
     if kind == "program":
         node = state.nodes.get(worker.node_id)
         known = node is not None and node.status not in ("lost", "quarantined")
@@ -136,6 +142,66 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
     if kind == "out_of_memory":
         return infeasible(state, event.generation, text, event.measured_bytes, at_s)
     return failed(state, Failure("infrastructure", text, at_s))
+
+
+def _device_failed(state: State, event: WorkerFailed, text: str, at_s: float) -> State:
+    """The worker is a loss, whatever generation it speaks of, and its node is left: it is quarantined as soon as nobody needs
+    what its processes hold in host memory. A worker that says so again cannot serve that either.
+
+    A kernel of the program may be at fault too. It does the same wherever the step is done: where a second node has such an
+    error in the same step, the run ends, unless the error is one that only hardware can cause."""
+    worker, node = event.worker, state.nodes.get(event.worker.node_id)
+    if node is None or node.status in ("lost", "quarantined") or worker in state.dead:
+        return state
+    others = sorted({name for step, name in state.device_errors if step == event.step} - {node.node_id})
+    if event.step and others and not any(word in event.error for word in HARDWARE):
+        also = f"node {others[0]} failed in step {event.step} as well"
+        return replace(state, fatal=f"the program's kernels failed on {text}; {also}, so the device is not at fault")
+    again = worker in state.faulty
+    state = replace(
+        state,
+        faulty={**state.faulty, worker: state.faulty.get(worker, text)},
+        holdings={w: tuple(h for h in held if w != worker or h.kind != "live") for w, held in state.holdings.items()},
+        commits={w: commit for w, commit in state.commits.items() if w != worker},
+        pending={w: step for w, step in state.pending.items() if w != worker},
+        device_errors=(*state.device_errors, (event.step, node.node_id))[-KEPT_ERRORS:],
+        preparing={name: t for name, t in state.preparing.items() if name != node.node_id},
+    )
+    if node.status != "draining":
+        state = set_status(state, node.node_id, "draining")
+    if again:
+        return without(state, frozenset({worker}), text, at_s)
+    failure = Failure("loss", text, at_s, frozenset({worker}))
+    if state.aborting:
+        explained = worker in state.aborting.owing and state.aborting.failure.cause == "infrastructure"
+        return replace(state, aborting=replace(state.aborting, failure=failure)) if explained else state
+    return failed(state, failure) if worker in state.members else state
+
+
+def _asserted(state: State, event: WorkerFailed, text: str, at_s: float) -> State:
+    """An index out of range in a kernel: the program's fault, or that of a device which made the index. The first report of a
+    step is tried again, with another process; a second one of the same step, from another rank or when it is done again, ends
+    the run: a step has the same samples each time."""
+    node = state.nodes.get(event.worker.node_id)
+    if node is None or node.status in ("lost", "quarantined") or event.worker in state.dead:
+        return state
+    if event.step in state.asserts:
+        return replace(state, fatal=f"the program raised on {text}; for the second time in step {event.step}")
+    state = replace(state, asserts=(*state.asserts, event.step)[-KEPT_ERRORS:])
+    return process_failed(state, event.worker, text, at_s)
+
+
+def short_of_memory(state: State, node: Node, reason: str, at_s: float) -> State:
+    """A process that is gone still holds memory of its GPU, and the node has others: it is looked at again, not given back. It
+    counts as a failure of one of its processes."""
+    name, hour = node.node_id, tuple(t for t in state.process_failures.get(node.node_id, ()) if t > at_s - 3600)
+    hour = hour if hour and at_s < hour[-1] + ONE_INCIDENT_S else (*hour, at_s)
+    return replace(
+        state,
+        preparing={other: t for other, t in state.preparing.items() if other != name},
+        process_failures={**state.process_failures, name: hour},
+        short={**state.short, name: reason},
+    )
 
 
 def process_failed(state: State, worker: WorkerId, why: str, at_s: float) -> State:

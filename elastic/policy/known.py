@@ -142,6 +142,12 @@ class State:
     preparing: Mapping[str, float] = field(default_factory=dict)  # node -> when it was asked, or has got on last
     refused: Mapping[str, str] = field(default_factory=dict)  # nodes that may not take part -> why, until they are put aside
     releasing: frozenset[str] = frozenset()
+    faulty: Mapping[WorkerId, str] = field(
+        default_factory=dict
+    )  # whose device has failed -> how; until the node is quarantined
+    device_errors: tuple[tuple[int, str], ...] = ()  # step, node: of the newest such errors
+    asserts: tuple[int, ...] = ()  # steps in which a device-side assert was reported, newest last
+    short: Mapping[str, str] = field(default_factory=dict)  # nodes on which memory was not free again -> what was missing
     given_up: frozenset[str] = frozenset()  # nodes that we leave without being told to; released when nothing is left on them
     dead: frozenset[WorkerId] = frozenset()  # processes that are gone on nodes that are not
     requests: Mapping[str, Request] = field(default_factory=dict)

@@ -27,7 +27,8 @@ def predicted(state: State, choice: Choice, resume: Resume) -> Move | None:
     memory = [pool.memory_bytes_per_gpu for pool in pools]
     kinds = {pool.accelerator_type for pool in pools}
     rates = [profile.link_bytes_per_s for profile in state.hardware if profile.accelerator_type in kinds]
-    room = Room(min(memory) if memory and all(memory) else 0, choice.memory_bytes)
+    wire = "cpu" if kinds <= {"CPU"} else "cuda"
+    room = Room(min(memory) if memory and all(memory) else 0, choice.memory_bytes, device_type=wire)
     pace = Pace(min(rates), state.move_pace) if rates else Pace(times=state.move_pace)
     cuts = (resume.layout, resume.layers), (choice.layout, choice.layers)
     return forecast(state.model, *cuts, holders_of(resume, everyone), nodes, (room, pace))

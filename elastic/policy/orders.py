@@ -71,7 +71,9 @@ def _ordered_quarantine(state: State, action: Quarantine, at_s: float) -> State:
     preparing = {name: t for name, t in state.preparing.items() if name != action.node_id}
     refused = {name: why for name, why in state.refused.items() if name != action.node_id}
     blamed = {name: why for name, why in state.blamed.items() if name != action.node_id}
-    state = replace(state, preparing=preparing, refused=refused, blamed=blamed)
+    faulty = {worker: why for worker, why in state.faulty.items() if worker.node_id != action.node_id}
+    short = {name: why for name, why in state.short.items() if name != action.node_id}
+    state = replace(state, preparing=preparing, refused=refused, blamed=blamed, faulty=faulty, short=short)
     gone = frozenset(WorkerId(node.node_id, k) for k in range(node.gpus))
     return without(state, gone, f"node {node.node_id} is quarantined: {action.reason}", at_s)
 

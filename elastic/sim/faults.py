@@ -8,6 +8,7 @@ from typing import Literal
 FaultKind = Literal[
     "notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought", "slow", "crash", "refuse",
     "price", "add", "stop", "throttle", "jitter", "drift", "wrong_numbers", "stall", "wrong_layout",
+    "device",
 ]  # fmt: skip
 Moment = Literal["inside", "waiting", "torn"]
 
@@ -48,7 +49,8 @@ class Fault:
     hang, but it answers. wrong_numbers: a node computes wrong numbers, found out `amount` steps later; `lasting`: it cannot be
     told which of all ranks it is. wrong_layout: from now on a layout with several ranks on an axis on which the running one has
     one computes something else.
-    `moment`, of a loss, process or error: where the step was. inside: its gradients were not summed yet. waiting: every
+    device: of a node's first worker (or `gpu`); its process lives on and keeps the copies in host memory, nothing else.
+    `moment`, of a loss, process, device or error: where the step was. inside: its gradients were not summed yet. waiting: every
     survivor waits for the commit. torn: every other survivor has seen it.
     """
 

@@ -72,6 +72,8 @@ class Generations(Machines):
         self.violations: list[str] = []
         self._groups: dict[int, Group] = {}
         self._commits: dict[WorkerId, tuple[float, ...]] = {}
+        self._without_device: set[WorkerId] = set()
+        self._told_broken: set[WorkerId] = set()  # of these, those that the policy knows of
         self._pending: dict[WorkerId, tuple[int, int]] = {}  # generation, step
         self._spoilt: list[tuple[int, int]] = []  # generation, the last step that was right
         self._finds: dict[int, WrongNumbers] = {}  # to be told when its step is done
@@ -95,9 +97,34 @@ class Generations(Machines):
             if not group.ended and needed & workers:
                 self._break(group, moment)
 
+    def _lose_device(self, worker: WorkerId, moment: Moment) -> None:
+        """Its process lives on: the copies that it keeps in host memory are there, its live state and its gradients are not."""
+        running = [group for group in self._running() if worker in group.plan.ranks]
+        step = max((group.step + 1 for group in running), default=0)
+        generation = max((group.plan.generation for group in running), default=0)
+        self._without_device.add(worker)
+        for group in self._groups.values():
+            if not group.ended and worker in (group.plan.ranks if group.entered else group.members):
+                self._break(group, moment)
+        self._held[worker] = tuple(h for h in self._held.get(worker, ()) if h.kind == "peer")
+        self._commits.pop(worker, None)
+        self._pending.pop(worker, None)
+        self._tell_broken(worker, generation, step)
+
+    def _tell_broken(self, worker: WorkerId, generation: int, step: int) -> None:
+        """What the process says, if it lives so long; another one on that GPU says so when it is to use it."""
+        error = "CUDA error: uncorrectable ECC error encountered"
+
+        def told() -> None:
+            if self._answers(worker):
+                self._told_broken.add(worker)
+                self._tell(WorkerFailed(worker, generation, "device", error, 0, step))
+
+        self._after(self.delays.detect_s, told)
+
     def _break(self, group: Group, moment: Moment = "inside") -> None:
         group.ended = True
-        survivors = [worker for worker in group.plan.ranks if self._answers(worker)]
+        survivors = [w for w in group.plan.ranks if self._answers(w) and w not in self._without_device]
         if group.entered and group.step < self.job["steps"] and moment != "inside":
             for k, worker in enumerate(survivors):
                 if moment == "torn" and k % 2 == 0:
@@ -117,6 +144,9 @@ class Generations(Machines):
         lost = [worker for worker in plan.ranks if worker.node_id in self._told_lost or worker.node_id not in self._machines]
         if lost:
             self.violations.append(f"generation {plan.generation} uses {lost[0]}, which was reported lost")
+        broken = [worker for worker in plan.ranks if worker in self._told_broken]
+        if broken:
+            self.violations.append(f"generation {plan.generation} uses {broken[0]}, whose device has failed")
         late = [w for w in plan.ranks if w not in lost and self._deadline_s(w) <= self._now_s]
         if late:
             self.violations.append(f"generation {plan.generation} uses {late[0]}, whose deadline has passed")
@@ -128,7 +158,10 @@ class Generations(Machines):
         if len(set(plan.ranks)) != plan.layout.world_size or sum(plan.samples) != self.job["global_batch"]:
             self.violations.append(f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit {plan.layout}")
         group = self._groups[plan.generation] = Group(plan)
-        if any(not self._lives(worker) for worker in group.members):
+        failed = self._without_device & set(plan.ranks)
+        for worker in sorted(failed):
+            self._tell_broken(worker, plan.generation, 0)
+        if failed or any(not self._lives(worker) for worker in group.members):
             self._break(group)
         elif any(not self._answers(worker) for worker in group.members):
             self._silence(group)

@@ -53,11 +53,13 @@ class NodePrepared(Event):
 
 @dataclass(frozen=True)
 class NodeRefused(Event):
-    """The node was looked at when it started and may not take part: `reason` says why, in one line. It is still paid for."""
+    """The node was looked at when it started and may not take part: `reason` says why, in one line. It is still paid for.
+    `may_pass`: it lacks memory that a process which is gone may still hold."""
 
     node_id: str
     reason: str
     pool: str = ""
+    may_pass: bool = False
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,9 @@ class WorkerFailed(Event):
     the gradients of `step` are no numbers. guard: another guard has tripped at `step`. In both cases the step was not applied,
     every rank says the same, and `do` is what the job's guard wants: rollback or stop. layout: the generation has entered, and
     its layout computes another function than the one before (see Probed); every rank says the same, and no step was made.
+    device: its GPU cannot be used any more (a sticky CUDA error, or a critical Xid), in `step` (0 = in no step); the process
+    still serves what it has in host memory. program with `do` = retry: a device-side assert in `step`, after which the process
+    cannot use its GPU either.
     """
 
     worker: WorkerId

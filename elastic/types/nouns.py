@@ -13,7 +13,9 @@ NodeStatus = Literal["pending", "ready", "prepared", "draining", "quarantined", 
 CopyKind = Literal["live", "peer", "durable"]
 Source = Literal["fresh", "live", "peer", "durable"]
 Cause = Literal["start", "notice", "loss", "growth", "release", "rebalance", "infeasible", "rollback"]
-FailureKind = Literal["collective", "process", "program", "out_of_memory", "infrastructure", "not_finite", "guard", "layout"]
+FailureKind = Literal[
+    "collective", "process", "program", "out_of_memory", "infrastructure", "not_finite", "guard", "layout", "device"
+]
 Outcome = Literal["succeeded", "failed", "stopped"]
 
 # --------------------------------------------------------------------------------------------- pools and nodes

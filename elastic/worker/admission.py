@@ -20,6 +20,7 @@ import torch.distributed as dist
 from elastic import version
 from elastic.fingerprint import differences
 from elastic.types import Admission, Terms, version_differences
+from elastic.worker.device_notes import memory_holders
 from elastic.worker.free_memory import free_gpu_bytes, free_host_bytes
 from elastic.worker.link import Door, Link, measure
 
@@ -27,10 +28,16 @@ PERIOD = 7  # of the matrices, in every direction
 CPU_SIZE, GPU_SIZE = 64 * PERIOD, 512 * PERIOD  # a power of 2 times the period: every sum is exact, also in bfloat16
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # Ray then leaves CUDA_VISIBLE_DEVICES as it is
 END_MOST_S = 30.0  # what is not over by then is not waited for
+FREE_MOST_S = 60.0  # the driver frees the memory of a process that was killed in seconds, with a kernel that hangs in longer
+FREE_EVERY_S = 0.5
 
 
 class Refused(Exception):
-    """Why this node may not take part, in one line."""
+    """Why this node may not take part, in one line. `may_pass`: it lacks memory of a GPU, which others hold."""
+
+    def __init__(self, why: str, may_pass: bool = False) -> None:
+        super().__init__(why)
+        self.may_pass = may_pass
 
 
 @dataclass(frozen=True)
@@ -43,12 +50,13 @@ class Entry:
 
 @dataclass
 class Checks:
-    """Of one worker that starts. `linked`: the first of its node, which looks at the link too. Each of `begin`, `program`,
-    `end` raises Refused."""
+    """Of one worker that starts. `linked`: the first of its node, which looks at the link too. `tick`: is called while it waits
+    for memory. Each of `begin`, `program`, `end` raises Refused."""
 
     entry: Entry
     device: torch.device
     linked: bool
+    tick: Callable[[], None] = lambda: None
     _began_s: float = 0.0
     _spent_s: float = 0.0
     _versions: dict[str, str] = field(default_factory=dict)
@@ -65,9 +73,14 @@ class Checks:
         self._versions = versions()
         if different := version_differences(terms.versions, self._versions):
             raise Refused(different)
-        self._free = free_host_bytes(), free_gpu_bytes(self.device)
+        gpu_bytes = free_gpu_bytes(self.device)
+        if gpu_bytes < terms.gpu_bytes:
+            gpu_bytes = awaited(terms.gpu_bytes, lambda: free_gpu_bytes(self.device), tick=self.tick)
+        self._free = free_host_bytes(), gpu_bytes
         if why := too_little(terms, *self._free):
-            raise Refused(why)
+            if terms.host_bytes > self._free[0]:
+                raise Refused(why)
+            raise Refused(f"{why} (still, after {FREE_MOST_S:.0f} s{held_by(self.device)})", may_pass=True)
         self._speed = background(_timed, multiply, self.device)
         if self.linked:
             self._link = background(_timed, try_links, self.entry.doors)
@@ -142,6 +155,25 @@ def too_little(terms: Terms, host_bytes: int, gpu_bytes: int) -> str:
     if terms.gpu_bytes > gpu_bytes:
         return f"{_gib(gpu_bytes)} of a GPU's memory are free, the job needs {_gib(terms.gpu_bytes)} there"
     return ""
+
+
+def awaited(
+    n_bytes: int, free: Callable[[], int], *, clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep, tick: Callable[[], None] = lambda: None,
+) -> int:  # fmt: skip
+    """Free bytes, once there are `n_bytes`, or after FREE_MOST_S: what a process that was killed has held is free some seconds
+    later. `clock`, `sleep`: seconds."""
+    until_s = clock() + FREE_MOST_S
+    while (found := free()) < n_bytes and clock() < until_s:
+        tick()
+        sleep(FREE_EVERY_S)
+    return found
+
+
+def held_by(device: torch.device) -> str:
+    """Who holds the rest of it, where NVML tells."""
+    names = [f"process {pid}" + (f" ({_gib(n)})" if n else "") for pid, n in memory_holders(device)]
+    return f"; memory is held by {', '.join(names)}" if names else ""
 
 
 def _gib(n_bytes: int) -> str:

@@ -189,8 +189,11 @@ class PeerCopies:
 
     def _held(self, flight: _Flight) -> list[Held]:
         own = self._holds(self.rank, flight.step, flight.own.wait(), flight.own.lease)
+        return [own, *self._received(flight)]
+
+    def _received(self, flight: _Flight) -> list[Held]:
         theirs = {r: flat_views(self.kept[r], lease.buffer) for r, lease in flight.incoming.items()}
-        return [own, *(self._holds(r, flight.step, theirs[r], lease) for r, lease in flight.incoming.items())]
+        return [self._holds(r, flight.step, theirs[r], lease) for r, lease in flight.incoming.items()]
 
     def _holds(self, rank: int, step: int, tensors: Tensors, lease: Lease) -> Held:
         plan = self.plan
@@ -212,11 +215,13 @@ class PeerCopies:
         if self._hands is not None:
             self._hands.close()
 
-    def unacknowledged(self) -> list[Held]:
+    def unacknowledged(self, own: bool = True) -> list[Held]:
         """The copy in flight, if this rank's part is stored: others may have seen the commit that acknowledges it and have
-        dropped the one before. It is handed out once."""
+        dropped the one before. It is handed out once. Without `own`: only what was received, which needs no device."""
         flight, self.flight = self.flight, None
-        return self._held(flight) if flight is not None and flight.stored else []
+        if flight is None or not flight.stored:
+            return []
+        return self._held(flight) if own else self._received(flight)
 
     def copy(self, step: int) -> Copy:
         """The acknowledged copy of `step`, with everyone's holdings."""

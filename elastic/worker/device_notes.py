@@ -1,4 +1,5 @@
-"""What a GPU says of itself that may explain why it is slow: read through NVML every few seconds, in a thread of its own.
+"""What a GPU says of itself that may explain why it is slow or fails: read through NVML every few seconds, and its critical Xid
+errors as they come, in a thread of its own.
 
 Only where `pynvml` (of the package nvidia-ml-py) can be imported and the worker trains on CUDA; elsewhere nothing is watched.
 What a driver or a GPU does not tell is left out of the sentence.
@@ -9,12 +10,13 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from elastic.types import DeviceNoted, Event, WorkerId
+from elastic.types import DeviceNoted, Event, WorkerFailed, WorkerId
 
 log = logging.getLogger(__name__)
 
@@ -27,18 +29,28 @@ LOWERED = {  # nvmlClocksEventReason* as bits (nvml.h), of those that are no res
 }  # fmt: skip
 POWER_CAP = 0x4  # by itself what every busy GPU does
 LINKS_MOST = 18
+XID_CRITICAL = 0x8  # nvmlEventTypeXidCriticalError
+XID_WAIT_MS = 500
+LOST = {  # Xid errors after which the GPU must be reset, with all processes on it ("XID Errors", docs.nvidia.com/deploy)
+    62: "its microcontroller has halted", 79: "it has fallen off the bus", 95: "an uncontained memory error",
+    119: "its system processor does not answer", 120: "an error of its system processor", 140: "an unrecovered memory error",
+}  # fmt: skip
 CORRECTED, UNCORRECTED, VOLATILE, LINK_REPLAYS, LINK_RECOVERIES = 0, 1, 0, 0, 1
 Counters = dict[str, int]
 
 
 class DeviceNotes:
-    """Watches one GPU; `report` gets a DeviceNoted when the sentence is another one. Errors count from the first look on."""
+    """Watches one GPU; `report` gets a DeviceNoted when the sentence is another one, and a WorkerFailed of kind `device` (once)
+    after an Xid error that no process on that GPU outlives. Errors count from the first look on."""
 
     def __init__(self, me: WorkerId, device: torch.device, report: Callable[[Event], None], every_s: float = EVERY_S) -> None:
         self.me, self.report, self.every_s = me, report, every_s
         self._note = ""
         self._first: Counters | None = None
         self._end = threading.Event()
+        self._xids: list[int] = []
+        self._lost = False
+        self._events: Any = None  # NVML's event set; None = Xid errors are not told here
         self._nvml = _nvml() if device.type == "cuda" else None
         if self._nvml is None:
             return
@@ -48,6 +60,7 @@ class DeviceNotes:
         except Exception as error:  # noqa: BLE001 - a boundary: pynvml's errors are its own; the GPU trains without being watched
             log.warning("the GPU is not watched: %s", error)
             return
+        self._events = self._registered()
         threading.Thread(target=self._watch, name="device-notes", daemon=True).start()
 
     def close(self) -> None:
@@ -56,8 +69,43 @@ class DeviceNotes:
     def _watch(self) -> None:
         while True:
             self.look()
-            if self._end.wait(self.every_s):
+            until_s = time.monotonic() + self.every_s
+            while (left_s := until_s - time.monotonic()) > 0 and self._events is not None:
+                if self._end.is_set():
+                    return
+                self.wait_for_xid(min(XID_WAIT_MS, int(1000 * left_s) + 1))
+            if self._end.wait(max(0.0, left_s)):
                 return
+
+    def _registered(self) -> Any:
+        """An event set for the GPU's critical Xid errors; None: this driver, package or GPU has none."""
+        nvml: Any = self._nvml
+        try:
+            events = nvml.nvmlEventSetCreate()
+            nvml.nvmlDeviceRegisterEvents(self._handle, XID_CRITICAL, events)
+        except Exception as error:  # noqa: BLE001 - a boundary: "not supported" is a class of pynvml's own
+            log.info("Xid errors are not watched: %s", error)
+            return None
+        return events
+
+    def wait_for_xid(self, wait_ms: int) -> None:
+        """Waits so long for the next Xid error, and reports it."""
+        began_s = time.monotonic()
+        nvml: Any = self._nvml
+        try:
+            wait = getattr(nvml, "nvmlEventSetWait_v2", None) or nvml.nvmlEventSetWait
+            xid = int(wait(self._events, wait_ms).eventData)
+        except Exception as error:  # noqa: BLE001 - a boundary: mostly NVMLError_Timeout, nothing has come
+            if time.monotonic() - began_s < wait_ms / 2000:  # it did not wait: it never will
+                log.info("Xid errors are not watched any more: %s", error)
+                self._events = None
+            return
+        if xid not in self._xids:
+            self._xids.append(xid)
+            self.look()
+        if xid in LOST and not self._lost:
+            self._lost = True
+            self.report(WorkerFailed(self.me, 0, "device", f"Xid {xid}: {LOST[xid]}"))
 
     def look(self) -> None:
         note = self._sentence()
@@ -71,7 +119,8 @@ class DeviceNotes:
         parts = [*self._clocks(), *self._heat()]
         grown = {name: n - self._first[name] for name, n in now.items() if n > self._first[name]}
         parts += [f"{_rounded(n)} {name} since this worker began" for name, n in grown.items()]
-        return "; ".join([*parts, *self._rows()])
+        xids = [f"Xid {xid}" + (f" ({LOST[xid]})" if xid in LOST else "") for xid in self._xids]
+        return "; ".join([*xids, *parts, *self._rows()])
 
     def _clocks(self) -> list[str]:
         asked = "nvmlDeviceGetCurrentClocksEventReasons"
@@ -140,3 +189,18 @@ def _rounded(n: int) -> str:
     while most * 10 <= n:
         most *= 10
     return str(n) if n < 10 else f"more than {most}"
+
+
+def memory_holders(device: torch.device) -> tuple[tuple[int, int], ...]:
+    """(process id, bytes) of the processes that hold memory of this GPU, the largest first, as far as NVML tells; bytes 0 = not
+    known. () where there is no NVML, or it tells nothing."""
+    nvml = _nvml() if device.type == "cuda" else None
+    if nvml is None:
+        return ()
+    try:
+        nvml.nvmlInit()
+        found = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, device))
+        return tuple(sorted(((int(p.pid), int(p.usedGpuMemory or 0)) for p in found), key=lambda held: (-held[1], held[0])))
+    except Exception as error:  # noqa: BLE001 - a boundary: pynvml's errors are its own; the refusal names nobody then
+        log.info("NVML does not tell who holds memory: %s", error)
+        return ()

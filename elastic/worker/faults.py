@@ -1,5 +1,5 @@
-"""What a drill lets a worker's device do: compute slowly, stand still, compute wrong numbers; and what it lets layouts do. For
-trials only.
+"""What a drill lets a worker's device do: compute slowly, stand still, compute wrong numbers, fail; and what it lets layouts
+do. For trials only.
 
 The hooks on the model's blocks (elastic/worker/spans.py) ask for it in each pass, so that what is timed, compared and waited
 for is what a device that is really slow, stuck or broken would show.
@@ -16,6 +16,8 @@ import torch
 
 FORWARD = 1 / 3  # of the work of a pass there and back (the backward pass has two products for each of the forward pass)
 WRONG = 1.0 + 2.0**-6  # what the elements of a wrong result are multiplied by
+PLACES = ("forward", "backward", "optimizer", "host_copy", "move")  # where a device can fail
+MADE_UP = "CUDA error: uncorrectable ECC error encountered (made up by a drill)"
 OTHER = 1.5  # what a block's output is multiplied by in a layout that computes something else
 
 
@@ -49,13 +51,16 @@ class DeviceFaults:
     wrong: bool = False
     layout: bool = False
     other: bool = False
+    lost: bool = False  # the device has failed: it does in every place from then on
+    _fails_in: str = ""
     _stall: bool = False
     _end: threading.Event = field(default_factory=threading.Event)
     _chance: random.Random = field(default_factory=random.Random)
     _now: Slowness = Slowness()
 
-    def afflict(self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0) -> None:
-        """`slow`, `stall` or `corrupt`, as in a drill; `layout` is its wrong_layout. Raises ValueError for another kind."""
+    def afflict(self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0, place: str = "forward") -> None:
+        """`slow`, `stall`, `corrupt` or `device_error` (in this one of PLACES), as in a drill; `layout` is its wrong_layout.
+        Raises ValueError for another kind or place."""
         match kind:
             case "slow":
                 self.slowness = self._now = Slowness(factor, unit_s, jitter)
@@ -63,10 +68,19 @@ class DeviceFaults:
                 self._stall = True
             case "corrupt":
                 self.wrong = True
+            case "device_error" if place in PLACES:
+                self._fails_in = place
             case "layout":
                 self.layout = True
             case _:
-                raise ValueError(f"a device can be slow, stall or corrupt, or layouts be wrong: not '{kind}'")
+                what = f"{kind}' in '{place}" if kind == "device_error" else kind
+                raise ValueError(f"a device can be slow, stall, corrupt or fail, or layouts be wrong: not '{what}'")
+
+    def check(self, place: str) -> None:
+        """Raises the made-up AcceleratorError where the device fails in this place, or has failed."""
+        if self.lost or self._fails_in == place:
+            self.lost = True
+            raise torch.AcceleratorError(MADE_UP)
 
     def next_step(self) -> None:
         slow = self.slowness
@@ -79,7 +93,8 @@ class DeviceFaults:
         return self._now
 
     def stand(self) -> None:
-        """For ever, where it is stalled."""
+        """In a forward pass: for ever, where it is stalled; an error, where it has failed."""
+        self.check("forward")
         while self._stall:
             self._end.wait(60.0)
 
@@ -90,10 +105,12 @@ class DeviceFaults:
     @property
     def alters(self) -> bool:
         """Is what a block gives another thing than it should be?"""
-        return self.wrong or self.other
+        return self.wrong or self.other or self._fails_in == "backward"
 
     def altered(self, output: torch.Tensor) -> torch.Tensor:
         """What becomes of what a block gives."""
+        if self._fails_in == "backward" and output.requires_grad:
+            output.register_hook(lambda gradient: self.check("backward"))
         return self.spoilt(output) * OTHER if self.other and output.is_floating_point() else self.spoilt(output)
 
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +63,7 @@ class Generation:
         self._waited_s = 0.0
         self.loader: Loader | None = None
         self.phases_s: dict[str, float] = {}
+        self.device_lost = False  # a CUDA error after which this process can read nothing on its GPU
         self._mark = time.monotonic()
 
     @property
@@ -84,6 +86,8 @@ class Generation:
         self._lap("groups")
         takeover = Takeover(place, order, self.groups)
         takeover.make_room()
+        if self.rank is not None or not place.faults.lost:  # host copies are sent without a device
+            place.faults.check("move")
         if self.rank is not None:
             place.at_phase("building", 0)
             plan = self.plan
@@ -185,6 +189,7 @@ class Generation:
 
     def _before_change(self) -> None:
         """Before the optimizer: the host copy under way must have read the tensors."""
+        self.place.faults.check("optimizer")
         if self.host is not None and self.copies is not None:
             waited_s = self.host.settle()
             self._waited_s += waited_s
@@ -343,6 +348,7 @@ class Generation:
         if copies.due(state.step, commit.n_copies_free) and not last and not commit.stop:
             if plan.copy_buffers < 2:  # the one that is acknowledged makes room for the next
                 place.keep([held for held in place.held if held.kind == "live" or held.generation != plan.generation])
+            place.faults.check("host_copy")
             copies.start(state.step)
         if not last and (commit.save or (plan.durable_every and state.step % plan.durable_every == 0)):
             place.saving.save(plan, state, self.host.take(state.step) if self.host is not None else None, must=commit.save)
@@ -387,8 +393,13 @@ class Generation:
             self.copies.drop()
 
     def take_along(self) -> None:
-        """Puts the live state into the workplace, if it is that of a whole step."""
+        """Puts the live state into the workplace, if it is that of a whole step. Of a lost device only host copies are left."""
         state = self.state
+        if self.device_lost:
+            self.place.held = [h for h in self.place.held if h.kind != "live" or h.on_host]
+            if self.copies is not None:
+                self.place.held += self.copies.unacknowledged(own=False)
+            return
         if state is not None and self.copies is not None:
             self.place.held = [h for h in self.place.held if not (h.kind == "live" and h.generation == self.number)]
             if not state.dirty and self._at_a_boundary(state):
@@ -407,7 +418,7 @@ class Generation:
     @property
     def pending_step(self) -> int:
         """The step whose gradients are here, though its commit was not seen; -1 = none."""
-        pending = self.stepper.pending if self.stepper is not None else None
+        pending = self.stepper.pending if self.stepper is not None and not self.device_lost else None
         return pending.step if pending is not None else -1
 
     def roll_forward(self, step: int, commit: tuple[float, ...]) -> None:
@@ -420,7 +431,25 @@ class Generation:
         finally:
             self.take_along()
 
+    @property
+    def next_step(self) -> int:
+        """The step under way; 0 = the state was not there yet."""
+        return self.state.step + 1 if self.stepper is not None and self.state is not None else 0
+
+    def lose_device(self) -> None:
+        """From now on nothing on this process's GPU is offered to others."""
+        self.device_lost = True
+
+    def break_off(self) -> None:
+        """Frees the ranks that wait for this one; on a lost device as far as that can be done."""
+        with suppress(RuntimeError) if self.device_lost else nullcontext():
+            self.groups.abort()
+
     def close(self) -> None:
+        with suppress(RuntimeError) if self.device_lost else nullcontext():
+            self._close()
+
+    def _close(self) -> None:
         if self.host is not None and self.copies is not None:
             self.host.close()
             self.copies.close()

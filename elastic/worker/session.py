@@ -8,10 +8,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import re
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +21,7 @@ from elastic.data.opening import dataset_of, validation_of
 from elastic.data.progress import heard_by
 from elastic.data.readers import readers_of
 from elastic.data.streams import with_stream
-from elastic.errors import ElasticError, PeerGarbled, ProgramError, SpecError, StateLost, StorageFailed
+from elastic.errors import StateLost
 from elastic.fingerprint import KEY, fingerprint
 from elastic.program import load_program
 from elastic.storage import open_storage
@@ -31,7 +29,6 @@ from elastic.types import (
     Admission,
     CopyDamaged,
     Event,
-    FailureKind,
     NodePrepared,
     NodeRefused,
     Plan,
@@ -47,6 +44,7 @@ from elastic.worker.allocator import settle_allocator, settle_cuda_allocator
 from elastic.worker.compiled import settle_compiler
 from elastic.worker.device_notes import DeviceNotes
 from elastic.worker.durable import Damaged
+from elastic.worker.failures import device_lost, is_assert, kind_of, print_error, text_of
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.float8 import check_float8
 from elastic.worker.generation import Generation
@@ -58,14 +56,12 @@ from elastic.worker.rehearsal import rehearse, rehearse_plan
 from elastic.worker.sample_profile import sample_profile
 from elastic.worker.script import Script, Source
 from elastic.worker.standing import Doing, standing
-from elastic.worker.transport import is_collective_error
 from elastic.worker.workplace import EnterOrder, Workplace, live_step
 
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 60.0  # while it does what has no steps
 SCRIPT_THREAD = "script"
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True)
@@ -167,9 +163,9 @@ class Session:
             if running is not None and running.number == generation and running.can_deal(samples):
                 running.new_shares = tuple(samples)
 
-    def afflict(self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0) -> None:
-        """A drill: this worker's device is slow, stands still, or computes wrong numbers from now on (see DeviceFaults)."""
-        self._faults.afflict(kind, factor, unit_s, jitter)
+    def afflict(self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0, place: str = "forward") -> None:
+        """A drill: this worker's device is slow, stands still, computes wrong numbers, or fails (see DeviceFaults)."""
+        self._faults.afflict(kind, factor, unit_s, jitter, place)
 
     def abort(self, generation: int) -> None:
         """Break off every generation up to this one -> Quiesced, also when the worker was idle."""
@@ -300,14 +296,20 @@ class Session:
                 broken.roll_forward(step, commit)
                 self._commit = commit
             except Exception as error:  # noqa: BLE001 - the worker's boundary: the state is no whole step then, and says so
-                self._put(WorkerFailed(self.me, number, "infrastructure", _text(error)))
+                if device_lost(error):
+                    broken.lose_device()
+                    broken.take_along()
+                failed = WorkerFailed(self.me, number, "infrastructure", text_of(error))
+                self._put(replace(failed, kind="device", step=step) if kind_of(error) == "device" else failed)
             self._broken = None
         with self._lock:
             self._put(self._quiesced(number))
 
     def _prepare(self, rehearsals: tuple[Rehearsal, ...] = (), entry: Entry | None = None) -> None:
         self._at_phase("preparing", 0)
-        checks = Checks(entry, self._device(), self.me.local_rank == 0) if entry is not None and self._place is None else None
+        checks = None
+        if entry is not None and self._place is None:
+            checks = Checks(entry, self._device(), self.me.local_rank == 0, lambda: self._at_phase("preparing", 0))
         try:
             place = self._place = self._place or self._settled(checks)
             for i, rehearsal in enumerate(rehearsals):
@@ -317,12 +319,13 @@ class Session:
                     self._at_phase("preparing", 0)
                     self._rehearse(place, rehearsal)
         except Refused as refused:
-            self._put(NodeRefused(self.me.node_id, str(refused)))
+            self._put(NodeRefused(self.me.node_id, str(refused), may_pass=refused.may_pass))
             return
         except Exception as error:  # noqa: BLE001 - the worker's boundary: whatever the program raises becomes a message
-            _print(error)
+            print_error(error)
             why = checks.reason() if checks is not None and self._place is None else ""
-            self._put(NodeRefused(self.me.node_id, why) if why else WorkerFailed(self.me, 0, _kind_of(error), _text(error)))
+            failed = WorkerFailed(self.me, 0, kind_of(error), text_of(error), do="retry" if is_assert(error) else "")
+            self._put(NodeRefused(self.me.node_id, why) if why else failed)
             return
         if len(rehearsals) < 2:
             self._put(self._prepared())
@@ -354,8 +357,10 @@ class Session:
         """Its numbers are garbage, so what the program says of them is no reason to stop: the first step will be slower."""
         try:
             rehearse_plan(place, rehearsal)
-        except Exception as error:  # noqa: BLE001 - the worker's boundary
-            log.warning("rehearsal of %s was broken off: %s", rehearsal.layout, _text(error))
+        except Exception as error:
+            if device_lost(error):
+                raise
+            log.warning("rehearsal of %s was broken off: %s", rehearsal.layout, text_of(error))
 
     def _open(self) -> Workplace:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -427,18 +432,22 @@ class Session:
     def _failed(self, generation: Generation, error: Exception) -> None:
         """Free the others first: they wait for this rank. (Not where all of them say the same at the same point.)"""
         number = generation.number
-        kind = _kind_of(error)
+        kind = kind_of(error)
         trip = error.trip if isinstance(error, Tripped) else None
+        if device_lost(error):
+            generation.lose_device()
         if trip is None and kind != "layout":
-            generation.groups.abort()
+            generation.break_off()
         if kind == "collective" and number <= self._aborted:
             return
         if isinstance(error, Damaged):
             self._put(CopyDamaged(generation.plan.resume.uri, str(error)))
-        _print(error)
+        print_error(error)
         memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _resident_bytes()
-        failed = WorkerFailed(self.me, number, kind, _text(error), memory if kind == "out_of_memory" else 0)
+        failed = WorkerFailed(self.me, number, kind, text_of(error), memory if kind == "out_of_memory" else 0)
         failed = replace(failed, step=error.step) if isinstance(error, LayoutDiffers) else failed
+        if generation.device_lost:
+            failed = replace(failed, step=generation.next_step, do="retry" if is_assert(error) else "")
         self._put(failed if trip is None else replace(failed, step=trip.step, guard=trip.guard, do=trip.do))
 
     def _quiesced(self, number: int) -> Quiesced:
@@ -446,52 +455,6 @@ class Session:
         step = live_step(held, number)
         pending_step = self._broken.pending_step if self._broken is not None else -1
         return Quiesced(self.me, number, step, tuple(h.holding(self.me) for h in held), self._commit, pending_step)
-
-
-def _kind_of(error: BaseException) -> FailureKind:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return "out_of_memory"
-    if isinstance(error, StateLost | StorageFailed):
-        return "infrastructure"
-    if isinstance(error, Tripped):
-        return "not_finite" if error.trip.guard == "not_finite" else "guard"
-    if isinstance(error, LayoutDiffers):
-        return "layout"
-    if isinstance(error, ElasticError) and not isinstance(error, PeerGarbled):
-        return "program"
-    if is_collective_error(error):
-        return "collective"
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-        return "infrastructure"
-    return "program"
-
-
-def _print(error: BaseException) -> None:
-    """The traceback of an error of the program, to standard error. What ours say in one line is all."""
-    if _kind_of(error) == "program" and (not isinstance(error, ElasticError) or error.__cause__ is not None):
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
-            trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace or error.__traceback__)  # from the program's own first frame on
-
-
-def _text(error: BaseException) -> str:
-    """One line with the innermost cause, and for errors of the program the place in the user's file."""
-    if isinstance(error, StateLost | LayoutDiffers):
-        return str(error)  # it names the file, its cause does not
-    while error.__cause__ is not None:
-        error = error.__cause__
-    line = " ".join(f"{type(error).__name__}: {error}".split())
-    line = re.sub(r"\[/\S+:\d+\] ", "", line).split(" This is typically caused by")[0][
-        :600
-    ]  # gloo: its source line, its advice
-    if isinstance(error, SpecError | ProgramError | StateLost):
-        return str(error)
-    if is_collective_error(error):
-        return line
-    frames = traceback.extract_tb(error.__traceback__)
-    here = frames[-1] if frames else None
-    return f"{line} (at {here.filename}:{here.lineno})" if here is not None else line
 
 
 def _resident_bytes() -> int:

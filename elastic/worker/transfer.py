@@ -97,18 +97,17 @@ def carry_out(
     me: int,
     read: Region,
     write: Region,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    wire: tuple[dist.ProcessGroup, torch.device],
     sizes: Sizes | None = None,
 ) -> Moved:
     """Moves every region from its source to its destination.
 
     `transfers`: those of participant `me` at least; `read(transfer)` gives the source region, `write(transfer)` the destination
-    region (views). `device`: what the wire takes (cpu = gloo, cuda = NCCL); regions elsewhere are staged there. `sizes`: those
-    of the device, where they are not given; the same for every participant. Raises StateLost, naming the chunk, when a sum is
-    wrong.
+    region (views). `wire`: the group and what it takes (cpu = gloo, cuda = NCCL); regions elsewhere are staged there. `sizes`:
+    those of the device, where they are not given; the same for every participant. Raises StateLost, naming the chunk, when a
+    sum is wrong.
     """
-    return _Exchange(transfers, me, (read, write), (group, device), sizes or sizes_of(device.type)).run()
+    return _Exchange(transfers, me, (read, write), wire, sizes or sizes_of(wire[1].type)).run()
 
 
 _spare: list[torch.Tensor] = []  # staging buffers in host memory stay for the next move: memory that was touched before is fast

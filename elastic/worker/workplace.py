@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,8 @@ class Workplace:
         if left_behind:
             gc.collect()
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+                with suppress(RuntimeError):  # of a device that is lost
+                    torch.cuda.empty_cache()
             self.background(trim)
 
     def check(self, work: Callable[..., None], *arguments: Any) -> Future[Any]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from support.policy.story import SPOT, Story, orders
 
 from elastic.types import (
+    Holding,
     Node,
     NodeLost,
     NodePrepared,
@@ -15,8 +16,11 @@ from elastic.types import (
     Pool,
     Prepare,
     Quarantine,
+    Quiesced,
     ReleaseNode,
     RequestNodes,
+    WorkerFailed,
+    WorkerId,
 )
 
 FIXED = Pool("fixed", "CPU", 1, "on-demand", 3.0, 0, 2)
@@ -86,3 +90,36 @@ def test_nodes_are_told_what_memory_the_coming_layout_needs() -> None:
     needs = {order.node_id: (order.gpu_bytes, order.host_bytes) for order in orders(decision, Prepare)}
     assert needs["a"][0] == needs["g"][1] == 0
     assert needs["a"][1] == needs["g"][0] > 1_000_000, "a third or half of 16 MB, per worker"
+
+
+def test_memory_that_a_killed_process_still_holds_gives_no_node_back() -> None:
+    """Two GPUs: the process of one was killed, and the other one's still sends to the generation that is being entered."""
+    story = Story(layout="auto")
+    plan = story.running("a", "b", gpus=2, steps=5)
+    story.tick(WorkerFailed(WorkerId("a", 0), 0, "process", "exit code -9"))
+    held = {"a": {1: (1, 5)}, "b": {0: (2, 5), 1: (3, 5)}}
+    decision = None
+    for name, there in held.items():
+        for k, (rank, step) in there.items():
+            worker = WorkerId(name, k)
+            kinds = [Holding(worker, plan.generation, rank, step, "live")]
+            kinds += [Holding(worker, plan.generation, 0, step, "peer")] if (name, k) == ("b", 0) else []
+            decision = story.tick(Quiesced(worker, plan.generation, step, tuple(kinds)))
+    assert decision is not None and WorkerId("a", 1) in story.state.members
+    short = NodeRefused("a", "8.00 GiB of a GPU's memory are free, the job needs 70.00 GiB there", "spot", may_pass=True)
+    decision = story.tick(short)
+    assert not orders(decision, ReleaseNode) and not orders(decision, Quarantine) and not story.state.refused
+    assert not orders(decision, Prepare), "not while one of its workers sends"
+    story.entered()
+    assert any(orders(one, Prepare) for one in (story.decisions[-1], story.tick(after_s=1.0))), "it is looked at again"
+    for _ in range(3):
+        decision = story.tick(short, after_s=60.0)
+    (order,) = orders(decision, Quarantine)
+    assert order.node_id == "a" and "4 of its processes failed" in order.reason
+    assert "(the last time: 8.00 GiB of a GPU's memory" in order.reason
+
+
+def test_a_new_node_without_memory_is_given_back() -> None:
+    story = Story(pools=(replace(SPOT, max_nodes=2),))
+    story.tick(NodeReady(Node("a", "spot")), NodeReady(Node("b", "spot")))
+    assert orders(story.tick(NodeRefused("a", "too little memory", "spot", may_pass=True)), ReleaseNode)

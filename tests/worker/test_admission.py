@@ -21,7 +21,7 @@ from support.places import ROOT
 from elastic.fingerprint import KEY
 from elastic.types import Admission, NodeRefused, Terms, WorkerId, version_differences, worst
 from elastic.worker import admission, free_memory, link
-from elastic.worker.admission import Checks, Entry, Refused, multiply, too_little, try_links, versions
+from elastic.worker.admission import FREE_MOST_S, Checks, Entry, Refused, awaited, multiply, too_little, try_links, versions
 from elastic.worker.free_memory import free_host_bytes
 from elastic.worker.link import Door, listen, measure
 from elastic.worker.session import Session
@@ -84,6 +84,48 @@ def test_memory_that_is_not_there(background: Callable[..., Any]) -> None:
         Checks(Entry(Terms(host_bytes=1 << 50)), CPU, linked=False).begin(background)
     assert "of a GPU's memory are free, the job needs 2.00 GiB" in too_little(Terms(gpu_bytes=2 << 30), 1 << 40, 1 << 30)
     assert too_little(Terms(gpu_bytes=1 << 30, host_bytes=1 << 30), 1 << 30, 1 << 30) == ""
+
+
+def test_memory_of_a_process_that_was_killed_is_waited_for() -> None:
+    """It is free after 5 s, or never."""
+    now_s, ticks = [100.0], []
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+
+    def free() -> int:
+        return int(min(1.0, (now_s[0] - 100.0) / 5.0) * (70 << 30))
+
+    def tick() -> None:
+        ticks.append(now_s[0])
+
+    found = awaited(60 << 30, free, clock=lambda: now_s[0], sleep=sleep, tick=tick)
+    assert found >= 60 << 30 and 104.0 <= now_s[0] <= 105.0 and len(ticks) >= 4, "its worker gets on meanwhile"
+    now_s[0] = 200.0
+    assert awaited(80 << 30, free, clock=lambda: now_s[0], sleep=sleep) == 70 << 30
+    assert now_s[0] == 200.0 + FREE_MOST_S
+
+
+def test_a_refusal_for_memory_of_the_gpu_names_who_holds_it_and_may_pass(
+    monkeypatch: pytest.MonkeyPatch, background: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(admission, "FREE_MOST_S", 0.0)
+    monkeypatch.setattr(admission, "memory_holders", lambda device: ((8, 72 << 30), (7, 0)))
+    with pytest.raises(Refused, match=r"the job needs 2\.00 GiB there \(still, after 0 s; memory is held by process 8") as told:
+        Checks(Entry(Terms(gpu_bytes=2 << 30)), CPU, linked=False).begin(background)
+    assert told.value.may_pass and str(told.value).endswith("process 8 (72.00 GiB), process 7)")
+    with pytest.raises(Refused, match="of host memory") as told:
+        Checks(Entry(Terms(gpu_bytes=2 << 30, host_bytes=1 << 50)), CPU, linked=False).begin(background)
+    assert not told.value.may_pass
+
+
+def test_memory_that_becomes_free_lets_the_worker_in(monkeypatch: pytest.MonkeyPatch, background: Callable[..., Any]) -> None:
+    free = iter([0, 0, 1 << 30, 3 << 30])
+    monkeypatch.setattr(admission, "free_gpu_bytes", lambda device: next(free))
+    monkeypatch.setattr(admission, "FREE_EVERY_S", 0.0)
+    checks = Checks(Entry(Terms(gpu_bytes=2 << 30)), CPU, linked=False)
+    checks.begin(background)
+    assert checks.end().gpu_bytes == 3 << 30
 
 
 def test_a_control_group_bounds_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from elastic.types import DeviceNoted, WorkerId
-from elastic.worker.device_notes import DeviceNotes
+from elastic.types import DeviceNoted, WorkerFailed, WorkerId
+from elastic.worker.device_notes import DeviceNotes, memory_holders
 
 ME = WorkerId("a", 1)
 CUDA = torch.device("cuda", 0)
@@ -129,6 +130,87 @@ def test_what_this_driver_does_not_tell_is_left_out(nvml: Nvml) -> None:
     nvml.answers["nvmlDeviceGetCurrentClocksThrottleReasons"] = 0x8
     _, said = watched(nvml)
     assert said == [DeviceNoted(ME, "clocks lowered by a hardware slowdown")]
+
+
+class Events(Nvml):
+    """One with an event set: `xids` come one after the other, then nothing does."""
+
+    def __init__(self, *xids: int) -> None:
+        super().__init__()
+        self.xids = list(xids)
+        self.waits = 0
+
+    def nvmlEventSetCreate(self) -> str:
+        return "set"
+
+    def nvmlDeviceRegisterEvents(self, handle: str, kinds: int, events: str) -> None:
+        assert (handle, kinds, events) == ("handle", 0x8, "set")
+
+    def nvmlEventSetWait_v2(self, events: str, wait_ms: int) -> SimpleNamespace:
+        assert events == "set" and wait_ms > 0
+        self.waits += 1
+        if not self.xids:
+            time.sleep(wait_ms / 1000)
+            raise NotSupported("timeout")
+        return SimpleNamespace(eventData=self.xids.pop(0))
+
+
+def test_a_critical_xid_is_noted_at_once_and_one_that_no_process_outlives_is_a_failed_device(
+    nvml: Nvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Events(31, 79, 79))
+    said: list[Any] = []
+    notes = DeviceNotes(ME, CUDA, said.append)
+    notes.wait_for_xid(1)
+    assert said == [DeviceNoted(ME, "Xid 31")], "a page fault of a process: CUDA tells that one"
+    notes.wait_for_xid(1)
+    notes.wait_for_xid(1)
+    fallen = "Xid 79 (it has fallen off the bus)"
+    assert said[1:] == [
+        DeviceNoted(ME, f"Xid 31; {fallen}"),
+        WorkerFailed(ME, 0, "device", "Xid 79: it has fallen off the bus"),
+    ], "once"
+    notes.wait_for_xid(1)
+    assert len(said) == 3, "nothing has come"
+
+
+def test_the_watch_waits_for_xids_between_its_looks_and_ends_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", events := Events(79))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0b1c"))
+    told = threading.Event()
+    said: list[Any] = []
+
+    def report(event: Any) -> None:
+        said.append(event)
+        if isinstance(event, WorkerFailed):
+            told.set()
+
+    notes = DeviceNotes(ME, CUDA, report, every_s=60.0)
+    assert told.wait(10.0), "long before the next look"
+    notes.close()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "device-notes"]
+    thread.join(10.0)
+    assert not thread.is_alive() and events.waits >= 1
+
+
+def test_a_driver_without_events_or_that_does_not_wait_is_watched_as_before(
+    nvml: Nvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, said = watched(nvml)
+    assert notes._events is None and said == []
+    unable = Events()
+    unable.nvmlEventSetWait_v2 = lambda events, wait_ms: unable.missing  # type: ignore[method-assign,assignment]
+    monkeypatch.setitem(sys.modules, "pynvml", unable)
+    notes = DeviceNotes(ME, CUDA, said.append)
+    notes.wait_for_xid(10_000)
+    assert notes._events is None and said == [], "no endless loop"
+
+
+def test_who_holds_memory_is_told_where_nvml_knows(nvml: Nvml) -> None:
+    assert memory_holders(CUDA) == ()
+    few = [SimpleNamespace(pid=7, usedGpuMemory=None), SimpleNamespace(pid=8, usedGpuMemory=72 << 30)]
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = few
+    assert memory_holders(CUDA) == ((8, 72 << 30), (7, 0)) and memory_holders(torch.device("cpu")) == ()
 
 
 def test_nothing_is_watched_without_the_package_or_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ import torch
 from elastic.errors import PeerGarbled, ProgramError
 from elastic.types import WorkerId
 from elastic.worker import wire
+from elastic.worker.failures import kind_of
 from elastic.worker.rendezvous import host_store, new_secret, place
-from elastic.worker.session import _kind_of
 from elastic.worker.workplace import EnterOrder
 
 HONEST = """
@@ -135,8 +135,8 @@ def test_the_secret_is_in_no_text_and_not_in_the_place() -> None:
 
 
 def test_a_garbled_peer_is_a_fault_of_connections_and_not_of_the_program() -> None:
-    assert _kind_of(PeerGarbled("x")) == "collective"
-    assert _kind_of(ProgramError("x")) == "program"
+    assert kind_of(PeerGarbled("x")) == "collective"
+    assert kind_of(ProgramError("x")) == "program"
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def scenario(seed: int) -> tuple[dict[str, Any], tuple[Pool, ...], list[Fault], 
         lasts_s = chance.uniform(10, 60)
         faults.append(Fault(chance.uniform(0, 60), "refuse", lasts_s=lasts_s, pool=chance.choice(pools).name))
     layouts, wrong = wrong_layouts(seed)
-    return job | layouts, tuple(pools), faults + unequal(seed) + wrong, Delays(work_s=chance.choice([1.0, 4.0]))
+    return job | layouts, tuple(pools), faults + unequal(seed) + devices(seed) + wrong, Delays(work_s=chance.choice([1.0, 4.0]))
 
 
 def unequal(seed: int) -> list[Fault]:
@@ -72,6 +72,20 @@ def unequal(seed: int) -> list[Fault]:
         faults.append(Fault(at_s, "wrong_numbers", chance.randrange(8), lasting=chance.random() < 0.3, amount=n_steps))
     if chance.random() < 0.3:
         faults.append(Fault(chance.uniform(15, 80), "stall", chance.randrange(8)))
+    return faults
+
+
+def devices(seed: int) -> list[Fault]:
+    """In every third run: devices that fail, at all moments, two of them perhaps at once."""
+    chance = random.Random(seed + 3000)
+    if chance.random() > 1 / 3:
+        return []
+    faults = [Fault(chance.uniform(5, 80), "device", chance.randrange(8), moment=chance.choice(MOMENTS))]
+    if chance.random() < 0.5:
+        at_s = faults[0].at_s + chance.choice([0.0, 0.1, 1.0, 20.0])
+        faults.append(
+            Fault(at_s, chance.choice(["device", "loss", "notice"]), chance.randrange(8), 5.0, moment=chance.choice(MOMENTS))
+        )
     return faults
 
 

@@ -1,0 +1,103 @@
+"""What a session reports of an error in its generation, and what it does about its device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.cluster.backend import RayBackend
+from elastic.types import NodeRefused, WorkerFailed, WorkerId
+from elastic.worker.admission import Refused
+from elastic.worker.session import Session
+
+ME = WorkerId("a", 1)
+
+
+class Generation:
+    number, next_step, plan = 3, 7, None
+
+    def __init__(self) -> None:
+        self.device_lost, self.done = False, list[str]()
+
+    def lose_device(self) -> None:
+        self.device_lost = True
+
+    def break_off(self) -> None:
+        self.done.append("lost" if self.device_lost else "well")
+
+
+def session() -> tuple[Session, list[Any]]:
+    made, said = Session.__new__(Session), list[Any]()
+    made.me, made._aborted, made._place, made._phase, made._progress, made._told_s = ME, 0, None, "", 0, 0.0
+    made._put = said.append  # type: ignore[method-assign]
+    return made, said
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "do", "lost", "step"),
+    [
+        ("uncorrectable ECC error encountered", "device", "", True, 7),
+        ("device-side assert triggered", "program", "retry", True, 7),
+        ("invalid configuration argument", "program", "", False, 0),
+    ],
+)
+def test_a_cuda_error_in_a_generation(said: str, kind: str, do: str, lost: bool, step: int) -> None:
+    made, events = session()
+    generation = Generation()
+    made._failed(generation, torch.AcceleratorError(f"CUDA error: {said}\nadvice"))  # type: ignore[arg-type]
+    (event,) = events
+    assert isinstance(event, WorkerFailed) and event.generation == 3 and said in event.error
+    assert (event.kind, event.do, event.step, generation.device_lost) == (kind, do, step, lost)
+    assert generation.done == ["lost" if lost else "well"], "the others are freed, and the device is known to be lost by then"
+
+
+def test_a_cuda_error_while_it_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, kind, do in (("unspecified launch failure", "device", ""), ("device-side assert triggered", "program", "retry")):
+        made, events = session()
+
+        def settled(checks: object, said: str = said) -> None:
+            raise torch.AcceleratorError(f"CUDA error: {said}")
+
+        monkeypatch.setattr(made, "_settled", settled)
+        made._prepare()
+        (event,) = events
+        assert (event.generation, event.kind, event.do) == (0, kind, do)
+
+
+def test_a_refusal_says_whether_it_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, events = session()
+
+    def settled(checks: object) -> None:
+        raise Refused("too little memory", may_pass=True)
+
+    monkeypatch.setattr(made, "_settled", settled)
+    made._prepare()
+    assert events == [NodeRefused("a", "too little memory", "", True)]
+
+
+def test_a_rehearsal_does_not_hide_a_lost_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = session()
+    rehearsal: Any = SimpleNamespace(layout="dp_shard=2")
+    for said, raises in (("unspecified launch failure", True), ("out of memory", False)):
+
+        def fails(place: object, rehearsal: object, said: str = said) -> None:
+            raise torch.AcceleratorError(f"CUDA error: {said}")
+
+        monkeypatch.setattr("elastic.worker.session.rehearse_plan", fails)
+        if raises:
+            with pytest.raises(torch.AcceleratorError):
+                made._rehearse(None, rehearsal)  # type: ignore[arg-type]
+        else:
+            made._rehearse(None, rehearsal)  # type: ignore[arg-type]
+
+
+def test_the_process_of_a_device_side_assert_is_ended_and_that_of_a_lost_device_serves_on() -> None:
+    backend, ended = RayBackend.__new__(RayBackend), list[WorkerId]()
+    backend._plan = None
+    backend._end = ended.extend  # type: ignore[method-assign,assignment]
+    assert backend._follow(WorkerFailed(ME, 3, "device", "CUDA error: ECC", 0, 7)) == [] == ended
+    assert backend._follow(WorkerFailed(ME, 3, "program", "CUDA error: assert", 0, 7, do="retry")) == []
+    assert ended == [ME]

@@ -1,0 +1,66 @@
+"""Of which kind an error is: CUDA's own by what they say, told from those of the program and of process groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.errors import InternalError, ProgramError
+from elastic.worker.failures import device_lost, is_assert, kind_of, text_of
+
+ADVICE = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
+    "\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+
+
+def cuda(said: str, kind: type[Exception] = torch.AcceleratorError) -> Exception:
+    return kind(f"CUDA error: {said}{ADVICE}")
+
+
+@pytest.mark.parametrize("kind", [torch.AcceleratorError, RuntimeError])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "uncorrectable ECC error encountered", "unspecified launch failure", "an illegal memory access was encountered",
+        "uncorrectable NVLink error detected during the execution", "the launch timed out and was terminated",
+        "CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle )`", "unknown error",
+    ],
+)  # fmt: skip
+def test_a_sticky_error_is_the_devices_in_one_line(kind: type[Exception], said: str) -> None:
+    error = cuda(said, kind)
+    assert kind_of(error) == "device" and device_lost(error) and not is_assert(error)
+    assert text_of(error) == f"CUDA error: {said}"
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "lost"),
+    [
+        ("out of memory", "out_of_memory", False),
+        ("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "out_of_memory", False),
+        ("device-side assert triggered", "program", True),
+        ("invalid configuration argument", "program", False),
+        ("no kernel image is available for execution on the device", "program", False),
+        ("CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm( handle )`", "program", False),
+    ],
+)
+def test_what_is_not_the_devices_fault(said: str, kind: str, lost: bool) -> None:
+    error = cuda(said)
+    assert (kind_of(error), device_lost(error), is_assert(error)) == (kind, lost, lost)
+
+
+def test_an_error_that_came_of_cudas_is_cudas() -> None:
+    error = ProgramError("Program.loss raised")
+    error.__cause__ = cuda("unspecified launch failure")
+    assert kind_of(error) == "device" and text_of(error) == "CUDA error: unspecified launch failure"
+    copy = InternalError(f"the host copy of step 4 was not completed: {cuda('unspecified launch failure')}")
+    assert kind_of(copy) == "device"
+
+
+def test_other_errors_are_as_they_were() -> None:
+    assert kind_of(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) == "program"
+    assert kind_of(KeyError("CUDA error: a word in a key")) == "program"
+    assert kind_of(RuntimeError("Connection closed by peer [127.0.0.1]:1")) == "collective"
+    assert kind_of(dist.DistBackendError("NCCL error: unhandled CUDA error: see the log")) == "collective"
+    assert kind_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")) == "out_of_memory"
