@@ -71,6 +71,7 @@ def test_workers_that_would_share_the_first_gpu(
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_visible)
     monkeypatch.setattr(admission, "free_gpu_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(admission, "FREE_MOST_S", 0.0)
     checks = Checks(Entry(Terms(gpu_bytes=2 << 30)), torch.device("cuda", 0), linked)
     why = f"^RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.* all {n_visible} GPUs" if refused else "GPU's memory are free"
     with pytest.raises(Refused, match=why):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from support.worker.chain import job_of
 from support.worker.plans import from_copies, live, plan
 from support.worker.recovery import loss_curve_agrees, newest_whole, recover, start
@@ -100,7 +102,9 @@ def test_of_a_lost_device_only_what_lies_in_host_memory_is_taken_along() -> None
     )
     copies = PeerCopies.__new__(PeerCopies)
     copies.plan = plan(1, Layout(dp_shard=2), [WorkerId("a", 0), WorkerId("b", 0)], 12)
-    copies.flight = SimpleNamespace(stored=True, step=4, own=None, incoming={1: (None, {})})  # type: ignore[assignment]
+    lease: Any = SimpleNamespace(buffer=torch.empty(0, dtype=torch.uint8))
+    copies.flight = SimpleNamespace(stored=True, step=4, own=None, incoming={1: lease})  # type: ignore[assignment]
+    copies.kept = {1: []}
     generation = Generation.__new__(Generation)
     generation.state, generation.copies, generation.device_lost = None, copies, False
     generation.place = SimpleNamespace(held=[device, host, moved])  # type: ignore[assignment]
