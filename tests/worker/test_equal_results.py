@@ -56,6 +56,18 @@ def test_all_ranks_that_share_a_pass_are_named_with_it() -> None:
     assert found is not None and found.ranks == (1, 4)
 
 
+def test_sums_in_another_order_are_no_wrong_numbers() -> None:
+    """Where tp or cp ranks add up over NCCL, the bits follow how the GPUs of each group are connected."""
+    layout = Layout(dp_shard=3, tp=2)
+    near = rows([2.5, 2.5, 2.5004, 2.5004, 2.4996, 2.4996])
+    assert compare(near, layout, exact=False) is None
+    assert compare(near, layout) is not None
+    found = compare(rows([2.5, 2.5, 2.51, 2.51, 2.5, 2.5]), layout, exact=False)
+    assert found is not None and found.ranks == (2, 3)
+    unlike = [Row(2.5, kind=1), Row(2.5, kind=1), Row(2.5, kind=1), Row(2.5, kind=1), Row(2.53, kind=2), Row(2.53, kind=2)]
+    assert compare(unlike, layout, exact=False) is None, "the only one of its kind may be 2 % off"
+
+
 def test_a_known_answer_that_is_wrong_tells_which_of_them_it_is() -> None:
     both = rows([2.5, 2.6])
     found = compare([both[0], replace(both[1], known_wrong=True)], Layout(dp_shard=2))
