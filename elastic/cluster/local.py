@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +44,25 @@ LOG_TAIL = 2000  # bytes of the cluster process's log that go into an error
 
 @dataclass(frozen=True)
 class NodeOrder:
-    """A node to start: `cpus` workers fit on it; `gpus` are indices of this machine's GPUs; `environment`: of its processes."""
+    """A node to start: `cpus` workers fit on it; `gpus`: by CUDA_VISIBLE_DEVICES' names; `environment`: of its processes."""
 
     name: str
     cpus: int
     labels: dict[str, str] = field(default_factory=dict)
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def visible_gpus() -> tuple[int, ...]:
-    """Indices of the NVIDIA GPUs that this process may use."""
+def visible_gpus(machine: Path = Path("/")) -> tuple[str, ...]:
+    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: indices, or UUIDs of GPUs and of their MIG
+    parts. As CUDA does it, what comes behind a name that is none is not seen either."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return tuple(int(part) for part in chosen.split(",") if part.strip().isdigit())
-    found = Path("/proc/driver/nvidia/gpus")
-    return tuple(range(len(list(found.iterdir())))) if found.is_dir() else ()
+        named = (part.strip() for part in chosen.split(","))
+        return tuple(takewhile(lambda name: name.isdigit() or name.startswith(("GPU-", "MIG-")), named))
+    known = machine / "proc/driver/nvidia/gpus"
+    devices = known.iterdir() if known.is_dir() else (machine / "dev").glob("nvidia[0-9]*")
+    return tuple(str(k) for k in range(len(list(devices))))
 
 
 class LocalCluster:

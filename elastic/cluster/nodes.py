@@ -75,7 +75,7 @@ class EmbeddedNodes:
     _capacity: dict[str, int] = field(init=False)
     _names: dict[str, str] = field(default_factory=dict)  # node id -> pool, from the request on
     _ray_ids: dict[str, str] = field(default_factory=dict)
-    _gpus: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _gpus: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _starting: list[tuple[str, str, Future[dict[str, Any]]]] = field(default_factory=list)
     _failed: list[Event] = field(default_factory=list)
     _requests: set[str] = field(default_factory=set)
@@ -104,7 +104,7 @@ class EmbeddedNodes:
             taken = pool.max_nodes - self._capacity[name]
             by_drills = f"{taken} of its {pool.max_nodes} nodes were taken by drills, " if taken > 0 else ""
             return f"no capacity: {by_drills}{used} of {self._capacity[name]} in use"
-        gpus: tuple[int, ...] = ()
+        gpus: tuple[str, ...] = ()
         if pool.accelerator_type != "CPU":
             held = {gpu for gpus in self._gpus.values() for gpu in gpus}
             free = [gpu for gpu in visible_gpus() if gpu not in held]

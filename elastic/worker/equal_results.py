@@ -92,7 +92,7 @@ def _by_content(rows: Sequence[Row], layout: Layout) -> Finding | None:
 
 
 def _by_loss(rows: Sequence[Row], layout: Layout, exact: bool) -> Finding | None:
-    """Data-parallel ranks with equal devices must agree to the last bit, or to NEARLY where that is not `exact`; others to ALIKE."""
+    """Data-parallel ranks with equal devices must agree to the last bit (NEARLY where that is not `exact`), others to ALIKE."""
     units: dict[int, list[int]] = {}
     for rank in range(layout.world_size):
         units.setdefault(coordinates(layout, rank).dp(layout), []).append(rank)

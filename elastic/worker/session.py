@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -103,7 +104,8 @@ class Session:
         self._polled = -1  # its progress at the last poll
         self._told_s = 0.0  # when this phase began, or when it was told last that this worker gets on with it
         self._generation: Generation | None = None
-        self._broken: Generation | None = None  # left with gradients whose commit was not seen; until another is entered
+        self._broken: Generation | None = None  # left with gradients whose commit was not seen; until another is ordered
+        self._out_of_memory = False  # the generation left last
         self._commit: tuple[float, ...] = ()  # of the newest step done in the generation left last
         self._forward: tuple[int, int, tuple[float, ...]] | None = None  # generation, step, commit: to be applied
         self._aborted = 0  # generations up to this one are broken off
@@ -402,6 +404,7 @@ class Session:
         if self._place is None:
             return
         place = self._place
+        self._forget_broken()
         generation = Generation(place, order, lambda: self._words(number))
         with self._lock:
             if number <= self._aborted:
@@ -410,7 +413,7 @@ class Session:
             self._generation = generation
         try:
             generation.enter()
-            self._broken, self._commit = None, ()
+            self._commit = ()
             if generation.rank is None:
                 place.keep([])
             else:
@@ -429,10 +432,23 @@ class Session:
                 if self._aborted > number:  # asked for while this one was still ending
                     self._put(self._quiesced(self._aborted))
 
+    def _forget_broken(self) -> None:
+        """Nothing of a generation is in memory when the next state is built but what is held: neither its pending gradients,
+        which nobody asks for any more, nor what the frames of an error keep. The peak counts from here."""
+        broken, self._broken = self._broken is not None or self._out_of_memory, None
+        self._out_of_memory = False
+        if broken:
+            gc.collect()
+        if torch.cuda.is_available():
+            with suppress(RuntimeError):  # of a device that is lost
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+
     def _failed(self, generation: Generation, error: Exception) -> None:
         """Free the others first: they wait for this rank. (Not where all of them say the same at the same point.)"""
         number = generation.number
         kind = kind_of(error)
+        self._out_of_memory = kind == "out_of_memory"
         trip = error.trip if isinstance(error, Tripped) else None
         if device_lost(error):
             generation.lose_device()

@@ -107,7 +107,7 @@ def test_gpus_of_this_machine_are_shared_out(monkeypatch: pytest.MonkeyPatch) ->
     pool = Pool("gpu", "A100", 2, max_nodes=9)
     nodes = EmbeddedNodes(cluster, (pool,))  # type: ignore[arg-type]
     nodes.request("gpu", 3, "r")
-    assert [order.gpus for order in cluster.orders] == [(0, 2), (5, 6)]
+    assert [order.gpus for order in cluster.orders] == [("0", "2"), ("5", "6")]
     (failed,) = nodes.news({})
     assert isinstance(failed, RequestFailed)
     assert "has 2 GPUs and 0 are free" in failed.reason
@@ -117,10 +117,10 @@ def test_gpus_of_this_machine_are_shared_out(monkeypatch: pytest.MonkeyPatch) ->
     assert ready == NodeReady(Node("gpu-1", "gpu", 2, host_memory_bytes=machine_bytes() // 9)), "nine may share the machine"
     assert isinstance(lost, RequestFailed)
     nodes.request("gpu", 1, "again")
-    assert cluster.orders[-1].gpus == (5, 6)
+    assert cluster.orders[-1].gpus == ("5", "6")
     nodes.release("gpu-1")
     nodes.request("gpu", 1, "more")
-    assert cluster.orders[-1].gpus == (0, 2)
+    assert cluster.orders[-1].gpus == ("0", "2")
     assert len({order.name for order in cluster.orders}) == 4
 
 
