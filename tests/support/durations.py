@@ -21,6 +21,7 @@ KEPT = 3  # values of a test
 REST_S = 0.1  # tests below it are recorded together, by file: `tests/x/test_y.py::*`
 SLOWEST = 25
 TIMES_SLOWER, LEAST_S = 3.0, 0.5  # what is named: three times its record, and so long that it is no noise
+GROUPS = ("clusters", "workers")  # of pytest-xdist, which puts them behind the names of tests: `test_z@workers`
 UNMARKED_S = 1.0  # a unit test above it is marked slow
 
 
@@ -32,9 +33,10 @@ class Durations:
     unmarked: dict[str, float] = field(default_factory=dict)  # of the calls of unmarked tests
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += report.duration
+        name = name_of(report.nodeid)
+        self.seconds[name] += report.duration
         if report.when == "call" and not {"slow", "e2e", "whole"} & set(report.keywords):
-            self.unmarked[report.nodeid] = report.duration
+            self.unmarked[name] = report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         known = read(RECORD)
@@ -54,6 +56,13 @@ class Durations:
         for name, took_s in self.unmarked.items():
             if took_s > UNMARKED_S and median(known.get(name, [took_s])) > UNMARKED_S:
                 say(f"{name} took {took_s:.1f} s: a unit test above {UNMARKED_S:g} s is marked slow", yellow=True)
+
+
+def name_of(node: str) -> str:
+    """A test's own name."""
+    for group in GROUPS:
+        node = node.removesuffix(f"@{group}")
+    return node
 
 
 def file_of(name: str) -> str:
