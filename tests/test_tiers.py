@@ -115,5 +115,12 @@ def test_set_up_and_clearing_up_count_and_marked_tests_are_not_named() -> None:
     assert seen.seconds == {"plain": 7.0, "marked": 7.0} and seen.unmarked == {"plain": 2.0}
 
 
+def test_a_test_has_one_name_however_many_processes_ran_it() -> None:
+    seen = Durations()
+    for name in ("a.py::test_b[x@y]", "a.py::test_b[x@y]@clusters", "a.py::test_b[x@y]@workers"):
+        seen.pytest_runtest_logreport(report(name, "call", 1.0, {"e2e": 1}))
+    assert seen.seconds == {"a.py::test_b[x@y]": 3.0}
+
+
 def report(name: str, when: str, took_s: float, marks: dict[str, int]) -> pytest.TestReport:
     return pytest.TestReport(name, ("", 0, ""), marks, "passed", None, when, duration=took_s)  # type: ignore[arg-type]
