@@ -66,8 +66,7 @@ class Worker:
     """See the module. Methods run in several threads at once; the session is thread-safe."""
 
     def __init__(self, setup: WorkerSetup) -> None:
-        for name, value in settle().items():  # before torch is imported
-            log.warning("%s=%s is not what recovery needs, and is overridden", name, value)
+        settle()  # before torch is imported
         for folder in reversed((setup.job.get("folder", ""), *setup.python_path)):
             if folder and folder not in sys.path:
                 sys.path.insert(0, folder)

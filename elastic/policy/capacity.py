@@ -81,13 +81,12 @@ def _release(state: State, now_s: float) -> Decision:
     if not done:
         return Decision(wake_at_s=wake_at_s)
     bad = faulty.reasons(state, done)
-    done_well = [node for node in done if node.node_id not in bad]
-    if not done_well:
-        return together(faulty.put_aside(bad), Decision(wake_at_s=wake_at_s))
-    return together(faulty.put_aside(bad), _given_back(state, done_well, now_s, wake_at_s))
+    well = [node for node in done if node.node_id not in bad]
+    rest = _released(state, well, now_s, wake_at_s) if well else Decision(wake_at_s=wake_at_s)
+    return together(faulty.quarantined(bad), rest)
 
 
-def _given_back(state: State, done: list[Node], now_s: float, wake_at_s: float | None) -> Decision:
+def _released(state: State, done: list[Node], now_s: float, wake_at_s: float | None) -> Decision:
     names = ", ".join(node.node_id for node in done)
     slow = left_for(state, done, now_s)
     actions: list[Action] = [Quarantine(name, f"too slow: {why}") for name, why in slow.items()]

@@ -152,8 +152,7 @@ def _breaking_off(state: State, now_s: float) -> Decision | None:
 
 
 def _quiesced_most_s(state: State) -> float:
-    used = {node.pool for name in {worker.node_id for worker in state.members} if (node := state.nodes.get(name))}
-    kinds = {pool.accelerator_type for pool in state.pools if pool.name in used}
+    kinds = {pool.accelerator_type for pool in state.pools_of(worker.node_id for worker in state.members)}
     return QUIESCED_MOST_S if kinds <= {"CPU"} else QUIESCED_ON_GPUS_MOST_S
 
 

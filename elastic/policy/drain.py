@@ -99,7 +99,7 @@ def kept(state: State, now_s: float) -> tuple[Node, ...]:
     """Nodes with notice that a plan made now should still use: leaving them later costs one more pause, which is less than what
     they do until then. If that is so for one node, all with later deadlines stay with it: they share its pause."""
     noticed = [n for n in state.nodes.values() if n.status == "draining" and n.deadline_s is not None]
-    not_fit = state.releasing | state.given_up | {worker.node_id for worker in state.faulty}
+    not_fit = state.releasing | state.given_up | state.faulty_nodes
     fit = [n for n in noticed if n.node_id in state.prepared and n.node_id not in not_fit]
     fit.sort(key=lambda node: (node.deadline_s, node.node_id))
     gpus = sum(node.gpus for node in state.available)
@@ -117,6 +117,6 @@ def usable(state: State, now_s: float) -> tuple[Node, ...]:
 
 def given_up(state: State) -> tuple[Node, ...]:
     """Nodes that were to be left for others, and are still there."""
-    names = state.given_up & state.prepared - state.releasing - {worker.node_id for worker in state.faulty}
+    names = state.given_up & state.prepared - state.releasing - state.faulty_nodes
     nodes = (state.nodes[name] for name in sorted(names) if name in state.nodes)
     return tuple(node for node in nodes if node.status == "draining")

@@ -24,6 +24,7 @@ from elastic.policy.failing import (
     short_of_memory,
     tripped,
     without,
+    without_faults,
 )
 from elastic.policy.known import ENDED, Failure, State, StopWish
 from elastic.policy.moves import paced
@@ -147,16 +148,8 @@ def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
     refused = {name: why for name, why in state.refused.items() if name != node.node_id}
     return replace(
         state, nodes=nodes, requests=requests, backoff=backoff, dead=dead, releasing=state.releasing - {node.node_id},
-        refused=refused, **_well(state, node.node_id),
+        refused=refused, **without_faults(state, node.node_id),
     )  # fmt: skip
-
-
-def _well(state: State, node_id: str) -> dict[str, Any]:
-    """Nothing is known against this node's devices: it is another one."""
-    return {
-        "faulty": {worker: why for worker, why in state.faulty.items() if worker.node_id != node_id},
-        "short": {name: why for name, why in state.short.items() if name != node_id},
-    }
 
 
 def _node_refused(state: State, event: NodeRefused, at_s: float) -> State:
@@ -206,7 +199,7 @@ def _notice_withdrawn(state: State, event: NoticeWithdrawn, at_s: float) -> Stat
     node = state.nodes.get(event.node_id)
     if node is None or node.status != "draining" or event.node_id in state.releasing:
         return state
-    if any(worker.node_id == event.node_id for worker in state.faulty):
+    if event.node_id in state.faulty_nodes:
         return set_status(state, event.node_id, "draining")
     return set_status(state, event.node_id, "prepared" if event.node_id in state.prepared else "ready")
 
@@ -229,7 +222,7 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
         refused={name: why for name, why in state.refused.items() if name != node.node_id},
         releasing=state.releasing - {node.node_id},
         n_losses=state.n_losses + (not released),
-        **_well(state, node.node_id),
+        **without_faults(state, node.node_id),
     )
     why = f"node {node.node_id} is gone" + (f" ({event.cause})" if event.cause else "")
     if not released:

@@ -194,14 +194,27 @@ def _asserted(state: State, event: WorkerFailed, text: str, at_s: float) -> Stat
 def short_of_memory(state: State, node: Node, reason: str, at_s: float) -> State:
     """A process that is gone still holds memory of its GPU, and the node has others: it is looked at again, not given back. It
     counts as a failure of one of its processes."""
-    name, hour = node.node_id, tuple(t for t in state.process_failures.get(node.node_id, ()) if t > at_s - 3600)
-    hour = hour if hour and at_s < hour[-1] + ONE_INCIDENT_S else (*hour, at_s)
+    state = _with_failure(state, node.node_id, at_s)
+    return replace(state, short={**state.short, node.node_id: reason})
+
+
+def _with_failure(state: State, name: str, at_s: float, counts: bool = True) -> State:
+    """A process of the node has failed, which is then no longer being prepared. All workers of a node may go at once."""
+    hour = tuple(t for t in state.process_failures.get(name, ()) if t > at_s - 3600)
+    again = bool(hour) and at_s < hour[-1] + ONE_INCIDENT_S
     return replace(
         state,
+        process_failures={**state.process_failures, name: hour if again or not counts else (*hour, at_s)},
         preparing={other: t for other, t in state.preparing.items() if other != name},
-        process_failures={**state.process_failures, name: hour},
-        short={**state.short, name: reason},
     )
+
+
+def without_faults(state: State, node_id: str) -> dict[str, Any]:
+    """Fields of the state in which nothing is known against this node's devices: it is gone, or another one."""
+    return {
+        "faulty": {worker: why for worker, why in state.faulty.items() if worker.node_id != node_id},
+        "short": {name: why for name, why in state.short.items() if name != node_id},
+    }
 
 
 def process_failed(state: State, worker: WorkerId, why: str, at_s: float) -> State:
@@ -209,15 +222,8 @@ def process_failed(state: State, worker: WorkerId, why: str, at_s: float) -> Sta
     node = state.nodes.get(worker.node_id)
     if node is None or node.status in ("lost", "quarantined") or worker in state.dead:
         return state
-    hour = tuple(t for t in state.process_failures.get(worker.node_id, ()) if t > at_s - 3600)
-    again = bool(hour) and at_s < hour[-1] + ONE_INCIDENT_S
     worked = worker.node_id in state.prepared or worker.node_id in state.preparing
-    hour = hour if again or not worked else (*hour, at_s)  # all workers of a node may go at once
-    state = replace(
-        state,
-        process_failures={**state.process_failures, worker.node_id: hour},
-        preparing={name: t for name, t in state.preparing.items() if name != worker.node_id},
-    )
+    state = _with_failure(state, worker.node_id, at_s, worked)
     if node.status == "prepared":
         state = set_status(state, worker.node_id, "ready")
     return without(state, frozenset({worker}), why, at_s)

@@ -23,7 +23,7 @@ def reasons(state: State, nodes: Iterable[Node]) -> dict[str, str]:
     return {worker.node_id: why for worker, why in sorted(state.faulty.items(), reverse=True) if worker.node_id in names}
 
 
-def put_aside(bad: dict[str, str]) -> Decision:
+def quarantined(bad: dict[str, str]) -> Decision:
     actions: list[Action] = []
     for name, why in sorted(bad.items()):
         actions += [Quarantine(name, why), ReleaseNode(name)]
@@ -33,7 +33,7 @@ def put_aside(bad: dict[str, str]) -> Decision:
 def not_waited_for(state: State, now_s: float) -> set[str]:
     """Such nodes, while nothing runs, whose state others have as well, or that have been waited for long enough: their places
     may be what the run waits for."""
-    names = {worker.node_id for worker in state.faulty}
+    names = state.faulty_nodes
     if state.aborting is None:
         return names
     if not names or state.aborting.owing or now_s < state.aborting.at_s + SETTLE_S:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -142,9 +142,7 @@ class State:
     preparing: Mapping[str, float] = field(default_factory=dict)  # node -> when it was asked, or has got on last
     refused: Mapping[str, str] = field(default_factory=dict)  # nodes that may not take part -> why, until they are put aside
     releasing: frozenset[str] = frozenset()
-    faulty: Mapping[WorkerId, str] = field(
-        default_factory=dict
-    )  # whose device has failed -> how; until the node is quarantined
+    faulty: Mapping[WorkerId, str] = field(default_factory=dict)  # whose device has failed -> how; until their node is left
     device_errors: tuple[tuple[int, str], ...] = ()  # step, node: of the newest such errors
     asserts: tuple[int, ...] = ()  # steps in which a device-side assert was reported, newest last
     short: Mapping[str, str] = field(default_factory=dict)  # nodes on which memory was not free again -> what was missing
@@ -276,6 +274,16 @@ class State:
 
     def pool(self, name: str) -> Pool | None:
         return next((pool for pool in self.pools if pool.name == name), None)
+
+    def pools_of(self, nodes: Iterable[str]) -> list[Pool]:
+        """The pools that these nodes are of, as far as they are known."""
+        used = {node.pool for name in nodes if (node := self.nodes.get(name))}
+        return [pool for pool in self.pools if pool.name in used]
+
+    @property
+    def faulty_nodes(self) -> set[str]:
+        """Those on which a device has failed."""
+        return {worker.node_id for worker in self.faulty}
 
     @property
     def members(self) -> frozenset[WorkerId]:

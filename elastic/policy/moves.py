@@ -22,8 +22,7 @@ def predicted(state: State, choice: Choice, resume: Resume) -> Move | None:
         return None
     everyone = participants(choice.ranks, resume)
     nodes = [worker.node_id for worker in everyone]
-    used = {node.pool for name in nodes if (node := state.nodes.get(name))}
-    pools = [pool for pool in state.pools if pool.name in used]
+    pools = state.pools_of(nodes)
     memory = [pool.memory_bytes_per_gpu for pool in pools]
     kinds = {pool.accelerator_type for pool in pools}
     rates = [profile.link_bytes_per_s for profile in state.hardware if profile.accelerator_type in kinds]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.policy import hazard
-from elastic.policy.failing import process_failed, set_status, without
+from elastic.policy.failing import process_failed, set_status, without, without_faults
 from elastic.policy.known import Aborting, Failure, Request, State
 from elastic.policy.retention import ordered_removal
 from elastic.policy.speeds import remembered
@@ -71,9 +71,8 @@ def _ordered_quarantine(state: State, action: Quarantine, at_s: float) -> State:
     preparing = {name: t for name, t in state.preparing.items() if name != action.node_id}
     refused = {name: why for name, why in state.refused.items() if name != action.node_id}
     blamed = {name: why for name, why in state.blamed.items() if name != action.node_id}
-    faulty = {worker: why for worker, why in state.faulty.items() if worker.node_id != action.node_id}
-    short = {name: why for name, why in state.short.items() if name != action.node_id}
-    state = replace(state, preparing=preparing, refused=refused, blamed=blamed, faulty=faulty, short=short)
+    faults = without_faults(state, action.node_id)
+    state = replace(state, preparing=preparing, refused=refused, blamed=blamed, **faults)
     gone = frozenset(WorkerId(node.node_id, k) for k in range(node.gpus))
     return without(state, gone, f"node {node.node_id} is quarantined: {action.reason}", at_s)
 

@@ -48,14 +48,17 @@ def sizes_of(device_type: str) -> Sizes:
 
 def chunk_bytes(n_participants: int, sizes: Sizes = CPU_SIZES) -> int:
     """The most that a message holds: those of one round must fit the staging memory."""
-    streams = 2 * max(1, min(n_participants - 1, peers_at_once(n_participants, sizes)))
-    return max(sizes.least_bytes, min(sizes.chunk_bytes, sizes.staging_bytes // streams))
+    return max(sizes.least_bytes, min(sizes.chunk_bytes, sizes.staging_bytes // _streams(n_participants, sizes)))
 
 
 def staging_bytes(n_participants: int, sizes: Sizes = CPU_SIZES) -> int:
     """The most that a participant has in staging buffers at any time."""
-    streams = 2 * max(1, min(n_participants - 1, peers_at_once(n_participants, sizes)))
-    return max(sizes.staging_bytes, streams * sizes.least_bytes)
+    return max(sizes.staging_bytes, _streams(n_participants, sizes) * sizes.least_bytes)
+
+
+def _streams(n_participants: int, sizes: Sizes) -> int:
+    """Messages of one round that a participant sends and receives."""
+    return 2 * max(1, min(n_participants - 1, peers_at_once(n_participants, sizes)))
 
 
 def peers_at_once(n_participants: int, sizes: Sizes = CPU_SIZES) -> int:

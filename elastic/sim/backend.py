@@ -122,10 +122,10 @@ class SimBackend(Generations):
             generation = max((g.plan.generation for g in self._running() if worker in g.members), default=0)
             self._kill({worker}, fault.moment)
             self._tell(WorkerFailed(worker, generation, "process", "exit code -9"), self.delays.detect_s)
-        elif (
-            fault.kind == "device" and self._answers(WorkerId(node_id, max(0, fault.gpu))) and self._machines[node_id].prepared
-        ):
-            self._lose_device(WorkerId(node_id, max(0, fault.gpu)), fault.moment)
+        elif fault.kind == "device" and self._machines[node_id].prepared:
+            worker = WorkerId(node_id, max(0, fault.gpu))
+            if self._answers(worker):
+                self._lose_device(worker, fault.moment)
         elif fault.kind == "wrong_numbers" and self._running():
             self._wrong_numbers(self._running()[-1], "" if fault.lasting else node_id, int(fault.amount))
         elif fault.kind in ("hang", "stall"):

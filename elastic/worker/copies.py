@@ -15,7 +15,7 @@ from statistics import median
 
 from elastic.errors import InternalError
 from elastic.reshard.shards import boxes
-from elastic.types import Copy, CopyStored, Holding, ModelProfile, Plan
+from elastic.types import Box, Copy, CopyStored, Holding, ModelProfile, Plan
 from elastic.worker.copy_stream import Pace, Wire, receive_boxes, send_boxes
 from elastic.worker.host_copy import Hands, HostCopies, HostCopy, Lease, flat_bytes, flat_views
 from elastic.worker.train_state import Held, Tensors
@@ -58,6 +58,12 @@ class _Flight:
         return self.ended and not self.problems
 
 
+def kept_by(profile: ModelProfile, plan: Plan, rank: int) -> dict[int, tuple[Box, ...]]:
+    """The ranks whose copies this rank keeps -> their boxes."""
+    senders = [r for r, keepers in enumerate(plan.copies_to) if rank in keepers]
+    return {r: boxes(profile, plan.layout, plan.layers, r) for r in senders}
+
+
 class PeerCopies:
     """The peer copies of one generation on one rank. `wire(n)`: messages of the n-th copy; None = there is nobody else."""
 
@@ -67,8 +73,7 @@ class PeerCopies:
         self.plan, self.rank, self.host, self.wire = plan, rank, host, wire
         self.to = plan.copies_to[rank] if plan.copies_to else ()
         self.every = plan.peer_every if plan.copies_to else 0
-        senders = [r for r, keepers in enumerate(plan.copies_to) if rank in keepers]
-        self.kept = {r: boxes(profile, plan.layout, plan.layers, r) for r in senders}
+        self.kept = kept_by(profile, plan, rank)
         self.flight: _Flight | None = None
         self.acknowledged: list[Held] = []
         self.acknowledged_step = -1

@@ -1,12 +1,15 @@
 """The environment of every process that trains: the one table of what torch, NCCL and the C library read when they are loaded.
 
-Imports nothing, so that it can be applied before torch is imported.
+Imports nothing of torch's, so that it can be applied before that is loaded.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import MutableMapping
+
+log = logging.getLogger(__name__)
 
 # Without these a survivor ends or hangs with the one that died; a user's other value is overridden.
 REQUIRED = {
@@ -28,8 +31,10 @@ ENVIRONMENT = REQUIRED | DEFAULTS
 
 
 def settle(environment: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """Applies the table. Returns the values that it has overridden, by name."""
+    """Applies the table. Returns the values that it has overridden, by name; the log has them too."""
     overridden = {name: environment[name] for name, value in REQUIRED.items() if environment.get(name, value) != value}
+    for name, value in overridden.items():
+        log.warning("%s=%s is not what recovery needs, and is overridden", name, value)
     environment.update(REQUIRED)
     for name, value in DEFAULTS.items():
         environment.setdefault(name, value)

@@ -102,8 +102,8 @@ def text_of(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     line = " ".join(f"{type(error).__name__}: {error}".split())
-    line = re.sub(r"\[/\S+:\d+\] ", "", line).split(" This is typically caused by")[0]
-    line = line[:600]  # gloo: its source line, its advice
+    line = re.sub(r"\[/\S+:\d+\] ", "", line).split(" This is typically caused by")[0]  # gloo: its source line, its advice
+    line = line[:600]
     if isinstance(error, SpecError | ProgramError | StateLost):
         return str(error)
     if is_collective_error(error):

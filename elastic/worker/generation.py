@@ -23,7 +23,7 @@ from elastic.reshard.shards import RNG, boxes
 from elastic.types import Evaluated, GuardTripped, NoiseSeen, PlanEntered, Probed, SharesSet
 from elastic.worker.calls import count_of
 from elastic.worker.commit import Commit, step_done
-from elastic.worker.copies import PeerCopies
+from elastic.worker.copies import PeerCopies, kept_by
 from elastic.worker.copy_stream import GroupWire
 from elastic.worker.equal_results import EqualResults
 from elastic.worker.groups import Groups
@@ -109,9 +109,9 @@ class Generation:
         place, plan = self.place, self.plan
         if self.rank is None or not place.host_memory.pinned:
             return
-        senders = [rank for rank, keepers in enumerate(plan.copies_to) if self.rank in keepers]
-        mine = [boxes(place.profile, plan.layout, plan.layers, rank) for rank in (self.rank, *senders)]
-        place.background(place.host_memory.reserve, [flat_bytes(theirs) for theirs in mine])
+        own = boxes(place.profile, plan.layout, plan.layers, self.rank)
+        needed = (own, *kept_by(place.profile, plan, self.rank).values())
+        place.background(place.host_memory.reserve, [flat_bytes(theirs) for theirs in needed])
 
     def _probe_entry(self) -> Probed | None:
         """Does this layout compute what the one before did? Every participant is here, with all boxes of both."""

@@ -250,11 +250,11 @@ class Groups:
         try:
             self._shut_own()
         finally:
+            if self._joining.is_set():  # before the communicators, which may keep this thread for long
+                threading.Thread(target=self._shut_until_joined, name="abort-join", daemon=True).start()
             left = self.transport.abort(list(self._device_groups))
         if left:
             log.warning("generation %d: %d communicators could not be aborted", self.generation, left)
-        if self._joining.is_set():
-            threading.Thread(target=self._shut_until_joined, name="abort-join", daemon=True).start()
 
     def check(self) -> None:
         """After results of the device were read, before they are believed: an aborted kernel ends like one that is done.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 import torch
@@ -63,9 +63,8 @@ class _Stream:
     sends: bool
     messages: list[Message]
     lane: int = 0
-    sums: list[int] = field(default_factory=list)
-    n_summed: int = 0  # grouped: the sums are in a tensor of the exchange,
-    first: int = 0  # from this element on
+    first: int = 0  # of its messages among those of the exchange, which has a sum of each
+    n_summed: int = 0
 
     def part(self, sums: torch.Tensor) -> torch.Tensor:
         """This stream's sums, a view."""
@@ -135,15 +134,13 @@ class _Exchange:
         self.streams = _streams(transfers, me, (n, self.chunk_bytes, sizes))
         self.own = _own(transfers, me, sizes.own_bytes)
         self.own_bytes = self.staged = self.peak_staged = 0
-        self.spare: list[torch.Tensor] = []
+        self.spare = _spare if self.device.type == "cpu" and not sizes.grouped else []
         if sizes.grouped:
             self.chunk_bytes = max((message_bytes(m) for stream in self.streams for m in stream.messages), default=0)
-            for before, stream in pairwise(self.streams):
-                stream.first = before.first + len(before.messages)
-            n_messages = sum(len(stream.messages) for stream in self.streams)
-            self.sums = torch.zeros(n_messages, dtype=torch.int64, device=self.device)
-        elif self.device.type == "cpu":
-            self.spare = _spare
+        for before, stream in pairwise(self.streams):
+            stream.first = before.first + len(before.messages)
+        n_messages = sum(len(stream.messages) for stream in self.streams)
+        self.sums = torch.zeros(n_messages, dtype=torch.int64, device=self.device)
 
     def run(self) -> Moved:
         flying: deque[list[_Flight]] = deque()
@@ -251,21 +248,17 @@ class _Exchange:
 
     def _sum(self, flight: _Flight) -> None:
         stream = flight.stream
+        at = stream.first + stream.n_summed
+        stream.n_summed += 1
         if self.sizes.grouped:
-            sum_into(self.sums[stream.first + stream.n_summed], flight.data)
-            stream.n_summed += 1
+            sum_into(self.sums[at], flight.data)
         else:
-            stream.sums.append(sum64(flight.data))
+            self.sums[at] = sum64(flight.data)
 
     # ------------------------------------------------------------------------------------------ proof
 
     def _compare_sums(self) -> None:
         """Layer (b) of promise 5."""
-        if not self.sizes.grouped:
-            self.sums = torch.tensor([one for stream in self.streams for one in stream.sums], dtype=torch.int64)
-            for before, stream in pairwise(self.streams):
-                stream.first = before.first + len(before.messages)
-            self.sums = self.sums.to(self.device)
         theirs = self.sums.clone()
         for streams in self._lanes():
             wanted = [(stream, stream.part(self.sums if stream.sends else theirs)) for stream in streams]

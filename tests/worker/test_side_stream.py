@@ -12,6 +12,7 @@ import torch
 from support.worker.made_up_cuda import current, make_up
 
 from elastic.types import Box, Layout, WorkerId
+from elastic.worker import copies as peer_copies
 from elastic.worker import generation as generations
 from elastic.worker.generation import Generation
 from elastic.worker.host_copy import Hands, HostCopies, HostMemory
@@ -203,7 +204,8 @@ def test_where_the_host_has_no_memory_the_boxes_stay_where_they_are(monkeypatch:
 def test_a_generation_reserves_its_buffers_before_it_meets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its own boxes, and of those that it keeps for others."""
     memory, seen = Pinned(), []
-    monkeypatch.setattr(generations, "boxes", lambda profile, layout, layers, rank: [Box("w", (0,), (rank + 1,), "float64")])
+    for module in (generations, peer_copies):
+        monkeypatch.setattr(module, "boxes", lambda profile, layout, layers, rank: (Box("w", (0,), (rank + 1,), "float64"),))
     place: Any = SimpleNamespace(
         host_memory=memory, profile=None, at_phase=lambda *_: None, background=lambda work, *more: seen.append((work, *more))
     )
