@@ -233,7 +233,9 @@ class View:
             case Evaluated():
                 self.evaluations[event.step] = event.metrics
             case CopyStored(copy):
-                self.copies[copy.kind] = event
+                known = self.copies.get(copy.kind, event).copy  # an older one may be committed after a newer one
+                if (copy.generation, copy.step) >= (known.generation, known.step):
+                    self.copies[copy.kind] = event
             case StopAsked():
                 self.phase = "stopping"
             case _:

@@ -10,14 +10,14 @@ from pathlib import Path
 from support.observe.small_run import JOB, PLANS, POOLS, T0, lines, plan, step, tick
 
 from elastic.ledger.accounts import account
-from elastic.ledger.journal import Journal, write_line
+from elastic.ledger.journal import Journal, Line, write_line
 from elastic.observe import doctor, report, tables
 from elastic.observe.grid import draw, letters
 from elastic.observe.plot import save_loss
 from elastic.observe.sentences import drill, duration, first_line, size
 from elastic.observe.terminal import Terminal, progress_line, render
 from elastic.observe.view import Tail, view_of
-from elastic.types import DriverStarted, Layout, ModelProfile, NodeLost, NodeReady, RequestFailed, StepDone
+from elastic.types import Copy, CopyStored, DriverStarted, Layout, ModelProfile, NodeLost, NodeReady, RequestFailed, StepDone
 
 
 def test_view_of_a_whole_run() -> None:
@@ -40,6 +40,14 @@ def test_steps_taken_back_leave_the_curve_at_once() -> None:
     view = view_of(line for line in lines() if line.at_s <= T0 + 9.5)
     assert view.step == 6
     assert view.curve()[-1].step == 6
+
+
+def test_an_older_copy_that_is_committed_late_is_not_the_newest() -> None:
+    def stored(at_s: float, step: int, generation: int) -> Line:
+        return tick(at_s, CopyStored(Copy(step, "durable", generation, Layout(tp=2), uri=f"/copies/{step}"), seconds=0.3))
+
+    assert view_of([*lines(), stored(14, 10, 3)]).saved_step == 12
+    assert view_of([*lines(), stored(14, 10, 4)]).saved_step == 10, "the run went back and saved again"
 
 
 def test_rates() -> None:

@@ -1,0 +1,58 @@
+"""The thread beside the loop that commits, removes and cleans up, over storage that is slower than the orders come."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from support.cluster.stage import plan
+
+from elastic.cluster.copies import DurableCopies
+from elastic.storage import open_storage
+from elastic.types import CopyStored, Plan, ShardStored, WorkerId
+from elastic.worker import durable
+from elastic.worker.gather import Parts
+
+PLAN = plan(1, [WorkerId("a", 0)])
+
+
+class SlowStorage:
+    """Stands in for durable.* : each call is written down; the first commit waits until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, object]] = []
+        self.go, self.busy = threading.Event(), threading.Event()
+        monkeypatch.setattr(durable, "remove_copy", lambda storage, uri, epoch: self.calls.append(("remove", uri)))
+        monkeypatch.setattr(durable, "clean", lambda storage, epoch, below: self.calls.append(("clean", below)) or [])
+
+    def commit(self, plan: Plan, step: int, digest: int) -> str:
+        self.busy.set()
+        assert self.go.wait(10.0)
+        self.calls.append(("commit", step))
+        return f"step-{step}"
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowStorage:
+    return SlowStorage(monkeypatch)
+
+
+def parts(step: int) -> Parts:
+    return Parts(PLAN, step, {0: ShardStored(1, step, 0, 8, 0.1, 0.0, 1)})
+
+
+def test_commits_go_first_the_newest_before_the_others_and_cleaning_is_done_once(tmp_path: Path, slow: SlowStorage) -> None:
+    copies = DurableCopies(open_storage(str(tmp_path)), 1, {}, slow.commit)
+    copies.clean()
+    copies.commit(parts(5))
+    assert slow.busy.wait(10.0)  # from here on all that is ordered waits
+    copies.remove("step-1")
+    copies.commit(parts(10))
+    copies.remove("step-2")
+    copies.commit(parts(15))
+    slow.go.set()
+    copies.close()
+    commits = [("commit", 5), ("commit", 15), ("commit", 10)]
+    assert slow.calls == [("clean", None), *commits, ("remove", "step-1"), ("remove", "step-2"), ("clean", 15)]
+    assert [event.copy.step for event in copies.news() if isinstance(event, CopyStored)] == [5, 15, 10]
