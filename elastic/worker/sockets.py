@@ -2,10 +2,12 @@
 connections of a generation are found and shut.
 
 How they are shut matters. gloo (transport/tcp/pair.cc) frees whoever waits for a connection when it reads its end, but for two:
-a send that the kernel refused (EPIPE) before that was read, and a message of which a part has come. Those wait for the group's
-timeout. So reading is shut first, which no send notices; when gloo has let go of the connection the other side is told, and
-the kernel goes on to take what the peer may still send. The second case is left: a large message of a peer that was killed.
-A worker that is not freed is replaced.
+a send that the kernel refused (EPIPE) or has not taken yet, and a message of which a part has come. Those wait for the group's
+timeout. So reading is shut first, which no send notices. When gloo has let go of the connection, the kernel goes on to take
+what the peer sends, and it is read and thrown away: a socket that had said its end would answer with a reset, and the peer's
+next send would be refused before its gloo has read of the end. Who is told to break off as well shuts its own side in that
+time; who is not hears of the end afterwards. What is left: a part of a large message of a peer that was killed. A worker that
+is not freed is replaced.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 KNOCK_S = 0.2
 LOOK_S = 0.001
 LET_GO_MOST_S = 0.25  # gloo's thread needs microseconds, on a busy machine milliseconds
+HOLD_S = 0.5  # for which what a peer sends is taken before it is told of the end
+TAKE_S, PIECE_BYTES = 0.01, 1 << 20
 LINGER_S = 2.0  # for which a peer that lives may take to read the end
 
 
@@ -93,11 +97,8 @@ def shut(skip: Collection[int], addresses: Collection[tuple[str, int]], store_po
     ends_s = time.monotonic() + LET_GO_MOST_S
     while any(_is_same(fd, sock) for fd, sock in found.items()) and time.monotonic() < ends_s:
         time.sleep(LOOK_S)
-    _shut(found, socket.SHUT_WR)
     if found:
-        lingering = threading.Timer(LINGER_S, _close, [list(found.values())])
-        lingering.name, lingering.daemon = "abort-linger", True
-        lingering.start()
+        threading.Thread(target=_say_the_end, args=(found,), name="abort-linger", daemon=True).start()
 
 
 def _is_of(sock: socket.socket, addresses: Collection[tuple[str, int]], store_port: int) -> bool:
@@ -125,6 +126,16 @@ def _shut(found: Mapping[int, socket.socket], how: int) -> None:
             sock.shutdown(how)
 
 
-def _close(found: Iterable[socket.socket]) -> None:
-    for sock in found:
+def _say_the_end(found: Mapping[int, socket.socket]) -> None:
+    """Takes what still comes, tells the peers, and gives them time to read it."""
+    ends_s = time.monotonic() + HOLD_S
+    while time.monotonic() < ends_s:
+        for sock in found.values():
+            with suppress(OSError):  # the peer has gone
+                while sock.recv(PIECE_BYTES, socket.MSG_DONTWAIT):
+                    pass
+        time.sleep(TAKE_S)
+    _shut(found, socket.SHUT_WR)
+    time.sleep(LINGER_S)
+    for sock in found.values():
         sock.close()
