@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic.policy import layouts
 from elastic.policy.known import Failure, State
 from elastic.types import DigestChecked, GuardTripped, Layout, Node, NodeStatus, Quiesced, Silent, WorkerFailed, WorkerId
+
+T = TypeVar("T")
 
 ONE_SILENCE_S = 10.0  # as below, of workers that do not answer
 HARDWARE = ("ECC", "NVLink", "Xid", "hardware", "contained")  # in errors that no program can cause
@@ -273,13 +275,16 @@ def _quiesced(state: State, event: Quiesced, at_s: float) -> State:
 def _with_report(state: State, event: Quiesced) -> State:
     """What the worker holds, what the last commit gave it, and which step's gradients it keeps."""
     worker = event.worker
-    commits = {other: commit for other, commit in state.commits.items() if other != worker}
-    pending = {other: step for other, step in state.pending.items() if other != worker}
-    if event.commit:
-        commits[worker] = event.commit
-    if event.pending_step >= 0:
-        pending[worker] = event.pending_step
+    commits, pending = state.commits, state.pending
+    if event.commit or worker in commits:
+        commits = {**commits, worker: event.commit} if event.commit else _but(commits, worker)
+    if event.pending_step >= 0 or worker in pending:
+        pending = {**pending, worker: event.pending_step} if event.pending_step >= 0 else _but(pending, worker)
     return replace(state, holdings={**state.holdings, worker: event.holdings}, commits=commits, pending=pending)
+
+
+def _but(found: Mapping[WorkerId, T], worker: WorkerId) -> dict[WorkerId, T]:
+    return {other: value for other, value in found.items() if other != worker}
 
 
 def _digest_checked(state: State, event: DigestChecked, at_s: float) -> State:

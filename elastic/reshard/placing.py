@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 
-from elastic.reshard.routes import Cut, Index, Side, bundles
-from elastic.reshard.shards import meet, placements
+from elastic.reshard.routes import Cut, Index, Overlaps, Side, bundles
+from elastic.reshard.shards import placements
 from elastic.types import DTYPE_BYTES, ModelProfile, WorkerId
 
 MOST_WORKERS = 256  # above it the order is left as it is: the method would take more than a second
@@ -53,22 +53,24 @@ def place(
 def kept_bytes(model: ModelProfile, cuts: tuple[Cut, Cut], held: Sequence[Sequence[int]]) -> Matrix:
     """[new rank][worker]: bytes of the rank's boxes that the worker has already; `held[w]`: the old ranks that it has."""
     source, target = Side(model, cuts[0]), Side(model, cuts[1])
+    overlaps = Overlaps(source, target)
     out = [[0] * len(held) for _ in range(target.layout.world_size)]
     for bundle in bundles(placements(model), source, target):
         first = bundle.first
         n = DTYPE_BYTES[first.spec.dtype] * len(bundle.tensors)
         index_of = {rank: index for index, ranks in source.ranks(bundle.old).items() for rank in ranks}
-        has = [{index_of[rank] for rank in ranks if rank in index_of} for ranks in held]
-        old, new_ranks = source.pieces(first), target.ranks(bundle.new)
-        for index, wanted in target.pieces(first).items():
-            common: dict[Index, int] = {}
-            for old_index, piece in old.items():
-                part = meet(wanted, piece)
-                if part is not None:
-                    common[old_index] = prod(part[1]) * n
-            row = [sum(common.get(i, 0) for i in indices) for indices in has]
-            for rank in new_ranks[index]:
-                out[rank] = [a + b for a, b in zip(out[rank], row, strict=True)]
+        has: dict[Index, list[int]] = defaultdict(list)
+        for worker, ranks in enumerate(held):
+            for index in {index_of[rank] for rank in ranks if rank in index_of}:
+                has[index].append(worker)
+        new_ranks = target.ranks(bundle.new)
+        for index, parts in overlaps.of(first).items():
+            for old_index, (_, sizes) in parts:
+                n_bytes = prod(sizes) * n
+                for rank in new_ranks[index]:
+                    row = out[rank]
+                    for worker in has.get(old_index, ()):
+                        row[worker] += n_bytes
     return out
 
 

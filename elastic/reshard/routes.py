@@ -13,9 +13,13 @@ only these senders could send. Sets overlap otherwise where replicas, nodes and 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heapreplace
 from math import prod
+from operator import itemgetter
 
 from elastic.errors import StateLost
 from elastic.mesh import coordinates
@@ -25,7 +29,10 @@ from elastic.types import DTYPE_BYTES, Layout, ModelProfile
 Cut = tuple[Layout, tuple[int, ...]]  # a layout and its layers per stage
 Index = tuple[int, int]  # tp and fsdp index of a piece; 0 on an axis that does not cut the tensor
 Stages = tuple[int, ...]
+_Queue = list[tuple[int, int, int]]
 Held = tuple[Stages, bool, bool]  # stages, cut by tp?, cut by fsdp?: tensors of equal value are held by the same ranks
+
+Cutting = tuple[tuple[int, ...], int | None, bool, bool]  # tensors of equal value are cut into equal pieces
 
 SPREAD_BYTES = 64 << 20  # parts that several could send are cut along dimension 0 to at most this, so that several do
 
@@ -63,6 +70,10 @@ class _Holders:
     held_as: dict[int, int] = field(default_factory=dict)
     by_node: dict[str, list[int]] = field(default_factory=dict)
 
+    @cached_property
+    def everyone(self) -> list[int]:
+        return list(self.held_as)
+
 
 class Side:
     """Which ranks of one layout hold a tensor, by pieces."""
@@ -74,6 +85,7 @@ class Side:
         self.at = [coordinates(self.layout, rank) for rank in range(self.layout.world_size)]
         self._stages: dict[tuple[int | None, ...], Stages] = {}
         self._ranks: dict[Held, dict[Index, list[int]]] = {}
+        self._pieces: dict[Cutting, dict[Index, Region]] = {}
 
     def held(self, placed: Placed) -> Held:
         if placed.blocks not in self._stages:
@@ -94,10 +106,17 @@ class Side:
 
     def pieces(self, placed: Placed) -> dict[Index, Region]:
         """Piece -> its region, empty ones left out."""
-        tps = range(self.layout.tp if placed.tp_cut else 1)
-        fsdps = range(self.fsdp if placed.fsdp_cut else 1)
-        out = {(t, f): region(placed, (t, self.layout.tp), (f, self.fsdp)) for t in tps for f in fsdps}
-        return {index: part for index, part in out.items() if 0 not in part[1]}
+        cutting = cutting_of(placed)
+        if cutting not in self._pieces:
+            tps = range(self.layout.tp if placed.tp_cut else 1)
+            fsdps = range(self.fsdp if placed.fsdp_cut else 1)
+            out = {(t, f): region(placed, (t, self.layout.tp), (f, self.fsdp)) for t in tps for f in fsdps}
+            self._pieces[cutting] = {index: part for index, part in out.items() if 0 not in part[1]}
+        return self._pieces[cutting]
+
+
+def cutting_of(placed: Placed) -> Cutting:
+    return placed.spec.shape, placed.spec.tp_dim, placed.tp_cut, placed.fsdp_cut
 
 
 def bundles(state: Sequence[Placed], source: Side, target: Side) -> list[Bundle]:
@@ -120,6 +139,7 @@ def plan_routes(
     layout first. Raises StateLost, naming the tensor, when a part has no holder.
     """
     source, target = Side(model, old), Side(model, new)
+    overlaps = Overlaps(source, target)
     sent = [0] * len(nodes)
     shared: list[tuple[int, int, int, Route, list[int]]] = []  # parts that several could send
     out: list[tuple[Bundle, list[Route]]] = []
@@ -129,7 +149,7 @@ def plan_routes(
             ranks = source.ranks(bundle.old)
             givers[bundle.old] = {index: _holders(who, holders, nodes) for index, who in ranks.items()}
         routes: list[Route] = []
-        for route, able in _routes(bundle, source, target, givers[bundle.old], nodes):
+        for route, able in _routes(bundle, overlaps, givers[bundle.old], nodes):
             routes.append(route)
             if len(able) > 1:
                 shared.append((len(able), -route.n_bytes, len(shared), route, able))
@@ -137,33 +157,39 @@ def plan_routes(
             elif able[0] != route.destination:
                 sent[able[0]] += route.n_bytes * len(bundle.tensors)
         out.append((bundle, routes))
+    queues: dict[int, _Queue] = {}  # those that can send a part are one list for all parts of a piece
     for *_, route, able in sorted(shared, key=lambda job: job[:3]):
-        _spread(route, able, sent)
+        queue = queues.setdefault(id(able), [(0, k, sender) for k, sender in enumerate(able)])
+        _spread(route, queue, sent)
     return out
 
 
 def _routes(
-    bundle: Bundle, source: Side, target: Side, givers: Mapping[Index, _Holders], nodes: Sequence[str]
+    bundle: Bundle, overlaps: Overlaps, givers: Mapping[Index, _Holders], nodes: Sequence[str]
 ) -> Iterator[tuple[Route, list[int]]]:
     """Routes with those that could send them, without a choice among several yet."""
-    first = bundle.first
-    overlaps = _overlaps(source.pieces(first), target.pieces(first))
+    first, source, target = bundle.first, overlaps.source, overlaps.target
+    parts = overlaps.of(first)
     item_bytes = DTYPE_BYTES[first.spec.dtype]
     wanted = [(rank, index) for index, ranks in target.ranks(bundle.new).items() for rank in ranks]
     for rank, index in sorted(wanted):
-        for old_index, part in overlaps.get(index, ()):
+        for old_index, part in parts.get(index, ()):
             giver = givers[old_index]
             if not giver.held_as:
                 raise _lost(first, source.layout, source.ranks(bundle.old)[old_index])
-            able = [rank] if rank in giver.held_as else giver.by_node.get(nodes[rank]) or list(giver.held_as)
+            able = [rank] if rank in giver.held_as else giver.by_node.get(nodes[rank]) or giver.everyone
             n_bytes = prod(part[1]) * item_bytes
             for offsets, sizes in rows(part, n_bytes, SPREAD_BYTES) if len(able) > 1 else (part,):
                 yield Route(rank, offsets, sizes, prod(sizes) * item_bytes, giver.held_as, [able[0]]), able
 
 
-def _spread(route: Route, able: list[int], sent: list[int]) -> None:
+def _spread(route: Route, queue: _Queue, sent: list[int]) -> None:
+    """Each tensor's part goes to the sender with the fewest bytes, of equal ones to the first. `queue`: a heap of bytes when
+    they were looked at, place among those that are able, sender; nobody's bytes become fewer."""
     for k in range(len(route.senders)):
-        sender = min(able, key=sent.__getitem__)
+        while (n_bytes := sent[queue[0][2]]) > queue[0][0]:
+            heapreplace(queue, (n_bytes, *queue[0][1:]))
+        sender = queue[0][2]
         sent[sender] += route.n_bytes
         route.senders[k] = sender
 
@@ -206,13 +232,46 @@ def _holders(ranks: Sequence[int], holders: Mapping[int, tuple[int, ...]], nodes
     return out
 
 
+class Overlaps:
+    """Of each new piece of a tensor with the old ones, made once for all tensors that are cut alike."""
+
+    def __init__(self, source: Side, target: Side) -> None:
+        self.source, self.target = source, target
+        self._found: dict[Cutting, Mapping[Index, Sequence[tuple[Index, Region]]]] = {}
+
+    def of(self, placed: Placed) -> Mapping[Index, Sequence[tuple[Index, Region]]]:
+        cutting = cutting_of(placed)
+        if cutting not in self._found:
+            self._found[cutting] = _overlaps(self.source.pieces(placed), self.target.pieces(placed))
+        return self._found[cutting]
+
+
 def _overlaps(old: Mapping[Index, Region], new: Mapping[Index, Region]) -> dict[Index, list[tuple[Index, Region]]]:
-    """For each new piece its parts, one for each old piece that it meets."""
+    """For each new piece its parts, one for each old piece that it meets, in the order of the old ones."""
+    columns: dict[Region, list[tuple[int, int, Index]]] = {}  # beyond dimension 0 -> end and place of each piece, its index
+    for place, (index, (offsets, sizes)) in enumerate(old.items()):
+        end = offsets[0] + sizes[0] if sizes else 0
+        columns.setdefault((offsets[1:], sizes[1:]), []).append((end, place, index))
+    for column in columns.values():
+        column.sort()  # pieces of a column do not meet: by their ends they are in order
     out: dict[Index, list[tuple[Index, Region]]] = {}
     for index, wanted in new.items():
-        met = ((old_index, meet(wanted, held)) for old_index, held in old.items())
-        out[index] = [(old_index, part) for old_index, part in met if part is not None]
+        met = [item for across, column in columns.items() for item in _met(wanted, across, column)]
+        out[index] = [(old_index, part) for _, old_index in sorted(met) if (part := meet(wanted, old[old_index])) is not None]
     return out
+
+
+def _met(wanted: Region, across: Region, column: Sequence[tuple[int, int, Index]]) -> Iterator[tuple[int, Index]]:
+    """Place and index of each piece of the column that `wanted` meets."""
+    offsets, sizes = wanted
+    if meet((offsets[1:], sizes[1:]), across) is None:
+        return
+    first = bisect_right(column, offsets[0], key=itemgetter(0)) if sizes else 0
+    for i in range(first, len(column)):
+        end, place, index = column[i]
+        yield place, index
+        if sizes and end >= offsets[0] + sizes[0]:
+            return
 
 
 def _lost(placed: Placed, layout: Layout, ranks: Sequence[int]) -> StateLost:

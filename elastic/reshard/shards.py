@@ -6,11 +6,13 @@ merged axis) along dimension 0. Pieces may be empty. Buffers and 0-dim tensors a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from elastic.errors import SpecError
-from elastic.mesh import coordinates, stage_blocks
+from elastic.mesh import coordinates
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
 
 RNG = "elastic.rng"
@@ -184,4 +186,4 @@ def _stage_of(block: int, n_blocks: int, layers: tuple[int, ...]) -> int:
         return 0
     if block >= n_blocks:
         return len(layers) - 1
-    return next(stage for stage in range(len(layers)) if block in stage_blocks(layers, stage))
+    return bisect_right(tuple(accumulate(layers)), block)
