@@ -113,7 +113,7 @@ class Gather:
         parts = self._copies.setdefault(key, Parts(plan, event.step))
         parts.stored.setdefault(event.rank, event)
         parts.newest_at_s = at_s
-        if not parts.missing:
+        if len(parts.stored) == len(plan.ranks):
             self._copies = {known: other for known, other in self._copies.items() if known[1] > event.step}  # no use any more
             self.complete(parts)
         for old in list(self._copies)[:-OPEN_COPIES]:

@@ -51,6 +51,7 @@ SMOKES = (
     Smoke("planner_fit", ("--half",), ("all.*", "median_abs_err")),
     Smoke("planner_cpu"),
     Smoke("unequal_plan"),
+    Smoke("scale"),
     Smoke("copies"),
     Smoke("reshard"),
     Smoke("radosgw"),
