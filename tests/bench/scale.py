@@ -1,9 +1,9 @@
 """How what the driver does grows with the cluster: CPU seconds of one process, at sizes up to 8,192 GPUs; nothing is trained.
 
-`moves`: the forecast of a transition, and the transfers of one rank, of an 8B model from one layout to another when a node of
-eight GPUs goes. `decisions`: the real driver loop, policy and state over simulated nodes of eight GPUs, with two losses and two
-notices; `decision_ms` of all looks, `change_ms` of those that order a new plan. `gather`: the parts of one durable copy on their
-way to a commit. `orders`: what each worker is sent to enter a generation.
+`moves`: the forecast of a transition, and the transfers of one rank, of an 8B model when a node of eight GPUs goes.
+`decisions`: the real driver loop, policy and state over simulated nodes of eight GPUs, with two losses and two notices;
+`decision_ms` of all looks, `change_ms` of those that order a new plan.
+`gather`: the parts of one durable copy on their way to a commit. `orders`: what a worker is sent to enter a generation.
 
 `exponent`: of the growth between the first and the last size (1 = as the cluster).
 """
@@ -38,6 +38,7 @@ PER_NODE = 8
 PARTS = ("moves", "decisions", "gather", "orders")
 SIZES = {"moves": (64, 512, 4096, 8192), "decisions": (64, 256, 1024), "gather": (64, 512, 8192), "orders": (64, 512, 8192)}
 SMOKE_SIZES = (16, 64)
+UNITS_S = {"s": 1.0, "ms": 1e-3}
 MOST_S = 900.0
 STEPS = 40
 
