@@ -143,12 +143,11 @@ def measure(clock: Clock, parts: list[str], smoke: bool) -> dict[str, Any]:
             clock.look(f"{part} {n}")
             by_size[n] = MEASURES[part](n, profile)
         found[part] = {str(n): numbers for n, numbers in by_size.items()}
-        names = [name for name in by_size[sizes[0]] if name.endswith("_s") or name.endswith("_ms")]
-        ends = {
-            name: [(n, by_size[n][name] / (1 if name.endswith("_s") else 1000)) for n in (sizes[0], sizes[-1])]
-            for name in names
-        }
-        found |= {f"{name.rpartition('_')[0]}_exponent": exponent(*pair) for name, pair in ends.items()}
+        for name in by_size[sizes[0]]:
+            quantity, _, unit = name.rpartition("_")
+            if unit in UNITS_S:
+                ends = [(n, by_size[n][name] * UNITS_S[unit]) for n in (sizes[0], sizes[-1])]
+                found[f"{quantity}_exponent"] = exponent(*ends)
     return found
 
 
