@@ -107,8 +107,8 @@ class Worker:
 
         return open_door(self.setup.me.node_id)
 
-    def enter(self, epoch: int, order: Any) -> None:
-        """An order that comes twice counts once."""
+    def enter(self, epoch: int, order: Any, me: int) -> None:
+        """`order`: of all participants; `me`: this worker's index among them. One that comes twice counts once."""
         self._fence(epoch)
         if order.plan.generation > self.ordered:
             self.ordered = order.plan.generation
@@ -117,7 +117,7 @@ class Worker:
             if self.stands_back:
                 self.stands_back = False
                 processes.step_forward()
-            self.session.enter(order)
+            self.session.enter(replace(order, me=me))
 
     def quiesce(self, epoch: int, generation: int, save: bool) -> None:
         self._fence(epoch)

@@ -36,6 +36,7 @@ from elastic.cluster.ray_run import RayRun
 from elastic.cluster.silence import Silence, patience_s
 from elastic.errors import InternalError, SpecError
 from elastic.fingerprint import KEY
+from elastic.reshard.transfers import participants
 from elastic.storage import open_storage
 from elastic.types import (
     Abort,
@@ -72,6 +73,7 @@ log = logging.getLogger(__name__)
 
 SLICE_S = 0.05  # how long one look for answers waits
 LOOK_S = 0.25  # between looks at the inbox, deadlines, notices and silence
+SENT_EACH_MOST = 64  # orders of more workers, which grow with their number, go over the object store: once to each node
 TIMEOUT_LEAST_S, TIMEOUT_STEPS = 60.0, 20.0  # of a generation's groups: the last resort
 
 
@@ -224,17 +226,18 @@ class RayBackend:
         from elastic.worker.workplace import EnterOrder
 
         plan = action.plan
-        senders = [h.worker for h in plan.resume.holdings if h.worker not in plan.ranks]
-        participants = (*plan.ranks, *dict.fromkeys(senders))
+        everyone = participants(plan.ranks, plan.resume)
         self._plan = plan
         self.gather.expect(plan)
         host = ray.util.get_node_ip_address()
         store, secret = host_store(host), new_secret()
         self._stores[plan.generation] = store
         timeout_s = max(TIMEOUT_LEAST_S, TIMEOUT_STEPS * plan.predicted_step_time_s)
-        for i, worker in enumerate(participants):
-            order = EnterOrder(plan, participants, i, (host, store.port), timeout_s, secret)
-            if not self.crew.call(worker, "enter", order):
+        order: Any = EnterOrder(plan, everyone, -1, (host, store.port), timeout_s, secret)
+        if len(everyone) > SENT_EACH_MOST:
+            order = ray.put(order)
+        for i, worker in enumerate(everyone):
+            if not self.crew.call(worker, "enter", order, i):
                 self._early.append(WorkerFailed(worker, plan.generation, "process", "it is not there"))
 
     def _quiesce(self, action: Quiesce) -> None:

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.cluster.stage import FAKE
+from support.cluster.stage import FAKE, plan
 
 from elastic.cluster import processes
 from elastic.cluster.actors import Worker, WorkerSetup
 from elastic.errors import SpecError
 from elastic.types import NodePrepared, Quiesced, StepDone, WorkerId
+from elastic.worker.workplace import EnterOrder
 
 ME = WorkerId("a", 0)
 
@@ -46,12 +47,16 @@ def test_an_older_epoch_is_refused_a_newer_one_takes_over(worker: Worker) -> Non
         worker.poll(4, 0, 0.0)
 
 
+def order_of(generation: int) -> EnterOrder:
+    return EnterOrder(plan(generation, [ME]), (ME,), -1, ("127.0.0.1", 1))
+
+
 def test_a_generation_is_entered_once(worker: Worker) -> None:
     entered: list[Any] = []
-    worker.session = SimpleNamespace(enter=lambda order: entered.append(order.plan.generation))
+    worker.session = SimpleNamespace(enter=lambda order: entered.append((order.plan.generation, order.me)))
     for generation in (1, 1, 3, 2, 3, 4):
-        worker.enter(3, SimpleNamespace(plan=SimpleNamespace(generation=generation)))
-    assert entered == [1, 3, 4]
+        worker.enter(3, order_of(generation), generation + 10)
+    assert entered == [(1, 11), (3, 13), (4, 14)]
 
 
 def test_what_prepares_stands_back_until_its_first_generation(
@@ -62,7 +67,7 @@ def test_what_prepares_stands_back_until_its_first_generation(
     )
     worker.prepare(3)
     for generation in (1, 2):
-        worker.enter(3, SimpleNamespace(plan=SimpleNamespace(generation=generation)))
+        worker.enter(3, order_of(generation), 0)
     assert said == ["back", "prepare", "forward", "enter", "enter"]
     del said[:]
     monkeypatch.setattr(Worker, "_watch_driver", lambda self: None)  # it ends the process when no driver polls
