@@ -16,7 +16,8 @@ from elastic.cluster.lease import Lease
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS
 from elastic.errors import SpecError
-from elastic.ledger.journal import Journal, Line
+from elastic.fingerprint import fingerprint
+from elastic.ledger.journal import Journal, Line, read
 from elastic.program import Program, load_program
 from elastic.spec import drill_entry
 from elastic.storage import open_storage
@@ -190,6 +191,26 @@ def test_a_changed_program_is_refused_unless_it_is_accepted() -> None:
     checks.check_same(accepted, started("b"), {})
     with pytest.raises(SpecError, match="program"):  # without a journal, its newest checkpoint knows
         checks.check_same([], started("b"), {"fingerprint": {"program": "a"}})
+
+
+def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder: Path) -> None:
+    def started(*args: str, tokens: str = "/data/x.bin") -> DriverStarted:
+        data = {"train": {"tokens": tokens, "end_token": "<end>", "seq": 8}}
+        job: dict[str, Any] = {**START.job, "args": [*args], "data": data}
+        return replace(START, job=job | {"fingerprint": fingerprint(folder / "program.py", job, MODEL, 9)})
+
+    journal = Journal(folder / "journal.jsonl", 1)
+    journal.append(0.0, [(0.0, started("--hf-token", "hf_1", "--lr", "3"))], None)
+    journal.close()
+    before = read(folder / "journal.jsonl")
+    for meta in ({}, {"fingerprint": started("--hf-token", "hf_1", "--lr", "3").job["fingerprint"]}):
+        checks.check_same(before, started("--hf-token", "hf_1", "--lr", "3"), meta)
+        checks.check_same([], started("--hf-token", "hf_1", "--lr", "3"), meta)
+    for other in (started("--hf-token", "hf_2", "--lr", "3"), started("--hf-token", "hf_1", "--lr", "4")):
+        with pytest.raises(SpecError, match="was started with other values: args"):
+            checks.check_same(before, other, {})
+    with pytest.raises(SpecError, match=r"data\.train .*/data/x\.bin.*/data/y\.bin"):
+        checks.check_same(before, started("--hf-token", "hf_1", "--lr", "3", tokens="/data/y.bin"), {})
 
 
 def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:

@@ -4,7 +4,7 @@
 
 `encode` and `decode` turn every dataclass of `elastic.types` into plain data and back. An event, an action and whatever is
 given to `encode` directly carries its class name as "kind"; nested values whose class follows from the field do not. A field
-that is itself called `kind` is written "kind_" where the class name is written too.
+that is itself called `kind` is written "kind_" where the class name is written too. Secrets are written as "***".
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import types as python_types
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -25,16 +24,17 @@ from typing import Any
 from elastic import types
 from elastic.errors import InternalError, SpecError
 from elastic.ledger.segments import Segments
+from elastic.masking import masked, masked_text
 from elastic.types import Decision, EnterPlan, Event, RollForward, StepDone, Stop
 
 VERSION = 1
 PLAN_CHANGES = (EnterPlan, RollForward, Stop)  # a line with one of these is stored before it is carried out
 MERGE_S = 1.0  # ticks that hold only StepDone become at most one line in this time
-_SECRET = re.compile(r"(^|_)(token|key|secret|password)s?($|_)", re.IGNORECASE)
 
 CLASSES: dict[str, type] = {
     name: cls for name, cls in vars(types).items() if dataclasses.is_dataclass(cls) and isinstance(cls, type)
 }
+FREE = ("job", "drill")  # fields of plain data: in them a name may say that a value is secret
 _OPEN: tuple[type, ...] = (types.Event, types.Action)  # fields of these types hold any subclass
 
 
@@ -63,12 +63,13 @@ def decode(data: dict[str, Any]) -> Any:
 def _fields(obj: Any) -> Iterable[tuple[str, Any]]:
     cls: type = type(obj)
     for name in _names(cls):
-        yield name, _plain(getattr(obj, name), name)
+        value = getattr(obj, name)
+        yield name, _plain(masked(value) if name in FREE else value)
 
 
-def _plain(value: Any, name: str = "") -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, str):
-        return "***" if value and _SECRET.search(name) else value
+        return masked_text(value)
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -78,7 +79,7 @@ def _plain(value: Any, name: str = "") -> Any:
     if dataclasses.is_dataclass(value):
         return dict(_fields(value))
     if isinstance(value, dict):
-        return {str(key): _plain(item, str(key)) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     return str(value)
@@ -86,7 +87,6 @@ def _plain(value: Any, name: str = "") -> Any:
 
 @cache
 def _names(cls: type) -> tuple[str, ...]:
-
     return types.names_of(cls)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 from support.e2e.runs import SLOW, plans, slow_until_grown
@@ -125,3 +126,22 @@ def test_a_program_that_fails_ends_the_run_at_once(shell: Shell) -> None:
     assert "ValueError: this loss is not written yet" in shown.splitlines()
     code, out, _ = shell.here("logs", "four")
     assert code == 0 and "ValueError: this loss is not written yet" in out
+
+
+def test_a_secret_argument_of_a_script_is_in_no_file_and_the_run_is_resumed(shell: Shell) -> None:
+    secret = "zq7-planted"
+    text = (PROGRAMS / "loop_tiny.py").read_text().replace("Path(__file__).parent", repr(PROGRAMS.as_posix()))
+    text = text.replace('parser.add_argument("--clip"', 'parser.add_argument("--hf-token")\nparser.add_argument("--clip"')
+    name = shell.job(steps=4, script="train.py", program=None, args=["--hf-token", secret], layout="dp_shard=1")
+    (shell.root / name / "train.py").write_text(text)
+    code, _, err = shell.call("run", name, "--run-name", "kept", "--json")
+    assert code == 0, err
+    code, out, err = shell.call("run", name, "--run-name", "kept", "--set", "steps=6", "--json")
+    assert code == 0, err
+    assert last_line(out)["steps"] == 6 and "durable" in [t["source"] for t in last_line(out)["transitions"]]
+    found = shell.files()
+    assert {"journal.jsonl", "commit.json", "report.json"} <= {Path(file).name for file in found}
+    assert [file for file, data in found.items() if secret.encode() in data] == []
+    shell.job(steps=8, script="train.py", program=None, args=["--hf-token", "zq8-other"], layout="dp_shard=1")
+    code, _, err = shell.call("run", name, "--run-name", "kept")
+    assert (code, err.count("\n")) == (2, 1) and "was started with other values: args (" in err and "zq" not in err

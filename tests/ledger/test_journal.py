@@ -13,9 +13,11 @@ import pytest
 
 from elastic.errors import InternalError, SpecError
 from elastic.ledger.journal import CLASSES, Journal, Line, decode, encode, parse_line, read, write_line
+from elastic.spec import JobSpec
 from elastic.types import (
     Abort,
     Action,
+    CopyDamaged,
     Decided,
     Decision,
     DriverStarted,
@@ -73,6 +75,59 @@ def test_numbers_that_json_has_not_and_secrets() -> None:
     start = DriverStarted("r", 1, {"env": {"HF_TOKEN": "hf_abc", "tokenizer": "many"}}, (), ModelProfile(1, 1, ()))
     text = write_line(Line(1.0, 1, ((1.0, start),)))
     assert "hf_abc" not in text and "many" in text
+
+
+WHOLE_JOBS: tuple[dict[str, Any], ...] = (
+    {
+        "name": "a", "folder": "/f", "program": "/f/key/program.py", "steps": 9, "global_batch": 8, "seed": 3, "eval_every": 2,
+        "eval_samples": 3, "clip_grad_norm": 1.0, "optimizer": {"token": {"path": "torch.optim.SGD", "lr": 0.1, "key": "text"}},
+        "lr_schedule": {"kind": "linear", "warmup_steps": 2}, "lr_scaling": "sqrt", "base_global_batch": 4,
+        "noise_scale": {"every": 3}, "guards": {"loss_spike": {}}, "precision": "bfloat16", "reduce_dtype": "bfloat16",
+        "layout": {"2": "dp_shard=2"}, "schedule": "gpipe", "virtual_stages": 2, "microbatch_tokens": 64,
+        "activation_checkpointing": "full", "zero_stage": 2, "compile": True, "float8": True, "offload": True, "min_workers": 2,
+        "max_workers": 4, "peer_every": 3, "durable_every": 4, "peer_copies": 1, "copies_across_zones": True,
+        "copy_link_share": 0.2, "keep_last": 3, "keep_every": 2, "keep_best": 1, "storage_quota_gb": 2.5,
+        "data": {
+            "train": {"mixture": {"secret": {"tokens": "/d/x.bin", "end_token": "<end>", "weight": 2}}, "end_token": "<e>"},
+            "validation": {"token": {"jsonl": "/d/y", "text": "key", "seq": 32}}, "cache": "/tmp/key", "cache_gb": 3,
+            "loader_workers": 1, "prefetch_steps": 3, "prefetch_mb": 2,
+        },
+        "storage": "s3://bucket/token", "budget_usd": 3.5, "max_nodes": 4, "deadline_h": 2.0, "on_demand_floor": "copy",
+        "waiting_usd_per_h": 2.5, "max_silence_s": 60.0, "orphan_lease_s": 100.0, "purpose": "cheapest",
+        "pools": [{"name": "key", "region": "token", "max_nodes": 4}], "trusted_axes": ["pp"], "rebalance": False,
+        "across_zones": True, "check_numbers_every": 50, "drill": [{"at_step": 3, "kill": ["rank0", "any"]}],
+    },
+    {"script": "/f/train_token.py", "args": ["--end-token", "<end>", "--tokens", "x.bin"], "microbatch_size": None},
+    {"microbatch_size": 2, "data": {"train": {"tokens": "/d/x.bin", "end_token": "<end>"}}},
+)  # fmt: skip
+
+
+def test_every_key_of_a_job_comes_back_as_it_was() -> None:
+    least = {key: WHOLE_JOBS[0][key] for key in ("name", "folder", "program", "steps", "global_batch")}
+    assert {key for job in WHOLE_JOBS for key, value in job.items() if value is not None} == JobSpec.model_fields.keys()
+    for given in WHOLE_JOBS:
+        job = JobSpec(**{**least, **given}).plain()
+        start = DriverStarted("r", 1, job, (), ModelProfile(1, 1, ()))
+        assert decode(json.loads(json.dumps(encode(start)))) == start
+
+
+def test_no_secret_reaches_the_file(tmp_path: Path) -> None:
+    secret = "zq7-planted"
+    job = {
+        "args": ["--hf-token", secret, f"--wandb_api_key={secret}"], "storage": f"s3://me:{secret}@host/x",
+        "env": {"api_keys": [secret], "apikey": secret, "credentials": {"user": secret}, "passwd": secret},
+    }  # fmt: skip
+    said = f"train.py: error: unrecognized arguments: --hf-token {secret}"
+    events = (
+        DriverStarted("r", 1, job, (), ModelProfile(1, 1, ())),
+        WorkerFailed(WorkerId("n", 0), 1, "program", said),
+        CopyDamaged(f"s3://me:{secret}@host/x/checkpoints/step-1", f"https://host/x?token={secret} is damaged"),
+    )
+    journal = Journal(tmp_path / "j", 1)
+    journal.append(1.0, [(1.0, event) for event in events], Decision((Stop("failed", said),), said))
+    journal.close()
+    text = (tmp_path / "j").read_text()
+    assert secret not in text and text.count("***") >= 10
 
 
 def test_fields_of_a_newer_writer_are_ignored_and_unknown_kinds_are_not() -> None:
