@@ -15,9 +15,11 @@ from elastic.api import checks, running
 from elastic.cluster.lease import Lease
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS
-from elastic.errors import SpecError
+from elastic.errors import JournalDamaged, SpecError
 from elastic.fingerprint import fingerprint
 from elastic.ledger.journal import Journal, Line, read
+from elastic.ledger.segments import Stored
+from elastic.observe.view import view_of
 from elastic.program import Program, load_program
 from elastic.spec import drill_entry
 from elastic.storage import open_storage
@@ -28,6 +30,7 @@ from elastic.types import (
     DriverStarted,
     Layout,
     ModelProfile,
+    NodeLost,
     NodePrepared,
     PlanEntered,
     Pool,
@@ -159,6 +162,33 @@ def test_a_run_that_is_done_is_not_run_again(folder: Path) -> None:
         one._before()
     one.spec = one.spec.model_copy(update={"steps": 21})
     assert len(one._before()[0]) == 3
+
+
+def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path) -> None:
+    place = prepared(folder, run_name="hurt").place
+    journal = Journal(place.journal, 1)
+    for at_s, event in ((0.0, START), (1.0, NodeLost("a")), (2.0, NodeLost("b"))):
+        journal.append(at_s, [(at_s, event)], None)
+    journal.close()
+    with pytest.raises(SpecError, match="its journal is whole; leave --from-checkpoint out"):
+        prepared(folder, run_name="hurt", from_checkpoint=True)._before()
+    whole = place.journal.read_bytes()
+    place.journal.write_bytes(whole.replace(b'"node_id":"a"', b'"node_id":"c"'))
+    with pytest.raises(JournalDamaged, match=r"hurt/journal\.jsonl, line 2: it was altered .* --from-checkpoint sets"):
+        prepared(folder, run_name="hurt")._before()
+    one = prepared(folder, run_name="hurt", from_checkpoint=True)
+    before, _ = one._before()
+    assert [event for line in before for _, event in line.events] == [START]
+    aside = place.folder / "journal-damaged-1.jsonl"
+    assert aside.read_bytes() == whole.replace(b'"node_id":"a"', b'"node_id":"c"')
+    start = replace(START, epoch=2, cut=one._cut)
+    journal = place.open_journal(2, Stored())
+    journal.append(3.0, [(3.0, start)], None)
+    journal.close()
+    assert str(aside) in start.cut and len(prepared(folder, run_name="hurt")._before()[0]) == 2
+    (note,) = [note.text for note in view_of(read(place.journal)).notes if str(aside) in note.text]
+    assert note.endswith(f"its journal was damaged: 1 lines before that count, the whole text is in {aside}")
+    assert one._samples_exact([Line(0.0, 2, ((0.0, start),)), Line(9.0, 2, tuple(steps([3, 4])))]) is None
 
 
 @pytest.mark.parametrize(

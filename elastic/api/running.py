@@ -55,6 +55,7 @@ class Options:
     overrides: tuple[str, ...] = ()  # key=value over job.yaml
     drill: str | Path | None = None  # a drill file instead of the job's own drill
     cluster: str | Path | None = None  # a cluster file: its pools instead of the job's own
+    from_checkpoint: bool = False  # of a run whose journal is damaged: set that aside, go on from the newest durable copy
     allow_changed: bool = False  # go on although program, data or mathematics are not those that the run began with
     show: bool = True  # progress while it runs
     spared: bool = False  # drills on a Ray cluster take the workers of a node and leave the node itself alone
@@ -130,6 +131,11 @@ def ray_address(options: Options) -> str | None:
 
         check_reachable(address)
     return address
+
+
+def taken_over(place: RunFolder, options: Options) -> tuple[list[Line], Stored, str]:
+    """What earlier drivers of a run have written, and what of that was set aside. Raises SpecError, JournalDamaged."""
+    return place.set_aside() if options.from_checkpoint else (*place.take_over(), "")
 
 
 def default_storage() -> str | None:
@@ -219,6 +225,7 @@ class _Run:
         self.place = RunFolder.of(open_storage(f"{runs.storage_uri(spec.storage or default_storage())}/{name}"))
         self.storage: Storage = self.place.storage
         self.terminal = Terminal(self.place.journal, options.stream) if options.show else None
+        self._cut = ""  # what was lost of its journal
 
     def _out(self) -> TextIO:
         return self.options.stream or sys.stdout
@@ -244,7 +251,7 @@ class _Run:
 
     def _before(self) -> tuple[list[Line], Stored]:
         """The journal of earlier drivers of this run. Raises SpecError when the run is done and no more steps are asked for."""
-        lines, stored = self.place.take_over()
+        lines, stored, self._cut = taken_over(self.place, self.options)
         state = restored(lines)
         if state is not None and state.phase == "succeeded" and self.spec.steps <= state.saved_step:
             raise SpecError(
@@ -272,9 +279,10 @@ class _Run:
             job | {KEY: fingerprint(self.spec.program, job, model, n_samples)},
             self.pools,
             model,
-            attached=self.address is not None and state is not None and state.phase not in ENDED,
+            attached=self.address is not None and state is not None and state.phase not in ENDED and not self._cut,
             durable=tuple(_copy(item) for item in found),
             hardware=known_of(self.pools),
+            cut=self._cut,
         )
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
         if layouts is not None:
@@ -351,12 +359,14 @@ class _Run:
         return None if first is None else round(first - self.launched_at_s, 3)
 
     def _samples_exact(self, lines: list[Line]) -> bool | None:
-        """Whether each counted step was trained on exactly the samples that the job's order gives it."""
+        """Whether each counted step was trained on exactly the samples that the job's order gives it; None = nobody knows."""
         told = [e.n_samples for line in lines for _, e in line.events if isinstance(e, NodePrepared) and e.n_samples]
         n_samples = told[-1] if told else None  # as the nodes have seen it: the data may not be here
         if n_samples == N_POSITIONS:
             return None
         curve = view_of(lines).curve()
+        if any(e.cut for line in lines for _, e in line.events if isinstance(e, DriverStarted)):
+            return None
         if [point.step for point in curve] != list(range(_begun_at(lines) + 1, self.spec.steps + 1)):
             return False
         if n_samples is None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
-from elastic.ledger.journal import Journal, Line, read, read_text
+from elastic.errors import JournalDamaged, SpecError
+from elastic.ledger.journal import Damage, Journal, Line, read, read_text, sift
 from elastic.ledger.segments import PREFIX, Segments, Stored, read_stored
 from elastic.storage import LocalStorage, Storage, open_storage
 
 DEFAULT_STORAGE = "elastic_runs"
 JOURNAL = "journal.jsonl"
+ASIDE = "journal-damaged-{}.jsonl"
 LOGS = "logs"  # what the workers print, a file for each process
 STORED_AT = "storage-uri"  # in a driver's folder: where the run really is
 
@@ -64,8 +67,8 @@ class RunFolder:
         """The journal as far as it is known here."""
         if not self.storage.remote:
             return read(self.journal)
-        stored = read_stored(self.storage).text
-        return read_text(self._local(stored) or stored, f"{self.storage.uri}/{PREFIX}")
+        stored = read_stored(self.storage)
+        return read_text(self._local(stored.text) or stored.text, f"{self.storage.uri}/{PREFIX}", stored.place)
 
     def age_s(self) -> float:
         """Seconds since the journal was last written; between clocks of two machines only as good as they are."""
@@ -76,7 +79,7 @@ class RunFolder:
         return max(0.0, time.time() - newest_s)
 
     def take_over(self) -> tuple[list[Line], Stored]:
-        """What earlier drivers wrote. Makes the journal file of this machine begin with what is stored."""
+        """What earlier drivers wrote. Makes this machine's journal file begin with what is stored. Raises JournalDamaged."""
         if not self.storage.remote:
             return (read(self.journal) if self.journal.is_file() else []), Stored()
         stored = read_stored(self.storage)
@@ -84,7 +87,32 @@ class RunFolder:
         local.put(STORED_AT, self.storage.uri.encode() + b"\n")
         if self._local(stored.text) is None:
             local.put(JOURNAL, stored.text)
-        return read(self.journal), stored
+        return read_text(self.journal.read_bytes(), str(self.journal), stored.place), stored
+
+    def set_aside(self) -> tuple[list[Line], Stored, str]:
+        """Instead of `take_over`, where the journal is damaged: what stands before the damage, and a sentence. The whole text
+        is kept beside it; what is stored stays, and counts no more. Raises SpecError where nothing is damaged."""
+        try:
+            stored = read_stored(self.storage) if self.storage.remote else Stored()
+            text = self._local(stored.text) or stored.text
+            damage = sift(text)[1]
+        except JournalDamaged:  # a segment is missing
+            text = self._local(b"") or b""
+            stored, damage = Stored(), Damage(1, 0)
+        if damage is None:
+            raise SpecError(f"run '{self.name}': its journal is whole; leave --from-checkpoint out, it goes on as it is")
+        kept = text[: damage.offset]
+        if damage.offset < len(stored.text):
+            stored = stored.until(damage.offset)
+            kept = stored.text
+        local = LocalStorage(self.folder)
+        if self.storage.remote:
+            local.put(STORED_AT, self.storage.uri.encode() + b"\n")
+        aside = next(name for name in map(ASIDE.format, count(1)) if local.put(name, text, if_absent=True))
+        local.put(JOURNAL, kept)
+        lines = sift(kept)[0]
+        said = f"its journal was damaged: {len(lines)} lines before that count, the whole text is in {self.folder / aside}"
+        return lines, stored, said
 
     def open_journal(self, epoch: int, before: Stored) -> Journal:
         """To append to. Where the run is in object storage, a plan is stored before `append` returns."""
