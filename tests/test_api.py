@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.places import PROGRAMS
 
 import elastic
 from elastic import api
@@ -39,6 +40,7 @@ from elastic.types import (
     TensorSpec,
     parse_layout,
 )
+from elastic.worker.durable_format import Marker, encode_marker
 
 PROGRAM = """
 import elastic
@@ -164,6 +166,20 @@ def test_a_run_that_is_done_is_not_run_again(folder: Path) -> None:
     assert len(one._before()[0]) == 3
 
 
+def test_a_marker_that_cannot_be_read_is_told(folder: Path) -> None:
+    (folder / "job.yaml").write_text(f"steps: 4\nglobal_batch: 8\nprogram: {PROGRAMS / 'tiny.py'}\n")
+    one = prepared(folder, run_name="marked")
+    for step in (2, 3, 4):
+        marker = encode_marker(Marker(step, 1, 1, 1, {}, ()))
+        one.storage.put(f"checkpoints/step-{step:08d}.g0001/commit.json", marker[: -9 if step == 4 else None])
+    assert [copy.step for copy in one._start(1, []).durable] == [3, 2]
+    uri = one.storage.uri_of("checkpoints/step-00000004.g0001")
+    (event,) = one._damaged
+    assert event.uri == uri and event.reason.startswith(f"{uri}/commit.json: not readable (")
+    view = view_of([Line(0.0, 1, ((0.0, START), (0.0, event)))])
+    assert f"a durable copy cannot be read: {event.reason}" in [note.text for note in view.notes]
+
+
 def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path) -> None:
     place = prepared(folder, run_name="hurt").place
     journal = Journal(place.journal, 1)
@@ -177,7 +193,7 @@ def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path)
     with pytest.raises(JournalDamaged, match=r"hurt/journal\.jsonl, line 2: it was altered .* --from-checkpoint sets"):
         prepared(folder, run_name="hurt")._before()
     one = prepared(folder, run_name="hurt", from_checkpoint=True)
-    before, _ = one._before()
+    before = one._before()[0]
     assert [event for line in before for _, event in line.events] == [START]
     aside = place.folder / "journal-damaged-1.jsonl"
     assert aside.read_bytes() == whole.replace(b'"node_id":"a"', b'"node_id":"c"')

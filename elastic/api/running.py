@@ -33,7 +33,7 @@ from elastic.policy.state import ENDED, State
 from elastic.program import Program, load_program
 from elastic.spec import JobSpec, PoolSpec, check_fit, embedded_pools, job_of, load_drill, load_job
 from elastic.storage import Storage, open_storage
-from elastic.types import Copy, DriverStarted, Layout, NodePrepared, Outcome, Pool, StepDone, WorkerFailed
+from elastic.types import Copy, CopyDamaged, DriverStarted, Layout, NodePrepared, Outcome, Pool, StepDone, WorkerFailed
 
 if TYPE_CHECKING:
     from elastic.cluster.lease import Lease
@@ -226,6 +226,7 @@ class _Run:
         self.storage: Storage = self.place.storage
         self.terminal = Terminal(self.place.journal, options.stream) if options.show else None
         self._cut = ""  # what was lost of its journal
+        self._damaged: list[CopyDamaged] = []  # copies whose markers cannot be read
 
     def _out(self) -> TextIO:
         return self.options.stream or sys.stdout
@@ -240,17 +241,18 @@ class _Run:
             stack.callback(layouts.close)  # it is answered beside what follows
             lease = taken(self.storage, self.name)
             stack.callback(lease.release)
-            before, stored = self._before()
+            before, stored, state = self._before()
             cluster = self._cluster(stack)  # its head starts beside what follows
-            start = self._start(lease.epoch, before, layouts)
-            backend = self._backend(start, restored(before), cluster, lease)
+            start = self._start(lease.epoch, before, state, layouts)
+            backend = self._backend(start, state, cluster, lease)
             stack.callback(backend.close)
             self._watch(stack)
-            state = drive(backend, self.place.open_journal(lease.epoch, stored), start, restored(before))
-        return self._result(state)
+            last = drive(backend, self.place.open_journal(lease.epoch, stored), start, state, found=self._damaged)
+        return self._result(last)
 
-    def _before(self) -> tuple[list[Line], Stored]:
-        """The journal of earlier drivers of this run. Raises SpecError when the run is done and no more steps are asked for."""
+    def _before(self) -> tuple[list[Line], Stored, State | None]:
+        """The journal of earlier drivers of this run, and the state that it ends with (folding one of weeks takes minutes).
+        Raises SpecError when the run is done and no more steps are asked for."""
         lines, stored, self._cut = taken_over(self.place, self.options)
         state = restored(lines)
         if state is not None and state.phase == "succeeded" and self.spec.steps <= state.saved_step:
@@ -258,13 +260,15 @@ class _Run:
                 f"run '{self.name}' is done ({state.saved_step} steps); --set steps=N with more of them lets it go on; another "
                 "--run-name, or none, starts anew"
             )
-        return lines, stored
+        return lines, stored, state
 
-    def _start(self, epoch: int, before: list[Line], layouts: LayoutCheck | None = None) -> DriverStarted:
+    def _start(
+        self, epoch: int, before: list[Line], state: State | None = None, layouts: LayoutCheck | None = None
+    ) -> DriverStarted:
         from elastic.worker import durable
+        from elastic.worker.durable_format import MARKER
         from elastic.worker.loss_scale import profile_of
 
-        state = restored(before)
         n_samples = self._n_samples() if self.address is None else None  # an unreadable corpus is found here, once
         if n_samples == N_POSITIONS and self.options.show:
             print(SENTENCE, file=self._out())
@@ -273,6 +277,7 @@ class _Run:
         found = durable.find(self.storage, problems)
         if problems and not found:
             raise StateLost(f"{problems[0]}; no other checkpoint is whole: mend it, or remove it with elastic checkpoint rm")
+        self._damaged = [CopyDamaged(problem.partition(f"/{MARKER}:")[0], problem) for problem in problems]
         start = DriverStarted(
             self.name,
             epoch,
