@@ -166,13 +166,17 @@ def test_a_run_that_is_done_is_not_run_again(folder: Path) -> None:
     assert len(one._before()[0]) == 3
 
 
-def test_a_marker_that_cannot_be_read_is_told(folder: Path) -> None:
+def test_a_marker_that_cannot_be_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "job.yaml").write_text(f"steps: 4\nglobal_batch: 8\nprogram: {PROGRAMS / 'tiny.py'}\n")
     one = prepared(folder, run_name="marked")
     for step in (2, 3, 4):
         marker = encode_marker(Marker(step, 1, 1, 1, {}, ()))
         one.storage.put(f"checkpoints/step-{step:08d}.g0001/commit.json", marker[: -9 if step == 4 else None])
-    assert [copy.step for copy in one._start(1, []).durable] == [3, 2]
+    folds: list[int] = []
+    monkeypatch.setattr(running, "restored", lambda lines: folds.append(len(lines)))
+    before, _, state = one._before()
+    assert [copy.step for copy in one._start(1, before, state).durable] == [3, 2]
+    assert folds == [0]  # a journal of weeks takes minutes
     uri = one.storage.uri_of("checkpoints/step-00000004.g0001")
     (event,) = one._damaged
     assert event.uri == uri and event.reason.startswith(f"{uri}/commit.json: not readable (")

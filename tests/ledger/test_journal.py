@@ -21,7 +21,9 @@ from elastic.spec import JobSpec
 from elastic.types import (
     Abort,
     Action,
+    Copy,
     CopyDamaged,
+    CopyStored,
     Decided,
     Decision,
     DriverStarted,
@@ -134,8 +136,10 @@ def test_no_secret_reaches_the_file(tmp_path: Path) -> None:
     assert secret not in text and text.count("***") >= 10
 
 
-def test_fields_of_a_newer_writer_are_ignored_and_unknown_kinds_are_not() -> None:
+def test_fields_of_another_writer_are_ignored_and_unknown_kinds_are_not() -> None:
     assert decode({"kind": "NodeLost", "node_id": "a", "colour": "red"}) == NodeLost("a")
+    copy = {"step": 3, "kind": "peer", "generation": 1, "layout": {}, "holdings": [{"worker": {"node_id": "a"}, "rank": 0}]}
+    assert decode({"kind": "CopyStored", "copy": copy}) == CopyStored(Copy(3, "peer", 1, Layout()))
     with pytest.raises(SpecError, match="NodeMelted"):
         decode({"kind": "NodeMelted"})
     with pytest.MonkeyPatch.context() as patch:
