@@ -283,7 +283,7 @@ def test_what_is_wrong_only_in_the_gradients_shows_in_the_second_step() -> None:
 def test_copies_of_a_generation_that_went_astray_are_removed_but_for_what_it_took_over() -> None:
     story, plan = redone()
     story.tick(again(plan, 7, 2.93))
-    story.tick(CopyStored(Copy(7, "durable", plan.generation, plan.layout, plan.layers, (), "s3://7"), 1.0))
+    story.tick(CopyStored(Copy(7, "durable", plan.generation, plan.layout, plan.layers, "s3://7"), 1.0))
     first = story.tick(again(plan, 8, 2.95))
     removed = [order.uri for d in (first, *(story.tick() for _ in range(3))) for order in orders(d, RemoveCopy)]
     assert removed == ["s3://7"]

@@ -30,7 +30,7 @@ REPLICAS = {2: "dp_replicate=2", 3: "dp_replicate=3"}
 
 def stored(story: Story, plan: Plan, step: int, kind: str = "durable") -> None:
     uri = f"s3://{step}.g{plan.generation}" if kind == "durable" else ""
-    story.tick(CopyStored(Copy(step, kind, plan.generation, plan.layout, plan.layers, (), uri), 1.0, 0.1))  # type: ignore[arg-type]
+    story.tick(CopyStored(Copy(step, kind, plan.generation, plan.layout, plan.layers, uri), 1.0, 0.1))  # type: ignore[arg-type]
 
 
 def wrong(plan: Plan, step: int, good: int, *workers: WorkerId) -> WrongNumbers:
