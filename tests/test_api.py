@@ -19,8 +19,10 @@ from elastic.data.streams import N_POSITIONS
 from elastic.errors import JournalDamaged, SpecError
 from elastic.fingerprint import fingerprint
 from elastic.ledger.journal import Journal, Line, read
+from elastic.ledger.run_folder import Cut
 from elastic.ledger.segments import Stored
 from elastic.observe.view import view_of
+from elastic.policy.state import State, fold
 from elastic.program import Program, load_program
 from elastic.spec import drill_entry
 from elastic.storage import open_storage
@@ -199,16 +201,31 @@ def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path)
     one = prepared(folder, run_name="hurt", from_checkpoint=True)
     before = one._before()[0]
     assert [event for line in before for _, event in line.events] == [START]
-    aside = place.folder / "journal-damaged-1.jsonl"
-    assert aside.read_bytes() == whole.replace(b'"node_id":"a"', b'"node_id":"c"')
-    start = replace(START, epoch=2, cut=one._cut)
-    journal = place.open_journal(2, Stored())
+    assert one._cut is not None and {file.name for file in place.folder.iterdir()} == {
+        "journal.jsonl"
+    }  # nothing is written yet
+    start = replace(START, epoch=2, cut=one._cut.said)
+    journal = place.open_journal(2, Stored(), one._cut)
     journal.append(3.0, [(3.0, start)], None)
     journal.close()
+    aside = place.folder / "journal-damaged-1.jsonl"
+    assert aside.read_bytes() == whole.replace(b'"node_id":"a"', b'"node_id":"c"')
     assert str(aside) in start.cut and len(prepared(folder, run_name="hurt")._before()[0]) == 2
     (note,) = [note.text for note in view_of(read(place.journal)).notes if str(aside) in note.text]
     assert note.endswith(f"its journal was damaged: 1 lines before that count, the whole text is in {aside}")
     assert one._samples_exact([Line(0.0, 2, ((0.0, start),)), Line(9.0, 2, tuple(steps([3, 4])))]) is None
+
+
+def test_without_a_part_of_the_journal_nobody_is_attached_to(folder: Path) -> None:
+    (folder / "job.yaml").write_text(f"steps: 4\nglobal_batch: 8\nprogram: {PROGRAMS / 'tiny.py'}\n")
+    one = prepared(folder, run_name="cut")
+    first = one._start(1, [])
+    one.address = "auto"
+    before, state = [Line(0.0, 1, ((0.0, first),))], fold(State(), first, 0.0)
+    assert one._start(2, before, state).attached
+    one._cut = Cut("some lines are missing", "", b"", b"")
+    again = one._start(2, before, state)
+    assert (again.attached, again.cut) == (False, "some lines are missing")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from elastic.driver import Backend, drive, restored
 from elastic.errors import SpecError, StateLost
 from elastic.fingerprint import KEY, fingerprint
 from elastic.ledger.journal import Line, read
-from elastic.ledger.run_folder import RunFolder
+from elastic.ledger.run_folder import Cut, RunFolder
 from elastic.ledger.segments import Stored
 from elastic.observe import report, runs
 from elastic.observe.logs import traceback_of
@@ -133,9 +133,9 @@ def ray_address(options: Options) -> str | None:
     return address
 
 
-def taken_over(place: RunFolder, options: Options) -> tuple[list[Line], Stored, str]:
-    """What earlier drivers of a run have written, and what of that was set aside. Raises SpecError, JournalDamaged."""
-    return place.set_aside() if options.from_checkpoint else (*place.take_over(), "")
+def taken_over(place: RunFolder, options: Options) -> tuple[list[Line], Stored, Cut | None]:
+    """What earlier drivers of a run have written, and what of that is cut off. Raises SpecError, JournalDamaged."""
+    return place.without_damage() if options.from_checkpoint else (*place.take_over(), None)
 
 
 def default_storage() -> str | None:
@@ -225,7 +225,7 @@ class _Run:
         self.place = RunFolder.of(open_storage(f"{runs.storage_uri(spec.storage or default_storage())}/{name}"))
         self.storage: Storage = self.place.storage
         self.terminal = Terminal(self.place.journal, options.stream) if options.show else None
-        self._cut = ""  # what was lost of its journal
+        self._cut: Cut | None = None
         self._damaged: list[CopyDamaged] = []  # copies whose markers cannot be read
 
     def _out(self) -> TextIO:
@@ -246,8 +246,10 @@ class _Run:
             start = self._start(lease.epoch, before, state, layouts)
             backend = self._backend(start, state, cluster, lease)
             stack.callback(backend.close)
+            journal = self.place.open_journal(lease.epoch, stored, self._cut)
+            stack.callback(journal.close)
             self._watch(stack)
-            last = drive(backend, self.place.open_journal(lease.epoch, stored), start, state, found=self._damaged)
+            last = drive(backend, journal, start, state, found=self._damaged)
         return self._result(last)
 
     def _before(self) -> tuple[list[Line], Stored, State | None]:
@@ -284,10 +286,10 @@ class _Run:
             job | {KEY: fingerprint(self.spec.program, job, model, n_samples)},
             self.pools,
             model,
-            attached=self.address is not None and state is not None and state.phase not in ENDED and not self._cut,
+            attached=self.address is not None and state is not None and state.phase not in ENDED and self._cut is None,
             durable=tuple(_copy(item) for item in found),
             hardware=known_of(self.pools),
-            cut=self._cut,
+            cut=self._cut.said if self._cut is not None else "",
         )
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
         if layouts is not None:

@@ -100,9 +100,9 @@ class _ScriptRun:
                 stack.callback(cluster.close)
             where = "a Ray cluster on this machine" if self.address is None else f"the Ray cluster at {self.address}"
             self._say(f"run {self.name}: uses {where}; its journal is {self.place.journal}")
-            journal = _Told(self.place.open_journal(lease.epoch, stored), view_of(before), self._say)
+            journal = _Told(self.place.open_journal(lease.epoch, stored, cut), view_of(before), self._say)
             run = ScriptRun(self._job(), cluster, lease, journal, self._say, resumed=bool(before))
-            script = run.to_the_end(self._start(lease.epoch, cut))
+            script = run.to_the_end(self._start(lease.epoch, cut.said if cut is not None else ""))
         if script.bad_input:
             raise SpecError(f"{self.file}: {script.reason}")
         if script.outcome == "failed":

@@ -25,6 +25,17 @@ STORED_AT = "storage-uri"  # in a driver's folder: where the run really is
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Of a damaged journal: what is said of it, the file that gets the whole text, and what the journal begins with instead.
+    What is stored stays, and counts no more."""
+
+    said: str
+    aside: str
+    text: bytes
+    kept: bytes
+
+
+@dataclass(frozen=True)
 class RunFolder:
     """`folder` is made when something is written to it."""
 
@@ -89,9 +100,9 @@ class RunFolder:
             local.put(JOURNAL, stored.text)
         return read_text(self.journal.read_bytes(), str(self.journal), stored.place), stored
 
-    def set_aside(self) -> tuple[list[Line], Stored, str]:
-        """Instead of `take_over`, where the journal is damaged: what stands before the damage, and a sentence. The whole text
-        is kept beside it; what is stored stays, and counts no more. Raises SpecError where nothing is damaged."""
+    def without_damage(self) -> tuple[list[Line], Stored, Cut]:
+        """Instead of `take_over`, where the journal is damaged: what stands before the damage. Nothing is written before
+        `open_journal`. Raises SpecError where nothing is damaged."""
         try:
             stored = read_stored(self.storage) if self.storage.remote else Stored()
             text = self._local(stored.text) or stored.text
@@ -105,17 +116,19 @@ class RunFolder:
         if damage.offset < len(stored.text):
             stored = stored.until(damage.offset)
             kept = stored.text
-        local = LocalStorage(self.folder)
-        if self.storage.remote:
-            local.put(STORED_AT, self.storage.uri.encode() + b"\n")
-        aside = next(name for name in map(ASIDE.format, count(1)) if local.put(name, text, if_absent=True))
-        local.put(JOURNAL, kept)
         lines = sift(kept)[0]
-        said = f"its journal was damaged: {len(lines)} lines before that count, the whole text is in {self.folder / aside}"
-        return lines, stored, said
+        aside = next(path for n in count(1) if not (path := self.folder / ASIDE.format(n)).exists())
+        said = f"its journal was damaged: {len(lines)} lines before that count, the whole text is in {aside}"
+        return lines, stored, Cut(said, aside.name, text, kept)
 
-    def open_journal(self, epoch: int, before: Stored) -> Journal:
+    def open_journal(self, epoch: int, before: Stored, cut: Cut | None = None) -> Journal:
         """To append to. Where the run is in object storage, a plan is stored before `append` returns."""
+        if cut is not None:
+            local = LocalStorage(self.folder)
+            if self.storage.remote:
+                local.put(STORED_AT, self.storage.uri.encode() + b"\n")
+            local.put(cut.aside, cut.text)
+            local.put(JOURNAL, cut.kept)
         journal = Journal(self.journal, epoch)
         if self.storage.remote:
             journal.segments = Segments(self.storage, epoch, self.journal, before)

@@ -252,10 +252,11 @@ def test_a_damaged_line_is_named_with_its_object_and_the_run_goes_on_from_before
             look()
     objects = {one: storage.get(one) for one in storage.list(PREFIX)}
     here = machine(storage, tmp_path, "d")
-    before, stored, cut = here.set_aside()
+    before, stored, cut = here.without_damage()
+    assert not here.folder.exists()
     assert of(before) == ([10, 11, "g10"] if harm == "line" else [])
-    assert str(here.folder / "journal-damaged-1.jsonl") in cut and f"{len(before)} lines before that count" in cut
-    journal = here.open_journal(3, stored)
+    assert str(here.folder / "journal-damaged-1.jsonl") in cut.said and f"{len(before)} lines before that count" in cut.said
+    journal = here.open_journal(3, stored, cut)
     journal.append(99.0, [], plan(99))
     journal.close()
     assert of(machine(storage, tmp_path, "b").lines()) == [*of(before), "g99"]
@@ -272,9 +273,9 @@ def test_damage_that_is_on_this_machine_alone_is_cut_there(storage: Remote, tmp_
     here.journal.write_bytes(text.replace(b'"step":2', b'"step":3'))
     with pytest.raises(JournalDamaged, match=r"journal\.jsonl, line 3: it was altered"):
         here.take_over()
-    before, stored, _ = here.set_aside()
+    before, stored, cut = here.without_damage()
     assert of(before) == ["g1", 1]
-    journal = here.open_journal(2, stored)
+    journal = here.open_journal(2, stored, cut)
     journal.append(50.0, [], plan(2))
     journal.close()
     assert of(machine(storage, tmp_path, "b").lines()) == ["g1", 1, "g2"]
