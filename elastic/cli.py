@@ -91,6 +91,9 @@ def _add_run(verbs: Any) -> None:
     made.add_argument(
         "--allow-changed", action="store_true", help="resume although program.py, the data or the mathematics have changed"
     )
+    made.add_argument(
+        "--from-checkpoint", action="store_true", help="of a run whose journal is damaged: go on from its newest durable copy"
+    )
     made.add_argument("--drill", metavar="FILE", help="notices, kills and growth to carry out, instead of the job's own")
     made.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="over job.yaml; repeatable"
@@ -214,6 +217,7 @@ def _run(given: argparse.Namespace) -> int:
         overrides=tuple(overrides),
         drill=given.drill,
         cluster=given.cluster,
+        from_checkpoint=given.from_checkpoint,
         allow_changed=given.allow_changed,
         stream=sys.stderr if given.json else sys.stdout,
     )

@@ -59,18 +59,26 @@ Decide = Callable[[State, float], Decision]
 
 
 def drive(
-    backend: Backend, journal: Recorder, start: DriverStarted, state: State | None = None, decide: Decide = decide_by_default
+    backend: Backend,
+    journal: Recorder,
+    start: DriverStarted,
+    state: State | None = None,
+    decide: Decide = decide_by_default,
+    found: Sequence[Event] = (),
 ) -> State:
     """Run until the state's phase is succeeded, failed or stopped; returns the last state.
 
-    `state`: what an earlier driver of the run knew (`restored`). The backend and the journal are closed at the end, whatever
-    happens. A first Ctrl-C or SIGTERM asks the run to stop and save, a second one ends it at once.
+    `state`: what an earlier driver of the run knew (`restored`); `found`: what else is known at its start. The backend and the
+    journal are closed at the end, whatever happens. A first Ctrl-C or SIGTERM asks the run to stop and save, a second one ends
+    it at once.
     """
     now_s = backend.now_s()
-    state = fold(state or State(), start, now_s)
+    state = state or State()
+    for event in (start, *found):
+        state = fold(state, event, now_s)
     try:
         with stop_signals() as asked:
-            return _loop(backend, journal, (state, now_s, start), decide, asked)
+            return _loop(backend, journal, (state, now_s, (start, *found)), decide, asked)
     finally:
         try:
             backend.close()
@@ -89,9 +97,11 @@ def restored(lines: Iterable[Line]) -> State | None:
     return state
 
 
-def _loop(backend: Backend, journal: Recorder, begin: tuple[State, float, Event], decide: Decide, asked: list[str]) -> State:
+def _loop(
+    backend: Backend, journal: Recorder, begin: tuple[State, float, tuple[Event, ...]], decide: Decide, asked: list[str]
+) -> State:
     state, now_s, first = begin
-    events: list[tuple[float, Event]] = [(now_s, first)]
+    events: list[tuple[float, Event]] = [(now_s, event) for event in first]
     said = ""
     n_asked = 0
     while True:

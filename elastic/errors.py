@@ -12,6 +12,7 @@
     ├── PeerGarbled      a rank has sent what no rank sends; the ranks meet anew (also a ConnectionError)
     ├── ProgramError     the user's program raised; never retried
     └── InternalError    a fault of this package
+        └── JournalDamaged   a journal is not as it was written (exit code 2)
 
 The loss of a node is an event, never an exception. Every message says what happened, with the numbers, and the next step.
 All of them take one string and are picklable.
@@ -71,3 +72,9 @@ class ProgramError(ElasticError):
 
 class InternalError(ElasticError):
     """A promise of this package is broken; the journal of the run is the bug report."""
+
+
+class JournalDamaged(InternalError):
+    """A journal is not as it was written. The run's checkpoints are whole: it goes on from the newest (`--from-checkpoint`)."""
+
+    exit_code = 2

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from hashlib import sha256
+from functools import cache
+from hashlib import scrypt, sha256
 from pathlib import Path
 from typing import Any
 
+from elastic.masking import STARS, masked
 from elastic.optimisation import decay
 from elastic.types import ModelProfile
 
@@ -22,8 +24,8 @@ KEY = "fingerprint"  # in DriverStarted.job and in a checkpoint's meta
 
 
 def fingerprint(program: str | Path, job: Mapping[str, Any], model: ModelProfile, n_samples: int | None) -> dict[str, Any]:
-    """`n_samples`: length of the dataset, None = not known here."""
-    return {
+    """`n_samples`: length of the dataset, None = not known here. It holds no secret of the job, but tells another one."""
+    found = {
         "program": _code(Path(program)),
         "n_samples": n_samples,
         "data.train": (job.get("data") or {}).get("train"),
@@ -34,10 +36,25 @@ def fingerprint(program: str | Path, job: Mapping[str, Any], model: ModelProfile
         "optimizers": _split(model),
         "tensors": _digest(repr(sorted((s.fqn, s.shape, s.dtype, s.trainable, s.tied_to or "") for s in model.specs))),
     }
+    return _without_secrets(found, found)
+
+
+def _without_secrets(mark: Mapping[str, Any], of: Mapping[str, Any]) -> dict[str, Any]:
+    """A digest in the place of each secret, slow to compute for who tries many; `of`: the salt follows from what no run changes
+    in this mark."""
+    salt = f"{of.get('tensors')} {of.get('seed')}"
+
+    return dict(masked(dict(mark), lambda name, secret: STARS + _slow_digest(secret, f"{salt} {name}")))
+
+
+@cache
+def _slow_digest(secret: str, salt: str) -> str:
+    return scrypt(secret.encode(), salt=salt.encode(), n=2**14, r=8, p=1, dklen=4).hex()
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """In one line; '' = none. What only one of the two knows is not compared."""
+    """In one line, without secrets; '' = none. What only one of the two knows is not compared. What was recorded as "***" may
+    have been anything, and secrets that were recorded as they are compare with their digests."""
     words = {
         "program": "the code of its program.py",
         "optimizer": "what its optimizer keeps",
@@ -45,12 +62,19 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         "tensors": "names, shapes or dtypes of tensors",
     }
     found = []
+    was, now = _without_secrets(was, now), _without_secrets(now, now)
     for key, old in was.items():
         new = now.get(key)
-        if key not in now or old == new or (key == "n_samples" and None in (old, new)):
+        if key not in now or _same(old, new) or (key == "n_samples" and None in (old, new)):
             continue
         found.append(words.get(key) or f"{'samples in the dataset' if key == 'n_samples' else key} ({old}, now {new})")
     return ", ".join(found)
+
+
+def _same(old: Any, new: Any) -> bool:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old.keys() == new.keys() and all(_same(value, new[key]) for key, value in old.items())
+    return old == new or (old == STARS and isinstance(new, str))
 
 
 def batch_changed(run: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.places import PROGRAMS
 
 import elastic
 from elastic import api
@@ -15,8 +16,13 @@ from elastic.api import checks, running
 from elastic.cluster.lease import Lease
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS
-from elastic.errors import SpecError
-from elastic.ledger.journal import Journal, Line
+from elastic.errors import JournalDamaged, SpecError
+from elastic.fingerprint import fingerprint
+from elastic.ledger.journal import Journal, Line, read
+from elastic.ledger.run_folder import Cut
+from elastic.ledger.segments import Stored
+from elastic.observe.view import view_of
+from elastic.policy.state import State, fold
 from elastic.program import Program, load_program
 from elastic.spec import drill_entry
 from elastic.storage import open_storage
@@ -27,6 +33,7 @@ from elastic.types import (
     DriverStarted,
     Layout,
     ModelProfile,
+    NodeLost,
     NodePrepared,
     PlanEntered,
     Pool,
@@ -35,6 +42,7 @@ from elastic.types import (
     TensorSpec,
     parse_layout,
 )
+from elastic.worker.durable_format import Marker, encode_marker
 
 PROGRAM = """
 import elastic
@@ -160,6 +168,66 @@ def test_a_run_that_is_done_is_not_run_again(folder: Path) -> None:
     assert len(one._before()[0]) == 3
 
 
+def test_a_marker_that_cannot_be_read_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "job.yaml").write_text(f"steps: 4\nglobal_batch: 8\nprogram: {PROGRAMS / 'tiny.py'}\n")
+    one = prepared(folder, run_name="marked")
+    for step in (2, 3, 4):
+        marker = encode_marker(Marker(step, 1, 1, 1, {}, ()))
+        one.storage.put(f"checkpoints/step-{step:08d}.g0001/commit.json", marker[: -9 if step == 4 else None])
+    folds: list[int] = []
+    monkeypatch.setattr(running, "restored", lambda lines: folds.append(len(lines)))
+    before, _, state = one._before()
+    assert [copy.step for copy in one._start(1, before, state).durable] == [3, 2]
+    assert folds == [0]  # a journal of weeks takes minutes
+    uri = one.storage.uri_of("checkpoints/step-00000004.g0001")
+    (event,) = one._damaged
+    assert event.uri == uri and event.reason.startswith(f"{uri}/commit.json: not readable (")
+    view = view_of([Line(0.0, 1, ((0.0, START), (0.0, event)))])
+    assert f"a durable copy cannot be read: {event.reason}" in [note.text for note in view.notes]
+
+
+def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path) -> None:
+    place = prepared(folder, run_name="hurt").place
+    journal = Journal(place.journal, 1)
+    for at_s, event in ((0.0, START), (1.0, NodeLost("a")), (2.0, NodeLost("b"))):
+        journal.append(at_s, [(at_s, event)], None)
+    journal.close()
+    with pytest.raises(SpecError, match="its journal is whole; leave --from-checkpoint out"):
+        prepared(folder, run_name="hurt", from_checkpoint=True)._before()
+    whole = place.journal.read_bytes()
+    place.journal.write_bytes(whole.replace(b'"node_id":"a"', b'"node_id":"c"'))
+    with pytest.raises(JournalDamaged, match=r"hurt/journal\.jsonl, line 2: it was altered .* --from-checkpoint sets"):
+        prepared(folder, run_name="hurt")._before()
+    one = prepared(folder, run_name="hurt", from_checkpoint=True)
+    before = one._before()[0]
+    assert [event for line in before for _, event in line.events] == [START]
+    assert one._cut is not None and {file.name for file in place.folder.iterdir()} == {
+        "journal.jsonl"
+    }  # nothing is written yet
+    start = replace(START, epoch=2, cut=one._cut.said)
+    journal = place.open_journal(2, Stored(), one._cut)
+    journal.append(3.0, [(3.0, start)], None)
+    journal.close()
+    aside = place.folder / "journal-damaged-1.jsonl"
+    assert aside.read_bytes() == whole.replace(b'"node_id":"a"', b'"node_id":"c"')
+    assert str(aside) in start.cut and len(prepared(folder, run_name="hurt")._before()[0]) == 2
+    (note,) = [note.text for note in view_of(read(place.journal)).notes if str(aside) in note.text]
+    assert note.endswith(f"its journal was damaged: 1 lines before that count, the whole text is in {aside}")
+    assert one._samples_exact([Line(0.0, 2, ((0.0, start),)), Line(9.0, 2, tuple(steps([3, 4])))]) is None
+
+
+def test_without_a_part_of_the_journal_nobody_is_attached_to(folder: Path) -> None:
+    (folder / "job.yaml").write_text(f"steps: 4\nglobal_batch: 8\nprogram: {PROGRAMS / 'tiny.py'}\n")
+    one = prepared(folder, run_name="cut")
+    first = one._start(1, [])
+    one.address = "auto"
+    before, state = [Line(0.0, 1, ((0.0, first),))], fold(State(), first, 0.0)
+    assert one._start(2, before, state).attached
+    one._cut = Cut("some lines are missing", "", b"", b"")
+    again = one._start(2, before, state)
+    assert (again.attached, again.cut) == (False, "some lines are missing")
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -190,6 +258,26 @@ def test_a_changed_program_is_refused_unless_it_is_accepted() -> None:
     checks.check_same(accepted, started("b"), {})
     with pytest.raises(SpecError, match="program"):  # without a journal, its newest checkpoint knows
         checks.check_same([], started("b"), {"fingerprint": {"program": "a"}})
+
+
+def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder: Path) -> None:
+    def started(*args: str, tokens: str = "/data/x.bin") -> DriverStarted:
+        data = {"train": {"tokens": tokens, "end_token": "<end>", "seq": 8}}
+        job: dict[str, Any] = {**START.job, "args": [*args], "data": data}
+        return replace(START, job=job | {"fingerprint": fingerprint(folder / "program.py", job, MODEL, 9)})
+
+    journal = Journal(folder / "journal.jsonl", 1)
+    journal.append(0.0, [(0.0, started("--hf-token", "hf_1", "--lr", "3"))], None)
+    journal.close()
+    before = read(folder / "journal.jsonl")
+    for meta in ({}, {"fingerprint": started("--hf-token", "hf_1", "--lr", "3").job["fingerprint"]}):
+        checks.check_same(before, started("--hf-token", "hf_1", "--lr", "3"), meta)
+        checks.check_same([], started("--hf-token", "hf_1", "--lr", "3"), meta)
+    for other in (started("--hf-token", "hf_2", "--lr", "3"), started("--hf-token", "hf_1", "--lr", "4")):
+        with pytest.raises(SpecError, match="was started with other values: args"):
+            checks.check_same(before, other, {})
+    with pytest.raises(SpecError, match=r"data\.train .*/data/x\.bin.*/data/y\.bin"):
+        checks.check_same(before, started("--hf-token", "hf_1", "--lr", "3", tokens="/data/y.bin"), {})
 
 
 def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:

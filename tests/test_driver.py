@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from elastic.driver import drive, restored
 from elastic.errors import StateLost
 from elastic.ledger.journal import Journal, Memory, read
 from elastic.policy.state import State
+from elastic.sim.replay import replay
 from elastic.types import (
     Action,
     Copy,
+    CopyDamaged,
     CopyStored,
     Decision,
     DriverStarted,
@@ -114,6 +117,19 @@ def test_the_file_tells_the_same_story(tmp_path: Path) -> None:
     state = drive(Tiny(), Journal(tmp_path / "j", 1), start())
     assert restored(read(tmp_path / "j")) == state
     assert restored([]) is None
+
+
+def test_what_is_known_at_the_start_is_recorded_and_folded_with_it(tmp_path: Path) -> None:
+    first = replace(start(), durable=tuple(Copy(step, "durable", 1, Layout(), (2,), uri=f"u{step}") for step in (3, 2)))
+    lost = CopyDamaged("u3", "u3/commit.json: altered")
+    state = drive(Tiny(), Journal(tmp_path / "j", 1), first, found=[lost])
+    lines = read(tmp_path / "j")
+    assert [event for _, event in lines[0].events] == [first, lost]
+    assert state.damaged == {"u3": lost.reason} and restored(lines) == state
+    orders = [action for line in lines if line.decision is not None for action in line.decision.actions]
+    resumed = [order.plan.resume for order in orders if isinstance(order, EnterPlan)]
+    assert [(resume.source, resume.step, resume.uri) for resume in resumed] == [("durable", 2, "u2")]
+    assert replay(lines).identical
 
 
 def test_ticks_without_events_or_orders_leave_no_line() -> None:

@@ -64,3 +64,32 @@ def test_other_training_data_and_a_decay_that_ends_elsewhere_are_told(tmp_path: 
 )
 def test_what_differs_is_said_in_one_line(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     assert differences(mark(tmp_path), mark(tmp_path, **change)) == says
+
+
+SECRET = "zq7-planted"
+
+
+def with_args(tmp_path: Path, *args: str, **job: Any) -> Any:
+    return mark(tmp_path, job={**JOB, **job, "args": list(args)})
+
+
+def test_a_secret_among_the_arguments_is_not_kept_and_another_one_is_told(tmp_path: Path) -> None:
+    first = ["--lr", "3", "--hf-token", SECRET, f"--api-key={SECRET}", f"s3://me:{SECRET}@host/x"]
+    was = with_args(tmp_path, *first)
+    assert SECRET not in str(was) and was["args"][:3] == first[:3]
+    assert differences(was, with_args(tmp_path, *first)) == ""
+    for i in (3, 4, 5):
+        args = [text.replace(SECRET, "another") if place == i else text for place, text in enumerate(first)]
+        said = differences(was, with_args(tmp_path, *args))
+        assert said.startswith("args (") and SECRET not in said and "another" not in said
+    assert was["args"][3] != with_args(tmp_path, "--lr", "3", "--hf-token", SECRET, seed=2)["args"][3]  # salted
+    assert was["args"][3] != was["args"][4].partition("=")[2]
+
+
+def test_marks_that_were_recorded_with_secrets_or_without_paths_still_compare(tmp_path: Path) -> None:
+    now = with_args(tmp_path, "--hf-token", SECRET, data={"train": {"tokens": "/data/x.bin", "end_token": "<end>"}})
+    was = {**now, "args": ["--hf-token", SECRET], "data.train": {"tokens": "***", "end_token": "***"}}
+    assert differences(was, now) == ""
+    said = differences({**was, "args": ["--hf-token", "old" + SECRET]}, now)
+    assert said.startswith("args (") and SECRET not in said
+    assert "data.train" in differences({**was, "data.train": {"tokens": "***", "end_token": "***", "seq": 8}}, now)

@@ -23,7 +23,7 @@ from elastic.driver import Backend, drive, restored
 from elastic.errors import SpecError, StateLost
 from elastic.fingerprint import KEY, fingerprint
 from elastic.ledger.journal import Line, read
-from elastic.ledger.run_folder import RunFolder
+from elastic.ledger.run_folder import Cut, RunFolder
 from elastic.ledger.segments import Stored
 from elastic.observe import report, runs
 from elastic.observe.logs import traceback_of
@@ -33,7 +33,7 @@ from elastic.policy.state import ENDED, State
 from elastic.program import Program, load_program
 from elastic.spec import JobSpec, PoolSpec, check_fit, embedded_pools, job_of, load_drill, load_job
 from elastic.storage import Storage, open_storage
-from elastic.types import Copy, DriverStarted, Layout, NodePrepared, Outcome, Pool, StepDone, WorkerFailed
+from elastic.types import Copy, CopyDamaged, DriverStarted, Layout, NodePrepared, Outcome, Pool, StepDone, WorkerFailed
 
 if TYPE_CHECKING:
     from elastic.cluster.lease import Lease
@@ -55,6 +55,7 @@ class Options:
     overrides: tuple[str, ...] = ()  # key=value over job.yaml
     drill: str | Path | None = None  # a drill file instead of the job's own drill
     cluster: str | Path | None = None  # a cluster file: its pools instead of the job's own
+    from_checkpoint: bool = False  # of a run whose journal is damaged: set that aside, go on from the newest durable copy
     allow_changed: bool = False  # go on although program, data or mathematics are not those that the run began with
     show: bool = True  # progress while it runs
     spared: bool = False  # drills on a Ray cluster take the workers of a node and leave the node itself alone
@@ -130,6 +131,11 @@ def ray_address(options: Options) -> str | None:
 
         check_reachable(address)
     return address
+
+
+def taken_over(place: RunFolder, options: Options) -> tuple[list[Line], Stored, Cut | None]:
+    """What earlier drivers of a run have written, and what of that is cut off. Raises SpecError, JournalDamaged."""
+    return place.without_damage() if options.from_checkpoint else (*place.take_over(), None)
 
 
 def default_storage() -> str | None:
@@ -219,6 +225,8 @@ class _Run:
         self.place = RunFolder.of(open_storage(f"{runs.storage_uri(spec.storage or default_storage())}/{name}"))
         self.storage: Storage = self.place.storage
         self.terminal = Terminal(self.place.journal, options.stream) if options.show else None
+        self._cut: Cut | None = None
+        self._damaged: list[CopyDamaged] = []  # copies whose markers cannot be read
 
     def _out(self) -> TextIO:
         return self.options.stream or sys.stdout
@@ -233,31 +241,36 @@ class _Run:
             stack.callback(layouts.close)  # it is answered beside what follows
             lease = taken(self.storage, self.name)
             stack.callback(lease.release)
-            before, stored = self._before()
+            before, stored, state = self._before()
             cluster = self._cluster(stack)  # its head starts beside what follows
-            start = self._start(lease.epoch, before, layouts)
-            backend = self._backend(start, restored(before), cluster, lease)
+            start = self._start(lease.epoch, before, state, layouts)
+            backend = self._backend(start, state, cluster, lease)
             stack.callback(backend.close)
+            journal = self.place.open_journal(lease.epoch, stored, self._cut)
+            stack.callback(journal.close)
             self._watch(stack)
-            state = drive(backend, self.place.open_journal(lease.epoch, stored), start, restored(before))
-        return self._result(state)
+            last = drive(backend, journal, start, state, found=self._damaged)
+        return self._result(last)
 
-    def _before(self) -> tuple[list[Line], Stored]:
-        """The journal of earlier drivers of this run. Raises SpecError when the run is done and no more steps are asked for."""
-        lines, stored = self.place.take_over()
+    def _before(self) -> tuple[list[Line], Stored, State | None]:
+        """The journal of earlier drivers of this run, and the state that it ends with (folding one of weeks takes minutes).
+        Raises SpecError when the run is done and no more steps are asked for."""
+        lines, stored, self._cut = taken_over(self.place, self.options)
         state = restored(lines)
         if state is not None and state.phase == "succeeded" and self.spec.steps <= state.saved_step:
             raise SpecError(
                 f"run '{self.name}' is done ({state.saved_step} steps); --set steps=N with more of them lets it go on; another "
                 "--run-name, or none, starts anew"
             )
-        return lines, stored
+        return lines, stored, state
 
-    def _start(self, epoch: int, before: list[Line], layouts: LayoutCheck | None = None) -> DriverStarted:
+    def _start(
+        self, epoch: int, before: list[Line], state: State | None = None, layouts: LayoutCheck | None = None
+    ) -> DriverStarted:
         from elastic.worker import durable
+        from elastic.worker.durable_format import MARKER
         from elastic.worker.loss_scale import profile_of
 
-        state = restored(before)
         n_samples = self._n_samples() if self.address is None else None  # an unreadable corpus is found here, once
         if n_samples == N_POSITIONS and self.options.show:
             print(SENTENCE, file=self._out())
@@ -266,15 +279,17 @@ class _Run:
         found = durable.find(self.storage, problems)
         if problems and not found:
             raise StateLost(f"{problems[0]}; no other checkpoint is whole: mend it, or remove it with elastic checkpoint rm")
+        self._damaged = [CopyDamaged(problem.partition(f"/{MARKER}:")[0], problem) for problem in problems]
         start = DriverStarted(
             self.name,
             epoch,
             job | {KEY: fingerprint(self.spec.program, job, model, n_samples)},
             self.pools,
             model,
-            attached=self.address is not None and state is not None and state.phase not in ENDED,
+            attached=self.address is not None and state is not None and state.phase not in ENDED and self._cut is None,
             durable=tuple(_copy(item) for item in found),
             hardware=known_of(self.pools),
+            cut=self._cut.said if self._cut is not None else "",
         )
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
         if layouts is not None:
@@ -351,12 +366,14 @@ class _Run:
         return None if first is None else round(first - self.launched_at_s, 3)
 
     def _samples_exact(self, lines: list[Line]) -> bool | None:
-        """Whether each counted step was trained on exactly the samples that the job's order gives it."""
+        """Whether each counted step was trained on exactly the samples that the job's order gives it; None = nobody knows."""
         told = [e.n_samples for line in lines for _, e in line.events if isinstance(e, NodePrepared) and e.n_samples]
         n_samples = told[-1] if told else None  # as the nodes have seen it: the data may not be here
         if n_samples == N_POSITIONS:
             return None
         curve = view_of(lines).curve()
+        if any(e.cut for line in lines for _, e in line.events if isinstance(e, DriverStarted)):
+            return None
         if [point.step for point in curve] != list(range(_begun_at(lines) + 1, self.spec.steps + 1)):
             return False
         if n_samples is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic.api.checks import check_drill, taken
-from elastic.api.running import Options, Result, adapted, check_run_name, default_storage, ray_address
+from elastic.api.running import Options, Result, adapted, check_run_name, default_storage, ray_address, taken_over
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line
 from elastic.ledger.run_folder import RunFolder
@@ -91,7 +91,7 @@ class _ScriptRun:
         with ExitStack() as stack:
             lease = taken(self.place.storage, self.name)
             stack.callback(lease.release)
-            before, stored = self.place.take_over()
+            before, stored, cut = taken_over(self.place, self.options)
             self._check_same(before)
             self._say(f"run {self.name}: {RESTARTED.format(file=self.file.name)}")
             cluster = None
@@ -100,9 +100,9 @@ class _ScriptRun:
                 stack.callback(cluster.close)
             where = "a Ray cluster on this machine" if self.address is None else f"the Ray cluster at {self.address}"
             self._say(f"run {self.name}: uses {where}; its journal is {self.place.journal}")
-            journal = _Told(self.place.open_journal(lease.epoch, stored), view_of(before), self._say)
+            journal = _Told(self.place.open_journal(lease.epoch, stored, cut), view_of(before), self._say)
             run = ScriptRun(self._job(), cluster, lease, journal, self._say, resumed=bool(before))
-            script = run.to_the_end(self._start(lease.epoch))
+            script = run.to_the_end(self._start(lease.epoch, cut.said if cut is not None else ""))
         if script.bad_input:
             raise SpecError(f"{self.file}: {script.reason}")
         if script.outcome == "failed":
@@ -139,10 +139,10 @@ class _ScriptRun:
             drill=tuple(entry.plain() for entry in spec.drill), max_nodes=spec.max_nodes, budget_usd=spec.budget_usd,
         )  # fmt: skip
 
-    def _start(self, epoch: int) -> DriverStarted:
+    def _start(self, epoch: int, cut: str) -> DriverStarted:
         kept = {key: value for key, value in self.spec.plain().items() if key in KEYS}
         job = kept | {"script": str(self.file), "args": list(self.args), "restarted": True}
-        return DriverStarted(self.name, epoch, job, self.pools, ModelProfile(0, 0, ()))
+        return DriverStarted(self.name, epoch, job, self.pools, ModelProfile(0, 0, ()), cut=cut)
 
     def _say(self, text: str) -> None:
         if self.options.show:

@@ -98,7 +98,7 @@ class DurableCopies:
             self._news.put(CopyFailed(plan.generation, step, f"not committed: {error}"))
             return
         n_bytes = sum(part.n_bytes for part in shards)
-        copy = Copy(step, "durable", plan.generation, plan.layout, plan.layers, (), uri, n_bytes)
+        copy = Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri, n_bytes)
         self._news.put(CopyStored(copy, max(part.seconds for part in shards), max(part.stall_s for part in shards)))
         self._below = max(step, self._below or 0)
 

@@ -1,10 +1,15 @@
 """The journal of a run: append-only JSONL, one line per tick.
 
-    {"v": 1, "at_s": 12.5, "epoch": 1, "events": [[12.5, {"kind": "NodeLost", ...}]], "decision": {"actions": [...], ...}}
+    {"v": 1, "at_s": 12.5, "epoch": 1, "events": [[12.5, {"kind": "NodeLost", ...}]], "decision": {"actions": [...], ...},
+     "after": "07ab34cd", "crc": "89ab01ef"}
+
+`crc` is the CRC-32 of the line without it, `after`, in a driver's first line, that of the whole line before it, all of it: a
+damaged line between two drivers was a torn one when the second came, or was altered since. Lines that were recorded without are
+read all the same.
 
 `encode` and `decode` turn every dataclass of `elastic.types` into plain data and back. An event, an action and whatever is
 given to `encode` directly carries its class name as "kind"; nested values whose class follows from the field do not. A field
-that is itself called `kind` is written "kind_" where the class name is written too.
+that is itself called `kind` is written "kind_" where the class name is written too. Secrets are written as "***".
 """
 
 from __future__ import annotations
@@ -21,20 +26,25 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from elastic import types
-from elastic.errors import InternalError, SpecError
-from elastic.ledger.segments import Segments
+from elastic.errors import InternalError, JournalDamaged, SpecError
+from elastic.ledger.segments import GO_ON, Segments
+from elastic.masking import masked, masked_text
 from elastic.types import Decision, EnterPlan, Event, RollForward, StepDone, Stop
 
 VERSION = 1
 PLAN_CHANGES = (EnterPlan, RollForward, Stop)  # a line with one of these is stored before it is carried out
 MERGE_S = 1.0  # ticks that hold only StepDone become at most one line in this time
-_SECRET = re.compile(r"(^|_)(token|key|secret|password)s?($|_)", re.IGNORECASE)
 
 CLASSES: dict[str, type] = {
     name: cls for name, cls in vars(types).items() if dataclasses.is_dataclass(cls) and isinstance(cls, type)
 }
+NO_LINE = "00000000"  # what `after` says where there is no line before
+_SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}$')
+_MORE = re.compile(rb',"crc":"[0-9a-f]{8}"\}.')  # two lines that have become one; a torn one ends before its checksum
+FREE = ("job", "drill")  # fields of plain data: in them a name may say that a value is secret
 _OPEN: tuple[type, ...] = (types.Event, types.Action)  # fields of these types hold any subclass
 
 
@@ -63,12 +73,13 @@ def decode(data: dict[str, Any]) -> Any:
 def _fields(obj: Any) -> Iterable[tuple[str, Any]]:
     cls: type = type(obj)
     for name in _names(cls):
-        yield name, _plain(getattr(obj, name), name)
+        value = getattr(obj, name)
+        yield name, _plain(masked(value) if name in FREE else value)
 
 
-def _plain(value: Any, name: str = "") -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, str):
-        return "***" if value and _SECRET.search(name) else value
+        return masked_text(value)
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -78,7 +89,7 @@ def _plain(value: Any, name: str = "") -> Any:
     if dataclasses.is_dataclass(value):
         return dict(_fields(value))
     if isinstance(value, dict):
-        return {str(key): _plain(item, str(key)) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     return str(value)
@@ -86,7 +97,6 @@ def _plain(value: Any, name: str = "") -> Any:
 
 @cache
 def _names(cls: type) -> tuple[str, ...]:
-
     return types.names_of(cls)
 
 
@@ -134,8 +144,17 @@ class Line:
     decision: Decision | None = None
 
 
-def write_line(line: Line) -> str:
-    """The line as JSON text, without the newline."""
+@dataclass(frozen=True)
+class _Read:
+    """A line as it was found. `sealed`: it has its checksum; `after`: '' = it is not the first of a driver, or not sealed."""
+
+    line: Line
+    sealed: bool
+    after: str
+
+
+def write_line(line: Line, after: str = "") -> str:
+    """The line as JSON text, without the newline. `after`: checksum of the line before a driver's first."""
     data = {
         "v": VERSION,
         "at_s": line.at_s,
@@ -143,62 +162,95 @@ def write_line(line: Line) -> str:
         "events": [[at_s, encode(event)] for at_s, event in line.events],
         "decision": None if line.decision is None else _plain(line.decision),
     }
-    return json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(data | ({"after": after} if after else {}), separators=(",", ":"), allow_nan=False)
+    return f'{text[:-1]},"crc":"{_crc(text.encode())}"}}'
 
 
 def parse_line(text: str) -> Line:
-    """Raises ValueError when the text is not a whole line, SpecError when a newer version wrote it."""
-    data = json.loads(text)
-    if not isinstance(data, dict) or "v" not in data:
-        raise ValueError("not a journal line")
-    if data["v"] > VERSION:
-        raise SpecError(f"journal: schema version {data['v']} is newer than {VERSION}, the newest that this elastic reads")
-    decision = data.get("decision")
-    return Line(
-        at_s=float(data["at_s"]),
-        epoch=int(data["epoch"]),
-        events=tuple((float(at_s), decode(event)) for at_s, event in data["events"]),
-        decision=None if decision is None else _reader_of(Decision)(decision),
-    )
+    """Raises ValueError when the text is not a line as it was written, SpecError when a newer version wrote it."""
+    return _parsed(text.encode()).line
+
+
+def _parsed(text: bytes) -> _Read:
+    seal = _SEAL.search(text)
+    if seal and _crc(text[: seal.start()] + b"}") != seal[1].decode():
+        raise ValueError("its checksum is another")
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict) or "v" not in data:
+            raise ValueError("not a journal line")
+        if data["v"] > VERSION:
+            raise SpecError(f"journal: schema version {data['v']} is newer than {VERSION}, the newest that this elastic reads")
+        decision = data.get("decision")
+        line = Line(
+            at_s=float(data["at_s"]),
+            epoch=int(data["epoch"]),
+            events=tuple((float(at_s), decode(event)) for at_s, event in data["events"]),
+            decision=None if decision is None else _reader_of(Decision)(decision),
+        )
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not a journal line: {type(error).__name__}") from error
+    return _Read(line, seal is not None, str(data.get("after", "")) if seal else "")
+
+
+def _crc(text: bytes) -> str:
+    return f"{crc32(text):08x}"
 
 
 def read(path: str | Path) -> list[Line]:
     """The lines of a journal, in order.
 
-    A torn last line (of the file, or of a driver before a newer one took over) is left out. Lines of an older epoch
-    after a line of a newer one are ignored: their driver had lost its lease.
+    A damaged last line (of the file, or of a driver before a newer one took over) was torn and is left out. Lines of an older
+    epoch after a line of a newer one are ignored: their driver had lost its lease. Raises JournalDamaged for other damage.
     """
     return read_text(Path(path).read_bytes(), str(path))
 
 
-def read_text(text: bytes, where: str) -> list[Line]:
-    """The lines of a journal's text, as `read`; `where` is for messages."""
-    texts = text.decode("utf-8", errors="replace").split("\n")
+def read_text(text: bytes, where: str, place: Callable[[int], str] | None = None) -> list[Line]:
+    """The lines of a journal's text, as `read`; `where` is for messages, and what `place` adds to it for an offset."""
+    lines, damage = sift(text)
+    if damage is not None:
+        more = place(damage.offset) if place is not None else ""
+        raise JournalDamaged(f"{where}, line {damage.number}{more}: it was altered after it was written; {GO_ON}")
+    return lines
+
+
+@dataclass(frozen=True)
+class Damage:
+    """The first damaged line: its number, counted from 1, and where it begins, in bytes."""
+
+    number: int
+    offset: int
+
+
+def sift(text: bytes) -> tuple[list[Line], Damage | None]:
+    """The lines of a journal's text up to a damaged one that no driver left so; None = all are whole."""
     lines: list[Line] = []
-    torn: tuple[int, int] | None = None  # line number, epoch before it
-    for number, one in enumerate(texts, start=1):
+    torn: Damage | None = None
+    sealed: int | None = None  # the last epoch whose lines have checksums
+    last, offset = NO_LINE, 0
+    for number, one in enumerate(text.split(b"\n"), start=1):
+        start, offset = offset, offset + len(one) + 1
         if not one.strip():
             continue
         epoch = lines[-1].epoch if lines else 0
         try:
-            line = parse_line(one)
-        except (ValueError, KeyError, TypeError):
-            if torn:
-                raise _damaged(where, torn[0]) from None
-            torn = (number, epoch)
+            found = _parsed(one)
+            if not found.sealed and found.line.epoch == sealed:
+                raise ValueError("its checksum is missing")
+        except ValueError:
+            if torn or _MORE.search(one):
+                return lines, torn or Damage(number, start)
+            torn = Damage(number, start)
             continue
-        if torn and line.epoch <= torn[1]:
-            raise _damaged(where, torn[0])
-        torn = None
+        line = found.line
+        if torn and (line.epoch <= epoch or (found.sealed and found.after != last)):
+            return lines, torn
+        torn, last = None, _crc(one)
         if line.epoch >= epoch:
             lines.append(line)
-    return lines
-
-
-def _damaged(where: str, number: int) -> InternalError:
-    return InternalError(
-        f"{where}, line {number}: not a journal line, and the same driver wrote on after it; the file was altered"
-    )
+        sealed = line.epoch if found.sealed else sealed
+    return lines, None
 
 
 class Journal:
@@ -213,6 +265,7 @@ class Journal:
         self.segments: Segments | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab")
+        self._after = _last(self.path)  # of the first line alone
         self._pending: list[tuple[float, Event]] = []
         self._pending_decision: Decision | None = None
         if self._file.tell() and not self._ends_with_newline():
@@ -251,7 +304,8 @@ class Journal:
                 self.segments.close()
 
     def _write(self, line: Line, sync: bool) -> None:
-        self._file.write(write_line(line).encode() + b"\n")
+        self._file.write(write_line(line, self._after).encode() + b"\n")
+        self._after = ""
         self._file.flush()
         if sync:
             os.fsync(self._file.fileno())
@@ -266,6 +320,28 @@ class Journal:
         with self.path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) == b"\n"
+
+
+def _last(path: Path) -> str:
+    """Checksum of a file's last whole line; its end is read alone."""
+    with path.open("rb") as file:
+        end, n = file.seek(0, os.SEEK_END), 1 << 16
+        while True:
+            file.seek(max(0, end - n))
+            for text in reversed(file.read().split(b"\n")[n < end :]):  # the first may be the end of a line
+                if text.strip() and _is_whole(text):
+                    return _crc(text)
+            if n >= end:
+                return NO_LINE
+            n *= 8
+
+
+def _is_whole(text: bytes) -> bool:
+    try:
+        _parsed(text)
+    except ValueError:
+        return False
+    return True
 
 
 class Memory:

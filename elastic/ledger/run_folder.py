@@ -9,16 +9,30 @@ from __future__ import annotations
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
-from elastic.ledger.journal import Journal, Line, read, read_text
+from elastic.errors import JournalDamaged, SpecError
+from elastic.ledger.journal import Damage, Journal, Line, read, read_text, sift
 from elastic.ledger.segments import PREFIX, Segments, Stored, read_stored
 from elastic.storage import LocalStorage, Storage, open_storage
 
 DEFAULT_STORAGE = "elastic_runs"
 JOURNAL = "journal.jsonl"
+ASIDE = "journal-damaged-{}.jsonl"
 LOGS = "logs"  # what the workers print, a file for each process
 STORED_AT = "storage-uri"  # in a driver's folder: where the run really is
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Of a damaged journal: what is said of it, the file that gets the whole text, and what the journal begins with instead.
+    What is stored stays, and counts no more."""
+
+    said: str
+    aside: str
+    text: bytes
+    kept: bytes
 
 
 @dataclass(frozen=True)
@@ -64,8 +78,8 @@ class RunFolder:
         """The journal as far as it is known here."""
         if not self.storage.remote:
             return read(self.journal)
-        stored = read_stored(self.storage).text
-        return read_text(self._local(stored) or stored, f"{self.storage.uri}/{PREFIX}")
+        stored = read_stored(self.storage)
+        return read_text(self._local(stored.text) or stored.text, f"{self.storage.uri}/{PREFIX}", stored.place)
 
     def age_s(self) -> float:
         """Seconds since the journal was last written; between clocks of two machines only as good as they are."""
@@ -76,7 +90,7 @@ class RunFolder:
         return max(0.0, time.time() - newest_s)
 
     def take_over(self) -> tuple[list[Line], Stored]:
-        """What earlier drivers wrote. Makes the journal file of this machine begin with what is stored."""
+        """What earlier drivers wrote. Makes this machine's journal file begin with what is stored. Raises JournalDamaged."""
         if not self.storage.remote:
             return (read(self.journal) if self.journal.is_file() else []), Stored()
         stored = read_stored(self.storage)
@@ -84,10 +98,37 @@ class RunFolder:
         local.put(STORED_AT, self.storage.uri.encode() + b"\n")
         if self._local(stored.text) is None:
             local.put(JOURNAL, stored.text)
-        return read(self.journal), stored
+        return read_text(self.journal.read_bytes(), str(self.journal), stored.place), stored
 
-    def open_journal(self, epoch: int, before: Stored) -> Journal:
+    def without_damage(self) -> tuple[list[Line], Stored, Cut]:
+        """Instead of `take_over`, where the journal is damaged: what stands before the damage. Nothing is written before
+        `open_journal`. Raises SpecError where nothing is damaged."""
+        try:
+            stored = read_stored(self.storage) if self.storage.remote else Stored()
+            text = self._local(stored.text) or stored.text
+            damage = sift(text)[1]
+        except JournalDamaged:  # a segment is missing
+            text = self._local(b"") or b""
+            stored, damage = Stored(), Damage(1, 0)
+        if damage is None:
+            raise SpecError(f"run '{self.name}': its journal is whole; leave --from-checkpoint out, it goes on as it is")
+        kept = text[: damage.offset]
+        if damage.offset < len(stored.text):
+            stored = stored.until(damage.offset)
+            kept = stored.text
+        lines = sift(kept)[0]
+        aside = next(path for n in count(1) if not (path := self.folder / ASIDE.format(n)).exists())
+        said = f"its journal was damaged: {len(lines)} lines before that count, the whole text is in {aside}"
+        return lines, stored, Cut(said, aside.name, text, kept)
+
+    def open_journal(self, epoch: int, before: Stored, cut: Cut | None = None) -> Journal:
         """To append to. Where the run is in object storage, a plan is stored before `append` returns."""
+        if cut is not None:
+            local = LocalStorage(self.folder)
+            if self.storage.remote:
+                local.put(STORED_AT, self.storage.uri.encode() + b"\n")
+            local.put(cut.aside, cut.text)
+            local.put(JOURNAL, cut.kept)
         journal = Journal(self.journal, epoch)
         if self.storage.remote:
             journal.segments = Segments(self.storage, epoch, self.journal, before)

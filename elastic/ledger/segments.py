@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from elastic.errors import InternalError, SpecError, StorageDamaged, StorageFailed, StorageRefused
+from elastic.errors import JournalDamaged, SpecError, StorageDamaged, StorageFailed, StorageRefused
 from elastic.storage import Storage
 
 PREFIX = "journal/"
 VERSION = 1
+NEWLINE = b"\n"
 EVERY_S = 10.0
 FAN = 60  # so many segments become one object
 N_LOOKS = 5  # an object may be replaced by a larger one between list and get
 N_READERS = 8
+GO_ON = (
+    "its checkpoints are whole: `elastic run` with this --run-name and --from-checkpoint sets the journal aside, keeps what "
+    "stands before the damage, and goes on from the newest durable copy"
+)
 
 
 @dataclass(frozen=True)
@@ -55,15 +61,45 @@ class Head:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """One segment of what was read, and the object that it is in: the pieces of an object follow each other."""
+
+    uri: str
+    epoch: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
 class Stored:
     """What storage holds of a journal. `counted`: epoch -> segments of it that count."""
 
     text: bytes = b""
     counted: dict[str, int] = field(default_factory=dict)
+    pieces: tuple[Piece, ...] = ()
+
+    def place(self, offset: int) -> str:
+        """Which line of which object stands there, for a message; '' = it is not stored."""
+        at, begin, uri = 0, 0, ""
+        for piece in self.pieces:
+            begin, uri = (begin if piece.uri == uri else at), piece.uri
+            at += piece.n_bytes
+            if offset < at:
+                return f" ({uri}, line {self.text.count(NEWLINE, begin, offset) + 2})"  # the first is the head
+        return ""
+
+    def until(self, offset: int) -> Stored:
+        """The segments that end there or before: the others count no more, and stay where they are."""
+        kept, at = list[Piece](), 0
+        for piece in self.pieces:
+            if at + piece.n_bytes > offset:
+                break
+            kept.append(piece)
+            at += piece.n_bytes
+        return Stored(self.text[:at], dict(Counter(str(piece.epoch) for piece in kept)), tuple(kept))
 
 
 def read_stored(storage: Storage) -> Stored:
-    """All segments that count, joined. A last one that is missing or not whole is left out. Raises InternalError for a gap."""
+    """All segments that count, joined. A last one that is missing or not whole is left out. Raises JournalDamaged for a gap."""
     for _ in range(N_LOOKS):
         spans = _spans(storage.list(PREFIX))
         try:
@@ -90,20 +126,29 @@ def _join(storage: Storage, spans: list[Span]) -> Stored:
         if not pieces:
             continue
         before = pieces[0][0].before
-        texts = [_of_older(storage, spans, int(older), n) for older, n in sorted(before.items(), key=lambda item: int(item[0]))]
-        texts += [body for _, body in pieces]
+        older = sorted((int(older), n) for older, n in before.items())
+        found = [item for number, n in older for item in _of_older(storage, spans, number, n)]
+        found += _segments(storage, pieces)
         counted = before | {str(epoch): sum(len(head.n_bytes) for head, _ in pieces)}
-        return Stored(b"".join(texts), counted)
+        return Stored(b"".join(text for _, text in found), counted, tuple(piece for piece, _ in found))
     return Stored()
 
 
-def _of_older(storage: Storage, spans: list[Span], epoch: int, n: int) -> bytes:
+def _of_older(storage: Storage, spans: list[Span], epoch: int, n: int) -> list[tuple[Piece, bytes]]:
     row = [span for span in _row([span for span in spans if span.epoch == epoch]) if span.first < n]
     if sum(span.n for span in row) < n:
-        raise InternalError(f"{storage.uri_of(PREFIX)}: of epoch {epoch}, segments before the {n}th are missing")
-    pieces = _pieces(storage, row, last_may_be_torn=False)
-    cut = [body[: sum(head.n_bytes[: n - head.first])] for head, body in pieces]
-    return b"".join(cut)
+        raise JournalDamaged(f"{storage.uri_of(PREFIX)}: of epoch {epoch}, segments before the {n}th are missing; {GO_ON}")
+    return _segments(storage, _pieces(storage, row, last_may_be_torn=False))[:n]
+
+
+def _segments(storage: Storage, pieces: Sequence[tuple[Head, bytes]]) -> list[tuple[Piece, bytes]]:
+    found = []
+    for head, body in pieces:
+        uri, at = storage.uri_of(Span(head.epoch, head.first, head.first + len(head.n_bytes) - 1).key), 0
+        for n in head.n_bytes:
+            found.append((Piece(uri, head.epoch, n), body[at : at + n]))
+            at += n
+    return found
 
 
 def _row(spans: Sequence[Span]) -> list[Span]:
@@ -119,7 +164,9 @@ def _row(spans: Sequence[Span]) -> list[Span]:
         at = largest[at].last + 1
     beyond = [span for span in spans if span.first > at]
     if beyond:
-        raise InternalError(f"journal segment {at} of epoch {beyond[0].epoch} is missing, and {beyond[0].key} is there")
+        raise JournalDamaged(
+            f"journal segment {at} of epoch {beyond[0].epoch} is missing, and {beyond[0].key} is there; {GO_ON}"
+        )
     return row
 
 
@@ -133,7 +180,7 @@ def _pieces(storage: Storage, row: Sequence[Span], last_may_be_torn: bool) -> li
         except ValueError as error:
             if last_may_be_torn and i == len(row) - 1:
                 break
-            raise InternalError(f"{storage.uri_of(span.key)}: {error}; it was altered") from error
+            raise JournalDamaged(f"{storage.uri_of(span.key)}: {error}; it was altered; {GO_ON}") from error
     return found
 
 
@@ -146,8 +193,11 @@ def _text(storage: Storage, span: Span) -> bytes:
 
 def _parsed(text: bytes, span: Span) -> tuple[Head, bytes]:
     """Raises ValueError when it is not whole, SpecError when a newer version wrote it."""
-    line, _, body = text.partition(b"\n")
-    data = json.loads(line)
+    line, _, body = text.partition(NEWLINE)
+    try:
+        data = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("its head is too deep") from error
     if not isinstance(data, dict) or not isinstance(data.get("v"), int):
         raise ValueError("its head is not that of a journal segment")
     if data["v"] > VERSION:

@@ -17,7 +17,8 @@ def of(event: Event, view: View) -> str | None:
         case types.DriverStarted():
             again = "driver attached again" if event.attached else "driver started"
             found = f", newest durable copy at step {max(copy.step for copy in event.durable)}" if event.durable else ""
-            return f"{again} (run {event.run}, epoch {event.epoch}){found}"
+            cut = f"; {event.cut}" if event.cut else ""
+            return f"{again} (run {event.run}, epoch {event.epoch}){found}{cut}"
         case types.NodeReady(node):
             return f"node {node.node_id} is ready: pool {node.pool}, {n_of(node.gpus, 'worker')}"
         case types.NodeRefused():

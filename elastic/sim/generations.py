@@ -361,7 +361,7 @@ class Generations(Machines):
         def stored() -> None:
             if all(self._lives(worker) for worker in plan.ranks):
                 uri = f"sim://step-{step:08d}.g{plan.generation:04d}"
-                self._tell(CopyStored(Copy(step, "durable", plan.generation, plan.layout, plan.layers, (), uri), 1.0, 0.05))
+                self._tell(CopyStored(Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri), 1.0, 0.05))
 
         self._after(self.delays.store_s, stored)
 

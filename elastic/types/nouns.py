@@ -323,6 +323,5 @@ class Copy:
     generation: int
     layout: Layout
     layers: tuple[int, ...] = ()
-    holdings: tuple[Holding, ...] = ()
     uri: str = ""
     n_bytes: int = 0

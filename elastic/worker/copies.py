@@ -15,7 +15,7 @@ from statistics import median
 
 from elastic.errors import InternalError
 from elastic.reshard.shards import boxes
-from elastic.types import Box, Copy, CopyStored, Holding, ModelProfile, Plan
+from elastic.types import Box, Copy, CopyStored, ModelProfile, Plan
 from elastic.worker.copy_stream import Pace, Wire, receive_boxes, send_boxes
 from elastic.worker.host_copy import Hands, HostCopies, HostCopy, Lease, flat_bytes, flat_views
 from elastic.worker.train_state import Held, Tensors
@@ -229,12 +229,10 @@ class PeerCopies:
         return self._held(flight) if own else self._received(flight)
 
     def copy(self, step: int) -> Copy:
-        """The acknowledged copy of `step`, with everyone's holdings."""
+        """The acknowledged copy of `step`; who keeps what of it follows from the plan."""
         plan = self.plan
-        keeping = [(rank, keeper) for rank in range(len(plan.ranks)) for keeper in (rank, *plan.copies_to[rank])]
-        holdings = tuple(Holding(plan.ranks[keeper], plan.generation, rank, step, "peer") for rank, keeper in keeping)
         n_bytes = sum(box.n_bytes for held in self.acknowledged for box, _ in held.tensors.values())
-        return Copy(step, "peer", plan.generation, plan.layout, plan.layers, holdings, "", n_bytes)
+        return Copy(step, "peer", plan.generation, plan.layout, plan.layers, n_bytes=n_bytes)
 
 
 def slowdown(busy_s: Sequence[float], calm_s: Sequence[float]) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import ElasticError, InternalError, PeerGarbled, ProgramError, SpecError, StateLost, StorageFailed
+from elastic.masking import masked_text
 from elastic.types import FailureKind
 from elastic.worker.offender import Tripped
 from elastic.worker.probe import LayoutDiffers
@@ -85,12 +87,15 @@ def kind_of(error: BaseException) -> FailureKind:
 
 
 def print_error(error: BaseException) -> None:
-    """The traceback of an error of the program, to standard error. What ours say in one line is all."""
+    """The traceback of an error of the program, to standard error, without secrets. What ours say in one line is all."""
     if kind_of(error) == "program" and (not isinstance(error, ElasticError) or error.__cause__ is not None):
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
             trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace or error.__traceback__)  # from the program's own first frame on
+        text = "".join(
+            traceback.format_exception(type(error), error, trace or error.__traceback__)
+        )  # from its own first frame on
+        print(masked_text(text), end="", file=sys.stderr)
 
 
 def text_of(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 from support.e2e.runs import SLOW, plans, slow_until_grown
@@ -125,3 +126,50 @@ def test_a_program_that_fails_ends_the_run_at_once(shell: Shell) -> None:
     assert "ValueError: this loss is not written yet" in shown.splitlines()
     code, out, _ = shell.here("logs", "four")
     assert code == 0 and "ValueError: this loss is not written yet" in out
+
+
+def test_a_secret_argument_of_a_script_is_in_no_file_and_the_run_is_resumed(shell: Shell) -> None:
+    secret = "zq7-planted"
+    text = (PROGRAMS / "loop_tiny.py").read_text().replace("Path(__file__).parent", repr(PROGRAMS.as_posix()))
+    text = text.replace('parser.add_argument("--clip"', 'parser.add_argument("--hf-token")\nparser.add_argument("--clip"')
+    name = shell.job(steps=4, script="train.py", program=None, args=["--hf-token", secret], layout="dp_shard=1")
+    (shell.root / name / "train.py").write_text(text)
+    code, _, err = shell.call("run", name, "--run-name", "kept", "--json")
+    assert code == 0, err
+    code, out, err = shell.call("run", name, "--run-name", "kept", "--set", "steps=6", "--json")
+    assert code == 0, err
+    assert last_line(out)["steps"] == 6 and "durable" in [t["source"] for t in last_line(out)["transitions"]]
+    found = shell.files()
+    assert {"journal.jsonl", "commit.json", "report.json"} <= {Path(file).name for file in found}
+    assert [file for file, data in found.items() if secret.encode() in data] == []
+    shell.job(steps=8, script="train.py", program=None, args=["--hf-token", "zq8-other"], layout="dp_shard=1")
+    code, _, err = shell.call("run", name, "--run-name", "kept")
+    assert (code, err.count("\n")) == (2, 1) and "was started with other values: args (" in err and "zq" not in err
+
+
+def test_a_damaged_journal_and_marker_are_told_and_the_run_goes_on_from_the_copy_before(shell: Shell) -> None:
+    name = shell.job(steps=6, durable_every=3, layout="dp_shard=1")
+    code, _, err = shell.call("run", name, "--run-name", "hurt", "--json")
+    assert code == 0, err
+    folder = shell.root / "elastic_runs" / "hurt"
+    marker = folder / "checkpoints" / "step-00000006.g0001" / "commit.json"
+    marker.write_bytes(marker.read_bytes()[:-9])
+    rows = (folder / "journal.jsonl").read_bytes().split(b"\n")
+    rows[3] = rows[3].replace(b'"at_s":1', b'"at_s":9', 1)
+    (folder / "journal.jsonl").write_bytes(b"\n".join(rows))
+    before = shell.files()
+    for words in (("run", name, "--run-name", "hurt", "--set", "steps=8"), ("status", "hurt"), ("replay", "hurt")):
+        code, _, err = shell.call(*words)
+        assert (code, err.count("\n")) == (2, 1), err
+        assert "journal.jsonl, line 4: it was altered after it was written" in err and "--from-checkpoint" in err
+    assert shell.files() == before
+    code, out, err = shell.call("run", name, "--run-name", "hurt", "--set", "steps=8", "--from-checkpoint", "--json")
+    assert code == 0, err
+    assert f"a durable copy cannot be read: {marker}: not readable" in err
+    assert (last_line(out)["steps"], last_line(out)["samples_exact"]) == (8, None)
+    back = next(t for t in last_line(out)["transitions"] if t["source"] == "durable")
+    assert (back["at_step"], back["digest_ok"]) == (3, True)
+    assert (folder / "journal-damaged-1.jsonl").read_bytes() == b"\n".join(rows)
+    told = shell.here("why", "hurt")[1]
+    assert f"a durable copy cannot be read: {marker}" in told and "its journal was damaged: 3 lines before that count" in told
+    assert json.loads(shell.here("replay", "hurt", "--json")[1])["identical"] is True

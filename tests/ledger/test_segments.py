@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from elastic.errors import InternalError, SpecError, StorageFailed
+from elastic.errors import InternalError, JournalDamaged, SpecError, StorageFailed
 from elastic.ledger import segments
 from elastic.ledger.journal import Journal, Line
 from elastic.ledger.run_folder import RunFolder
@@ -227,6 +228,57 @@ def three(storage: Remote, tmp_path: Path) -> list[str]:
     keys = storage.list(PREFIX)
     assert len(keys) == 3
     return keys
+
+
+@pytest.mark.parametrize("harm", ["line", "missing"])
+def test_a_damaged_line_is_named_with_its_object_and_the_run_goes_on_from_before(
+    storage: Remote, tmp_path: Path, harm: str
+) -> None:
+    for epoch in (1, 2):
+        journal = open_at(machine(storage, tmp_path, "a"), epoch)
+        for generation in range(10 * epoch, 10 * epoch + 3):
+            steps(journal, generation, 2)
+            journal.append(generation, [], plan(generation))
+        journal.close()
+    key = storage.list(PREFIX)[1]
+    if harm == "line":
+        storage.put(key, storage.get(key).replace(b'"step":12', b'"step":13'))
+        said = rf"line 5 \({re.escape(storage.uri_of(key))}, line 3\): it was altered .* --from-checkpoint"
+    else:
+        storage.delete(key)
+        said = r"of epoch 1, segments before the 3th are missing; .* --from-checkpoint|segment 1 of epoch 1 is missing"
+    for look in (machine(storage, tmp_path, "b").lines, machine(storage, tmp_path, "c").take_over):
+        with pytest.raises(JournalDamaged, match=said):
+            look()
+    objects = {one: storage.get(one) for one in storage.list(PREFIX)}
+    here = machine(storage, tmp_path, "d")
+    before, stored, cut = here.without_damage()
+    assert not here.folder.exists()
+    assert of(before) == ([10, 11, "g10"] if harm == "line" else [])
+    assert str(here.folder / "journal-damaged-1.jsonl") in cut.said and f"{len(before)} lines before that count" in cut.said
+    journal = here.open_journal(3, stored, cut)
+    journal.append(99.0, [], plan(99))
+    journal.close()
+    assert of(machine(storage, tmp_path, "b").lines()) == [*of(before), "g99"]
+    assert objects.items() <= {one: storage.get(one) for one in storage.list(PREFIX)}.items()
+
+
+def test_damage_that_is_on_this_machine_alone_is_cut_there(storage: Remote, tmp_path: Path) -> None:
+    here = machine(storage, tmp_path, "a")
+    dead = open_at(here, 1)
+    dead.append(1.0, [], plan(1))
+    steps(dead, 1, 3)
+    dead._file.close()
+    text = here.journal.read_bytes()
+    here.journal.write_bytes(text.replace(b'"step":2', b'"step":3'))
+    with pytest.raises(JournalDamaged, match=r"journal\.jsonl, line 3: it was altered"):
+        here.take_over()
+    before, stored, cut = here.without_damage()
+    assert of(before) == ["g1", 1]
+    journal = here.open_journal(2, stored, cut)
+    journal.append(50.0, [], plan(2))
+    journal.close()
+    assert of(machine(storage, tmp_path, "b").lines()) == ["g1", 1, "g2"]
 
 
 def damage(storage: Remote, key: str, harm: str) -> None:

@@ -279,7 +279,7 @@ def test_when_the_new_nodes_die_the_ones_that_were_given_up_are_still_good() -> 
     plan = told.entered()
     told.tick(NodeLost("a"), NodeLost("b"))
     told.quiesced(plan, {})
-    told.tick(CopyStored(Copy(1, "durable", 1, Layout(dp_shard=2), (), (), "file://c1")))
+    told.tick(CopyStored(Copy(1, "durable", 1, Layout(dp_shard=2), (), "file://c1")))
     target = told.state.target
     assert target is not None and set(target.nodes) == {"x", "y"}
 
@@ -336,7 +336,7 @@ def test_the_deadline_ends_the_run_with_its_state_saved() -> None:
     told.state = replace(told.state, requests={})
     decision = told.tick(after_s=3600)
     assert orders(decision, Quiesce) == [Quiesce(plan.generation, save=True)] and "the deadline of 1 h" in decision.reason
-    stored = CopyStored(Copy(4, "durable", plan.generation, Layout(dp_shard=2), (), (), "file://c4"))
+    stored = CopyStored(Copy(4, "durable", plan.generation, Layout(dp_shard=2), (), "file://c4"))
     told.tick(Quiesced(WorkerId("a", 0), plan.generation, 4), Quiesced(WorkerId("b", 0), plan.generation, 4), stored)
     (stop,) = orders(told.decisions[-1], Stop)
     assert stop.outcome == "stopped" and "the deadline of 1 h is over at step 4 of 500" in stop.reason
@@ -375,7 +375,7 @@ def test_the_state_is_saved_before_the_budget_is_gone() -> None:
     told = story(budget_usd=2.0)
     plan = told.running("a", "b")
     told.steps(4, step_time_s=30.0)
-    told.tick(CopyStored(Copy(2, "durable", plan.generation, Layout(dp_shard=2), (), (), "file://c2"), 20.0))
+    told.tick(CopyStored(Copy(2, "durable", plan.generation, Layout(dp_shard=2), (), "file://c2"), 20.0))
     decision = told.tick(after_s=3600 - 89 - told.now_s)
     assert orders(decision, Quiesce) and "$2.00 is all but spent ($1.95; the last 90 s are kept for saving)" in decision.reason
     assert told.state.stop is not None

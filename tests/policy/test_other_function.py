@@ -141,7 +141,7 @@ def test_the_family_is_the_axes_that_are_new() -> None:
 
 
 def test_a_pinned_layout_ends_the_run_with_the_reason() -> None:
-    story = Story(durable=(Copy(6, "durable", 3, Layout(dp_shard=2), (4,), (), "s3://6"),), layout="pp=2")
+    story = Story(durable=(Copy(6, "durable", 3, Layout(dp_shard=2), (4,), "s3://6"),), layout="pp=2")
     plan = story.running("a", "b")
     assert plan.resume.source == "durable"
     story.tick(*reports(plan, 6))
@@ -198,7 +198,7 @@ def test_what_is_closed_outlives_the_driver_and_losses_only_the_same_program() -
 
 
 def test_what_the_probe_gave_goes_with_the_plan_that_resumes_there() -> None:
-    copy = Copy(6, "durable", 3, Layout(dp_shard=2), (4,), (), "s3://6")
+    copy = Copy(6, "durable", 3, Layout(dp_shard=2), (4,), "s3://6")
     story = Story(durable=(copy,))
     plan = story.running("a", "b")
     assert plan.probe is None, "nothing is known yet"
@@ -213,7 +213,7 @@ def test_what_the_probe_gave_goes_with_the_plan_that_resumes_there() -> None:
 
 
 def test_probes_of_steps_that_are_done_again_are_forgotten_and_few_are_kept() -> None:
-    story = Story(durable=(Copy(6, "durable", 3, Layout(dp_shard=2), (4,), (), "s3://6"),))
+    story = Story(durable=(Copy(6, "durable", 3, Layout(dp_shard=2), (4,), "s3://6"),))
     plan = story.running("a", "b")
     story.steps(3)
     story.tick(Probed(plan.generation, 9, 2.2), Probed(plan.generation - 1, 8, 7.0))
@@ -240,7 +240,7 @@ def lost(story: Story, plan: Plan) -> Plan:
 
 def redone(**changes: Any) -> tuple[Story, Plan]:
     """Steps 7 to 10 were done on dp_shard=2; a and two new nodes go on from the copy of step 6 in pp=3."""
-    copy = Copy(6, "durable", 3, Layout(dp_shard=2), (4,), (), "s3://6")
+    copy = Copy(6, "durable", 3, Layout(dp_shard=2), (4,), "s3://6")
     model = changes.pop("model", MODEL)
     story = Story(durable=(copy,), layout=changes.pop("layout", {2: "dp_shard=2", 3: "pp=3"}), **changes)
     story.state = replace(story.state, model=model)
@@ -283,7 +283,7 @@ def test_what_is_wrong_only_in_the_gradients_shows_in_the_second_step() -> None:
 def test_copies_of_a_generation_that_went_astray_are_removed_but_for_what_it_took_over() -> None:
     story, plan = redone()
     story.tick(again(plan, 7, 2.93))
-    story.tick(CopyStored(Copy(7, "durable", plan.generation, plan.layout, plan.layers, (), "s3://7"), 1.0))
+    story.tick(CopyStored(Copy(7, "durable", plan.generation, plan.layout, plan.layers, "s3://7"), 1.0))
     first = story.tick(again(plan, 8, 2.95))
     removed = [order.uri for d in (first, *(story.tick() for _ in range(3))) for order in orders(d, RemoveCopy)]
     assert removed == ["s3://7"]

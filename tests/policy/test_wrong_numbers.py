@@ -30,7 +30,7 @@ REPLICAS = {2: "dp_replicate=2", 3: "dp_replicate=3"}
 
 def stored(story: Story, plan: Plan, step: int, kind: str = "durable") -> None:
     uri = f"s3://{step}.g{plan.generation}" if kind == "durable" else ""
-    story.tick(CopyStored(Copy(step, kind, plan.generation, plan.layout, plan.layers, (), uri), 1.0, 0.1))  # type: ignore[arg-type]
+    story.tick(CopyStored(Copy(step, kind, plan.generation, plan.layout, plan.layers, uri), 1.0, 0.1))  # type: ignore[arg-type]
 
 
 def wrong(plan: Plan, step: int, good: int, *workers: WorkerId) -> WrongNumbers:
@@ -128,7 +128,7 @@ def test_what_was_stored_since_stays_out_whenever_it_is_told() -> None:
     settled(story, story.tick(wrong(plan, 20, 16, B)))
     stored(story, plan, 20)
     assert story.state.saved_step == 15 and orders(story.decisions[-1], RemoveCopy)
-    copies = [Copy(step, "durable", 1, plan.layout, plan.layers, (), f"s3://{step}.g1") for step in (15, 20)]
+    copies = [Copy(step, "durable", 1, plan.layout, plan.layers, f"s3://{step}.g1") for step in (15, 20)]
     story.tick(DriverStarted("story", 2, dict(story.state.job), story.state.pools, story.start.model, durable=tuple(copies)))
     assert story.state.saved_step == 15, "a driver that finds it in storage"
 
@@ -142,7 +142,7 @@ def test_what_an_earlier_finding_has_ruled_out_stays_out_after_a_later_one() -> 
     second = story.entered()
     story.steps(20)
     settled(story, story.tick(wrong(second, 30, 25, A, C)))
-    copies = tuple(Copy(step, "durable", 1, plan.layout, plan.layers, (), f"s3://{step}.g1") for step in (10, 15))
+    copies = tuple(Copy(step, "durable", 1, plan.layout, plan.layers, f"s3://{step}.g1") for step in (10, 15))
     story.tick(DriverStarted("story", 2, dict(story.state.job), story.state.pools, story.start.model, durable=copies))
     assert story.state.saved_step == 10, "step 15 of the first generation was computed wrong, whatever was found since"
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.worker.wires import Lines, QueueWire
 
+from elastic.ledger.journal import Line, write_line
 from elastic.policy.placement import keepers
 from elastic.reshard.shards import RNG, boxes
 from elastic.types import CopyStored, Layout, ModelProfile, OptimizerSpec, Plan, TensorSpec, WorkerId
@@ -94,9 +95,7 @@ def test_a_copy_counts_when_all_have_stored_it_and_the_next_follows_the_cadence(
     last = [stored for stored in steps if stored][-1]
     assert len(last) == 4 and {s.copy.step for s in last} == {told[-1]}
     assert last[0].seconds > 0 and last[0].stall_s >= 0
-    assert {(h.worker, h.rank) for h in last[0].copy.holdings} == {
-        (ranks.plan.ranks[k], r) for r in range(4) for k in (r, *ranks.plan.copies_to[r])
-    }
+    assert len(write_line(Line(1.0, 1, ((1.0, last[0]),)))) < 700  # however many ranks: who keeps what follows from the plan
     assert {rank for step, rank in ranks.kept(set())} == {0, 1, 2, 3}
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import InternalError, ProgramError
-from elastic.worker.failures import device_lost, is_assert, kind_of, text_of
+from elastic.worker.failures import device_lost, is_assert, kind_of, print_error, text_of
 
 ADVICE = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
@@ -64,3 +64,15 @@ def test_other_errors_are_as_they_were() -> None:
     assert kind_of(RuntimeError("Connection closed by peer [127.0.0.1]:1")) == "collective"
     assert kind_of(dist.DistBackendError("NCCL error: unhandled CUDA error: see the log")) == "collective"
     assert kind_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")) == "out_of_memory"
+
+
+def test_the_traceback_that_is_kept_holds_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    def logs_in(secret: str) -> None:
+        raise ValueError(f"cannot log in at https://me:{secret}@host/x with --hf-token {secret}")
+
+    try:
+        logs_in("zq7-" + "planted")
+    except ValueError as error:
+        print_error(error)
+    said = capsys.readouterr().err
+    assert "in logs_in" in said and said.endswith("ValueError: cannot log in at https://me:***@host/x with --hf-token ***\n")

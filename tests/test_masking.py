@@ -1,0 +1,76 @@
+"""What is taken for a secret, and what stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic.masking import is_secret, masked, masked_text
+
+SECRET = "zq7-planted"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["HF_TOKEN", "hf-token", "token", "wandb_api_key", "wandbApiKey", "--key", "apikey", "AWS_SECRET_ACCESS_KEY", "credentials",
+     "passwd", "db.password", "client_secret", "api_keys", "access_tokens"],
+)  # fmt: skip
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret(name, SECRET)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["end_token", "eos_token", "pad-token", "tokens", "tokenizer", "max_tokens", "n_key_heads", "sort_key", "keyword", "monkey",
+     "text_key", "passes", "storage", ""],
+)  # fmt: skip
+def test_names_of_anything_else(name: str) -> None:
+    assert not is_secret(name, SECRET)
+
+
+def test_a_number_is_a_token_of_text_but_may_be_a_password() -> None:
+    assert not is_secret("pad_to_token", "50256") and is_secret("password", "50256")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["--hf-token", SECRET], ["--lr", "3", f"--wandb_api_key={SECRET}"], [f"+wandb.api_key={SECRET}"], ["-token", SECRET],
+        ["--url", f"https://me:{SECRET}@host/x"], [f"https://host/x?a=1&sig={SECRET}&b=2"], ["--password", "-" + SECRET],
+        ["hf_" + SECRET.replace("-", "x") * 4], ["--more", f"--api-key {SECRET}"],
+        {"env": {"HF_TOKEN": SECRET}}, {"api_keys": [SECRET, SECRET]}, {"credentials": {"user": SECRET}},
+        {"drill": [{"passwd": SECRET}]}, {"data": {"train": {"jsonl": f"s3://me:{SECRET}@host/x"}}},
+    ],
+)  # fmt: skip
+def test_secrets_are_masked_wherever_they_stand(value: Any) -> None:
+    found = str(masked(value))
+    assert SECRET not in found and SECRET.replace("-", "x") not in found and "***" in found
+    assert masked(masked(value)) == masked(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"data": {"train": {"tokens": "/data/x.bin", "end_token": "<end>"}, "validation": {"token": {"tokens": "y.bin"}}}},
+        {"data.train": {"mixture": {"api_key": {"tokens": "/data/x.bin", "end_token": "<end>"}}}},
+        {"optimizer": {"token": {"path": "torch.optim.AdamW", "parameters": ["*key*"]}}, "end_token": "<end>"},
+        ["--end-token", "<end>", "--max-token", "4", "--tokens", "x.bin", "--use-key", "--lr", "3", "a=b", "-key", "--lr"],
+        {"args": [], "steps": 3, "token": None, "keys": 4, "program": "/home/me/secret/program.py"},
+    ],
+)
+def test_paths_and_tokens_of_text_are_not(value: Any) -> None:
+    assert masked(value) == value
+
+
+def test_texts() -> None:
+    said = f"error: unrecognized arguments: --hf-token {SECRET} ['--api-key', '{SECRET}'] at postgres://me:{SECRET}@host/x"
+    assert masked_text(said) == said.replace(SECRET, "***")
+    for plain in (
+        "spot-1",
+        "step-00000040.g0003",
+        "s3://bucket/run",
+        "go on with --allow-changed, or --run-name",
+        "git@host:a/b",
+    ):
+        assert masked_text(plain) == plain
