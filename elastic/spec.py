@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from elastic.data_spec import DataSpec, SourceSpec
 from elastic.drill_spec import DrillSpec
@@ -129,6 +129,12 @@ class JobSpec(_Strict):
     drill: list[DrillSpec] = []
     script: str | None = None  # the file of `program` is a script that enters elastic.loop, called with `args`
     args: list[str] = []
+    _where: str = PrivateAttr("job")
+
+    @property
+    def where(self) -> str:
+        """Where it was read from, as errors name it."""
+        return self._where
 
     @field_validator("layout", mode="before")
     @classmethod
@@ -278,7 +284,9 @@ def job_of(data: Mapping[str, Any], program: Path, where: str = "job") -> JobSpe
     if "folder" in data:
         raise SpecError(f"{where}: unknown key 'folder'; it is the folder of the program")
     root = program.resolve().parent
-    return _checked(JobSpec, {"name": root.name} | dict(data) | {"folder": str(root), "program": str(program)}, where)
+    job = _checked(JobSpec, {"name": root.name} | dict(data) | {"folder": str(root), "program": str(program)}, where)
+    job._where = where
+    return job
 
 
 def load_drill(file: str | Path) -> list[DrillSpec]:
@@ -323,6 +331,31 @@ def check_fit(job: JobSpec, pools: Sequence[Pool]) -> None:
     for entry in job.drill:
         if entry.add is not None and entry.add not in names:
             raise SpecError(f"{job.name}: the drill adds to pool '{entry.add}'; the pools are {', '.join(names)}")
+
+
+def unlimited(job: Mapping[str, Any], pools: Sequence[Pool]) -> str:
+    """Why a run of this job (plain data) on these pools may cost any amount; '' = a limit is given, or no pool is paid."""
+    paid = [pool for pool in pools if pool.paid]
+    if not paid or job.get("budget_usd") or job.get("max_nodes"):
+        return ""
+    listed = " + ".join(
+        f"{pool.name} {pool.max_nodes} x {f'${pool.usd_per_node_h:,.2f}/h' if pool.usd_per_node_h else 'no known price'}"
+        for pool in paid
+    )
+    usd_per_h = sum(pool.max_nodes * pool.usd_per_node_h for pool in paid)
+    return (
+        f"keys 'budget_usd' and 'max_nodes' are missing, and nodes are paid for: up to ${usd_per_h:,.2f} an hour ({listed}) "
+        "until the run ends; give budget_usd (dollars in all) or max_nodes (nodes at a time), or say --no-budget"
+    )
+
+
+def check_budget(job: JobSpec, pools: Sequence[Pool], no_budget: bool = False) -> None:
+    """Paid pools need a limit. `no_budget`: somebody has said that there shall be none. Raises SpecError."""
+    if no_budget and job.budget_usd is not None:
+        raise SpecError(f"{job.where}: key 'budget_usd' is {job.budget_usd:g}, and --no-budget says none; give one of them")
+    why = "" if no_budget else unlimited(job.plain(), pools)
+    if why:
+        raise SpecError(f"{job.where}: {why}")
 
 
 def _check_float8(job: JobSpec, pools: Sequence[Pool]) -> None:

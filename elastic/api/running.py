@@ -31,7 +31,7 @@ from elastic.observe.terminal import Terminal
 from elastic.observe.view import view_of
 from elastic.policy.state import ENDED, State
 from elastic.program import Program, load_program
-from elastic.spec import JobSpec, PoolSpec, check_fit, embedded_pools, job_of, load_drill, load_job
+from elastic.spec import JobSpec, PoolSpec, check_budget, check_fit, embedded_pools, job_of, load_drill, load_job
 from elastic.storage import Storage, open_storage
 from elastic.types import Copy, DriverStarted, Layout, NodePrepared, Outcome, Pool, StepDone, WorkerFailed
 
@@ -56,6 +56,7 @@ class Options:
     drill: str | Path | None = None  # a drill file instead of the job's own drill
     cluster: str | Path | None = None  # a cluster file: its pools instead of the job's own
     allow_changed: bool = False  # go on although program, data or mathematics are not those that the run began with
+    no_budget: bool = False  # paid pools although the job has neither budget_usd nor max_nodes
     show: bool = True  # progress while it runs
     spared: bool = False  # drills on a Ray cluster take the workers of a node and leave the node itself alone
     stream: TextIO | None = None  # where progress and report go; default: standard output
@@ -211,6 +212,7 @@ class _Run:
         self.spec = spec = adapted(spec, options, self.address)
         self.pools: tuple[Pool, ...] = tuple(pool.pool() for pool in spec.pools)
         check_fit(spec, self.pools)
+        check_budget(spec, self.pools, options.no_budget)
         check_drill(spec.drill, self.pools, embedded=self.address is None)
         name = options.run_name or f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         check_run_name(name)

@@ -19,7 +19,7 @@ from elastic.ledger.run_folder import RunFolder
 from elastic.observe import report, runs
 from elastic.observe.terminal import plain_note
 from elastic.observe.view import View, view_of
-from elastic.spec import JobSpec, check_fit, job_of
+from elastic.spec import JobSpec, check_budget, check_fit, job_of
 from elastic.storage import open_storage
 from elastic.types import Decision, DriverStarted, Event, ModelProfile, Pool
 
@@ -79,6 +79,7 @@ class _ScriptRun:
         self.spec = spec = adapted(spec, options, self.address)
         self.pools: tuple[Pool, ...] = tuple(pool.pool() for pool in spec.pools)
         check_fit(spec, self.pools)
+        check_budget(spec, self.pools, options.no_budget)
         check_drill(spec.drill, self.pools, embedded=self.address is None)
         self.name = options.run_name or f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         check_run_name(self.name)

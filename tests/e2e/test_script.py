@@ -40,7 +40,7 @@ if dist.get_world_size() > 1:
 def words(shell: Shell, *more: str, **job: object) -> list[str]:
     folder = shell.root / "job"
     folder.mkdir(exist_ok=True)
-    (folder / "job.yaml").write_text(json.dumps({"pools": POOLS, "min_workers": 1, **job}))
+    (folder / "job.yaml").write_text(json.dumps({"pools": POOLS, "min_workers": 1, "budget_usd": 1000, **job}))
     return ["run", "job", "--local", "--run-name", "r", "--json", *more]
 
 
