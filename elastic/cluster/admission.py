@@ -102,9 +102,8 @@ class Entrance:
         """The event as the policy is to hear it: nodes that came together are held against each other here. Raises SpecError
         where not even the first node has the driver's storage."""
         node = nodes.get(getattr(event, "node_id", ""))
-        if isinstance(event, NodePrepared) and node is not None:
-            if why := self._unanswered(node.node_id, event.admission):
-                event = NodeRefused(node.node_id, why)
+        if isinstance(event, NodePrepared) and node is not None and (why := self._unanswered(node.node_id, event.admission)):
+            event = NodeRefused(node.node_id, why)
         if isinstance(event, NodeRefused) and node is not None:
             if event.reason.startswith(APART) and not self._inside and not self.attached:
                 raise SpecError(f"node {node.node_id}: {event.reason}")

@@ -10,11 +10,11 @@ APART = "storage is not shared"  # how a refusal begins where the run's folder i
 
 @dataclass(frozen=True)
 class Mark:
-    """A file `key` that the driver has written to the run's storage, the folder `uri`, and the file `answer` that a worker of
-    the node writes there once it has found it; both hold `text`."""
+    """A `file` that the driver has written to the run's storage, the folder `uri`, and the file `answer` that a worker of
+    the node writes there once it has found it: their keys; both hold `text`."""
 
     uri: str
-    key: str
+    file: str
     answer: str
     text: str
 

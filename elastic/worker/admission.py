@@ -202,7 +202,7 @@ def answer(mark: Mark) -> None:
     """Finds the driver's file in the run's storage and answers it there. Raises Refused."""
     storage = open_storage(mark.uri)
     try:
-        found = storage.get(mark.key)
+        found = storage.get(mark.file)
         if found == mark.text.encode():
             storage.put(mark.answer, found)
             return
