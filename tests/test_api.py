@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.places import ROOT
+from support.places import PROGRAMS, ROOT
 
 import elastic
 from elastic import api
 from elastic.api import checks, running
 from elastic.api.scripts import FILLED
 from elastic.cli import main
+from elastic.cluster.claims import LEAVE_MOST_S
 from elastic.cluster.lease import Lease
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS
+from elastic.driver import LINE_EVERY_S
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line
 from elastic.program import Program, load_program
@@ -284,3 +287,23 @@ def test_the_jobs_that_come_with_this_have_a_limit(job: str) -> None:
     data, where = job_data(ROOT / "jobs" / job)
     spec = job_of(FILLED | data, ROOT / "jobs" / job / "program.py", where)
     check_budget(spec, [pool.pool() for pool in spec.pools])
+
+
+# ------------------------------------------------------------------------------------------------ clocks
+
+
+def test_a_driver_that_attaches_says_until_when_nodes_may_have_been_paid_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "program.py").write_text((PROGRAMS / "tiny.py").read_text())
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    run = prepared(folder, run_name="r")
+    first = run._start(1, [])
+    assert first.paid_until_s is None and not first.attached
+    now_s = time.time()
+    begun = replace(first, job={**first.job, "orphan_lease_s": 100.0})
+    again = run._start(2, [Line(now_s - 9.0, 1, ((now_s - 9.0, begun),))])
+    assert again.attached and again.paid_until_s == now_s - 9.0 + LINE_EVERY_S + 100.0 + LEAVE_MOST_S
+    assert "clock" not in caplog.text
+    run._start(2, [Line(now_s + 3600.0, 1, ((now_s + 3600.0, begun),))])
+    assert caplog.text.count("clock is 36") == 1 and "behind the newest line of the run's journal" in caplog.text

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from elastic.api.checks import check_cp, check_drill, check_layouts, check_same, taken
+from elastic.api.checks import check_cp, check_drill, check_layouts, check_same, paid_until_s, taken, warn_of_clock
 from elastic.api.layouts import LayoutCheck, asked_of, check_open, checked
 from elastic.api.planning.machines import known_of
 from elastic.cluster_spec import ClusterSpec, load_cluster
@@ -278,6 +278,9 @@ class _Run:
             durable=tuple(_copy(item) for item in found),
             hardware=known_of(self.pools),
         )
+        warn_of_clock(before, self.launched_at_s)
+        if start.attached and state is not None:
+            start = replace(start, paid_until_s=paid_until_s(before, float(state.job.get("orphan_lease_s") or 900.0)))
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
         if layouts is not None:
             start = replace(start, model=checked(model, layouts.result(), self.program))

@@ -20,7 +20,8 @@ class DriverStarted(Event):
     """All that the policy and a replay need: the job and the pools as plain data, the model and hardware profiles.
 
     `attached`: a driver was here before; its journal has been folded and its workers may still run.
-    `durable`: copies found in the run's storage at start.
+    `durable`: copies found in the run's storage at start. `paid_until_s`: until when nodes of the driver before may have been
+    paid for, whatever this one's clock says; None = until it attached, or no longer than that driver lived.
     """
 
     run: str
@@ -31,6 +32,7 @@ class DriverStarted(Event):
     hardware: tuple[HardwareProfile, ...] = ()
     attached: bool = False
     durable: tuple[Copy, ...] = ()
+    paid_until_s: float | None = None
 
 
 @dataclass(frozen=True)
