@@ -31,7 +31,7 @@ from elastic.observe.terminal import Terminal
 from elastic.observe.view import view_of
 from elastic.policy.state import ENDED, State
 from elastic.program import Program, load_program
-from elastic.spec import JobSpec, PoolSpec, check_budget, check_fit, embedded_pools, job_of, load_drill, load_job
+from elastic.spec import JobSpec, check_budget, check_fit, embedded_pools, job_of, load_drill, load_job, pool_of
 from elastic.storage import Storage, open_storage
 from elastic.types import Copy, DriverStarted, Layout, NodePrepared, Outcome, Pool, StepDone, WorkerFailed
 
@@ -146,7 +146,7 @@ def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
     pools, floor = spec.pools, spec.on_demand_floor
     if options.cluster is not None:
         cluster = _cluster_of(options.cluster, options.local, address)
-        pools = [PoolSpec(**asdict(pool)) for pool in cluster.pools]
+        pools = [pool_of(asdict(pool), f"{options.cluster}: pool {pool.name!r}") for pool in cluster.pools]
         if cluster.on_demand_floor and "on_demand_floor" not in spec.model_fields_set:
             floor = cluster.on_demand_floor
     elif address is None and "pools" not in spec.model_fields_set:
