@@ -195,9 +195,7 @@ def test_a_bad_index_is_refused_by_name(program: Program, tmp_path: Path, index:
 def test_what_is_no_regular_file_is_not_waited_for(program: Program, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.safetensors")
     for source in (tmp_path, tmp_path / "x.safetensors"):
-        with pytest.raises(
-            SpecError, match=r"x\.safetensors: (no regular file|neither a \.safetensors file nor)"
-        ):
+        with pytest.raises(SpecError, match=r"x\.safetensors: (no regular file|neither a \.safetensors file nor)"):
             import_state(str(source), run_of(tmp_path), wanted(program))
 
 
