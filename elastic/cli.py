@@ -94,6 +94,9 @@ def _add_run(verbs: Any) -> None:
     made.add_argument(
         "--from-checkpoint", action="store_true", help="of a run whose journal is damaged: go on from its newest durable copy"
     )
+    made.add_argument(
+        "--no-budget", action="store_true", help="paid pools without a limit: the job has neither budget_usd nor max_nodes"
+    )
     made.add_argument("--drill", metavar="FILE", help="notices, kills and growth to carry out, instead of the job's own")
     made.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="over job.yaml; repeatable"
@@ -219,6 +222,7 @@ def _run(given: argparse.Namespace) -> int:
         cluster=given.cluster,
         from_checkpoint=given.from_checkpoint,
         allow_changed=given.allow_changed,
+        no_budget=given.no_budget,
         stream=sys.stderr if given.json else sys.stdout,
     )
     if given.script is not None:

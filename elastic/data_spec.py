@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from elastic.strict import GB_MOST, NODES_MOST, SAMPLES_MOST, STEPS_MOST, Strict
 
 KINDS = ("rows", "folder", "jsonl", "parquet", "huggingface", "tokens", "mixture")
 WITH_TEXT = ("folder", "jsonl", "parquet", "huggingface")
@@ -22,10 +24,8 @@ ONLY_FOR = {
 HANDED_ON = ("text", "tokenizer", "end_token", "seq", "pack")  # by a mixture to its parts
 
 
-class SourceSpec(BaseModel):
+class SourceSpec(Strict):
     """Exactly one of KINDS says where the samples are; the others say how they are read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rows: str | None = None  # a folder of indexed rows, as elastic writes them
     folder: str | None = None  # of text files
@@ -38,14 +38,14 @@ class SourceSpec(BaseModel):
     columns: list[str] | None = None  # fields of numbers, instead of text
     tokenizer: str | None = None
     end_token: str | int | None = None
-    seq: int | None = Field(None, gt=0)
+    seq: int | None = Field(None, gt=0, le=SAMPLES_MOST)
     pack: Literal["stream", "cut", "whole", "pad", "document"] | None = None
     pattern: str | None = None
     part: Literal["train", "validation", "all"] | None = None
     split: str | None = None
     dtype: str | None = None
     weight: float | None = Field(None, gt=0)
-    samples: int | None = Field(None, gt=0)
+    samples: int | None = Field(None, gt=0, le=STEPS_MOST)
 
     @field_validator("pack", mode="before")
     @classmethod
@@ -105,18 +105,16 @@ def _fitting(handed: Mapping[str, Any], part: SourceSpec) -> dict[str, Any]:
     return {key: value for key, value in handed.items() if part.kind in ONLY_FOR.get(key, (part.kind,))}
 
 
-class DataSpec(BaseModel):
+class DataSpec(Strict):
     """`train` and `validation`: a source, or the folder of indexed rows; validation also as name -> source."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     train: SourceSpec | None = None
     validation: dict[str, SourceSpec] | None = None  # under its name; a single one is called ""
     cache: str | None = None  # folder on the nodes' own disks
-    cache_gb: float = Field(20.0, gt=0)
-    loader_workers: int = Field(0, ge=0)
-    prefetch_steps: int = Field(2, gt=0)
-    prefetch_mb: float = Field(1024.0, gt=0)
+    cache_gb: float = Field(20.0, gt=0, le=GB_MOST)
+    loader_workers: int = Field(0, ge=0, le=NODES_MOST)
+    prefetch_steps: int = Field(2, gt=0, le=NODES_MOST)
+    prefetch_mb: float = Field(1024.0, gt=0, le=GB_MOST)
 
     @field_validator("train", mode="before")
     @classmethod

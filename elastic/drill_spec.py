@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from elastic.strict import NODES_MOST, SECONDS_MOST, STEPS_MOST, Strict
 
 ON_NODES = ("notice", "kill", "hang", "slow", "stall", "corrupt", "device_error")
 ON_WORKERS = ("slow", "stall", "corrupt", "device_error")  # worked by the workers themselves
@@ -22,7 +24,7 @@ NODE_WORD = re.compile(r"any|any-spot|rank0|rank:[0-9]+")
 NODE_WORDS = "any, any-spot, rank0, rank:N, partner, a node id, or a list of them"
 
 
-class DrillSpec(BaseModel):
+class DrillSpec(Strict):
     """One entry of a drill: exactly one of DRILL_KINDS; without `at_step` it happens at once.
 
     hang: the node's processes are stopped (SIGSTOP). stall: they answer, and their training stands still. corrupt: what they
@@ -34,9 +36,7 @@ class DrillSpec(BaseModel):
     the one it has (of no node; for trials of the checks against that).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    at_step: int | None = Field(None, ge=0)
+    at_step: int | None = Field(None, ge=0, le=STEPS_MOST)
     notice: str | list[str] | None = None
     kill: str | list[str] | None = None
     hang: str | list[str] | None = None
@@ -47,11 +47,11 @@ class DrillSpec(BaseModel):
     add: str | None = None
     kill_driver: Literal[True] | None = None
     wrong_layout: Literal[True] | None = None
-    deadline_s: float | None = Field(None, gt=0)
-    factor: float | None = Field(None, gt=0)
-    unit_s: float | None = Field(None, ge=0)
+    deadline_s: float | None = Field(None, gt=0, le=SECONDS_MOST)
+    factor: float | None = Field(None, gt=0, le=SECONDS_MOST)
+    unit_s: float | None = Field(None, ge=0, le=SECONDS_MOST)
     jitter: float | None = Field(None, ge=0, lt=1)
-    gpu: int | None = Field(None, ge=0)
+    gpu: int | None = Field(None, ge=0, le=NODES_MOST)
     place: Literal["forward", "backward", "optimizer", "host_copy", "move"] | None = None
 
     @model_validator(mode="after")

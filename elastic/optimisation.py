@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, RootModel, Tag, model_validator
+
+from elastic.strict import NODES_MOST, NORM_MOST, STEPS_MOST, Strict
 
 Do = Literal["skip", "rollback", "stop"]
 EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
-class Keys(BaseModel):
-    """Unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Guard(Keys):
+class Guard(Strict):
     """`do`: skip = the step counts, its samples are used up, the update is left out; rollback = back to the newest copy that is
     older than the step, the same samples again; stop. After `rollbacks` roll-backs of a run, and where a step trips again that
     was rolled back for, it does `again`. `in_a_row`: steps skipped one after another before the run stops all the same."""
 
     do: Do = "skip"
     again: Literal["skip", "stop"] = "stop"
-    rollbacks: int = Field(1, ge=1)
-    in_a_row: int = Field(8, ge=1)
+    rollbacks: int = Field(1, ge=1, le=NODES_MOST)
+    in_a_row: int = Field(8, ge=1, le=STEPS_MOST)
 
     @model_validator(mode="before")
     @classmethod
@@ -44,20 +41,20 @@ class LossSpike(Guard):
     """The train_loss is more than `z` robust deviations above the median of the last `window` steps that were applied, in
     logarithms; silent before `after` steps."""
 
-    z: float = Field(8.0, gt=0)
+    z: float = Field(8.0, gt=0, le=NORM_MOST)
     window: int = Field(64, ge=8, le=4096)
-    after: int = Field(16, ge=4)
+    after: int = Field(16, ge=4, le=STEPS_MOST)
 
 
 class GradNorm(Guard):
     """The gradient's norm is above `most` (exploding) or below `least` (vanishing), or `z` robust deviations above the median
     of the last `window` steps, in logarithms. Before clipping."""
 
-    most: float | None = Field(None, gt=0)
-    least: float | None = Field(None, gt=0)
-    z: float | None = Field(None, gt=0)
+    most: float | None = Field(None, gt=0, le=NORM_MOST)
+    least: float | None = Field(None, gt=0, le=NORM_MOST)
+    z: float | None = Field(None, gt=0, le=NORM_MOST)
     window: int = Field(64, ge=8, le=4096)
-    after: int = Field(16, ge=4)
+    after: int = Field(16, ge=4, le=STEPS_MOST)
 
     @model_validator(mode="after")
     def _some(self) -> GradNorm:
@@ -70,9 +67,9 @@ class BlockNorm(Guard):
     """The norm of the gradient of one block (or of what stands before or after the blocks) is above `most` or below `least`;
     looked at every `every` steps."""
 
-    most: float | None = Field(None, gt=0)
-    least: float | None = Field(None, gt=0)
-    every: int = Field(1, ge=1)
+    most: float | None = Field(None, gt=0, le=NORM_MOST)
+    least: float | None = Field(None, gt=0, le=NORM_MOST)
+    every: int = Field(1, ge=1, le=STEPS_MOST)
 
     @model_validator(mode="after")
     def _some(self) -> BlockNorm:
@@ -81,7 +78,7 @@ class BlockNorm(Guard):
         return self
 
 
-class Guards(Keys):
+class Guards(Strict):
     """None = not watched."""
 
     not_finite: NotFinite = NotFinite()
@@ -96,14 +93,17 @@ GUARDS: Mapping[str, Any] = Guards().model_dump()  # of a job that says nothing
 def _number(value: Any) -> Any:
     if isinstance(value, list):
         return [_number(item) for item in value]
-    return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
+    value = float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is no number that a class of optimizers takes; give a finite one")
+    return value
 
 
-class OptimizerKeys(Keys):
+class OptimizerKeys(Strict):
     """`path`: import path of the class; `no_decay`: patterns of parameter names that get weight_decay 0; the other keys are
     those of the class. Under a name, among several: `parameters`, patterns of the names of its own; without it: the rest."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow")
 
     path: str = Field(pattern=r"^[A-Za-z_][\w.]*\.[A-Za-z_]\w*$")
     no_decay: list[str] = []
@@ -145,13 +145,13 @@ ONE, SEVERAL = "", "+"  # forms of the key `optimizer`; no part of the place tha
 OptimizerKey = Annotated[Annotated[OptimizerKeys, Tag(ONE)] | Annotated[SeveralOptimizers, Tag(SEVERAL)], Discriminator(_form)]
 
 
-class LrSchedule(Keys):
+class LrSchedule(Strict):
     """Factor on the optimizer's learning rates: linear warm-up, then `kind`. `decay_steps`: how long it falls to `min_factor`
     (default: cosine and linear to the end of the job, wsd its last tenth)."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"]
-    warmup_steps: int = Field(0, ge=0)
-    decay_steps: int | None = Field(None, gt=0)
+    warmup_steps: int = Field(0, ge=0, le=STEPS_MOST)
+    decay_steps: int | None = Field(None, gt=0, le=STEPS_MOST)
     min_factor: float = Field(0.0, ge=0, le=1)
 
     @model_validator(mode="after")
@@ -172,10 +172,10 @@ def decay(given: Mapping[str, Any], steps: int) -> tuple[int, int]:
     return warmup, length if length is not None else steps - warmup
 
 
-class NoiseScale(Keys):
+class NoiseScale(Strict):
     """The gradient noise scale is measured every `every` steps: advice for the batch, in the report."""
 
-    every: int = Field(10, ge=1)
+    every: int = Field(10, ge=1, le=STEPS_MOST)
 
 
 LrScaling = Literal["none", "linear", "sqrt"]
@@ -192,7 +192,7 @@ def problem(steps: int, schedule: LrSchedule | None, scaling: LrScaling, base_gl
     return ""
 
 
-OWNERS: Mapping[str, type[Keys]] = {  # whose keys may stand under a key of job.yaml
+OWNERS: Mapping[str, type[Strict]] = {  # whose keys may stand under a key of job.yaml
     "guards": Guards, "not_finite": NotFinite, "loss_spike": LossSpike, "grad_norm": GradNorm, "block_norm": BlockNorm,
     "lr_schedule": LrSchedule, "noise_scale": NoiseScale,
 }  # fmt: skip

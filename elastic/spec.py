@@ -7,40 +7,57 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from elastic.data_spec import DataSpec, SourceSpec
 from elastic.drill_spec import DrillSpec
 from elastic.errors import SpecError
 from elastic.optimisation import OWNERS, Guards, LrScaling, LrSchedule, NoiseScale, OptimizerKey, problem
+from elastic.strict import (
+    BYTES_MOST,
+    GB_MOST,
+    HOURS_MOST,
+    NAME,
+    NAME_MOST,
+    NODES_MOST,
+    NORM_MOST,
+    SAMPLES_MOST,
+    SECONDS_MOST,
+    SEED_MOST,
+    SHOWN_MOST,
+    STEPS_MOST,
+    TIME_MOST_S,
+    USD_MOST,
+    Strict,
+    read_yaml,
+    shown_of,
+    yaml_of,
+)
 from elastic.types import Layout, MarketType, Pool, is_auto, parse_layout, pinned
 
 Auto = Literal["auto"]
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's where it was built in: ten times as fast
 Model = TypeVar("Model", bound=BaseModel)
+TYPE_NAMES = ("int", "str", "float")  # that pydantic puts into the place of an error
+SILENCE_LEAST_S = 0.1
+LEASE_LEAST_S, LEASE_MOST_S = 1.0, 30 * 86400.0  # workers without a driver must leave some day
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class PoolSpec(_Strict):
+class PoolSpec(Strict):
     """One pool of nodes; the fields of `elastic.types.Pool`."""
 
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, max_length=NAME_MOST, pattern=NAME)
     accelerator_type: str = "CPU"
-    gpus_per_node: int = Field(1, gt=0)
+    gpus_per_node: int = Field(1, gt=0, le=NODES_MOST)
     market_type: MarketType = "owned"
-    usd_per_node_h: float = Field(0.0, ge=0)
+    usd_per_node_h: float = Field(0.0, ge=0, le=USD_MOST)
     min_nodes: int = Field(0, ge=0)
-    max_nodes: int = Field(1, gt=0)
-    notice_s: float = Field(120.0, ge=0)
+    max_nodes: int = Field(1, gt=0, le=NODES_MOST)
+    notice_s: float = Field(120.0, ge=0, le=SECONDS_MOST)
     region: str = ""
     zone: str = ""
-    ends_at_s: float | None = None
-    memory_bytes_per_gpu: int = Field(0, ge=0)
-    host_memory_bytes: int = Field(0, ge=0)
+    ends_at_s: float | None = Field(None, ge=0, le=TIME_MOST_S)
+    memory_bytes_per_gpu: int = Field(0, ge=0, le=BYTES_MOST)
+    host_memory_bytes: int = Field(0, ge=0, le=BYTES_MOST)
     instance_type: str = ""
     cloud: str = ""
 
@@ -68,22 +85,22 @@ def embedded_pools(n_gpus: int = 0) -> list[PoolSpec]:
     return [*found, PoolSpec(name="on-demand", accelerator_type=kind, market_type="on-demand", **on_demand)]
 
 
-class JobSpec(_Strict):
+class JobSpec(Strict):
     """A job. `folder` and `program` are absolute paths; `layout` as a map is keyed by the number of workers, as text."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(min_length=1, max_length=NAME_MOST, pattern=NAME)
     folder: str
     program: str
-    steps: int = Field(gt=0)
-    global_batch: int = Field(gt=0)
-    seed: int = Field(0, ge=0)
-    eval_every: int = Field(0, ge=0)
-    eval_samples: int = Field(64, gt=0)
-    clip_grad_norm: float | None = Field(None, gt=0)
+    steps: int = Field(gt=0, le=STEPS_MOST)
+    global_batch: int = Field(gt=0, le=SAMPLES_MOST)
+    seed: int = Field(0, ge=0, le=SEED_MOST)
+    eval_every: int = Field(0, ge=0, le=STEPS_MOST)
+    eval_samples: int = Field(64, gt=0, le=SAMPLES_MOST)
+    clip_grad_norm: float | None = Field(None, gt=0, le=NORM_MOST)
     optimizer: OptimizerKey | None = None  # instead of Program.optimizer
     lr_schedule: LrSchedule | None = None  # instead of Program.lr_factor
     lr_scaling: LrScaling = "none"
-    base_global_batch: int | None = Field(None, gt=0)  # that the learning rates were found with
+    base_global_batch: int | None = Field(None, gt=0, le=SAMPLES_MOST)  # that the learning rates were found with
     noise_scale: NoiseScale | None = None  # None = not measured
     guards: Guards = Guards()
     precision: Literal["float32", "bfloat16", "float16"] = (
@@ -92,34 +109,34 @@ class JobSpec(_Strict):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # in which gradients are added up
     layout: str | dict[str, str] = "auto"
     schedule: Literal["1f1b", "gpipe", "interleaved1f1b"] | None = None  # None, here and below: 'auto' chooses
-    virtual_stages: int | None = Field(None, gt=1)  # pipeline stages per rank under interleaved1f1b
-    microbatch_size: int | None = Field(None, gt=0)  # samples of a data-parallel rank that are computed at once
-    microbatch_tokens: int | None = Field(None, gt=0)  # places that it computes at once, for samples of unequal length
+    virtual_stages: int | None = Field(None, gt=1, le=NODES_MOST)  # pipeline stages per rank under interleaved1f1b
+    microbatch_size: int | None = Field(None, gt=0, le=SAMPLES_MOST)  # of a data-parallel rank, computed at once
+    microbatch_tokens: int | None = Field(None, gt=0, le=SAMPLES_MOST)  # likewise, for samples of unequal length
     activation_checkpointing: Literal["none", "selective", "full"] | None = None
     zero_stage: Literal[1, 2, 3] | None = None
     compile: bool = False
     float8: bool = False  # matrix products of the blocks, through torchao
     offload: bool = False
-    min_workers: int = Field(1, gt=0)
-    max_workers: int | None = Field(None, gt=0)
+    min_workers: int = Field(1, gt=0, le=NODES_MOST)
+    max_workers: int | None = Field(None, gt=0, le=NODES_MOST)
     peer_every: Auto | int = "auto"
     durable_every: Auto | int = "auto"
     peer_copies: Auto | int = "auto"
     copies_across_zones: bool = False
     copy_link_share: float = Field(0.1, gt=0, le=1)
-    keep_last: int = Field(2, ge=1)
-    keep_every: int = Field(0, ge=0)
-    keep_best: int = Field(0, ge=0)
-    storage_quota_gb: float | None = Field(None, gt=0)
+    keep_last: int = Field(2, ge=1, le=STEPS_MOST)
+    keep_every: int = Field(0, ge=0, le=STEPS_MOST)
+    keep_best: int = Field(0, ge=0, le=STEPS_MOST)
+    storage_quota_gb: float | None = Field(None, gt=0, le=GB_MOST)
     data: DataSpec = DataSpec()  # instead of the program's own datasets
     storage: str | None = None
-    budget_usd: float | None = Field(None, gt=0)
-    max_nodes: int | None = Field(None, gt=0)
-    deadline_h: float | None = Field(None, gt=0)  # since the run's first start
+    budget_usd: float | None = Field(None, gt=0, le=USD_MOST)
+    max_nodes: int | None = Field(None, gt=0, le=NODES_MOST)
+    deadline_h: float | None = Field(None, gt=0, le=HOURS_MOST)  # since the run's first start
     on_demand_floor: Auto | Literal["copy"] | int = "auto"  # nodes; copy = as many as hold the state once
     waiting_usd_per_h: Auto | float = "auto"  # what an hour is worth in which too few nodes are there
-    max_silence_s: float | None = Field(None, gt=0)
-    orphan_lease_s: float = Field(900.0, gt=0)
+    max_silence_s: float | None = Field(None, ge=SILENCE_LEAST_S, le=SECONDS_MOST)
+    orphan_lease_s: float = Field(900.0, ge=LEASE_LEAST_S, le=LEASE_MOST_S)
     purpose: Literal["auto", "fastest", "cheapest"] = "auto"  # auto = cheapest with deadline_h or on_demand_floor
     pools: list[PoolSpec] = Field(default_factory=embedded_pools, min_length=1)
     trusted_axes: list[Literal["dp", "tp", "cp", "pp"]] = []  # taken as right, whatever the checks before the start find
@@ -129,6 +146,12 @@ class JobSpec(_Strict):
     drill: list[DrillSpec] = []
     script: str | None = None  # the file of `program` is a script that enters elastic.loop, called with `args`
     args: list[str] = []
+    _where: str = PrivateAttr("job")
+
+    @property
+    def where(self) -> str:
+        """Where it was read from, as errors name it."""
+        return self._where
 
     @field_validator("layout", mode="before")
     @classmethod
@@ -155,22 +178,24 @@ class JobSpec(_Strict):
     @field_validator("peer_copies")
     @classmethod
     def _some_copies(cls, value: Auto | int) -> Auto | int:
-        if value != "auto" and value < 0:
-            raise ValueError(f"must be 'auto' or a number of copies on other nodes (0 = none), not {value}")
+        if value != "auto" and not 0 <= value <= NODES_MOST:
+            raise ValueError(
+                f"must be 'auto' or a number of copies on other nodes (0 = none), not {shown_of(value)}; at most {NODES_MOST:g}"
+            )
         return value
 
     @field_validator("on_demand_floor", "waiting_usd_per_h")
     @classmethod
     def _none_below_zero(cls, value: str | float) -> str | float:
-        if not isinstance(value, str) and value < 0:
-            raise ValueError(f"must be a word or a number of at least 0, not {value}")
+        if not isinstance(value, str) and not 0 <= value <= USD_MOST:
+            raise ValueError(f"must be a word or a number of at least 0, not {shown_of(value)}; at most {USD_MOST:g}")
         return value
 
     @field_validator("peer_every", "durable_every", "check_numbers_every")
     @classmethod
     def _not_negative(cls, value: Auto | int) -> Auto | int:
-        if value != "auto" and value < 0:
-            raise ValueError(f"must be 'auto' or a number of steps (0 = off), not {value}")
+        if value != "auto" and not 0 <= value <= STEPS_MOST:
+            raise ValueError(f"must be 'auto' or a number of steps (0 = off), not {shown_of(value)}; at most {STEPS_MOST:g}")
         return value
 
     @model_validator(mode="after")
@@ -278,7 +303,9 @@ def job_of(data: Mapping[str, Any], program: Path, where: str = "job") -> JobSpe
     if "folder" in data:
         raise SpecError(f"{where}: unknown key 'folder'; it is the folder of the program")
     root = program.resolve().parent
-    return _checked(JobSpec, {"name": root.name} | dict(data) | {"folder": str(root), "program": str(program)}, where)
+    job = _checked(JobSpec, {"name": root.name} | dict(data) | {"folder": str(root), "program": str(program)}, where)
+    job._where = where
+    return job
 
 
 def load_drill(file: str | Path) -> list[DrillSpec]:
@@ -325,6 +352,31 @@ def check_fit(job: JobSpec, pools: Sequence[Pool]) -> None:
             raise SpecError(f"{job.name}: the drill adds to pool '{entry.add}'; the pools are {', '.join(names)}")
 
 
+def unlimited(job: Mapping[str, Any], pools: Sequence[Pool]) -> str:
+    """Why a run of this job (plain data) on these pools may cost any amount; '' = a limit is given, or no pool is paid."""
+    paid = [pool for pool in pools if pool.paid]
+    if not paid or job.get("budget_usd") or job.get("max_nodes"):
+        return ""
+    listed = " + ".join(
+        f"{pool.name} {pool.max_nodes} x {f'${pool.usd_per_node_h:,.2f}/h' if pool.usd_per_node_h else 'no known price'}"
+        for pool in paid
+    )
+    usd_per_h = sum(pool.max_nodes * pool.usd_per_node_h for pool in paid)
+    return (
+        f"keys 'budget_usd' and 'max_nodes' are missing, and nodes are paid for: up to ${usd_per_h:,.2f} an hour ({listed}) "
+        "until the run ends; give budget_usd (dollars in all) or max_nodes (nodes at a time), or say --no-budget"
+    )
+
+
+def check_budget(job: JobSpec, pools: Sequence[Pool], no_budget: bool = False) -> None:
+    """Paid pools need a limit. `no_budget`: somebody has said that there shall be none. Raises SpecError."""
+    if no_budget and job.budget_usd is not None:
+        raise SpecError(f"{job.where}: key 'budget_usd' is {job.budget_usd:g}, and --no-budget says none; give one of them")
+    why = "" if no_budget else unlimited(job.plain(), pools)
+    if why:
+        raise SpecError(f"{job.where}: {why}")
+
+
 def _check_float8(job: JobSpec, pools: Sequence[Pool]) -> None:
     kinds = list(dict.fromkeys(pool.accelerator_type for pool in pools))
     if job.float8 and kinds == ["CPU"]:
@@ -343,26 +395,16 @@ def layout_for(job: JobSpec, n_workers: int) -> Layout | None:
     return parse_layout(job.layout[str(max(fitting))], job.plain()) if fitting else None
 
 
-def read_yaml(path: Path, shown: str) -> Any:
-    """Raises SpecError with the file as `shown` and the line."""
-    try:
-        return yaml.load(path.read_text(), Loader=YAML_LOADER)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = f", line {mark.line + 1}" if mark else ""
-        raise SpecError(f"{shown}{at}: not YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{shown}: cannot be read: {error}") from error
+def pool_of(data: Mapping[str, Any], where: str) -> PoolSpec:
+    """A pool as plain data, checked. Raises SpecError that begins with `where`."""
+    return _checked(PoolSpec, dict(data), where)
 
 
 def _override(text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign or not key:
         raise SpecError(f"--set {text}: it must be key=value, as in --set steps=100")
-    try:
-        return key.strip(), yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise SpecError(f"--set {text}: the value is not YAML") from error
+    return key.strip(), yaml_of(value, f"--set {text[:SHOWN_MOST]}")
 
 
 def _checked(model: type[Model], data: dict[str, Any], where: str) -> Model:
@@ -376,19 +418,25 @@ def _checked(model: type[Model], data: dict[str, Any], where: str) -> Model:
 
 def _first(error: ValidationError, model: type[BaseModel]) -> str:
     """The first problem, in words; unknown keys come first since a misspelt key also shows as a missing one."""
-    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    problem = min(error.errors(), key=_late)
     location = problem["loc"]
     if problem["type"] == "extra_forbidden":
         return f"unknown key '{_dotted(location)}'{_nearest(location, model)}"
-    key = _dotted(part for part in location if isinstance(part, int) or (part.isidentifier() and part not in ("int", "str")))
+    key = _dotted(part for part in location if isinstance(part, int) or (part.isidentifier() and part not in TYPE_NAMES))
     if problem["type"] == "missing":
         return f"key '{key}' is missing"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "none_required":
         message = "not in this version; leave it out"
     given = problem.get("input")
-    shown = f" (it is {given!r})" if isinstance(given, str | int | float) and problem["type"] != "value_error" else ""
+    shown = f" (it is {shown_of(given)})" if isinstance(given, str | int | float) and problem["type"] != "value_error" else ""
     return f"key '{key}': {message[:1].lower()}{message[1:]}{shown}" if key else message
+
+
+def _late(problem: Any) -> tuple[bool, bool]:
+    """Of several problems the first: where a word or a number may stand, what is wrong with a number says more."""
+    other_word = problem["type"] == "literal_error" and not isinstance(problem.get("input"), str)
+    return problem["type"] != "extra_forbidden", other_word
 
 
 def _dotted(path: Iterable[str | int]) -> str:

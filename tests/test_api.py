@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.places import PROGRAMS
+from support.places import PROGRAMS, ROOT
 
 import elastic
 from elastic import api
 from elastic.api import checks, running
+from elastic.api.scripts import FILLED
+from elastic.cli import main
+from elastic.cluster.claims import LEAVE_MOST_S
 from elastic.cluster.lease import Lease
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS
+from elastic.driver import LINE_EVERY_S
 from elastic.errors import JournalDamaged, SpecError
 from elastic.fingerprint import fingerprint
 from elastic.ledger.journal import Journal, Line, read
@@ -24,7 +29,7 @@ from elastic.ledger.segments import Stored
 from elastic.observe.view import view_of
 from elastic.policy.state import State, fold
 from elastic.program import Program, load_program
-from elastic.spec import drill_entry
+from elastic.spec import check_budget, drill_entry, job_data, job_of
 from elastic.storage import open_storage
 from elastic.types import (
     Copy,
@@ -321,3 +326,71 @@ def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
     check("tp=4", ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=8))
     with pytest.raises(SpecError, match="take a tp that divides it"):
         check("tp=3", ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=8))
+
+
+PAID = "steps: 4\nglobal_batch: 8\npools: [{name: p5, market_type: spot, usd_per_node_h: 98.0, max_nodes: 4}, {name: ours}]\n"
+
+
+def test_paid_pools_need_a_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "job.yaml").write_text(PAID)
+    assert main(["run", "tiny"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("elastic: tiny/job.yaml: keys 'budget_usd' and 'max_nodes' are missing, and nodes are paid for: ")
+    assert "up to $392.00 an hour (p5 4 x $98.00/h) until the run ends; give budget_usd" in said
+    assert said.count("\n") == 1
+    assert prepared(folder, no_budget=True).spec.budget_usd is None
+    for more in ("budget_usd: 50\n", "max_nodes: 2\n"):
+        (folder / "job.yaml").write_text(PAID + more)
+        prepared(folder)
+    (folder / "job.yaml").write_text(PAID + "budget_usd: 50\n")
+    with pytest.raises(SpecError, match=r"tiny/job.yaml: key 'budget_usd' is 50, and --no-budget says none"):
+        prepared(folder, no_budget=True)
+
+
+def test_a_script_that_is_restarted_needs_a_limit_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "program.py").unlink()
+    (folder / "train.py").write_text("print('plain')\n")
+    (folder / "job.yaml").write_text("".join(PAID.splitlines(keepends=True)[2:]))
+    assert main(["run", "tiny", "--script", "tiny/train.py"]) == 2
+    assert "tiny/job.yaml: keys 'budget_usd' and 'max_nodes' are missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("pool", "paid"),
+    [
+        (Pool("a"), False),
+        (Pool("a", market_type="spot"), False),  # of the embedded cluster, as a job without pools has them
+        (Pool("a", usd_per_node_h=0.01), True),
+        (Pool("a", market_type="spot", instance_type="p5.48xlarge", cloud="aws"), True),  # whose price nobody knows
+        (Pool("a", market_type="owned", cloud="kubernetes"), False),
+    ],
+)
+def test_which_pools_are_paid(pool: Pool, paid: bool) -> None:
+    assert pool.paid == paid
+
+
+@pytest.mark.parametrize("job", sorted(path.parent.name for path in (ROOT / "jobs").glob("*/job.yaml")))
+def test_the_jobs_that_come_with_this_have_a_limit(job: str) -> None:
+    data, where = job_data(ROOT / "jobs" / job)
+    spec = job_of(FILLED | data, ROOT / "jobs" / job / "program.py", where)
+    check_budget(spec, [pool.pool() for pool in spec.pools])
+
+
+# ------------------------------------------------------------------------------------------------ clocks
+
+
+def test_a_driver_that_attaches_says_until_when_nodes_may_have_been_paid_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "program.py").write_text((PROGRAMS / "tiny.py").read_text())
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    run = prepared(folder, run_name="r")
+    first = run._start(1, [])
+    assert first.paid_until_s is None and not first.attached
+    now_s = time.time()
+    begun = replace(first, job={**first.job, "orphan_lease_s": 100.0})
+    again = run._start(2, [Line(now_s - 9.0, 1, ((now_s - 9.0, begun),))])
+    assert again.attached and again.paid_until_s == now_s - 9.0 + LINE_EVERY_S + 100.0 + LEAVE_MOST_S
+    assert "clock" not in caplog.text
+    run._start(2, [Line(now_s + 3600.0, 1, ((now_s + 3600.0, begun),))])
+    assert caplog.text.count("clock is 36") == 1 and "behind the newest line of the run's journal" in caplog.text

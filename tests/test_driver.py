@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elastic.driver import drive, restored
+from elastic.driver import LINE_EVERY_S, drive, restored
 from elastic.errors import StateLost
 from elastic.ledger.journal import Journal, Memory, read
 from elastic.policy.state import State
@@ -256,3 +257,22 @@ def test_a_second_driver_goes_on_where_the_first_one_left(tmp_path: Path) -> Non
     (entered,) = [a.plan for a in backend.actions if isinstance(a, EnterPlan)]
     assert (entered.generation, entered.resume.source, entered.resume.step) == (2, "durable", 2)
     assert restored(read(tmp_path / "j")) == state
+
+
+@pytest.mark.parametrize("usd_per_node_h", [0.0, 1.0])
+def test_while_nodes_are_paid_for_there_is_a_line_every_minute(usd_per_node_h: float) -> None:
+    journal, backend = Memory(), Tiny()
+    ready = NodeReady(Node("a", "p"))
+    backend.out = [ready]
+
+    def slow() -> None:
+        backend.time_s += 19.75
+        if backend.time_s >= 600:
+            backend.out.append(StopAsked("enough"))
+
+    backend.on_poll = slow
+    job = {**JOB, "min_workers": 2}
+    drive(backend, journal, start(job=job, pools=(replace(POOL, max_nodes=2, usd_per_node_h=usd_per_node_h),)))
+    times = [line.at_s for line in journal.lines]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert (max(gaps) <= LINE_EVERY_S) == bool(usd_per_node_h), gaps

@@ -59,7 +59,7 @@ def test_plain_survives_json(folder: Path) -> None:
     assert plain["layout"] == {"2": "tp=2", "4": "dp_shard=2,tp=2"}
     assert plain["drill"] == [{"at_step": 3, "kill": "rank0"}]
     assert plain["orphan_lease_s"] == 900.0
-    assert JobSpec(**plain) == job
+    assert JobSpec(**plain).plain() == plain
 
 
 def test_overrides(folder: Path) -> None:
@@ -73,6 +73,9 @@ def test_layout_for(folder: Path) -> None:
     assert layout_for(job, 3) == Layout(tp=2)
     assert layout_for(job, 6) == Layout(pp=2, dp_shard=2)
     assert layout_for(load(folder, GOOD), 4) is None
+
+
+BOMB = "args: [&a0 [x, x], " + ", ".join(f"&a{k} [*a{k - 1}, *a{k - 1}]" for k in range(1, 40)) + "]\n"
 
 
 @pytest.mark.parametrize(
@@ -98,6 +101,28 @@ def test_layout_for(folder: Path) -> None:
         (GOOD + "on_demand_floor: all\n", "key 'on_demand_floor'"),
         (GOOD + "waiting_usd_per_h: -2\n", "key 'waiting_usd_per_h': must be a word or a number of at least 0, not -2"),
         (GOOD + "purpose: best\n", "key 'purpose': input should be 'auto', 'fastest' or 'cheapest' (it is 'best')"),
+        (GOOD + "budget_usd: .inf\n", "key 'budget_usd': input should be a finite number (it is inf)"),
+        (GOOD + "waiting_usd_per_h: .nan\n", "key 'waiting_usd_per_h': input should be a finite number (it is nan)"),
+        (GOOD + "orphan_lease_s: 1e-300\n", "key 'orphan_lease_s': input should be greater than or equal to 1 (it is"),
+        (GOOD + "orphan_lease_s: .inf\n", "key 'orphan_lease_s': input should be a finite number (it is inf)"),
+        (GOOD + "orphan_lease_s: 1e9\n", "key 'orphan_lease_s': input should be less than or equal to 2592000 (it is"),
+        (
+            GOOD + "pools: [{name: a, ends_at_s: .nan}]\n",
+            "key 'pools.0.ends_at_s': input should be a finite number (it is nan)",
+        ),
+        (GOOD + 'pools: [{name: "a\\nb"}]\n', "key 'pools.0.name': string should match pattern"),
+        (GOOD + "pools: [{name: ../a}]\n", "key 'pools.0.name': string should match pattern"),
+        (GOOD + "seed: 99999999999999999999\n", "key 'seed': input should be less than or equal to 9007199254740992 (it is"),
+        (GOOD + f"eval_samples: {10**30}\n", "key 'eval_samples': input should be less than or equal to 1000000000 (it is"),
+        (GOOD + f"microbatch_size: {10**30}\n", "key 'microbatch_size': input should be less than or equal to 1000000000"),
+        (f"steps: {10**30}\nglobal_batch: 8\n", "key 'steps': input should be less than or equal to 1000000000000 (it is"),
+        (f"steps: 10\nglobal_batch: {'9' * 5000}\n", "not YAML: Exceeds the limit (4300"),
+        (GOOD + "name: 2001-99-99\n", "not YAML: month must be in 1..12"),
+        (GOOD + f"peer_every: {10**30}\n", "000000; at most 1e+12"),
+        (GOOD + "optimizer: {path: torch.optim.SGD, lr: 1e999}\n", "inf is no number that a class of optimizers takes"),
+        (GOOD + "drill: [{at_step: 1, notice: any, deadline_s: .inf}]\n", "key 'drill.0.deadline_s': input should be a finite"),
+        (GOOD + "args: " + "[" * 100_000 + "]" * 100_000, "nested more than 100 deep"),
+        (GOOD + BOMB, "it holds more than 1,000,000 values, those behind aliases counted each time"),
         (GOOD + "pools: [{name: a}, {name: a}]\n", "two pools have the same name (a, a)"),
         (GOOD + "pools: [{name: a, min_nodes: 3}]\n", "pool 'a': min_nodes=3 is more than max_nodes=1"),
         (GOOD + "drill: [{kill: any}]\n", "an entry of the drill has no at_step"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ from elastic.data.batches import item_of
 from elastic.data.budget import budget_of
 from elastic.data.opening import dataset_of
 from elastic.drill_spec import NODE_WORD, NODE_WORDS, DrillSpec
+from elastic.driver import LINE_EVERY_S
 from elastic.errors import ElasticError, SpecError
 from elastic.fingerprint import JOB_KEYS, KEY, batch_changed, differences
 from elastic.ledger.journal import Line
@@ -20,6 +23,10 @@ from elastic.types import DriverStarted, ModelProfile, Pool
 
 if TYPE_CHECKING:
     from elastic.cluster.lease import Lease
+
+log = logging.getLogger(__name__)
+
+CLOCK_S = 5.0  # that two clocks may differ by, unsaid
 
 
 def taken(storage: Storage, run: str) -> Lease:
@@ -33,6 +40,24 @@ def taken(storage: Storage, run: str) -> Lease:
     except OSError as error:
         what = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
         raise SpecError(f"storage {storage.uri} cannot be written ({what}); give a folder, or s3://bucket/prefix") from error
+
+
+def paid_until_s(before: Sequence[Line], orphan_lease_s: float) -> float | None:
+    """Until when the nodes of a driver that is gone may have been paid for: it may have lived until a line was due, its workers
+    leave after their lease. None = there was no driver."""
+    from elastic.cluster.claims import LEAVE_MOST_S
+
+    return before[-1].at_s + LINE_EVERY_S + orphan_lease_s + LEAVE_MOST_S if before else None
+
+
+def warn_of_clock(before: Sequence[Line], now_s: float) -> None:
+    """Says where this machine's clock is behind that of the run's last driver: which of them is wrong nobody knows."""
+    behind_s = before[-1].at_s - now_s if before else 0.0
+    if behind_s > CLOCK_S:
+        log.warning(
+            "this machine's clock is %.0f s behind the newest line of the run's journal (%s): set it right (NTP); bill and "
+            "deadline go on by this clock", behind_s, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(before[-1].at_s)),
+        )  # fmt: skip
 
 
 def check_drill(drill: Sequence[DrillSpec], pools: Sequence[Pool], embedded: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from elastic import catalog
 from elastic.cluster_spec import ClusterSpec, Problem, problems_of, read_cluster
 from elastic.errors import SpecError
-from elastic.spec import check_fit, job_data, job_of
+from elastic.spec import check_fit, job_data, job_of, unlimited
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ def _of_job(spec: ClusterSpec, folder: str | Path) -> list[Problem]:
         check_fit(job, spec.pools)
     except SpecError as error:
         found.append(Problem(("available_node_types",), str(error), "more nodes, or a job that asks for less"))
+    what, _, right = unlimited(job.plain(), spec.pools).partition("; ")
+    if what:
+        found.append(Problem(("available_node_types",), f"{where}: {what}", right))
     most = sum(pool.max_nodes for pool in spec.pools if pool.market_type != "spot")
     wanted = 1 if job.on_demand_floor == "copy" else job.on_demand_floor
     if isinstance(wanted, int) and wanted > most:

@@ -6,8 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
 from elastic.api.checks import check_market
 from elastic.drill_spec import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.errors import SpecError
@@ -16,6 +14,7 @@ from elastic.observe import runs
 from elastic.observe.view import View
 from elastic.spec import drill_entry
 from elastic.storage import Storage
+from elastic.strict import yaml_of
 
 
 def holder(run: Storage) -> str:
@@ -45,7 +44,7 @@ def drill(run: Storage, words: Sequence[str]) -> dict[str, Any]:
         if not sign:
             raise SpecError(f"drill: '{word}' must be key=value, as in kill=any")
         nodes = key in ("notice", "kill", "hang")
-        data[key] = (value.split(",") if "," in value else value) if nodes else yaml.safe_load(value)
+        data[key] = (value.split(",") if "," in value else value) if nodes else yaml_of(value, f"drill: {key}")
     entry = drill_entry(data)
     _held(run)
     _check_nodes(runs.view(RunFolder.of(run)), entry)

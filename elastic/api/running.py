@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from elastic.api.checks import check_cp, check_drill, check_layouts, check_same, taken
+from elastic.api.checks import check_cp, check_drill, check_layouts, check_same, paid_until_s, taken, warn_of_clock
 from elastic.api.layouts import LayoutCheck, asked_of, check_open, checked
 from elastic.api.planning.machines import known_of
 from elastic.cluster_spec import ClusterSpec, load_cluster
@@ -31,7 +31,7 @@ from elastic.observe.terminal import Terminal
 from elastic.observe.view import view_of
 from elastic.policy.state import ENDED, State
 from elastic.program import Program, load_program
-from elastic.spec import JobSpec, PoolSpec, check_fit, embedded_pools, job_of, load_drill, load_job
+from elastic.spec import JobSpec, check_budget, check_fit, embedded_pools, job_of, load_drill, load_job, pool_of
 from elastic.storage import Storage, open_storage
 from elastic.types import Copy, CopyDamaged, DriverStarted, Layout, NodePrepared, Outcome, Pool, StepDone, WorkerFailed
 
@@ -57,6 +57,7 @@ class Options:
     cluster: str | Path | None = None  # a cluster file: its pools instead of the job's own
     from_checkpoint: bool = False  # of a run whose journal is damaged: set that aside, go on from the newest durable copy
     allow_changed: bool = False  # go on although program, data or mathematics are not those that the run began with
+    no_budget: bool = False  # paid pools although the job has neither budget_usd nor max_nodes
     show: bool = True  # progress while it runs
     spared: bool = False  # drills on a Ray cluster take the workers of a node and leave the node itself alone
     stream: TextIO | None = None  # where progress and report go; default: standard output
@@ -151,7 +152,7 @@ def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
     pools, floor = spec.pools, spec.on_demand_floor
     if options.cluster is not None:
         cluster = _cluster_of(options.cluster, options.local, address)
-        pools = [PoolSpec(**asdict(pool)) for pool in cluster.pools]
+        pools = [pool_of(asdict(pool), f"{options.cluster}: pool {pool.name!r}") for pool in cluster.pools]
         if cluster.on_demand_floor and "on_demand_floor" not in spec.model_fields_set:
             floor = cluster.on_demand_floor
     elif address is None and "pools" not in spec.model_fields_set:
@@ -217,6 +218,7 @@ class _Run:
         self.spec = spec = adapted(spec, options, self.address)
         self.pools: tuple[Pool, ...] = tuple(pool.pool() for pool in spec.pools)
         check_fit(spec, self.pools)
+        check_budget(spec, self.pools, options.no_budget)
         check_drill(spec.drill, self.pools, embedded=self.address is None)
         name = options.run_name or f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         check_run_name(name)
@@ -291,6 +293,9 @@ class _Run:
             hardware=known_of(self.pools),
             cut=self._cut.said if self._cut is not None else "",
         )
+        warn_of_clock(before, self.launched_at_s)
+        if start.attached and state is not None:
+            start = replace(start, paid_until_s=paid_until_s(before, float(state.job.get("orphan_lease_s") or 900.0)))
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
         if layouts is not None:
             start = replace(start, model=checked(model, layouts.result(), self.program))

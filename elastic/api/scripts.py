@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic.api.checks import check_drill, taken
+from elastic.api.checks import check_drill, taken, warn_of_clock
 from elastic.api.running import Options, Result, adapted, check_run_name, default_storage, ray_address, taken_over
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line
@@ -19,14 +19,16 @@ from elastic.ledger.run_folder import RunFolder
 from elastic.observe import report, runs
 from elastic.observe.terminal import plain_note
 from elastic.observe.view import View, view_of
-from elastic.spec import JobSpec, check_fit, job_of
+from elastic.spec import JobSpec, check_budget, check_fit, job_of
 from elastic.storage import open_storage
 from elastic.types import Decision, DriverStarted, Event, ModelProfile, Pool
 
 if TYPE_CHECKING:
     from elastic.cluster.script_run import ScriptJob
 
-KEYS = ("name", "pools", "min_workers", "max_workers", "max_nodes", "budget_usd", "storage", "drill", "max_silence_s")
+KEYS = (
+    "name", "pools", "min_workers", "max_workers", "max_nodes", "budget_usd", "deadline_h", "storage", "drill", "max_silence_s",
+)  # fmt: skip
 FILLED = {"steps": 1, "global_batch": 1_000_000}  # what a job must have, and nobody reads here
 RAY_TRAIN = re.compile(r"\bray\.train\b|from\s+ray\s+import\s+.*\btrain\b")
 RESTARTED = (
@@ -79,6 +81,7 @@ class _ScriptRun:
         self.spec = spec = adapted(spec, options, self.address)
         self.pools: tuple[Pool, ...] = tuple(pool.pool() for pool in spec.pools)
         check_fit(spec, self.pools)
+        check_budget(spec, self.pools, options.no_budget)
         check_drill(spec.drill, self.pools, embedded=self.address is None)
         self.name = options.run_name or f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         check_run_name(self.name)
@@ -86,6 +89,7 @@ class _ScriptRun:
 
     def to_the_end(self) -> Result:
         from elastic.cluster.local import LocalCluster
+        from elastic.cluster.script_bill import bill_of
         from elastic.cluster.script_run import ScriptRun
 
         with ExitStack() as stack:
@@ -101,8 +105,9 @@ class _ScriptRun:
             where = "a Ray cluster on this machine" if self.address is None else f"the Ray cluster at {self.address}"
             self._say(f"run {self.name}: uses {where}; its journal is {self.place.journal}")
             journal = _Told(self.place.open_journal(lease.epoch, stored, cut), view_of(before), self._say)
-            run = ScriptRun(self._job(), cluster, lease, journal, self._say, resumed=bool(before))
-            script = run.to_the_end(self._start(lease.epoch, cut.said if cut is not None else ""))
+            warn_of_clock(before, time.time())
+            run = ScriptRun(self._job(), cluster, lease, journal, self._say, bill_of(before) if before else None)
+            script = run.to_the_end(self._start(lease.epoch, before, cut.said if cut is not None else ""))
         if script.bad_input:
             raise SpecError(f"{self.file}: {script.reason}")
         if script.outcome == "failed":
@@ -136,13 +141,16 @@ class _ScriptRun:
             name=self.name, file=str(self.file), args=self.args, cwd=str(Path.cwd()),
             asks_ray=bool(RAY_TRAIN.search(self.file.read_text(errors="replace"))), needs=needs, uri=self.place.uri,
             logs=str(self.place.logs), ray_storage=f"{self.place.uri}/ray_train", address=self.address or "",
-            drill=tuple(entry.plain() for entry in spec.drill), max_nodes=spec.max_nodes, budget_usd=spec.budget_usd,
+            drill=tuple(entry.plain() for entry in spec.drill), max_nodes=spec.max_nodes,
         )  # fmt: skip
 
-    def _start(self, epoch: int, cut: str) -> DriverStarted:
+    def _start(self, epoch: int, before: Sequence[Line], cut: str) -> DriverStarted:
+        from elastic.cluster.script_bill import paid_until_s
+
         kept = {key: value for key, value in self.spec.plain().items() if key in KEYS}
         job = kept | {"script": str(self.file), "args": list(self.args), "restarted": True}
-        return DriverStarted(self.name, epoch, job, self.pools, ModelProfile(0, 0, ()), cut=cut)
+        until_s = paid_until_s(before, embedded=self.address is None)
+        return DriverStarted(self.name, epoch, job, self.pools, ModelProfile(0, 0, ()), cut=cut, paid_until_s=until_s)
 
     def _say(self, text: str) -> None:
         if self.options.show:

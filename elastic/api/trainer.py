@@ -41,6 +41,7 @@ class ElasticTrainer:
     run_config:             name (a known one is resumed), storage_path, which checkpoints stay.
     datasets:               "train" and "validation" as ray.data.Dataset: written once as indexed rows into the run's storage.
     resume_from_checkpoint: of another trainer, saved by torch.distributed.checkpoint; where the run has none of its own.
+    no_budget:              paid pools may be used although the job has neither budget_usd nor max_nodes.
     Raises SpecError that names a field which has no meaning here.
     """
 
@@ -52,6 +53,7 @@ class ElasticTrainer:
     run_config: ray.train.RunConfig | None = None
     datasets: Mapping[str, Any] | None = None
     resume_from_checkpoint: ray.train.Checkpoint | None = None
+    no_budget: bool = False
 
     def __post_init__(self) -> None:
         _refuse_in_an_import()
@@ -83,7 +85,9 @@ class ElasticTrainer:
             if not RUN_NAME.fullmatch(name):
                 raise SpecError(f"RunConfig(name='{name}'): letters, digits, '.', '_' and '-' only")
             run = open_storage(f"{runs.storage_uri(data.get('storage'))}/{name}")
-            options = Options(run_name=name, local=address is None, address=address, show=self._wanted.show)
+            options = Options(
+                run_name=name, local=address is None, address=address, no_budget=self.no_budget, show=self._wanted.show
+            )
             if self._train is not None:
                 result = run_file(self._file, sys.argv[1:], data, WHERE, options)
             else:

@@ -19,7 +19,7 @@ Row = TypeVar("Row", bound=BaseModel)
 
 
 class _Row(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class ChipRow(_Row):

@@ -12,12 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from elastic.catalog.finding import find
 from elastic.catalog.nouns import GIB, MIB, Chip, InstanceType, Quote
 from elastic.catalog.rows import ChipRow, InstanceRow, OwnFile, PriceRow, checked, suggestion
 from elastic.errors import SpecError
+from elastic.strict import read_yaml
 
 VARIABLE = "ELASTIC_CATALOG"  # own files, with os.pathsep between them
 Rows = dict[str, dict[str, Any]]
@@ -87,14 +86,7 @@ def _csv(file: str) -> list[dict[str, Any]]:
 
 def _add(tables: _Tables, file: str) -> None:
     """A user's file; each entry is checked alone first, since what it says over another is only a part."""
-    try:
-        data = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = f", line {mark.line + 1}" if mark else ""
-        raise SpecError(f"{file}{at}: not YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{file}: cannot be read: {error}") from error
+    data = read_yaml(Path(file), file)
     if not isinstance(data, dict):
         raise SpecError(f"{file}: it must hold chips, instances or prices")
     own = checked(OwnFile, data, file)

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,27 +16,48 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from elastic.cluster.crew import Crew
-from elastic.types import Event, Node, NodePrepared, NodeRefused, Plan, Prepare, Terms, version_differences
+from elastic.errors import SpecError
+from elastic.storage import Storage
+from elastic.types import (
+    APART,
+    Admission,
+    Event,
+    Mark,
+    Node,
+    NodePrepared,
+    NodeRefused,
+    Plan,
+    Prepare,
+    Terms,
+    apart,
+    version_differences,
+)
 from elastic.version import versions
 from elastic.worker.link import Door, listen
 
 log = logging.getLogger(__name__)
 
+PLACE = "admission"  # in the run's storage
 NEIGHBOURS = 2  # a node that reaches the second one is not at fault
 HEAR_MOST_S = 5.0  # of a neighbour, which trains meanwhile
 
 
 @dataclass
 class Entrance:
-    """The driver's side. `known`: versions of the run: the driver's own, and what only nodes know as the first one told it."""
+    """The driver's side. `known`: versions of the run: the driver's own, and what only nodes know as the first one told it.
+    `folder`: storage that may be this host's own; None = it is known to be the same everywhere. `attached`: to workers that
+    another driver has let in."""
 
     crew: Crew
     known: dict[str, str] = field(default_factory=versions)
+    folder: Storage | None = None
+    attached: bool = False
+    _mark: str = ""
     _inside: dict[str, None] = field(default_factory=dict)  # nodes that were let in, in order
 
     def preparation(self, action: Prepare, plan: Plan | None) -> tuple[Any, ...]:
         """What the workers of a node are told (Worker.prepare)."""
-        terms = Terms(dict(self.known), action.gpu_bytes, action.host_bytes)
+        terms = Terms(dict(self.known), action.gpu_bytes, action.host_bytes, self._mark_for(action.node_id))
         return action.rehearse, terms, tuple(self._neighbours(action.node_id, plan))
 
     def _neighbours(self, node_id: str, plan: Plan | None) -> Iterable[Any]:
@@ -45,10 +68,45 @@ class Entrance:
         actors = (self.crew.actor(first[name]) for name in names)
         return [actor for actor in actors if actor is not None][:NEIGHBOURS]
 
+    def _mark_for(self, node_id: str) -> Mark | None:
+        """What a worker of the node shall find in storage and answer. A failure to write it says nothing of the node."""
+        if self.folder is None or node_id in self._inside:
+            return None
+        try:
+            if not self._mark:
+                self.folder.delete_folder(PLACE)  # of earlier drivers
+                text = secrets.token_hex(16)
+                self.folder.put(f"{PLACE}/{text}", text.encode())
+                self._mark = text
+        except OSError as error:
+            log.warning("%s cannot be written, so that no node is asked whether it sees it: %s", self.folder.uri, error)
+            return None
+        return Mark(self.folder.uri, f"{PLACE}/{self._mark}", f"{PLACE}/{self._mark}.{node_id}", self._mark)
+
+    def _unanswered(self, node_id: str, admission: Admission | None) -> str:
+        """Why the node's storage is not this driver's; '' = it is, or the node was not asked."""
+        if self.folder is None or admission is None or not self._mark or admission.mark != self._mark:
+            return ""
+        key = f"{PLACE}/{self._mark}.{node_id}"
+        try:
+            found = self.folder.get(key) == self._mark.encode()
+            self.folder.delete(key)
+        except FileNotFoundError:
+            found = False
+        except OSError as error:
+            log.warning("%s cannot be read, so that it is not known whether %s writes there: %s", key, node_id, error)
+            return ""
+        return "" if found else apart(self.folder.uri, "a file that the node has written is not there on the driver's host, in")
+
     def passed(self, event: Event, nodes: dict[str, Node]) -> Event:
-        """The event as the policy is to hear it: nodes that came together are held against each other here."""
+        """The event as the policy is to hear it: nodes that came together are held against each other here. Raises SpecError
+        where not even the first node has the driver's storage."""
         node = nodes.get(getattr(event, "node_id", ""))
+        if isinstance(event, NodePrepared) and node is not None and (why := self._unanswered(node.node_id, event.admission)):
+            event = NodeRefused(node.node_id, why)
         if isinstance(event, NodeRefused) and node is not None:
+            if event.reason.startswith(APART) and not self._inside and not self.attached:
+                raise SpecError(f"node {node.node_id}: {event.reason}")
             return replace(event, pool=node.pool)
         if not isinstance(event, NodePrepared) or node is None:
             return event
@@ -61,6 +119,12 @@ class Entrance:
 
     def forget(self, node_id: str) -> None:
         self._inside.pop(node_id, None)
+
+    def close(self) -> None:
+        """Takes away what was written to storage."""
+        if self.folder is not None and self._mark:
+            with suppress(OSError):
+                self.folder.delete(f"{PLACE}/{self._mark}")
 
 
 def entry(terms: Terms, neighbours: tuple[Any, ...]) -> Any:

@@ -115,7 +115,8 @@ class RayBackend:
             float(run.job.get("orphan_lease_s") or 900.0), outlives, run.logs,
         )  # fmt: skip
         self.crew = Crew(setup, run.namespace, local=self.cluster is not None)
-        self.entrance = Entrance(self.crew)
+        folder = self.storage if outlives and not self.storage.remote else None  # embedded nodes are on this host
+        self.entrance = Entrance(self.crew, folder=folder, attached=run.attach)
         self.copies = DurableCopies(self.storage, run.epoch, {"run": run.name, KEY: run.job.get(KEY)}, self.commit)
         self.gather = Gather(self.copies.commit, self._workers_of)
         self.silence = Silence(POLL_S, run.job.get("max_silence_s"), patience_s(run.job))
@@ -166,6 +167,7 @@ class RayBackend:
         self.survey.close()
         self.outlook.close()
         self.inbox.close()
+        self.entrance.close()
         self.copies.close()
         self.crew.close(end=self.cluster is None and not self._let_go)
         self.provider.close(end=not self._let_go)

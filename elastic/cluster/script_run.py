@@ -23,11 +23,13 @@ from elastic.cluster.lease import Lease
 from elastic.cluster.local import LocalCluster
 from elastic.cluster.nodes import EmbeddedNodes, NodeProvider, Survey, signal_there
 from elastic.cluster.outlook import Outlook
+from elastic.cluster.script_bill import ORPHAN_LEASE_S, counted
 from elastic.cluster.script_fit import Fit
 from elastic.cluster.script_state import Needs, Script, lines_of, some
 from elastic.cluster.script_words import Board, Hello, Said, Word
-from elastic.driver import Recorder, stop_signals
+from elastic.driver import LINE_EVERY_S, Recorder, stop_signals
 from elastic.errors import InternalError, SpecError
+from elastic.policy.state import State
 from elastic.storage import open_storage
 from elastic.types import (
     Decision,
@@ -49,7 +51,6 @@ DEAD_MOST_S = 4.0  # how long the next group waits for Ray to list a lost node a
 FIRST_NODES_S = 60.0  # how long the first group waits for nodes that were asked for
 BACKOFF_S, BACKOFF_MOST_S = 30.0, 600.0
 END_S = 15.0  # for Ray Train to end
-ORPHAN_LEASE_S = 120.0  # the groups end with their driver: this is only for what it asked of an autoscaler
 LEAVE_S = 3.0  # for the supervisors of a run that was stopped or has failed
 
 
@@ -69,7 +70,6 @@ class ScriptJob:
     address: str = ""
     drill: tuple[Mapping[str, Any], ...] = ()
     max_nodes: int | None = None
-    budget_usd: float | None = None
 
     @property
     def uses_gpus(self) -> bool:
@@ -104,21 +104,21 @@ class Hands:
 
 @dataclass
 class ScriptRun:
-    """`cluster`: the embedded one; None = the cluster at `job.address`. `show`: takes lines for a person."""
+    """`cluster`: the embedded one; None = the cluster at `job.address`. `show`: takes lines for a person. `before`: what
+    earlier drivers of the run have paid; None = there was none."""
 
     job: ScriptJob
     cluster: LocalCluster | None
     lease: Lease
     journal: Recorder
     show: Callable[[str], None]
-    resumed: bool = False
+    before: State | None = None
     script: Script = field(init=False)
     provider: NodeProvider = field(init=False)
     fit: Fit = field(init=False)
     _requests: dict[str, tuple[str, float]] = field(init=False, default_factory=dict)  # id -> pool, since when
     _backoff: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)  # pool -> until, wait
-    _usd: float = field(init=False, default=0.0)
-    _looked_s: float = field(init=False, default=0.0)
+    _line_s: float = field(init=False, default=0.0)
     _counted_s: float = field(init=False, default=0.0)
     _restart_s: float | None = field(init=False, default=None)
     _dead: dict[str, str] = field(init=False, default_factory=dict)  # ray ids of lost nodes
@@ -126,7 +126,7 @@ class ScriptRun:
 
     def to_the_end(self, start: DriverStarted) -> Script:
         """Runs the script to its end; returns what is known then. Takes Ray down, not the embedded cluster."""
-        self.script = Script(self.job.needs, resumed=self.resumed)
+        self.script = Script(self.job.needs, resumed=self.before is not None, bill=self.before or State())
         self._connect()
         try:
             self._begin(start)
@@ -150,7 +150,9 @@ class ScriptRun:
         _ray_private.mute_errors()
 
     def _begin(self, start: DriverStarted) -> None:
-        self.journal.append(self.now_s(), [(self.now_s(), start)])
+        self._began_s = self._line_s = self.now_s()
+        self.journal.append(self._began_s, [(self._began_s, start)])
+        self.script.bill = counted(self.script.bill, start, self._began_s)
         self.storage = open_storage(self.job.uri)
         pools = self.job.needs.pools
         self.inbox, self.survey = drills.Inbox(self.storage), Survey()
@@ -165,7 +167,6 @@ class ScriptRun:
         self._board_name = f"board-{start.epoch}"
         self.board = board.options(name=self._board_name, num_cpus=0, scheduling_strategy=here).remote()
         self.fit = Fit(here)
-        self._began_s = self._looked_s = self.now_s()
 
     def _finish(self) -> None:
         """Ray Train ends by itself once the supervisors have gone; what waits for nodes that never come is ended."""
@@ -204,7 +205,7 @@ class ScriptRun:
                 script.ask_stop(asked[0], now_s)
             if len(asked) > 1:
                 script.end("stopped", "asked twice to stop: ended at once")
-            self._bill(now_s)
+            script.pay(now_s)
             self._capacity(now_s)
             self._first_group(now_s)
             script.look(now_s, silent_s)
@@ -240,8 +241,12 @@ class ScriptRun:
 
     def _write(self, now_s: float) -> None:
         log, self.script.log = self.script.log, []
-        for events, decision in lines_of(log):
+        lines = lines_of(log)
+        if not lines and self.script.bill.usd_per_h and now_s - self._line_s >= LINE_EVERY_S:
+            lines = [([], Decision((), self.script.reason))]  # a driver that follows knows how long nodes were paid for
+        for events, decision in lines:
             self.journal.append(now_s, events, decision)
+            self._line_s = now_s
         if self.journal.due_at_s is not None and now_s >= self.journal.due_at_s:
             self.journal.flush()
 
@@ -305,15 +310,6 @@ class ScriptRun:
             if ray_id is not None:
                 _ray_private.drain(ray_id, event.deadline_s, "drill")
 
-    def _bill(self, now_s: float) -> None:
-        prices = {pool.name: pool.usd_per_node_h for pool in self.job.needs.pools}
-        usd_per_h = sum(prices.get(node.pool, 0.0) for node in self.script.nodes.values())
-        self._usd += usd_per_h * (now_s - self._looked_s) / 3600
-        self._looked_s = now_s
-        budget = self.job.budget_usd
-        if budget is not None and self._usd >= budget:
-            self.script.ask_stop(f"the budget of ${budget:.2f} is spent (${self._usd:.2f})", now_s)
-
     def _capacity(self, now_s: float) -> None:
         """Asks for nodes up to max_workers, the cheapest pools first; for none once the run is to stop."""
         script, needs = self.script, self.job.needs
@@ -323,7 +319,7 @@ class ScriptRun:
         sizes = {pool.name: pool.gpus_per_node for pool in needs.pools}
         have = sum(node.gpus for node in script.staying) + sum(sizes[pool] for pool in coming)
         n_nodes = len(script.nodes) + len(coming)
-        for pool in sorted(needs.pools, key=lambda pool: pool.usd_per_gpu_h):
+        for pool in sorted(script.bill.pools, key=lambda pool: pool.usd_per_gpu_h):
             used = sum(node.pool == pool.name for node in script.nodes.values()) + coming.count(pool.name)
             n = min(pool.max_nodes - used, -(-(needs.max_workers - have) // pool.gpus_per_node))
             n = min(n, self.job.max_nodes - n_nodes) if self.job.max_nodes is not None else n

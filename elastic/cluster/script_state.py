@@ -11,7 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from elastic.cluster.script_bill import counted
 from elastic.cluster.script_words import Ended, Formed, Hello, Order, Said, Word
+from elastic.policy.facts import billed
+from elastic.policy.state import State
 from elastic.types import (
     Abort,
     Cause,
@@ -122,6 +125,7 @@ class Script:
     leaving: dict[str, float] = field(default_factory=dict)  # node id -> deadline
     generation: int = 0
     resumed: bool = False  # an earlier driver ran it already
+    bill: State = field(default_factory=State)  # of all drivers: nodes, prices, dollars, budget and deadline
     plan: Plan | None = None
     group: Group | None = None
     restart: bool = False  # the group has ended: nodes are to be given back, then `go`
@@ -143,6 +147,7 @@ class Script:
     def node(self, event: Event, at_s: float) -> None:
         """Something about a node was found out."""
         self.log.append((at_s, event))
+        self.bill = counted(self.bill, event, at_s)
         match event:
             case NodeReady(node):
                 self.nodes[node.node_id] = node
@@ -159,6 +164,12 @@ class Script:
                 self._lost(node_id, at_s)
             case _:
                 pass
+
+    def pay(self, now_s: float) -> None:
+        """The bill goes on; the script is stopped where it has reached the budget, or the deadline is over."""
+        self.bill = billed(self.bill, now_s)
+        if self.bill.stop is not None:
+            self.ask_stop(self.bill.stop.reason, now_s)
 
     def _lost(self, node_id: str, at_s: float) -> None:
         if self.group is not None and not self.group.over and self.group.on(node_id):
@@ -393,7 +404,7 @@ class Script:
     def _plan(self, ranks: Sequence[WorkerId], cause: Cause, text: str) -> None:
         fresh = self.generation == 1 and not self.resumed
         nodes = {worker.node_id for worker in ranks}
-        prices = {pool.name: pool.usd_per_node_h for pool in self.needs.pools}
+        prices = {pool.name: pool.usd_per_node_h for pool in self.bill.pools}
         usd_per_h = sum(prices.get(node.pool, 0.0) for node in self.nodes.values() if node.node_id in nodes)
         self.plan = Plan(
             self.generation, Layout(dp_replicate=len(ranks)), tuple(ranks), (), (),

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from elastic.cluster_spec.nouns import MARKETS, ClusterSpec, NodeType, Place, Problem
 from elastic.cluster_spec.own import Own, OwnPool
 from elastic.cluster_spec.pools import pools_of
-from elastic.errors import SpecError
+from elastic.strict import USD_MOST, finite, yaml_of
 from elastic.types import MarketType
 from elastic.types.labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
@@ -30,13 +28,7 @@ INSTANCE_SELECTOR, ZONE_SELECTOR = "node.kubernetes.io/instance-type", "topology
 
 def documents(text: str, shown: str) -> list[Mapping[str, Any]]:
     """The RayCluster and RayJob manifests in a file's text. Raises SpecError where it is not YAML."""
-    try:
-        found = list(yaml.safe_load_all(text))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = f", line {mark.line + 1}" if mark else ""
-        raise SpecError(f"{shown}{at}: not YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}") from error
-    return [entry for entry in found if isinstance(entry, dict) and entry.get("kind") in KINDS]
+    return [entry for entry in yaml_of(text, shown, several=True) if isinstance(entry, dict) and entry.get("kind") in KINDS]
 
 
 def spec_of(file: str, manifests: list[Mapping[str, Any]]) -> tuple[ClusterSpec, list[Problem]]:
@@ -94,18 +86,13 @@ def _resources(pod: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, f
 def _price(entry: Mapping[str, Any]) -> float | None:
     metadata = _mapping(_mapping(entry.get("template")).get("metadata"))
     text = _mapping(metadata.get("annotations")).get(PRICE)
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
+    found = finite(text)
+    return found if found is not None and 0 <= found <= USD_MOST else None
 
 
 def _quantity(value: Any) -> float:
     text = str(value if value is not None else 0)
-    try:
-        return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
-    except ValueError:
-        return 0.0
+    return (finite(text[:-1]) or 0.0) / 1000 if text.endswith("m") else finite(text) or 0.0
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

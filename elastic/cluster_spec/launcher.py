@@ -8,6 +8,7 @@ from typing import Any
 from elastic.cluster_spec.nouns import MARKETS, ClusterSpec, NodeType, Place, Problem
 from elastic.cluster_spec.own import Own, own_section
 from elastic.cluster_spec.pools import pools_of
+from elastic.strict import finite
 from elastic.types import MarketType
 from elastic.types.labels import MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
@@ -50,7 +51,7 @@ def _node_types(data: Mapping[str, Any], provider: str, region: str, zones: Sequ
                 labels.get(REGION_LABEL, region),
                 labels.get(ZONE_LABEL) or _zone_of(config) or (zones[0] if len(zones) == 1 else ""),
                 labels,
-                {str(k): float(v) for k, v in _mapping(entry.get("resources")).items() if isinstance(v, int | float)},
+                {str(k): float(v) for k, v in _mapping(entry.get("resources")).items() if _is_number(v)},
                 config,
                 _whole(entry.get("min_workers"), 0),
                 min(most, _whole(entry.get("max_workers"), 0 if is_head else most)),
@@ -128,6 +129,10 @@ def _kinds(data: Mapping[str, Any]) -> list[Problem]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and finite(value) is not None
 
 
 def _whole(value: Any, otherwise: int) -> int:

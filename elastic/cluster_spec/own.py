@@ -5,27 +5,24 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from elastic.cluster_spec.nouns import Place, Problem
+from elastic.strict import NODES_MOST, SECONDS_MOST, USD_MOST, Strict
 from elastic.types import MarketType
 
 PLACE: Place = ("metadata", "elastic")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class OwnPool(_Strict):
+class OwnPool(Strict):
     """What the rest of the file cannot say of a pool."""
 
     market_type: MarketType | None = None
     accelerator_type: str | None = None
-    gpus_per_node: int | None = Field(None, gt=0)
-    usd_per_node_h: float | None = Field(None, ge=0)
+    gpus_per_node: int | None = Field(None, gt=0, le=NODES_MOST)
+    usd_per_node_h: float | None = Field(None, ge=0, le=USD_MOST)
     ends_at: str | None = None  # of a reservation; ISO 8601 with a time zone, quoted
-    notice_s: float | None = Field(None, ge=0)
+    notice_s: float | None = Field(None, ge=0, le=SECONDS_MOST)
     zone: str | None = None
 
     @field_validator("ends_at", mode="before")
@@ -44,8 +41,8 @@ class OwnPool(_Strict):
         return None if at is None else at.timestamp()
 
 
-class Own(_Strict):
-    on_demand_floor: int = Field(0, ge=0)
+class Own(Strict):
+    on_demand_floor: int = Field(0, ge=0, le=NODES_MOST)
     pools: dict[str, OwnPool] = {}
 
 
@@ -76,6 +73,6 @@ def _problem(error: Any) -> Problem:
 def _time(text: str) -> datetime | None:
     try:
         at = datetime.fromisoformat(text)
-    except ValueError:
+        return at.astimezone(UTC) if at.tzinfo else None
+    except (ValueError, OverflowError):
         return None
-    return at.astimezone(UTC) if at.tzinfo else None

@@ -13,7 +13,7 @@ import yaml
 from elastic.cluster_spec import kubernetes, launcher
 from elastic.cluster_spec.nouns import ClusterSpec, Place, Problem
 from elastic.errors import SpecError
-from elastic.spec import YAML_LOADER, read_yaml
+from elastic.strict import YAML_LOADER, read_yaml
 
 KIND = re.compile(rf"^kind: *['\"]?({'|'.join(kubernetes.KINDS)})", re.MULTILINE)
 

@@ -231,17 +231,18 @@ class _Books:
             self.timing.drill_at_s = at_s
 
     def _started(self, event: DriverStarted, at_s: float) -> None:
-        """A driver that does not attach found nothing alive: its predecessor's nodes ended with it, at its last line."""
-        if event.attached:
-            self.advance(at_s)
-        else:
+        """A driver that does not attach found nothing alive: its predecessor's nodes ended with it, at its last line unless the
+        event says until when they were paid for. Time goes on by this driver's clock."""
+        if event.attached or event.paid_until_s is not None:
+            self.advance(at_s if event.paid_until_s is None else min(at_s, event.paid_until_s))
+        if not event.attached:
             self.sums["wasted_progress"].add(self.group.taken())
             self.sums["waiting_for_capacity"].add(self.wait.taken())
-            if self.at_s is not None:
-                gap_s = max(0.0, at_s - self.at_s)
-                self.sums["other"].add(_Amount(gap_s, wall_s=gap_s))
             self.nodes, self.prepared, self.plan, self.target = {}, set(), None, None
-            self.at_s = at_s if self.at_s is None else max(at_s, self.at_s)
+        if self.at_s is not None:
+            gap_s = max(0.0, at_s - self.at_s)
+            self.sums["other"].add(_Amount(gap_s, wall_s=gap_s))
+        self.at_s = at_s
         self.ended = self.saving = self.aborted = False
         self.usd_per_node_h.update({pool.name: pool.usd_per_node_h for pool in event.pools})
         self.n_steps = int(event.job.get("steps", 0))

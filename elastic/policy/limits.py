@@ -69,7 +69,8 @@ def _by_deadline(state: State, at_s: float) -> StopWish | None:
     if state.phase == "running" and state.step_time_s and at_s + left * step_s(state) < end_s:
         return None  # it gets done
     hours = float(state.job["deadline_h"])
-    return StopWish(f"the deadline of {hours:g} h is over at step {state.step} of {state.steps}", at_s)
+    where = f" at step {state.step} of {state.steps}" if state.steps else ""  # a script's steps are its own
+    return StopWish(f"the deadline of {hours:g} h is over{where}", at_s)
 
 
 def wakes(state: State, now_s: float) -> list[float]:

@@ -20,8 +20,10 @@ def fold(state: State, event: Event, at_s: float) -> State:
     """The state after `event`, which became known at `at_s`. A decision without orders changes nothing."""
     if not isinstance(event, Decided):
         handler = HANDLERS.get(type(event))
-        if isinstance(event, DriverStarted) and not event.attached:
-            return HANDLERS[DriverStarted](state, event, at_s)  # what its predecessor paid for ended with it
+        if isinstance(event, DriverStarted):  # clocks of two drivers may differ: the bill goes on from this one's
+            until_s = at_s if event.attached else state.billed_at_s
+            until_s = until_s if event.paid_until_s is None else min(at_s, event.paid_until_s)
+            return HANDLERS[DriverStarted](billed(state, until_s), event, at_s)
         return handler(billed(state, at_s), event, at_s) if handler else state
     if event.decision.actions:
         state = billed(state, at_s)

@@ -28,7 +28,7 @@ from elastic.types.actions import (
     Stop,
     StoreCopy,
 )  # fmt: skip
-from elastic.types.admission import Admission, Terms, version_differences, worst
+from elastic.types.admission import APART, Admission, Mark, Terms, apart, version_differences, worst
 from elastic.types.agreement import Losses, agree, redone_as_before, repeats, tolerance, with_loss
 from elastic.types.events import (
     CopyDamaged,
@@ -109,18 +109,18 @@ from elastic.types.profiles import (
 )  # fmt: skip
 
 __all__ = [
-    "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "Box", "Cause", "Copy", "CopyDamaged", "CopyFailed",
-    "CopyKind", "CopyRemoved", "CopyStored", "DTYPE_BYTES", "Decided", "Decision", "DeviceNoted", "DigestChecked",
-    "DigestPart", "DrainNode", "DrillAsked", "DriverStarted", "EnterPlan", "Evaluated", "Event", "FailureKind", "GroupRan",
-    "GuardTripped", "HardwareProfile", "Holding", "LAYOUT_OPTIONS", "Layout", "Losses", "MarketType", "Matmul",
-    "ModelProfile", "Move", "Node", "NodeLost", "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned",
-    "NoiseSeen", "Notice", "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec", "Outcome", "Plan", "PlanEntered",
-    "PlanFailed", "Pool", "Prepare", "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce", "Quiesced", "RanksTimed",
-    "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile",
-    "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source", "StepDone", "Stop", "StopAsked", "StoreCopy",
-    "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "is_auto", "layout_options",
-    "names_of", "parse_layout", "pinned", "redone_as_before", "repeats", "tolerance", "version_differences", "with_loss",
-    "worst",
+        "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "Box", "Cause", "Copy", "CopyDamaged",
+    "CopyFailed", "CopyKind", "CopyRemoved", "CopyStored", "DTYPE_BYTES", "Decided", "Decision", "DeviceNoted",
+    "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted", "EnterPlan", "Evaluated", "Event",
+    "FailureKind", "GroupRan", "GuardTripped", "HardwareProfile", "Holding", "LAYOUT_OPTIONS", "Layout", "Losses", "Mark",
+    "MarketType", "Matmul", "ModelProfile", "Move", "Node", "NodeLost", "NodePrepared", "NodeReady", "NodeRefused",
+    "NodeStatus", "NodeWarned", "NoiseSeen", "Notice", "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec", "Outcome",
+    "Plan", "PlanEntered", "PlanFailed", "Pool", "Prepare", "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce",
+    "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume",
+    "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source", "StepDone",
+    "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers",
+    "agree", "apart", "is_auto", "layout_options", "names_of", "parse_layout", "pinned", "redone_as_before", "repeats",
+    "tolerance", "version_differences", "with_loss", "worst",
 ]  # fmt: skip
 
 

@@ -5,22 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+APART = "storage is not shared"  # how a refusal begins where the run's folder is another one on that node
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A `file` that the driver has written to the run's storage, the folder `uri`, and the file `answer` that a worker of
+    the node writes there once it has found it: their keys; both hold `text`."""
+
+    uri: str
+    file: str
+    answer: str
+    text: str
+
 
 @dataclass(frozen=True)
 class Terms:
     """`versions`: those of the run, as far as they are known. `gpu_bytes`: memory that each worker's GPU must have free,
-    `host_bytes`: the node's host memory, likewise; 0 = not known."""
+    `host_bytes`: the node's host memory, likewise; 0 = not known. `mark`: None = the storage is not looked at."""
 
     versions: dict[str, str] = field(default_factory=dict)
     gpu_bytes: int = 0
     host_bytes: int = 0
+    mark: Mark | None = None
 
 
 @dataclass(frozen=True)
 class Admission:
     """What was found of a node that was let in; of its workers the worst. `seconds`: that the checks took, most of them beside
     the worker's preparation; `waited_s`: by which they made it longer. `flop_per_s`: of a short matmul. Free memory is what
-    was free before the state came; 0 = there is none. `link_bytes_per_s`: to `neighbour`; "" = nobody was there to be asked."""
+    was free before the state came; 0 = there is none. `link_bytes_per_s`: to `neighbour`; "" = nobody was there to be asked.
+    `mark`: text of the driver's file that was found in storage and answered; "" = that was not looked at."""
 
     seconds: float
     waited_s: float
@@ -30,6 +45,13 @@ class Admission:
     gpu_bytes: int = 0
     link_bytes_per_s: float = 0.0
     neighbour: str = ""
+    mark: str = ""
+
+
+def apart(uri: str, what: str) -> str:
+    """Why a node is refused whose storage is not the driver's."""
+    right = "give `storage` a folder that all nodes share and may write, or s3://bucket/prefix"
+    return f"{APART}: {what} {uri}; {right}"
 
 
 def version_differences(run: Mapping[str, str], node: Mapping[str, str]) -> str:
@@ -49,5 +71,5 @@ def worst(found: list[Admission]) -> Admission:
     return Admission(
         max(one.seconds for one in found), max(one.waited_s for one in found), versions,
         min(one.flop_per_s for one in found), min(one.host_bytes for one in found), min(one.gpu_bytes for one in found),
-        link.link_bytes_per_s, link.neighbour,
+        link.link_bytes_per_s, link.neighbour, next((one.mark for one in found if one.mark), ""),
     )  # fmt: skip

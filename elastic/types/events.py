@@ -21,7 +21,8 @@ class DriverStarted(Event):
 
     `attached`: a driver was here before; its journal has been folded and its workers may still run.
     `durable`: copies found in the run's storage at start. `cut`: lines of earlier drivers are missing before this one, in one
-    sentence; '' = none.
+    sentence; '' = none. `paid_until_s`: until when nodes of the driver before may have been paid for, whatever this one's clock
+    says; None = until it attached, or no longer than that driver lived.
     """
 
     run: str
@@ -33,6 +34,7 @@ class DriverStarted(Event):
     attached: bool = False
     durable: tuple[Copy, ...] = ()
     cut: str = ""
+    paid_until_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,11 @@ class Pool:
     def usd_per_gpu_h(self) -> float:
         return self.usd_per_node_h / max(1, self.gpus_per_node)
 
+    @property
+    def paid(self) -> bool:
+        """Do its nodes cost money? It has a price, or a cloud sells them at one that is not known."""
+        return self.usd_per_node_h > 0 or (self.market_type != "owned" and bool(self.cloud or self.instance_type))
+
 
 @dataclass(frozen=True)
 class Node:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from elastic import version
 from elastic.fingerprint import differences
-from elastic.types import Admission, Terms, version_differences
+from elastic.storage import open_storage
+from elastic.types import Admission, Mark, Terms, apart, version_differences
 from elastic.worker.device_notes import memory_holders
 from elastic.worker.free_memory import free_gpu_bytes, free_host_bytes
 from elastic.worker.link import Door, Link, measure
@@ -63,6 +64,7 @@ class Checks:
     _free: tuple[int, int] = (0, 0)
     _speed: Future[tuple[float, float]] | None = None
     _link: Future[tuple[Link | None, float]] | None = None
+    _mark: Future[None] | None = None
 
     def begin(self, background: Callable[..., Future[Any]]) -> None:
         """What is known at once; the rest begins in the background."""
@@ -81,6 +83,8 @@ class Checks:
             if terms.host_bytes > self._free[0]:
                 raise Refused(why)
             raise Refused(f"{why} (still, after {FREE_MOST_S:.0f} s{held_by(self.device)})", may_pass=True)
+        if self.linked and terms.mark is not None:
+            self._mark = background(answer, terms.mark)
         self._speed = background(_timed, multiply, self.device)
         if self.linked:
             self._link = background(_timed, try_links, self.entry.doors)
@@ -99,13 +103,24 @@ class Checks:
             flop_per_s, speed_s = self._speed.result(END_MOST_S)
         except TimeoutError:
             raise Refused(f"a matmul of {CPU_SIZE} to {GPU_SIZE} rows did not end within {END_MOST_S:.0f} s") from None
+        mark = self._found_mark()
         link, link_s = self._found_link()
         if link is not None and link.problem:
             raise Refused(link.problem)
         waited_s = time.monotonic() - asked_s
         name, bytes_per_s = (link.name, link.bytes_per_s) if link is not None else ("", 0.0)
         took_s = self._spent_s + max(speed_s, link_s)
-        return Admission(round(took_s, 4), round(waited_s, 4), self._versions, flop_per_s, *self._free, bytes_per_s, name)
+        return Admission(round(took_s, 4), round(waited_s, 4), self._versions, flop_per_s, *self._free, bytes_per_s, name, mark)
+
+    def _found_mark(self) -> str:
+        mark = self.entry.terms.mark
+        if self._mark is None or mark is None:
+            return ""
+        try:
+            self._mark.result(END_MOST_S)
+        except TimeoutError:
+            raise Refused(apart(mark.uri, f"no answer within {END_MOST_S:.0f} s on this node from")) from None
+        return mark.text
 
     def _found_link(self) -> tuple[Link | None, float]:
         try:
@@ -178,6 +193,25 @@ def held_by(device: torch.device) -> str:
 
 def _gib(n_bytes: int) -> str:
     return f"{n_bytes / 2**30:.2f} GiB"
+
+
+# ------------------------------------------------------------------------------------------ storage
+
+
+def answer(mark: Mark) -> None:
+    """Finds the driver's file in the run's storage and answers it there. Raises Refused."""
+    storage = open_storage(mark.uri)
+    try:
+        found = storage.get(mark.file)
+        if found == mark.text.encode():
+            storage.put(mark.answer, found)
+            return
+        what = "another file than the driver's is on this node in"
+    except FileNotFoundError:
+        what = "a file that the driver has written is not there on this node, in"
+    except OSError as error:
+        what = f"this node cannot read and write ({error.strerror or error})"
+    raise Refused(apart(mark.uri, what))
 
 
 # ------------------------------------------------------------------------------------------ a matmul

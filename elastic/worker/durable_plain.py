@@ -1,6 +1,7 @@
 """Checkpoints that torch.distributed.checkpoint saved without elastic: their index is a pickle, read here without running it.
 
-The unpickler knows the few classes that DCP's index is made of and gives a plain record for each; any other name is refused.
+The unpickler knows the few classes that DCP's index is made of and gives a plain record for each; any other name is refused. It
+is the one in Python, which can be looked over the shoulder: tuples that hold each other many times would be hashed for ever.
 The tensors' memory is taken from the blobs as in our own files.
 """
 
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+import struct
+from typing import Any, ClassVar
 
 from elastic.errors import SpecError
 from elastic.storage import Storage, open_storage
@@ -16,12 +18,21 @@ from elastic.types import DTYPE_BYTES, Box
 from elastic.worker.durable_digest import UNCHECKED
 from elastic.worker.durable_format import METADATA, Damaged, Entry, Marker
 from elastic.worker.durable_load import Checkpoint
+from elastic.worker.safetensor_files import NAME_MOST
 
 NO_PICKLE = (
     pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError, MemoryError,
-    OverflowError, RecursionError,
+    OverflowError, RecursionError, AssertionError, struct.error,
 )  # fmt: skip
 MOST_BYTES = 1 << 30  # of an index
+MOST_IN_A_TUPLE = 100_000  # items, those of the tuples in it counted each time
+TEXT_MOST = 10_000  # characters of a path or a name
+LEAST_BYTES = 10  # of an index, for each part of a tensor that it names
+NATURAL_MOST = 2**62
+TUPLES = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+UNUSED = (  # opcodes that no index needs, by which memory is asked for without bytes, or objects that others have registered
+    pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.EXT1, pickle.EXT2, pickle.EXT4,
+)  # fmt: skip
 DCP, FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 
 
@@ -49,11 +60,15 @@ def _record(name: str) -> type[Record]:
 
 
 def _size(values: Any = ()) -> tuple[int, ...]:
+    if not all(isinstance(value, int) for value in values):
+        raise SpecError("a size in it is made of other things than numbers: refused")
     return tuple(values)
 
 
 def _text(*parts: Any) -> str:
-    return "/".join(map(str, parts))
+    if not all(isinstance(part, str) for part in parts) or sum(map(len, parts)) > TEXT_MOST:
+        raise SpecError("a path in it is no short text: refused")
+    return "/".join(parts)
 
 
 def _member(owner: Any, name: Any) -> Record:
@@ -77,10 +92,32 @@ ALLOWED: dict[tuple[str, str], Any] = {
 }  # fmt: skip
 
 
-class _Reader(pickle.Unpickler):
+def _weighed(load: Any) -> Any:
+    """The same opcode, for a tuple of not too much."""
+
+    def weigh(reader: _Reader) -> None:
+        load(reader)
+        made = reader.stack[-1]
+        n = 1 + sum(reader.weights.get(id(item), (1,))[0] for item in made)
+        if n > MOST_IN_A_TUPLE:
+            raise pickle.UnpicklingError(f"a tuple in it stands for more than {MOST_IN_A_TUPLE:,} items")
+        reader.weights[id(made)] = n, made  # kept, so that its id stays its own
+
+    return weigh
+
+
+class _Reader(pickle._Unpickler):
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: _weighed(load) if bytes([code]) in TUPLES else load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if bytes([code]) not in UNUSED
+    }
+    stack: list[Any]
+
     def __init__(self, data: bytes, where: str) -> None:
         super().__init__(io.BytesIO(data))
         self._where = where
+        self.weights: dict[int, tuple[int, Any]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED:
@@ -102,7 +139,7 @@ def read_index(data: bytes, where: str) -> Record:
     except SpecError as error:
         raise SpecError(str(error) if where in str(error) else f"{where}: {error}") from error
     except NO_PICKLE as error:
-        raise Damaged(f"{where}: not readable ({type(error).__name__}: {error})") from error
+        raise Damaged(f"{where}: not readable ({_said(error)})") from error
     if not isinstance(found, Record) or found.kind != "Metadata":
         raise Damaged(f"{where}: it is no index of torch.distributed.checkpoint")
     return found
@@ -116,31 +153,49 @@ def open_plain(uri: str) -> Checkpoint:
     storage = open_storage(uri)
     where = storage.uri_of(METADATA)
     try:
-        index = read_index(storage.get(METADATA), where)
+        data = storage.get(METADATA)
+        index = read_index(data, where)
     except FileNotFoundError as error:
         raise SpecError(f"{uri}: it has no {METADATA}; it is no checkpoint of torch.distributed.checkpoint") from error
     try:
-        entries = _entries(index, where)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Damaged(f"{where}: not readable ({type(error).__name__}: {error})") from error
+        entries = _entries(index, where, len(data) // LEAST_BYTES)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{where}: not readable ({_said(error)})") from error
     _check_files(storage, entries)
     return Checkpoint(storage, Marker(0, 0, 0, 0, {}, ()), [], entries)
 
 
-def _entries(index: Record, where: str) -> list[tuple[str, Entry]]:
+def _entries(index: Record, where: str, most: int) -> list[tuple[str, Entry]]:
+    """`most`: entries, as many as the index has bytes for."""
     names = index.fields.get("planner_data") or {}
     places = {(key["fqn"], tuple(key.fields.get("offset") or ())): info for key, info in index["storage_data"].items()}
-    out = []
+    out: list[tuple[str, Entry]] = []
     for fqn, about in index["state_dict_metadata"].items():
         if about.kind != "TensorStorageMetadata":
             continue
-        name = ".".join(map(str, names.get(fqn) or (fqn,)))
+        name = _name(names.get(fqn) or (fqn,))
         dtype = _dtype(about["properties"], f"{where}: {name}")
         for chunk in about["chunks"]:
             box = Box(name, _naturals(chunk["offsets"]), _naturals(chunk["sizes"]), dtype)
+            if len(out) > most:
+                raise ValueError(f"it names more than {most} parts, which is more than its bytes can hold")
             if box.n_elements:
                 out.append(_entry(box, places[fqn, box.offsets], f"{where}: {name}"))
     return out
+
+
+def _name(path: Any) -> str:
+    """Of a tensor, by its path in the state dict."""
+    parts = [str(part) for part in path if isinstance(part, str | int)]
+    if len(parts) < len(path) or sum(map(len, parts)) > TEXT_MOST:
+        raise ValueError("a tensor's name in it is no short text")
+    return ".".join(parts)
+
+
+def _said(error: BaseException) -> str:
+    """What an exception says, if that is short: of a KeyError it is whatever stands for the key."""
+    what = error.args[0] if error.args else ""
+    return f"{type(error).__name__}: {what[:NAME_MOST]}" if isinstance(what, str) else type(error).__name__
 
 
 def _entry(box: Box, info: Record, where: str) -> tuple[str, Entry]:
@@ -149,21 +204,23 @@ def _entry(box: Box, info: Record, where: str) -> tuple[str, Entry]:
     offset, length = _naturals((info["offset"], info["length"]))
     name = info["relative_path"]
     if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
-        raise SpecError(f"{where}: its file is called {name!r}: refused")
+        said = repr(name)[:NAME_MOST] if isinstance(name, str) else f"by a {type(name).__name__}"
+        raise SpecError(f"{where}: its file is called {said}: refused")
     return name, Entry(box, offset, length, UNCHECKED)
 
 
 def _dtype(properties: Record, where: str) -> str:
     found = properties.fields.get("dtype") or (properties.state[0] if isinstance(properties.state, tuple) else None)
-    if found not in DTYPE_BYTES:
-        raise SpecError(f"{where}: dtype {found} is not known")
-    return str(found)
+    if not isinstance(found, str) or found not in DTYPE_BYTES:
+        said = found[:NAME_MOST] if isinstance(found, str) else f"(a {type(found).__name__})"
+        raise SpecError(f"{where}: dtype {said} is not known")
+    return found
 
 
 def _naturals(values: Any) -> tuple[int, ...]:
     out = tuple(values)
-    if any(not isinstance(value, int) or isinstance(value, bool) or value < 0 for value in out):
-        raise ValueError(f"{out} are no sizes")
+    if any(not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= NATURAL_MOST for value in out):
+        raise ValueError("sizes in it are no numbers of at least 0")
     return out
 
 

@@ -21,6 +21,7 @@ from elastic.errors import SpecError
 from elastic.storage import Storage
 from elastic.types import DTYPE_BYTES, Box
 
+NAME_MOST = 200  # characters of a bad name that an error shows
 FILE_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
 NAMES = {
@@ -133,16 +134,19 @@ def safetensor_paths(path: Path) -> list[Path]:
         return [path]
     if not (path / INDEX).is_file():
         found = sorted(path.glob("*.safetensors"))
+        odd = [file for file in found if not file.is_file()]
+        if odd:
+            raise SpecError(f"{odd[0]}: no regular file; take it away, or give the one file that is meant")
         if not found:
             raise SpecError(f"{path}: neither a .safetensors file nor a folder with some, nor a checkpoint of DCP (.metadata)")
         return found
     try:
         names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise SpecError(f"{path / INDEX}: not readable ({type(error).__name__}: {error})") from error
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError, MemoryError) as error:
+        raise SpecError(f"{path / INDEX}: not readable ({type(error).__name__}: {error})") from None
     bad = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if bad:
-        raise SpecError(f"{path / INDEX}: it names the file {bad[0]!r}: refused")
+        raise SpecError(f"{path / INDEX}: it names the file {str(bad[0])[:NAME_MOST]!r}: refused")
     missing = sorted(name for name in names if not (path / name).is_file())
     if missing:
         raise SpecError(f"{path / missing[0]}: missing; {INDEX} names it")

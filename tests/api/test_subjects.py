@@ -38,6 +38,15 @@ def test_a_job_with_its_pools(tmp_path: Path) -> None:
         machines_of(found, None, {"aa": 2})
 
 
+def test_paid_pools_without_a_limit_are_told_of(tmp_path: Path) -> None:
+    text = "steps: 10\nglobal_batch: 8\npools: [{name: a, accelerator_type: A100, usd_per_node_h: 4.0, max_nodes: 3}]\n"
+    folder = str(job(tmp_path, "tiny.py", text))
+    (found,) = machines_of(of_job(folder), None, {})
+    assert found.notes[-1].startswith("elastic run refuses this: keys 'budget_usd' and 'max_nodes' are missing")
+    (found,) = machines_of(of_job(folder, ["budget_usd=5"]), None, {})
+    assert not any("refuses" in note for note in found.notes)
+
+
 def test_a_folder_without_a_program(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("steps: 10\nglobal_batch: 8\n")
     with pytest.raises(SpecError, match="it has no program.py, which says what is trained; or plan a model by its sizes"):

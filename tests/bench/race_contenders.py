@@ -90,6 +90,7 @@ class Elastic:
         job = {
             "name": "race", "program": str(JOB / "program.py"), "steps": self.length.steps, "global_batch": 12, "seed": 1,
             "layout": layout, "min_workers": self.length.least, "durable_every": self.length.save_every,
+            "budget_usd": 1e6,
             "pools": [
                 {"name": "spot", "market_type": "spot", "max_nodes": world - 1, **pool},
                 {"name": "on-demand", "market_type": "on-demand", "max_nodes": 1, **pool},

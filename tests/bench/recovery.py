@@ -65,7 +65,7 @@ class Size:
         return {
             "name": "recovery", "steps": 100_000, "global_batch": BATCH, "seed": 1, "clip_grad_norm": 1.0, "eval_samples": 12,
             "layout": {n: f"dp_shard={n}" for n in range(self.least, self.world + 1)}, "min_workers": self.least,
-            "peer_every": PEER_EVERY, "durable_every": 20,
+            "peer_every": PEER_EVERY, "durable_every": 20, "budget_usd": 1e6,
             "pools": [
                 {"name": "spot", "market_type": "spot", "max_nodes": self.world - 1, **pool},
                 {"name": "on-demand", "market_type": "on-demand", "max_nodes": 1, **pool},

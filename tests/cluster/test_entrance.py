@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,26 @@ from support.cluster.stage import FAKE
 
 from elastic.cluster.actors import Worker, WorkerSetup
 from elastic.cluster.admission import NEIGHBOURS, Entrance
-from elastic.types import Admission, Layout, Node, NodePrepared, NodeRefused, Notice, Plan, Prepare, StepDone, Terms, WorkerId
+from elastic.errors import SpecError
+from elastic.storage.local import LocalStorage
+from elastic.types import (
+    APART,
+    Admission,
+    Layout,
+    Mark,
+    Node,
+    NodePrepared,
+    NodeRefused,
+    Notice,
+    Plan,
+    Prepare,
+    StepDone,
+    Terms,
+    WorkerId,
+    apart,
+)
 from elastic.version import versions
-from elastic.worker.admission import Entry
+from elastic.worker.admission import Entry, answer
 from elastic.worker.gather import Gather
 
 NODES = {name: Node(name, "spot", 2) for name in "abcd"}
@@ -117,3 +136,70 @@ def test_the_shell_passes_terms_on_and_a_neighbour_that_does_not_answer_is_left_
     assert isinstance(entry, Entry) and entry.terms == Terms({"torch": "2"})
     assert answers == [], "asked in the background"
     assert entry.doors() == ["a door"] and answers == [admission.HEAR_MOST_S] * 2
+
+
+# ------------------------------------------------------------------------------------------ storage
+
+
+def answered(at: Entrance, node_id: str) -> NodePrepared:
+    """The node has found what the driver wrote, and answers in the same folder."""
+    mark = at.preparation(Prepare(node_id), None)[1].mark
+    answer(mark)
+    return told(node_id, mark)
+
+
+def told(node_id: str, mark: Mark) -> NodePrepared:
+    event = prepared(node_id)
+    return replace(event, admission=replace(event.admission, mark=mark.text))  # type: ignore[type-var]
+
+
+def test_a_node_that_shares_the_storage_is_let_in_and_asked_once(tmp_path: Path) -> None:
+    crew: Any = FakeCrew("a")
+    at = Entrance(crew, folder=LocalStorage(tmp_path))
+    event = answered(at, "a")
+    assert at.passed(event, NODES) == event
+    assert at.preparation(Prepare("a"), None)[1].mark is None
+    at.forget("a")
+    assert at.preparation(Prepare("a"), None)[1].mark is not None
+    at.close()
+    assert LocalStorage(tmp_path).list() == []
+    assert entrance("a").preparation(Prepare("a"), None)[1].mark is None, "object storage, or embedded nodes"
+
+
+def test_a_node_whose_file_the_driver_does_not_find_is_refused(tmp_path: Path) -> None:
+    crew: Any = FakeCrew("a", "b")
+    at = Entrance(crew, folder=LocalStorage(tmp_path))
+    at.passed(answered(at, "a"), NODES)
+    mark = at.preparation(Prepare("b"), None)[1].mark
+    event = at.passed(told("b", mark), NODES)  # it has seen a copy of the folder
+    assert isinstance(event, NodeRefused) and event.pool == "spot"
+    assert event.reason.startswith(
+        f"{APART}: a file that the node has written is not there on the driver's host, in {tmp_path};"
+    )
+
+
+def test_the_run_is_refused_where_the_first_node_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    crew: Any = FakeCrew("a", "b")
+    refused = NodeRefused("a", apart(str(tmp_path), "..."))
+    at = Entrance(crew, folder=LocalStorage(tmp_path))
+    with pytest.raises(SpecError, match=f"^node a: {APART}: .* give `storage` a folder that all nodes share"):
+        at.passed(refused, NODES)
+    at.passed(answered(at, "b"), NODES)
+    assert at.passed(refused, NODES) == replace(refused, pool="spot"), "the others train on"
+    again = Entrance(crew, folder=LocalStorage(tmp_path), attached=True)
+    assert again.passed(refused, NODES) == replace(refused, pool="spot"), "workers of an earlier driver may train"
+    assert again.passed(prepared("b"), NODES) == prepared("b"), "it was let in by that driver"
+
+
+def test_storage_that_cannot_be_written_says_nothing_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crew: Any = FakeCrew("a")
+    folder = LocalStorage(tmp_path)
+    at = Entrance(crew, folder=folder)
+    with monkeypatch.context() as full:
+
+        def put(key: str, data: bytes) -> bool:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        full.setattr(folder, "put", put)
+        assert at.preparation(Prepare("a"), None)[1].mark is None
+    assert at.preparation(Prepare("a"), None)[1].mark is not None

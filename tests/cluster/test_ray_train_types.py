@@ -125,6 +125,7 @@ def test_two_ways_at_once_and_what_is_no_program(tiny: Program, tmp_path: Path) 
         ({"job": {**job, "min_workers": 3}, "scaling_config": Scaling(num_workers=2)}, r"'min_workers'\]=3, and .* say 2"),
         ({"job": {**job, "storage": "/a"}, "run_config": Run(storage_path="/b")}, "two ways at once"),
         ({"job": {**job, "pools": [{"name": "a"}]}, "scaling_config": gpu}, "a pool of the job is"),
+        ({"job": {**job, "pools": [{"name": "a", "usd_per_node_h": 1.0}]}}, r"ElasticTrainer\(job=...\): keys 'budget_usd'"),
         ({"job": {**job, "stepz": 2}}, r"ElasticTrainer\(job=...\): unknown key 'stepz'"),
         ({"job": job, "run_config": Run(name="a/b", storage_path=str(tmp_path))}, r"RunConfig\(name='a/b'\)"),
     ):  # fmt: skip

@@ -15,10 +15,13 @@ from pathlib import Path
 import pytest
 
 from elastic.cluster import script_state
+from elastic.cluster.claims import LEAVE_MOST_S
+from elastic.cluster.script_bill import ORPHAN_LEASE_S, bill_of, counted, paid_until_s
 from elastic.cluster.script_child import PARENT, asker
 from elastic.cluster.script_state import Needs, Script, lines_of, step_in
 from elastic.cluster.script_words import Board, Ended, Formed, Hello, Order, Said
 from elastic.cluster.script_worker import here, listens, n_guests
+from elastic.driver import LINE_EVERY_S
 from elastic.errors import SpecError
 from elastic.ledger.accounts import Account, account
 from elastic.ledger.journal import Line, parse_line, write_line
@@ -38,6 +41,7 @@ from elastic.types import (
     NodeReady,
     Notice,
     Pool,
+    PriceSeen,
     Quiesce,
     Stop,
 )  # fmt: skip
@@ -418,3 +422,88 @@ def test_a_question_goes_to_the_supervisor_and_back() -> None:
     assert mine.recv(10) == b"?\n"
     mine.close()
     theirs.close()
+
+
+# ------------------------------------------------------------------------------------------------ money
+
+
+class Paid(Story):
+    """A driver of a run with a budget, on nodes of $3600/h; `before`: the journal so far."""
+
+    def __init__(self, before: Sequence[Line] = (), embedded: bool = True, at_s: float = 0.0, **job: float) -> None:
+        self.script = Script(Needs(POOLS, max_workers=4), resumed=bool(before), bill=bill_of(before))
+        self.now_s, self.group, self.lines, self.orders = at_s, 0, list(before), list[Order]()
+        given = {"restarted": True, "budget_usd": 100.0, **job}
+        until_s = paid_until_s(before, embedded)
+        start = DriverStarted("run", 1, given, POOLS, ModelProfile(0, 0, ()), paid_until_s=until_s)
+        self.lines.append(Line(at_s, 1, ((at_s, start),)))
+        self.script.bill = counted(self.script.bill, start, at_s)
+        self.ready("n0")
+
+    def wait(self, seconds: float, silent_s: Mapping[tuple[int, int], float] | None = None) -> None:
+        until_s = self.now_s + seconds
+        while self.now_s < until_s - 1e-9 and self.script.outcome is None:
+            self.script.pay(self.now_s + 0.5)
+            super().wait(0.5, silent_s)
+
+
+def test_the_budget_outlives_its_driver() -> None:
+    first = Paid()
+    first.meet(["n0"])
+    first.wait(60)
+    assert first.script.bill.usd == pytest.approx(60.0) and not first.script.stop_reason
+    second = Paid(first.lines, at_s=1000.0)
+    assert second.script.bill.usd == pytest.approx(60.0, abs=script_state.RAN_EVERY_S), "embedded nodes ended with their driver"
+    second.meet(["n0"])
+    second.wait(50)
+    assert second.script.stop_reason.startswith("the budget of $100.00 is spent ($100.")
+    third = Paid(second.lines, at_s=2000.0)
+    third.wait(1)
+    assert third.script.stop_reason, "nothing is left of it"
+
+
+def test_on_a_cluster_the_nodes_outlive_a_driver_for_a_while_and_not_longer() -> None:
+    first = Paid(budget_usd=1e6)
+    first.meet(["n0"])
+    first.wait(60)
+    spent = first.script.bill.usd
+    soon, late = (Paid(first.lines, embedded=False, at_s=60.0 + s, budget_usd=1e6) for s in (30.0, 50_000.0))
+    assert soon.script.bill.usd == pytest.approx(spent + 30.0, abs=script_state.RAN_EVERY_S)
+    outlived_s = LINE_EVERY_S + ORPHAN_LEASE_S + LEAVE_MOST_S
+    assert late.script.bill.usd == pytest.approx(spent + outlived_s, abs=script_state.RAN_EVERY_S)
+    ended = [*first.lines, Line(61.0, 1, (), Decision((Stop("stopped", "asked"),), "asked"))]
+    after = Paid(ended, embedded=False, at_s=50_000.0, budget_usd=1e6)
+    assert after.script.bill.usd == pytest.approx(spent, abs=script_state.RAN_EVERY_S), "it has given its nodes back"
+
+
+def test_prices_that_change_count() -> None:
+    story = Paid()
+    story.meet(["n0"])
+    story.wait(10)
+    story.hear(PriceSeen("spot", 7200.0))
+    story.wait(20)
+    assert story.script.bill.usd == pytest.approx(10 + 2 * 20)
+    story.hear(NodeLost("n0", "gone"))
+    story.wait(100)
+    assert story.script.bill.usd == pytest.approx(50) and not story.script.stop_reason
+    assert bill_of(story.lines).usd == pytest.approx(50, abs=2.0)
+
+
+def test_the_deadline_is_the_runs() -> None:
+    first = Paid(deadline_h=1.0, budget_usd=1e6)
+    first.meet(["n0"])
+    first.wait(60)
+    second = Paid(first.lines, at_s=3590.0, deadline_h=1.0, budget_usd=1e6)
+    second.meet(["n0"])
+    second.wait(5)
+    assert not second.script.stop_reason
+    second.wait(10)
+    assert second.script.stop_reason == "the deadline of 1 h is over"
+
+
+def test_a_journal_without_paid_until_says_its_bill_too() -> None:
+    first = Paid()
+    first.meet(["n0"])
+    first.wait(60)
+    start = DriverStarted("run", 2, {"restarted": True}, POOLS, ModelProfile(0, 0, ()))
+    assert bill_of([*first.lines, Line(500.0, 2, ((500.0, start),))]).usd == pytest.approx(60.0, abs=script_state.RAN_EVERY_S)

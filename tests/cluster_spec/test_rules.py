@@ -251,13 +251,15 @@ def test_a_job_that_cannot_run_there(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     folder.mkdir()
 
-    def found(keys: str) -> list[str]:
-        (folder / "job.yaml").write_text("steps: 1\nglobal_batch: 4096\n" + keys)
+    def found(keys: str, limit: str = "max_nodes: 9") -> list[str]:
+        (folder / "job.yaml").write_text(f"steps: 1\nglobal_batch: 4096\n{limit}\n{keys}")
         return [line for line in api.check_cluster(file, folder).lines() if " error: " in line]
 
     assert found("layout: 'dp_shard=32'\non_demand_floor: 2") == []
     (small,) = found("layout: 'dp_shard=512'")
     assert "layout 'dp_shard=512' needs 512 workers; the pools give at most 74" in small
+    (unlimited,) = found("", limit="")
+    assert "cluster.yaml:" in unlimited and "job.yaml: keys 'budget_usd' and 'max_nodes' are missing" in unlimited
     (floor,) = found("on_demand_floor: 3")
     assert "job.yaml asks for on_demand_floor: 3, the pools that are no spot give 2 nodes; add a node type" in floor
     spot = CHEAP.replace("ray.io/market-type: on-demand", "ray.io/market-type: spot")

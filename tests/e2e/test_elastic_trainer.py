@@ -37,7 +37,7 @@ def test_fit_through_a_notice_a_kill_and_a_growth(tmp_path: Path) -> None:
     ]
     job = {
         "steps": STEPS, "global_batch": 12, "seed": 3, "clip_grad_norm": 1.0, "peer_every": 4, "durable_every": 0,
-        "eval_every": 40, "pools": POOLS, "drill": drill,
+        "eval_every": 40, "pools": POOLS, "budget_usd": 1000, "drill": drill,
     }  # fmt: skip
     config = ray_train.RunConfig(name="run", storage_path=str(tmp_path), logging_config=ray_train.LoggingConfig("ERROR"))
     trainer = elastic.ElasticTrainer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from support.e2e.shell import PROGRAMS, Shell, last_line, until
 
 from elastic.ledger.accounts import account
-from elastic.ledger.journal import read
+from elastic.ledger.journal import Journal, read
+from elastic.types import Decision, DriverStarted, ModelProfile, Node, NodeReady, Pool
 
 pytestmark = pytest.mark.e2e
 SCRIPT = str(PROGRAMS / "plain_ddp.py")
@@ -40,7 +42,7 @@ if dist.get_world_size() > 1:
 def words(shell: Shell, *more: str, **job: object) -> list[str]:
     folder = shell.root / "job"
     folder.mkdir(exist_ok=True)
-    (folder / "job.yaml").write_text(json.dumps({"pools": POOLS, "min_workers": 1, **job}))
+    (folder / "job.yaml").write_text(json.dumps({"pools": POOLS, "min_workers": 1, "budget_usd": 1000, **job}))
     return ["run", "job", "--local", "--run-name", "r", "--json", *more]
 
 
@@ -122,3 +124,21 @@ def test_bad_input(shell: Shell, said: str, script: str, job: dict[str, Any]) ->
     code, out, err = shell.here(*words(shell, "--script", script, **job))
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert said in err
+
+
+def test_what_earlier_drivers_have_paid_counts(shell: Shell) -> None:
+    pools = tuple(Pool(**pool) for pool in POOLS)
+    job = {"script": SCRIPT, "restarted": True, "budget_usd": 10}
+    folder = shell.root / "elastic_runs" / "r"
+    folder.mkdir(parents=True)
+    journal = Journal(folder / "journal.jsonl", 1)
+    began_s = time.time() - 4 * 3600.0
+    journal.append(began_s, [(began_s, DriverStarted("r", 1, job, pools, ModelProfile(0, 0, ())))])
+    journal.append(began_s, [(began_s, NodeReady(Node("spot-1", "spot")))])
+    journal.append(began_s + 3 * 3600.0, [], Decision((), "its driver was killed three hours later"))
+    journal.close()
+    (shell.root / "state").mkdir()
+    code, out, err = shell.call(*words(shell, "--script", SCRIPT, budget_usd=10), "--", str(shell.root / "state"), "60")
+    assert code == 3, err
+    assert "the budget of $10.00 is spent ($10.80)" in last_line(out)["reason"]
+    assert not list((shell.root / "state").iterdir()), "no group was started"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from elastic.driver import restored
 from elastic.ledger.accounts import CATEGORIES, Account, account
 from elastic.ledger.journal import Line
 from elastic.types import (
@@ -212,6 +214,17 @@ def test_a_driver_that_died_with_its_cluster_is_not_billed_for_the_gap() -> None
     assert sum(sums.values()) == pytest.approx(8.5 * 2 + 2 * 2)
     assert sum(found.seconds.values()) == pytest.approx(107.0)
     assert [row.generation for row in found.transitions] == [1, 2] and found.totals.steps == 1
+
+
+@pytest.mark.parametrize(("at_s", "billed_s"), [(40.0, 10.0), (86_430.0, 20.0), (-86_400.0, 0.0)])
+def test_the_clock_of_a_driver_that_attaches_is_not_billed(at_s: float, billed_s: float) -> None:
+    lines = [*begun(), tick(30.0, step(1, 1)), tick(at_s, replace(start(epoch=2, attached=True), paid_until_s=50.0))]
+    lines += [tick(at_s + 5.0, step(1, 2)), tick(at_s + 6.0, orders=(Stop("stopped", "x"),))]
+    found = account(lines)
+    assert sum(found.usd.values()) == pytest.approx(4 * 0.001 * (20.0 + billed_s + 6.0))
+    assert sum(found.gpu_seconds.values()) == pytest.approx(found.totals.gpu_seconds)
+    state = restored(lines)
+    assert state is not None and state.usd == pytest.approx(found.totals.usd)
 
 
 def test_an_empty_journal() -> None:

@@ -159,3 +159,27 @@ def test_a_new_driver_that_does_not_attach_keeps_the_bill_and_the_generations() 
     state = fold(story.state, DriverStarted("story", 2, job(), (SPOT,), story.start.model, durable=copies), story.now_s + 5)
     assert (state.epoch, state.phase, state.nodes, state.saved_step) == (2, "waiting", {}, 40)
     assert state.generation == 2 and state.usd == story.state.usd
+
+
+def attached_at(story: Story, at_s: float, paid_until_s: float | None) -> State:
+    """A new driver whose clock says `at_s` attaches to the story's workers, and hears a minute later that they train."""
+    start = replace(story.start, epoch=2, attached=True, paid_until_s=paid_until_s)
+    state = fold(story.state, start, at_s)
+    return fold(state, StepDone(state.generation, state.step + 1, 1.0, 10, 0.1), at_s + 60)
+
+
+def test_a_new_drivers_clock_does_not_spend_the_budget() -> None:
+    story = Story(pools=(replace(SPOT, usd_per_node_h=60.0),), budget_usd=500.0)
+    story.running("a", "b", steps=3)
+    spent, now_s, most_s = story.state.usd, story.now_s, 1200.0
+    a_minute = 2 * 60.0 / 60
+    soon = attached_at(story, now_s + 30, now_s + most_s)
+    assert soon.usd == pytest.approx(spent + 1.5 * a_minute) and soon.stop is None
+    ahead = attached_at(story, now_s + 86400, now_s + most_s)
+    assert ahead.usd == pytest.approx(spent + 21 * a_minute) and ahead.stop is None
+    behind = attached_at(story, now_s - 86400, now_s + most_s)
+    assert behind.usd == pytest.approx(spent + a_minute), "the bill goes on by its clock"
+    as_recorded = attached_at(story, now_s + 86400, None)
+    assert as_recorded.usd == pytest.approx(spent + 1441 * a_minute) and as_recorded.stop is not None
+    alone = fold(story.state, replace(story.start, epoch=2, paid_until_s=now_s + 120), now_s + 3600)
+    assert alone.usd == pytest.approx(spent + 2 * a_minute), "its nodes outlived it"

@@ -19,9 +19,21 @@ import torch
 from support.places import ROOT
 
 from elastic.fingerprint import KEY
-from elastic.types import Admission, NodeRefused, Terms, WorkerId, version_differences, worst
+from elastic.storage.local import LocalStorage
+from elastic.types import APART, Admission, Mark, NodeRefused, Terms, WorkerId, version_differences, worst
 from elastic.worker import admission, free_memory, link
-from elastic.worker.admission import FREE_MOST_S, Checks, Entry, Refused, awaited, multiply, too_little, try_links, versions
+from elastic.worker.admission import (
+    FREE_MOST_S,
+    Checks,
+    Entry,
+    Refused,
+    answer,
+    awaited,
+    multiply,
+    too_little,
+    try_links,
+    versions,
+)
 from elastic.worker.free_memory import free_host_bytes
 from elastic.worker.link import Door, listen, measure
 from elastic.worker.session import Session
@@ -240,10 +252,68 @@ def test_all_checks_of_a_good_node(background: Callable[..., Any]) -> None:
         checks.program({"program": "p"}, {"program": "q"})
 
 
+# ------------------------------------------------------------------------------------------ storage
+
+
+def mark(uri: Path, text: str = "a1b2") -> Mark:
+    return Mark(str(uri), f"admission/{text}", f"admission/{text}.a", text)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> tuple[Path, Path]:
+    """The run's folder on the driver's host, with its mark, and on another one that has a disk of its own."""
+    for name in ("driver", "other"):
+        (tmp_path / name).mkdir()
+    LocalStorage(tmp_path / "driver").put("admission/a1b2", b"a1b2")
+    return tmp_path / "driver", tmp_path / "other"
+
+
+def test_the_drivers_file_is_found_and_answered(hosts: tuple[Path, Path], background: Callable[..., Any]) -> None:
+    checks = Checks(Entry(Terms(versions(), mark=mark(hosts[0]))), CPU, linked=True)
+    checks.begin(background)
+    assert checks.end().mark == "a1b2"
+    assert (hosts[0] / "admission" / "a1b2.a").read_text() == "a1b2"
+    checks = Checks(Entry(Terms(versions(), mark=mark(hosts[1]))), CPU, linked=False)
+    checks.begin(background)
+    assert checks.end().mark == "", "one worker of a node looks"
+
+
+def test_storage_that_is_the_hosts_own_is_refused(hosts: tuple[Path, Path]) -> None:
+    (hosts[1] / "admission").mkdir()
+    for uri, says in (
+        (hosts[1], "a file that the driver has written is not there on this node, in "),
+        (hosts[1] / "no" / "such", "a file that the driver has written is not there on this node, in "),
+        (hosts[0] / "admission" / "a1b2", "this node cannot read and write (Not a directory) "),
+    ):
+        with pytest.raises(Refused) as refused:
+            answer(mark(uri))
+        right = "give `storage` a folder that all nodes share and may write, or s3://bucket/prefix"
+        assert str(refused.value) == f"{APART}: {says}{uri}; {right}"
+    (hosts[1] / "admission" / "a1b2").write_text("another run's")
+    with pytest.raises(Refused, match="another file than the driver's is on this node"):
+        answer(mark(hosts[1]))
+
+
+def test_storage_that_does_not_answer_is_refused(
+    hosts: tuple[Path, Path], background: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "END_MOST_S", 0.2)
+    hangs = threading.Event()
+    monkeypatch.setattr(admission, "answer", lambda mark: hangs.wait(60.0))
+    monkeypatch.setattr(admission, "multiply", lambda device: 1.0)
+    checks = Checks(Entry(Terms(versions(), mark=mark(hosts[0]))), CPU, linked=True)
+    checks.begin(background)
+    try:
+        with pytest.raises(Refused, match=f"{APART}: no answer within 0 s on this node from {hosts[0]}; give `storage`"):
+            checks.end()
+    finally:
+        hangs.set()
+
+
 def test_of_several_workers_the_worst_counts() -> None:
-    a = Admission(0.2, 0.1, {"torch": "2"}, 5e9, 100, 7, 3e8, "b")
+    a = Admission(0.2, 0.1, {"torch": "2"}, 5e9, 100, 7, 3e8, "b", "a1b2")
     b = Admission(0.3, 0.0, {"torch": "2"}, 4e9, 90, 8)
-    assert worst([a, b]) == worst([b, a]) == Admission(0.3, 0.1, {"torch": "2"}, 4e9, 90, 7, 3e8, "b")
+    assert worst([a, b]) == worst([b, a]) == Admission(0.3, 0.1, {"torch": "2"}, 4e9, 90, 7, 3e8, "b", "a1b2")
 
 
 # ------------------------------------------------------------------------------------------ in a session
@@ -267,6 +337,7 @@ def test_a_session_refuses_instead_of_preparing(tmp_path: Path) -> None:
     assert told.reason == "its program is another one: the code of its program.py"
     told = refused(JOB, Entry(Terms(), lambda: [closed_door()]), tmp_path)
     assert told.reason.startswith("gone cannot be reached")
+    assert refused(JOB, Entry(Terms(mark=mark(tmp_path))), tmp_path).reason.startswith(f"{APART}: ")
 
 
 def test_a_bad_node_is_not_the_programs_fault(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,12 +182,21 @@ def test_a_malicious_header_is_refused_by_name(program: Program, tmp_path: Path,
         (b'{"weight_map": {"w": "../x.safetensors"}}', "it names the file '../x.safetensors': refused"),
         (b'{"weight_map": {"w": "gone.safetensors"}}', r"gone\.safetensors: missing"),
         (b'{"weight_map": 3}', "not readable"),
+        (b"[" * 100_000, r"model\.safetensors\.index\.json: not readable \(RecursionError"),
+        (b'{"weight_map": {"w": "' + b"x/" * 100_000 + b'"}}', "^.{10,500}: refused$"),
     ],
 )
 def test_a_bad_index_is_refused_by_name(program: Program, tmp_path: Path, index: bytes, says: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(index)
     with pytest.raises(SpecError, match=says):
         import_state(str(tmp_path), run_of(tmp_path), wanted(program))
+
+
+def test_what_is_no_regular_file_is_not_waited_for(program: Program, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.safetensors")
+    for source in (tmp_path, tmp_path / "x.safetensors"):
+        with pytest.raises(SpecError, match=r"x\.safetensors: (no regular file|neither a \.safetensors file nor)"):
+            import_state(str(source), run_of(tmp_path), wanted(program))
 
 
 # ------------------------------------------------------------------------------------------------ plain DCP

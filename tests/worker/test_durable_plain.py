@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from elastic.errors import SpecError
+from elastic.errors import ElasticError, SpecError
 from elastic.types import Box
 from elastic.worker.durable import Damaged
 from elastic.worker.durable_plain import open_plain, read_index
@@ -130,3 +131,65 @@ def test_an_index_that_points_elsewhere_is_refused(saved: tuple[Path, dict[str, 
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(SpecError, match="its file is called .*: refused"):
         open_plain(str(folder))
+
+
+# ------------------------------------------------------------------------------------------ an index that is small and endless
+
+
+def by_hand(first: bytes, again: bytes, times: int = 64) -> bytes:
+    """Opcodes: `first`, then `again` for the value of it twice, and so on; the last value is the key of a dict."""
+    lines = [b"\x80\x04}", first, b"\x94"]
+    for k in range(times):
+        lines += [b"0", again.replace(b"%", b"h" + bytes([k])), b"\x94"]
+    return b"".join([*lines, b"K\x01s."])
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (by_hand(b"(t", b"%%\x86"), "a tuple in it stands for more than 100,000 items"),
+        (by_hand(b"(t", b"(%%t"), "a tuple in it stands for more than 100,000 items"),
+        (by_hand(b"(t", b"ctorch\nSize\n(](%%etR"), "a size in it is made of other things than numbers"),
+        (by_hand(b"V" + b"x" * 99 + b"\n", b"cpathlib\nPath\n%%\x86R"), "a path in it is no short text"),
+        (b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".", "not readable"),
+        (b"\x80\x02r\xff\xff\xff\xff.", "not readable"),
+    ],
+)  # fmt: skip
+def test_a_bomb_in_an_index_is_one_line(data: bytes, says: str) -> None:
+    with pytest.raises(ElasticError, match=f"^x/index: .*{says}") as error:
+        read_index(data, "x/index")
+    assert len(str(error.value)) < 400 and "\n" not in str(error.value)
+
+
+def test_legal_tuples_are_read() -> None:
+    deep = ("a", ("b", (1, 2, 3)), tuple(range(1000)))
+    index = read_index(pickle.dumps(Metadata({}, {"x": deep})), "f")
+    assert index["planner_data"] == {"x": deep}
+
+
+@pytest.mark.parametrize("what", ["name", "file", "dtype", "sizes", "chunks"])
+def test_odd_values_in_an_index_are_one_line(saved: tuple[Path, dict[str, Any]], what: str) -> None:
+    folder, _ = saved
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    bomb: Any = []
+    for _ in range(64):
+        bomb = [bomb, bomb]
+    fqn = "model.0.weight"
+    about = index.state_dict_metadata[fqn]
+    if what == "name":
+        index.planner_data[fqn] = (bomb,)
+    if what == "file":
+        for info in index.storage_data.values():
+            info.relative_path = bomb
+    if what == "dtype":
+        index.state_dict_metadata[fqn] = replace(about, properties=bomb)
+    if what == "sizes":
+        about.chunks[0] = replace(about.chunks[0], sizes=bomb)
+    if what == "chunks":
+        for name in index.state_dict_metadata:
+            if hasattr(index.state_dict_metadata[name], "chunks"):
+                index.state_dict_metadata[name] = replace(about, chunks=about.chunks * 5000)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(ElasticError) as error:
+        open_plain(str(folder))
+    assert ".metadata" in str(error.value) and len(str(error.value)) < 600 and "\n" not in str(error.value)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from elastic.errors import SpecError
+from elastic.strict import HOURS_MOST
 from elastic.types import MarketType
 
 TOKENS = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)([kmbt]?)")
@@ -14,7 +15,8 @@ TIMES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 DURATION = re.compile(r"(?:[0-9]*\.?[0-9]+(?:min|mo|y|w|d|h|m))+")
 ONE_DURATION = re.compile(r"([0-9]*\.?[0-9]+)(min|mo|y|w|d|h|m)")
 HOURS = {"y": 365 * 24.0, "mo": 30 * 24.0, "w": 168.0, "d": 24.0, "h": 1.0, "m": 1 / 60, "min": 1 / 60}
-NODES = re.compile(r"([0-9]*)x([0-9]+)")
+COUNT, NODES = re.compile(r"0*[1-9][0-9]{0,6}"), re.compile(r"([0-9]{0,7})x([0-9]{1,7})")
+PRICE = re.compile(r"usd=([0-9]{0,9}\.?[0-9]{1,9})")
 MARKETS: tuple[str, ...] = get_args(MarketType)
 GPUS_LIKE = "as in H100:64, H100:8@spot, A100:16@2x8 or p5.48xlarge:64@usd=2.50"
 
@@ -45,8 +47,8 @@ def hours_of(text: str) -> float:
     """`3w` -> 504. Raises SpecError."""
     low = text.strip().lower().replace(" ", "")
     hours = sum(float(n) * HOURS[unit] for n, unit in ONE_DURATION.findall(low)) if DURATION.fullmatch(low) else 0.0
-    if not hours:
-        raise SpecError(f"--within {text}: it must be a duration, as in 3w, 10d, 36h or 1w3d")
+    if not 0 < hours <= HOURS_MOST:
+        raise SpecError(f"--within {text}: it must be a duration of at most {HOURS_MOST:g} hours, as in 3w, 10d, 36h or 1w3d")
     return hours
 
 
@@ -61,11 +63,11 @@ def gpus_of(text: str, flag: str = "--gpus") -> tuple[Asked, ...]:
 def _asked(text: str, flag: str) -> Asked:
     head, *marks = text.split("@")
     kind, colon, count = head.partition(":")
-    if not kind or (colon and not (count.isdigit() and int(count))):
+    if not kind or (colon and not COUNT.fullmatch(count)):
         raise SpecError(f"{flag} {text}: '{head}' must be a GPU and how many of it, {GPUS_LIKE}")
     n_gpus, per_node, market, usd = int(count or 0), 0, "on-demand", None
     for mark in marks:
-        nodes, price = NODES.fullmatch(mark.lower()), re.fullmatch(r"usd=([0-9]*\.?[0-9]+)", mark.lower())
+        nodes, price = NODES.fullmatch(mark.lower()), PRICE.fullmatch(mark.lower())
         if nodes and int(nodes[1] or 1) and int(nodes[2]):
             n_gpus, per_node = _nodes(text, flag, nodes, n_gpus)
         elif price:

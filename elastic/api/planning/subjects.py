@@ -18,7 +18,7 @@ from elastic.planner import known_decoders
 from elastic.planner.find import EP
 from elastic.planner.work import Work
 from elastic.program import Program
-from elastic.spec import JobSpec, job_data
+from elastic.spec import JobSpec, job_data, unlimited
 from elastic.types import ModelProfile, Pool
 
 MUCH = 2.0  # times the published batch
@@ -140,4 +140,8 @@ def machines_of(subject: Subject, cluster: str | None, counts: Mapping[str, int]
     else:
         pools, prices = subject.pools, dict.fromkeys((pool.name for pool in subject.pools), "the job")
     nodes = with_counts(pools, counts)
-    return tuple(of_pool(pool, nodes[pool.name], prices.get(pool.name, "")) for pool in pools if nodes[pool.name])
+    found = [of_pool(pool, nodes[pool.name], prices.get(pool.name, "")) for pool in pools if nodes[pool.name]]
+    refused = unlimited(subject.job, pools) if subject.literal else ""
+    if found and refused:
+        found[0] = replace(found[0], notes=(*found[0].notes, f"elastic run refuses this: {refused}"))
+    return tuple(found)

@@ -52,7 +52,8 @@ def job(folder: Path, steps: int, drill: list[dict[str, Any]], **more: Any) -> P
     """A job folder in `folder`."""
     spec = {
         "name": "tiny", "program": str(PROGRAM), "steps": steps, "global_batch": 12, "seed": 3, "clip_grad_norm": 1.0,
-        "peer_every": 4, "durable_every": 0, "pools": POOLS, "drill": drill, "storage": str(folder / "runs"), **more,
+        "peer_every": 4, "durable_every": 0, "pools": POOLS, "budget_usd": 1000, "drill": drill,
+        "storage": str(folder / "runs"), **more,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.yaml").write_text(yaml.safe_dump(spec))

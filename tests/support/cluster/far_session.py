@@ -1,0 +1,29 @@
+"""A worker session on a host of its own: the folders of this machine are there another disk's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from support.cluster.fake_session import FakeSession
+
+from elastic.types import Admission, NodePrepared, NodeRefused
+from elastic.worker.admission import Refused, answer
+
+DISK = "ELASTIC_TEST_DISK"  # a folder that stands for the root of the host's disk; not set = that of the driver's host
+
+
+class FarSession(FakeSession):
+    def prepare(self, rehearsals: tuple[object, ...] = (), entry: Any = None) -> None:
+        mark = entry.terms.mark
+        here = replace(mark, uri=os.environ.get(DISK, "") + mark.uri)
+        Path(here.uri).mkdir(parents=True, exist_ok=True)
+        try:
+            answer(here)
+        except Refused as refused:
+            self.put(NodeRefused(self.me.node_id, str(refused)))
+            return
+        found = Admission(0.0, 0.0, dict(entry.terms.versions), 1.0, 1, mark=mark.text)
+        self.put(NodePrepared(self.me.node_id, (os.getpid(),), admission=found))
