@@ -20,7 +20,7 @@ from elastic.cluster.claims import LEAVE_MOST_S
 from elastic.cluster.lease import Lease
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS
-from elastic.driver import LINE_EVERY_S
+from elastic.driver import LINE_EVERY_S, restored
 from elastic.errors import JournalDamaged, SpecError
 from elastic.fingerprint import fingerprint
 from elastic.ledger.journal import Journal, Line, read
@@ -389,7 +389,8 @@ def test_a_driver_that_attaches_says_until_when_nodes_may_have_been_paid_for(
     assert first.paid_until_s is None and not first.attached
     now_s = time.time()
     begun = replace(first, job={**first.job, "orphan_lease_s": 100.0})
-    again = run._start(2, [Line(now_s - 9.0, 1, ((now_s - 9.0, begun),))])
+    before = [Line(now_s - 9.0, 1, ((now_s - 9.0, begun),))]
+    again = run._start(2, before, restored(before))
     assert again.attached and again.paid_until_s == now_s - 9.0 + LINE_EVERY_S + 100.0 + LEAVE_MOST_S
     assert "clock" not in caplog.text
     run._start(2, [Line(now_s + 3600.0, 1, ((now_s + 3600.0, begun),))])
