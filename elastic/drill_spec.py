@@ -18,7 +18,8 @@ OPTIONS = {
     "gpu": ON_WORKERS,
     "place": ("device_error",),
 }
-NODE_WORD = re.compile(r"any|any-spot|rank0|rank:[0-9]+")
+MOST, MOST_S, MOST_FACTOR, MOST_GPU = 10**12, 30 * 86400.0, 1e6, 1023  # more is a slip of the pen
+NODE_WORD = re.compile(r"any|any-spot|rank0|rank:[0-9]{1,6}")
 NODE_WORDS = "any, any-spot, rank0, rank:N, partner, a node id, or a list of them"
 
 
@@ -34,9 +35,9 @@ class DrillSpec(BaseModel):
     the one it has (of no node; for trials of the checks against that).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    at_step: int | None = Field(None, ge=0)
+    at_step: int | None = Field(None, ge=0, le=MOST)
     notice: str | list[str] | None = None
     kill: str | list[str] | None = None
     hang: str | list[str] | None = None
@@ -47,11 +48,11 @@ class DrillSpec(BaseModel):
     add: str | None = None
     kill_driver: Literal[True] | None = None
     wrong_layout: Literal[True] | None = None
-    deadline_s: float | None = Field(None, gt=0)
-    factor: float | None = Field(None, gt=0)
-    unit_s: float | None = Field(None, ge=0)
+    deadline_s: float | None = Field(None, gt=0, le=MOST_S)
+    factor: float | None = Field(None, gt=0, le=MOST_FACTOR)
+    unit_s: float | None = Field(None, ge=0, le=MOST_S)
     jitter: float | None = Field(None, ge=0, lt=1)
-    gpu: int | None = Field(None, ge=0)
+    gpu: int | None = Field(None, ge=0, le=MOST_GPU)
     place: Literal["forward", "backward", "optimizer", "host_copy", "move"] | None = None
 
     @model_validator(mode="after")
