@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic.cluster import lookouts, nodes
+from elastic.cluster import lookouts, market, nodes
 from elastic.cluster.boundary import Boundary
 from elastic.cluster.drilling import Drilling
 from elastic.cluster.drills import Schedule
