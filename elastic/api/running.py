@@ -385,7 +385,7 @@ def written_report(place: RunFolder, extras: dict[str, Any]) -> tuple[dict[str, 
     try:
         return report.write(place, extras)
     except OSError as error:
-        text = f"run '{place.name}' has ended and is recorded, its report could not be written; elastic report {place.name} writes it"
+        text = f"run '{place.name}' has ended, its report could not be written (elastic report {place.name} writes it)"
         raise unwritten(error, text) from error
 
 

@@ -121,7 +121,7 @@ class RayBackend:
         self.outlook = Outlook.of(run.pools, embedded=self.cluster is not None)
         self.survey = Survey()
         self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else self._acquisition()
-        schedule = drills.Schedule(run.job.get("drill") or (), self.storage)
+        schedule = drills.Schedule(run.job.get("drill") or (), self.storage.hasty(drills.MARK_MOST_S))
         self.drilling = Drilling(schedule, self.provider, self.crew, self.nodes, run.pools)
         for plan in run.plans:
             self.gather.expect(plan)

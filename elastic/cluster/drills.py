@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 INBOX, REJECTED, DONE = "inbox/", "inbox/rejected/", "inbox/done/"
 REMOTE_EVERY_S = 2.0
+MARK_MOST_S = 4.0  # the driver waits so long for the mark of an entry
 MOST_BYTES = 1 << 16  # of an order
 
 

@@ -159,7 +159,7 @@ class ScriptRun:
         self.outlook = Outlook.of(pools, embedded=self.cluster is not None)
         order = Order(self.job.name, start.epoch, f"elastic-{self.job.name}", tuple(pools), ORPHAN_LEASE_S)
         self.provider = EmbeddedNodes(self.cluster, pools) if self.cluster is not None else provider_for(order, take_over=False)
-        schedule = drills.Schedule(self.job.drill, self.storage)
+        schedule = drills.Schedule(self.job.drill, self.storage.hasty(drills.MARK_MOST_S))
         hands = Hands(self.script, self.provider.ray_id)
         self.drilling = Drilling(schedule, self.provider, hands, self.script.nodes, pools)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
