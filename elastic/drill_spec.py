@@ -35,7 +35,7 @@ class DrillSpec(BaseModel):
     the one it has (of no node; for trials of the checks against that).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     at_step: int | None = Field(None, ge=0, le=MOST)
     notice: str | list[str] | None = None
