@@ -20,7 +20,7 @@ OPTIONS = {
     "gpu": ON_WORKERS,
     "place": ("device_error",),
 }
-NODE_WORD = re.compile(r"any|any-spot|rank0|rank:[0-9]+")
+NODE_WORD = re.compile(r"any|any-spot|rank0|rank:[0-9]{1,6}")
 NODE_WORDS = "any, any-spot, rank0, rank:N, partner, a node id, or a list of them"
 
 

@@ -6,25 +6,34 @@ argument.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from elastic.errors import ElasticError, InternalError
+from elastic.errors import ElasticError, InternalError, unwritten
 from elastic.ledger.journal import Line
 from elastic.policy.decide import decide as decide_by_default
 from elastic.policy.state import ENDED, State, fold
 from elastic.types import Action, Decided, Decision, DriverStarted, Event, Stop, StopAsked
 
+log = logging.getLogger(__name__)
+
 LOOK_S = 1.0  # on a real clock, how long a signal may wait until the loop sees it
 LINE_EVERY_S = 60.0  # at least, while nodes are paid for: a driver that follows knows for how long
 LEAST_WAIT_S = 0.001  # between two looks without news
+END_MOST_S = 900.0  # unless the job's orphan_lease_s says otherwise: how long the end of a run waits for storage
 
 
 class Backend(Protocol):
-    """Where a run happens: carries out actions and reports facts. `virtual` (optional, default False): no real clock."""
+    """Where a run happens: carries out actions and reports facts.
+
+    `virtual` (optional, default False): no real clock. `certain` (optional, default True): no other driver can have the run;
+    while it is False nothing is decided, and no action is carried out. `trouble` (optional): why it is not.
+    """
 
     def now_s(self) -> float:
         """Seconds that never go back."""
@@ -45,6 +54,14 @@ class Recorder(Protocol):
     @property
     def due_at_s(self) -> float | None:
         """When `flush` is due."""
+
+    @property
+    def settled(self) -> bool:
+        """What was appended is where it must be before its actions are carried out."""
+
+    @property
+    def trouble(self) -> Exception | None:
+        """Why it is not."""
 
     def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
         """One tick."""
@@ -79,12 +96,19 @@ def drive(
         state = fold(state, event, now_s)
     try:
         with stop_signals() as asked:
-            return _loop(backend, journal, (state, now_s, (start, *found)), decide, asked)
+            state = _loop(backend, journal, (state, now_s, (start, *found)), decide, asked)
+    except BaseException:
+        for close in (backend.close, journal.close):
+            try:
+                close()
+            except Exception as error:  # noqa: BLE001 - what ended the run is what is told
+                log.warning("at the end: %s", error)
+        raise
+    try:
+        backend.close()
     finally:
-        try:
-            backend.close()
-        finally:
-            journal.close()
+        journal.close()
+    return state
 
 
 def restored(lines: Iterable[Line]) -> State | None:
@@ -106,18 +130,24 @@ def _loop(
     said, line_s = "", now_s
     n_asked = 0
     real = not getattr(backend, "virtual", False)
+    wait = _Wait(backend, journal, float(state.job.get("orphan_lease_s") or END_MOST_S))
     while True:
-        decision = decided(state, now_s, decide)
-        state = fold(state, Decided(decision), now_s)
-        due = real and now_s - line_s >= LINE_EVERY_S and state.usd_per_h > 0
-        if events or decision.actions or decision.reason != said or due:
-            journal.append(now_s, events, decision)
-            said, line_s = decision.reason, now_s
-        for action in decision.actions:
-            backend.execute(action)
-        if state.phase in ENDED:
+        wake_at_s = None
+        if wait.for_nothing:
+            decision = decided(state, now_s, decide)
+            state = fold(state, Decided(decision), now_s)
+            due = real and now_s - line_s >= LINE_EVERY_S and state.usd_per_h > 0
+            if events or decision.actions or decision.reason != said or due:
+                journal.append(now_s, events, decision)
+                said, line_s = decision.reason, now_s
+            wait.actions, wake_at_s = decision.actions, _later(decision.wake_at_s, now_s)
+        elif events:
+            journal.append(now_s, events)
+            line_s = now_s
+        if wait.carry_out(state, now_s, n_asked):
+            wake_at_s = now_s  # after an order: look again at once
+        if state.phase in ENDED and not wait.actions:
             return state
-        wake_at_s = now_s if decision.actions else _later(decision.wake_at_s, now_s)  # after an order: look again at once
         found = _poll(backend, journal, wake_at_s, asked)
         if len(asked) > 1:
             found = []
@@ -132,6 +162,45 @@ def _loop(
             state = fold(state, event, now_s)
         if n_asked > 1:
             decide = _at_once
+
+
+@dataclass
+class _Wait:
+    """Actions wait until their line is where it must be and this driver is certain to have the run; until then nothing else is
+    decided. A run that is over, or was asked to stop, waits `end_most_s` at most."""
+
+    backend: Backend
+    journal: Recorder
+    end_most_s: float
+    actions: tuple[Action, ...] = ()
+    _since_s: float | None = None
+
+    @property
+    def for_nothing(self) -> bool:
+        return not self.actions and self._certain
+
+    @property
+    def _certain(self) -> bool:
+        return bool(getattr(self.backend, "certain", True))
+
+    def carry_out(self, state: State, now_s: float, n_asked: int) -> bool:
+        """True = actions were. Raises LostContact, or StorageFailed where a disk is full, when the wait was too long."""
+        if self._certain and (self.journal.settled or self._too_long(state, now_s, n_asked)):
+            done, self.actions, self._since_s = self.actions, (), None
+            for action in done:
+                self.backend.execute(action)
+            return bool(done)
+        if self._too_long(state, now_s, n_asked):
+            trouble = getattr(self.backend, "trouble", None) or self.journal.trouble or TimeoutError("no answer")
+            text = f"run '{state.run}': ended at step {state.step} without a word of it, saved is step {state.saved_step}"
+            raise unwritten(trouble, f"{text}; run it again when its storage takes writes")
+        return False
+
+    def _too_long(self, state: State, now_s: float, n_asked: int) -> bool:
+        """A run that trains on waits as long as it takes."""
+        over = state.phase in ENDED or n_asked > 0 or 0 < state.steps <= state.step
+        self._since_s = (now_s if self._since_s is None else self._since_s) if over else None
+        return n_asked > 1 or (self._since_s is not None and now_s - self._since_s > self.end_most_s)
 
 
 def _later(wake_at_s: float | None, now_s: float) -> float | None:

@@ -5,6 +5,7 @@
     │   └── StorageRefused   storage says no: permission, credentials, bucket, region (also an OSError)
     ├── StorageFailed    storage is out of reach, after all retries (also an OSError)
     │   └── StorageDamaged   it answers with other bytes than were written
+    ├── LostContact      the run goes on without this driver, or can: run it again (exit code 4)
     ├── CloudFailed      a cloud's API does not answer, or did not do what it was asked
     ├── InfeasiblePlan   no layout fits the nodes or their memory
     ├── NoCapacity       no pool can give what the job needs
@@ -17,6 +18,8 @@
 The loss of a node is an event, never an exception. Every message says what happened, with the numbers, and the next step.
 All of them take one string and are picklable.
 """
+
+import errno
 
 
 class ElasticError(Exception):
@@ -41,6 +44,20 @@ class StorageFailed(ElasticError, OSError):
 
 class StorageDamaged(StorageFailed):
     """Storage answers with other bytes than were written, however often it is asked."""
+
+
+class LostContact(ElasticError):
+    """This driver has lost its run: another one drives it, or its storage was out of reach to the end. To be run again."""
+
+    exit_code = 4
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def unwritten(trouble: BaseException, text: str) -> ElasticError:
+    """What a driver ends with that could not write what it owes: a full disk is the user's to mend, the rest passes."""
+    return (StorageFailed if getattr(trouble, "errno", None) in FULL else LostContact)(f"{text}: {trouble}")
 
 
 class CloudFailed(ElasticError):

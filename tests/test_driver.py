@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from elastic.driver import LINE_EVERY_S, drive, restored
-from elastic.errors import StateLost
+from elastic.errors import LostContact, StateLost, StorageFailed
 from elastic.ledger.journal import Journal, Memory, read
 from elastic.policy.state import State
 from elastic.sim.replay import replay
@@ -276,3 +277,84 @@ def test_while_nodes_are_paid_for_there_is_a_line_every_minute(usd_per_node_h: f
     times = [line.at_s for line in journal.lines]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert (max(gaps) <= LINE_EVERY_S) == bool(usd_per_node_h), gaps
+
+
+class Away(Tiny):
+    """`certain` as a lease says it. Each poll from the first plan on takes one of `signs`, then it stays True."""
+
+    def __init__(self, signs: str, **more: Any) -> None:
+        super().__init__(**more)
+        self.signs, self.certain = list(signs), True
+        self.trouble: Exception | None = None
+        self.while_away: list[Action] = []
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        if self.generation:
+            self.certain = not self.signs or self.signs.pop(0) == "y"
+        return super().poll(until_s)
+
+    def execute(self, action: Action) -> None:
+        if not self.certain:
+            self.while_away.append(action)
+        super().execute(action)
+
+
+def test_while_storage_is_away_steps_are_recorded_and_nothing_is_decided() -> None:
+    journal = Memory()
+    backend = Away("nnnnnnnn", journal=journal)
+    state = drive(backend, journal, start())
+    assert state.phase == "succeeded" and backend.while_away == []
+    away = [line for line in journal.lines if line.decision is None]
+    assert [e.step for line in away for _, e in line.events if isinstance(e, StepDone)] == [1, 2, 3, 4, 5]
+    assert replay(journal.lines).identical and restored(journal.lines) == state
+
+
+def test_actions_wait_until_their_line_is_where_it_must_be() -> None:
+    journal = Memory()
+    backend = Tiny(journal)
+    polls: list[int] = []
+
+    def look() -> None:
+        polls.append(len(backend.actions))
+        journal.settled = len(polls) % 4 == 0
+
+    backend.on_poll = look
+    journal.settled = False
+    state = drive(backend, journal, start())
+    assert state.phase == "succeeded"
+    assert polls[:4] == [0, 0, 0, 0] and polls[4] == 1
+    decided = [line.decision.actions for line in journal.lines if line.decision and line.decision.actions]
+    assert [action for actions in decided for action in actions] == backend.actions, "each once, in order"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind", "code"),
+    [(OSError(errno.ENOSPC, "No space left on device"), StorageFailed, 1), (TimeoutError("no answer"), LostContact, 4)],
+)
+def test_the_end_of_a_run_waits_for_storage_and_not_for_ever(trouble: OSError, kind: type, code: int) -> None:
+    backend = Away("n" * 100_000)
+    backend.trouble = trouble
+    with pytest.raises(kind, match="ended at step 5 without a word of it.*run it again when.*" + trouble.args[-1]) as raised:
+        drive(backend, Memory(), start(job=JOB | {"orphan_lease_s": 60.0}))
+    assert raised.value.exit_code == code and backend.closed == 1
+    assert backend.time_s > 60.0 and backend.while_away == []
+
+
+def test_asked_twice_while_storage_is_away_it_ends_and_carries_out_nothing() -> None:
+    backend = Away("n" * 100_000)
+    backend.at_step = {3: lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]}
+    with pytest.raises(LostContact, match="ended at step"):
+        drive(backend, Memory(), start())
+    assert backend.while_away == [] and backend.time_s < 10.0
+
+
+def test_what_fails_at_the_end_does_not_hide_what_ended_the_run() -> None:
+    class Worse(Tiny):
+        def poll(self, until_s: float | None) -> list[Event]:
+            raise OSError("the cluster is gone")
+
+        def close(self) -> None:
+            raise RuntimeError("also at the end")
+
+    with pytest.raises(OSError, match="cluster is gone"):
+        drive(Worse(), Memory(), start())

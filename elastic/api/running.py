@@ -20,7 +20,7 @@ from elastic.data.opening import dataset_of
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS, SENTENCE
 from elastic.driver import Backend, drive, restored
-from elastic.errors import SpecError, StateLost
+from elastic.errors import SpecError, StateLost, unwritten
 from elastic.fingerprint import KEY, fingerprint
 from elastic.ledger.journal import Line, read
 from elastic.ledger.run_folder import Cut, RunFolder
@@ -352,7 +352,7 @@ class _Run:
         extras: dict[str, Any] = {"launch_to_first_step_s": self._first_step_s(lines)}
         if state.phase == "succeeded":
             extras |= {"samples_exact": self._samples_exact(lines), "sample": self._sample(state)}
-        data, shown = report.write(self.place, extras)
+        data, shown = written_report(self.place, extras)
         if self.options.show:
             print("\n".join(["", *shown]), file=self._out())
         return Result(self.name, _outcome(state), data, self.place.folder)
@@ -400,6 +400,15 @@ class _Run:
         from elastic.worker.finished import sample_text
 
         return sample_text(self.program, state.durable[0].uri) if state.durable else None
+
+
+def written_report(place: RunFolder, extras: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """As report.write. Raises StorageFailed or LostContact where its files cannot be written: the run itself has ended."""
+    try:
+        return report.write(place, extras)
+    except OSError as error:
+        text = f"run '{place.name}' has ended, its report could not be written (elastic report {place.name} writes it)"
+        raise unwritten(error, text) from error
 
 
 def _begun_at(lines: list[Line]) -> int:

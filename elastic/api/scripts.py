@@ -12,11 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic.api.checks import check_drill, taken, warn_of_clock
-from elastic.api.running import Options, Result, adapted, check_run_name, default_storage, ray_address, taken_over
+from elastic.api.running import (
+    Options,
+    Result,
+    adapted,
+    check_run_name,
+    default_storage,
+    ray_address,
+    taken_over,
+    written_report,
+)
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe import report, runs
+from elastic.observe import runs
 from elastic.observe.terminal import plain_note
 from elastic.observe.view import View, view_of
 from elastic.spec import JobSpec, check_budget, check_fit, job_of
@@ -59,6 +68,14 @@ class _Told:
     @property
     def due_at_s(self) -> float | None:
         return self.journal.due_at_s
+
+    @property
+    def settled(self) -> bool:
+        return self.journal.settled
+
+    @property
+    def trouble(self) -> Exception | None:
+        return self.journal.trouble
 
     def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
         self.journal.append(at_s, events, decision)
@@ -112,7 +129,7 @@ class _ScriptRun:
             raise SpecError(f"{self.file}: {script.reason}")
         if script.outcome == "failed":
             self._say("\n".join(["", *script.first_error().splitlines()[-15:]]))
-        data, shown = report.write(self.place, {})
+        data, shown = written_report(self.place, {})
         self._say("\n".join(["", *shown]))
         assert script.outcome is not None
         return Result(self.name, script.outcome, data, self.place.folder)

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster import _ray_private
+from elastic.cluster.boundary import Boundary
 from elastic.cluster.claims import Order
 from elastic.cluster.nodes import ClusterNodes, NodeProvider, RayNode, living
 from elastic.cluster.watcher import NAME, NAMESPACE, Report, Watcher
@@ -87,17 +88,19 @@ class Desk:
             )
 
     def _run(self) -> None:
+        boundary = Boundary(log, "speaking to the autoscaler's watcher")
         while not self._done.is_set():
             self._wake.wait(SPEAK_S)
             self._wake.clear()
             if self._done.is_set():
                 return
-            try:
-                self._speak()
-            except (RayActorError, ValueError):  # its process is gone: another one is told all
-                self._renew()
-            except (RayError, GetTimeoutError, OSError) as error:
-                log.warning("the autoscaler's watcher does not answer: %s", error)
+            boundary.holds(self._speak_on)
+
+    def _speak_on(self) -> None:
+        try:
+            self._speak()
+        except (RayActorError, ValueError):  # its process is gone: another one is told all
+            self._renew()
 
     def _renew(self) -> None:
         try:

@@ -34,7 +34,7 @@ from elastic.cluster.outlook import Outlook
 from elastic.cluster.output import last_words
 from elastic.cluster.ray_run import RayRun
 from elastic.cluster.silence import Silence, patience_s
-from elastic.errors import InternalError, SpecError
+from elastic.errors import InternalError, LostContact
 from elastic.fingerprint import KEY
 from elastic.reshard.transfers import participants
 from elastic.storage import open_storage
@@ -97,6 +97,7 @@ class RayBackend:
     _stuck: set[int] = field(init=False, default_factory=set)
     _looked_s: float = field(init=False, default=0.0)
     _let_go: bool = field(init=False, default=False)  # another driver has the run
+    _stopped: bool = field(init=False, default=False)  # a Stop is carried out
     _closed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -123,7 +124,7 @@ class RayBackend:
         self.outlook = Outlook.of(run.pools, embedded=self.cluster is not None)
         self.survey = Survey()
         self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else self._acquisition()
-        schedule = drills.Schedule(run.job.get("drill") or (), self.storage)
+        schedule = drills.Schedule(run.job.get("drill") or (), self.storage.hasty(drills.MARK_MOST_S))
         self.drilling = Drilling(schedule, self.provider, self.crew, self.nodes, run.pools)
         for plan in run.plans:
             self.gather.expect(plan)
@@ -159,18 +160,31 @@ class RayBackend:
         if order is not None and not self._closed:
             order(self, action)
 
+    @property
+    def certain(self) -> bool:
+        """No other driver can have the run."""
+        return self.lease is None or self.lease.certain
+
+    @property
+    def trouble(self) -> Exception | None:
+        """Why it is not certain."""
+        return self.lease.trouble if self.lease is not None else None
+
     def close(self) -> None:
-        """Takes everything down; after a takeover by another driver it only lets go."""
+        """Takes everything down after a Stop, and the embedded cluster always. Else it only lets go: workers and nodes are the
+        next driver's, and without one they end by themselves."""
         if self._closed:
             return
         self._closed = True
+        self._let_go = self._let_go or (self.lease is not None and self.lease.lost)
+        ends = self._stopped and not self._let_go
         self.survey.close()
         self.outlook.close()
         self.inbox.close()
         self.entrance.close()
         self.copies.close()
-        self.crew.close(end=self.cluster is None and not self._let_go)
-        self.provider.close(end=not self._let_go)
+        self.crew.close(end=self.cluster is None and ends)
+        self.provider.close(end=ends)
         self._stores.clear()
         if self._connected and self.cluster is not None:
             self.cluster.disconnect()
@@ -273,6 +287,7 @@ class RayBackend:
             self.crew.call(worker, "abort", action.generation)
 
     def _stop(self, action: Stop) -> None:
+        self._stopped = True
         self.close()
 
     # ------------------------------------------------------------------------------------------ what comes in
@@ -453,16 +468,19 @@ class RayBackend:
 
     def _hold(self) -> None:
         """This driver still holds the run, and its cluster stands."""
-        if self.lease is not None and self.lease.lost:
-            self._replaced(f"its lease (epoch {self.lease.epoch}) was taken over, or the storage is out of reach")
+        self._own()
         if self.cluster is not None and self.cluster.ended:
             raise InternalError("the embedded cluster has ended: its keeper was killed; run again to resume from storage")
+
+    def _own(self) -> None:
+        if self.lease is not None and self.lease.lost:
+            self._replaced(f"its lease (epoch {self.lease.epoch}) was taken over")
 
     def _replaced(self, why: str) -> None:
         self._let_go = True
         if self.lease is not None:
             self.lease.give_up()
-        raise SpecError(f"run '{self.run.name}': this driver ends, another one drives the run: {why}")
+        raise LostContact(f"run '{self.run.name}': this driver ends, another one drives the run: {why}")
 
     def _acquisition(self) -> NodeProvider:
         run = self.run
@@ -484,6 +502,7 @@ class RayBackend:
 
     def _end(self, workers: Sequence[WorkerId]) -> None:
         """Kills the processes and forgets them; no event comes of it."""
+        self._own()
         self.crew.end(workers)
         for worker in workers:
             self.silence.forget(worker)

@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ log = logging.getLogger(__name__)
 Commit = Callable[[Plan, int, int], str]  # (plan, step, digest of the state) -> uri
 UNFINISHED_S, UNFINISHED_AT_START_S = 3600.0, 60.0  # unfinished files that were begun so long ago are nobody's
 CLOSE_MOST_S = 10.0
+OVERDUE_S = 180.0  # of a commit; object storage is asked again for 120 s
 REMOVE_TRIES, REMOVE_WAIT_S = 3, 1.0
 START, COMMIT, REMOVE, LAST = range(4)  # in this order
 
@@ -41,24 +41,28 @@ class DurableCopies:
         self.storage, self.epoch, self.meta = storage, epoch, meta
         self._write = write or self._commit_files
         self._news: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable-copies")
         self._waiting: list[tuple[int, int, int, Callable[[], None]]] = []  # a heap: kind, -step, when it came, the order
-        self._lock, self._numbers = threading.Lock(), count()
+        self._change, self._numbers = threading.Condition(), count()
+        self._open: dict[tuple[int, int], float] = {}  # generation and step of commits that were ordered -> since when
         self._below: int | None = None  # what interrupted saves of steps before this one have left is to be removed
+        self._thread = threading.Thread(target=self._run, name="durable-copies", daemon=True)  # storage may never answer
+        self._thread.start()
 
     def news(self) -> list[Event]:
         """What has become of the orders since the last call."""
         found: list[Event] = []
         while not self._news.empty():
             found.append(self._news.get())
-        return found
+        return found + self._overdue(time.monotonic())
 
     def commit(self, parts: Parts) -> None:
         """All parts are stored -> CopyStored or CopyFailed; then what older, interrupted saves have left is removed."""
+        with self._change:
+            self._open[parts.plan.generation, parts.step] = time.monotonic()
         self._order(COMMIT, lambda: self._commit(parts), parts.step)
 
     def remove(self, uri: str) -> None:
-        """-> CopyRemoved. Only copies of this run, and never after a newer driver has committed."""
+        """-> CopyRemoved. Only copies of this run, and never after a newer driver has taken over."""
         self._order(REMOVE, lambda: self._remove(uri))
 
     def clean(self) -> None:
@@ -67,36 +71,51 @@ class DurableCopies:
 
     def close(self) -> None:
         """What was ordered is still done, as long as that does not take long."""
-        last = self._order(LAST, lambda: None)
-        self._pool.shutdown(wait=False)
-        wait([last], CLOSE_MOST_S)
+        self._order(LAST, lambda: None)
+        self._thread.join(CLOSE_MOST_S)
 
-    def _order(self, kind: int, order: Callable[[], None], step: int = 0) -> Future[None]:
-        with self._lock:
+    def _order(self, kind: int, order: Callable[[], None], step: int = 0) -> None:
+        with self._change:
             heapq.heappush(self._waiting, (kind, -step, next(self._numbers), order))
-        return self._pool.submit(self._next)
+            self._change.notify()
+
+    def _overdue(self, now_s: float) -> list[Event]:
+        """The newest commit has not come back for longer than storage is asked again: said once. It may still be done."""
+        with self._change:
+            newest = max(self._open, key=lambda copy: copy[1], default=None)
+            if newest is None or now_s - self._open[newest] <= OVERDUE_S:
+                return []
+            self._open.clear()
+        return [CopyFailed(*newest, f"not committed: {self.storage.uri} has not answered for {OVERDUE_S:.0f} s")]
 
     # ------------------------------------------------------------------------------------------ in the thread
 
-    def _next(self) -> None:
-        with self._lock:
-            order = heapq.heappop(self._waiting)[-1]
-        order()
-        with self._lock:
-            busy = any(kind < LAST for kind, *_ in self._waiting)
-        if self._below is not None and not busy:
-            below, self._below = self._below, None
-            self._clean(below)
+    def _run(self) -> None:
+        kind = START
+        while kind != LAST:
+            with self._change:
+                self._change.wait_for(lambda: self._waiting)
+                kind, _, _, order = heapq.heappop(self._waiting)
+            order()
+            with self._change:
+                busy = any(waiting < LAST for waiting, *_ in self._waiting)
+            if self._below is not None and not busy:
+                below, self._below = self._below, None
+                self._clean(below)
 
     def _commit(self, parts: Parts) -> None:
         plan, step = parts.plan, parts.step
         shards = parts.stored.values()
         try:
             uri = self._write(plan, step, sum(part.digest for part in shards) % (1 << 64))
-        except (OSError, ElasticError) as error:
-            log.warning("the durable copy of step %d was not committed: %s", step, error)
-            self._news.put(CopyFailed(plan.generation, step, f"not committed: {error}"))
+        except Exception as error:  # noqa: BLE001 - the boundary of this thread: the run must hear of it
+            text = str(error) if isinstance(error, OSError | ElasticError) else f"{type(error).__name__}: {error}"
+            log.warning("the durable copy of step %d was not committed: %s", step, text)
+            self._news.put(CopyFailed(plan.generation, step, f"not committed: {text}"))
             return
+        finally:
+            with self._change:
+                self._open.pop((plan.generation, step), None)
         n_bytes = sum(part.n_bytes for part in shards)
         copy = Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri, n_bytes)
         self._news.put(CopyStored(copy, max(part.seconds for part in shards), max(part.stall_s for part in shards)))
@@ -115,7 +134,7 @@ class DurableCopies:
         for left in reversed(range(REMOVE_TRIES)):
             try:
                 durable.remove_copy(self.storage, uri, self.epoch)
-            except (OSError, ElasticError) as error:
+            except Exception as error:  # noqa: BLE001 - tried again
                 log.warning("%s was not removed: %s", uri, error)
                 time.sleep(REMOVE_WAIT_S if left else 0.0)
             else:
@@ -129,7 +148,7 @@ class DurableCopies:
             for folder in durable.clean(self.storage, self.epoch, below_step):
                 log.info("%s: left by an interrupted save, removed", folder)
             self.storage.clean_unfinished(UNFINISHED_AT_START_S if below_step is None else UNFINISHED_S)
-        except (OSError, ElasticError) as error:
+        except Exception as error:  # noqa: BLE001 - tried again after the next copy
             log.warning("what interrupted saves have left was not removed: %s", error)
 
 

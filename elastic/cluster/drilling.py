@@ -48,6 +48,8 @@ class Drilling:
         if entry.get("wrong_layout"):
             return self._wrong_layout(entry)
         if "add" in entry:
+            if all(pool.name != entry["add"] for pool in self.pools):
+                return [DrillAsked({**entry, "error": f"drill: there is no pool '{entry['add']}'"})]
             self.provider.change_capacity(entry["add"], 1)
             self.provider.request(entry["add"], 1, f"drill-{time.monotonic_ns()}")
             return [DrillAsked(dict(entry))]

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from elastic.cluster.boundary import Boundary
 from elastic.cluster.lease import Store
-from elastic.errors import SpecError
+from elastic.errors import SpecError, StorageRefused
 from elastic.spec import drill_entry
 from elastic.storage import Storage
 from elastic.types import MarketType, Plan
 
+log = logging.getLogger(__name__)
+
 INBOX, REJECTED, DONE = "inbox/", "inbox/rejected/", "inbox/done/"
 REMOTE_EVERY_S = 2.0
+MARK_MOST_S = 4.0  # the driver waits so long for the mark of an entry
+MOST_BYTES = 1 << 16  # of an order
 
 
 @dataclass(frozen=True)
@@ -98,8 +105,14 @@ class Schedule:
         """Entries whose step is reached, that nobody has carried out."""
         found = []
         while self._left and (self.entries[self._left[0]].get("at_step") or 0) <= step:
-            i = self._left.pop(0)
-            if self.storage.put(f"{DONE}{i:04d}.json", json.dumps(dict(self.entries[i])).encode(), if_absent=True):
+            i = self._left[0]
+            try:
+                mine = self.storage.put(f"{DONE}{i:04d}.json", json.dumps(dict(self.entries[i])).encode(), if_absent=True)
+            except OSError as error:  # storage does not answer, or is full: tried again at the next step
+                log.warning("the drill of step %s waits: %s", self.entries[i].get("at_step"), error)
+                break
+            self._left.pop(0)
+            if mine:
                 found.append(dict(self.entries[i]))
         return found
 
@@ -112,61 +125,26 @@ class Orders:
     stop: str | None = None
 
 
-def read_inbox(storage: Store, taken: set[str] | None = None) -> Orders:
-    """Takes the orders out of the inbox. One that cannot be read goes to inbox/rejected with the reason.
-
-    `taken`: keys of orders that were given out before and could not be removed; kept by the caller. Where storage fails on the
-    way, what was read until then is returned; it raises OSError when that is nothing.
-    """
-    taken = set() if taken is None else taken
-    drills: list[dict[str, Any]] = []
-    stop: str | None = None
-    try:
-        for key in storage.list(INBOX):
-            if key.count("/") != 1 or not key.endswith(".json"):
-                continue
-            order = {} if key in taken else _order(storage, key)
-            taken.add(key)
-            drills += [order["drill"]] if "drill" in order else []
-            stop = order.get("stop", stop)
-            storage.delete(key)
-    except OSError:
-        if not drills and stop is None:
-            raise
-    return Orders(tuple(drills), stop)
-
-
-def _order(storage: Store, key: str) -> dict[str, Any]:
-    """{"drill": {...}}, {"stop": "reason"}, or {} for one that was rejected."""
-    text = storage.get(key)
-    try:
-        order = json.loads(text)
-        if not isinstance(order, dict) or len(order) != 1 or next(iter(order)) not in ("drill", "stop"):
-            raise SpecError('an order is {"drill": {...}} or {"stop": "reason"}')
-        if "drill" in order:
-            return {"drill": drill_entry(order["drill"], "drill").plain()}
-        return {"stop": str(order["stop"])}
-    except (ValueError, SpecError) as error:
-        why = {"order": text.decode(errors="replace"), "why": str(error)}
-        storage.put(f"{REJECTED}{key[len(INBOX) :]}", json.dumps(why).encode())
-        return {}
-
-
 class Inbox:
-    """Orders as they come. Object storage is asked by a thread every REMOTE_EVERY_S: the driver never waits for it."""
+    """Orders as they come. Object storage is asked by a thread every REMOTE_EVERY_S: the driver never waits for it.
+
+    Anybody who may write the run's folder may leave a file there: nothing of it raises. What is no order, or cannot be read,
+    goes to inbox/rejected with the reason; what storage did not answer is asked again at the next look.
+    """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._taken: set[str] = set()
+        self._taken: set[str] = set()  # given out or refused, and still there: it could not be removed
         self._found: SimpleQueue[Orders] = SimpleQueue()
         self._done = threading.Event()
+        self._boundary = Boundary(log, "inbox")
         if storage.remote:
             threading.Thread(target=self._follow, name="inbox", daemon=True).start()
 
     def take(self) -> Orders:
         """What has come since the last call."""
         if not self._storage.remote:
-            return read_inbox(self._storage, self._taken)
+            self._boundary.holds(self._look)
         found: list[Orders] = []
         while not self._found.empty():
             found.append(self._found.get())
@@ -178,5 +156,56 @@ class Inbox:
 
     def _follow(self) -> None:
         while not self._done.wait(REMOTE_EVERY_S):
-            with suppress(OSError):  # looked at again the next time; that storage is out of reach is the lease's to say
-                self._found.put(read_inbox(self._storage, self._taken))
+            self._boundary.holds(self._look)
+
+    def _look(self) -> None:
+        keys = [key for key in self._storage.list(INBOX) if key.count("/") == 1 and key.endswith(".json")]
+        self._taken.intersection_update(keys)
+        for key in keys:
+            if key not in self._taken:
+                self._boundary.holds(partial(self._take, key))
+            if key in self._taken:
+                with suppress(OSError, SpecError):  # it stays, and is not taken again
+                    self._storage.delete(key)
+
+    def _take(self, key: str) -> None:
+        """Gives the order out. Raises OSError where storage did not answer: it is looked at again."""
+        text = b""
+        try:
+            text = self._text(key)
+            found = _order(text)
+        except (FileNotFoundError, PermissionError, SpecError, ValueError, RecursionError) as error:
+            if isinstance(error, StorageRefused):
+                raise
+            self._taken.add(key)
+            self._refuse(key, text, f"{type(error).__name__}: {error}" if not isinstance(error, SpecError) else str(error))
+        else:
+            self._taken.add(key)
+            self._found.put(found)
+
+    def _text(self, key: str) -> bytes:
+        if not self._storage.exists(key):
+            raise FileNotFoundError("there is no such file; it was removed, or is a link to nothing, or a pipe")
+        if self._storage.size(key) > MOST_BYTES:
+            raise SpecError(f"an order has at most {MOST_BYTES} bytes")
+        return self._storage.get(key)
+
+    def _refuse(self, key: str, text: bytes, why: str) -> None:
+        log.warning("%a is no order, and is not taken: %s", key, why)
+        record = json.dumps({"order": text.decode(errors="replace"), "why": why}).encode()
+        try:
+            self._storage.put(f"{REJECTED}{key[len(INBOX) :]}", record)
+        except (OSError, SpecError) as error:
+            log.warning("the reason could not be written to %s: %s", REJECTED, error)
+
+
+def _order(text: bytes) -> Orders:
+    """Raises SpecError, ValueError, RecursionError for what is none."""
+    order = json.loads(text)
+    if not isinstance(order, dict) or len(order) != 1 or next(iter(order)) not in ("drill", "stop"):
+        raise SpecError('an order is {"drill": {...}} or {"stop": "reason"}')
+    if "drill" in order:
+        return Orders((drill_entry(order["drill"], "drill").plain(),))
+    if not isinstance(order["stop"], str):
+        raise SpecError('the reason of a stop is a text, as in {"stop": "reason"}')
+    return Orders(stop=order["stop"])

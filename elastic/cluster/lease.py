@@ -5,11 +5,15 @@ of the next epoch; of several that try, storage lets one win. The epoch fences w
 
 Clocks of two machines are never trusted: a holder counts its own seconds since its last sign of life, and one
 that looks expired is watched for its whole time to live before it is replaced.
+
+A holder that cannot renew has lost nothing yet: it keeps its epoch, and is not `certain` until a renewal succeeds. The lease is
+`lost` once a newer epoch was seen.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -19,9 +23,13 @@ from typing import Any, Protocol
 
 from elastic.cluster import processes
 from elastic.errors import SpecError
+from elastic.storage import Storage
+
+log = logging.getLogger(__name__)
 
 PREFIX = "lease/"
 GRACE_S = 1.0
+RELEASE_MOST_S = 10.0
 
 
 class Store(Protocol):
@@ -66,11 +74,10 @@ class Times:
 class Lease:
     """Raises SpecError when another driver holds the run. `attached`: there was a driver before that did not end in order."""
 
-    def __init__(self, storage: Store, run: str, times: Times = Times()) -> None:
+    def __init__(self, storage: Storage, run: str, times: Times = Times()) -> None:
         self.storage, self.run, self.times = storage, run, times
-        self._lost = threading.Event()
-        self._good_s = time.monotonic()  # when the last sign of life that was given began to be written
-        self._since_s: float | None = None  # when the renewals that have not succeeded yet began
+        self.trouble: Exception | None = None  # why the last renewal did not succeed
+        self._lost, self._said = threading.Event(), False
         self._done = threading.Event()
         place = processes.Place.here()
         now_s = time.time()
@@ -83,14 +90,18 @@ class Lease:
             self._refuse_living(before)
         self.attached = before is not None and not before.released
         self.sign = Sign(epoch=before.epoch + 1 if before else 1, n=0, at_s=now_s, **me)
+        self._good_s = time.monotonic()  # when the last sign of life that was given began to be written
         if not self._write(self.sign):
             winner = newest(storage)
             raise SpecError(self._refusal(winner) if winner else f"run '{run}': another driver took its lease just now")
         if self._write(self.sign):
             raise SpecError(f"{storage.uri}: it overwrites what must not be (no If-None-Match); no run can be kept safe there")
-        for key in storage.list(PREFIX):
-            if key < self.sign.key:
-                storage.delete(key)
+        older = [key for key in storage.list(PREFIX) if key < self.sign.key]
+        if before is not None and max(older, default="") > before.key and not before.released:
+            time.sleep(before.ttl_s)  # it was heard again just now: it sees this epoch within its time to live
+        for key in older:
+            storage.delete(key)
+        self.storage = storage.hasty(times.ttl_s / 3)
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
 
@@ -100,8 +111,14 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Another driver has taken the run over, or may have: this one may do nothing more."""
-        return self._lost.is_set() or self._overdue()
+        """Another driver has taken the run over: this one may do nothing more."""
+        return self._lost.is_set()
+
+    @property
+    def certain(self) -> bool:
+        """No other driver can have taken the run over yet, by this process's own clock."""
+        grace_s = min(GRACE_S, self.times.renew_s)
+        return not self.lost and time.monotonic() - self._good_s <= self.times.ttl_s - grace_s
 
     def give_up(self) -> None:
         """Another driver was heard of."""
@@ -111,8 +128,8 @@ class Lease:
     def release(self) -> None:
         """The next driver need not wait. Where storage is out of reach, it must."""
         self._done.set()
-        self._thread.join(timeout=self.times.ttl_s)
-        if self._thread.is_alive() or self.lost:
+        self._thread.join(timeout=min(self.times.ttl_s, RELEASE_MOST_S))
+        if self._thread.is_alive() or not self.certain:
             return
         with suppress(OSError):
             self._write(self._next(released=True))
@@ -149,38 +166,55 @@ class Lease:
     def _write(self, sign: Sign) -> bool:
         return self.storage.put(sign.key, json.dumps(asdict(sign)).encode(), if_absent=True)
 
-    def _overdue(self) -> bool:
-        """Others may take over by now. A process that was stopped for a while (Ctrl-Z) may first look whether they did."""
-        since_s, now_s = self._since_s, time.monotonic()
-        grace_s = min(GRACE_S, self.times.renew_s)
-        return since_s is not None and now_s - since_s > grace_s and now_s - self._good_s > self.times.ttl_s - grace_s
-
     def _renew(self) -> None:
         while not self._done.wait(self.times.renew_s):
             begun_s = time.monotonic()
-            self._since_s = begun_s if self._since_s is None else self._since_s
             try:
                 if not self._renewed():
                     self._lost.set()
                     return
-                self._good_s, self._since_s = begun_s, None
-            except OSError:  # storage is out of reach
-                if self._overdue():
-                    self._lost.set()
-                    return
+            except Exception as error:  # noqa: BLE001 - whatever it is, it does not say that somebody else has the run
+                self._not_renewed(error)
+            else:
+                self._good_s, self.trouble = begun_s, None
+                if self._said:
+                    self._said = False
+                    log.warning(
+                        "%s answers again: the run goes on under its own lease (epoch %d)", self.storage.uri, self.epoch
+                    )
+
+    def _not_renewed(self, error: Exception) -> None:
+        self.trouble = error
+        if not self.certain and not self._said:
+            self._said = True
+            away_s = time.monotonic() - self._good_s
+            text = "%s has taken no sign of life for %.0f s (%s): training goes on, nothing is decided until it does"
+            log.warning(text, self.storage.uri, away_s, error)
 
     def _renewed(self) -> bool:
+        """False = somebody else has the run."""
+        certain, before = self.certain, self.sign
+        if self._replaced():
+            return False
+        sign = self._next()
+        if self._write(sign):
+            self.sign = sign
+        elif self._replaced() or self.sign.key != sign.key:
+            return False
+        if not certain and self._replaced():  # it was taken over between the look and the sign
+            return False
+        with suppress(OSError):  # the next one removes only its own predecessor; a new driver removes all
+            self.storage.delete(before.key)
+        return True
+
+    def _replaced(self) -> bool:
+        """A newer epoch is there. A sign of our own whose answer was lost is the newest from then on."""
         after = newest(self.storage)
         if after is not None and after.epoch > self.epoch:
-            return False
+            return True
         if after is not None and after.n > self.sign.n and self._mine(after):
-            self.sign = after  # it was written, and the answer was lost
-        sign = self._next()
-        if not self._write(sign):
-            return False
-        before, self.sign = self.sign, sign
-        self.storage.delete(before.key)
-        return True
+            self.sign = after
+        return False
 
     def _mine(self, sign: Sign) -> bool:
         me = self.sign

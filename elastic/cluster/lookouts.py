@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster import _ray_private, processes
+from elastic.cluster.boundary import Boundary
 from elastic.cluster.probes.detect import Place, sources_of
 from elastic.cluster.probes.watch import Report, Watch
 
@@ -73,15 +74,16 @@ class Lookouts:
         self._thread.join(HELD_S)
 
     def _run(self) -> None:
+        boundary = Boundary(log, "watching for notices")
         while not self._ended.is_set():
-            try:
-                self._place()
-                self._collect()
-            except (RayError, OSError, RuntimeError, ValueError) as error:  # the head does not answer: tried again
-                log.info("lookouts: %s", error)
+            if not boundary.holds(self._look):  # as where the head does not answer
                 self._ended.wait(AGAIN_S)
         for node_id in list(self._actors):
             self._end(node_id)
+
+    def _look(self) -> None:
+        self._place()
+        self._collect()
 
     def _place(self) -> None:
         wanted, now_s = self._wanted, time.monotonic()
@@ -109,7 +111,7 @@ class Lookouts:
             node_id, seen = self._asked.pop(ref)
             try:
                 report = ray.get(ref)
-            except RayError:
+            except Exception:  # noqa: BLE001 - it has ended, or its answer cannot be read: another one is started
                 self._end(node_id)
                 self._not_before_s[node_id] = time.monotonic() + AGAIN_S
                 continue

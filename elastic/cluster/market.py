@@ -17,6 +17,7 @@ from typing import Any
 
 from elastic import catalog
 from elastic.cluster.aws_prices import AwsPrices, NoAnswer, NoCredentials
+from elastic.cluster.boundary import Boundary
 from elastic.types import Event, Pool, PriceSeen
 
 log = logging.getLogger(__name__)
@@ -164,12 +165,16 @@ class Ticker:
         self._ended.set()
 
     def _run(self) -> None:
+        boundary = Boundary(log, "prices")
         while not self._ended.is_set():
-            for price in self._market.look(self._pools):
-                self._tell(price)
-            for text in self._market.problems:
-                self._say(text)
+            boundary.holds(self._look)
             self._ended.wait(self._refresh_s)
+
+    def _look(self) -> None:
+        for price in self._market.look(self._pools):
+            self._tell(price)
+        for text in self._market.problems:
+            self._say(text)
 
     def _tell(self, price: Price) -> None:
         name, usd = price.pool.name, price.usd_per_node_h

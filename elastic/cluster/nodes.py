@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -16,9 +17,12 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster import _ray_private, processes
+from elastic.cluster.boundary import Boundary
 from elastic.cluster.local import LocalCluster, NodeOrder, visible_gpus
 from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
 from elastic.types.labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
+
+log = logging.getLogger(__name__)
 
 NODE_LABEL = "elastic-node"
 SURVEY_S, PROBE_S = 0.5, 0.1
@@ -304,13 +308,11 @@ class Survey:
 
     def _run(self) -> None:
         looked_s = time.monotonic()
+        probing, looking = Boundary(log, "asking nodes"), Boundary(log, "asking the head for its nodes")
         while not self._stop.wait(PROBE_S):
-            self._probe()
+            probing.holds(self._probe)
             if time.monotonic() - looked_s >= SURVEY_S:
-                try:
-                    self._look()
-                except (OSError, RuntimeError, ray.exceptions.RayError):  # the head does not answer: nothing new is known
-                    pass
+                looking.holds(self._look)  # where the head does not answer, nothing new is known
                 looked_s = time.monotonic()
 
     def _probe(self) -> None:

@@ -28,7 +28,7 @@ from elastic.cluster.script_fit import Fit
 from elastic.cluster.script_state import Needs, Script, lines_of, some
 from elastic.cluster.script_words import Board, Hello, Said, Word
 from elastic.driver import LINE_EVERY_S, Recorder, stop_signals
-from elastic.errors import InternalError, SpecError
+from elastic.errors import InternalError, LostContact
 from elastic.policy.state import State
 from elastic.storage import open_storage
 from elastic.types import (
@@ -134,8 +134,10 @@ class ScriptRun:
                 self._loop(asked)
             self._finish()
         finally:
-            self.journal.close()
-            self._close()
+            try:
+                self.journal.close()
+            finally:
+                self._close()
         return self.script
 
     # ------------------------------------------------------------------------------------------ begin and end
@@ -159,7 +161,7 @@ class ScriptRun:
         self.outlook = Outlook.of(pools, embedded=self.cluster is not None)
         order = Order(self.job.name, start.epoch, f"elastic-{self.job.name}", tuple(pools), ORPHAN_LEASE_S)
         self.provider = EmbeddedNodes(self.cluster, pools) if self.cluster is not None else provider_for(order, take_over=False)
-        schedule = drills.Schedule(self.job.drill, self.storage)
+        schedule = drills.Schedule(self.job.drill, self.storage.hasty(drills.MARK_MOST_S))
         hands = Hands(self.script, self.provider.ray_id)
         self.drilling = Drilling(schedule, self.provider, hands, self.script.nodes, pools)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -179,7 +181,7 @@ class ScriptRun:
         self.survey.close()
         self.outlook.close()
         if hasattr(self, "provider"):
-            self.provider.close(end=True)
+            self.provider.close(end=not self.lease.lost)
         if self.cluster is not None:
             self.cluster.disconnect()
             self.cluster.close()
@@ -201,22 +203,25 @@ class ScriptRun:
             silent_s = self._exchange()
             self._nodes(now_s)
             self._orders(now_s)
+            sure = self.lease.certain
             if asked:
                 script.ask_stop(asked[0], now_s)
             if len(asked) > 1:
                 script.end("stopped", "asked twice to stop: ended at once")
             script.pay(now_s)
-            self._capacity(now_s)
-            self._first_group(now_s)
+            if sure:  # while storage is away no node is asked for or given back, and no group is begun
+                self._capacity(now_s)
+                self._first_group(now_s)
             script.look(now_s, silent_s)
-            self._restarting(now_s)
+            if sure:
+                self._restarting(now_s)
             self._fit_ended()
             self._write(now_s)
             time.sleep(LOOK_S)
 
     def _hold(self) -> None:
         if self.lease.lost:
-            raise SpecError(f"run '{self.job.name}': this driver ends, another one drives the run")
+            raise LostContact(f"run '{self.job.name}': this driver ends, another one drives the run")
         if self.cluster is not None and self.cluster.ended:
             raise InternalError("the embedded cluster has ended: its keeper was killed; run again")
 

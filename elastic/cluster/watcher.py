@@ -22,6 +22,7 @@ from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
 from elastic.cluster import _ray_private
+from elastic.cluster.boundary import Boundary
 from elastic.cluster.claims import Claims, Order, Seen
 from elastic.cluster.node_types import Bundle, Monitor, NodeType, bundle_of, monitor_here, read_types, type_of
 from elastic.cluster.nodes import RayNode, living, pool_of
@@ -129,13 +130,11 @@ class Watcher:
     # ------------------------------------------------------------------------------------------ what it does by itself
 
     def _run(self) -> None:
+        boundary = Boundary(log, "watching the cluster's nodes")
         while True:
             self._wake.wait(LOOK_S)
             self._wake.clear()
-            try:
-                self._look()
-            except (OSError, RuntimeError, RayError) as error:  # the head does not answer: nothing new is known
-                log.warning("the head did not answer: %s", error)
+            if not boundary.holds(self._look):  # as where the head does not answer: nothing new is known
                 time.sleep(LOOK_S)
 
     def _look(self) -> None:

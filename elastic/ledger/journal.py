@@ -30,6 +30,7 @@ from zlib import crc32
 
 from elastic import types
 from elastic.errors import InternalError, JournalDamaged, SpecError
+from elastic.ledger.appending import Appender
 from elastic.ledger.segments import GO_ON, Segments
 from elastic.masking import masked, masked_text
 from elastic.types import Decision, EnterPlan, Event, RollForward, StepDone, Stop
@@ -254,7 +255,8 @@ def sift(text: bytes) -> tuple[list[Line], Damage | None]:
 
 
 class Journal:
-    """Appends to the journal file of a run. Lines that hold actions reach the disk before `append` returns.
+    """Appends to the journal file of a run. Before `append` returns, lines that hold actions reach the disk, and plan changes
+    the run's storage; where these do not answer, it waits 10 s at most and `settled` is False.
 
     `segments`: where the run is in object storage, they take the lines there.
     """
@@ -264,12 +266,13 @@ class Journal:
         self.epoch = epoch
         self.segments: Segments | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("ab")
+        self._file = Appender(self.path)
+        self._stored_to = 0  # the end of the last plan change in the file
         self._after = _last(self.path)  # of the first line alone
         self._pending: list[tuple[float, Event]] = []
         self._pending_decision: Decision | None = None
-        if self._file.tell() and not self._ends_with_newline():
-            self._file.write(b"\n")  # a torn line of the driver before us
+        if self._file.end and not self._ends_with_newline():
+            self._file.write(b"\n", sync=False)  # a torn line of the driver before us
 
     def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
         """One tick. Ticks of only StepDone, without actions, are held back and merged for up to MERGE_S."""
@@ -296,23 +299,34 @@ class Journal:
             self._pending, self._pending_decision = [], None
             self._write(Line(events[-1][0], self.epoch, events, decision), sync=False)
 
+    @property
+    def settled(self) -> bool:
+        """The lines are where they must be before their actions may be carried out."""
+        return not self._file.owes and (self.segments is None or self.segments.stored(self._stored_to))
+
+    @property
+    def trouble(self) -> Exception | None:
+        """Why lines are not where they must be."""
+        return self._file.trouble or (self.segments.trouble if self.segments is not None else None)
+
     def close(self) -> None:
+        """Raises StorageFailed or LostContact where the end could not be written."""
         if not self._file.closed:
             self.flush()
-            self._file.close()
-            if self.segments is not None:
-                self.segments.close()
+            try:
+                self._file.close()
+            finally:
+                if self.segments is not None:
+                    self.segments.close()
 
     def _write(self, line: Line, sync: bool) -> None:
-        self._file.write(write_line(line, self._after).encode() + b"\n")
+        self._file.write(write_line(line, self._after).encode() + b"\n", sync)
         self._after = ""
-        self._file.flush()
-        if sync:
-            os.fsync(self._file.fileno())
         if self.segments is None:
             return
         if line.decision is not None and any(isinstance(action, PLAN_CHANGES) for action in line.decision.actions):
-            self.segments.store()
+            self._stored_to = self._file.end
+            self.segments.store(self._stored_to)
         elif sync:
             self.segments.soon()
 
@@ -349,6 +363,7 @@ class Memory:
 
     def __init__(self, epoch: int = 1) -> None:
         self.epoch = epoch
+        self.settled, self.trouble = True, None
         self.lines: list[Line] = []
         self.due_at_s: float | None = None
 

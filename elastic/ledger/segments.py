@@ -9,6 +9,7 @@ older driver stored after that does not count.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -16,8 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from elastic.errors import JournalDamaged, SpecError, StorageDamaged, StorageFailed, StorageRefused
+from elastic.errors import JournalDamaged, LostContact, SpecError, StorageDamaged, StorageFailed, StorageRefused
 from elastic.storage import Storage
+
+log = logging.getLogger(__name__)
 
 PREFIX = "journal/"
 VERSION = 1
@@ -26,6 +29,9 @@ EVERY_S = 10.0
 FAN = 60  # so many segments become one object
 N_LOOKS = 5  # an object may be replaced by a larger one between list and get
 N_READERS = 8
+WAIT_S = 10.0  # the longest that a plan change waits for storage
+AGAIN_S = 2.0  # between tries
+CLOSE_MOST_S = 15.0
 GO_ON = (
     "its checkpoints are whole: `elastic run` with this --run-name and --from-checkpoint sets the journal aside, keeps what "
     "stands before the damage, and goes on from the newest durable copy"
@@ -222,42 +228,67 @@ class Segments:
         self._every_s = EVERY_S if every_s is None else every_s
         self._at = len(before.text)
         self._kept: list[tuple[Span, int, int]] = []  # objects that stand, and where their text is in the file
-        self._lock = threading.Lock()
-        self._wake, self._done = threading.Event(), threading.Event()
+        self.trouble: Exception | None = None  # why what is in the file could not be stored
+        self._change, self._wake, self._done = threading.Condition(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="elastic-segments", daemon=True)
         self._thread.start()
 
-    def store(self) -> None:
-        """Whole lines that are in the file are in storage when this returns. Raises StorageFailed, StorageRefused."""
-        with self._lock:
-            self._store()
+    def store(self, to: int) -> bool:
+        """Whole lines up to byte `to` of the file are in storage when it returns True. False = storage does not take them now,
+        or not within WAIT_S: they are stored when it does. Raises SpecError where another driver writes the journal."""
+        if self.trouble is None:
+            with self._change:
+                self._wake.set()
+                self._change.wait_for(lambda: self._at >= to or self.trouble is not None, WAIT_S)
+        return self.stored(to)
+
+    def stored(self, to: int) -> bool:
+        """The same, without waiting."""
+        if isinstance(self.trouble, SpecError) and not isinstance(self.trouble, StorageRefused):
+            raise self.trouble
+        return self._at >= to
 
     def soon(self) -> None:
         """Do not wait for the next regular time."""
         self._wake.set()
 
     def close(self) -> None:
-        """Stores what is left."""
+        """Stores what is left. Raises LostContact where that is not possible within CLOSE_MOST_S."""
         self._done.set()
         self._wake.set()
-        self._thread.join()
-        try:
-            self.store()
-        except StorageFailed as error:
-            raise StorageFailed(f"{error}; the journal's last lines are only in {self._path}") from error
+        self._thread.join(CLOSE_MOST_S)
+        if self._thread.is_alive() or self.trouble is not None:
+            self.stored(0)
+            why = self.trouble or f"{self._storage.uri} does not answer"
+            raise LostContact(f"{why}; the journal's last lines are only in {self._path}; run it again from here")
+
+    # ------------------------------------------------------------------------------------------ in the thread
 
     def _follow(self) -> None:
-        while not self._done.is_set():
-            self._wake.wait(self._every_s)
+        while True:
+            self._wake.wait(self._every_s if self.trouble is None else AGAIN_S)
             self._wake.clear()
-            if self._done.is_set():
-                return
+            last = self._done.is_set()
             try:
-                with self._lock:
-                    self._store()
+                self._store()
+                if not last:
                     self._merge()
-            except (StorageFailed, StorageRefused):
-                continue  # asked again the next time; who must be sure calls `store`
+            except Exception as error:  # noqa: BLE001 - tried again; who must be sure looks at `stored`
+                self._tell(error)
+            else:
+                self._tell(None)
+            if last:
+                return
+
+    def _tell(self, trouble: Exception | None) -> None:
+        where = f"{self._storage.uri}/{PREFIX}"
+        if trouble is not None and self.trouble is None:
+            log.warning("%s: no journal can be stored (%s): training goes on, no plan is changed", where, trouble)
+        elif trouble is None and self.trouble is not None:
+            log.warning("%s: the journal is stored again, and nothing is missing in it", where)
+        with self._change:
+            self.trouble = trouble
+            self._change.notify_all()
 
     def _store(self) -> None:
         text = self._text(self._at, None)
@@ -271,7 +302,9 @@ class Segments:
                 else self._known(span, text)
             )
             self._kept.append((span, self._at, self._at + n))
-            self._at += n
+            with self._change:
+                self._at += n
+                self._change.notify_all()
             text = text[n:]
 
     def _known(self, span: Span, text: bytes) -> int:

@@ -192,7 +192,7 @@ class State:
     damaged: Mapping[str, str] = field(default_factory=dict)  # durable copies that could not be read: URI -> what is wrong
     copy_failed: CopyFailed | None = None  # the newest durable copy that was not made
     copy_failed_at_s: float = 0.0
-    copy_failures: int = 0  # in a row
+    copy_failures: int = 0  # in a row; of the last step's copy alone
     validation: Mapping[int, float] = field(default_factory=dict)  # step -> validation_loss
     holdings: Mapping[WorkerId, tuple[Holding, ...]] = field(default_factory=dict)  # as last reported by Quiesced
     commits: Mapping[WorkerId, tuple[float, ...]] = field(default_factory=dict)  # that of the live step there, likewise

@@ -89,10 +89,10 @@ def _evaluated(state: State, event: Evaluated, at_s: float) -> State:
 
 
 def _copy_failed(state: State, event: CopyFailed, at_s: float) -> State:
-    stored = 0 if state.copy_failures + 1 < COPY_TRIES else state.stored_generation  # one that a notice asked for: again
-    return replace(
-        state, copy_failed=event, copy_failed_at_s=at_s, copy_failures=state.copy_failures + 1, stored_generation=stored
-    )
+    at_last = event.step >= state.steps > (state.copy_failed.step if state.copy_failed is not None else 0)
+    failures = 1 if at_last else state.copy_failures + 1  # that of the last step has all its tries, whatever failed before it
+    stored = 0 if failures < COPY_TRIES else state.stored_generation  # one that a notice asked for: again
+    return replace(state, copy_failed=event, copy_failed_at_s=at_s, copy_failures=failures, stored_generation=stored)
 
 
 def without_copy(state: State, uri: str) -> State:

@@ -24,6 +24,10 @@ class Storage(ABC):
     def uri_of(self, key: str) -> str:
         return f"{self.uri}/{key}"
 
+    def hasty(self, most_s: float) -> Storage:
+        """The same storage; a request that it does not answer fails after about `most_s`, where requests can be given up."""
+        return self
+
     @abstractmethod
     def get(self, key: str) -> bytes:
         """All bytes of `key`. Raises FileNotFoundError."""

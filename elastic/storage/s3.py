@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, ClassVar, cast
 
@@ -41,6 +42,11 @@ class S3Storage(Storage):
         self.uri = f"s3://{bucket}/{prefix}".rstrip("/")
         self._inside = f"{prefix}/" if prefix else ""
         self._calls = Calls(bucket, patience)
+
+    def hasty(self, most_s: float) -> Storage:
+        given, part_s = self._calls.patience, most_s / 2
+        waits = {name: min(getattr(given, name), part_s) for name in ("total_s", "most_s", "connect_s", "read_s")}
+        return S3Storage(self.uri, replace(given, **waits))
 
     # ------------------------------------------------------------------------------------------ reading
 

@@ -24,6 +24,7 @@ from elastic.worker import durable
 from elastic.worker.adapter_export import AdapterExport
 from elastic.worker.durable_format import FOLDER, FOLDER_NAME, MARKER, METADATA
 from elastic.worker.durable_plain import open_plain
+from elastic.worker.durable_read import newest_epoch
 from elastic.worker.safetensor_files import FILE_BYTES, SafetensorFiles, write_files
 
 PART_BYTES = 64 << 20  # so much of a tensor is in memory at a time
@@ -183,7 +184,7 @@ def import_state(source: str, run: Storage, wanted: Wanted) -> dict[str, Any]:
     finally:
         close()
     meta = {"layout": asdict(Layout()), "layers": [], "imported_from": source}
-    uri = durable.commit(run, step, 0, 1, 0, meta)
+    uri = durable.commit(run, step, 0, 1, newest_epoch(run), meta)
     moments = sum(fqn.startswith("optim.") for fqn in matched.names)
     return {
         "uri": uri, "step": step, "n_bytes": n_bytes, "weights": len(matched.names) - moments, "moments": moments,

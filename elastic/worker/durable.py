@@ -46,6 +46,7 @@ from elastic.worker.durable_format import (
 from elastic.worker.durable_load import Checkpoint
 from elastic.worker.durable_read import (
     Found,
+    check_epoch,
     clean,
     find,
     find_valid,
@@ -92,13 +93,12 @@ def write_shard(storage: Storage, step: int, generation: int, rank: int, items: 
 def commit(storage: Storage, step: int, generation: int, world_size: int, epoch: int, meta: dict[str, Any]) -> str:
     """Makes the shards of `world_size` ranks a checkpoint; returns its URI. Doing it twice is the same as once.
 
-    `meta` is plain data and comes back in Found and Checkpoint. Raises Fenced when a newer driver (epoch) has committed
-    already, Damaged when a file is missing or a tensor has gaps.
+    `meta` is plain data and comes back in Found and Checkpoint. Raises Fenced when a newer driver (epoch) has taken
+    over, Damaged when a file is missing or a tensor has gaps.
     """
     folder = folder_of(step, generation)
-    newest = max((found.epoch for found in find(storage)), default=epoch)
-    if newest > epoch:
-        raise Fenced(f"{folder}: the driver of epoch {epoch} may not commit it; epoch {newest} has taken over this run")
+    fence = f"{folder}: the driver of epoch {epoch} may not commit it"
+    check_epoch(storage, epoch, fence)
     texts = [_manifest_text(storage, folder, rank) for rank in range(world_size)]
     manifests = [decode_manifest(text, f"{folder}/{manifest_name(rank)}") for rank, text in enumerate(texts)]
     notes = [note_of(manifest_name(rank), text) for rank, text in enumerate(texts)]
@@ -109,6 +109,7 @@ def commit(storage: Storage, step: int, generation: int, world_size: int, epoch:
     known = read_marker(storage, folder)
     if known is None:
         storage.put(f"{folder}/{METADATA}", index)
+        check_epoch(storage, epoch, fence)  # looking through the files of many ranks takes minutes
         if storage.put(f"{folder}/{MARKER}", encode_marker(marker), if_absent=True):
             return storage.uri_of(folder)
         known = read_marker(storage, folder)

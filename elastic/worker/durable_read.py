@@ -11,6 +11,7 @@ from elastic.storage import Storage, open_storage
 from elastic.worker.durable_format import (
     FOLDER,
     FOLDER_NAME,
+    LEASE_NAME,
     MARKER,
     METADATA,
     Damaged,
@@ -102,11 +103,11 @@ def remove(uri: str) -> None:
 
 
 def remove_copy(storage: Storage, uri: str, epoch: int) -> None:
-    """Removes a checkpoint of this run. Raises Fenced when a newer driver (epoch) has committed, SpecError for another's."""
+    """Removes a checkpoint of this run. Raises Fenced when a newer driver (epoch) has taken over, SpecError for another's."""
     prefix, _, folder = uri.rpartition("/")
     if prefix != storage.uri_of(FOLDER) or not FOLDER_NAME.fullmatch(folder):
         raise SpecError(f"{uri}: it is no checkpoint of the run in {storage.uri}")
-    _check_epoch(find(storage), epoch, uri)
+    check_epoch(storage, epoch, f"{uri}: the driver of epoch {epoch} may not remove it")
     storage.delete(f"{FOLDER}/{folder}/{MARKER}")
     storage.delete_folder(f"{FOLDER}/{folder}")
 
@@ -114,23 +115,30 @@ def remove_copy(storage: Storage, uri: str, epoch: int) -> None:
 def clean(storage: Storage, epoch: int, below_step: int | None = None) -> list[str]:
     """Removes what interrupted saves (of steps below `below_step`; None = of any) and removals have left; returns the URIs.
 
-    Only folders without a marker, whole or not, under this run; raises Fenced when a newer driver (epoch) has committed.
+    Only folders without a marker, whole or not, under this run; raises Fenced when a newer driver (epoch) has taken over.
     """
     kept = {key.split("/")[1] for key in storage.list(f"{FOLDER}/") if key.endswith(f"/{MARKER}")}
-    _check_epoch(find(storage), epoch, storage.uri)
     removed = []
     for folder in sorted({key.split("/")[1] for key in storage.list(f"{FOLDER}/")} - kept):
         match = FOLDER_NAME.fullmatch(folder)
         if match and (below_step is None or int(match[1]) < below_step):
+            check_epoch(storage, epoch, f"{storage.uri}: the driver of epoch {epoch} may not clean it")
             storage.delete_folder(f"{FOLDER}/{folder}")
             removed.append(storage.uri_of(f"{FOLDER}/{folder}"))
     return removed
 
 
-def _check_epoch(found: list[Found], epoch: int, what: str) -> None:
-    newest = max((item.epoch for item in found), default=epoch)
+def newest_epoch(storage: Storage) -> int:
+    """Of the drivers that have committed, and of the one that has taken the run over and may not have yet; 0 = none."""
+    taken = [int(match[1]) for key in storage.list("lease/") if (match := LEASE_NAME.fullmatch(key))]
+    return max([*taken, *(item.epoch for item in find(storage))], default=0)
+
+
+def check_epoch(storage: Storage, epoch: int, what: str) -> None:
+    """Raises Fenced when a newer driver has the run."""
+    newest = newest_epoch(storage)
     if newest > epoch:
-        raise Fenced(f"{what}: the driver of epoch {epoch} may not remove it; epoch {newest} has taken over this run")
+        raise Fenced(f"{what}; epoch {newest} has taken over this run")
 
 
 def _get(storage: Storage, name: str) -> bytes:

@@ -13,7 +13,7 @@ from support.cluster.stage import FAKE, Stage
 from support.places import TESTS
 
 from elastic.cluster.local import LocalCluster
-from elastic.types import Pool
+from elastic.types import Pool, Stop
 
 SPOT = Pool("spot", market_type="spot", gpus_per_node=1, max_nodes=3, notice_s=5.0)
 
@@ -45,4 +45,4 @@ def stage(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., Stage
 
     yield make
     for backend in opened:
-        backend.close()
+        backend.execute(Stop("stopped", "the test is over"))

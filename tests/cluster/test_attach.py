@@ -12,7 +12,7 @@ import pytest
 from support.cluster.stage import POOL, Stage, plan, wait_gone
 
 from elastic.cluster.local import LocalCluster, NodeOrder
-from elastic.errors import SpecError
+from elastic.errors import LostContact
 from elastic.types import (
     EnterPlan,
     NodeLost,
@@ -24,6 +24,7 @@ from elastic.types import (
     RequestFailed,
     RequestNodes,
     StepDone,
+    Stop,
     WorkerFailed,
     WorkerId,
 )  # fmt: skip
@@ -51,8 +52,7 @@ def prepared(on: Stage) -> list[WorkerId]:
 
 
 def drop(on: Stage) -> None:
-    """What SIGKILL of the driver leaves: nobody polls, nobody ends the actors."""
-    on.backend._let_go = True
+    """What any end of the driver but a Stop leaves: nobody polls, nobody ends the actors."""
     on.backend.close()
 
 
@@ -84,7 +84,7 @@ def test_a_new_driver_finds_the_workers_and_goes_on(stage: Make) -> None:
     assert [second.backend.crew.pid(worker) for worker in workers] == pids
     second.backend.execute(EnterPlan(plan(2, workers[:2])))
     assert second.wait(PlanEntered).generation == 2
-    second.backend.close()
+    second.backend.execute(Stop("stopped", "enough"))
     wait_gone(pids)
 
 
@@ -102,8 +102,45 @@ def test_workers_that_did_not_outlive_the_driver_are_told_at_once(stage: Make) -
     second = stage(embedded=False, pools=(POOL,), name="missed", attach=True, epoch=2, plans=(running,))
     failed = second.wait(lambda e: isinstance(e, WorkerFailed) and e.kind == "process")
     assert (failed.worker, failed.error) == (gone, "it was gone when the driver came back")
-    second.backend.close()
+    second.backend.execute(Stop("stopped", "enough"))
     wait_gone(list(pids.values()))
+
+
+class Sign:
+    """A lease whose state is the test's."""
+
+    epoch, trouble, lost, certain = 1, None, False, True
+
+    def give_up(self) -> None:
+        self.lost = True
+
+    def release(self) -> None:
+        """There is nothing to release."""
+
+
+@pytest.mark.parametrize("seen_by", ["the lease", "nobody yet"])
+def test_a_driver_that_was_replaced_while_storage_was_away_harms_no_worker(stage: Make, seen_by: str) -> None:
+    first = stage(embedded=False, pools=(POOL,), name=f"away-{seen_by[:3]}")
+    workers = prepared(first)
+    first.backend.lease = lease = Sign()
+    running = plan(1, workers)
+    first.backend.execute(EnterPlan(running))
+    first.wait(StepDone)
+    lease.certain = False
+    assert not first.backend.certain
+    pids = [first.backend.crew.pid(worker) for worker in workers]
+    name, more = first.backend.run.name, {"attach": True, "epoch": 2, "plans": (running,)}
+    second = stage(embedded=False, pools=(POOL,), name=name, **more)
+    second.wait(NodeReady)
+    lease.lost = seen_by == "the lease"
+    with pytest.raises(LostContact, match="another one drives the run") as raised:
+        first.backend._end(workers) if lease.lost else first.wait(WorkerFailed)
+    assert raised.value.exit_code == 4
+    first.backend.close()
+    second.wait(lambda e: isinstance(e, StepDone) and e.step > 5)
+    assert [second.backend.crew.pid(worker) for worker in workers] == pids
+    second.backend.execute(Stop("stopped", "enough"))
+    wait_gone(pids)
 
 
 def test_attaching_reports_prepared_nodes(stage: Make) -> None:
@@ -130,7 +167,7 @@ def test_the_driver_of_an_older_epoch_is_refused(stage: Make) -> None:
     second = stage(embedded=False, pools=(POOL,), name="fenced", attach=True, epoch=2)
     assert {second.wait(NodePrepared).node_id for _ in range(2)} == {"x", "y"}
     pids = [second.backend.crew.pid(worker) for worker in workers]
-    with pytest.raises(SpecError, match="driver of epoch 1 has been replaced by that of epoch 2"):
+    with pytest.raises(LostContact, match="driver of epoch 1 has been replaced by that of epoch 2"):
         first.wait(WorkerFailed)
     first.backend.close()
     time.sleep(0.5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from dataclasses import replace
@@ -13,9 +15,9 @@ from support.cluster.stage import plan
 from support.storage.faulty_proxy import FaultyProxy
 
 from elastic.cluster import drills
-from elastic.cluster.drills import Inbox, Orders, Scene, Schedule, read_inbox, resolve
+from elastic.cluster.drills import Inbox, Orders, Scene, Schedule, resolve
 from elastic.errors import SpecError
-from elastic.storage import Storage, open_storage
+from elastic.storage import LocalStorage, Storage, open_storage
 from elastic.types import WorkerId
 
 WORKERS = [WorkerId(node, k) for node in ("a", "b", "c") for k in (0, 1)]
@@ -73,18 +75,23 @@ def test_an_entry_is_due_once_per_run_in_order(tmp_path: Path) -> None:
 
 def test_inbox(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
-    assert read_inbox(storage).drills == ()
+    inbox = Inbox(storage)
+    assert inbox.take() == Orders()
     storage.put("inbox/1.json", json.dumps({"drill": {"notice": "any", "deadline_s": 5}}).encode())
     storage.put("inbox/2.json", json.dumps({"stop": "enough"}).encode())
     storage.put("inbox/3.json", json.dumps({"drill": {"explode": "any"}}).encode())
     storage.put("inbox/4.json", b"{")
-    orders = read_inbox(storage)
+    orders = inbox.take()
     assert orders.drills == ({"notice": "any", "deadline_s": 5.0},)
     assert orders.stop == "enough"
-    rejected = {key: json.loads(storage.get(key))["why"] for key in storage.list("inbox/rejected/")}
+    rejected = why_rejected(storage)
     assert set(rejected) == {"inbox/rejected/3.json", "inbox/rejected/4.json"}
     assert "explode" in rejected["inbox/rejected/3.json"]
-    assert read_inbox(storage) == type(orders)()
+    assert inbox.take() == Orders() and list((tmp_path / "inbox").glob("*.json")) == []
+
+
+def why_rejected(storage: Storage) -> dict[str, str]:
+    return {key: json.loads(storage.get(key))["why"] for key in storage.list("inbox/rejected/")}
 
 
 def test_an_order_that_cannot_be_removed_is_given_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +102,162 @@ def test_an_order_that_cannot_be_removed_is_given_out_once(tmp_path: Path, monke
     def broken(key: str) -> None:
         raise OSError("out of reach")
 
-    taken: set[str] = set()
+    inbox = Inbox(storage)
     with monkeypatch.context() as patch:
         patch.setattr(storage, "delete", broken)
-        assert len(read_inbox(storage, taken).drills) == 1
-        with pytest.raises(OSError):
-            read_inbox(storage, taken)
-    orders = read_inbox(storage, taken)
-    assert (orders.drills, orders.stop) == ((), "enough") and storage.list("inbox/") == []
+        orders = inbox.take()
+        assert (len(orders.drills), orders.stop) == (1, "enough")
+        assert inbox.take() == Orders()
+    assert inbox.take() == Orders() and storage.list("inbox/") == []
+
+
+ORDER = json.dumps({"drill": {"kill": "any"}}).encode()
+NO_ORDERS = {
+    "deep": b"[" * 200_000,
+    "deep order": b'{"drill":' * 50_000,
+    "endless deadline": b'{"drill": {"notice": "any", "deadline_s": 1e999}}',
+    "no number": b'{"drill": {"slow": "any", "factor": NaN}}',
+    "a deadline of years": b'{"drill": {"notice": "any", "deadline_s": 1e12}}',
+    "a step of 40 digits": b'{"drill": {"kill": "any", "at_step": %d}}' % 10**40,
+    "a rank of 5000 digits": b'{"drill": {"kill": "rank:%s"}}' % (b"9" * 5000),
+    "long": json.dumps({"stop": "x" * drills.MOST_BYTES}).encode(),
+    "no text": b'{"stop": {"why": "so"}}',
+    "not utf-8": b"\xff\xfe{",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("text", NO_ORDERS.values(), ids=NO_ORDERS)
+def test_what_is_no_order_is_refused_and_the_next_one_is_taken(tmp_path: Path, text: bytes) -> None:
+    storage = open_storage(str(tmp_path))
+    storage.put("inbox/1.json", text)
+    storage.put("inbox/2.json", ORDER)
+    inbox = Inbox(storage)
+    assert inbox.take().drills == ({"kill": "any"},)
+    assert list(why_rejected(storage)) == ["inbox/rejected/1.json"] and not (tmp_path / "inbox/1.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["dangling link", "pipe", "backslash", "not utf-8", "loop"])
+def test_a_file_that_cannot_be_an_order_is_refused_and_said_once(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = open_storage(str(tmp_path))
+    storage.put("inbox/2.json", ORDER)
+    folder = tmp_path / "inbox"
+    match kind:
+        case "dangling link":
+            (folder / "1.json").symlink_to("nothing")
+        case "pipe":
+            os.mkfifo(folder / "1.json")
+        case "backslash":
+            (folder / "1\\.json").write_bytes(ORDER)
+        case "not utf-8":
+            (folder / os.fsdecode(b"1\xff.json")).write_bytes(b"{")
+        case "loop":
+            (folder / "1.json").symlink_to("1.json")
+    inbox = Inbox(storage)
+    taken = [drill for _ in range(5) for drill in inbox.take().drills]
+    assert taken == [{"kill": "any"}]
+    assert caplog.text.count("is no order") == 1
+
+
+class Harmed(LocalStorage):
+    """A folder whose calls raise what stands in `faults`: method -> error."""
+
+    faults: dict[str, OSError]
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.faults = {}
+
+    def _fail(self, method: str) -> None:
+        if method in self.faults:
+            raise self.faults[method]
+
+    def get(self, key: str) -> bytes:
+        self._fail("get")
+        return super().get(key)
+
+    def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
+        self._fail("put")
+        return super().put(key, data, if_absent)
+
+    def list(self, prefix: str = "") -> list[str]:
+        self._fail("list")
+        return super().list(prefix)
+
+
+def test_what_storage_does_not_answer_is_said_once_and_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage = Harmed(tmp_path)
+    storage.put("inbox/1.json", ORDER)
+    inbox = Inbox(storage)
+    for method, number in (("list", errno.ESTALE), ("get", errno.EIO)):
+        caplog.clear()
+        storage.faults = {method: OSError(number, os.strerror(number))}
+        assert [inbox.take() for _ in range(5)] == [Orders()] * 5
+        assert caplog.text.count(os.strerror(number)) == 1
+    storage.faults = {}
+    assert inbox.take().drills == ({"kill": "any"},)
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "not yours"), FileNotFoundError(errno.ENOENT, "just gone")])
+def test_a_file_that_is_not_ours_to_read_or_has_just_gone_is_refused(tmp_path: Path, error: OSError) -> None:
+    storage = Harmed(tmp_path)
+    storage.put("inbox/1.json", ORDER)
+    storage.faults = {"get": error}
+    inbox = Inbox(storage)
+    assert inbox.take() == Orders()
+    storage.faults = {}
+    assert inbox.take() == Orders() and storage.list("inbox/") == ["inbox/rejected/1.json"]
+
+
+def test_a_full_disk_while_a_refusal_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage = Harmed(tmp_path)
+    storage.put("inbox/1.json", b"{")
+    storage.put("inbox/2.json", ORDER)
+    storage.faults = {"put": OSError(errno.ENOSPC, "No space left on device")}
+    inbox = Inbox(storage)
+    assert inbox.take().drills == ({"kill": "any"},)
+    assert caplog.text.count("No space left on device") == 1 and storage.list("inbox/") == []
+
+
+def test_the_thread_that_follows_the_inbox_survives_what_nobody_thought_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drills, "REMOTE_EVERY_S", 0.01)
+    monkeypatch.setattr(Harmed, "remote", True)
+    storage = Harmed(tmp_path)
+    looked, looks = threading.Event(), []
+
+    class Odd(Exception):
+        """Not one of the package's, nor of Python's."""
+
+    def odd(prefix: str = "") -> list[str]:
+        looks.append(prefix)
+        if len(looks) == 3:
+            looked.set()
+        raise Odd
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "list", odd)
+        inbox = Inbox(storage)
+        assert looked.wait(30)
+    storage.put("inbox/1.json", ORDER)
+    deadline_s = time.monotonic() + 30
+    while not (found := inbox.take().drills):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert found == ({"kill": "any"},)
+    inbox.close()
+
+
+def test_a_drill_whose_mark_cannot_be_written_waits(tmp_path: Path) -> None:
+    storage = Harmed(tmp_path)
+    schedule = Schedule([{"at_step": 3, "kill": "any"}], storage)
+    storage.faults = {"put": OSError(errno.ENOSPC, "No space left on device")}
+    assert schedule.due(3) == []
+    storage.faults = {}
+    assert schedule.due(4) == [{"at_step": 3, "kill": "any"}]
 
 
 def test_the_inbox_in_object_storage_is_looked_at_seldom_and_never_waited_for(

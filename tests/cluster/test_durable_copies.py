@@ -10,7 +10,7 @@ from support.cluster.stage import plan
 
 from elastic.cluster.copies import DurableCopies
 from elastic.storage import open_storage
-from elastic.types import CopyStored, Plan, ShardStored, WorkerId
+from elastic.types import CopyFailed, CopyStored, Plan, ShardStored, WorkerId
 from elastic.worker import durable
 from elastic.worker.gather import Parts
 
@@ -56,3 +56,68 @@ def test_commits_go_first_the_newest_before_the_others_and_cleaning_is_done_once
     commits = [("commit", 5), ("commit", 15), ("commit", 10)]
     assert slow.calls == [("clean", None), *commits, ("remove", "step-1"), ("remove", "step-2"), ("clean", 15)]
     assert [event.copy.step for event in copies.news() if isinstance(event, CopyStored)] == [5, 15, 10]
+
+
+def test_a_commit_that_does_not_come_back_is_said_once_and_may_still_be_done(
+    tmp_path: Path, slow: SlowStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = DurableCopies(open_storage(str(tmp_path)), 1, {}, slow.commit)
+    copies.commit(parts(5))
+    assert slow.busy.wait(10.0)
+    copies.commit(parts(10))
+    assert copies.news() == []
+    monkeypatch.setattr("elastic.cluster.copies.OVERDUE_S", 0.0)
+    (failed,) = copies.news()
+    assert isinstance(failed, CopyFailed) and (failed.generation, failed.step) == (1, 10)
+    assert failed.reason == f"not committed: {tmp_path} has not answered for 0 s"
+    assert copies.news() == []
+    slow.go.set()
+    copies.close()
+    assert [event.copy.step for event in copies.news() if isinstance(event, CopyStored)] == [5, 10]
+
+
+def test_what_nobody_thought_of_is_a_copy_that_failed_and_the_next_one_is_stored(
+    tmp_path: Path, slow: SlowStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow.go.set()
+    asked: list[int] = []
+
+    def odd(plan: Plan, step: int, digest: int) -> str:
+        asked.append(step)
+        if step == 5:
+            raise ZeroDivisionError("odd")
+        return slow.commit(plan, step, digest)
+
+    def odder(*_: object) -> None:
+        raise ZeroDivisionError("odder")
+
+    monkeypatch.setattr(durable, "clean", odder)
+    monkeypatch.setattr(durable, "remove_copy", odder)
+    monkeypatch.setattr("elastic.cluster.copies.REMOVE_WAIT_S", 0.0)
+    copies = DurableCopies(open_storage(str(tmp_path)), 1, {}, odd)
+    copies.clean()
+    copies.remove("step-1")
+    copies.commit(parts(5))
+    copies.close()
+    found = copies.news()
+    assert [(e.step, e.reason) for e in found if isinstance(e, CopyFailed)] == [(5, "not committed: ZeroDivisionError: odd")]
+    copies = DurableCopies(open_storage(str(tmp_path)), 1, {}, odd)
+    copies.clean()
+    copies.commit(parts(6))
+    copies.close()
+    assert [e.copy.step for e in copies.news() if isinstance(e, CopyStored)] == [6]
+
+
+def test_closing_waits_a_bounded_time_and_holds_no_exit_up(
+    tmp_path: Path, slow: SlowStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.cluster.copies.CLOSE_MOST_S", 0.1)
+    copies = DurableCopies(open_storage(str(tmp_path)), 1, {}, slow.commit)
+    copies.commit(parts(5))
+    assert slow.busy.wait(10.0)
+    copies.close()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "durable-copies"]
+    assert thread.daemon
+    slow.go.set()
+    thread.join(10.0)
+    assert not thread.is_alive()

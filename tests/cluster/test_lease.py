@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ from support.storage.faulty_proxy import Fault, FaultyProxy, unavailable
 from elastic.cluster import processes
 from elastic.cluster.lease import Lease, Sign, Times, newest
 from elastic.errors import SpecError
-from elastic.storage import Storage, open_storage
+from elastic.storage import LocalStorage, Storage, open_storage
 
 QUICK = Times(renew_s=0.05, ttl_s=600.0)
 
@@ -170,28 +171,141 @@ def test_storage_that_overwrites_is_refused(storage: Storage, monkeypatch: pytes
         Lease(storage, "r", QUICK)
 
 
+class Clock:
+    """The lease's clock is the test's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        own = {"monotonic": lambda: self.now_s}
+        monkeypatch.setattr("elastic.cluster.lease.time", SimpleNamespace(**vars(time) | own))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+OUTAGE = Times(renew_s=0.05, ttl_s=15.0)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient_s3")
-def test_a_holder_that_cannot_renew_lets_go_before_others_may_take_over(
-    s3: Storage, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+def test_a_holder_that_cannot_renew_is_not_certain_before_others_may_take_over_and_has_lost_nothing(
+    s3: Storage, proxy: FaultyProxy, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also while a request hangs, and it gets on when storage is back in time. The clock is the test's."""
-    now_s = [1000.0]
-    monkeypatch.setattr("elastic.cluster.lease.time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now_s[0]}))
-    times = Times(renew_s=0.05, ttl_s=15.0)
-    lease = Lease(s3, "r", times)
+    """Also while a request hangs. When storage is back, however much later, it goes on under its own epoch."""
+    lease = Lease(s3, "r", OUTAGE)
     proxy.faults.append(unavailable("lease/", times=12))
-    now_s[0] += 10.0
-    until(lambda: not proxy.faults[0].times and lease.sign.n > 1 and lease._since_s is None)
-    assert not lease.lost
+    clock.now_s += 10.0
+    until(lambda: not proxy.faults[0].times and lease.sign.n > 1 and lease.trouble is None)
+    assert lease.certain
     proxy.faults.append(Fault("hang", "", times=10_000))
     until(lambda: proxy.seen[-1].fault == "hang")
     last = lease.sign
-    now_s[0] += 14.0
-    assert not lease.lost
-    now_s[0] += 0.99
-    assert lease.lost and lease.sign == last
+    clock.now_s += 14.0
+    assert lease.certain
+    clock.now_s += 0.99
+    assert not lease.certain and not lease.lost and lease.sign == last
+    clock.now_s += 3600.0
+    until(lambda: "training goes on, nothing is decided" in caplog.text)
     proxy.faults.clear()
+    until(lambda: lease.certain)
+    assert lease.epoch == last.epoch and lease.sign.n > last.n and not lease.lost
+    until(lambda: "answers again" in caplog.text)
+    assert caplog.text.count("training goes on") == 1 and caplog.text.count("answers again") == 1
+    lease.release()
+    after = newest(s3)
+    assert after is not None and (after.epoch, after.released) == (last.epoch, True)
+
+
+class Cut(LocalStorage):
+    """A folder that one driver does not reach while `cut` is set; `at_put`, `at_list`: called first."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.cut = False
+        self.at_put: Callable[[], object] = lambda: None
+        self.at_list: Callable[[], object] = lambda: None
+
+    def list(self, prefix: str = "") -> list[str]:
+        if self.cut:
+            raise OSError(errno.EIO, "Input/output error")
+        self.at_list()
+        return super().list(prefix)
+
+    def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
+        if self.cut:
+            raise OSError(errno.EIO, "Input/output error")
+        self.at_put()
+        return super().put(key, data, if_absent)
+
+
+def test_one_that_was_taken_over_while_its_storage_was_away_learns_it(tmp_path: Path, clock: Clock) -> None:
+    storage = Cut(tmp_path)
+    lease = Lease(storage, "r", OUTAGE)
+    storage.cut = True
+    until(lambda: lease.trouble is not None)
+    clock.now_s += 100.0
+    assert not lease.lost and not lease.certain
+    put(open_storage(str(tmp_path)), epoch=2, n=0)
+    storage.cut = False
+    until(lambda: lease.lost)
+    assert not lease.certain
+    lease.release()
+    assert newest(storage).epoch == 2  # type: ignore[union-attr]
+
+
+def test_taken_over_between_its_look_and_its_sign_it_is_not_certain_for_a_moment(tmp_path: Path, clock: Clock) -> None:
+    storage = Cut(tmp_path)
+    lease = Lease(storage, "r", OUTAGE)
+    storage.cut = True
+    until(lambda: lease.trouble is not None)
+    clock.now_s += 100.0
+    was_certain: list[bool] = []
+    storage.at_list = lambda: was_certain.append(lease.certain)
+    storage.at_put = lambda: put(open_storage(str(tmp_path)), epoch=2, n=0)
+    storage.cut = False
+    until(lambda: lease.lost)
+    assert not any(was_certain), "it believed in its sign"
+
+
+def test_who_takes_over_waits_for_a_holder_that_was_heard_again_at_the_last_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Cut(tmp_path)
+    old = put(storage, at_s=time.time() - 10)
+    slept: list[float] = []
+    sleep = time.sleep
+
+    def noted(seconds: float) -> None:
+        slept.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr("elastic.cluster.lease.time", SimpleNamespace(**vars(time) | {"sleep": noted}))
+
+    def heard_again() -> None:
+        storage.at_put = lambda: None
+        put(storage, n=old.n + 1, ttl_s=0.7)
+
+    storage.at_put = heard_again
+    lease = Lease(storage, "r", QUICK)
+    assert lease.epoch == 4 and slept[-1] == old.ttl_s
+    lease.release()
+
+
+def test_renewals_go_on_after_what_nobody_thought_of(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_storage(str(tmp_path))
+    lease = Lease(storage, "r", OUTAGE)
+
+    def damaged(key: str) -> bytes:
+        return b"{"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "get", damaged)
+        until(lambda: isinstance(lease.trouble, ValueError))
+    n = lease.sign.n
+    until(lambda: lease.sign.n > n + 1)
+    assert lease.certain
     lease.release()
 
 

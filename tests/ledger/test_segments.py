@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 
-from elastic.errors import InternalError, JournalDamaged, SpecError, StorageFailed
+from elastic.errors import InternalError, JournalDamaged, LostContact, SpecError, StorageFailed
 from elastic.ledger import segments
 from elastic.ledger.journal import Journal, Line
 from elastic.ledger.run_folder import RunFolder
@@ -44,8 +45,9 @@ def storage(tmp_path: Path) -> Remote:
 
 @pytest.fixture(autouse=True)
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is stored because time has passed."""
+    """Nothing is stored because time has passed, unless it could not be stored before."""
     monkeypatch.setattr(segments, "EVERY_S", 3600.0)
+    monkeypatch.setattr(segments, "AGAIN_S", 0.02)
 
 
 def machine(storage: Remote, tmp_path: Path, name: str) -> RunFolder:
@@ -165,13 +167,11 @@ def test_many_segments_become_few_objects(storage: Remote, tmp_path: Path, n: in
     assert journal.segments is not None
     for generation in range(n):
         journal.append(generation, [], plan(generation))
-        journal.segments._merge()
-    assert len(storage.list(PREFIX)) == sum(map(int, base_3(n)))
+    until(lambda: len(storage.list(PREFIX)) == sum(map(int, base_3(n))))
     assert of(machine(storage, tmp_path, "b").lines()) == [f"g{i}" for i in range(n)]
     new = open_at(machine(storage, tmp_path, "b"), 2)
     for generation in (101, 102):  # what the older driver does now is merged with what counts
         journal.append(generation, [], plan(generation))
-        journal.segments._merge()
     new.append(200.0, [], plan(200))
     assert of(machine(storage, tmp_path, "c").lines()) == [*(f"g{i}" for i in range(n)), "g200"]
     journal.close()
@@ -183,11 +183,12 @@ def base_3(n: int) -> str:
 
 
 def test_objects_may_be_merged_while_they_are_read(storage: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "FAN", 3)
     journal = open_at(machine(storage, tmp_path, "a"), 1)
     assert journal.segments is not None
     for generation in range(3):
         journal.append(generation, [], plan(generation))
+    journal.segments.close()  # its thread merges nothing from here on
+    monkeypatch.setattr(segments, "FAN", 3)
     listed = storage.list
     answers = [listed(PREFIX)]
     journal.segments._merge()
@@ -304,24 +305,51 @@ def test_a_newer_version_is_refused(storage: Remote, tmp_path: Path) -> None:
 def test_no_plan_while_storage_is_out_of_reach(storage: Remote, tmp_path: Path) -> None:
     journal = open_at(machine(storage, tmp_path, "a"), 1)
     storage.broken = StorageFailed("out of reach")
-    with pytest.raises(StorageFailed, match="out of reach"):
-        journal.append(1.0, [], plan(1))
+    begun_s = time.monotonic()
+    journal.append(1.0, [], plan(1))
+    assert not journal.settled and "out of reach" in str(journal.trouble)
     steps(journal, 1, 1)  # what changes no plan goes on
+    assert time.monotonic() - begun_s < segments.WAIT_S
     storage.broken = None
+    until(lambda: journal.settled)  # stored without being asked again
     journal.append(2.0, [], plan(2))
+    assert journal.settled
     assert of(machine(storage, tmp_path, "b").lines()) == ["g1", 1, "g2"]
     storage.broken = StorageFailed("out of reach")
     steps(journal, 2, 1)
-    with pytest.raises(StorageFailed, match="the journal's last lines are only in"):
+    with pytest.raises(LostContact, match="the journal's last lines are only in .* run it again") as raised:
         journal.close()
+    assert raised.value.exit_code == 4
+
+
+def test_storage_that_hangs_holds_nobody_up_for_long(storage: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "WAIT_S", 0.2)
+    monkeypatch.setattr(segments, "CLOSE_MOST_S", 0.2)
+    answers, put = threading.Event(), storage.put
+
+    def hangs(key: str, data: bytes, if_absent: bool = False) -> bool:
+        assert answers.wait(60)
+        return put(key, data, if_absent)
+
+    monkeypatch.setattr(storage, "put", hangs)
+    journal = open_at(machine(storage, tmp_path, "a"), 1)
+    begun_s = time.monotonic()
+    journal.append(1.0, [], plan(1))
+    steps(journal, 1, 3)
+    assert not journal.settled and time.monotonic() - begun_s < 10.0
+    with pytest.raises(LostContact, match="does not answer; the journal's last lines are only in"):
+        journal.close()
+    answers.set()
+    until(lambda: of(machine(storage, tmp_path, "b").lines()) == ["g1", 1, 2, 3])
 
 
 def test_a_segment_whose_answer_was_lost_is_not_written_twice(storage: Remote, tmp_path: Path) -> None:
     journal = open_at(machine(storage, tmp_path, "a"), 1)
     storage.broken, storage.after = StorageFailed("no answer"), True
-    with pytest.raises(StorageFailed):
-        journal.append(1.0, [], plan(1))
+    journal.append(1.0, [], plan(1))
+    assert not journal.settled
     storage.broken = None
+    until(lambda: journal.settled)
     journal.append(2.0, [], plan(2))
     assert of(machine(storage, tmp_path, "b").lines()) == ["g1", "g2"]
     journal.close()

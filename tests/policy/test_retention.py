@@ -131,6 +131,10 @@ def test_a_copy_that_fails_on_the_way_stops_nothing() -> None:
     after = fold(state([50]), CopyFailed(1, 60, "rank 0: the disk is full"), 1.0)
     assert decide(after, 1.0).actions == decide(state([50]), 1.0).actions
     assert after.durable == (copy(50),) and after.copy_failures == 1
+    last = after
+    for step in (70, 80, last.steps):
+        last = fold(last, CopyFailed(1, step, "rank 0: the disk is full"), 2.0)
+    assert last.copy_failures == 1, "that of the last step has tries of its own"
     again = fold(after, CopyStored(copy(70)), 2.0)
     assert (again.copy_failed, again.copy_failures) == (None, 0)
 

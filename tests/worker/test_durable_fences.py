@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from support.worker.saved import CUTS, save
 
-from elastic.storage import open_storage
-from elastic.worker.durable import Damaged, Fenced, clean, find, open_checkpoint
-from elastic.worker.durable_format import MARKER
+from elastic.storage import Storage, open_storage
+from elastic.worker.durable import Damaged, Fenced, clean, commit, find, open_checkpoint, remove_copy
+from elastic.worker.durable_format import MARKER, METADATA
 
 
 def test_a_marker_that_was_changed_is_not_believed(tmp_path: Path) -> None:
@@ -35,3 +35,47 @@ def test_a_driver_that_was_replaced_cleans_nothing_up(tmp_path: Path) -> None:
         clean(storage, 4)
     assert storage.exists("checkpoints/step-00000002.g0003/__0_0.distcp")
     assert clean(storage, 5) == [storage.uri_of("checkpoints/step-00000002.g0003")]
+
+
+@pytest.fixture
+def replaced(tmp_path: Path) -> Storage:
+    """A run whose driver of epoch 1 has committed step 1 and written step 2; epoch 2 has just taken over."""
+    storage = open_storage(tmp_path / "run")
+    save(storage, CUTS[1], step=1, epoch=1)
+    save(storage, CUTS[1], step=2, epoch=1)
+    (tmp_path / "run/checkpoints/step-00000002.g0001/commit.json").unlink()
+    storage.put("lease/00000002-00000000.json", b"{}")
+    return storage
+
+
+def test_before_its_successor_has_committed_it_commits_nothing(replaced: Storage) -> None:
+    with pytest.raises(Fenced, match="the driver of epoch 1 may not commit it; epoch 2 has taken over this run"):
+        commit(replaced, 2, 1, 1, 1, {})
+    assert [found.step for found in find(replaced)] == [1]
+    commit(replaced, 2, 1, 1, 2, {})
+    assert [(found.step, found.epoch) for found in find(replaced)] == [(2, 2), (1, 1)]
+
+
+def test_nor_where_it_is_replaced_while_it_looks_through_the_files(replaced: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced.delete("lease/00000002-00000000.json")
+    put = replaced.put
+
+    def taken_over(key: str, data: bytes, if_absent: bool = False) -> bool:
+        if key.endswith(METADATA):
+            put("lease/00000002-00000000.json", b"{}")
+        return put(key, data, if_absent)
+
+    monkeypatch.setattr(replaced, "put", taken_over)
+    with pytest.raises(Fenced, match="epoch 2"):
+        commit(replaced, 2, 1, 1, 1, {})
+    assert [found.step for found in find(replaced)] == [1]
+
+
+def test_nor_removes_or_cleans_it_anything(replaced: Storage) -> None:
+    keys = replaced.list()
+    with pytest.raises(Fenced, match="epoch 2"):
+        remove_copy(replaced, replaced.uri_of("checkpoints/step-00000001.g0001"), 1)
+    with pytest.raises(Fenced, match="epoch 2"):
+        clean(replaced, 1)
+    assert replaced.list() == keys
+    assert clean(replaced, 2) == [replaced.uri_of("checkpoints/step-00000002.g0001")]

@@ -13,7 +13,6 @@ from elastic.cluster.probes.detect import Sources
 
 log = logging.getLogger(__name__)
 
-UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)  # no answer, or a document of another form
 DEAF_S = 30.0  # a source that has not answered for so long is named in a note
 
 
@@ -71,7 +70,7 @@ class Watch:
         while not self._ended.is_set():
             try:
                 found = source.read()
-            except UNREADABLE as error:
+            except Exception as error:  # noqa: BLE001 - no answer, or a document of another form
                 if time.monotonic() - answered_s > DEAF_S:
                     self._note(source.name, f"{source.name}: no answer for {DEAF_S:.0f} s ({error}); asked on")
             else:

@@ -1,0 +1,28 @@
+"""The boundary of a thread that follows something as long as its process lives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+
+class Boundary:
+    """Whatever one look raises is logged, once as long as it stays the same, and the thread goes on with the next look."""
+
+    def __init__(self, log: logging.Logger, what: str) -> None:
+        self._log, self._what, self._said = log, what, ""
+
+    def holds(self, look: Callable[[], object]) -> bool:
+        """Looks once; False = it raised."""
+        try:
+            look()
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: ended, nobody would miss it until it is needed
+            self.say(f"{type(error).__name__}: {error}")
+            return False
+        return True
+
+    def say(self, text: str) -> None:
+        """What went wrong, unless that was said just before."""
+        if text != self._said:
+            self._said = text
+            self._log.warning("%s: %s; tried again", self._what, text)

@@ -1,0 +1,86 @@
+"""Threads that follow something as long as the driver lives go on after what nobody thought of."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.cluster import lookouts, market, nodes
+from elastic.cluster.boundary import Boundary
+from elastic.cluster.drilling import Drilling
+from elastic.cluster.drills import Schedule
+from elastic.cluster.lookouts import Lookouts
+from elastic.cluster.market import Market, Ticker
+from elastic.cluster.nodes import Survey
+from elastic.cluster.probes.detect import Sources
+from elastic.cluster.probes.watch import Watch
+from elastic.types import Pool
+
+
+class Odd(Exception):
+    """Not one of the package's, nor of Ray's or Python's."""
+
+
+class Raises:
+    """Raises each time; `again` is set at the third."""
+
+    def __init__(self) -> None:
+        self.n, self.again = 0, threading.Event()
+
+    def __call__(self, *_: Any) -> Any:
+        self.n += 1
+        if self.n == 3:
+            self.again.set()
+        raise Odd("of another kind")
+
+
+def ticker(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    patch.setattr(Market, "look", raises)
+    patch.setattr(market, "is_looked_up", lambda pool: True)
+    return Ticker([Pool("spot")], refresh_s=0.01).close
+
+
+def notices(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    patch.setattr(lookouts, "AGAIN_S", 0.01)
+    patch.setattr(Lookouts, "_place", raises)
+    return Lookouts().close
+
+
+def survey(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    patch.setattr(nodes, "living", list)
+    patch.setattr(Survey, "_look", lambda self: None)
+    patch.setattr(nodes, "PROBE_S", 0.01)
+    patch.setattr(Survey, "_probe", raises)
+    return Survey().close
+
+
+def watch(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    return Watch(lambda: Sources((SimpleNamespace(name="odd", every_s=0.01, read=raises, greet=raises),))).close
+
+
+@pytest.mark.parametrize("thread", [ticker, notices, survey, watch])
+def test_a_thread_goes_on(thread: Callable[..., Callable[[], None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    raises = Raises()
+    close = thread(raises, monkeypatch)
+    try:
+        assert raises.again.wait(30), "the thread has ended"
+    finally:
+        close()
+
+
+def test_the_same_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    boundary, raises = Boundary(logging.getLogger("test"), "looking"), Raises()
+    assert [boundary.holds(raises) for _ in range(3)] == [False] * 3
+    assert boundary.holds(lambda: None)
+    assert [record.message for record in caplog.records] == ["looking: Odd: of another kind; tried again"]
+
+
+def test_an_order_to_add_a_node_of_no_pool_is_refused() -> None:
+    drilling = Drilling(Schedule((), None), None, None, {}, [Pool("spot")])  # type: ignore[arg-type]
+    (asked,) = drilling.carry_out({"add": "spto"}, None, 0.0)
+    assert asked.drill == {"add": "spto", "error": "drill: there is no pool 'spto'"}

@@ -1,0 +1,82 @@
+"""Somebody else fills the disk under a run: it trains on, and what it owes is written when there is room again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.e2e.shell import PROGRAMS, Shell, last_line, until
+
+from elastic.cluster.lease import Times
+from elastic.ledger.journal import read
+from elastic.types import StepDone
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    at = tmp_path / "disk"
+    at.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120m", "tmpfs", at], check=False).returncode:
+        pytest.skip("a file system of a given size needs the right to mount one")
+    yield at
+    subprocess.run(["umount", "-l", at], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """To the last byte."""
+    waste = disk / "waste"
+    with waste.open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+    return waste
+
+
+def step(journal: Path) -> int:
+    found = [event.step for line in read(journal) for _, event in line.events if isinstance(event, StepDone)]
+    return max(found, default=0)
+
+
+@pytest.mark.parametrize("room_again", [True, pytest.param(False, marks=pytest.mark.whole)])
+def test_a_full_disk(shell: Shell, small_disk: Path, room_again: bool) -> None:
+    job = {"steps": 100, "storage": str(small_disk), "durable_every": 10, "program": str(PROGRAMS / "tiny_slow.py")}
+    name = shell.job(**job, orphan_lease_s=900.0 if room_again else 4.0)
+    run = small_disk / "full"
+    journal = run / "journal.jsonl"
+    process = shell.start("run", name, "--run-name", "full", "--json")
+    try:
+        until(lambda: list(run.glob("checkpoints/*/commit.json")) != [], what="the first checkpoint")
+        waste = fill(small_disk)
+        size = journal.stat().st_size
+        if room_again:
+            filled_s = time.monotonic()
+            until(lambda: time.monotonic() - filled_s > Times().ttl_s + 3.0, what="the end of the lease")
+            assert process.poll() is None, process.communicate()
+            assert journal.stat().st_size - size < 4096
+            waste.unlink()
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert "Traceback" not in err and err.count("No space left on device") >= 1, err
+    if room_again:
+        assert process.returncode == 0, (out, err)
+        found = last_line(out)
+        assert (found["outcome"], found["steps"], found["samples_exact"]) == ("succeeded", 100, True)
+        assert step(journal) == 100
+        return
+    assert process.returncode == 1, (out, err)
+    lines = [line for line in err.splitlines() if line.startswith("elastic: ")]
+    assert len(lines) == 1 and "No space left on device" in lines[0], err
+    waste.unlink()
+    code, out, err = shell.call("run", name, "--run-name", "full", "--json")
+    assert code == 0, err
+    assert last_line(out)["samples_exact"] is True

@@ -1,0 +1,79 @@
+"""Storage that answers nothing for longer than the driver's lease: the run trains on, and goes on where storage is back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.e2e.shell import PROGRAMS, Shell, last_line, until
+from support.storage.faulty_proxy import Fault, FaultyProxy
+
+from elastic.cluster.lease import Times
+from elastic.ledger.journal import read
+from elastic.storage.s3 import S3Storage
+from elastic.types import NodePrepared, PlanEntered, StepDone
+
+AWAY_S = 20.0
+STEPS = 150
+pytestmark = pytest.mark.e2e
+
+
+def events(journal: Path, kind: type) -> list[tuple[float, Any]]:
+    lines = read(journal) if journal.is_file() else []
+    return [(at_s, event) for line in lines for at_s, event in line.events if isinstance(event, kind)]
+
+
+def step(journal: Path) -> int:
+    return max((event.step for _, event in events(journal, StepDone)), default=0)
+
+
+def answers_nothing(proxy: FaultyProxy, process: subprocess.Popen[str], meanwhile: Any) -> None:
+    """For AWAY_S; `meanwhile` is called once the lease has expired."""
+    since_s = time.monotonic()
+    proxy.faults.append(Fault("hang", "", times=1 << 30))
+    until(lambda: time.monotonic() - since_s > Times().ttl_s + 1.0, what="the end of the lease")
+    assert process.poll() is None, process.communicate()
+    meanwhile()
+    until(lambda: time.monotonic() - since_s > AWAY_S, what="the end of the outage")
+    assert process.poll() is None, process.communicate()
+    proxy.faults.clear()
+
+
+@pytest.mark.parametrize("a_worker_dies", [pytest.param(False, marks=pytest.mark.whole), True])
+def test_an_embedded_run_outlives_an_outage_longer_than_its_lease(
+    shell: Shell, s3: S3Storage, proxy: FaultyProxy, a_worker_dies: bool
+) -> None:
+    program = str(PROGRAMS / "tiny_slow.py")
+    name = shell.job(steps=STEPS, storage=s3.uri, durable_every=5, peer_every=4, program=program)
+    journal = shell.root / "elastic_runs" / "away" / "journal.jsonl"
+    process = shell.start("run", name, "--run-name", "away", "--json")
+    before: list[int] = []
+
+    def meanwhile() -> None:
+        before.append(step(journal))
+        if a_worker_dies:
+            os.kill(events(journal, NodePrepared)[-1][1].pids[0], signal.SIGKILL)
+
+    try:
+        until(lambda: any("commit.json" in key for key in s3.list("away/checkpoints/")), what="the first checkpoint")
+        began = step(journal)
+        answers_nothing(proxy, process, meanwhile)
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, (out, err)
+    found = last_line(out)
+    assert (found["outcome"], found["steps"], found["samples_exact"]) == ("succeeded", STEPS, True)
+    assert before[0] > began, "it trained on while storage was away"
+    assert "Traceback" not in err and "training goes on" in err and "answers again" in err, err
+    generations = {event.generation for _, event in events(journal, PlanEntered)}
+    assert (len(generations) > 1) == a_worker_dies
+    code, out, _ = shell.here("replay", f"{s3.uri}/away", "--json")
+    assert code == 0 and '"identical": true' in out
+    code, out, err = shell.here("checkpoint", "verify", f"{s3.uri}/away", "--json")
+    assert code == 0, err
