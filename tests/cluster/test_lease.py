@@ -8,13 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from support.storage.faulty_proxy import Fault, FaultyProxy, unavailable
+from support.waiting import until
 
 from elastic.cluster import processes
 from elastic.cluster.lease import Lease, Sign, Times, newest
@@ -52,10 +52,7 @@ def test_a_second_driver_is_refused_by_name_and_the_epoch_grows(storage: Storage
 
 def test_the_lease_is_renewed_by_new_objects_only(storage: Storage) -> None:
     lease = Lease(storage, "r", QUICK)
-    deadline = time.monotonic() + 60
-    while lease.sign.n < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: lease.sign.n >= 3, "three signs")
     assert len(storage.list("lease/")) <= 2
     assert not lease.lost
     lease.release()
@@ -116,10 +113,7 @@ def test_a_process_id_that_was_used_again_is_not_the_driver(storage: Storage) ->
 def test_a_driver_that_was_replaced_learns_it(storage: Storage) -> None:
     lease = Lease(storage, "r", QUICK)
     put(storage, epoch=2, n=0)
-    deadline = time.monotonic() + 60
-    while not lease.lost:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: lease.lost, "the word that the lease is lost")
     lease.release()
     assert newest(storage).epoch == 2  # type: ignore[union-attr]
 
@@ -182,10 +176,10 @@ def test_a_holder_that_cannot_renew_lets_go_before_others_may_take_over(
     lease = Lease(s3, "r", times)
     proxy.faults.append(unavailable("lease/", times=12))
     now_s[0] += 10.0
-    until(lambda: not proxy.faults[0].times and lease.sign.n > 1 and lease._since_s is None)
+    until(lambda: not proxy.faults[0].times and lease.sign.n > 1 and lease._since_s is None, "signs after the faults")
     assert not lease.lost
     proxy.faults.append(Fault("hang", "", times=10_000))
-    until(lambda: proxy.seen[-1].fault == "hang")
+    until(lambda: proxy.seen[-1].fault == "hang", "a request that hangs")
     last = lease.sign
     now_s[0] += 14.0
     assert not lease.lost
@@ -197,18 +191,11 @@ def test_a_holder_that_cannot_renew_lets_go_before_others_may_take_over(
 
 def test_a_renewal_whose_answer_is_lost_for_good_is_not_anothers(s3: Storage, proxy: FaultyProxy) -> None:
     lease = Lease(s3, "r", Times(renew_s=0.1, ttl_s=600.0))
-    until(lambda: lease.sign.n >= 1)
+    until(lambda: lease.sign.n >= 1, "a sign")
     proxy.faults.append(Fault("lost", "PUT .*/lease/", times=5))  # all tries of one renewal
-    until(lambda: not proxy.faults[0].times)
+    until(lambda: not proxy.faults[0].times, "the faults")
     n = lease.sign.n
-    until(lambda: lease.sign.n > n + 2)
+    until(lambda: lease.sign.n > n + 2, "three signs more")
     assert not lease.lost
     lease.release()
     assert newest(s3).released  # type: ignore[union-attr]
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)

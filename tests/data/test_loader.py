@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.waiting import is_waiting, once_waiting, until
 
 from elastic.data.budget import Microbatch
 from elastic.data.loader import Loader, collate
@@ -52,12 +53,9 @@ def opened() -> Iterator[list[Loader]]:
         loader.close()
 
 
-def settle(dataset: Squares, n: int) -> None:
-    """Waits until `n` items are read, then a little, to see whether more come."""
-    end = time.monotonic() + 120
-    while len(dataset.read) < n and time.monotonic() < end:
-        time.sleep(0.002)
-    time.sleep(0.05)
+def settle(loader: Loader, dataset: Squares, n: int) -> None:
+    """Waits until `n` items are read, and nobody reads on."""
+    until(lambda: len(dataset.read) >= n and all(map(is_waiting, loader._threads)), f"{n} items")
 
 
 def test_batches_come_in_order(opened: list[Loader]) -> None:
@@ -73,10 +71,10 @@ def test_reading_ahead_is_bounded(opened: list[Loader]) -> None:
     dataset = Squares()
     loader = Loader(dataset, three, first_step=0, ahead=2)
     opened.append(loader)
-    settle(dataset, 6)
+    settle(loader, dataset, 6)
     assert dataset.read == list(range(6))
     loader.take(0)
-    settle(dataset, 9)
+    settle(loader, dataset, 9)
     assert dataset.read == list(range(9))
 
 
@@ -154,8 +152,7 @@ def test_items_that_differ_are_named(opened: list[Loader]) -> None:
 def test_close_ends_the_thread_and_frees_a_waiting_take() -> None:
     gate = threading.Event()
     loader = Loader(Squares(gate=gate), three, first_step=0)
-    closer = threading.Timer(0.1, loader.close, (0.0,))
-    closer.start()
+    closer = once_waiting("take", lambda: loader.close(0.0))
     with pytest.raises(InternalError, match="closed while step 0"):
         loader.take(0)
     closer.join()
@@ -168,7 +165,7 @@ def test_close_ends_the_thread_and_frees_a_waiting_take() -> None:
 def test_close_with_full_buffer() -> None:
     dataset = Squares()
     loader = Loader(dataset, three, first_step=0)
-    settle(dataset, 6)
+    settle(loader, dataset, 6)
     assert loader.close(120) and loader.close()
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from support.waiting import until
 
 from elastic.errors import InternalError, SpecError, StorageFailed
 from elastic.ledger import segments
@@ -106,14 +106,14 @@ def test_lines_without_a_plan_are_stored_in_the_background(storage: Remote, tmp_
     journal = open_at(here, 1)
     journal.segments = Segments(storage, 1, here.journal, Stored(), every_s=0.02)
     steps(journal, 1, 1)
-    until(lambda: of(machine(storage, tmp_path, "b").lines()) == [1])
+    until(lambda: of(machine(storage, tmp_path, "b").lines()) == [1], "the first line, seen from another machine")
     journal.close()
 
 
 def test_another_decision_is_stored_soon(storage: Remote, tmp_path: Path) -> None:
     journal = open_at(machine(storage, tmp_path, "a"), 1)
     journal.append(1.0, [], Decision((RequestNodes("p", 2, "r"),), "more"))
-    until(lambda: len(storage.list(PREFIX)) == 1)
+    until(lambda: len(storage.list(PREFIX)) == 1, "one segment")
     journal.close()
 
 
@@ -318,10 +318,3 @@ def test_where_workers_write_what_they_print(storage: Remote, tmp_path: Path) ->
     assert remote.logs_of_workers(True) == tmp_path / "a" / "logs"
     elsewhere = remote.logs_of_workers(False)
     assert elsewhere.name == remote.name and tmp_path / "a" not in elsewhere.parents
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)

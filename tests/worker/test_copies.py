@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
+from support.waiting import until
 from support.worker.wires import Lines, QueueWire
 
 from elastic.policy.placement import keepers
@@ -50,10 +50,7 @@ class Ranks:
 
     def wait(self) -> None:
         """Until no thread of a copy is at work."""
-        until_s = time.monotonic() + 120
-        while any(c.flight is not None and not c.flight.ended for c in self.copies):
-            assert time.monotonic() < until_s
-            time.sleep(0.005)
+        until(lambda: all(c.flight is None or c.flight.ended for c in self.copies), "the end of the copies")
 
     def step(self, ready: bool = True) -> list[CopyStored]:
         """A step: words, commit, the change of the state, the boundary. Returns what rank 0 .. n-1 reported."""

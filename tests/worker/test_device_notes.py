@@ -150,7 +150,7 @@ class Events(Nvml):
         assert events == "set" and wait_ms > 0
         self.waits += 1
         if not self.xids:
-            time.sleep(wait_ms / 1000)
+            time.sleep(wait_ms / 1000)  # sleeps: as NVML does that has nothing to tell
             raise NotSupported("timeout")
         return SimpleNamespace(eventData=self.xids.pop(0))
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.waiting import is_waiting, until
 from support.worker.nccl_like import WRONG, NcclLike, NcclLikeTransport
 from support.worker.ranks import on_ranks
 
@@ -45,15 +46,16 @@ def hangs(rank: int, n: int, store: tuple[str, int], where: str) -> tuple[float,
     group = of.world if where == "world" else axis(of, where)
     vector = torch.ones(3)
     at: list[float] = []
+    this, member = threading.current_thread(), 0 in dist.get_process_group_ranks(group)
 
     def abort() -> None:
-        time.sleep(0.2)  # the others have begun to wait
+        until(lambda: not member or is_waiting(this, "all_reduce"), "its wait in the collective")
         at.append(time.monotonic())
         of.abort()
 
     thread = threading.Thread(target=abort)
     thread.start()
-    if 0 in dist.get_process_group_ranks(group):
+    if member:
         dist.all_reduce(vector, group=group)
     free_s = time.monotonic()
     thread.join()
