@@ -24,7 +24,7 @@ def until(condition: Callable[[], T], what: str | Callable[[], str], within_s: f
         if found := condition():
             return found
         assert looked_s - began_s < within_s, f"not within {within_s:g} s: {what if isinstance(what, str) else what()}"
-        time.sleep(max(LOOK_S, time.monotonic() - looked_s))  # a look that is dear is taken seldom
+        time.sleep(max(LOOK_S, time.monotonic() - looked_s))  # sleeps: here, for all; a look that is dear is taken seldom
 
 
 def is_waiting(thread: threading.Thread, where: str = "") -> bool:

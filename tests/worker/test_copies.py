@@ -9,7 +9,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from support.waiting import until
+from support.waiting import is_waiting, until
 from support.worker.wires import Lines, QueueWire
 
 from elastic.policy.placement import keepers
@@ -211,10 +211,11 @@ def test_a_copy_in_flight_is_dropped_cleanly_where_the_generation_ends(monkeypat
     ranks = Ranks(Layout(dp_shard=4), copy_bytes_per_s=1.0)
     ranks.lines.hold.clear()
     ranks.start()
-    threading.Timer(0.1, ranks.lines.hold.set).start()
     droppers = [threading.Thread(target=c.drop) for c in ranks.copies]
     for thread in droppers:
         thread.start()
+    until(lambda: all(map(is_waiting, droppers)), "all of them held up")
+    ranks.lines.hold.set()
     for thread in droppers:
         thread.join(120)
     assert not any(thread.is_alive() for thread in droppers)
