@@ -82,11 +82,20 @@ def test_wait_is_measured(opened: list[Loader]) -> None:
     gate = threading.Event()
     loader = Loader(Squares(gate=gate), three, first_step=0)
     opened.append(loader)
-    opened_at: list[float] = []
-    threading.Timer(0.2, lambda: (opened_at.append(time.monotonic()), gate.set())).start()
-    began = time.monotonic()
+    least_s: list[float] = []
+
+    def open_later() -> None:
+        seen_s = time.monotonic()
+        until(lambda: time.monotonic() > seen_s + 0.05, "a while")
+        least_s.append(time.monotonic() - seen_s)
+        gate.set()
+
+    began_s = time.monotonic()
+    opener = once_waiting("take", open_later)
     waited_s = loader.take(0)[1]
-    assert opened_at[0] - began - 0.05 < waited_s <= time.monotonic() - began
+    most_s = time.monotonic() - began_s
+    opener.join()
+    assert least_s[0] <= waited_s <= most_s
 
 
 def test_a_step_out_of_turn_and_a_restart(opened: list[Loader]) -> None:
