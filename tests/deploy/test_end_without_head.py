@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.e2e.shell import children
 from support.places import ROOT
 from support.waiting import until
+
+from elastic.cluster import processes
 
 SCRIPT = ROOT / "deploy" / "end_without_head.sh"
 
@@ -50,6 +53,9 @@ class Host:
         # Were it to watch itself, and hold up what comes after it, it would not be back in time.
         subprocess.run(["bash", str(SCRIPT), "127.0.0.1"], env=environment, check=True, capture_output=True, timeout=60)
         until(lambda: self.watcher() > 0, "the watcher")
+
+    def watchers(self) -> list[int]:
+        return [pid for pid in children(str(self.folder)) if "--watch" in processes.command(pid)]
 
     def watcher(self) -> int:
         """Its process; 0 = none."""
@@ -117,7 +123,7 @@ def test_it_ends_when_the_head_is_gone_and_not_before(host: Host, head: Head) ->
 def test_it_does_not_end_at_once(host: Host, head: Head) -> None:
     head.close()
     host.start(head.port, limit_s=600)
-    until(lambda: len(host.told("sleep")) > 5, "the fifth look")
+    until(lambda: len(host.told("sleep")) > 5 or host.ended.exists(), "the fifth look")
     assert host.watcher()
     assert not host.ended.exists()
 
@@ -134,8 +140,8 @@ def test_a_second_start_names_the_new_head_to_the_same_watcher(host: Host, head:
     host.start(head.port, limit_s=600)
     assert (host.folder / "head").read_text() == "127.0.0.1\n"
     until(lambda: len(host.told("flock")) == 2, "the second watcher's try to get the lock")
-    assert host.told("flock") == ["0", "1"]
-    assert host.watcher() == first
+    until(lambda: host.watcher() != first or len(host.watchers()) == 1, "the end of the second watcher")
+    assert host.told("flock") == ["0", "1"] and host.watcher() == first
     with pytest.raises(ChildProcessError):  # it is in a session of its own: not ours, and not that of an SSH connection
         os.waitpid(first, os.WNOHANG)
     assert os.getsid(first) == first

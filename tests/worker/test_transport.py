@@ -99,7 +99,9 @@ def test_communicators_are_aborted_at_once() -> None:
     """One whose kernel waits for another's keeps its abort until that one is aborted too."""
     first, second = threading.Event(), threading.Event()
     groups: Any = [Blocks(second, first), Blocks(first, second)]
+    began_s = time.monotonic()
     assert Direct(torch.device("cpu")).abort(groups) == 0
+    assert time.monotonic() - began_s < transport.ABORT_MOST_S / 2, "one after the other each would keep the abort until then"
 
 
 def test_an_abort_that_never_returns_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +123,9 @@ def test_an_abort_that_raises_stops_nothing() -> None:
     free.set()
     done = threading.Event()
     groups: Any = [Raises(), Blocks(free, done)]
+    began_s = time.monotonic()
     assert Direct(torch.device("cpu")).abort(groups) == 0
+    assert time.monotonic() - began_s < transport.ABORT_MOST_S / 2, "one after the other each would keep the abort until then"
     assert done.is_set()
 
 
