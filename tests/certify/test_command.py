@@ -159,6 +159,7 @@ def test_ctrl_c_ends_all_processes_and_prints_what_was_found(tmp_path: Path) -> 
     first = process.stdout.readline()
     while not first.startswith(("pass", "fail")):
         first = process.stdout.readline()
+        assert first, process.communicate()
     until(lambda: len(below(mark)) >= 3 or process.poll() is not None, "workers")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
