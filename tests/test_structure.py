@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.places import ROOT
+from support.places import ROOT, TESTS
 
 SOURCES = sorted((ROOT / "elastic").rglob("*.py"))
 ALL = SOURCES + sorted(p for top in ("tests", "jobs") for p in (ROOT / top).rglob("*.py") if "elastic_runs" not in p.parts)
@@ -205,6 +205,57 @@ def test_the_block_blocks() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED, "torch"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode != 0
     assert "blocked: torch" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------ the tests themselves
+
+
+ELSEWHERE = ("programs", "bench")  # folders of what other processes run, and of what measures time
+OWN = [p for p in ALL if p.is_relative_to(TESTS)]
+WAIT_HERE = [p for p in OWN if p.name.startswith("test_") or not {*ELSEWHERE} & {*p.relative_to(TESTS).parts}]
+SLEEPERS = ("time.sleep", "asyncio.sleep", "threading.Event().wait")
+REASON = re.compile(r"# sleeps: \w")
+
+
+def sleeps(text: str) -> list[int]:
+    """Lines that wait for time to pass, and do not say why."""
+    tree, lines, found = ast.parse(text), text.splitlines(), []
+    names = full_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) or isinstance(node, ast.Attribute) and node.attr in ("sleep", "wait"):
+            first, dot, rest = ast.unparse(node).partition(".")
+            called, bracket, more = first.partition("(")
+            name = names.get(called, called) + bracket + more + dot + rest
+            if name in SLEEPERS and not REASON.search(lines[(node.end_lineno or node.lineno) - 1]):
+                found.append(node.end_lineno or node.lineno)
+    return found
+
+
+@pytest.mark.parametrize("path", WAIT_HERE, ids=label)
+def test_no_test_waits_for_time_to_pass(path: Path) -> None:
+    """It waits for an event, by `until` of tests/support/waiting.py; where sleeping is what is tested, a comment says so."""
+    found = sleeps(path.read_text())
+    assert not found, f"{label(path)}:{found} sleeps; wait for an event, or say why in '# sleeps: ...'"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import time\ntime.sleep(1)", [2]),
+        ("import time as t\n\nt.sleep(1)", [3]),
+        ("from time import sleep\nsleep(1)", [2]),
+        ("from time import sleep as nap\nthen = nap", [2]),
+        ("import asyncio\nasyncio.sleep(1)", [2]),
+        ("import threading\nthreading.Event().wait(1)", [2]),
+        ("from threading import Event\nEvent().wait(1)", [2]),
+        ("import time\ntime.sleep(1)  # sleeps:", [2]),
+        ("import time\ntime.sleep(1)  # sleeps: a slow read is the subject", []),
+        ("code = 'import time; time.sleep(1)'", []),
+        ("done.wait(60)", []),
+    ],
+)
+def test_the_rule_against_sleep_sees(text: str, found: list[int]) -> None:
+    assert sleeps(text) == found
 
 
 def test_no_two_test_files_have_one_name() -> None:

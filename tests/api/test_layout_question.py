@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from support.places import FOREIGN
+from support.waiting import until
 
 from elastic.api.layouts import PLACE, LayoutCheck, asked_of, check_open, checked
 from elastic.errors import SpecError
@@ -122,7 +122,7 @@ def test_closing_it_early_leaves_nothing(program: Path) -> None:
     check = LayoutCheck(asked(program))
     assert check._process is not None and check._folder is not None
     pid, folder = check._process.pid, Path(check._folder.name)
-    time.sleep(0.2)
+    until(lambda: "elastic.worker.layout_check" in psutil.Process(pid).cmdline(), "the process that compares")
     check.close()
     assert not psutil.pid_exists(pid) and not folder.exists()
     check.close()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -22,6 +23,7 @@ import pytest
 import radosgw
 from support.e2e.runs import MARK, processes
 from support.places import ROOT
+from support.waiting import until
 
 from elastic.cluster.processes import command, send
 
@@ -159,9 +161,9 @@ def test_whatever_is_named_is_a_bench(text: str) -> None:
 
 def left_of(mark: str) -> list[str]:
     """Waits for the end of all that the bench started; what is left then is killed, and its command lines returned."""
-    until_s = time.monotonic() + GONE_S
-    while (left := processes(mark)) and time.monotonic() < until_s:
-        time.sleep(0.2)
+    with suppress(AssertionError):
+        until(lambda: not processes(mark), "their end", GONE_S)
+    left = processes(mark)
     words = [" ".join(command(pid)) for pid in left]
     send(left)
     return words

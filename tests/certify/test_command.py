@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.places import ROOT
+from support.waiting import until
 
 from elastic import cli
 from elastic.certify import command, place, shared_gpu
@@ -159,8 +159,8 @@ def test_ctrl_c_ends_all_processes_and_prints_what_was_found(tmp_path: Path) -> 
     first = process.stdout.readline()
     while not first.startswith(("pass", "fail")):
         first = process.stdout.readline()
-    while len(below(mark)) < 3 and process.poll() is None:
-        time.sleep(0.1)
+        assert first, process.communicate()
+    until(lambda: len(below(mark)) >= 3 or process.poll() is not None, "workers")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
     slow = first.startswith("fail") and "failed: checkpoint\n" in out  # a busy machine's disk: told, and no fault here
@@ -169,10 +169,7 @@ def test_ctrl_c_ends_all_processes_and_prints_what_was_found(tmp_path: Path) -> 
     assert " checkpoint  " not in out, "no row is printed twice"
     assert out.splitlines()[-1].endswith("(interrupted)")
     assert "Traceback" not in err
-    end_s = time.monotonic() + 60
-    while below(mark) and time.monotonic() < end_s:
-        time.sleep(0.1)
-    assert not below(mark)
+    until(lambda: not below(mark), "the end of all that it started")
     assert not list(tmp_path.glob("elastic-certify-*"))
 
 

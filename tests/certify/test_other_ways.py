@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.certify.roomy import wrong
+from support.waiting import until
 
 from elastic.certify import child, main_path, ways_in
 from elastic.certify.lab import Lab
@@ -103,10 +103,7 @@ def test_a_command_ends_with_its_time_and_says_why_it_failed(tmp_path: Path) -> 
     nested = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)', 'certify-nested'])"
     with pytest.raises(OutOfTime):
         child.run([sys.executable, "-c", nested], setting, Limit.after(1.0), "it")
-    end_s = time.monotonic() + 60
-    while (left := _nested()) and time.monotonic() < end_s:  # killed, and not yet gone
-        time.sleep(0.02)
-    assert not left
+    until(lambda: not _nested(), "the end of what was killed")
     with pytest.raises(Failed, match="it printed no result: nothing"):
         child.last_json("nothing")
 

@@ -78,7 +78,8 @@ def test_a_hang_makes_the_worker_silent(stage: Make) -> None:
     (a,) = stepping(on, 1)
     assert on.wait(DrillAsked).drill["hang"] == [a]
     silent = on.wait(Silent)
-    assert (silent.worker, silent.silent_s < 5.0) == (WorkerId(a, 0), True)
+    assert silent.worker == WorkerId(a, 0)
+    assert silent.silent_s < 30.0, "as the job bounds it, on a machine however late"
     on.backend._end([WorkerId(a, 0)])
 
 

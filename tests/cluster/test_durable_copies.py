@@ -28,7 +28,7 @@ class SlowStorage:
 
     def commit(self, plan: Plan, step: int, digest: int) -> str:
         self.busy.set()
-        assert self.go.wait(10.0)
+        assert self.go.wait(60)
         self.calls.append(("commit", step))
         return f"step-{step}"
 
@@ -46,7 +46,7 @@ def test_commits_go_first_the_newest_before_the_others_and_cleaning_is_done_once
     copies = DurableCopies(open_storage(str(tmp_path)), 1, {}, slow.commit)
     copies.clean()
     copies.commit(parts(5))
-    assert slow.busy.wait(10.0)  # from here on all that is ordered waits
+    assert slow.busy.wait(60)  # from here on all that is ordered waits
     copies.remove("step-1")
     copies.commit(parts(10))
     copies.remove("step-2")

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import until
 
 from elastic.cluster import fork_server, processes
 
@@ -40,19 +40,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pope
         [sys.executable, "-m", "elastic.cluster.fork_server", str(folder), str(os.getpid())], env=environment
     )
     process.folder = folder
-    wait_for(lambda: (folder / fork_server.SOCKET).exists())
+    until((folder / fork_server.SOCKET).exists, "its socket")
     try:
         yield process
     finally:
         process.kill()
         process.wait()
-
-
-def wait_for(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def client(server: Any, tmp_path: Path, *words: str, address: str = "") -> subprocess.Popen[str]:
@@ -91,9 +84,9 @@ def test_a_client_that_is_killed_takes_its_fork_along_and_no_other(server: Any, 
     for one in both:
         assert one.stdout is not None
         forks.append(json.loads(one.stdout.readline())["pid"])
-    wait_for(lambda: fork_server.forks_of(str(server.folder), [one.pid for one in both]) == forks)
+    until(lambda: fork_server.forks_of(str(server.folder), [one.pid for one in both]) == forks, "the forks of both")
     both[0].kill()
-    wait_for(lambda: processes.started(forks[0]) is None)
+    until(lambda: processes.started(forks[0]) is None, "its end")
     assert processes.started(forks[1]) is not None
     os.kill(forks[1], signal.SIGKILL)
     both[1].communicate(timeout=WITHIN_S)
@@ -114,7 +107,7 @@ def test_a_fork_that_is_stopped_ends_with_the_parent_of_its_client(server: Any, 
         fork = json.loads(parent.stdout.readline())["pid"]
         os.kill(fork, signal.SIGSTOP)
         parent.kill()
-        wait_for(lambda: processes.started(fork) is None)
+        until(lambda: processes.started(fork) is None, "its end")
 
 
 def test_without_a_server_a_client_is_the_program_itself(server: Any, tmp_path: Path) -> None:
@@ -135,7 +128,7 @@ fork_server.main({str(tmp_path)!r}, os.getppid())
     process: Any = subprocess.Popen([sys.executable, "-c", text])
     process.folder = tmp_path
     try:
-        wait_for(lambda: (tmp_path / fork_server.SOCKET).exists())
+        until((tmp_path / fork_server.SOCKET).exists, "its socket")
         one = client(process, tmp_path, "4")
         said = json.loads(one.communicate(timeout=WITHIN_S)[0])
         assert (said["loaded"], said["pid"], one.returncode) == (False, one.pid, 4)
@@ -154,9 +147,9 @@ sys.stdin.read()
     with subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None
         server = int(starter.stdout.readline())
-        wait_for(lambda: (tmp_path / fork_server.SOCKET).exists())
+        until((tmp_path / fork_server.SOCKET).exists, "its socket")
         starter.kill()
-    wait_for(lambda: processes.started(server) is None)
+    until(lambda: processes.started(server) is None, "its end")
 
 
 def test_what_is_no_request_is_not_forked(server: Any, tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster.autoscaled import SETTINGS, not_allowed, until
+from support.cluster.autoscaled import SETTINGS, not_allowed
 from support.cluster.namespace import Namespace, below
 from support.e2e.runs import SLOW, events, job, plans, went_on_as_if_nothing_happened
 from support.places import ROOT
+from support.waiting import until
 
 from elastic.cluster import _ray_private, processes
 from elastic.ledger.journal import Line, read
@@ -28,7 +29,6 @@ GCS, REDIS, STEPS, PEER_EVERY = 6379, 6390, 400, 4
 ADDRESS = f"127.0.0.1:{GCS}"
 POOL = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 2}
 NODES = ("x", "y")
-WITHIN_S = 300.0
 RAY = "import sys; sys.executable = {python!r}; sys.argv = ['ray', *{words!r}]\nfrom ray.scripts.scripts import main; main()"
 
 
@@ -74,7 +74,7 @@ class Cluster:
         line = f'"$@" > {self.folder}/head.log 2>&1 && touch {started}; sleep infinity'
         own = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", line, "sh")
         self.of_the_head = self.space.start(*own, sys.executable, "-c", text, **self.of_head)
-        until("the head is up", started.exists, WITHIN_S)
+        until(started.exists, "the head is up")
 
     def node(self, name: str) -> None:
         labels = f"elastic-node={name},elastic-pool=spot,ray.io/market-type=spot"
@@ -87,7 +87,7 @@ class Cluster:
         """Every process of it, at once."""
         pids = [*processes.end_tree(self.of_the_head.pid), *processes.send(self.space.pids("gcs/gcs_server"))]
         self.of_the_head.communicate(timeout=60)
-        until("the head is gone", lambda: not any(processes.started(pid) for pid in pids))
+        until(lambda: not any(processes.started(pid) for pid in pids), "the head is gone")
 
     def kill_gcs(self) -> None:
         """And start it again, as a supervisor would: with the same words and environment."""
@@ -96,7 +96,7 @@ class Cluster:
         text = Path(f"/proc/{pid}/environ").read_text().split("\0")
         environment = dict(line.split("=", 1) for line in text if "=" in line)
         os.kill(pid, signal.SIGKILL)
-        until("it is gone", lambda: processes.started(pid) is None)
+        until(lambda: processes.started(pid) is None, "it is gone")
         self.gcs = self.space.start(*words, **environment)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Run:
 
     def until_step(self, step: int) -> None:
         assert self.process is not None
-        until(f"step {step}", lambda: self.step() >= step or self.process.poll() is not None, WITHIN_S)  # type: ignore[union-attr]
+        until(lambda: self.step() >= step or self.process.poll() is not None, f"step {step}")  # type: ignore[union-attr]
         assert self.process.poll() is None, self.process.communicate()[1][-3000:]
 
     def kill(self) -> None:
@@ -167,7 +167,7 @@ def test_with_redis_training_goes_on(folder: Path) -> None:
         cluster.kill_head()
         cluster.head()
         run.start()
-        until("the new driver speaks", lambda: {line.epoch for line in run.lines()} == {1, 2}, WITHIN_S)
+        until(lambda: {line.epoch for line in run.lines()} == {1, 2}, "the new driver speaks")
         cluster.slow.unlink()
         summary = run.summary()
     finally:
@@ -190,8 +190,8 @@ def test_without_redis_a_supervised_start_resumes_from_the_newest_copy(folder: P
         run.kill()
         cluster.kill_head()
         cluster.head()
-        until("the nodes of the dead cluster end", lambda: len(cluster.space.pids("raylet/raylet")) == 1, WITHIN_S)
-        until("and their workers", lambda: not cluster.space.pids("ray::Worker"), WITHIN_S)
+        until(lambda: len(cluster.space.pids("raylet/raylet")) == 1, "the nodes of the dead cluster end")
+        until(lambda: not cluster.space.pids("ray::Worker"), "and their workers")
         for name in NODES:
             cluster.node(name)
         run.start()

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.storage.faulty_proxy import Fault, FaultyProxy, unavailable
+from support.waiting import until
 
 from elastic.cluster import processes
 from elastic.cluster.lease import Lease, Sign, Times, newest
@@ -40,6 +41,12 @@ def put(storage: Storage, **changes: object) -> Sign:
     return sign
 
 
+def gives_signs(monkeypatch: pytest.MonkeyPatch, storage: Storage, **changes: object) -> None:
+    """A driver on another machine, while somebody watches for its next sign of life."""
+    watched = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: put(storage, n=8, ttl_s=300.0, **changes)})
+    monkeypatch.setattr("elastic.cluster.lease.time", watched)
+
+
 def test_a_second_driver_is_refused_by_name_and_the_epoch_grows(storage: Storage) -> None:
     first = Lease(storage, "r", QUICK)
     assert (first.epoch, first.attached) == (1, False)
@@ -53,10 +60,7 @@ def test_a_second_driver_is_refused_by_name_and_the_epoch_grows(storage: Storage
 
 def test_the_lease_is_renewed_by_new_objects_only(storage: Storage) -> None:
     lease = Lease(storage, "r", QUICK)
-    deadline = time.monotonic() + 60
-    while lease.sign.n < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: lease.sign.n >= 3, "three signs")
     assert len(storage.list("lease/")) <= 2
     assert not lease.lost
     lease.release()
@@ -78,24 +82,22 @@ def test_a_driver_elsewhere_is_replaced_after_expiry(storage: Storage) -> None:
     lease.release()
 
 
-def test_a_driver_whose_clock_is_behind_still_lives(storage: Storage) -> None:
-    old = put(storage, at_s=time.time() - 1000, ttl_s=300.0)
-    timer = threading.Timer(0.05, lambda: put(storage, n=old.n + 1, at_s=time.time() - 1000, ttl_s=300.0))
-    timer.start()
+def test_a_driver_whose_clock_is_behind_still_lives(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(storage, at_s=time.time() - 1000, ttl_s=300.0)
+    gives_signs(monkeypatch, storage, at_s=time.time() - 1000)
     with pytest.raises(SpecError, match="elsewhere"):
         Lease(storage, "r", QUICK)
-    timer.join()
 
 
-def test_a_living_process_of_this_machine_that_was_held_up_is_refused(storage: Storage) -> None:
+def test_a_living_process_of_this_machine_that_was_held_up_is_refused(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The machine stood still for longer than its time to live; it gives its next sign now."""
     me = {"boot": processes.Place.here().boot, "pid": os.getpid(), "started": processes.started(os.getpid())}
-    old = put(storage, at_s=time.time() - 1000, ttl_s=300.0, **me)
-    timer = threading.Timer(0.05, lambda: put(storage, n=old.n + 1, ttl_s=300.0, **me))
-    timer.start()
+    put(storage, at_s=time.time() - 1000, ttl_s=300.0, **me)
+    gives_signs(monkeypatch, storage, **me)
     with pytest.raises(SpecError, match="elsewhere"):
         Lease(storage, "r", QUICK)
-    timer.join()
 
 
 def test_a_dead_process_of_this_machine_is_replaced_at_once(storage: Storage) -> None:
@@ -117,10 +119,7 @@ def test_a_process_id_that_was_used_again_is_not_the_driver(storage: Storage) ->
 def test_a_driver_that_was_replaced_learns_it(storage: Storage) -> None:
     lease = Lease(storage, "r", QUICK)
     put(storage, epoch=2, n=0)
-    deadline = time.monotonic() + 60
-    while not lease.lost:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: lease.lost, "the word that the lease is lost")
     lease.release()
     assert newest(storage).epoch == 2  # type: ignore[union-attr]
 
@@ -154,13 +153,11 @@ def test_a_dead_driver_whose_clock_was_ahead_is_replaced(storage: Storage) -> No
     lease.release()
 
 
-def test_a_living_driver_whose_clock_is_ahead_is_refused(storage: Storage) -> None:
-    old = put(storage, at_s=time.time() + 3600, ttl_s=300.0)
-    timer = threading.Timer(0.1, lambda: put(storage, n=old.n + 1, at_s=time.time() + 3600, ttl_s=300.0))
-    timer.start()
+def test_a_living_driver_whose_clock_is_ahead_is_refused(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(storage, at_s=time.time() + 3600, ttl_s=300.0)
+    gives_signs(monkeypatch, storage, at_s=time.time() + 3600)
     with pytest.raises(SpecError, match="run 'r' is driven by process 4711 on elsewhere"):
         Lease(storage, "r", QUICK)
-    timer.join()
 
 
 def test_storage_that_overwrites_is_refused(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,21 +194,21 @@ def test_a_holder_that_cannot_renew_is_not_certain_before_others_may_take_over_a
     lease = Lease(s3, "r", OUTAGE)
     proxy.faults.append(unavailable("lease/", times=12))
     clock.now_s += 10.0
-    until(lambda: not proxy.faults[0].times and lease.sign.n > 1 and lease.trouble is None)
+    until(lambda: not proxy.faults[0].times and lease.sign.n > 1 and lease.trouble is None, "signs after the faults")
     assert lease.certain
     proxy.faults.append(Fault("hang", "", times=10_000))
-    until(lambda: proxy.seen[-1].fault == "hang")
+    until(lambda: proxy.seen[-1].fault == "hang", "a request that hangs")
     last = lease.sign
     clock.now_s += 14.0
     assert lease.certain
     clock.now_s += 0.99
     assert not lease.certain and not lease.lost and lease.sign == last
     clock.now_s += 3600.0
-    until(lambda: "training goes on, nothing is decided" in caplog.text)
+    until(lambda: "training goes on, nothing is decided" in caplog.text, "the word of the outage")
     proxy.faults.clear()
-    until(lambda: lease.certain)
+    until(lambda: lease.certain, "certainty")
     assert lease.epoch == last.epoch and lease.sign.n > last.n and not lease.lost
-    until(lambda: "answers again" in caplog.text)
+    until(lambda: "answers again" in caplog.text, "the word that it is back")
     assert caplog.text.count("training goes on") == 1 and caplog.text.count("answers again") == 1
     lease.release()
     after = newest(s3)
@@ -244,12 +241,12 @@ def test_one_that_was_taken_over_while_its_storage_was_away_learns_it(tmp_path: 
     storage = Cut(tmp_path)
     lease = Lease(storage, "r", OUTAGE)
     storage.cut = True
-    until(lambda: lease.trouble is not None)
+    until(lambda: lease.trouble is not None, "the trouble")
     clock.now_s += 100.0
     assert not lease.lost and not lease.certain
     put(open_storage(str(tmp_path)), epoch=2, n=0)
     storage.cut = False
-    until(lambda: lease.lost)
+    until(lambda: lease.lost, "the word of the other")
     assert not lease.certain
     lease.release()
     assert newest(storage).epoch == 2  # type: ignore[union-attr]
@@ -259,13 +256,13 @@ def test_taken_over_between_its_look_and_its_sign_it_is_not_certain_for_a_moment
     storage = Cut(tmp_path)
     lease = Lease(storage, "r", OUTAGE)
     storage.cut = True
-    until(lambda: lease.trouble is not None)
+    until(lambda: lease.trouble is not None, "the trouble")
     clock.now_s += 100.0
     was_certain: list[bool] = []
     storage.at_list = lambda: was_certain.append(lease.certain)
     storage.at_put = lambda: put(open_storage(str(tmp_path)), epoch=2, n=0)
     storage.cut = False
-    until(lambda: lease.lost)
+    until(lambda: lease.lost, "the word of the other")
     assert not any(was_certain), "it believed in its sign"
 
 
@@ -302,27 +299,20 @@ def test_renewals_go_on_after_what_nobody_thought_of(tmp_path: Path, clock: Cloc
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "get", damaged)
-        until(lambda: isinstance(lease.trouble, ValueError))
+        until(lambda: isinstance(lease.trouble, ValueError), "the damaged sign")
     n = lease.sign.n
-    until(lambda: lease.sign.n > n + 1)
+    until(lambda: lease.sign.n > n + 1, "two more signs")
     assert lease.certain
     lease.release()
 
 
 def test_a_renewal_whose_answer_is_lost_for_good_is_not_anothers(s3: Storage, proxy: FaultyProxy) -> None:
     lease = Lease(s3, "r", Times(renew_s=0.1, ttl_s=600.0))
-    until(lambda: lease.sign.n >= 1)
+    until(lambda: lease.sign.n >= 1, "a sign")
     proxy.faults.append(Fault("lost", "PUT .*/lease/", times=5))  # all tries of one renewal
-    until(lambda: not proxy.faults[0].times)
+    until(lambda: not proxy.faults[0].times, "the faults")
     n = lease.sign.n
-    until(lambda: lease.sign.n > n + 2)
+    until(lambda: lease.sign.n > n + 2, "three signs more")
     assert not lease.lost
     lease.release()
     assert newest(s3).released  # type: ignore[union-attr]
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)

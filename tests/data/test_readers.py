@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.places import PROGRAMS, ROOT
+from support.waiting import is_waiting, once_waiting, until
 
 from elastic.data.budget import Microbatch
 from elastic.data.loader import Ahead, Loader
@@ -27,13 +27,6 @@ from elastic.program import Program
 
 READ = PROGRAMS / "tiny_read.py"
 PLAIN = Program(model=lambda: None, optimizer=lambda named: None, dataset=None, loss=lambda output, batch: None)
-
-
-def until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def alive(pid: int) -> bool:
@@ -132,10 +125,10 @@ def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
     ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        until((tmp_path / f"pid-{pid}").exists)
+        until((tmp_path / f"pid-{pid}").exists, "the first read of the process")
         assert alive(pid)
         parent.send_signal(signal.SIGKILL)
-    until(lambda: not alive(pid))
+    until(lambda: not alive(pid), "the end of the process")
     assert (tmp_path / "hang").exists()
 
 
@@ -158,11 +151,12 @@ def test_close_frees_a_take_that_waits_for_a_process_that_hangs(
     loader = Loader(None, lambda step: [Microbatch([step])], 0, readers=readers)
     started += [loader, readers]
     pid = readers.each[0].pid
-    until((tmp_path / f"pid-{pid}").exists)
-    threading.Timer(0.1, readers.close).start()
+    until((tmp_path / f"pid-{pid}").exists, "the first read of the process")
+    closer = once_waiting("take", readers.close)
     with pytest.raises(LoaderLost, match=r"ended while they read a batch \(step 0\)"):
         loader.take(0)
-    until(lambda: not alive(pid))
+    closer.join()
+    until(lambda: not alive(pid), "the end of the process")
 
 
 def test_jobs_without_and_jobs_that_cannot(tmp_path: Path) -> None:
@@ -188,8 +182,7 @@ def test_reading_ahead_is_bounded_in_bytes_too(most_bytes: int, steps: int, star
     loader = Loader(dataset, lambda step: [Microbatch([step])], 0, Ahead(8, most_bytes))
     started.append(loader)
     for step in range(4):
-        until(lambda step=step: len(dataset.read) >= step + steps)
-        time.sleep(0.02)
+        until(lambda step=step: len(dataset.read) >= step + steps and all(map(is_waiting, loader._threads)), "full buffers")
         assert dataset.read == list(range(step + steps))
         assert loader.take(step)[0][0]["x"][0, 0] == step
 

@@ -8,38 +8,54 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.e2e.shell import children
 from support.places import ROOT
+from support.waiting import until
+
+from elastic.cluster import processes
 
 SCRIPT = ROOT / "deploy" / "end_without_head.sh"
 
 
-def until(true: Callable[[], bool], most_s: float = 60.0) -> None:
-    deadline = time.monotonic() + most_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+COUNTED = """#!/bin/bash
+PATH={path} {name} "$@"
+code=$?
+echo $code >>{folder}/{name}.told
+exit $code
+"""
 
 
 class Host:
-    """The machine: a folder for the script, a file that appears when it ends itself."""
+    """The machine: a folder for the script, a file that appears when it ends itself. It keeps how `sleep` and `flock` end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ended = folder / "ended"
+        (folder / "bin").mkdir()
+        for name in ("sleep", "flock"):
+            (folder / "bin" / name).write_text(COUNTED.format(path=os.environ["PATH"], name=name, folder=folder))
+            (folder / "bin" / name).chmod(0o755)
+
+    def told(self, name: str) -> list[str]:
+        """The exit codes of the command, as far as it has ended."""
+        file = self.folder / f"{name}.told"
+        return file.read_text().split() if file.exists() else []
 
     def start(self, port: int, limit_s: int = 2, raylet: str = "") -> None:
         environment = {
-            "PATH": os.environ["PATH"], "FOLDER": str(self.folder), "PORT": str(port), "LIMIT_S": str(limit_s),
-            "EVERY_S": "0.1", "RAYLET": raylet, "END": f"touch {self.ended}", "HOME": str(self.folder),
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "FOLDER": str(self.folder), "PORT": str(port),
+            "LIMIT_S": str(limit_s), "EVERY_S": "0.1", "RAYLET": raylet, "END": f"touch {self.ended}", "HOME": str(self.folder),
         }  # fmt: skip
-        begun_s = time.monotonic()
-        subprocess.run(["bash", str(SCRIPT), "127.0.0.1"], env=environment, check=True, capture_output=True, timeout=30)
-        assert time.monotonic() - begun_s < 10  # it does not hold up what comes after it
-        until(lambda: self.watcher() > 0)
+        # Were it to watch itself, and hold up what comes after it, it would not be back in time.
+        subprocess.run(["bash", str(SCRIPT), "127.0.0.1"], env=environment, check=True, capture_output=True, timeout=60)
+        until(lambda: self.watcher() > 0, "the watcher")
+
+    def watchers(self) -> list[int]:
+        return [pid for pid in children(str(self.folder)) if "--watch" in processes.command(pid)]
 
     def watcher(self) -> int:
         """Its process; 0 = none."""
@@ -96,25 +112,25 @@ def head() -> Iterator[Head]:
 def test_it_ends_when_the_head_is_gone_and_not_before(host: Host, head: Head) -> None:
     begun_s = time.monotonic()
     host.start(head.port)
-    until(lambda: time.monotonic() - begun_s > 2.5 and head.asked > 5)  # longer than the limit
+    until(lambda: time.monotonic() - begun_s > 2.5 and head.asked > 5, "more looks than the limit allows without an answer")
     assert not host.ended.exists()
     head.close()
-    until(host.ended.exists)
-    until(lambda: host.watcher() == 0)
+    until(host.ended.exists, "its end")
+    until(lambda: host.watcher() == 0, "the end of the watcher")
 
 
 @pytest.mark.slow
 def test_it_does_not_end_at_once(host: Host, head: Head) -> None:
     head.close()
     host.start(head.port, limit_s=600)
-    time.sleep(1.0)
+    until(lambda: len(host.told("sleep")) > 5 or host.ended.exists(), "the fifth look")
     assert host.watcher()
     assert not host.ended.exists()
 
 
 def test_it_ends_when_no_raylet_runs_here(host: Host, head: Head) -> None:
     host.start(head.port, limit_s=1, raylet="no-such-raylet")
-    until(host.ended.exists)
+    until(host.ended.exists, "its end")
 
 
 def test_a_second_start_names_the_new_head_to_the_same_watcher(host: Host, head: Head) -> None:
@@ -123,8 +139,9 @@ def test_a_second_start_names_the_new_head_to_the_same_watcher(host: Host, head:
     (host.folder / "head").write_text("an old head")
     host.start(head.port, limit_s=600)
     assert (host.folder / "head").read_text() == "127.0.0.1\n"
-    time.sleep(0.3)  # a second watcher would have written its number by now
-    assert host.watcher() == first
+    until(lambda: len(host.told("flock")) == 2, "the second watcher's try to get the lock")
+    until(lambda: host.watcher() != first or len(host.watchers()) == 1, "the end of the second watcher")
+    assert host.told("flock") == ["0", "1"] and host.watcher() == first
     with pytest.raises(ChildProcessError):  # it is in a session of its own: not ours, and not that of an SSH connection
         os.waitpid(first, os.WNOHANG)
     assert os.getsid(first) == first

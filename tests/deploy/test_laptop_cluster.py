@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster.autoscaled import not_allowed, until
+from support.cluster.autoscaled import not_allowed
 from support.cluster.namespace import Namespace, below
 from support.e2e.runs import events, plans
 from support.places import ROOT
+from support.waiting import WITHIN_S, until
 
 from elastic.ledger.journal import Line, read
 from elastic.types import NodeReady, RequestFailed, StepDone
@@ -26,7 +27,6 @@ pytestmark = pytest.mark.whole
 SCRIPT = str(ROOT / "deploy" / "laptop_cluster.sh")
 FILE = str(ROOT / "cluster_configs" / "laptop.yaml")
 QUICK = {"eval_every": 0, "durable_every": 0, "max_nodes": 1}  # the floor of the file: one node on demand
-WITHIN_S = 300.0
 REQUESTED = """
 import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
@@ -72,18 +72,18 @@ class Laptop:
 def a_driver_is_killed_and_another_is_stopped_by_hand(laptop: Laptop) -> None:
     """The second finds the workers of the first at work and goes on with them; Ctrl-C gives their node back."""
     killed = laptop.run("second", steps=100_000)
-    until("it trains", lambda: laptop.step("second") > 3 or killed.poll() is not None, WITHIN_S)
+    until(lambda: laptop.step("second") > 3 or killed.poll() is not None, "it trains")
     os.kill(below(killed), signal.SIGKILL)
     killed.communicate(timeout=WITHIN_S)
     attached = laptop.run("second", steps=100_000)
-    until("a new driver goes on", lambda: laptop.step("second", epoch=2) > 3 or attached.poll() is not None, WITHIN_S)
+    until(lambda: laptop.step("second", epoch=2) > 3 or attached.poll() is not None, "a new driver goes on")
     assert attached.poll() is None, attached.communicate()[1][-3000:]
     assert [plan.generation for plan in plans(laptop.lines("second"))] == [1], "with the workers that it found"
     assert not laptop.only_the_head()
     os.kill(below(attached), signal.SIGINT)
     _, err = attached.communicate(timeout=WITHIN_S)
     assert attached.returncode == 3, err[-3000:]
-    until("its node has ended", laptop.only_the_head, WITHIN_S)
+    until(laptop.only_the_head, "its node has ended")
     assert laptop.requested() == "requested 0"
 
 
@@ -109,9 +109,9 @@ def test_the_quickstart_gets_its_nodes_and_gives_them_back(laptop: Laptop) -> No
     assert (found["steps"], found["samples_exact"]) == (4, True)
     failed = {event.pool for event in events(laptop.lines("first"), RequestFailed)}  # a busy machine: its raylet came too late
     assert {event.node.pool for event in events(laptop.lines("first"), NodeReady)} == {"spot" if failed else "on-demand"}
-    until("its node has ended", laptop.only_the_head, WITHIN_S)
+    until(laptop.only_the_head, "its node has ended")
     assert laptop.requested() == "requested 0"
     a_driver_is_killed_and_another_is_stopped_by_hand(laptop)
     laptop.script("stop")
-    until("its last processes follow their raylets", lambda: not any(map(laptop.space.pids, ("raylet", "gcs_server", "ray::"))))
+    until(lambda: not any(map(laptop.space.pids, ("raylet", "gcs_server", "ray::"))), "its last processes follow their raylets")
     assert not laptop.folder.exists()

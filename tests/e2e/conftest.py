@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from support.e2e.runs import SLOW
-from support.e2e.shell import Shell, children, until
+from support.e2e.shell import Shell, children
 from support.places import ROOT
+from support.waiting import until
 
 from elastic.cluster.local import LocalCluster
 
@@ -32,7 +33,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     mark = f"mark-{tmp_path.name}-{id(tmp_path)}"
     yield Shell(tmp_path, {"ELASTIC_TEST_MARK": mark})
     try:
-        until(lambda: not children(mark), what="the end of all processes that the test started")
+        until(lambda: not children(mark), "the end of all processes that the test started")
     finally:
         for pid in children(mark):  # a test that failed leaves nothing to the next one
             with suppress(ProcessLookupError):

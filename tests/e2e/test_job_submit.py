@@ -15,7 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.e2e.shell import ROOT, Shell, children, last_line, until
+from support.e2e.shell import ROOT, Shell, children, last_line
+from support.waiting import until
 
 pytestmark = pytest.mark.e2e
 RAY = Path(sys.executable).with_name("ray")
@@ -44,13 +45,13 @@ def dashboard(shell: Shell) -> Iterator[str]:
             env={**inherited, **shell.environment, "RAY_TMPDIR": folder, "HOME": folder},
         )  # fmt: skip
     try:
-        until(lambda: "will now block forever" in Path(folder, "head.log").read_text(), what="the start of Ray")
+        until(lambda: "will now block forever" in Path(folder, "head.log").read_text(), "the start of Ray")
         yield f"http://127.0.0.1:{ports['dashboard-port']}"
     finally:
         mark = shell.environment["ELASTIC_TEST_MARK"]
         head.kill()
         head.wait()
-        until(lambda: not _ended(children(mark)), what="the end of Ray")
+        until(lambda: not _ended(children(mark)), "the end of Ray")
         shutil.rmtree(folder, ignore_errors=True)
 
 

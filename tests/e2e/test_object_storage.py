@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.e2e.shell import Shell, last_line, until
+from support.e2e.shell import Shell, last_line
 from support.storage.faulty_proxy import Fault, FaultyProxy, slow_down
+from support.waiting import until
 
 from elastic.storage.s3 import S3Storage
 
@@ -30,9 +31,9 @@ def test_a_run_in_object_storage(shell: Shell, s3: S3Storage, proxy: FaultyProxy
     )
     first = shell.start("run", name, "--run-name", "one")
     try:
-        until(lambda: bool(s3.list("one/journal/")), what="the first segment of the journal")
-        until(lambda: bool(s3.list("one/checkpoints/")), what="the first checkpoint")
-        until(lambda: elsewhere.status(run)["step"] > 12, what="the twelfth step")
+        until(lambda: bool(s3.list("one/journal/")), "the first segment of the journal")
+        until(lambda: bool(s3.list("one/checkpoints/")), "the first checkpoint")
+        until(lambda: elsewhere.status(run)["step"] > 12, "the twelfth step")
         code, _, err = elsewhere.call("run", elsewhere.job(storage=s3.uri, **NODES), "--run-name", "one")
         assert (code, err.count("\n")) == (2, 1) and f"run 'one' is driven by process {first.pid}" in err
         code, out, err = elsewhere.call("drill", run, "add=spot")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from support.e2e.runs import SLOW, plans, slow_until_grown
-from support.e2e.shell import PROGRAMS, Shell, last_line, until
+from support.e2e.shell import PROGRAMS, Shell, last_line
+from support.waiting import until
 
 from elastic.ledger.journal import read
 
@@ -37,8 +38,8 @@ def test_a_run_is_driven_by_one_stopped_and_resumed(shell: Shell) -> None:
     with slow_until_grown(shell.root / "elastic_runs/one/journal.jsonl", shell.root / "slow"):
         first = shell.start("run", name, "--run-name", "one")
         try:
-            until(lambda: (shell.root / "elastic_runs/one/journal.jsonl").exists(), what="the first line of the journal")
-            until(lambda: grown(shell) and shell.status("one")["step"] > 30, what="the step after a growth")
+            until(lambda: (shell.root / "elastic_runs/one/journal.jsonl").exists(), "the first line of the journal")
+            until(lambda: grown(shell) and shell.status("one")["step"] > 30, "the step after a growth")
             code, _, err = shell.call("run", name, "--run-name", "one")
             assert (code, err.count("\n")) == (2, 1)
             assert f"run 'one' is driven by process {first.pid}" in err
@@ -93,8 +94,8 @@ def _look_at_it(shell: Shell, last: int) -> None:
 def test_ctrl_c_saves_and_leaves_nothing(shell: Shell) -> None:
     run = shell.start("run", shell.job(steps=100_000), "--run-name", "three")
     try:
-        until(lambda: (shell.root / "elastic_runs/three/journal.jsonl").exists(), what="the first line of the journal")
-        until(lambda: shell.status("three")["step"] > 3, what="the third step")
+        until(lambda: (shell.root / "elastic_runs/three/journal.jsonl").exists(), "the first line of the journal")
+        until(lambda: shell.status("three")["step"] > 3, "the third step")
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=300)
     finally:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.e2e.shell import PROGRAMS, Shell, last_line, until
+from support.e2e.shell import PROGRAMS, Shell, last_line
+from support.waiting import until
 
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Journal, read
@@ -101,7 +102,7 @@ def test_ray_trains_own_question_is_answered_and_ctrl_c_leaves_nothing(shell: Sh
     drill = [{"at_step": 5, "notice": "any-spot", "deadline_s": 12}]
     process = shell.start(*words(shell, "--script", str(script), drill=drill))
     seen = [Path(shell.root / f"seen-3-{rank}") for rank in range(3)]
-    until(lambda: all(path.is_file() and path.read_text() for path in seen), what="an answer to get_preemption_info()")
+    until(lambda: all(path.is_file() and path.read_text() for path in seen), "an answer to get_preemption_info()")
     answers = {path.read_text() for path in seen}
     assert len(answers) == 1 and len(json.loads(answers.pop())) == 1  # all ranks the same; one of them is on the node
     process.send_signal(signal.SIGINT)

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import ray
 from support.e2e.runs import MARK, SLOW, job, went_on_as_if_nothing_happened
-from support.e2e.soak import NODES_FIRST, START_MOST_S, Before, Chance, happenings, settled, steps_of
+from support.e2e.soak import NODES_FIRST, START_MOST_S, Before, Chance, happenings, steps_of
 from support.places import ROOT
+from support.waiting import until
 
 from elastic import api
 from elastic.cluster.local import LocalCluster, NodeOrder
@@ -72,9 +73,13 @@ def soak(seed: int, n_events: int, layout: dict[int, str], folder: Path, before:
         assert not chance.script, f"{len(chance.script)} events did not happen"
         print(f"{len(result.summary['transitions'])} transitions, {result.summary['wall_s']:.0f} s")
         drained = frozenset(chance.seen.drained)
-        assert settled(lambda: before.left_on_cluster(cluster, set(chance.nodes), drained)) == []
+        nothing_left(lambda: before.left_on_cluster(cluster, set(chance.nodes), drained))
         assert not [thread.name for thread in threading.enumerate() if thread.name in THREADS]
-    assert settled(before.left_on_machine) == []
+    nothing_left(before.left_on_machine)
+
+
+def nothing_left(look: Callable[[], list[str]]) -> None:
+    until(lambda: not look(), lambda: f"the end of {look()}", 60)
 
 
 def checked(transitions: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
@@ -112,7 +117,7 @@ def test_each_kind_of_leak_is_seen(before: Before) -> None:
         assert left == ["actor elastic-x/a", "node more is left", "placement group p", "ray::Event"]
         assert "node gone is gone" in before.left_on_cluster(cluster, {"stays", "more", "gone"})
         assert any("ray" in text for text in before.left_on_machine()), "it stands still"
-    assert settled(before.left_on_machine) == []
+    nothing_left(before.left_on_machine)
     segment, folder = Path(f"/dev/shm/leaked-{os.getpid()}"), before.temp / "leaked"
     segment.touch()
     folder.mkdir()

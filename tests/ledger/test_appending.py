@@ -6,11 +6,11 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.waiting import until
 
 from elastic.errors import LostContact, StorageFailed
 from elastic.ledger import appending
@@ -55,13 +55,6 @@ def names(path: Path) -> list[str]:
     return [event.node_id for line in read(path) for _, event in line.events if isinstance(event, NodeLost)]
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def test_a_full_disk(disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal(tmp_path / "j", 1)
     lost(journal, 1)
@@ -71,9 +64,9 @@ def test_a_full_disk(disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixtur
         lost(journal, n)
         assert not journal.settled
     assert names(tmp_path / "j") == ["n1"] and "No space left" in str(journal.trouble)
-    until(lambda: disk.free == 0)
+    until(lambda: disk.free == 0, "a full disk")
     disk.free = None
-    until(lambda: journal.settled)
+    until(lambda: journal.settled, "the lines in their places")
     lost(journal, 5)
     journal.close()
     assert names(tmp_path / "j") == ["n1", "n2", "n3", "n4", "n5"] and journal.trouble is None
@@ -103,7 +96,7 @@ def test_a_silent_file_system_holds_nobody_up_for_long(disk: Disk, tmp_path: Pat
         lost(journal, n)
     assert not journal.settled and time.monotonic() - begun_s < 5.0, "only the first one waits"
     disk.answers.set()
-    until(lambda: journal.settled)
+    until(lambda: journal.settled, "the lines in their places")
     disk.answers.clear()
     lost(journal, 100)
     with pytest.raises(LostContact, match="has not answered for"):

@@ -6,11 +6,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from support.waiting import until
 
 from elastic.errors import InternalError, JournalDamaged, LostContact, SpecError, StorageFailed
 from elastic.ledger import segments
@@ -109,14 +109,14 @@ def test_lines_without_a_plan_are_stored_in_the_background(storage: Remote, tmp_
     journal = open_at(here, 1)
     journal.segments = Segments(storage, 1, here.journal, Stored(), every_s=0.02)
     steps(journal, 1, 1)
-    until(lambda: of(machine(storage, tmp_path, "b").lines()) == [1])
+    until(lambda: of(machine(storage, tmp_path, "b").lines()) == [1], "the first line, seen from another machine")
     journal.close()
 
 
 def test_another_decision_is_stored_soon(storage: Remote, tmp_path: Path) -> None:
     journal = open_at(machine(storage, tmp_path, "a"), 1)
     journal.append(1.0, [], Decision((RequestNodes("p", 2, "r"),), "more"))
-    until(lambda: len(storage.list(PREFIX)) == 1)
+    until(lambda: len(storage.list(PREFIX)) == 1, "one segment")
     journal.close()
 
 
@@ -167,7 +167,7 @@ def test_many_segments_become_few_objects(storage: Remote, tmp_path: Path, n: in
     assert journal.segments is not None
     for generation in range(n):
         journal.append(generation, [], plan(generation))
-    until(lambda: len(storage.list(PREFIX)) == sum(map(int, base_3(n))))
+    until(lambda: len(storage.list(PREFIX)) == sum(map(int, base_3(n))), "the segments")
     assert of(machine(storage, tmp_path, "b").lines()) == [f"g{i}" for i in range(n)]
     new = open_at(machine(storage, tmp_path, "b"), 2)
     for generation in (101, 102):  # what the older driver does now is merged with what counts
@@ -311,7 +311,7 @@ def test_no_plan_while_storage_is_out_of_reach(storage: Remote, tmp_path: Path) 
     steps(journal, 1, 1)  # what changes no plan goes on
     assert time.monotonic() - begun_s < segments.WAIT_S
     storage.broken = None
-    until(lambda: journal.settled)  # stored without being asked again
+    until(lambda: journal.settled, "the lines in their places")  # stored without being asked again
     journal.append(2.0, [], plan(2))
     assert journal.settled
     assert of(machine(storage, tmp_path, "b").lines()) == ["g1", 1, "g2"]
@@ -349,7 +349,7 @@ def test_a_segment_whose_answer_was_lost_is_not_written_twice(storage: Remote, t
     journal.append(1.0, [], plan(1))
     assert not journal.settled
     storage.broken = None
-    until(lambda: journal.settled)
+    until(lambda: journal.settled, "the lines in their places")
     journal.append(2.0, [], plan(2))
     assert of(machine(storage, tmp_path, "b").lines()) == ["g1", "g2"]
     journal.close()
@@ -398,10 +398,3 @@ def test_where_workers_write_what_they_print(storage: Remote, tmp_path: Path) ->
     assert remote.logs_of_workers(True) == tmp_path / "a" / "logs"
     elsewhere = remote.logs_of_workers(False)
     assert elsewhere.name == remote.name and tmp_path / "a" not in elsewhere.parents
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)

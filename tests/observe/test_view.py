@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import time
 from dataclasses import replace
 from pathlib import Path
 
 from support.observe.small_run import JOB, PLANS, POOLS, T0, lines, plan, step, tick
+from support.waiting import until
 
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Journal, Line, write_line
@@ -146,9 +146,7 @@ def test_plain_terminal_follows_the_file(tmp_path: Path) -> None:
     terminal = Terminal(path, stream)
     terminal.start()
     write(path)
-    until = time.monotonic() + 120
-    while terminal.view.phase != "succeeded" and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: terminal.view.phase == "succeeded", "the last line")
     terminal.stop()
     shown = stream.getvalue()
     assert "6.1 s  step 4     notice: node b (spot) goes in 30 s" in shown

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 import boto3
 import pytest
 from support.storage.faulty_proxy import FaultyProxy
 from support.storage.s3_server import BUCKET, QUICK
+from support.waiting import is_waiting, until
 
 from elastic.errors import InternalError, SpecError, StorageRefused
 from elastic.storage import LocalStorage, Storage, open_storage, s3_upload
@@ -137,11 +137,7 @@ def test_a_stream_waits_for_its_parts(s3: S3Storage, proxy: FaultyProxy, small_p
 
     writer = threading.Thread(target=write)
     writer.start()
-    deadline = time.monotonic() + 60
-    while len(written) < s3_upload.N_IN_FLIGHT:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(0.3)  # in which an upload without a bound writes all 20
+    until(lambda: len(written) >= s3_upload.N_IN_FLIGHT and is_waiting(writer), "the writer's wait")
     assert len(written) == s3_upload.N_IN_FLIGHT
     go.set()
     writer.join()

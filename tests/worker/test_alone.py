@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from support.places import PROGRAMS
 from support.reference import train
+from support.waiting import until
 
 from elastic.errors import SpecError
 from elastic.program import load_program
@@ -112,7 +113,7 @@ def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(tmp_path: Path, a
     log = tmp_path / "log"
     with log.open("w") as out:
         process = subprocess.Popen(command(2, folder, "--layout", "tp=2"), stdout=out, stderr=out, env=environment())
-        until(lambda: 5 in losses(log.read_text()) or process.poll() is not None, log)
+        until(lambda: 5 in losses(log.read_text()) or process.poll() is not None, log.read_text)
         ranks = [pid for pid in children(process.pid) if "elastic.worker" in cmdline(pid)]
         assert len(ranks) == 2, log.read_text()
         os.kill(ranks[1], signal.SIGTERM)  # one rank hears it, both save and leave
@@ -282,13 +283,6 @@ def test_no_ray_is_needed() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=300)
     assert ended.stdout.strip() == "[]", ended.stderr
-
-
-def until(holds: Any, log: Path, most_s: float = 300.0) -> None:
-    deadline = time.monotonic() + most_s
-    while not holds():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
 
 
 def left_readers() -> list[int]:

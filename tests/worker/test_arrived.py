@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.places import PROGRAMS
+from support.waiting import until
 from support.worker.plans import plan
 from support.worker.worker_pool import Pool
 
@@ -22,7 +23,7 @@ LAYOUTS = [
     Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(dp_replicate=4), Layout(dp_replicate=2, dp_shard=2), Layout(pp=4),
     Layout(pp=2, dp_shard=2), Layout(pp=2, tp=2), Layout(dp_shard=2, cp=2), Layout(pp=2),
 ]  # fmt: skip
-STILL = 4  # looks at which nobody has got on, a fifth of a second between them
+STILL_STEPS = 40.0  # for as long as so many steps take has nobody got on
 
 
 def stand_still() -> None:
@@ -35,15 +36,20 @@ def go_on() -> None:
 
 def when_nobody_gets_on(pool: Pool, victim: WorkerId) -> dict[WorkerId, At]:
     """Where each rank stands, once nobody gets on any more."""
+    done_s = [at_s for at_s, _, event in pool.log if isinstance(event, StepDone)][-3:]
+    still_s = STILL_STEPS * max(done_s[1] - done_s[0], done_s[2] - done_s[1])
     before: dict[WorkerId, Any] = {}
-    n, deadline = 0, time.monotonic() + 120
-    while n < STILL:
-        time.sleep(0.2)
+    since_s = time.monotonic()
+
+    def still() -> dict[WorkerId, Any]:
+        nonlocal before, since_s
         beats = {worker: beat for worker, beat in pool.beats().items() if beat.generation}
         now = {worker: (beat.progress, beat.arrived) for worker, beat in beats.items()}
-        stands = victim in beats and "in stand" in beats[victim].where
-        n, before = (n + 1 if stands and now == before else 0), now
-        assert time.monotonic() < deadline, beats
+        if now != before or victim not in beats or "in stand" not in beats[victim].where:
+            before, since_s = now, time.monotonic()
+        return beats if time.monotonic() - since_s > still_s else {}
+
+    beats = until(still, lambda: f"ranks that stand still for {still_s:.2f} s: {before}")
     return {worker: At(beat.arrived, beat.doing, beat.where) for worker, beat in beats.items()}
 
 

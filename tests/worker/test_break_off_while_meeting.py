@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.waiting import until
 
 from elastic.types import Layout
 from elastic.worker import groups
@@ -88,8 +89,7 @@ def test_the_order_comes_while_it_waits(store: dist.TCPStore) -> None:
     of = Groups(1, Layout(dp_shard=2), torch.device("cpu"))
     found: list[BaseException | None] = []
     thread = met(of, store, found)
-    while not of._joining.is_set():
-        thread.join(0.01)
+    until(of._joining.is_set, "its way to the meeting")
     of.abort()
     left(thread, found, of)
 

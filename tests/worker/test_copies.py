@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
+from support.waiting import is_waiting, until
 from support.worker.wires import Lines, QueueWire
 
 from elastic.ledger.journal import Line, write_line
@@ -51,10 +51,7 @@ class Ranks:
 
     def wait(self) -> None:
         """Until no thread of a copy is at work."""
-        until_s = time.monotonic() + 120
-        while any(c.flight is not None and not c.flight.ended for c in self.copies):
-            assert time.monotonic() < until_s
-            time.sleep(0.005)
+        until(lambda: all(c.flight is None or c.flight.ended for c in self.copies), "the end of the copies")
 
     def step(self, ready: bool = True) -> list[CopyStored]:
         """A step: words, commit, the change of the state, the boundary. Returns what rank 0 .. n-1 reported."""
@@ -213,10 +210,11 @@ def test_a_copy_in_flight_is_dropped_cleanly_where_the_generation_ends(monkeypat
     ranks = Ranks(Layout(dp_shard=4), copy_bytes_per_s=1.0)
     ranks.lines.hold.clear()
     ranks.start()
-    threading.Timer(0.1, ranks.lines.hold.set).start()
     droppers = [threading.Thread(target=c.drop) for c in ranks.copies]
     for thread in droppers:
         thread.start()
+    until(lambda: all(map(is_waiting, droppers)), "all of them held up")
+    ranks.lines.hold.set()
     for thread in droppers:
         thread.join(120)
     assert not any(thread.is_alive() for thread in droppers)

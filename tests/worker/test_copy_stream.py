@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.waiting import is_waiting, until
 from support.worker.wires import Gone, Lines, QueueWire
 
 from elastic.worker.copy_stream import CHUNK_BYTES, UNPACED_BYTES, Pace, receive_boxes, send_boxes
@@ -125,7 +126,7 @@ def test_no_pace_while_somebody_waits() -> None:
     pace = Pace(1.0)  # months
     sender = threading.Thread(target=lambda: [pace.wait(CHUNK_BYTES) for _ in range(20)], daemon=True)
     sender.start()
-    sender.join(0.2)
+    until(lambda: is_waiting(sender) or not sender.is_alive(), "its wait")
     assert sender.is_alive()
     pace.hurry.set()
     sender.join(120)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.waiting import is_waiting, until
 from support.worker.made_up_cuda import make_up
 from support.worker.plans import plan as plan_of
 from support.worker.thread_wire import Reads
@@ -108,7 +108,7 @@ def test_boxes_that_are_still_compared_do_not_leave_the_device(monkeypatch: pyte
         groups: Any = SimpleNamespace(world=None)
         making_room = threading.Thread(target=Takeover(place, order_of(3), groups).make_room)
         making_room.start()
-        time.sleep(0.2)
+        until(lambda: is_waiting(making_room) or not making_room.is_alive(), "its wait for the check")
         assert making_room.is_alive() and tensor.untyped_storage().nbytes() == 4000, "its memory was given up"
         go_on.set()
         making_room.join(60)

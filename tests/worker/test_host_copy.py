@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.waiting import once_waiting, until
 
 from elastic.errors import InternalError
 from elastic.types import Box
@@ -62,13 +63,21 @@ def test_a_copy_is_the_state_of_its_boundary_whatever_the_next_step_does(monkeyp
     copy = host.take(1)
     assert copy is not None
     tensors["buffer"][1].add_(100)  # the forward of the next step: batch statistics
-    opened_at: list[float] = []
-    threading.Timer(0.2, lambda: (opened_at.append(time.monotonic()), gate.open.set())).start()
-    began = time.monotonic()
+    least_s: list[float] = []
+
+    def open_later() -> None:
+        seen_s = time.monotonic()
+        until(lambda: time.monotonic() > seen_s + 0.05, "a while")
+        least_s.append(time.monotonic() - seen_s)
+        gate.open.set()
+
+    began_s = time.monotonic()
+    opener = once_waiting("settle", open_later)
     waited_s = host.settle()
-    ended = time.monotonic()
+    most_s = time.monotonic() - began_s
     tensors["w"][1].zero_()  # the optimizer of the next step
-    assert opened_at[0] - began - 0.05 < waited_s <= ended - began
+    opener.join()
+    assert least_s[0] <= waited_s <= most_s
     got = copy.wait()
     assert torch.equal(got["w"][1], torch.arange(15.0).view(3, 5))
     assert got["buffer"][1].tolist() == [7, 8] and got["half"][1].tolist() == [1, 1, 1] and float(got["step"][1]) == 4

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.places import PROGRAMS
+from support.waiting import until
 from torch.utils.flop_counter import FlopCounterMode
 
 from elastic.errors import InternalError
@@ -201,11 +201,12 @@ def test_they_end_with_who_started_them(how: signal.Signals, tmp_path: Path) -> 
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     starter = subprocess.Popen([sys.executable, "-c", STARTER], stderr=subprocess.DEVNULL, env=environment)
     try:
-        children = waited(lambda: processes_of(starter.pid), lambda pids: len(pids) == 2)
-        time.sleep(1.0)
+        until(lambda: list(tmp_path.glob("elastic-profile-*/store")), "the meeting of those that measure")
+        children = processes_of(starter.pid)
+        assert len(children) == 2
         starter.send_signal(how)
-        starter.wait(20)
-        assert waited(lambda: [pid for pid in children if is_alive(pid)], lambda left: not left) == []
+        starter.wait(120)
+        until(lambda: not any(map(is_alive, children)), "the end of those that it started")
         assert not list(tmp_path.iterdir())
     finally:
         starter.kill()
@@ -217,13 +218,6 @@ def is_alive(pid: int) -> bool:
         return b"elastic.worker.measuring" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-
-
-def waited(look: Callable[[], list[int]], done: Callable[[list[int]], bool]) -> list[int]:
-    end = time.monotonic() + 30
-    while not done(found := look()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return found
 
 
 BLOCKED = """

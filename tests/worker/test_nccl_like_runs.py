@@ -73,7 +73,7 @@ def test_a_loss_is_bridged_by_those_that_are_left(
     lost = pool.processes[0]
     try:
         os.kill(pool.pids[0], signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-        time.sleep(0.3)  # the others stand in collectives
+        pool.stuck(workers[1:])
         asked_s = time.monotonic()
         recover(pool, first, after, workers[1:], workers[1:])
         left_quickly(pool, asked_s, workers[1:])

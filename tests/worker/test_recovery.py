@@ -90,9 +90,9 @@ def test_stopped_process_is_ended_and_the_others_go_on(pool: Pool, tmp_path: Pat
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=4))
     try:
         os.kill(pool.pids[2], signal.SIGSTOP)
-        time.sleep(0.5)
-        assert not pool.events(WorkerFailed), "a stopped peer must look like silence"
         survivors = [w for i, w in enumerate(workers) if i != 2]
+        pool.stuck(survivors)
+        assert not pool.events(WorkerFailed), "a stopped peer must look like silence"
         recover(pool, first, Layout(dp_shard=3), survivors, survivors)  # abort frees them though the peer still has its sockets
         pool.quiesced(2, 3)
         loss_curve_agrees(pool, job)

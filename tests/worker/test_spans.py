@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.places import PROGRAMS
+from support.waiting import is_waiting, until
 from support.worker.chain import job_of
 from support.worker.plans import plan
 from support.worker.worker_pool import Pool
@@ -39,10 +40,13 @@ def test_a_slow_device_takes_its_time_forward_and_backward_and_computes_the_same
     plain = one_pass(DeviceFaults())
     slow = DeviceFaults()
     slow.afflict("slow", factor=2.0, unit_s=0.006)
-    timed_s, wall_s, output, gradient = one_pass(slow)
-    assert torch.equal(output, plain[2]) and torch.equal(gradient, plain[3])
-    assert wall_s >= 2 * 4 * 0.006 * 2  # rows x blocks x unit_s x factor
-    assert 2 * 4 * 0.006 * 2 / 3 * 0.5 <= timed_s < wall_s / 2, "a third of it is the forward pass"
+    passes = [one_pass(slow) for _ in range(5)]
+    for timed_s, wall_s, output, gradient in passes:
+        assert torch.equal(output, plain[2]) and torch.equal(gradient, plain[3])
+        assert wall_s >= 2 * 4 * 0.006 * 2  # rows x blocks x unit_s x factor
+        assert timed_s >= 2 * 4 * 0.006 * 2 / 3 * 0.5
+    # In one of them at least, on a machine that stands still at times.
+    assert min(timed_s / wall_s for timed_s, wall_s, *_ in passes) < 0.5, "a third of it is the forward pass"
     assert plain[0] > 0
 
 
@@ -74,7 +78,7 @@ def test_a_stalled_device_stands_still() -> None:
     stalled.afflict("stall")
     thread = threading.Thread(target=one_pass, args=(stalled,), daemon=True)
     thread.start()
-    thread.join(0.3)
+    until(lambda: is_waiting(thread) or not thread.is_alive(), "its standing still")
     assert thread.is_alive()
     with pytest.raises(ValueError, match="not 'tired'"):
         stalled.afflict("tired")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.waiting import until
 
 import elastic
 from elastic.worker.standing import Doing, standing
@@ -76,8 +77,7 @@ def test_a_script_is_at_work_while_the_training_thread_waits_for_it() -> None:
     hearing.start()
     try:
         with thread_in("/home/somebody/train.py") as script:
-            while standing([hearing]) != ("", ""):
-                pass
+            until(lambda: standing([hearing]) == ("", ""), "the wait for the script")
             assert standing([hearing, script]) == ("own", "train.py:4 in wait")
     finally:
         turns._word = object()  # type: ignore[assignment]

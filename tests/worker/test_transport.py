@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.waiting import is_waiting, until
 from support.worker.nccl_like import WRONG, NcclLike, NcclLikeTransport
 from support.worker.ranks import on_ranks
 
@@ -19,7 +20,7 @@ from elastic.worker.groups import Groups
 from elastic.worker.transport import Nccl, Transport, is_collective_error
 
 TIMEOUT_S = 60.0
-FREED_S = 2.0  # the group's own timeout is 30 times that
+FREED_S = TIMEOUT_S / 2  # by the abort, not by the group's own timeout
 LAYOUT = Layout(dp_shard=2, tp=2)
 
 
@@ -45,15 +46,16 @@ def hangs(rank: int, n: int, store: tuple[str, int], where: str) -> tuple[float,
     group = of.world if where == "world" else axis(of, where)
     vector = torch.ones(3)
     at: list[float] = []
+    this, member = threading.current_thread(), 0 in dist.get_process_group_ranks(group)
 
     def abort() -> None:
-        time.sleep(0.2)  # the others have begun to wait
+        until(lambda: not member or is_waiting(this, "all_reduce"), "its wait in the collective")
         at.append(time.monotonic())
         of.abort()
 
     thread = threading.Thread(target=abort)
     thread.start()
-    if 0 in dist.get_process_group_ranks(group):
+    if member:
         dist.all_reduce(vector, group=group)
     free_s = time.monotonic()
     thread.join()
@@ -85,7 +87,7 @@ class Blocks:
 
     def abort(self) -> None:
         self.after.set()
-        assert self.before.wait(5.0)
+        assert self.before.wait(60)
 
 
 class Direct(Nccl):
@@ -99,7 +101,7 @@ def test_communicators_are_aborted_at_once() -> None:
     groups: Any = [Blocks(second, first), Blocks(first, second)]
     began_s = time.monotonic()
     assert Direct(torch.device("cpu")).abort(groups) == 0
-    assert time.monotonic() - began_s < 4.0
+    assert time.monotonic() - began_s < transport.ABORT_MOST_S / 2, "one after the other each would keep the abort until then"
 
 
 def test_an_abort_that_never_returns_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +109,8 @@ def test_an_abort_that_never_returns_is_left_behind(monkeypatch: pytest.MonkeyPa
     never, done = threading.Event(), threading.Event()
     groups: Any = [Blocks(never, done)]
     assert Direct(torch.device("cpu")).abort(groups) == 1
-    assert done.is_set()
+    assert done.wait(60)
+    never.set()
     never.set()
 
 
@@ -120,7 +123,9 @@ def test_an_abort_that_raises_stops_nothing() -> None:
     free.set()
     done = threading.Event()
     groups: Any = [Raises(), Blocks(free, done)]
+    began_s = time.monotonic()
     assert Direct(torch.device("cpu")).abort(groups) == 0
+    assert time.monotonic() - began_s < transport.ABORT_MOST_S / 2, "one after the other each would keep the abort until then"
     assert done.is_set()
 
 

@@ -33,7 +33,7 @@ def read_slowly() -> None:
 
     def slow(*arguments: Any) -> Any:
         waited_for.wait()
-        time.sleep(SLOW_S)
+        time.sleep(SLOW_S)  # sleeps: a slow read is what is measured
         return loader.collated_at_once(*arguments)  # type: ignore[attr-defined]
 
     loader.collated_at_once, loader.batch_of = loader.batch_of, slow  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ class SlowAbort(Session):
     """Breaks off 3 s late."""
 
     def abort(self, generation: int) -> None:
-        time.sleep(3.0)
+        time.sleep(3.0)  # sleeps: the fault
         super().abort(generation)
 
 
@@ -40,5 +40,5 @@ class KeepsNothing(Session):
 class SlowSteps(Session):
     def _at_phase(self, phase: str, step: int) -> None:
         if phase == "stepping":
-            time.sleep(0.2)
+            time.sleep(0.2)  # sleeps: the fault
         super()._at_phase(phase, step)

@@ -19,7 +19,6 @@ from support.places import IMPORTS
 
 PORT = 6379
 HEAD_ID = "f" * 51 + "00000"  # as the fake provider calls it
-WITHIN_S = 90.0
 INSIDE = """
 ip link set lo up && mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"
 """
@@ -124,15 +123,6 @@ def start_head(folder: Path) -> None:
     own = {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID}
     own["RAY_NODE_TYPE_NAME"] = "ray.head.default"
     subprocess.run([sys.executable, "-c", text], env={**os.environ, **own}, check=True, stdout=sys.stderr)
-
-
-def until(what: str, done: Callable[[], Any], within_s: float = WITHIN_S) -> float:
-    """Waits until it is true; returns how long it took."""
-    began = time.monotonic()
-    while not done():
-        assert time.monotonic() - began < within_s, f"not within {within_s} s: {what}"
-        time.sleep(0.05)
-    return time.monotonic() - began
 
 
 def main(folder: Path) -> None:

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.cluster.autoscaled import not_allowed, until
+from support.cluster.autoscaled import not_allowed
 from support.cluster.metadata_server import MetadataServer, iso
+from support.waiting import until
 
 GATEWAY, METADATA, PORT = "172.31.255.254", "169.254.169.254", 5000
 ENDPOINT = f"http://{GATEWAY}:{PORT}"
@@ -148,7 +149,7 @@ class Aws:
         self._network()
         with (self.folder / "moto.log").open("w") as log:
             subprocess.Popen([sys.executable, __file__], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        until("moto's port", lambda: answers(GATEWAY, PORT))
+        until(lambda: answers(GATEWAY, PORT), "moto's port")
         self.ec2, self.iam = boto3.client("ec2", REGION), boto3.client("iam", REGION)
         boto3.client("s3", REGION).create_bucket(Bucket=BUCKET)
         self.metadata = MetadataServer((METADATA, 80), by_client=True)
@@ -217,7 +218,7 @@ class Aws:
     def _reconcile(self) -> None:
         while True:
             try:
-                time.sleep(LOOK_S)
+                time.sleep(LOOK_S)  # sleeps: AWS follows what is asked of it with a delay
                 live = {i["InstanceId"]: i for i in self.instances() if i["State"]["Name"] in ("pending", "running")}
                 for instance_id, instance in live.items():
                     if instance_id not in self.hosts and instance.get("Tags") and not self._one_boots():
@@ -271,10 +272,13 @@ class Aws:
                 env={"PATH": os.environ["PATH"]},
             )  # fmt: skip
         host = Host(instance_id, address, tags.get("ray-user-node-type", ""), link, process)
-        while not host.init and process.poll() is None:
+
+        def begun() -> bool:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             host.init = int(children[0]) if children else 0
-            time.sleep(0.01)
+            return bool(children) or process.poll() is not None
+
+        until(begun, f"the first process of {instance_id}")
         self.hosts[instance_id] = host
         self.launched.append(host.node_type)
         print(f"{time.monotonic():.1f} up: {instance_id} {address} {host.node_type}", file=sys.stderr, flush=True)

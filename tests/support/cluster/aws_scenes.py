@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from support.cluster.autoscaled import until
 from support.cluster.aws_hosts import BUCKET, Aws, Host, answers
 from support.places import ROOT
+from support.waiting import WITHIN_S, until
 
 from elastic.ledger.journal import Line, read
 from elastic.types import DrainNode, EnterPlan, Event, NodeLost, Notice, PlanEntered, StepDone
@@ -28,7 +28,7 @@ RUN = "rayup"
 STEPS, LEASE_S, NOTICE_S = 100_000, 45, 30
 LEAVE_S = 120  # that an orphan is given to stop and store
 WORKER = re.compile(r"ray::(Worker\b|\S+/\d+\.\d+:)")
-WITHIN_S, UNPAID_MOST_S = 300.0, 120.0
+UNPAID_MOST_S = 120.0
 ADDRESS = "http://127.0.0.1:8265"
 
 
@@ -92,7 +92,7 @@ class Stagehand:
         settings = {"steps": STEPS, "storage": f"s3://{BUCKET}", "budget_usd": 50, "orphan_lease_s": LEASE_S, "eval_every": 0}
         words = ["elastic", "run", "jobs/quickstart", "--cluster", "cluster.yaml", "--run-name", RUN, "--json"]
         words += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-        until("the dashboard's port", lambda: answers("127.0.0.1", 8265), 60)
+        until(lambda: answers("127.0.0.1", 8265), "the dashboard's port", 60)
         submit = ["job", "submit", "--no-wait", "--address", ADDRESS, "--working-dir", ".", "--", *words]
         self.command([*RAY, *submit], folder=self.submitted)
 
@@ -169,19 +169,18 @@ class Stagehand:
     def draining(self) -> dict[str, int]:
         return dict(self.ray_state().get_draining_nodes())
 
-    def until(self, what: str, done: Callable[[], Any], within_s: float = WITHIN_S) -> float:
+    def until(self, done: Callable[[], Any], what: str, within_s: float = WITHIN_S) -> None:
         def look() -> Any:
             if not self.drives() and self.driven:
                 raise AssertionError(f"the job ended while it was waited for: {what}")
-            time.sleep(0.3)  # the journal is long
             return done()
 
-        return until(what, look, within_s)
+        until(look, what, within_s)
 
     def goes_on(self, steps: int = 10) -> None:
         """Training does."""
         now = self.step()
-        self.until(f"{steps} steps after step {now}", lambda: self.step() >= now + steps)
+        self.until(lambda: self.step() >= now + steps, f"{steps} steps after step {now}")
 
     def state(self) -> str:
         """For a person."""
@@ -209,8 +208,8 @@ def reaches_steps(hand: Stagehand) -> Any:
     """The run gets the workers that it asks for, all of them launched for it."""
     began = time.monotonic()
     hand.submit()
-    hand.until("20 steps", lambda: hand.step() >= 20)
-    hand.until("both spot nodes", lambda: len(hand.members()) == 3)
+    hand.until(lambda: hand.step() >= 20, "20 steps")
+    hand.until(lambda: len(hand.members()) == 3, "both spot nodes")
     assert sorted(hand.aws.launched) == ["head", "on-demand", "spot", "spot"]
     return {"submitted_to_grown_s": round(time.monotonic() - began, 1)}
 
@@ -221,16 +220,15 @@ def notice(hand: Stagehand) -> Any:
     ray_id = hand.ray_id(node)
     written_s = time.time()
     hand.aws.metadata.interrupt(host.address, in_s=NOTICE_S)
-    hand.until("the notice", lambda: any(event.node_id == node for _, event in hand.events(Notice)))
+    hand.until(lambda: any(event.node_id == node for _, event in hand.events(Notice)), "the notice")
     ((heard_s, heard),) = [(at_s, event) for at_s, event in hand.events(Notice) if event.node_id == node]
     assert heard.origin.startswith("AWS: spot instance-action terminate at "), heard
     assert written_s + NOTICE_S - 5 < heard.deadline_s < written_s + NOTICE_S + 5
-    hand.until("the node drained in Ray", lambda: ray_id in hand.draining() or ray_id not in hand.alive())
+    hand.until(lambda: ray_id in hand.draining() or ray_id not in hand.alive(), "the node drained in Ray")
     drained_s = time.time()
     (decided_s,) = hand.decided(DrainNode, node)
-    hand.until("a plan without the node", lambda: node not in hand.members())
-    while time.time() < written_s + NOTICE_S:
-        time.sleep(0.1)
+    hand.until(lambda: node not in hand.members(), "a plan without the node")
+    until(lambda: time.time() >= written_s + NOTICE_S, "the end of the notice")
     hand.aws.end(host.instance_id)
     hand.goes_on()
     spans = {"event": heard_s - written_s, "decided": decided_s - heard_s, "drained": drained_s - decided_s}
@@ -239,30 +237,31 @@ def notice(hand: Stagehand) -> Any:
 
 def killed(hand: Stagehand) -> Any:
     """A machine is gone without a word; nobody pays for it any longer."""
-    hand.until("a spot node that trains", lambda: any(node.startswith("spot-") for node in hand.members()))
+    hand.until(lambda: any(node.startswith("spot-") for node in hand.members()), "a spot node that trains")
     host, node = hand.a_spot()
     at_s = time.time()
     hand.aws.kill(host)
-    hand.until("its loss", lambda: any(event.node_id == node for _, event in hand.events(NodeLost)))
+    hand.until(lambda: any(event.node_id == node for _, event in hand.events(NodeLost)), "its loss")
     (lost_s,) = [at_s for at_s, event in hand.events(NodeLost) if event.node_id == node]
     hand.goes_on()
-    ended_s = hand.until("its instance ended", lambda: host.instance_id not in hand.aws.paid())
-    return {"lost_s": round(lost_s - at_s, 2), "instance_ended_s": round(ended_s, 1)}
+    began_s = time.monotonic()
+    hand.until(lambda: host.instance_id not in hand.aws.paid(), "its instance ended")
+    return {"lost_s": round(lost_s - at_s, 2), "instance_ended_s": round(time.monotonic() - began_s, 1)}
 
 
 def cut(hand: Stagehand) -> Any:
     """A machine that nobody reaches runs on: the driver's side goes on, the other one ends itself, workers and machine."""
-    hand.until("a spot node that trains", lambda: any(node.startswith("spot-") for node in hand.members()))
+    hand.until(lambda: any(node.startswith("spot-") for node in hand.members()), "a spot node that trains")
     host, node = hand.a_spot()
     began, at_s = time.monotonic(), time.time()
     hand.aws.cut(host)
     assert hand.workers_on(host)
-    hand.until("its loss", lambda: any(event.node_id == node for _, event in hand.events(NodeLost)))
+    hand.until(lambda: any(event.node_id == node for _, event in hand.events(NodeLost)), "its loss")
     (lost_s,) = [at_s for at_s, event in hand.events(NodeLost) if event.node_id == node]
     hand.goes_on()
-    hand.until("no worker on the other side", lambda: not hand.workers_on(host), LEASE_S + LEAVE_S + WITHIN_S)
+    hand.until(lambda: not hand.workers_on(host), "no worker on the other side", LEASE_S + LEAVE_S + WITHIN_S)
     alone_s = time.monotonic() - began
-    hand.until("the machine shut down", lambda: host.instance_id in hand.aws.shut_down)
+    hand.until(lambda: host.instance_id in hand.aws.shut_down, "the machine shut down")
     down_s = time.monotonic() - began
     hand.goes_on()
     return {"lost_s": round(lost_s - at_s, 2), "workers_left_s": round(alone_s, 1), "shut_down_s": round(down_s, 1)}
@@ -273,12 +272,14 @@ def ended(hand: Stagehand) -> Any:
     assert hand.drives()
     began = time.monotonic()
     hand.elastic("stop", RUN, "--storage", f"s3://{BUCKET}")
-    until("the end of the job", lambda: not hand.drives(), WITHIN_S)
+    until(lambda: not hand.drives(), "the end of the job")
     summary = json.loads(next(line for line in hand.output().splitlines() if line.startswith('{"')))
     over_s = time.monotonic()
-    unpaid_s = until("no worker that is paid for", lambda: not hand.aws.paid(), UNPAID_MOST_S)
+    began_s = time.monotonic()
+    until(lambda: not hand.aws.paid(), "no worker that is paid for", UNPAID_MOST_S)
+    unpaid_s = time.monotonic() - began_s
     hand.ray("down", "-y", str(hand.file))
-    until("no head", lambda: not hand.aws.paid("head"), WITHIN_S)
+    until(lambda: not hand.aws.paid("head"), "no head")
     assert json.loads(hand.elastic("cluster", "reap", str(hand.file), "--json").splitlines()[-1])["instances"] == []
     left = [t for t in summary["transitions"] if t["cause"] == "notice"]
     assert [(t["steps_lost"], t["source"]) for t in left] == [(0, "live")], left

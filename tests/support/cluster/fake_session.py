@@ -66,7 +66,7 @@ class FakeSession:
         if first:
             self.put(PlanEntered(plan.generation, self.step))
         while max(self.stop_at, self.aborted) < plan.generation:
-            time.sleep(self.job.get("nap_s", 0.05))
+            time.sleep(self.job.get("nap_s", 0.05))  # sleeps: a step
             self.step += 1
             self.progress += 1
             if self.job.get("prints"):
@@ -74,7 +74,7 @@ class FakeSession:
             if first:
                 self.put(StepDone(plan.generation, self.step, 1.0, 8, self.job.get("nap_s", 0.05)))
         if self.stop_at >= plan.generation:
-            time.sleep(self.job.get("slow_quiesce_s", 0.0))
+            time.sleep(self.job.get("slow_quiesce_s", 0.0))  # sleeps: a slow end
             Path(self.run_uri, f"saved-{self.me.local_rank}-{self.step}").touch()
         held = (Holding(self.me, plan.generation, order.me, self.step, "live"),)
         with self.lock:

@@ -7,7 +7,8 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 
-from support.cluster.autoscaled import INSIDE, NAMESPACES, until
+from support.cluster.autoscaled import INSIDE, NAMESPACES
+from support.waiting import until
 
 from elastic.cluster import processes
 
@@ -19,7 +20,7 @@ class Namespace:
         kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
         self.environment = {**kept, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", **environment}
         self._holder = subprocess.Popen([*NAMESPACES, "sh", "-c", INSIDE, "sh", "sleep", "infinity"])
-        until("the namespaces stand", lambda: self._inside() and processes.command(self._inside())[0] == "sleep")
+        until(lambda: self._inside() and processes.command(self._inside())[0] == "sleep", "the namespaces stand")
         self._name = os.readlink(f"/proc/{self._inside()}/ns/net")
 
     def _inside(self) -> int:
@@ -59,7 +60,7 @@ class Namespace:
 
 def below(process: subprocess.Popen[str]) -> int:
     """The command that `Namespace.start` has started."""
-    until("it runs", lambda: processes.descendants(process.pid))
+    until(lambda: processes.descendants(process.pid), "it runs")
     return processes.descendants(process.pid)[0]
 
 

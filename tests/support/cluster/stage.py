@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from support.waiting import WITHIN_S, until
 
 from elastic.cluster import processes
 from elastic.types import Event, Layout, NodePrepared, NodeReady, Plan, Pool, Prepare, RequestNodes, Resume, WorkerId
@@ -20,13 +22,13 @@ def plan(generation: int, workers: list[WorkerId] | tuple[WorkerId, ...], resume
     return Plan(generation, Layout(dp_shard=n), tuple(workers), (8,) * n, (4,), resume=resume or Resume())
 
 
-def wait_gone(pids: Iterable[int], within_s: float = 180.0) -> float:
-    """Waits until the processes are gone; returns how long it took."""
-    began = time.monotonic()
-    while left := [pid for pid in pids if processes.started(pid) is not None]:
-        assert time.monotonic() - began < within_s, f"{left} live on after {within_s} s"
-        time.sleep(0.01)
-    return time.monotonic() - began
+def living(pids: Iterable[int]) -> list[int]:
+    return [pid for pid in pids if processes.started(pid) is not None]
+
+
+def wait_gone(pids: Collection[int], within_s: float = WITHIN_S) -> None:
+    """Waits until the processes are gone."""
+    until(lambda: not living(pids), lambda: f"the end of the processes {living(pids)}", within_s)
 
 
 @dataclass

@@ -16,6 +16,7 @@ import yaml
 from support.cluster.borrowed import Borrowed
 from support.places import PROGRAMS
 from support.reference import train_alone
+from support.waiting import until
 
 from elastic import api
 from elastic.cluster import local
@@ -141,11 +142,8 @@ def run(folder: Path, name: str = "run", on: LocalCluster | None = None) -> tupl
             patch.setattr(local, "LocalCluster", lambda python_path: Borrowed(on))
         result = api.run(folder, options=api.Options(run_name=name, local=True, show=False))
     lines = read(result.folder / "journal.jsonl")
-    deadline = time.monotonic() + 60
     left = lambda: processes(mark) | (set(on.pids()) - stood if on is not None else set())  # noqa: E731
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not left(), f"processes are left: {[_command(pid) for pid in left()]}"
+    until(lambda: not left(), lambda: f"the end of {[_command(pid) for pid in left()]}", 60)
     return result.summary, lines
 
 

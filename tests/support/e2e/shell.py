@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,13 +80,6 @@ class Shell:
         """Everything below the runs but leases, to see that nothing is written over."""
         found = (p for p in (self.root / "elastic_runs").rglob("*") if p.is_file() and "lease" not in p.parts)
         return {str(p): p.read_bytes() for p in found}
-
-
-def until(holds: Callable[[], bool], timeout_s: float = 300.0, what: str = "it") -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
-        time.sleep(0.1)
 
 
 def last_line(out: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -295,12 +294,4 @@ def _used(path: str) -> bool:
     return not os.path.exists(path)
 
 
-def settled(look: Callable[[], list[str]], within_s: float = 60.0) -> list[str]:
-    """What is left when nothing is left, or when the time is over."""
-    deadline = time.monotonic() + within_s
-    while (left := look()) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return left
-
-
-__all__ = ["MARK", "NODES_FIRST", "SLOW", "START_MOST_S", "Before", "Chance", "happenings", "settled", "steps_of"]
+__all__ = ["MARK", "NODES_FIRST", "SLOW", "START_MOST_S", "Before", "Chance", "happenings", "steps_of"]

@@ -103,7 +103,7 @@ class NcclLike(dist.ProcessGroup):
         self.gone.set()
 
     def shutdown(self) -> None:
-        time.sleep(self.shutdown_takes_s)
+        time.sleep(self.shutdown_takes_s)  # sleeps: a slow shutdown
         if self.shutdown_raises:
             raise RuntimeError("NCCL error: remote process exited or there was a network error (put in by the test)")
 
@@ -118,9 +118,8 @@ class NcclLike(dist.ProcessGroup):
         self.store.set(f"first-use/{self.me}", "")
         ends_s = time.monotonic() + SET_UP_S
         while not self.store.check([f"first-use/{rank}" for rank in range(self.n)]):
-            if self.gone.is_set() or time.monotonic() > ends_s:
+            if self.gone.wait(LOOK_S) or time.monotonic() > ends_s:
                 raise dist.DistBackendError("NCCL communicator was not set up: not all ranks of the group took part")
-            time.sleep(LOOK_S)
         self.set_up = True
 
     def _run(self, call: Callable[[dist.ProcessGroup], dist.Work], inputs: Any, outputs: Any) -> dist.Work:

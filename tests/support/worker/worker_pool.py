@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
+from support.waiting import until
 from support.worker.forks import FORKS
 
 from elastic.types import DigestPart, Event, Plan, PlanEntered, Quiesced, WorkerFailed, WorkerId
@@ -128,14 +129,23 @@ class Pool:
             if worker not in tuple(leave_out):
                 self.call(worker, "enter", EnterOrder(plan, everyone, i, ("127.0.0.1", store.port), TIMEOUT_S, secret))
 
-    def beats(self) -> dict[WorkerId, Any]:
-        """What each worker says of itself just now."""
-        asked = len(self.log)
-        for worker in self.workers:
+    def beats(self, of: Sequence[WorkerId] = ()) -> dict[WorkerId, Any]:
+        """What each worker (of those) says of itself just now."""
+        asked, of = len(self.log), of or self.workers
+        for worker in of:
             self.call(worker, "beat")
         told = lambda: {worker: said for _, worker, said in self.log[asked:] if isinstance(said, Beat)}  # noqa: E731
-        self.wait(lambda: len(told()) == len(self.workers), "beats")
+        self.wait(lambda: len(told()) == len(of), "beats")
         return told()
+
+    def stuck(self, workers: Sequence[WorkerId]) -> None:
+        """Waits until each of them stands in a collective, as in the look before, or has left its generation."""
+
+        def look() -> bool:
+            beats = self.beats(workers).values()
+            return all(not b.generation or b.doing == "others" or b.where.startswith("nccl_like.py") for b in beats)
+
+        until(look, "workers that wait in collectives")
 
     def drain(self) -> None:
         from multiprocessing.connection import wait
