@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 
@@ -29,12 +29,12 @@ from elastic.cluster.drilling import Drilling
 from elastic.cluster.lease import Lease
 from elastic.cluster.local import LAST_WORDS, LocalCluster
 from elastic.cluster.lookouts import drain_in_ray
-from elastic.cluster.nodes import EmbeddedNodes, NodeProvider, Survey
+from elastic.cluster.nodes import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey
 from elastic.cluster.outlook import Outlook
 from elastic.cluster.output import last_words
 from elastic.cluster.ray_run import RayRun
 from elastic.cluster.silence import Silence, patience_s
-from elastic.errors import InternalError, SpecError
+from elastic.errors import ClusterLost, SpecError
 from elastic.fingerprint import KEY
 from elastic.storage import open_storage
 from elastic.types import (
@@ -94,7 +94,7 @@ class RayBackend:
     _plan: Plan | None = field(init=False, default=None)  # the newest that was ordered
     _stuck: set[int] = field(init=False, default_factory=set)
     _looked_s: float = field(init=False, default=0.0)
-    _let_go: bool = field(init=False, default=False)  # another driver has the run
+    _let_go: bool = field(init=False, default=False)  # another driver has the run, or is to attach to it
     _closed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class RayBackend:
         self.gather = Gather(self.copies.commit, self._workers_of)
         self.silence = Silence(POLL_S, run.job.get("max_silence_s"), patience_s(run.job))
         self.outlook = Outlook.of(run.pools, embedded=self.cluster is not None)
-        self.survey = Survey()
+        self.survey = Survey(AWAY_MOST_S if outlives else 0.0)
         self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else self._acquisition()
         schedule = drills.Schedule(run.job.get("drill") or (), self.storage)
         self.drilling = Drilling(schedule, self.provider, self.crew, self.nodes, run.pools)
@@ -165,7 +165,7 @@ class RayBackend:
         self.outlook.close()
         self.inbox.close()
         self.copies.close()
-        self.crew.close(end=self.cluster is None and not self._let_go)
+        self.crew.close(end=self.cluster is None and not self._let_go, wait=not self.survey.head_lost)
         self.provider.close(end=not self._let_go)
         self._stores.clear()
         if self._connected and self.cluster is not None:
@@ -451,7 +451,15 @@ class RayBackend:
         if self.lease is not None and self.lease.lost:
             self._replaced(f"its lease (epoch {self.lease.epoch}) was taken over, or the storage is out of reach")
         if self.cluster is not None and self.cluster.ended:
-            raise InternalError("the embedded cluster has ended: its keeper was killed; run again to resume from storage")
+            self._lost("the process that keeps it was killed")
+        if self.survey.head_lost:
+            self._lost(self.survey.head_lost)
+
+    def _lost(self, why: str) -> NoReturn:
+        """The workers of a cluster that others keep are left alone: they may outlive its head."""
+        self._let_go = self.cluster is None
+        which = "embedded Ray cluster" if self.cluster is not None else f"Ray cluster at {self.run.address}"
+        raise ClusterLost(f"run '{self.run.name}': the {which} is lost: {why}; run it again with this --run-name to resume")
 
     def _replaced(self, why: str) -> None:
         self._let_go = True

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -21,13 +21,13 @@ from elastic.cluster.claims import Order
 from elastic.cluster.drilling import Drilling
 from elastic.cluster.lease import Lease
 from elastic.cluster.local import LocalCluster
-from elastic.cluster.nodes import EmbeddedNodes, NodeProvider, Survey, signal_there
+from elastic.cluster.nodes import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey, signal_there
 from elastic.cluster.outlook import Outlook
 from elastic.cluster.script_fit import Fit
 from elastic.cluster.script_state import Needs, Script, lines_of, some
 from elastic.cluster.script_words import Board, Hello, Said, Word
 from elastic.driver import Recorder, stop_signals
-from elastic.errors import InternalError, SpecError
+from elastic.errors import ClusterLost, SpecError
 from elastic.storage import open_storage
 from elastic.types import (
     Decision,
@@ -153,7 +153,7 @@ class ScriptRun:
         self.journal.append(self.now_s(), [(self.now_s(), start)])
         self.storage = open_storage(self.job.uri)
         pools = self.job.needs.pools
-        self.inbox, self.survey = drills.Inbox(self.storage), Survey()
+        self.inbox, self.survey = drills.Inbox(self.storage), Survey(AWAY_MOST_S if self.cluster is None else 0.0)
         self.outlook = Outlook.of(pools, embedded=self.cluster is not None)
         order = Order(self.job.name, start.epoch, f"elastic-{self.job.name}", tuple(pools), ORPHAN_LEASE_S)
         self.provider = EmbeddedNodes(self.cluster, pools) if self.cluster is not None else provider_for(order, take_over=False)
@@ -217,13 +217,21 @@ class ScriptRun:
         if self.lease.lost:
             raise SpecError(f"run '{self.job.name}': this driver ends, another one drives the run")
         if self.cluster is not None and self.cluster.ended:
-            raise InternalError("the embedded cluster has ended: its keeper was killed; run again")
+            self._lost("the process that keeps it was killed")
+        if self.survey.head_lost:
+            self._lost(self.survey.head_lost)
+
+    def _lost(self, why: str) -> NoReturn:
+        raise ClusterLost(f"run '{self.job.name}': its Ray cluster is lost: {why}; run it again with this --run-name to resume")
 
     def _exchange(self) -> dict[tuple[int, int], float]:
         orders, self.script.orders = self.script.orders, []
         words: list[Word]
         silent_s: dict[tuple[int, int], float]
-        words, silent_s = ray.get(self.board.take.remote(orders))
+        try:
+            words, silent_s = ray.get(self.board.take.remote(orders), timeout=AWAY_MOST_S)
+        except ray.exceptions.RayError as error:  # it stands beside this process
+            self._lost(self.survey.head_lost or f"the board of its ranks has ended: {' '.join(str(error).split())[:200]}")
         for word in words:
             if isinstance(word, Said):
                 for line in word.lines:
