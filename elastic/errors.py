@@ -5,7 +5,7 @@
     │   └── StorageRefused   storage says no: permission, credentials, bucket, region (also an OSError)
     ├── StorageFailed    storage is out of reach, after all retries (also an OSError)
     │   └── StorageDamaged   it answers with other bytes than were written
-    ├── ClusterLost      the Ray cluster under the run is gone; the same command resumes (exit code 4)
+    ├── LostContact      the run goes on without this driver, or can: run it again (exit code 4)
     ├── CloudFailed      a cloud's API does not answer, or did not do what it was asked
     ├── InfeasiblePlan   no layout fits the nodes or their memory
     ├── NoCapacity       no pool can give what the job needs
@@ -43,8 +43,8 @@ class StorageDamaged(StorageFailed):
     """Storage answers with other bytes than were written, however often it is asked."""
 
 
-class ClusterLost(ElasticError):
-    """The Ray cluster that the run stands on is gone. Nothing is wrong with the run: started again it resumes."""
+class LostContact(ElasticError):
+    """This driver has lost its run: another one drives it, or the Ray cluster under it is gone. To be run again."""
 
     exit_code = 4
 

@@ -34,7 +34,7 @@ from elastic.cluster.outlook import Outlook
 from elastic.cluster.output import last_words
 from elastic.cluster.ray_run import RayRun
 from elastic.cluster.silence import Silence, patience_s
-from elastic.errors import ClusterLost, SpecError
+from elastic.errors import LostContact, SpecError
 from elastic.fingerprint import KEY
 from elastic.storage import open_storage
 from elastic.types import (
@@ -459,7 +459,7 @@ class RayBackend:
         """The workers of a cluster that others keep are left alone: they may outlive its head."""
         self._let_go = self.cluster is None
         which = "embedded Ray cluster" if self.cluster is not None else f"Ray cluster at {self.run.address}"
-        raise ClusterLost(f"run '{self.run.name}': the {which} is lost: {why}; run it again with this --run-name to resume")
+        raise LostContact(f"run '{self.run.name}': the {which} is lost: {why}; run it again with this --run-name to resume")
 
     def _replaced(self, why: str) -> None:
         self._let_go = True

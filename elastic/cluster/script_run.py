@@ -27,7 +27,7 @@ from elastic.cluster.script_fit import Fit
 from elastic.cluster.script_state import Needs, Script, lines_of, some
 from elastic.cluster.script_words import Board, Hello, Said, Word
 from elastic.driver import Recorder, stop_signals
-from elastic.errors import ClusterLost, SpecError
+from elastic.errors import LostContact, SpecError
 from elastic.storage import open_storage
 from elastic.types import (
     Decision,
@@ -222,7 +222,7 @@ class ScriptRun:
             self._lost(self.survey.head_lost)
 
     def _lost(self, why: str) -> NoReturn:
-        raise ClusterLost(f"run '{self.job.name}': its Ray cluster is lost: {why}; run it again with this --run-name to resume")
+        raise LostContact(f"run '{self.job.name}': its Ray cluster is lost: {why}; run it again with this --run-name to resume")
 
     def _exchange(self) -> dict[tuple[int, int], float]:
         orders, self.script.orders = self.script.orders, []

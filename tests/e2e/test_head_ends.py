@@ -16,7 +16,7 @@ from support.places import ROOT
 from elastic.cluster import processes
 from elastic.cluster.local import LocalCluster, NodeOrder
 from elastic.cluster.nodes import RECONNECT
-from elastic.errors import ClusterLost
+from elastic.errors import LostContact
 from elastic.ledger.journal import read
 from elastic.types import NodePrepared, NodeReady, StepDone
 
@@ -55,7 +55,7 @@ def ended(process: subprocess.Popen[str], which: str) -> float:
         _, err = process.communicate(timeout=WITHIN_S)
     finally:
         process.kill()
-    assert process.returncode == ClusterLost.exit_code, err
+    assert process.returncode == LostContact.exit_code, err
     (line,) = [line for line in err.strip().splitlines() if not line.startswith("notices: ")]
     assert line.startswith("elastic: run 'headless': the "), line
     assert WHY[which] in line and "run it again with this --run-name" in line, line
