@@ -12,11 +12,11 @@ import pytest
 import elastic
 from elastic import api
 from elastic.api import checks, running
-from elastic.cluster.lease import Lease
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line
+from elastic.ledger.lease import Lease
 from elastic.program import Program, load_program
 from elastic.spec import drill_entry
 from elastic.storage import open_storage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic.data.batches import item_of
 from elastic.data.budget import budget_of
@@ -13,19 +13,15 @@ from elastic.drill_spec import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.errors import ElasticError, SpecError
 from elastic.fingerprint import JOB_KEYS, KEY, batch_changed, differences
 from elastic.ledger.journal import Line
+from elastic.ledger.lease import Lease
 from elastic.program import Program
 from elastic.spec import JobSpec
 from elastic.storage import Storage
 from elastic.types import DriverStarted, ModelProfile, Pool
 
-if TYPE_CHECKING:
-    from elastic.cluster.lease import Lease
-
 
 def taken(storage: Storage, run: str) -> Lease:
     """The run's lease. Raises SpecError where its storage cannot be written."""
-    from elastic.cluster.lease import Lease
-
     try:
         return Lease(storage, run)
     except ElasticError:

@@ -11,6 +11,8 @@ import yaml
 from elastic.api.checks import check_market
 from elastic.drill_spec import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.errors import SpecError
+from elastic.ledger.holder import Machine, started
+from elastic.ledger.lease import newest
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import runs
 from elastic.observe.view import View
@@ -20,13 +22,10 @@ from elastic.storage import Storage
 
 def holder(run: Storage) -> str:
     """Who drives the run now, as `process 12 on host`; '' = nobody."""
-    from elastic.cluster.lease import newest
-    from elastic.cluster.processes import Place, started
-
     sign = newest(run)
     if sign is None or sign.released:
         return ""
-    here = sign.boot == Place.here().boot
+    here = sign.boot == Machine.here().boot
     alive = started(sign.pid) == sign.started if here else time.time() - sign.at_s <= sign.ttl_s
     return f"process {sign.pid} on {sign.host}" if alive else ""
 

@@ -26,7 +26,6 @@ from elastic.cluster.claims import Order
 from elastic.cluster.copies import Commit, DurableCopies, holders_of
 from elastic.cluster.crew import POLL_S, Answer, Berth, Broken, Crew
 from elastic.cluster.drilling import Drilling
-from elastic.cluster.lease import Lease
 from elastic.cluster.local import LAST_WORDS, LocalCluster
 from elastic.cluster.lookouts import drain_in_ray
 from elastic.cluster.nodes import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey
@@ -36,6 +35,7 @@ from elastic.cluster.ray_run import RayRun
 from elastic.cluster.silence import Silence, patience_s
 from elastic.errors import LostContact, SpecError
 from elastic.fingerprint import KEY
+from elastic.ledger.lease import Lease
 from elastic.storage import open_storage
 from elastic.types import (
     Abort,

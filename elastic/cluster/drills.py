@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-from elastic.cluster.lease import Store
 from elastic.errors import SpecError
+from elastic.ledger.lease import Store
 from elastic.spec import drill_entry
 from elastic.storage import Storage
 from elastic.types import MarketType, Plan

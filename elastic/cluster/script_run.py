@@ -19,7 +19,6 @@ from elastic.cluster import _ray_private, drills
 from elastic.cluster.autoscaler import provider_for
 from elastic.cluster.claims import Order
 from elastic.cluster.drilling import Drilling
-from elastic.cluster.lease import Lease
 from elastic.cluster.local import LocalCluster
 from elastic.cluster.nodes import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey, signal_there
 from elastic.cluster.outlook import Outlook
@@ -28,6 +27,7 @@ from elastic.cluster.script_state import Needs, Script, lines_of, some
 from elastic.cluster.script_words import Board, Hello, Said, Word
 from elastic.driver import Recorder, stop_signals
 from elastic.errors import LostContact, SpecError
+from elastic.ledger.lease import Lease
 from elastic.storage import open_storage
 from elastic.types import (
     Decision,

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from elastic.cluster import processes
 from elastic.errors import SpecError
+from elastic.ledger.holder import Machine, started
 
 PREFIX = "lease/"
 GRACE_S = 1.0
@@ -72,10 +72,10 @@ class Lease:
         self._good_s = time.monotonic()  # when the last sign of life that was given began to be written
         self._since_s: float | None = None  # when the renewals that have not succeeded yet began
         self._done = threading.Event()
-        place = processes.Place.here()
+        place = Machine.here()
         now_s = time.time()
         me: dict[str, Any] = {
-            "host": place.host, "boot": place.boot, "pid": os.getpid(), "started": processes.started(os.getpid()) or 0,
+            "host": place.host, "boot": place.boot, "pid": os.getpid(), "started": started(os.getpid()) or 0,
             "since_s": now_s, "ttl_s": times.ttl_s,
         }  # fmt: skip
         before = newest(storage)
@@ -134,7 +134,7 @@ class Lease:
                 raise SpecError(self._refusal(after))
 
     def _dead_here(self, sign: Sign) -> bool:
-        return sign.boot == processes.Place.here().boot and processes.started(sign.pid) != sign.started
+        return sign.boot == Machine.here().boot and started(sign.pid) != sign.started
 
     def _refusal(self, holder: Sign) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(holder.since_s))

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import pytest
 from support.storage.faulty_proxy import Fault, FaultyProxy, unavailable
 
-from elastic.cluster import processes
-from elastic.cluster.lease import Lease, Sign, Times, newest
 from elastic.errors import SpecError
+from elastic.ledger.holder import Machine, started
+from elastic.ledger.lease import Lease, Sign, Times, newest
 from elastic.storage import Storage, open_storage
 
 QUICK = Times(renew_s=0.05, ttl_s=600.0)
@@ -88,7 +88,7 @@ def test_a_driver_whose_clock_is_behind_still_lives(storage: Storage) -> None:
 
 def test_a_living_process_of_this_machine_that_was_held_up_is_refused(storage: Storage) -> None:
     """The machine stood still for longer than its time to live; it gives its next sign now."""
-    me = {"boot": processes.Place.here().boot, "pid": os.getpid(), "started": processes.started(os.getpid())}
+    me = {"boot": Machine.here().boot, "pid": os.getpid(), "started": started(os.getpid())}
     old = put(storage, at_s=time.time() - 1000, ttl_s=300.0, **me)
     timer = threading.Timer(0.05, lambda: put(storage, n=old.n + 1, ttl_s=300.0, **me))
     timer.start()
@@ -100,14 +100,14 @@ def test_a_living_process_of_this_machine_that_was_held_up_is_refused(storage: S
 def test_a_dead_process_of_this_machine_is_replaced_at_once(storage: Storage) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    put(storage, boot=processes.Place.here().boot, pid=gone.pid, ttl_s=60.0)
+    put(storage, boot=Machine.here().boot, pid=gone.pid, ttl_s=60.0)
     lease = Lease(storage, "r", QUICK)
     assert (lease.epoch, lease.attached) == (4, True)
     lease.release()
 
 
 def test_a_process_id_that_was_used_again_is_not_the_driver(storage: Storage) -> None:
-    put(storage, boot=processes.Place.here().boot, pid=os.getpid(), started=1, ttl_s=60.0)
+    put(storage, boot=Machine.here().boot, pid=os.getpid(), started=1, ttl_s=60.0)
     lease = Lease(storage, "r", QUICK)
     assert lease.epoch == 4
     lease.release()
@@ -177,7 +177,7 @@ def test_a_holder_that_cannot_renew_lets_go_before_others_may_take_over(
 ) -> None:
     """Also while a request hangs, and it gets on when storage is back in time. The clock is the test's."""
     now_s = [1000.0]
-    monkeypatch.setattr("elastic.cluster.lease.time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now_s[0]}))
+    monkeypatch.setattr("elastic.ledger.lease.time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now_s[0]}))
     times = Times(renew_s=0.05, ttl_s=15.0)
     lease = Lease(s3, "r", times)
     proxy.faults.append(unavailable("lease/", times=12))
