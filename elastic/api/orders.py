@@ -65,6 +65,10 @@ def _check_nodes(view: View, entry: DrillSpec) -> None:
 
 
 def _held(run: Storage) -> None:
-    if not holder(run):
-        view = runs.view(place := RunFolder.of(run))
+    """Raises SpecError where nobody drives the run who takes orders."""
+    view, who = runs.view(place := RunFolder.of(run)), holder(run)
+    if not who:
         raise SpecError(f"run '{place.name}' is not running ({view.phase} at step {view.step})")
+    sign = newest(run)
+    if sign is not None and sign.epoch > view.epoch:  # it has no journal, or has just begun
+        raise SpecError(f"run '{place.name}': {who} takes no orders, as it trains without a driver (torchrun): send it SIGTERM")

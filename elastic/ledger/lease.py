@@ -64,9 +64,10 @@ class Times:
 
 
 class Lease:
-    """Raises SpecError when another driver holds the run. `attached`: there was a driver before that did not end in order."""
+    """Raises SpecError when another driver holds the run. `attached`: there was a driver before that did not end in order.
+    `patient`: one on another machine that has just been heard of may be dead: it is watched, and not refused at once."""
 
-    def __init__(self, storage: Store, run: str, times: Times = Times()) -> None:
+    def __init__(self, storage: Store, run: str, times: Times = Times(), patient: bool = False) -> None:
         self.storage, self.run, self.times = storage, run, times
         self._lost = threading.Event()
         self._good_s = time.monotonic()  # when the last sign of life that was given began to be written
@@ -80,7 +81,7 @@ class Lease:
         }  # fmt: skip
         before = newest(storage)
         if before is not None:
-            self._refuse_living(before)
+            self._refuse_living(before, patient)
         self.attached = before is not None and not before.released
         self.sign = Sign(epoch=before.epoch + 1 if before else 1, n=0, at_s=now_s, **me)
         if not self._write(self.sign):
@@ -117,10 +118,10 @@ class Lease:
         with suppress(OSError):
             self._write(self._next(released=True))
 
-    def _refuse_living(self, before: Sign) -> None:
+    def _refuse_living(self, before: Sign, patient: bool) -> None:
         if before.released or self._dead_here(before):
             return
-        if 0.0 <= time.time() - before.at_s <= before.ttl_s:
+        if not patient and 0.0 <= time.time() - before.at_s <= before.ttl_s:
             raise SpecError(self._refusal(before))
         self._watch(before)  # its clock may be behind or ahead of ours, or this machine stood still: does it still give signs?
 
