@@ -469,7 +469,7 @@ class RayBackend:
 
     def _acquisition(self) -> NodeProvider:
         run = self.run
-        order = Order(run.name, run.epoch, run.namespace, run.pools, self.crew.setup.orphan_lease_s)
+        order = Order(run.namespace, run.epoch, run.pools, self.crew.setup.orphan_lease_s)
         return provider_for(order, run.attach, run.spared)
 
     def _pool(self, name: str) -> Pool:

@@ -22,6 +22,7 @@ from elastic.cluster.drilling import Drilling
 from elastic.cluster.local import LocalCluster
 from elastic.cluster.nodes import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey, signal_there
 from elastic.cluster.outlook import Outlook
+from elastic.cluster.ray_run import namespace_of
 from elastic.cluster.script_fit import Fit
 from elastic.cluster.script_state import Needs, Script, lines_of, some
 from elastic.cluster.script_words import Board, Hello, Said, Word
@@ -70,6 +71,10 @@ class ScriptJob:
     drill: tuple[Mapping[str, Any], ...] = ()
     max_nodes: int | None = None
     budget_usd: float | None = None
+
+    @property
+    def namespace(self) -> str:
+        return namespace_of(self.uri)
 
     @property
     def uses_gpus(self) -> bool:
@@ -142,11 +147,10 @@ class ScriptRun:
 
     def _connect(self) -> None:
         self._anchor_s = time.time() - time.monotonic()
-        namespace = f"elastic-{self.job.name}"
         if self.cluster is not None:
-            self.cluster.connect(namespace)
+            self.cluster.connect(self.job.namespace)
         else:
-            ray.init(self.job.address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(self.job.address, namespace=self.job.namespace, log_to_driver=False, logging_level=logging.ERROR)
         _ray_private.mute_errors()
 
     def _begin(self, start: DriverStarted) -> None:
@@ -155,7 +159,7 @@ class ScriptRun:
         pools = self.job.needs.pools
         self.inbox, self.survey = drills.Inbox(self.storage), Survey(AWAY_MOST_S if self.cluster is None else 0.0)
         self.outlook = Outlook.of(pools, embedded=self.cluster is not None)
-        order = Order(self.job.name, start.epoch, f"elastic-{self.job.name}", tuple(pools), ORPHAN_LEASE_S)
+        order = Order(self.job.namespace, start.epoch, tuple(pools), ORPHAN_LEASE_S)
         self.provider = EmbeddedNodes(self.cluster, pools) if self.cluster is not None else provider_for(order, take_over=False)
         schedule = drills.Schedule(self.job.drill, self.storage)
         hands = Hands(self.script, self.provider.ray_id)
@@ -365,7 +369,7 @@ class ScriptRun:
         self.script.expected_s = now_s
         job = self.job
         orders = Orders(
-            job.file, job.args, job.cwd, job.name, self._board_name, f"elastic-{job.name}", job.logs, job.asks_ray
+            job.file, job.args, job.cwd, job.name, self._board_name, job.namespace, job.logs, job.asks_ray
         )  # fmt: skip
         self.fit.start(job, {"orders": orders})
 
