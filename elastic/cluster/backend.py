@@ -294,8 +294,11 @@ class RayBackend:
             if self._is_known(message) or (isinstance(message, NodePrepared) and answer.worker.node_id not in self.nodes):
                 continue  # written down already; or its node was lost in this very round
             for event in self.gather.add(answer.worker, message, time.monotonic()):
-                events.append(self.entrance.passed(event, self.nodes))
-                events += self._follow(event)
+                event = self.entrance.passed(event, self.nodes)
+                if neighbors := self.entrance.doubts(event, time.monotonic()):
+                    self._suspect(neighbors)
+                    continue
+                events += [event, *self._follow(event)]
         return events
 
     def _is_known(self, message: Event) -> bool:
@@ -396,6 +399,10 @@ class RayBackend:
         if orders.stop is not None:
             events.append(StopAsked(orders.stop))
         events += self._stuck_generation()
+        again, refused = self.entrance.settled(self.nodes, time.monotonic())
+        for order in again:
+            self._prepare(order)
+        events += refused
         self._write_late_parts()
         self.drilling.pass_deadlines(now_s)
         ray_ids = {node_id: ray_id for node_id in self.nodes if (ray_id := self.provider.ray_id(node_id))}

@@ -33,11 +33,12 @@ class Door:
 
 @dataclass(frozen=True)
 class Link:
-    """`problem`: '' = it carries."""
+    """`problem`: '' = it carries. `failed`: all that were tried in vain."""
 
     name: str
     bytes_per_s: float = 0.0
     problem: str = ""
+    failed: tuple[str, ...] = ()
 
 
 def listen(name: str, host: str) -> Door:
