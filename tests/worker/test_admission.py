@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,16 @@ def test_a_door_is_for_one_visitor_who_knows_the_token() -> None:
     end_s = time.monotonic() + 60
     while "cannot be reached" not in measure(door).problem:
         assert time.monotonic() < end_s, "the door stays open"
+
+
+def test_visitors_that_say_nothing_keep_nobody_waiting() -> None:
+    door = listen("b", "127.0.0.1")
+    with ExitStack() as silent:
+        for _ in range(8):
+            silent.enter_context(socket.create_connection((door.host, door.port), 5.0))
+        began_s = time.monotonic()
+        assert measure(door).problem == ""
+        assert time.monotonic() - began_s < link.TOKEN_MOST_S, "none of them was waited for"
 
 
 def test_a_neighbour_that_cannot_be_reached() -> None:
