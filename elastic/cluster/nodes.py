@@ -27,7 +27,7 @@ MUTE_MOST_S = 3.0  # a suspect whose raylet cannot be reached for so long is gon
 REFUSES = "its raylet's port refuses"
 ASKED_MOST_S = 1.0  # a longer pause between two looks at the head was this process's own
 RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"  # Ray ends every process whose GCS is away for so long:
-AWAY_MOST_S = 2 / 3 * float(os.environ.get(RECONNECT) or 60.0)  # this one is to end before, in words of its own
+AWAY_MOST_S = 0.5 * float(os.environ.get(RECONNECT) or 60.0)  # this one is to end before, in some 10 s
 
 
 class NodeProvider(Protocol):

@@ -104,7 +104,7 @@ def test_on_a_cluster_the_workers_are_let_go_of(shell: Shell, which: str) -> Non
         for node in ("x", "y"):
             labels = {"elastic-node": node, "elastic-pool": "spot", "ray.io/market-type": "spot"}
             cluster.add(NodeOrder(node, 1, labels)).result(180)
-        away = {RECONNECT: "30"}  # of the driver only: the nodes wait for a minute
+        away = {RECONNECT: "40"}  # of the driver only: the nodes wait for a minute
         shell.environment |= {**cluster.environment, **away, "RAY_ADDRESS": cluster.address}
         process = start(shell, steps=100_000, durable_every=0)
         workers = [pid for event in events(shell, "headless", NodePrepared) for pid in event.pids]
