@@ -17,7 +17,7 @@ from elastic.observe import doctor, logs, pricelist, report, runs, tables
 EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
 RUN = "run name (or how it begins, or the job's name: its newest run), its folder or its URI"
 EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where), 3 stopped by a person or budget,
-4 the driver lost contact with its storage, or another one drives the run: run it again
+4 the driver has lost its run (storage out of reach, its Ray cluster gone, or another one drives it): run it again
 
 JOB is a folder with job.yaml and program.py; RUN is a run name, its folder or its URI;
 or how its name begins, or the name of a job: its newest run.

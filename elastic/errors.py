@@ -47,7 +47,8 @@ class StorageDamaged(StorageFailed):
 
 
 class LostContact(ElasticError):
-    """This driver has lost its run: another one drives it, or its storage was out of reach to the end. To be run again."""
+    """This driver has lost its run: another one drives it, the Ray cluster under it is gone, or its storage was out of reach to
+    the end. To be run again."""
 
     exit_code = 4
 

@@ -17,13 +17,13 @@ from elastic.api import checks, running
 from elastic.api.scripts import FILLED
 from elastic.cli import main
 from elastic.cluster.claims import LEAVE_MOST_S
-from elastic.cluster.lease import Lease
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS
 from elastic.driver import LINE_EVERY_S, restored
 from elastic.errors import JournalDamaged, SpecError
 from elastic.fingerprint import fingerprint
 from elastic.ledger.journal import Journal, Line, read
+from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import Cut
 from elastic.ledger.segments import Stored
 from elastic.observe.view import view_of

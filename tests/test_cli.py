@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from elastic.api import orders
 from elastic.cli import main
 from elastic.driver import drive
 from elastic.ledger.journal import Journal
+from elastic.ledger.lease import Lease
 from elastic.observe import runs
 from elastic.sim.backend import SimBackend
 from elastic.sim.faults import Delays, Fault
@@ -155,6 +157,17 @@ def test_a_run_by_the_name_of_its_job_or_by_how_it_begins(storage: Path, capsys:
 def test_orders_to_a_run_that_nobody_drives(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = called(capsys, *words)
     assert (code, err) == (2, "elastic: run 'tiny-1' is not running (succeeded at step 30)\n")
+
+
+def test_who_trains_without_a_driver_takes_no_orders(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = LocalStorage(storage / "tiny-1")
+    Lease(run, "tiny-1").release()  # the driver's, whose journal is there
+    by_torchrun = Lease(run, "tiny-1")
+    try:
+        code, _, err = called(capsys, "stop", "tiny-1")
+        assert code == 2 and f"process {os.getpid()} on " in err and "takes no orders" in err and not run.list("inbox/")
+    finally:
+        by_torchrun.release()
 
 
 @pytest.mark.usefixtures("storage", "live")

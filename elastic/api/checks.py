@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic.data.batches import item_of
 from elastic.data.budget import budget_of
@@ -16,13 +16,11 @@ from elastic.driver import LINE_EVERY_S
 from elastic.errors import ElasticError, SpecError
 from elastic.fingerprint import JOB_KEYS, KEY, batch_changed, differences
 from elastic.ledger.journal import Line
+from elastic.ledger.lease import Lease
 from elastic.program import Program
 from elastic.spec import JobSpec
 from elastic.storage import Storage
 from elastic.types import DriverStarted, ModelProfile, Pool
-
-if TYPE_CHECKING:
-    from elastic.cluster.lease import Lease
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +29,6 @@ CLOCK_S = 5.0  # that two clocks may differ by, unsaid
 
 def taken(storage: Storage, run: str) -> Lease:
     """The run's lease. Raises SpecError where its storage cannot be written."""
-    from elastic.cluster.lease import Lease
-
     try:
         return Lease(storage, run)
     except ElasticError:

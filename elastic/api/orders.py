@@ -9,6 +9,8 @@ from typing import Any
 from elastic.api.checks import check_market
 from elastic.drill_spec import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.errors import SpecError
+from elastic.ledger.holder import Machine, started
+from elastic.ledger.lease import newest
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import runs
 from elastic.observe.view import View
@@ -19,13 +21,10 @@ from elastic.strict import yaml_of
 
 def holder(run: Storage) -> str:
     """Who drives the run now, as `process 12 on host`; '' = nobody."""
-    from elastic.cluster.lease import newest
-    from elastic.cluster.processes import Place, started
-
     sign = newest(run)
     if sign is None or sign.released:
         return ""
-    here = sign.boot == Place.here().boot
+    here = sign.boot == Machine.here().boot
     alive = started(sign.pid) == sign.started if here else time.time() - sign.at_s <= sign.ttl_s
     return f"process {sign.pid} on {sign.host}" if alive else ""
 
@@ -65,6 +64,10 @@ def _check_nodes(view: View, entry: DrillSpec) -> None:
 
 
 def _held(run: Storage) -> None:
-    if not holder(run):
-        view = runs.view(place := RunFolder.of(run))
+    """Raises SpecError where nobody drives the run who takes orders."""
+    view, who = runs.view(place := RunFolder.of(run)), holder(run)
+    if not who:
         raise SpecError(f"run '{place.name}' is not running ({view.phase} at step {view.step})")
+    sign = newest(run)
+    if sign is not None and sign.epoch > view.epoch:  # it has no journal, or has just begun
+        raise SpecError(f"run '{place.name}': {who} takes no orders, as it trains without a driver (torchrun): send it SIGTERM")

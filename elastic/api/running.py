@@ -23,6 +23,7 @@ from elastic.driver import Backend, drive, restored
 from elastic.errors import SpecError, StateLost, unwritten
 from elastic.fingerprint import KEY, fingerprint
 from elastic.ledger.journal import Line, read
+from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import Cut, RunFolder
 from elastic.ledger.segments import Stored
 from elastic.observe import report, runs
@@ -36,7 +37,6 @@ from elastic.storage import Storage, open_storage
 from elastic.types import Copy, CopyDamaged, DriverStarted, Layout, NodePrepared, Outcome, Pool, StepDone, WorkerFailed
 
 if TYPE_CHECKING:
-    from elastic.cluster.lease import Lease
     from elastic.cluster.local import LocalCluster
     from elastic.worker.durable import Found
 

@@ -287,8 +287,9 @@ class Trial:
         if not self.where.connected:
             return []
         from elastic.cluster import outposts
+        from elastic.cluster.ray_run import namespace_of
 
-        namespace = f"elastic-{self.where.name}"
+        namespace = namespace_of(self.run.uri)
         while (left := outposts.actors_left(namespace)) and time.monotonic() < end_s:
             time.sleep(0.1)
         outposts.end_actors(namespace)

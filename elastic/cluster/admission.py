@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 PLACE = "admission"  # in the run's storage
 NEIGHBOURS = 2  # a node that reaches the second one is not at fault
 HEAR_MOST_S = 5.0  # of a neighbour, which trains meanwhile
+DOUBT_S = 5.0  # within which a node that is gone is seen to be
 
 
 @dataclass
@@ -54,9 +55,12 @@ class Entrance:
     attached: bool = False
     _mark: str = ""
     _inside: dict[str, None] = field(default_factory=dict)  # nodes that were let in, in order
+    _asked: dict[str, Prepare] = field(default_factory=dict)  # the last of each node
+    _doubted: dict[str, tuple[NodeRefused, float]] = field(default_factory=dict)  # refusals that wait, until when
 
     def preparation(self, action: Prepare, plan: Plan | None) -> tuple[Any, ...]:
         """What the workers of a node are told (Worker.prepare)."""
+        self._asked[action.node_id] = action
         terms = Terms(dict(self.known), action.gpu_bytes, action.host_bytes, self._mark_for(action.node_id))
         return action.rehearse, terms, tuple(self._neighbours(action.node_id, plan))
 
@@ -117,8 +121,32 @@ class Entrance:
         self._inside[node.node_id] = None
         return event
 
+    def doubts(self, event: Event, now_s: float) -> tuple[str, ...]:
+        """The neighbors that a refused node did not reach. They may be the ones that are gone: the refusal waits."""
+        if not isinstance(event, NodeRefused) or not event.neighbors:
+            return ()
+        self._doubted[event.node_id] = (event, now_s + DOUBT_S)
+        return event.neighbors
+
+    def settled(self, nodes: Mapping[str, Node], now_s: float) -> tuple[list[Prepare], list[Event]]:
+        """Nodes to be prepared again, since a neighbor that they did not reach is gone or has lost a worker; refusals that
+        hold."""
+        again: list[Prepare] = []
+        refused: list[Event] = []
+        for node_id, (event, until_s) in list(self._doubted.items()):
+            if not all(name in nodes and len(self.crew.workers(name)) >= nodes[name].gpus for name in event.neighbors):
+                log.info("%s is looked at once more: %s, and a node that it did not reach is gone", node_id, event.reason)
+                again.append(self._asked[node_id])
+            elif now_s >= until_s:
+                refused.append(event)
+            else:
+                continue
+            del self._doubted[node_id]
+        return again, refused
+
     def forget(self, node_id: str) -> None:
-        self._inside.pop(node_id, None)
+        for known in (self._inside, self._asked, self._doubted):
+            known.pop(node_id, None)
 
     def close(self) -> None:
         """Takes away what was written to storage."""

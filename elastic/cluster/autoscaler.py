@@ -81,7 +81,7 @@ class Desk:
         if not end:
             return
         try:
-            ray.get(self._watcher.end.remote(self._order.run, self._order.epoch), timeout=END_MOST_S)
+            ray.get(self._watcher.end.remote(self._order.namespace, self._order.epoch), timeout=END_MOST_S)
         except (RayError, OSError) as error:
             log.warning(
                 "the autoscaler's watcher cannot be told that the run is over (%s); it gives the nodes back by itself", error

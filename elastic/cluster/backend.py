@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 
@@ -26,16 +26,16 @@ from elastic.cluster.claims import Order
 from elastic.cluster.copies import Commit, DurableCopies, holders_of
 from elastic.cluster.crew import POLL_S, Answer, Berth, Broken, Crew
 from elastic.cluster.drilling import Drilling
-from elastic.cluster.lease import Lease
 from elastic.cluster.local import LAST_WORDS, LocalCluster
 from elastic.cluster.lookouts import drain_in_ray
-from elastic.cluster.nodes import EmbeddedNodes, NodeProvider, Survey
+from elastic.cluster.nodes import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey
 from elastic.cluster.outlook import Outlook
 from elastic.cluster.output import last_words
 from elastic.cluster.ray_run import RayRun
 from elastic.cluster.silence import Silence, patience_s
-from elastic.errors import InternalError, LostContact
+from elastic.errors import LostContact
 from elastic.fingerprint import KEY
+from elastic.ledger.lease import Lease
 from elastic.reshard.transfers import participants
 from elastic.storage import open_storage
 from elastic.types import (
@@ -96,7 +96,7 @@ class RayBackend:
     _plan: Plan | None = field(init=False, default=None)  # the newest that was ordered
     _stuck: set[int] = field(init=False, default_factory=set)
     _looked_s: float = field(init=False, default=0.0)
-    _let_go: bool = field(init=False, default=False)  # another driver has the run
+    _let_go: bool = field(init=False, default=False)  # another driver has the run, or is to attach to it
     _stopped: bool = field(init=False, default=False)  # a Stop is carried out
     _closed: bool = field(init=False, default=False)
 
@@ -122,7 +122,7 @@ class RayBackend:
         self.gather = Gather(self.copies.commit, self._workers_of)
         self.silence = Silence(POLL_S, run.job.get("max_silence_s"), patience_s(run.job))
         self.outlook = Outlook.of(run.pools, embedded=self.cluster is not None)
-        self.survey = Survey()
+        self.survey = Survey(AWAY_MOST_S if outlives else 0.0)
         self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else self._acquisition()
         schedule = drills.Schedule(run.job.get("drill") or (), self.storage.hasty(drills.MARK_MOST_S))
         self.drilling = Drilling(schedule, self.provider, self.crew, self.nodes, run.pools)
@@ -183,7 +183,7 @@ class RayBackend:
         self.inbox.close()
         self.entrance.close()
         self.copies.close()
-        self.crew.close(end=self.cluster is None and ends)
+        self.crew.close(end=self.cluster is None and ends, wait=not self.survey.head_lost)
         self.provider.close(end=ends)
         self._stores.clear()
         if self._connected and self.cluster is not None:
@@ -314,8 +314,11 @@ class RayBackend:
             if self._is_known(message) or (isinstance(message, NodePrepared) and answer.worker.node_id not in self.nodes):
                 continue  # written down already; or its node was lost in this very round
             for event in self.gather.add(answer.worker, message, time.monotonic()):
-                events.append(self.entrance.passed(event, self.nodes))
-                events += self._follow(event)
+                event = self.entrance.passed(event, self.nodes)
+                if neighbors := self.entrance.doubts(event, time.monotonic()):
+                    self._suspect(neighbors)
+                    continue
+                events += [event, *self._follow(event)]
         return events
 
     def _is_known(self, message: Event) -> bool:
@@ -416,6 +419,10 @@ class RayBackend:
         if orders.stop is not None:
             events.append(StopAsked(orders.stop))
         events += self._stuck_generation()
+        again, refused = self.entrance.settled(self.nodes, time.monotonic())
+        for order in again:
+            self._prepare(order)
+        events += refused
         self._write_late_parts()
         self.drilling.pass_deadlines(now_s)
         ray_ids = {node_id: ray_id for node_id in self.nodes if (ray_id := self.provider.ray_id(node_id))}
@@ -470,7 +477,15 @@ class RayBackend:
         """This driver still holds the run, and its cluster stands."""
         self._own()
         if self.cluster is not None and self.cluster.ended:
-            raise InternalError("the embedded cluster has ended: its keeper was killed; run again to resume from storage")
+            self._lost("the process that keeps it was killed")
+        if self.survey.head_lost:
+            self._lost(self.survey.head_lost)
+
+    def _lost(self, why: str) -> NoReturn:
+        """The workers of a cluster that others keep are left alone: they may outlive its head."""
+        self._let_go = self.cluster is None
+        which = "embedded Ray cluster" if self.cluster is not None else f"Ray cluster at {self.run.address}"
+        raise LostContact(f"run '{self.run.name}': the {which} is lost: {why}; run it again with this --run-name to resume")
 
     def _own(self) -> None:
         if self.lease is not None and self.lease.lost:
@@ -484,7 +499,7 @@ class RayBackend:
 
     def _acquisition(self) -> NodeProvider:
         run = self.run
-        order = Order(run.name, run.epoch, run.namespace, run.pools, self.crew.setup.orphan_lease_s)
+        order = Order(run.namespace, run.epoch, run.pools, self.crew.setup.orphan_lease_s)
         return provider_for(order, run.attach, run.spared)
 
     def _pool(self, name: str) -> Pool:

@@ -17,12 +17,12 @@ LEAVE_MOST_S = 150.0  # workers of a run whose driver is gone save and leave by 
 
 @dataclass(frozen=True)
 class Order:
-    """What a driver says every second. `waits`: nodes of each pool that are still to come. `held`: Ray ids of those it has,
-    `dropped`: of those it wants no more. `fresh`: the first of a driver that takes nothing over."""
+    """What a driver says every second. `namespace`: Ray's, which stands for the run. `waits`: nodes of each pool that are still
+    to come. `held`: Ray ids of those it has, `dropped`: of those it wants no more. `fresh`: the first of a driver that takes
+    nothing over."""
 
-    run: str
-    epoch: int
     namespace: str
+    epoch: int
     pools: tuple[Pool, ...]
     lease_s: float
     waits: Mapping[str, int] = field(default_factory=dict)
@@ -58,11 +58,11 @@ class Claims:
 
     def hear(self, order: Order, now_s: float) -> bool:
         """False: a newer driver of the run was here."""
-        run = self.runs.get(order.run)
+        run = self.runs.get(order.namespace)
         if run is not None and order.epoch < run.order.epoch:
             return False
         if run is None:
-            run = self.runs[order.run] = _Run(order, now_s)
+            run = self.runs[order.namespace] = _Run(order, now_s)
         gone = set(run.given) if order.fresh else set(order.dropped)
         if run.silent:  # it is back: what has not gone yet is its own again
             self.leaving = {node: since for node, since in self.leaving.items() if node not in run.given}

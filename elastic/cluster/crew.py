@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from elastic.types import WorkerId
 
 POLL_S = 0.5  # how long a worker without news holds a poll
 PASSPORT_MOST_S = 10.0
+STARTERS = 8  # actors that are made at once
 TEXT_MOST = 400
 
 
@@ -77,7 +77,9 @@ class Crew:
     _calls: dict[Any, WorkerId] = field(default_factory=dict)
     _news: queue.SimpleQueue[Broken] = field(default_factory=queue.SimpleQueue)
     _lock: threading.RLock = field(default_factory=threading.RLock)
-    _starter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "start-workers"))
+    _starting: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)  # as `_start` takes it
+    _starters: list[threading.Thread] = field(default_factory=list)
+    _closed: bool = False
 
     # ------------------------------------------------------------------------------------------ who is there
 
@@ -105,7 +107,14 @@ class Crew:
         with self._lock:
             self._incarnations[me] = self._incarnations.get(me, 0) + 1
             incarnation = self._incarnations[me]
-        self._starter.submit(self._start, me, berth, incarnation, preparation)
+        if len(self._starters) < STARTERS:  # daemons: making an actor waits for the head, and may do so for a minute
+            self._starters.append(threading.Thread(target=self._run, name="start-workers", daemon=True))
+            self._starters[-1].start()
+        self._starting.put((me, berth, incarnation, preparation))
+
+    def _run(self) -> None:
+        while (order := self._starting.get()) is not None and not self._closed:
+            self._start(*order)
 
     def _start(self, me: WorkerId, berth: Berth, incarnation: int, preparation: tuple[Any, ...]) -> None:
         setup = replace(self.setup, me=me, incarnation=incarnation, pool=berth.pool)
@@ -253,8 +262,13 @@ class Crew:
             if member is not None:
                 _kill(member.actor)
 
-    def close(self, end: bool) -> None:
-        self._starter.shutdown(wait=True, cancel_futures=True)
+    def close(self, end: bool, wait: bool = True) -> None:
+        """`wait`: for actors that are being made, which may take a minute where the head is gone."""
+        self._closed = True
+        for _ in self._starters:
+            self._starting.put(None)
+        for thread in self._starters if wait else ():
+            thread.join()
         if end:
             self.end(self.workers())
 

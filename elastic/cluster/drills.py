@@ -13,8 +13,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from elastic.cluster.boundary import Boundary
-from elastic.cluster.lease import Store
 from elastic.errors import SpecError, StorageRefused
+from elastic.ledger.lease import Store
 from elastic.spec import drill_entry
 from elastic.storage import Storage
 from elastic.types import MarketType, Plan

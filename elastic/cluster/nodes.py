@@ -28,6 +28,10 @@ NODE_LABEL = "elastic-node"
 SURVEY_S, PROBE_S = 0.5, 0.1
 PROBE_WAIT_S, SUSPECT_MOST_S = 0.3, 5.0
 MUTE_MOST_S = 3.0  # a suspect whose raylet cannot be reached for so long is gone
+REFUSES = "its raylet's port refuses"
+ASKED_MOST_S = 1.0  # a longer pause between two looks at the head was this process's own
+RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"  # Ray ends every process whose GCS is away for so long:
+AWAY_MOST_S = 0.5 * float(os.environ.get(RECONNECT) or 60.0)  # this one is to end before, in some 10 s
 
 
 class NodeProvider(Protocol):
@@ -272,22 +276,31 @@ def workers_of(found: RayNode, pool: Pool) -> int:
 
 
 class Survey:
-    """Looks at the cluster in a thread of its own. `alive`, `draining` and `gone` are whole and new at every look.
+    """Looks at the cluster in threads of its own: one takes what Ray says, which may take long, one asks ports. `alive`,
+    `draining` and `gone` are whole and new at every look.
 
     `suspect`: the nodes on which something broke. Their raylets are asked at once: a port that refuses is a node that is
     gone, long before Ray says so.
+    `head_lost`: why nothing more can come of this cluster; '' = it stands. That is where this process's own raylet is gone, or
+    the head's GCS refuses for `refused_most_s` or is mute for AWAY_MOST_S.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, refused_most_s: float = AWAY_MOST_S) -> None:
         self.alive: Mapping[str, RayNode] = {}
         self.draining: Mapping[str, float] = {}
         self.gone: Mapping[str, str] = {}  # Ray id -> why
+        self.head_lost = ""
         self._suspects: dict[str, tuple[float, float]] = {}  # Ray id -> suspected until, reached last
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        place = ray.get_runtime_context()
+        self._head = Head(place.gcs_address, refused_most_s)
+        self._own = place.get_node_id()
+        self._looked = threading.Event()  # since the head was asked last
         self._look()
-        self._thread = threading.Thread(target=self._run, name="survey", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=run, name="survey", daemon=True) for run in (self._run, self._ask)]
+        for thread in self._threads:
+            thread.start()
 
     def suspect(self, ray_ids: Iterable[str]) -> None:
         now_s = time.monotonic()
@@ -299,21 +312,36 @@ class Survey:
         """Asks the node now; returns why it is gone, '' = it answers or it is not known."""
         found = self.alive.get(ray_id)
         if found is not None and reaches(found.address, found.port) is False:
-            self._lose(ray_id, "its raylet's port refuses")
+            self._lose(ray_id, REFUSES)
         return self.gone.get(ray_id, "")
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(5.0)
+        for thread in self._threads:
+            thread.join(0.0 if self.head_lost else 5.0)  # a call to a head that is gone may take a minute
 
     def _run(self) -> None:
-        looked_s = time.monotonic()
-        probing, looking = Boundary(log, "asking nodes"), Boundary(log, "asking the head for its nodes")
+        looking = Boundary(log, "asking the head for its nodes")
+        while not self._stop.wait(SURVEY_S):
+            looking.holds(self._look)  # where the head does not answer, nothing new is known
+
+    def _ask(self) -> None:
+        asked_s = time.monotonic()
+        probing, of_the_head = Boundary(log, "asking nodes"), Boundary(log, "asking the head")
         while not self._stop.wait(PROBE_S):
             probing.holds(self._probe)
-            if time.monotonic() - looked_s >= SURVEY_S:
-                looking.holds(self._look)  # where the head does not answer, nothing new is known
-                looked_s = time.monotonic()
+            if time.monotonic() - asked_s >= SURVEY_S:
+                asked_s = time.monotonic()
+                of_the_head.holds(self._ask_head)
+
+    def _ask_head(self) -> None:
+        looked = self._looked.is_set()
+        self._looked.clear()
+        self.head_lost = self.head_lost or self._own_lost() or self._head.ask(looked, time.monotonic())
+
+    def _own_lost(self) -> str:
+        why = self.check(self._own)
+        return f"this process's own raylet has ended ({why})" if why else ""
 
     def _probe(self) -> None:
         now_s = time.monotonic()
@@ -324,7 +352,7 @@ class Survey:
             found = self.alive.get(ray_id)
             answer = reaches(found.address, found.port) if found else None
             if answer is False:
-                self._lose(ray_id, "its raylet's port refuses")
+                self._lose(ray_id, REFUSES)
             elif answer is None and time.monotonic() - reached_s > MUTE_MOST_S:
                 self._lose(ray_id, f"its raylet cannot be reached for {MUTE_MOST_S:.0f} s")
             elif answer:
@@ -339,11 +367,37 @@ class Survey:
         found = [replace(node, draining=node.ray_id in draining) for node in found]
         with self._lock:
             self.alive = {node.ray_id: node for node in found if node.ray_id not in self.gone}
+        self._looked.set()
 
     def _lose(self, ray_id: str, why: str) -> None:
         with self._lock:
             self.gone = {**self.gone, ray_id: why}
             self.alive = {known: node for known, node in self.alive.items() if known != ray_id}
+
+
+@dataclass
+class Head:
+    """The head's GCS as it is seen from here. Where it keeps its memory elsewhere it may come back: `refused_most_s` is how
+    long that is waited for. What this process itself stood still does not count."""
+
+    address: str
+    refused_most_s: float
+    _away_s: float = 0.0  # since it gave a sign of life
+    _refused: bool = False
+    _asked_s: float | None = None
+
+    def ask(self, looked: bool, now_s: float) -> str:
+        """Why it is gone for good; '' = it is not. `looked`: it has answered a call since the last time."""
+        host, _, port = self.address.rpartition(":")
+        answer = reaches(host.strip("[]"), int(port))
+        back = self._refused and answer is True
+        self._refused = answer is False
+        gap_s = 0.0 if self._asked_s is None else min(ASKED_MOST_S, now_s - self._asked_s)
+        self._asked_s = now_s
+        self._away_s = 0.0 if looked or back else self._away_s + gap_s
+        how = "has refused connections" if self._refused else "has not answered"
+        most_s = self.refused_most_s if self._refused else AWAY_MOST_S
+        return f"the head's GCS at {self.address} {how} for {self._away_s:.0f} s" if self._away_s > most_s else ""
 
 
 def living() -> list[RayNode]:

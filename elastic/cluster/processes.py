@@ -6,30 +6,16 @@ import ctypes
 import os
 import resource
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+
+from elastic.ledger.holder import started as started
+from elastic.ledger.holder import stat
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STAND_BACK = 4  # nice value of what prepares beside others that train on the same cores
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the state on (index 0 = state, 1 = parent, 19 = start time); None = no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return text.rpartition(")")[2].split()
-
-
-def started(pid: int) -> int | None:
-    """Ticks from boot to the start of the process: with the pid, a name that is never reused. None = gone or a zombie."""
-    stat = _stat(pid)
-    return None if stat is None or stat[0] in ("Z", "X") else int(stat[19])
 
 
 def command(pid: int) -> list[str]:
@@ -44,9 +30,9 @@ def descendants(root: int) -> list[int]:
     """Living processes below `root`, parents before children; `root` itself is not among them."""
     below: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
-        stat = _stat(int(name)) if name.isdigit() else None
-        if stat is not None:
-            below.setdefault(int(stat[1]), []).append(int(name))
+        fields = stat(int(name)) if name.isdigit() else None
+        if fields is not None:
+            below.setdefault(int(fields[1]), []).append(int(name))
     found, queue = [], [root]
     while queue:
         children = below.get(queue.pop(0), [])
@@ -122,19 +108,6 @@ def _watch(pid: int, since: int | None, look_s: float) -> None:
     while since is not None and started(pid) == since:
         time.sleep(look_s)
     os._exit(1)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process id means something: one boot of one machine, one pid namespace."""
-
-    host: str
-    boot: str
-
-    @classmethod
-    def here(cls) -> Place:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return cls(socket.gethostname(), f"{boot}/{os.readlink('/proc/self/ns/pid')}")
 
 
 def stand_back() -> bool:

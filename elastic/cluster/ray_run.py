@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.cluster.actors import SESSION
+from elastic.ledger.run_folder import key_of
 from elastic.types import Plan, Pool
 
 
@@ -35,4 +36,9 @@ class RayRun:
 
     @property
     def namespace(self) -> str:
-        return f"elastic-{self.name}"
+        return namespace_of(self.uri)
+
+
+def namespace_of(uri: str) -> str:
+    """Ray's, of the run that is stored there; it also stands for the run where the autoscaler's watcher counts nodes."""
+    return f"elastic-{key_of(uri)}"

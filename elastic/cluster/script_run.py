@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -19,16 +19,17 @@ from elastic.cluster import _ray_private, drills
 from elastic.cluster.autoscaler import provider_for
 from elastic.cluster.claims import Order
 from elastic.cluster.drilling import Drilling
-from elastic.cluster.lease import Lease
 from elastic.cluster.local import LocalCluster
-from elastic.cluster.nodes import EmbeddedNodes, NodeProvider, Survey, signal_there
+from elastic.cluster.nodes import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey, signal_there
 from elastic.cluster.outlook import Outlook
+from elastic.cluster.ray_run import namespace_of
 from elastic.cluster.script_bill import ORPHAN_LEASE_S, counted
 from elastic.cluster.script_fit import Fit
 from elastic.cluster.script_state import Needs, Script, lines_of, some
 from elastic.cluster.script_words import Board, Hello, Said, Word
 from elastic.driver import LINE_EVERY_S, Recorder, stop_signals
-from elastic.errors import InternalError, LostContact
+from elastic.errors import LostContact
+from elastic.ledger.lease import Lease
 from elastic.policy.state import State
 from elastic.storage import open_storage
 from elastic.types import (
@@ -70,6 +71,10 @@ class ScriptJob:
     address: str = ""
     drill: tuple[Mapping[str, Any], ...] = ()
     max_nodes: int | None = None
+
+    @property
+    def namespace(self) -> str:
+        return namespace_of(self.uri)
 
     @property
     def uses_gpus(self) -> bool:
@@ -144,11 +149,10 @@ class ScriptRun:
 
     def _connect(self) -> None:
         self._anchor_s = time.time() - time.monotonic()
-        namespace = f"elastic-{self.job.name}"
         if self.cluster is not None:
-            self.cluster.connect(namespace)
+            self.cluster.connect(self.job.namespace)
         else:
-            ray.init(self.job.address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(self.job.address, namespace=self.job.namespace, log_to_driver=False, logging_level=logging.ERROR)
         _ray_private.mute_errors()
 
     def _begin(self, start: DriverStarted) -> None:
@@ -157,9 +161,9 @@ class ScriptRun:
         self.script.bill = counted(self.script.bill, start, self._began_s)
         self.storage = open_storage(self.job.uri)
         pools = self.job.needs.pools
-        self.inbox, self.survey = drills.Inbox(self.storage), Survey()
+        self.inbox, self.survey = drills.Inbox(self.storage), Survey(AWAY_MOST_S if self.cluster is None else 0.0)
         self.outlook = Outlook.of(pools, embedded=self.cluster is not None)
-        order = Order(self.job.name, start.epoch, f"elastic-{self.job.name}", tuple(pools), ORPHAN_LEASE_S)
+        order = Order(self.job.namespace, start.epoch, tuple(pools), ORPHAN_LEASE_S)
         self.provider = EmbeddedNodes(self.cluster, pools) if self.cluster is not None else provider_for(order, take_over=False)
         schedule = drills.Schedule(self.job.drill, self.storage.hasty(drills.MARK_MOST_S))
         hands = Hands(self.script, self.provider.ray_id)
@@ -223,13 +227,21 @@ class ScriptRun:
         if self.lease.lost:
             raise LostContact(f"run '{self.job.name}': this driver ends, another one drives the run")
         if self.cluster is not None and self.cluster.ended:
-            raise InternalError("the embedded cluster has ended: its keeper was killed; run again")
+            self._lost("the process that keeps it was killed")
+        if self.survey.head_lost:
+            self._lost(self.survey.head_lost)
+
+    def _lost(self, why: str) -> NoReturn:
+        raise LostContact(f"run '{self.job.name}': its Ray cluster is lost: {why}; run it again with this --run-name to resume")
 
     def _exchange(self) -> dict[tuple[int, int], float]:
         orders, self.script.orders = self.script.orders, []
         words: list[Word]
         silent_s: dict[tuple[int, int], float]
-        words, silent_s = ray.get(self.board.take.remote(orders))
+        try:
+            words, silent_s = ray.get(self.board.take.remote(orders), timeout=AWAY_MOST_S)
+        except ray.exceptions.RayError as error:  # it stands beside this process
+            self._lost(self.survey.head_lost or f"the board of its ranks has ended: {' '.join(str(error).split())[:200]}")
         for word in words:
             if isinstance(word, Said):
                 for line in word.lines:
@@ -358,7 +370,7 @@ class ScriptRun:
         self.script.expected_s = now_s
         job = self.job
         orders = Orders(
-            job.file, job.args, job.cwd, job.name, self._board_name, f"elastic-{job.name}", job.logs, job.asks_ray
+            job.file, job.args, job.cwd, job.name, self._board_name, job.namespace, job.logs, job.asks_ray
         )  # fmt: skip
         self.fit.start(job, {"orders": orders})
 

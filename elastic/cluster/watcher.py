@@ -81,7 +81,7 @@ class Watcher:
 
     def order(self, order: Order) -> Report:
         with self._lock:
-            run = self._claims.runs.get(order.run)
+            run = self._claims.runs.get(order.namespace)
             before = run.order if run is not None else None
             if not self._claims.hear(order, time.monotonic()):
                 return Report(replaced=True)
@@ -115,7 +115,7 @@ class Watcher:
         scaling, reasons = self._scaling, self._reasons.by_type
         bundles = {pool.name: bundle_of(pool, self._types) for pool in order.pools}
         return Report(
-            self._claims.given(order.run),
+            self._claims.given(order.namespace),
             {name: scaling.coming[kind] for name, kind in types.items()},
             {name: scaling.failed[kind] for name, kind in types.items()},
             {name: reasons[kind] for name, kind in types.items() if kind in reasons},

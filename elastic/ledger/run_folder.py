@@ -1,11 +1,14 @@
 """A run: its storage, and the local folder with its journal file, report and curve.
 
-Where the storage is a folder, the two are one. Where it is s3://, the driver's folder is ./elastic_runs/<run>: the journal is
-written there and stored as segments; a machine without that folder reads the segments.
+Where the storage is a folder, the two are one. Where it is s3://, the driver's folder is ./elastic_runs/<run> (where that is of
+a run in another storage ./elastic_runs/<run>-<hash>): the journal is written there and stored as segments; a machine without
+that folder reads the segments.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import tempfile
 import time
 from dataclasses import dataclass
@@ -22,6 +25,18 @@ JOURNAL = "journal.jsonl"
 ASIDE = "journal-damaged-{}.jsonl"
 LOGS = "logs"  # what the workers print, a file for each process
 STORED_AT = "storage-uri"  # in a driver's folder: where the run really is
+
+
+def key_of(uri: str) -> str:
+    """Of a run, by its storage, for what runs share: a Ray cluster, a folder. Two runs in two storages may have one name."""
+    place = uri if "://" in uri else os.path.realpath(uri)
+    return f"{uri.rstrip('/').rpartition('/')[2]}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+
+
+def _of_another(folder: Path, uri: str) -> bool:
+    """Is the driver's folder that of a run in another storage?"""
+    mark = folder / STORED_AT
+    return mark.read_text().strip() != uri if mark.is_file() else (folder / JOURNAL).is_file()
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,8 @@ class RunFolder:
     @classmethod
     def of(cls, storage: Storage) -> RunFolder:
         if not isinstance(storage, LocalStorage):
-            return cls(storage, Path(DEFAULT_STORAGE).absolute() / storage.uri.rpartition("/")[2])
+            folder = Path(DEFAULT_STORAGE).absolute() / storage.uri.rpartition("/")[2]
+            return cls(storage, folder.with_name(key_of(storage.uri)) if _of_another(folder, storage.uri) else folder)
         mark = storage.root / STORED_AT
         return cls(open_storage(mark.read_text().strip()) if mark.is_file() else storage, storage.root)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from elastic.errors import ElasticError, InfeasiblePlan
 from elastic.planner.search import Choice
-from elastic.policy import balancing, cadence, drain, limits, moves, rearranging, recovery, retries, suspects
+from elastic.policy import balancing, cadence, drain, hazard, limits, moves, rearranging, recovery, retries, suspects
 from elastic.policy.capacity import capacity, missing_capacity, potential, together
 from elastic.policy.known import ENDED, State, StopWish
 from elastic.policy.leaving import back_to_spot
@@ -258,6 +258,8 @@ def _not_yet(state: State, error: InfeasiblePlan, now_s: float) -> Decision:
         choice_of(state, potential(state))
     except InfeasiblePlan as never:
         return _stop("failed", f"InfeasiblePlan: {never}")
+    if why := hazard.in_vain(state):
+        return _stop("failed", f"{why}; step {state.step} reached, saved is step {state.saved_step}")
     why = "" if _others_coming(state) else limits.nothing_to_buy(state, now_s)
     if why:
         return _stop("stopped", f"{why}; {error}; step {state.step} reached, saved is step {state.saved_step}")

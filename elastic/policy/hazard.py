@@ -21,6 +21,7 @@ START_PRIOR_S = 180.0  # from the request to a node that is prepared, before the
 BACKOFF_S, BACKOFF_MAX_S = 30.0, 600.0  # of a pool that has no capacity
 DEATHS_BORNE = 1  # at start, in a row, before the pool is left alone
 DEATH_BACKOFF_S, DEATH_BACKOFF_MAX_S = 30.0, 3600.0
+STARTS_MOST = 12  # in a row that end before a node is prepared, of every pool: more than four hours with the waits between
 
 
 def of(state: State, pool: str) -> PoolSeen:
@@ -151,6 +152,17 @@ def died(state: State, node: Node, why: str, at_s: float) -> State:
     wait_s = min(DEATH_BACKOFF_MAX_S, DEATH_BACKOFF_S * 2.0 ** min(20, n - DEATHS_BORNE - 1))
     reason = f"{n} starts in a row ended before a node was prepared (the last one: {why})"
     return replace(state, backoff={**state.backoff, node.pool: Backoff(at_s + wait_s, wait_s, reason, n)})
+
+
+def in_vain(state: State) -> str:
+    """Why no node will ever be prepared again: every pool gives nodes, and none of them gets so far; '' = some may. A pool that
+    gives no nodes is waited for."""
+    usable = [pool.name for pool in state.pools if pool.max_nodes > 0]
+    inside = any(node.node_id in state.prepared for node in state.alive)
+    if not usable or inside or min(of(state, name).deaths for name in usable) < STARTS_MOST:
+        return ""
+    reasons = [f"pool {name}: {state.backoff[name].reason}" for name in usable if name in state.backoff]
+    return f"no node can be prepared: {'; '.join(reasons)}"
 
 
 def without_backoff(state: State, pool: str) -> State:

@@ -58,12 +58,14 @@ class NodePrepared(Event):
 @dataclass(frozen=True)
 class NodeRefused(Event):
     """The node was looked at when it started and may not take part: `reason` says why, in one line. It is still paid for.
-    `may_pass`: it lacks memory that a process which is gone may still hold."""
+    `may_pass`: it lacks memory that a process which is gone may still hold. `neighbors`: the nodes that it did not reach, where
+    that is why."""
 
     node_id: str
     reason: str
     pool: str = ""
     may_pass: bool = False
+    neighbors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import NoReturn
 from elastic.worker.environment import settle
 
 EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
-EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where), 3 stopped by a signal, state saved
+EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where), 3 stopped by a signal, state
+saved, 4 another process has taken the run over
 
 Started alone it is one process; started by torchrun, one rank of WORLD_SIZE. SIGTERM saves at the next step and leaves."""
 

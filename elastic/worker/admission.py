@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,11 +34,12 @@ FREE_EVERY_S = 0.5
 
 
 class Refused(Exception):
-    """Why this node may not take part, in one line. `may_pass`: it lacks memory of a GPU, which others hold."""
+    """Why this node may not take part, in one line. `may_pass`: it lacks memory of a GPU, which others hold. `neighbors`: the
+    nodes that it did not reach."""
 
-    def __init__(self, why: str, may_pass: bool = False) -> None:
+    def __init__(self, why: str, may_pass: bool = False, neighbors: tuple[str, ...] = ()) -> None:
         super().__init__(why)
-        self.may_pass = may_pass
+        self.may_pass, self.neighbors = may_pass, neighbors
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Checks:
         mark = self._found_mark()
         link, link_s = self._found_link()
         if link is not None and link.problem:
-            raise Refused(link.problem)
+            raise Refused(link.problem, neighbors=link.failed)
         waited_s = time.monotonic() - asked_s
         name, bytes_per_s = (link.name, link.bytes_per_s) if link is not None else ("", 0.0)
         took_s = self._spent_s + max(speed_s, link_s)
@@ -128,14 +129,14 @@ class Checks:
         except TimeoutError:
             return None, END_MOST_S
 
-    def reason(self) -> str:
-        """Why the node is refused, where the checks say so by now or soon; for a program that could not be opened there."""
+    def refusal(self) -> Refused | None:
+        """That of the node, where the checks come to it by now or soon; for a program that could not be opened there."""
         try:
             if self._speed is not None:
                 self.end()
         except Refused as refused:
-            return str(refused)
-        return ""
+            return refused
+        return None
 
 
 def _timed(what: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
@@ -271,10 +272,10 @@ def _settle(device: torch.device) -> None:
 def try_links(doors: Callable[[], Sequence[Door]]) -> Link | None:
     """The first neighbour that is reached; None = nobody was there to be asked. Where none of several is reached, the node is
     at fault and not one of them."""
-    failed: Link | None = None
+    failed: list[Link] = []
     for door in doors():
         found = measure(door)
         if not found.problem:
             return found
-        failed = failed or found
-    return failed
+        failed.append(found)
+    return replace(failed[0], failed=tuple(link.name for link in failed)) if failed else None

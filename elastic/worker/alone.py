@@ -1,8 +1,8 @@
 """A job at a fixed layout without a driver: ranks that torchrun, or another trainer, has started.
 
-Each rank runs one Session for one generation. Rank 0 decides where the run begins, commits the durable copies once every rank
-has said that its part is stored, and removes old ones. There are no peer copies: a loss ends all ranks, and whoever started
-them starts them anew from the newest durable copy.
+Each rank runs one Session for one generation. Rank 0 holds the run's lease, decides where the run begins, commits the durable
+copies once every rank has said that its part is stored, and removes old ones. There are no peer copies: a loss ends all ranks,
+and whoever started them starts them anew from the newest durable copy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from elastic.data.budget import budget_of
-from elastic.errors import ElasticError, SpecError
+from elastic.errors import ElasticError, LostContact, SpecError
 from elastic.fingerprint import KEY, batch_changed, differences, fingerprint
+from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import DEFAULT_STORAGE
 from elastic.spec import JobSpec
 from elastic.storage import Storage, open_storage
@@ -132,6 +133,7 @@ class Alone:
         self._failure: WorkerFailed | None = None
         self._damaged = ""
         self._entered = False
+        self._lease: Lease | None = None  # of rank 0, once all ranks have met
         self._asked_copy_s = time.monotonic()
 
     def stop(self, reason: str) -> None:
@@ -158,6 +160,8 @@ class Alone:
             return self._result(began)
         finally:
             session.close()
+            if self._lease is not None:
+                self._lease.release()
             if meeting is not None:
                 meeting.give_back()
 
@@ -230,13 +234,15 @@ class Alone:
         return begin
 
     def _found(self, mark: Mapping[str, Any], passed: list[str]) -> Begin:
-        """The newest durable copy that has not been passed over. Raises SpecError when the run is done or is another run."""
+        """The newest durable copy that has not been passed over. Raises SpecError when the run is done, is another run, or is
+        driven by somebody else."""
+        self._taken()
         problems: list[str] = []
         found = durable.find(self.storage, problems)
         for problem in problems:
             self.wishes.hear(problem)
         generation = max((item.generation for item in found), default=0) + 1 + self.me.attempt
-        epoch = max([self._last_driver(), *(item.epoch for item in found)])
+        epoch = max([self._taken(), *(item.epoch for item in found)])
         durable.clean(self.storage, epoch)  # what an interrupted save has left
         left = [item for item in found if item.uri not in passed]
         if not left and (found or problems):
@@ -263,18 +269,15 @@ class Alone:
             raise SpecError(f"{self.storage.uri}: no checkpoint there is whole; mend one, or give another --run-name")
         return Begin(generation, epoch)
 
-    def _last_driver(self) -> int:
-        """Epoch of the last driver of this run. Raises SpecError while one drives it: two ways at once."""
-        signs = self.storage.list("lease/")
-        if not signs:
-            return 0
-        sign = json.loads(self.storage.get(signs[-1]))
-        if not sign.get("released") and abs(time.time() - float(sign["at_s"])) <= float(sign["ttl_s"]):
-            raise SpecError(
-                f"run '{self.name}' is driven by process {sign['pid']} on {sign['host']} right now: stop that first (elastic "
-                f"stop {self.name}), or give another --run-name"
-            )
-        return int(sign["epoch"])
+    def _taken(self) -> int:
+        """Epoch of this run's lease, which rank 0 holds from here on. Raises SpecError while another process has it."""
+        if self._lease is None:
+            self._lease = Lease(self.storage, self.name, patient=True)
+        return self._lease.epoch
+
+    def _hold(self) -> None:
+        if self._lease is not None and self._lease.lost:
+            raise LostContact(f"run '{self.name}': its lease (epoch {self._lease.epoch}) was taken over by another process")
 
     def _generation(self, meeting: Meeting, plan: Plan, copies: Copies) -> None:
         order = EnterOrder(plan, plan.ranks, self.me.rank, meeting.address, TIMEOUT_S)
@@ -304,6 +307,7 @@ class Alone:
             self._hear(None)
 
     def _hear(self, copies: Copies | None) -> None:
+        self._hold()
         beat = self.session.poll(self._ack, TICK_S)
         for number, event in beat.messages:
             self._ack = number
@@ -352,6 +356,7 @@ class Alone:
         """Nobody goes before rank 0 has committed the last copy, and rank 0, which hosts the store, goes last."""
         if self._failure is not None:
             return
+        self._hold()
         copies.finish(self.wishes.on_copy, SETTLE_MOST_S)
         meeting.say("gone", "")
         deadline = time.monotonic() + GOODBYE_S

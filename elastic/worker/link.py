@@ -16,6 +16,9 @@ from dataclasses import dataclass
 PAYLOAD_BYTES = 4 << 20
 OPEN_S = 15.0  # for which a door is open
 CONNECT_S, MOST_S = 5.0, 10.0
+TOKEN_MOST_S = 3.0  # for a visitor's next word, until it has said its token
+LOOK_S = 0.2
+VISITORS_MOST = 64  # at once
 TOKEN_BYTES = 16
 PIECE_BYTES = 1 << 18
 _ANSWER = struct.Struct("<QI")  # bytes that arrived, their crc32
@@ -33,16 +36,17 @@ class Door:
 
 @dataclass(frozen=True)
 class Link:
-    """`problem`: '' = it carries."""
+    """`problem`: '' = it carries. `failed`: all that were tried in vain."""
 
     name: str
     bytes_per_s: float = 0.0
     problem: str = ""
+    failed: tuple[str, ...] = ()
 
 
 def listen(name: str, host: str) -> Door:
     """Opens a door at this address of this machine, for one visitor within OPEN_S."""
-    server = socket.create_server((host, 0), backlog=1)
+    server = socket.create_server((host, 0), backlog=VISITORS_MOST)
     server.settimeout(OPEN_S)
     token = secrets.token_bytes(TOKEN_BYTES)
     threading.Thread(target=_serve, args=(server, token), name="admission-door", daemon=True).start()
@@ -50,20 +54,32 @@ def listen(name: str, host: str) -> Door:
 
 
 def _serve(server: socket.socket, token: bytes) -> None:
-    """A visitor who does not know the token is sent away, and the door stays open for the one who does."""
-    end_s = time.monotonic() + OPEN_S
+    """Each visitor is heard in a thread of its own: one that says nothing keeps nobody else waiting. Who does not know the
+    token is sent away, and the door stays open for the one who does."""
+    end_s, served, room = time.monotonic() + OPEN_S, threading.Event(), threading.Semaphore(VISITORS_MOST)
     with server:
-        while (left_s := end_s - time.monotonic()) > 0:
-            server.settimeout(left_s)
+        while not served.is_set() and (left_s := end_s - time.monotonic()) > 0:
+            server.settimeout(min(left_s, LOOK_S))
             try:
                 visitor, _ = server.accept()
+            except TimeoutError:
+                continue
             except OSError:
                 return
-            with visitor, suppress(OSError):
-                visitor.settimeout(MOST_S)
-                if secrets.compare_digest(_read(visitor, TOKEN_BYTES), token):
-                    _answer(visitor)
-                    return
+            if not room.acquire(blocking=False):
+                visitor.close()
+                continue
+            threading.Thread(target=_hear, args=(visitor, token, served, room), name="admission-visitor", daemon=True).start()
+
+
+def _hear(visitor: socket.socket, token: bytes, served: threading.Event, room: threading.Semaphore) -> None:
+    with visitor, suppress(OSError):
+        visitor.settimeout(TOKEN_MOST_S)
+        if secrets.compare_digest(_read(visitor, TOKEN_BYTES), token) and not served.is_set():
+            served.set()
+            visitor.settimeout(MOST_S)
+            _answer(visitor)
+    room.release()
 
 
 def _answer(visitor: socket.socket) -> None:

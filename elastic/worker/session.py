@@ -321,16 +321,19 @@ class Session:
                     self._at_phase("preparing", 0)
                     self._rehearse(place, rehearsal)
         except Refused as refused:
-            self._put(NodeRefused(self.me.node_id, str(refused), may_pass=refused.may_pass))
+            self._put(self._refused(refused))
             return
         except Exception as error:  # noqa: BLE001 - the worker's boundary: whatever the program raises becomes a message
             print_error(error)
-            why = checks.reason() if checks is not None and self._place is None else ""
+            refusal = checks.refusal() if checks is not None and self._place is None else None
             failed = WorkerFailed(self.me, 0, kind_of(error), text_of(error), do="retry" if is_assert(error) else "")
-            self._put(NodeRefused(self.me.node_id, why) if why else failed)
+            self._put(failed if refusal is None else self._refused(refusal))
             return
         if len(rehearsals) < 2:
             self._put(self._prepared())
+
+    def _refused(self, why: Refused) -> NodeRefused:
+        return NodeRefused(self.me.node_id, str(why), may_pass=why.may_pass, neighbors=why.neighbors)
 
     def _settled(self, checks: Checks | None) -> Workplace:
         """A workplace, opened while the node is looked at. Raises Refused, and what the program raises."""

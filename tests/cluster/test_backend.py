@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 from support.cluster.stage import Stage, plan, wait_gone
@@ -19,6 +20,7 @@ from elastic.types import (
     NodeLost,
     NodePrepared,
     NodeReady,
+    NodeRefused,
     PlanEntered,
     Prepare,
     Quiesce,
@@ -84,6 +86,26 @@ def test_a_killed_node_is_lost_before_ray_says_so(stage: Make, monkeypatch: pyte
     assert failed.kind == "process"
     assert (lost.node_id, lost.cause) == (b, "its raylet's port refuses")
     on.wait(StepDone)  # the other goes on
+
+
+def test_a_newcomer_is_not_refused_for_a_neighbor_that_dies(stage: Make) -> None:
+    on = stage(job={"unreached": {"spot-2": "spot-1"}})
+    (neighbor,) = on.nodes(1)
+    on.backend.execute(RequestNodes("spot", 1, "another"))
+    newcomer = on.wait(NodeReady).node.node_id
+    on.backend.cluster.kill(neighbor)
+    on.backend.execute(Prepare(newcomer))
+    assert on.wait(lambda e: isinstance(e, NodePrepared | NodeRefused)) == NodePrepared(newcomer, ANY)
+    assert (neighbor, newcomer) == ("spot-1", "spot-2")
+
+
+def test_a_newcomer_that_does_not_reach_a_living_neighbor_is_refused(stage: Make) -> None:
+    on = stage(job={"unreached": {"spot-2": "spot-1"}})
+    on.nodes(1)
+    on.backend.execute(RequestNodes("spot", 1, "another"))
+    on.backend.execute(Prepare(on.wait(NodeReady).node.node_id))
+    refused = on.wait(lambda e: isinstance(e, NodePrepared | NodeRefused))
+    assert refused == NodeRefused("spot-2", "spot-1 cannot be reached", "spot", neighbors=("spot-1",))
 
 
 def test_a_killed_process_is_replaced_on_its_node(stage: Make) -> None:

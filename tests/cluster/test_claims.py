@@ -16,7 +16,7 @@ from elastic.cluster.watcher import Reasons, Report
 from elastic.types import NodeReady, Pool
 
 SPOT, SAFE = Pool("spot", "A100", 8, "spot", max_nodes=4), Pool("safe", "A100", 8, "on-demand", max_nodes=4)
-ORDER = Order("a", 1, "elastic-a", (SPOT, SAFE), 100.0)
+ORDER = Order("a", 1, (SPOT, SAFE), 100.0)
 
 
 def nodes(**pools: str) -> dict[str, Seen]:
@@ -26,7 +26,7 @@ def nodes(**pools: str) -> dict[str, Seen]:
 def test_nodes_are_dealt_to_those_that_wait_once_each() -> None:
     claims = Claims()
     claims.hear(replace(ORDER, waits={"spot": 2}), 0)
-    claims.hear(replace(ORDER, run="b", waits={"spot": 1}), 0)
+    claims.hear(replace(ORDER, namespace="b", waits={"spot": 1}), 0)
     claims.look(nodes(n1="spot", n2="spot", n3="spot", n4="spot", n5="safe"), 0)
     assert (set(claims.given("a")), set(claims.given("b"))) == ({"n1", "n2"}, {"n3"})
     claims.look(nodes(n1="spot", n2="spot", n3="spot", n4="spot", n5="safe"), 1)
@@ -37,7 +37,7 @@ def test_nodes_are_dealt_to_those_that_wait_once_each() -> None:
 def test_the_request_is_the_sum_of_what_is_held_and_waited_for() -> None:
     claims = Claims()
     claims.hear(replace(ORDER, waits={"spot": 1, "safe": 0}, held=frozenset({"n1", "n2"})), 0)
-    claims.hear(replace(ORDER, run="b", waits={"safe": 2}), 0)
+    claims.hear(replace(ORDER, namespace="b", waits={"safe": 2}), 0)
     seen = nodes(n1="spot") | {"n2": Seen("spot", draining=True)}
     claims.look(seen, 0)
     assert claims.wanted(seen) == Counter({"spot": 2, "safe": 2}), "a node that is taken away is not asked for any more"
@@ -61,7 +61,7 @@ def test_a_node_below_the_least_of_its_type_stays_for_the_next_request() -> None
     claims.end("a", 1, 1)
     claims.look(seen, 1)
     assert claims.to_drain(seen, {"spot": 1}) == ["n2"]
-    claims.hear(replace(ORDER, run="b", waits={"spot": 1}), 2)
+    claims.hear(replace(ORDER, namespace="b", waits={"spot": 1}), 2)
     claims.look(nodes(n1="spot"), 2)
     assert set(claims.given("b")) == {"n1"}
 
@@ -86,7 +86,7 @@ def test_a_silent_driver_loses_its_request_and_its_nodes_and_may_come_back() -> 
     claims.look(seen, 101)
     assert not claims.wanted(seen) and claims.to_drain(seen, {}) == ["n1"] and not claims.overdue(101)
     claims.forget_gone()
-    assert [run.order.namespace for run in claims.overdue(102 + LEAVE_MOST_S)] == ["elastic-a"]
+    assert [run.order.namespace for run in claims.overdue(102 + LEAVE_MOST_S)] == ["a"]
     claims.hear(replace(order, epoch=2), 103)
     claims.look(seen, 103)
     assert not claims.leaving and set(claims.given("a")) == {"n1"}

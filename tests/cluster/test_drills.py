@@ -244,11 +244,7 @@ def test_the_thread_that_follows_the_inbox_survives_what_nobody_thought_of(
         inbox = Inbox(storage)
         assert looked.wait(30)
     storage.put("inbox/1.json", ORDER)
-    deadline_s = time.monotonic() + 30
-    while not (found := inbox.take().drills):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    assert found == ({"kill": "any"},)
+    assert until(lambda: inbox.take().drills, "the order") == ({"kill": "any"},)
     inbox.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 from support.cluster.stage import FAKE
 
 from elastic.cluster.actors import Worker, WorkerSetup
-from elastic.cluster.admission import NEIGHBOURS, Entrance
+from elastic.cluster.admission import DOUBT_S, NEIGHBOURS, Entrance
 from elastic.errors import SpecError
 from elastic.storage.local import LocalStorage
 from elastic.types import (
@@ -90,6 +90,32 @@ def test_what_the_driver_does_not_know_the_first_node_says_for_all() -> None:
     assert at.passed(NodeRefused("b", "why"), NODES) == NodeRefused("b", "why", "spot")
     for other in (StepDone(1, 1, 1.0, 8, 0.1), Notice("a", 5.0), NodePrepared("nobody")):
         assert at.passed(other, NODES) == other
+
+
+def test_a_refusal_waits_whether_the_neighbor_is_gone() -> None:
+    at = entrance("a", "b", "c")
+    at.preparation(order := Prepare("a", gpu_bytes=5), None)
+    refusal = NodeRefused("a", "b cannot be reached", "spot", neighbors=("c", "b"))
+    assert not at.doubts(NodeRefused("a", "torch 2.0", "spot"), 10.0), "neighbors have no part in that"
+    assert at.doubts(refusal, 10.0)
+    assert at.settled(NODES, 10.0) == ([], [])
+    without_b = {name: node for name, node in NODES.items() if name != "b"}
+    assert at.settled(without_b, 10.5) == ([order], [])
+    assert at.settled(without_b, 99.0) == ([], []), "once"
+    assert at.doubts(refusal, 20.0)
+    at.crew.there.remove(WorkerId("c", 1))  # type: ignore[attr-defined]
+    assert at.settled(NODES, 20.5) == ([order], []), "a worker of it is gone, and is started anew"
+
+
+def test_one_that_holds_is_told_and_one_of_a_lost_node_is_not() -> None:
+    at = entrance("a", "b")
+    at.preparation(Prepare("a"), None)
+    refusal = NodeRefused("a", "b cannot be reached", "spot", neighbors=("b",))
+    assert at.doubts(refusal, 10.0)
+    assert at.settled(NODES, 10.0 + DOUBT_S) == ([], [refusal])
+    assert at.doubts(refusal, 20.0)
+    at.forget("a")
+    assert at.settled({}, 99.0) == ([], [])
 
 
 def test_a_node_is_prepared_when_all_its_workers_are_and_is_as_good_as_the_worst() -> None:

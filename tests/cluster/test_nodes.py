@@ -1,9 +1,10 @@
-"""Which pool a node counts to, capacity, GPUs, and what the survey makes of a port: no Ray cluster needed."""
+"""Which pool a node counts to, capacity, GPUs, and what the survey makes of ports and of the head: no Ray cluster needed."""
 
 from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic.cluster.local import NodeOrder
-from elastic.cluster.nodes import ClusterNodes, EmbeddedNodes, RayNode, machine_bytes, pool_of, reaches
+from elastic.cluster.nodes import AWAY_MOST_S, ClusterNodes, EmbeddedNodes, Head, RayNode, machine_bytes, pool_of, reaches
 from elastic.errors import InternalError
 from elastic.types import Node, NodeReady, Pool, RequestFailed
 
@@ -147,3 +148,49 @@ def test_a_port_answers_or_refuses() -> None:
         assert reaches("127.0.0.1", port) is False
         listening.listen()
         assert reaches("127.0.0.1", port) is True
+
+
+@pytest.fixture
+def port() -> Iterator[socket.socket]:
+    """Refuses until it listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound
+
+
+def asked(head: Head, seconds: Iterable[float], looked: bool = False) -> str:
+    """What it says at the last of these seconds."""
+    return [head.ask(looked, at_s) for at_s in seconds][-1]
+
+
+def head_at(port: socket.socket, refused_most_s: float = AWAY_MOST_S) -> Head:
+    return Head(f"127.0.0.1:{port.getsockname()[1]}", refused_most_s)
+
+
+def test_an_embedded_head_that_refuses_is_gone(port: socket.socket) -> None:
+    head = head_at(port, 0.0)
+    assert head.ask(looked=True, now_s=0.0) == ""
+    assert "has refused connections for 1 s" in head.ask(looked=False, now_s=0.5) + head.ask(looked=False, now_s=1.0)
+
+
+def test_that_of_a_cluster_may_come_back(port: socket.socket) -> None:
+    head = head_at(port)
+    assert asked(head, range(29)) == ""
+    port.listen()
+    assert asked(head, range(29, 58)) == "", "it listens again, and has not answered yet"
+    assert asked(head, range(58, 62)).endswith("has not answered for 32 s")
+    assert asked(head, range(62, 63), looked=True) == ""
+
+
+def test_a_head_that_only_listens_is_gone_in_time(port: socket.socket) -> None:
+    port.listen()
+    head = head_at(port, 0.0)
+    assert asked(head, range(30)) == ""
+    assert "has not answered for 31 s" in asked(head, range(30, 32))
+    assert AWAY_MOST_S == 30.0, "Ray ends this process after 60 s, and to end takes it some 10 s"
+
+
+def test_what_this_process_stood_still_does_not_count(port: socket.socket) -> None:
+    port.listen()
+    head = head_at(port)
+    assert asked(head, (0.0, 1.0, 3600.0, 7200.0)) == ""

@@ -17,6 +17,7 @@ from support.waiting import until
 
 from elastic.cluster import processes
 from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.cluster.ray_run import namespace_of
 from elastic.ledger.journal import read
 from elastic.storage import open_storage
 from elastic.types import CopyStored, NodePrepared, PlanEntered, StepDone
@@ -143,7 +144,7 @@ def test_without_a_driver_the_workers_save_and_leave(on_cluster: Shell) -> None:
     assert found[0].meta["orphan"] is True
     assert durable.open_checkpoint(found[0].uri).verify() == []
     assert found[0].step >= max(e.step for e in events(shell, "orphan", StepDone))
-    assert not names_in(shell, "elastic-orphan"), "an actor of ours is left"
+    assert not names_in(shell, namespace_of(storage.uri)), "an actor of ours is left"
 
 
 def names_in(shell: Shell, namespace: str) -> list[str]:

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.e2e.shell import PROGRAMS, Shell, last_line, until
+from support.e2e.shell import PROGRAMS, Shell, last_line
+from support.waiting import until
 
-from elastic.cluster.lease import Times
 from elastic.ledger.journal import read
+from elastic.ledger.lease import Times
 from elastic.types import StepDone
 
 pytestmark = pytest.mark.e2e

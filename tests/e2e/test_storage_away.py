@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.e2e.shell import PROGRAMS, Shell, last_line, until
+from support.e2e.shell import PROGRAMS, Shell, last_line
 from support.storage.faulty_proxy import Fault, FaultyProxy
+from support.waiting import until
 
-from elastic.cluster.lease import Times
 from elastic.ledger.journal import read
+from elastic.ledger.lease import Times
 from elastic.storage.s3 import S3Storage
 from elastic.types import NodePrepared, PlanEntered, StepDone
 

@@ -15,7 +15,7 @@ from support.waiting import until
 from elastic.errors import InternalError, JournalDamaged, LostContact, SpecError, StorageFailed
 from elastic.ledger import segments
 from elastic.ledger.journal import Journal, Line
-from elastic.ledger.run_folder import RunFolder
+from elastic.ledger.run_folder import RunFolder, key_of
 from elastic.ledger.segments import PREFIX, Segments, Stored, read_stored
 from elastic.storage import LocalStorage, open_storage
 from elastic.types import Decision, EnterPlan, Layout, NodeLost, Plan, RequestNodes, StepDone, Stop, WorkerId
@@ -377,6 +377,25 @@ def test_on_a_real_server(s3: LocalStorage, tmp_path: Path, monkeypatch: pytest.
     assert of(RunFolder.of(open_storage(s3.uri)).lines()) == ["g1", 2]
     assert RunFolder.of(open_storage(tmp_path / "elastic_runs" / place.name)).uri == s3.uri  # the folder knows where the run is
     assert place.age_s() < 60.0
+
+
+def test_runs_of_one_name_in_two_storages_have_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, two = (RunFolder.of(open_storage(f"s3://{bucket}/runs/baseline")) for bucket in ("ann", "bob"))
+    assert one.folder == two.folder == tmp_path / "elastic_runs" / "baseline", "nobody has it yet"
+    one.folder.mkdir(parents=True)
+    (one.folder / "storage-uri").write_text(one.uri + "\n")
+    assert RunFolder.of(one.storage).folder == one.folder
+    assert RunFolder.of(two.storage).folder.name == key_of(two.uri) != key_of(one.uri)
+    assert key_of(two.uri).startswith("baseline-") and RunFolder.of(two.storage).name == "baseline"
+    (one.folder / "storage-uri").unlink()
+    (one.folder / "journal.jsonl").write_text("")
+    assert RunFolder.of(one.storage).folder != one.folder, "it is a run of this very folder"
+
+
+def test_a_folder_by_two_paths_is_one_storage(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert key_of(str(tmp_path / "link" / "r")) == key_of(str(tmp_path / "r")) != key_of(str(tmp_path / "a" / "r"))
 
 
 def test_a_folder_needs_no_segments(tmp_path: Path) -> None:

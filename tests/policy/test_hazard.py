@@ -8,6 +8,7 @@ import pytest
 from support.policy.story import SPOT, Story, job, orders
 
 from elastic.policy import hazard
+from elastic.policy.capacity import PREPARE_MOST_S
 from elastic.policy.state import PoolSeen, State
 from elastic.types import (
     DriverStarted,
@@ -143,6 +144,37 @@ def test_a_pool_whose_nodes_die_at_start_is_asked_again_at_once_and_then_ever_la
     assert "spot" in story.state.backoff, "a node that has come has not started yet"
     story.tick(NodePrepared("good"))
     assert "spot" not in story.state.backoff and story.state.history["spot"].deaths == 0
+
+
+def starts_in_vain(story: Story, pool: str, n: int) -> None:
+    """Nodes of the pool come, one after the other, and their preparation does not get on."""
+    for k in range(n):
+        story.tick(NodeReady(Node(f"{pool}-{k}", pool)), after_s=hazard.DEATH_BACKOFF_MAX_S)
+        story.tick(after_s=PREPARE_MOST_S + 1.0)
+        if story.state.phase == "waiting":
+            story.tick(NodeLost(f"{pool}-{k}", "released"))
+
+
+def test_a_run_of_which_no_node_is_ever_prepared_ends() -> None:
+    story = Story(pools=(replace(SPOT, max_nodes=1),))
+    starts_in_vain(story, "spot", hazard.STARTS_MOST - 1)
+    assert story.state.phase == "waiting"
+    starts_in_vain(story, "spot", 1)
+    assert story.state.phase == "failed"
+    assert story.state.outcome_reason == (
+        "no node can be prepared: pool spot: 12 starts in a row ended before a node was prepared (the last one: its "
+        "preparation has not got on for 600 s); step 0 reached, saved is step 0"
+    )
+
+
+def test_it_goes_on_while_a_pool_may_still_give_nodes_or_one_was_prepared() -> None:
+    story = Story(pools=(replace(SPOT, max_nodes=1), FIXED))
+    starts_in_vain(story, "spot", hazard.STARTS_MOST + 1)
+    assert story.state.phase == "waiting", "nobody knows how those of the other pool start"
+    story = Story(pools=(SPOT,), min_workers=2)
+    story.nodes("good")
+    starts_in_vain(story, "spot", hazard.STARTS_MOST + 1)
+    assert story.state.phase == "waiting" and story.state.history["spot"].deaths > hazard.STARTS_MOST
 
 
 def test_a_new_driver_knows_what_was_seen_and_when_the_run_began() -> None:

@@ -6,9 +6,11 @@ import os
 import socket
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from support.waiting import until
 
 from elastic.fingerprint import KEY
 from elastic.storage.local import LocalStorage
-from elastic.types import APART, Admission, Mark, NodeRefused, Terms, WorkerId, version_differences, worst
+from elastic.types import APART, Admission, Mark, NodePrepared, NodeRefused, Terms, WorkerId, version_differences, worst
 from elastic.worker import admission, free_memory, link
 from elastic.worker.admission import (
     FREE_MOST_S,
@@ -183,7 +185,7 @@ def test_an_error_of_the_device_is_a_reason(background: Callable[..., Any], monk
     monkeypatch.setattr(admission, "multiply", lambda device: multiply(device, broken))
     checks = Checks(Entry(Terms()), CPU, linked=False)
     checks.begin(background)
-    assert "ECC" in checks.reason(), "also where the program failed first because of it"
+    assert "ECC" in str(checks.refusal()), "also where the program failed first because of it"
 
 
 def test_bfloat16_holds_every_element_of_the_large_product() -> None:
@@ -212,6 +214,16 @@ def test_a_door_is_for_one_visitor_who_knows_the_token() -> None:
     until(lambda: "cannot be reached" in measure(door).problem, "the end of the door")
 
 
+def test_visitors_that_say_nothing_keep_nobody_waiting() -> None:
+    door = listen("b", "127.0.0.1")
+    with ExitStack() as silent:
+        for _ in range(8):
+            silent.enter_context(socket.create_connection((door.host, door.port), 5.0))
+        began_s = time.monotonic()
+        assert measure(door).problem == ""
+        assert time.monotonic() - began_s < link.TOKEN_MOST_S, "none of them was waited for"
+
+
 def test_a_neighbour_that_cannot_be_reached() -> None:
     assert measure(closed_door()).problem.startswith("gone cannot be reached at 127.0.0.1:")
 
@@ -235,7 +247,7 @@ def test_a_node_that_reaches_one_of_two_neighbours_is_not_at_fault() -> None:
     found = try_links(lambda: [closed_door(), listen("b", "127.0.0.1")])
     assert found is not None and (found.name, found.problem) == ("b", "")
     failed = try_links(lambda: [closed_door(), closed_door()])
-    assert failed is not None and failed.problem
+    assert failed is not None and failed.problem and failed.failed == ("gone", "gone")
     assert try_links(list) is None, "nobody is there yet"
 
 
@@ -334,8 +346,21 @@ def test_a_session_refuses_instead_of_preparing(tmp_path: Path) -> None:
     told = refused({**JOB, KEY: {"program": "0", "n_samples": None}}, Entry(Terms()), tmp_path)
     assert told.reason == "its program is another one: the code of its program.py"
     told = refused(JOB, Entry(Terms(), lambda: [closed_door()]), tmp_path)
-    assert told.reason.startswith("gone cannot be reached")
+    assert told.reason.startswith("gone cannot be reached") and told.neighbors == ("gone",)
     assert refused(JOB, Entry(Terms(mark=mark(tmp_path))), tmp_path).reason.startswith(f"{APART}: ")
+
+
+def test_a_refused_node_may_be_looked_at_again(tmp_path: Path) -> None:
+    session = Session(WorkerId("a", 0), JOB, str(tmp_path))
+    try:
+        session.prepare((), Entry(Terms(), lambda: [closed_door()]))
+        ((number, event),) = session.poll(0, 120.0).messages
+        assert isinstance(event, NodeRefused)
+        session.prepare((), Entry(Terms(), lambda: [listen("b", "127.0.0.1")]))
+        ((_, event),) = session.poll(number, 120.0).messages
+    finally:
+        session.close()
+    assert isinstance(event, NodePrepared) and event.admission is not None and event.admission.neighbour == "b"
 
 
 def test_a_bad_node_is_not_the_programs_fault(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from support.places import PROGRAMS
 from support.reference import train
 from support.waiting import until
 
-from elastic.errors import SpecError
+from elastic.errors import LostContact, SpecError
+from elastic.ledger.lease import Lease, Times, newest
 from elastic.program import load_program
 from elastic.spec import JobSpec, load_job
 from elastic.storage import open_storage
-from elastic.types import Layout, Resume
+from elastic.types import Layout, Resume, StepDone
 from elastic.worker import __main__ as worker_command
 from elastic.worker import durable
 from elastic.worker.alone import Alone, Wishes
@@ -218,20 +219,95 @@ def test_a_layout_that_the_model_cannot_be_cut_into(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_driven_right_now_and_changed_mathematics(tmp_path: Path) -> None:
+def test_changed_mathematics_are_refused_and_epochs_grow(tmp_path: Path) -> None:
     folder = job(tmp_path)
     run_folder = open_storage(folder / "runs" / "tiny")
-    sign = {"epoch": 4, "released": False, "at_s": time.time(), "ttl_s": 15.0, "pid": 12, "host": "there"}
-    run_folder.put("lease/00000004-00000009.json", json.dumps(sign).encode())
+    Lease(run_folder, "tiny").release()
     wishes = Wishes(storage=str(folder / "runs"))
-    with pytest.raises(SpecError, match="driven by process 12 on there right now"):
-        Alone(load_job(folder), wishes, {}).to_the_end()
-    run_folder.put("lease/00000004-00000010.json", json.dumps({**sign, "released": True}).encode())
     ended = Alone(load_job(folder, ["steps=4"]), wishes, {}).to_the_end()
     assert ended.outcome == "succeeded"
-    assert durable.find(run_folder)[0].epoch == 4
+    assert durable.find(run_folder)[0].epoch == 2
+    sign = newest(run_folder)
+    assert sign is not None and sign.released and sign.epoch == 2
     with pytest.raises(SpecError, match=r"started with other values: seed \(3, now 5\)"):
         Alone(load_job(folder, ["seed=5"]), wishes, {}).to_the_end()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and "lease" not in path.parts}
+
+
+@pytest.mark.slow
+def test_a_run_that_another_process_drives_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    folder = job(tmp_path)
+    wishes = Wishes(storage=str(folder / "runs"))
+    Alone(load_job(folder, ["steps=4"]), wishes, {}).to_the_end()
+    unfinished = folder / "runs" / "tiny" / "checkpoints" / "step-00000008.g0001"
+    unfinished.mkdir()
+    (unfinished / "__0_0.distcp").write_bytes(b"half, by the one that drives it")
+    before, lease = files(folder / "runs"), Lease(open_storage(folder / "runs" / "tiny"), "tiny")
+    try:
+        with pytest.raises(SpecError, match=f"run 'tiny' is driven by process {os.getpid()} on .*; stop it first"):
+            Alone(load_job(folder), wishes, {}).to_the_end()
+        assert files(folder / "runs") == before
+    finally:
+        lease.release()
+
+
+@pytest.mark.slow
+def test_it_is_refused_to_others_meanwhile_and_ends_where_it_was_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is stored after that: the run is somebody else's."""
+    folder = job(tmp_path, program=str(SLOW), steps=100_000, durable_every=1_000)
+    run_folder = open_storage(folder / "runs" / "tiny")
+    refused: list[str] = []
+    monkeypatch.setattr("elastic.worker.alone.Lease", partial(Lease, times=Times(renew_s=0.05, ttl_s=600.0)))
+
+    def take_over(event: Any) -> None:
+        if isinstance(event, StepDone) and event.step == 3:
+            with pytest.raises(SpecError) as error:
+                Lease(run_folder, "tiny")
+            refused.append(str(error.value))
+            sign = newest(run_folder)
+            assert sign is not None
+            after = replace(sign, epoch=sign.epoch + 1, n=0, host="elsewhere", boot="other")
+            run_folder.put(after.key, json.dumps(asdict(after)).encode())
+
+    with pytest.raises(LostContact, match=r"its lease \(epoch 1\) was taken over"):
+        Alone(load_job(folder), Wishes(storage=str(folder / "runs"), hear=take_over), {}).to_the_end()
+    assert f"driven by process {os.getpid()} on" in refused[0]
+    last = newest(run_folder)
+    assert durable.find(run_folder) == [] and last is not None and (last.epoch, last.released) == (2, False)
+
+
+@pytest.mark.e2e
+def test_of_three_ways_in_at_once_one_has_the_run(tmp_path: Path) -> None:
+    folder = job(tmp_path, program=str(SLOW), steps=400, durable_every=10)
+    run_folder = open_storage(folder / "runs" / "tiny")
+    first = subprocess.Popen(
+        command(1, folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )  # fmt: skip
+    try:
+        until(lambda: durable.find(run_folder) or first.poll() is not None, "the first copy")
+        assert first.poll() is None
+        driver = [sys.executable, "-m", "elastic", "run", str(folder), "--run-name", "tiny", "--local", "--set"]
+        for words in (command(1, folder), [*driver, f"storage={folder / 'runs'}"]):
+            second = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=300, cwd=tmp_path)
+            assert second.returncode == 2, second.stderr
+            (line,) = second.stderr.strip().splitlines()
+            assert f"run 'tiny' is driven by process {first.pid} on" in line
+        assert first.poll() is None
+        first.send_signal(signal.SIGTERM)
+        out, err = first.communicate(timeout=300)
+    finally:
+        first.kill()
+    last = json.loads(out.strip().splitlines()[-1])
+    assert (first.returncode, last["outcome"]) == (3, "stopped"), err
+    assert durable.find(run_folder)[0].step == last["steps"]
+    assert all(durable.verify(found.uri) == [] for found in durable.find(run_folder))
+    code, last, said = run(1, folder, "--set", f"steps={last['steps'] + 2}")
+    assert (code, last["outcome"]) == (0, "succeeded"), said
 
 
 def test_a_group_that_was_there_is_there_again_and_leftovers_are_removed(tmp_path: Path) -> None:

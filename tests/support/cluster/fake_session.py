@@ -1,6 +1,7 @@
 """A worker session without torch: steps are naps. Same interface as elastic.worker.session.Session.
 
-Job keys that steer it: `nap_s` (length of a step), `slow_quiesce_s`, `prepare_raises`, `imports`, `prints`.
+Job keys that steer it: `nap_s` (length of a step), `slow_quiesce_s`, `prepare_raises`, `imports`, `prints`, `unreached` (a
+node and the neighbor that it does not reach when it is prepared for the first time).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic.types import Event, Holding, NodePrepared, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types import Event, Holding, NodePrepared, NodeRefused, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class FakeSession:
     def prepare(self, rehearsals: tuple[object, ...] = (), entry: Any = None) -> None:
         if self.job.get("prepare_raises"):
             self.put(WorkerFailed(self.me, 0, "program", "ValueError: the program is wrong"))
+        elif self.me.node_id in self.job.get("unreached", {}) and not self.n:
+            neighbor = self.job["unreached"][self.me.node_id]
+            self.put(NodeRefused(self.me.node_id, f"{neighbor} cannot be reached", neighbors=(neighbor,)))
         else:
             self.put(NodePrepared(self.me.node_id, (os.getpid(),)))
 

@@ -18,9 +18,9 @@ import pytest
 from support.storage.faulty_proxy import Fault, FaultyProxy, unavailable
 from support.waiting import until
 
-from elastic.cluster import processes
-from elastic.cluster.lease import Lease, Sign, Times, newest
 from elastic.errors import SpecError
+from elastic.ledger.holder import Machine, started
+from elastic.ledger.lease import Lease, Sign, Times, newest
 from elastic.storage import LocalStorage, Storage, open_storage
 
 QUICK = Times(renew_s=0.05, ttl_s=600.0)
@@ -44,7 +44,7 @@ def put(storage: Storage, **changes: object) -> Sign:
 def gives_signs(monkeypatch: pytest.MonkeyPatch, storage: Storage, **changes: object) -> None:
     """A driver on another machine, while somebody watches for its next sign of life."""
     watched = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: put(storage, n=8, ttl_s=300.0, **changes)})
-    monkeypatch.setattr("elastic.cluster.lease.time", watched)
+    monkeypatch.setattr("elastic.ledger.lease.time", watched)
 
 
 def test_a_second_driver_is_refused_by_name_and_the_epoch_grows(storage: Storage) -> None:
@@ -75,6 +75,18 @@ def test_a_living_driver_elsewhere_is_refused(storage: Storage) -> None:
         Lease(storage, "r", QUICK)
 
 
+def test_one_that_is_patient_waits_for_a_driver_elsewhere_that_was_heard_of_just_now(storage: Storage) -> None:
+    put(storage, at_s=time.time(), ttl_s=0.3)
+    with pytest.raises(SpecError, match="driven by process 4711 on elsewhere"):
+        Lease(storage, "r", QUICK)
+    began_s = time.monotonic()
+    lease = Lease(storage, "r", QUICK, patient=True)
+    assert lease.epoch == 4 and time.monotonic() - began_s >= 0.3
+    with pytest.raises(SpecError, match=f"driven by process {os.getpid()}"):
+        Lease(storage, "r", QUICK, patient=True)
+    lease.release()
+
+
 def test_a_driver_elsewhere_is_replaced_after_expiry(storage: Storage) -> None:
     put(storage, at_s=time.time() - 10)
     lease = Lease(storage, "r", QUICK)
@@ -93,7 +105,7 @@ def test_a_living_process_of_this_machine_that_was_held_up_is_refused(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine stood still for longer than its time to live; it gives its next sign now."""
-    me = {"boot": processes.Place.here().boot, "pid": os.getpid(), "started": processes.started(os.getpid())}
+    me = {"boot": Machine.here().boot, "pid": os.getpid(), "started": started(os.getpid())}
     put(storage, at_s=time.time() - 1000, ttl_s=300.0, **me)
     gives_signs(monkeypatch, storage, **me)
     with pytest.raises(SpecError, match="elsewhere"):
@@ -103,14 +115,14 @@ def test_a_living_process_of_this_machine_that_was_held_up_is_refused(
 def test_a_dead_process_of_this_machine_is_replaced_at_once(storage: Storage) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    put(storage, boot=processes.Place.here().boot, pid=gone.pid, ttl_s=60.0)
+    put(storage, boot=Machine.here().boot, pid=gone.pid, ttl_s=60.0)
     lease = Lease(storage, "r", QUICK)
     assert (lease.epoch, lease.attached) == (4, True)
     lease.release()
 
 
 def test_a_process_id_that_was_used_again_is_not_the_driver(storage: Storage) -> None:
-    put(storage, boot=processes.Place.here().boot, pid=os.getpid(), started=1, ttl_s=60.0)
+    put(storage, boot=Machine.here().boot, pid=os.getpid(), started=1, ttl_s=60.0)
     lease = Lease(storage, "r", QUICK)
     assert lease.epoch == 4
     lease.release()
@@ -174,7 +186,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
         own = {"monotonic": lambda: self.now_s}
-        monkeypatch.setattr("elastic.cluster.lease.time", SimpleNamespace(**vars(time) | own))
+        monkeypatch.setattr("elastic.ledger.lease.time", SimpleNamespace(**vars(time) | own))
 
 
 @pytest.fixture
@@ -278,7 +290,7 @@ def test_who_takes_over_waits_for_a_holder_that_was_heard_again_at_the_last_mome
         slept.append(seconds)
         sleep(seconds)
 
-    monkeypatch.setattr("elastic.cluster.lease.time", SimpleNamespace(**vars(time) | {"sleep": noted}))
+    monkeypatch.setattr("elastic.ledger.lease.time", SimpleNamespace(**vars(time) | {"sleep": noted}))
 
     def heard_again() -> None:
         storage.at_put = lambda: None

@@ -21,8 +21,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from elastic.cluster import processes
 from elastic.errors import SpecError
+from elastic.ledger.holder import Machine, started
 from elastic.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -72,22 +72,23 @@ class Times:
 
 
 class Lease:
-    """Raises SpecError when another driver holds the run. `attached`: there was a driver before that did not end in order."""
+    """Raises SpecError when another driver holds the run. `attached`: there was a driver before that did not end in order.
+    `patient`: one on another machine that has just been heard of may be dead: it is watched, and not refused at once."""
 
-    def __init__(self, storage: Storage, run: str, times: Times = Times()) -> None:
+    def __init__(self, storage: Storage, run: str, times: Times = Times(), patient: bool = False) -> None:
         self.storage, self.run, self.times = storage, run, times
         self.trouble: Exception | None = None  # why the last renewal did not succeed
         self._lost, self._said = threading.Event(), False
         self._done = threading.Event()
-        place = processes.Place.here()
+        place = Machine.here()
         now_s = time.time()
         me: dict[str, Any] = {
-            "host": place.host, "boot": place.boot, "pid": os.getpid(), "started": processes.started(os.getpid()) or 0,
+            "host": place.host, "boot": place.boot, "pid": os.getpid(), "started": started(os.getpid()) or 0,
             "since_s": now_s, "ttl_s": times.ttl_s,
         }  # fmt: skip
         before = newest(storage)
         if before is not None:
-            self._refuse_living(before)
+            self._refuse_living(before, patient)
         self.attached = before is not None and not before.released
         self.sign = Sign(epoch=before.epoch + 1 if before else 1, n=0, at_s=now_s, **me)
         self._good_s = time.monotonic()  # when the last sign of life that was given began to be written
@@ -134,10 +135,10 @@ class Lease:
         with suppress(OSError):
             self._write(self._next(released=True))
 
-    def _refuse_living(self, before: Sign) -> None:
+    def _refuse_living(self, before: Sign, patient: bool) -> None:
         if before.released or self._dead_here(before):
             return
-        if 0.0 <= time.time() - before.at_s <= before.ttl_s:
+        if not patient and 0.0 <= time.time() - before.at_s <= before.ttl_s:
             raise SpecError(self._refusal(before))
         self._watch(before)  # its clock may be behind or ahead of ours, or this machine stood still: does it still give signs?
 
@@ -151,7 +152,7 @@ class Lease:
                 raise SpecError(self._refusal(after))
 
     def _dead_here(self, sign: Sign) -> bool:
-        return sign.boot == processes.Place.here().boot and processes.started(sign.pid) != sign.started
+        return sign.boot == Machine.here().boot and started(sign.pid) != sign.started
 
     def _refusal(self, holder: Sign) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(holder.since_s))
