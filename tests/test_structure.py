@@ -42,11 +42,11 @@ OBJECT_COLLECTIVES = {
 UNPICKLERS = {
     f"{module}.{name}"
     for module in ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "ray.cloudpickle")
-    for name in ("load", "loads", "Unpickler")
+    for name in ("load", "loads", "Unpickler", "_Unpickler")
 } | {"shelve.open", "torch.serialization.load", "yaml.unsafe_load", "yaml.full_load"}  # fmt: skip
 MAY_UNPICKLE = {  # file -> what it calls, and why that runs no code of a stranger
     "elastic/data/readers.py": ({"pickle.loads"}, "words between a process and the child that it started, over a pipe"),
-    "elastic/worker/durable_plain.py": ({"pickle.Unpickler"}, "knows a few plain classes and refuses every other name"),
+    "elastic/worker/durable_plain.py": ({"pickle._Unpickler"}, "knows a few plain classes and refuses every other name"),
 }
 BLOCKED = """
 import importlib, sys

@@ -159,7 +159,7 @@ class Alone:
             self._train(meeting, session.job)
             return self._result(began)
         finally:
-            session.close()
+            session.close(GOODBYE_S)  # the process groups are another trainer's again
             if self._lease is not None:
                 self._lease.release()
             if meeting is not None:

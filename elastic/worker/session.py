@@ -205,14 +205,15 @@ class Session:
         """The threads that may be: the training thread, else that of a script."""
         return [self._thread, *(thread for thread in threading.enumerate() if thread.name == SCRIPT_THREAD)]
 
-    def close(self) -> None:
-        """Ends the training thread as soon as it is free; what waits in a group is broken off."""
+    def close(self, wait_s: float = 0.0) -> None:
+        """Ends the training thread as soon as it is free, and waits so long for it; what waits in a group is broken off."""
         with self._lock:
             self._closed = True
             running = self._generation
             self._lock.notify_all()
         if running is not None:
             self.abort(running.number)
+        self._thread.join(wait_s)
         self._pool.shutdown(wait=False)
         if self._notes is not None:
             self._notes.close()

@@ -102,7 +102,7 @@ def test_a_silent_file_system_holds_nobody_up_for_long(disk: Disk, tmp_path: Pat
     with pytest.raises(LostContact, match="has not answered for"):
         journal.close()
     disk.answers.set()
-    until(lambda: names(tmp_path / "j") == [f"n{n}" for n in range(101)])
+    until(lambda: names(tmp_path / "j") == [f"n{n}" for n in range(101)], "all lines, in order")
 
 
 def test_memory_is_bounded(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

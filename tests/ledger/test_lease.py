@@ -284,11 +284,11 @@ def test_who_takes_over_waits_for_a_holder_that_was_heard_again_at_the_last_mome
     storage = Cut(tmp_path)
     old = put(storage, at_s=time.time() - 10)
     slept: list[float] = []
-    sleep = time.sleep
+    sleep = time.sleep  # sleeps: what the lease waits is what is looked at
 
     def noted(seconds: float) -> None:
         slept.append(seconds)
-        sleep(seconds)
+        sleep(seconds)  # sleeps: as above
 
     monkeypatch.setattr("elastic.ledger.lease.time", SimpleNamespace(**vars(time) | {"sleep": noted}))
 

@@ -340,7 +340,7 @@ def test_storage_that_hangs_holds_nobody_up_for_long(storage: Remote, tmp_path: 
     with pytest.raises(LostContact, match="does not answer; the journal's last lines are only in"):
         journal.close()
     answers.set()
-    until(lambda: of(machine(storage, tmp_path, "b").lines()) == ["g1", 1, 2, 3])
+    until(lambda: of(machine(storage, tmp_path, "b").lines()) == ["g1", 1, 2, 3], "the lines, seen from another machine")
 
 
 def test_a_segment_whose_answer_was_lost_is_not_written_twice(storage: Remote, tmp_path: Path) -> None:
