@@ -54,7 +54,8 @@ def test_files_for_clouds_leave_nothing_open_and_nothing_behind(file: Path) -> N
     assert spec.data["provider"]["cache_stopped_nodes"] is False
     assert "~/.ray/auth_token" in spec.data["file_mounts"]
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
-        assert "RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 ray start" in commands(spec.data, key)
+        saves = " RAY_JOB_STOP_WAIT_TIME_S=120" * key.startswith("head")  # else `ray job stop` kills the driver after 3 s
+        assert f"RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0{saves} ray start" in commands(spec.data, key)
         assert "0.0.0.0" not in commands(spec.data, key)
     assert "LIMIT_S=1200 bash ~/elastic/deploy/end_without_head.sh" in commands(spec.data, "worker_start_ray_commands")
     head = commands(spec.data, "head_start_ray_commands")
