@@ -33,7 +33,7 @@ from elastic.cluster.outlook import Outlook
 from elastic.cluster.output import last_words
 from elastic.cluster.ray_run import RayRun
 from elastic.cluster.silence import Silence, patience_s
-from elastic.errors import LostContact
+from elastic.errors import LostContact, SpecError
 from elastic.fingerprint import KEY
 from elastic.ledger.lease import Lease
 from elastic.reshard.transfers import participants
@@ -314,12 +314,19 @@ class RayBackend:
             if self._is_known(message) or (isinstance(message, NodePrepared) and answer.worker.node_id not in self.nodes):
                 continue  # written down already; or its node was lost in this very round
             for event in self.gather.add(answer.worker, message, time.monotonic()):
-                event = self.entrance.passed(event, self.nodes)
+                event = self._passed(event)
                 if neighbors := self.entrance.doubts(event, time.monotonic()):
                     self._suspect(neighbors)
                     continue
                 events += [event, *self._follow(event)]
         return events
+
+    def _passed(self, event: Event) -> Event:
+        try:
+            return self.entrance.passed(event, self.nodes)
+        except SpecError:
+            self._stopped = True  # nothing was trained: no next driver has any use for these workers and nodes
+            raise
 
     def _is_known(self, message: Event) -> bool:
         """Workers tell a new driver their newest steps again; most of them its predecessor has written down."""

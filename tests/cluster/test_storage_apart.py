@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from support.cluster.far_session import DISK
-from support.cluster.stage import POOL, Stage
+from support.cluster.stage import POOL, Stage, wait_gone
 
 from elastic.cluster.local import LocalCluster, NodeOrder
 from elastic.errors import SpecError
-from elastic.types import APART, NodePrepared, NodeReady, NodeRefused, Prepare
+from elastic.types import APART, NodePrepared, NodeReady, NodeRefused, Prepare, Stop, WorkerId
 
 pytestmark = pytest.mark.e2e
 Make = Callable[..., Stage]
@@ -34,7 +34,7 @@ def test_a_folder_of_each_host_is_refused(stage: Make, tmp_path: Path) -> None:
     on.backend.execute(Prepare("far"))
     refused = on.wait(NodeRefused)
     assert refused.node_id == "far" and refused.reason.startswith(f"{APART}: a file that the driver has written is not there")
-    on.backend.close()
+    on.backend.execute(Stop("stopped", "enough"))
     assert not [file for file in tmp_path.rglob("admission/*") if file.is_file()]
 
 
@@ -45,3 +45,6 @@ def test_a_run_whose_first_node_is_elsewhere_is_refused(stage: Make) -> None:
     on.backend.execute(Prepare("far"))
     with pytest.raises(SpecError, match=f"^node far: {APART}: .*; give `storage` a folder that all nodes share and may write"):
         on.wait(NodePrepared)
+    pids = [on.backend.crew.pid(WorkerId("far", gpu)) for gpu in range(2)]
+    on.backend.close()
+    wait_gone(pids, 60.0)
