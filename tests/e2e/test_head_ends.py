@@ -88,7 +88,7 @@ def test_also_while_actors_are_being_made(shell: Shell) -> None:
     ended(process, "gcs")
 
 
-@pytest.mark.parametrize("which", PARTS)
+@pytest.mark.parametrize("which", ["raylet", pytest.param("gcs", marks=pytest.mark.whole)])
 def test_so_does_a_script_that_is_restarted(shell: Shell, which: str) -> None:
     (shell.root / "state").mkdir()
     script = ("--script", str(PROGRAMS / "plain_ddp.py"), "--", str(shell.root / "state"), "100000")

@@ -27,7 +27,7 @@ def test_a_run_in_object_storage(shell: Shell, s3: S3Storage, proxy: FaultyProxy
     elsewhere.root.mkdir()
     run = f"{s3.uri}/one"
     name = shell.job(
-        steps=100_000, storage=s3.uri, **NODES, drill=[{"at_step": 6, "kill": "any-spot"}], durable_every=5, peer_every=0
+        steps=100_000, storage=s3.uri, **NODES, drill=[{"at_step": 6, "kill": "any-spot"}], durable_every=20, peer_every=0
     )
     first = shell.start("run", name, "--run-name", "one")
     try:
