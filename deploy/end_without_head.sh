@@ -14,6 +14,8 @@ every_s=${EVERY_S:-15}
 folder=${FOLDER:-$HOME/.elastic}
 raylet=${RAYLET-raylet}        # the process that has to run here; "" = only the head counts
 end=${END:-"sudo shutdown -h now"}
+# GCS speaks gRPC. The kernel still accepts connections for a process that hangs: a byte in answer to HTTP/2's first words counts.
+hello='exec 3<>"/dev/tcp/$0/$1" && printf "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0" >&3 && [ "$(head -c 1 <&3 | wc -c)" = 1 ]'
 
 watch_head() {
     exec 9>"$folder/end_without_head.lock"
@@ -33,7 +35,7 @@ watch_head() {
 }
 
 uptime_s() { cut -d. -f1 /proc/uptime; }
-answers() { timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$(cat "$folder/head")" "$port" 2>/dev/null 9>&-; }
+answers() { timeout 5 bash -c "$hello" "$(cat "$folder/head")" "$port" 2>/dev/null 9>&-; }
 runs() { [ -z "$raylet" ] || pgrep -x "$raylet" >/dev/null; }
 
 mkdir -p "$folder"

@@ -76,12 +76,14 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 
 class Head:
-    """A port that answers; `asked` counts how often."""
+    """A port that answers, unless it is mute; `asked` counts how often."""
 
     def __init__(self) -> None:
+        self.mute = False
         self.server = socket.create_server(("127.0.0.1", 0))
         self.port = int(self.server.getsockname()[1])
         self.asked = 0
+        self.held: list[socket.socket] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._answer, daemon=True)
         self._thread.start()
@@ -90,15 +92,21 @@ class Head:
         self.server.settimeout(0.1)
         while not self._stop.is_set():
             try:
-                self.server.accept()[0].close()
+                caller = self.server.accept()[0]
             except TimeoutError:
                 continue
             self.asked += 1
+            if self.mute:
+                self.held.append(caller)
+            else:
+                with caller:
+                    caller.sendall(caller.recv(64)[:1])
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
-        self.server.close()
+        for sock in (self.server, *self.held):
+            sock.close()
 
 
 @pytest.fixture
@@ -117,6 +125,15 @@ def test_it_ends_when_the_head_is_gone_and_not_before(host: Host, head: Head) ->
     head.close()
     until(host.ended.exists, "its end")
     until(lambda: host.watcher() == 0, "the end of the watcher")
+
+
+@pytest.mark.slow
+def test_it_ends_when_the_head_hangs(host: Host, head: Head) -> None:
+    """Its kernel goes on to accept connections."""
+    head.mute = True
+    host.start(head.port, limit_s=2)
+    until(host.ended.exists, "its end")
+    assert head.asked >= 1
 
 
 @pytest.mark.slow
