@@ -6,11 +6,14 @@ A file appears whole or not at all. Keys are relative paths with '/'; they canno
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import BinaryIO, ClassVar
+from typing import BinaryIO, ClassVar, TypeVar
 
 from elastic.errors import SpecError
+
+T = TypeVar("T")
+Sizes = dict[str, tuple[int, float]]  # key -> bytes, and when it was written
 
 TEMPORARY = ".tmp-"  # how names of unfinished files begin; no key may hold such a part
 
@@ -75,9 +78,13 @@ class Storage(ABC):
     def list(self, prefix: str = "") -> list[str]:
         """Keys that start with `prefix`, sorted; a prefix may end inside a name."""
 
-    def sizes(self, prefix: str = "") -> dict[str, tuple[int, float]]:
+    def sizes(self, prefix: str = "") -> Sizes:
         """Like `list`, with what `size` and `modified_s` say of each key."""
         return {key: (self.size(key), self.modified_s(key)) for key in self.list(prefix)}
+
+    def each(self, jobs: Iterable[Callable[[], T]]) -> Sequence[T]:
+        """What the jobs give, in their order; several run at once where answers are waited for. A job asks for one key."""
+        return [job() for job in jobs]
 
     @abstractmethod
     def delete(self, key: str) -> None:

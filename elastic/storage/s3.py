@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, ClassVar, cast
 from botocore import exceptions as aws
 
 from elastic.errors import SpecError, StorageFailed
-from elastic.storage.interface import TEMPORARY, Storage, checked
+from elastic.storage.interface import TEMPORARY, Sizes, Storage, T, checked
 from elastic.storage.s3_calls import Calls, Patience, WrongBytes, status_of
 from elastic.storage.s3_upload import CRC32, Body, Upload, put_whole
 
@@ -103,7 +103,7 @@ class S3Storage(Storage):
     def list(self, prefix: str = "") -> list[str]:
         return [*self.sizes(prefix)]
 
-    def sizes(self, prefix: str = "") -> dict[str, tuple[int, float]]:
+    def sizes(self, prefix: str = "") -> Sizes:
         if "/" in prefix:
             checked(prefix.rpartition("/")[0])
         found = {}
@@ -111,6 +111,9 @@ class S3Storage(Storage):
             for item in page.get("Contents", ()):
                 found[item["Key"][len(self._inside) :]] = int(item["Size"]), float(item["LastModified"].timestamp())
         return {key: found[key] for key in sorted(found) if _plain(key)}
+
+    def each(self, jobs: Iterable[Callable[[], T]]) -> Sequence[T]:
+        return self._calls.each(jobs)
 
     def free_bytes(self) -> int | None:
         return None

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any, BinaryIO, cast
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from elastic.errors import InternalError
 from elastic.reshard.shards import meet
 from elastic.storage import Storage
+from elastic.storage.interface import Sizes
 from elastic.types import Box
 from elastic.worker import durable_dcp
 from elastic.worker.durable_blob import alone
@@ -99,10 +101,11 @@ def commit(storage: Storage, step: int, generation: int, world_size: int, epoch:
     folder = folder_of(step, generation)
     fence = f"{folder}: the driver of epoch {epoch} may not commit it"
     check_epoch(storage, epoch, fence)
-    texts = [_manifest_text(storage, folder, rank) for rank in range(world_size)]
+    texts = storage.each(partial(_manifest_text, storage, folder, rank) for rank in range(world_size))
     manifests = [decode_manifest(text, f"{folder}/{manifest_name(rank)}") for rank, text in enumerate(texts)]
     notes = [note_of(manifest_name(rank), text) for rank, text in enumerate(texts)]
-    notes += [_shard_note(storage, folder, manifest) for manifest in manifests]
+    sizes = storage.sizes(f"{folder}/")  # one question for all files, however many ranks there are
+    notes += [_shard_note(storage, folder, manifest, sizes) for manifest in manifests]
     index = durable_dcp.metadata(manifests, _shapes(folder, manifests))
     plain = json.loads(json.dumps(meta))
     marker = Marker(step, generation, epoch, world_size, plain, (*notes, note_of(METADATA, index)))
@@ -194,9 +197,9 @@ def _manifest_text(storage: Storage, folder: str, rank: int) -> bytes:
         raise Damaged(f"{storage.uri_of(key)}: missing; the checkpoint is not committed") from error
 
 
-def _shard_note(storage: Storage, folder: str, manifest: Manifest) -> FileNote:
+def _shard_note(storage: Storage, folder: str, manifest: Manifest, sizes: Sizes) -> FileNote:
     key = f"{folder}/{shard_name(manifest.rank)}"
-    n_bytes = storage.size(key) if storage.exists(key) else -1
+    n_bytes, _ = sizes.get(key, (-1, 0.0))
     if n_bytes != manifest.n_bytes:
         raise Damaged(f"{storage.uri_of(key)}: {manifest.n_bytes} bytes were written, {max(0, n_bytes)} are there")
     return FileNote(shard_name(manifest.rank), n_bytes, manifest.sha256)

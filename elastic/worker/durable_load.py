@@ -21,6 +21,7 @@ from torch import Tensor
 from elastic.errors import SpecError, StorageDamaged
 from elastic.reshard.shards import Region, meet
 from elastic.storage import Storage
+from elastic.storage.interface import Sizes
 from elastic.types import Box, TensorSpec
 from elastic.worker.durable_blob import check_head, decode_blob
 from elastic.worker.durable_digest import Hasher, hasher_for
@@ -114,9 +115,10 @@ class Checkpoint:
         """Reads every byte and compares it with its digest; one text for each file that is wrong."""
         out = []
         shards = {shard_name(manifest.rank): manifest for manifest in self._manifests}
+        sizes = self._storage.sizes()
         for note in self._marker.files:
             try:
-                check_size(self._storage, note)
+                check_size(self._storage, note, sizes)
                 manifest = shards.get(note.name)
                 if manifest is not None and manifest.version > 1:
                     for entry in manifest.entries:
@@ -295,13 +297,12 @@ def _show(box: Box) -> str:
     return f"{box.fqn} {list(box.sizes)} {box.dtype} from {list(box.offsets)}"
 
 
-def check_size(storage: Storage, note: FileNote) -> None:
-    """Raises Damaged where the file is not there or not of its size."""
+def check_size(storage: Storage, note: FileNote, sizes: Sizes) -> None:
+    """Raises Damaged where the file is not there or not of its size. `sizes`: of all files of the checkpoint."""
     where = storage.uri_of(note.name)
-    try:
-        n_bytes = storage.size(note.name)
-    except FileNotFoundError as error:
-        raise Damaged(f"{where}: missing") from error
+    if note.name not in sizes:
+        raise Damaged(f"{where}: missing")
+    n_bytes, _ = sizes[note.name]
     if n_bytes != note.n_bytes:
         raise Damaged(f"{where}: truncated or altered ({n_bytes} bytes, {note.n_bytes} were committed)")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -163,14 +164,15 @@ def open_checkpoint(uri: str) -> Checkpoint:
         raise Damaged(
             f"{storage.uri_of(MARKER)}: it names {len(notes)} files where {marker.world_size} ranks write {len(expected)}"
         )
+    sizes = storage.sizes()
     for note in marker.files:
-        check_size(storage, note)
+        check_size(storage, note, sizes)
     if sha256(_get(storage, METADATA)).hexdigest() != notes[METADATA].sha256:
         raise Damaged(f"{storage.uri_of(METADATA)}: altered (its SHA-256 is not the one in {MARKER})")
     manifests = []
-    for rank in range(marker.world_size):
+    texts = storage.each(partial(_get, storage, manifest_name(rank)) for rank in range(marker.world_size))
+    for rank, text in enumerate(texts):
         note = notes[manifest_name(rank)]
-        text = _get(storage, note.name)
         where = storage.uri_of(note.name)
         if sha256(text).hexdigest() != note.sha256:
             raise Damaged(f"{where}: altered (its SHA-256 is not the one in {MARKER})")
