@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from elastic import __version__, api
 from elastic.api.planning import command as planning
+from elastic.api.supervise import command_of, supervised
 from elastic.certify import command as certify
 from elastic.errors import ElasticError, SpecError
 from elastic.observe import doctor, logs, pricelist, report, runs, tables
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)  # what follows belongs to the user's script
-    given = parser().parse_args(words[:cut], argparse.Namespace(args=words[cut + 1 :]))
+    given = parser().parse_args(words[:cut], argparse.Namespace(args=words[cut + 1 :], words=words))
     try:
         if given.args and getattr(given, "script", None) is None:
             raise SpecError(f"'{given.args[0]}' after -- is an argument of a script; name that by --script FILE before the --")
@@ -87,6 +88,9 @@ def _add_run(verbs: Any) -> None:
     )
     made.set_defaults(refuse=made.error)
     made.add_argument("--run-name", metavar="NAME", help="default: the job's name and the time; a known name is resumed")
+    made.add_argument(
+        "--supervise", action="store_true", help="start a driver again that was killed or has lost its run; needs --run-name"
+    )
     made.add_argument("--local", action="store_true", help="use an embedded cluster on this machine even if RAY_ADDRESS is set")
     made.add_argument("--cluster", metavar="FILE", help="a cluster file; its pools are used instead of the job's own")
     made.add_argument(
@@ -214,6 +218,10 @@ def _show(given: argparse.Namespace, data: Any, lines: Sequence[str]) -> None:
 
 
 def _run(given: argparse.Namespace) -> int:
+    if given.supervise:
+        if not given.run_name:
+            given.refuse("--supervise needs --run-name NAME: by it a driver that is started again goes on with the run")
+        return supervised(command_of(given.words), lambda text: print(f"elastic: {text}", file=sys.stderr, flush=True))
     overrides = list(given.overrides) + ([f"storage={given.storage}"] if given.storage else [])
     options = api.Options(
         run_name=given.run_name,

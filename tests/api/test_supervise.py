@@ -1,0 +1,111 @@
+"""A driver that is started again: when, how often, and what never is covered up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.places import ROOT
+from support.waiting import until
+
+from elastic.api import supervise
+from elastic.api.supervise import command_of, supervised
+from elastic.cli import main
+
+# Ends as the words say, one word for each start: an exit code, or the number of a signal with a minus.
+DRIVER = """
+import os, signal, sys
+from pathlib import Path
+starts = Path(sys.argv[1])
+n = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (n + 1))
+end = int(sys.argv[2:][min(n, len(sys.argv) - 3)])
+os.kill(os.getpid(), -end) if end < 0 else sys.exit(end)
+"""
+WAITS = """
+import signal, sys, time
+from pathlib import Path
+def asked(number, frame):
+    sys.exit(3)
+signal.signal(signal.SIGTERM, asked)
+Path(sys.argv[1]).write_text("x")
+time.sleep(600)
+"""
+
+
+def run(tmp_path: Path, *ends: int) -> tuple[int, int, list[float], list[str]]:
+    """Its exit code, how often the driver was started, the waits between, and what was said."""
+    starts, slept, said = tmp_path / "starts", list[float](), list[str]()
+    code = supervised([sys.executable, "-c", DRIVER, str(starts), *map(str, ends)], said.append, slept.append)
+    return code, len(starts.read_text()), slept, said
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3])
+def test_what_ends_a_run_for_good_is_passed_on(code: int, tmp_path: Path) -> None:
+    assert run(tmp_path, code) == (code, 1, [], [])
+
+
+def test_killed_and_lost_it_is_started_again(tmp_path: Path) -> None:
+    code, n, slept, said = run(tmp_path, -signal.SIGKILL, 4, -signal.SIGSEGV, 0)
+    assert (code, n, slept) == (0, 4, [5.0, 10.0, 20.0])
+    assert said[0] == "the driver was killed by SIGKILL; it is started again in 5 s (start 2 of at most 10 in a row)"
+    assert said[1].startswith("the driver ended with exit code 4; it is started again in 10 s")
+
+
+@pytest.mark.slow
+def test_it_gives_up_after_some_starts_in_a_row(tmp_path: Path) -> None:
+    code, n, slept, _ = run(tmp_path, -signal.SIGKILL)
+    assert (code, n) == (128 + signal.SIGKILL, supervise.TRIES)
+    assert slept[-1] == supervise.MOST_S
+
+
+@pytest.mark.slow
+def test_a_driver_that_has_lived_for_long_begins_the_count_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "LONG_S", 0.0)
+    code, n, slept, _ = run(tmp_path, *[4] * (supervise.TRIES + 2), 0)
+    assert (code, n) == (0, supervise.TRIES + 3)
+
+
+SUPERVISOR = "import sys; from elastic.api.supervise import supervised; sys.exit(supervised(sys.argv[1:], print))"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_goes_on_to_the_driver_and_nothing_is_started_after_it(tmp_path: Path, number: int) -> None:
+    begun = tmp_path / "begun"
+    words = [sys.executable, "-c", SUPERVISOR, sys.executable, "-c", WAITS, str(begun)]
+    with subprocess.Popen(words, cwd=ROOT) as process:
+        until(begun.exists, "the driver")
+        os.kill(process.pid, number)
+        assert process.wait(60) == 3
+
+
+@pytest.mark.e2e
+def test_asked_between_two_starts_it_ends_at_once(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    words = [sys.executable, "-c", SUPERVISOR, sys.executable, "-c", DRIVER, str(starts), "4"]
+    with subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+    ) as process:
+        assert process.stdout is not None and "started again in 5 s" in process.stdout.readline()
+        process.terminate()
+        assert process.wait(4) == 4
+    assert starts.read_text() == "x"
+
+
+def test_the_command_is_the_same_without_the_word() -> None:
+    words = ["run", "--script", "a.py", "--supervise", "--run-name", "x", "--", "--supervise"]
+    assert command_of(words) == [
+        sys.executable, "-m", "elastic", "run", "--script", "a.py", "--run-name", "x", "--", "--supervise",
+    ]  # fmt: skip
+
+
+def test_a_run_that_has_no_name_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(tmp_path), "--supervise"])
+    assert ended.value.code == 2
+    assert "--supervise needs --run-name NAME" in capsys.readouterr().err

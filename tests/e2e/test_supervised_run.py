@@ -1,0 +1,35 @@
+"""A run whose driver is killed comes back by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from support.e2e.shell import Shell, last_line
+from support.waiting import until
+
+from elastic.cluster import processes
+from elastic.ledger.lease import newest
+from elastic.storage import open_storage
+
+
+@pytest.mark.e2e
+def test_a_driver_that_is_killed_is_started_again(shell: Shell) -> None:
+    name = shell.job(steps=300, layout="dp_shard=1", durable_every=20)
+    folder = shell.root / "elastic_runs" / "one"
+    process = shell.start("run", name, "--run-name", "one", "--json", "--supervise")
+    try:
+        until(lambda: list(folder.glob("checkpoints/*/commit.json")) or process.poll() is not None, "a durable copy")
+        assert process.poll() is None, process.communicate()[1]
+        sign = newest(open_storage(folder))
+        assert sign is not None and sign.pid in processes.descendants(process.pid)
+        os.kill(sign.pid, signal.SIGKILL)
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert "the driver was killed by SIGKILL; it is started again in 5 s" in err
+    found = last_line(out)
+    assert (found["steps"], found["samples_exact"]) == (300, True)
+    assert shell.status("one")["phase"] == "succeeded"
