@@ -303,6 +303,22 @@ def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:
     assert exact(*steps([1, 2, 3, 4]), told=0) is None and exact(*steps([1, 2, 3, 4]), told=N_POSITIONS) is None
 
 
+def test_of_steps_that_a_killed_driver_had_not_written_down_nobody_knows(folder: Path) -> None:
+    """Their copy was there all the same, and the next driver went on from it."""
+    one = prepared(folder)
+    one.program = replace(one.program, dataset=None)
+
+    def exact(before: list[int], after: list[int], n_samples: int = 100) -> bool | None:
+        ready = Line(0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)), *steps(before)))  # type: ignore[arg-type]
+        again = ((9.0, PlanEntered(2, after[0] - 1)), *steps(after, generation=2, n_samples=n_samples))
+        return one._samples_exact([ready, Line(9.0, 2, again)])  # type: ignore[arg-type]
+
+    assert exact([1, 2], [3, 4]) is True and exact([1, 2], [2, 3, 4]) is True
+    assert exact([1, 2], [4]) is None and exact([], [3, 4]) is None
+    assert exact([1, 2], [4], n_samples=90) is False
+    assert exact([1, 3], [4]) is False, "within a driver all are written down"
+
+
 def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:
     run = open_storage(tmp_path)
     assert api.holder(run) == ""

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -379,15 +379,18 @@ class _Run:
         curve = view_of(lines).curve()
         if any(e.cut for line in lines for _, e in line.events if isinstance(e, DriverStarted)):
             return None
-        if [point.step for point in curve] != list(range(_begun_at(lines) + 1, self.spec.steps + 1)):
+        unwritten = _unwritten(lines)
+        steps = range(_begun_at(lines) + 1, self.spec.steps + 1)
+        if [point.step for point in curve] != [step for step in steps if step not in unwritten]:
             return False
         if n_samples is None:
             return None if curve else True
         every = max(1, self.spec.steps * self.spec.global_batch // MOST_COUNTED)
-        return all(
+        right = all(
             point.digest == digest_text(digest(sample_ids(n_samples, self.spec.global_batch, self.spec.seed, point.step - 1)))
             for point in curve[::every]
         )
+        return None if right and unwritten else right
 
     def _n_samples(self) -> int:
         try:
@@ -411,7 +414,20 @@ def written_report(place: RunFolder, extras: dict[str, Any]) -> tuple[dict[str, 
         raise unwritten(error, text) from error
 
 
-def _begun_at(lines: list[Line]) -> int:
+def _unwritten(lines: Sequence[Line]) -> set[int]:
+    """Steps that a driver was killed with before it wrote them down: their copy is there, and nobody knows of their samples."""
+    found: set[int] = set()
+    epoch, newest = (lines[0].epoch if lines else 0), _begun_at(lines)
+    for line in lines:
+        for step in (event.step for _, event in line.events if isinstance(event, StepDone)):
+            if line.epoch > epoch:
+                found |= set(range(newest + 1, step))
+            found.discard(step)
+            epoch, newest = line.epoch, max(newest, step)
+    return found
+
+
+def _begun_at(lines: Sequence[Line]) -> int:
     """The step that the run began at: of a state that was imported, else 0."""
     first = next((e for line in lines for _, e in line.events if isinstance(e, DriverStarted)), None)
     return max((copy.step for copy in first.durable), default=0) if first is not None else 0
