@@ -20,7 +20,7 @@ from elastic.ledger.lease import Lease
 from elastic.program import Program
 from elastic.spec import JobSpec
 from elastic.storage import Storage
-from elastic.types import DriverStarted, ModelProfile, Pool
+from elastic.types import DriverStarted, ModelProfile, Pool, Stop
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +38,16 @@ def taken(storage: Storage, run: str) -> Lease:
         raise SpecError(f"storage {storage.uri} cannot be written ({what}); give a folder, or s3://bucket/prefix") from error
 
 
-def paid_until_s(before: Sequence[Line], orphan_lease_s: float) -> float | None:
+def paid_until_s(before: Sequence[Line], orphan_lease_s: float, embedded: bool) -> float | None:
     """Until when the nodes of a driver that is gone may have been paid for: it may have lived until a line was due, its workers
-    leave after their lease. None = there was no driver."""
+    leave after their lease. One that has ended the run has given them back. None = there was no driver."""
     from elastic.cluster.claims import LEAVE_MOST_S
 
-    return before[-1].at_s + LINE_EVERY_S + orphan_lease_s + LEAVE_MOST_S if before else None
+    if not before:
+        return None
+    last = before[-1]
+    ended = last.decision is not None and any(isinstance(action, Stop) for action in last.decision.actions)
+    return last.at_s + (0.0 if embedded or ended else LINE_EVERY_S + orphan_lease_s + LEAVE_MOST_S)
 
 
 def warn_of_clock(before: Sequence[Line], now_s: float) -> None:

@@ -295,7 +295,7 @@ class _Run:
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:
-            start = replace(start, paid_until_s=paid_until_s(before, float(state.job.get("orphan_lease_s") or 900.0)))
+            start = replace(start, paid_until_s=paid_until_s(before, float(state.job.get("orphan_lease_s") or 900.0), False))
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
         if layouts is not None:
             start = replace(start, model=checked(model, layouts.result(), self.program))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic.api.checks import check_drill, taken, warn_of_clock
+from elastic.api.checks import check_drill, paid_until_s, taken, warn_of_clock
 from elastic.api.running import (
     Options,
     Result,
@@ -162,11 +162,11 @@ class _ScriptRun:
         )  # fmt: skip
 
     def _start(self, epoch: int, before: Sequence[Line], cut: str) -> DriverStarted:
-        from elastic.cluster.script_bill import paid_until_s
+        from elastic.cluster.script_bill import ORPHAN_LEASE_S
 
         kept = {key: value for key, value in self.spec.plain().items() if key in KEYS}
         job = kept | {"script": str(self.file), "args": list(self.args), "restarted": True}
-        until_s = paid_until_s(before, embedded=self.address is None)
+        until_s = paid_until_s(before, ORPHAN_LEASE_S, embedded=self.address is None)
         return DriverStarted(self.name, epoch, job, self.pools, ModelProfile(0, 0, ()), cut=cut, paid_until_s=until_s)
 
     def _say(self, text: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from elastic.certify.member import Member
 from elastic.certify.tasks import Failed, Limit, Refused
+from elastic.reshard.transfers import participants
 from elastic.types import Event, NodePrepared, Plan, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
 from elastic.worker.rendezvous import host_store, new_secret
 from elastic.worker.workplace import EnterOrder
@@ -99,8 +100,7 @@ class Crew:
         """Orders the generation to its ranks and to those that only hold state."""
         store, secret = host_store(self.host, 30.0), new_secret()
         self._stores[plan.generation], self._begun = store, True
-        senders = [holding.worker for holding in plan.resume.holdings if holding.worker not in plan.ranks]
-        everyone = (*plan.ranks, *dict.fromkeys(senders))
+        everyone = participants(plan.ranks, plan.resume)
         for i, worker in enumerate(everyone):
             self.call(worker, "enter", EnterOrder(plan, everyone, i, (self.host, store.port), MOST_S, secret))
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from elastic.cluster.boundary import Boundary
 from elastic.errors import SpecError, StorageRefused
-from elastic.ledger.lease import Store
 from elastic.spec import drill_entry
 from elastic.storage import Storage
 from elastic.types import MarketType, Plan
@@ -95,7 +94,7 @@ class Schedule:
     """The job's drill. An entry is carried out once per run: a mark in the run's storage outlives the driver."""
 
     entries: Sequence[Mapping[str, Any]]
-    storage: Store
+    storage: Storage
     _left: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from elastic.errors import SpecError
 from elastic.ledger.holder import Machine, started
@@ -30,17 +30,6 @@ log = logging.getLogger(__name__)
 PREFIX = "lease/"
 GRACE_S = 1.0
 RELEASE_MOST_S = 10.0
-
-
-class Store(Protocol):
-    """What is used of elastic.storage.Storage."""
-
-    uri: str
-
-    def get(self, key: str) -> bytes: ...
-    def put(self, key: str, data: bytes, if_absent: bool = False) -> bool: ...
-    def list(self, prefix: str = "") -> list[str]: ...
-    def delete(self, key: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -222,7 +211,7 @@ class Lease:
         return (sign.epoch, sign.boot, sign.pid, sign.since_s) == (me.epoch, me.boot, me.pid, me.since_s)
 
 
-def newest(storage: Store) -> Sign | None:
+def newest(storage: Storage) -> Sign | None:
     """The last sign of life of the newest epoch."""
     for _ in range(20):  # an object may be replaced by the next one between list and get
         keys = [key for key in storage.list(PREFIX) if key.endswith(".json")]

@@ -6,10 +6,10 @@ import os
 from urllib.parse import unquote, urlsplit
 
 from elastic.errors import SpecError
-from elastic.storage.interface import TEMPORARY, Storage
+from elastic.storage.interface import TEMPORARY, Sizes, Storage
 from elastic.storage.local import LocalStorage
 
-__all__ = ["TEMPORARY", "LocalStorage", "Storage", "open_storage"]
+__all__ = ["TEMPORARY", "LocalStorage", "Sizes", "Storage", "open_storage"]
 
 
 def open_storage(uri: str | os.PathLike[str]) -> Storage:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from elastic.errors import InternalError
 from elastic.reshard.shards import meet
-from elastic.storage import Storage
-from elastic.storage.interface import Sizes
+from elastic.storage import Sizes, Storage
 from elastic.types import Box
 from elastic.worker import durable_dcp
 from elastic.worker.durable_blob import alone

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from elastic.errors import SpecError, StorageDamaged
 from elastic.reshard.shards import Region, meet
-from elastic.storage import Storage
-from elastic.storage.interface import Sizes
+from elastic.storage import Sizes, Storage
 from elastic.types import Box, TensorSpec
 from elastic.worker.durable_blob import check_head, decode_blob
 from elastic.worker.durable_digest import Hasher, hasher_for

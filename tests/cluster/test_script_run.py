@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from support.cluster.stage import wait_gone
 
+from elastic.api.checks import paid_until_s
 from elastic.cluster import script_state
 from elastic.cluster.claims import LEAVE_MOST_S
-from elastic.cluster.script_bill import ORPHAN_LEASE_S, bill_of, counted, paid_until_s
+from elastic.cluster.script_bill import ORPHAN_LEASE_S, bill_of, counted
 from elastic.cluster.script_child import PARENT, asker
 from elastic.cluster.script_state import Needs, Script, lines_of, step_in
 from elastic.cluster.script_words import Board, Ended, Formed, Hello, Order, Said
@@ -430,7 +431,7 @@ class Paid(Story):
         self.script = Script(Needs(POOLS, max_workers=4), resumed=bool(before), bill=bill_of(before))
         self.now_s, self.group, self.lines, self.orders = at_s, 0, list(before), list[Order]()
         given = {"restarted": True, "budget_usd": 100.0, **job}
-        until_s = paid_until_s(before, embedded)
+        until_s = paid_until_s(before, ORPHAN_LEASE_S, embedded)
         start = DriverStarted("run", 1, given, POOLS, ModelProfile(0, 0, ()), paid_until_s=until_s)
         self.lines.append(Line(at_s, 1, ((at_s, start),)))
         self.script.bill = counted(self.script.bill, start, at_s)

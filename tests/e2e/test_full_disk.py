@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.e2e.shell import PROGRAMS, Shell, last_line
+from support.storage.small_disk import mounted
 from support.waiting import until
 
 from elastic.ledger.journal import read
@@ -21,12 +20,8 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    at = tmp_path / "disk"
-    at.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120m", "tmpfs", at], check=False).returncode:
-        pytest.skip("a file system of a given size needs the right to mount one")
-    yield at
-    subprocess.run(["umount", "-l", at], check=True)
+    with mounted(tmp_path / "disk", "120m") as disk:
+        yield disk
 
 
 def fill(disk: Path) -> Path:

@@ -249,12 +249,18 @@ class Cut(LocalStorage):
         return super().put(key, data, if_absent)
 
 
-def test_one_that_was_taken_over_while_its_storage_was_away_learns_it(tmp_path: Path, clock: Clock) -> None:
-    storage = Cut(tmp_path)
+def out_of_reach(root: Path, clock: Clock) -> tuple[Cut, Lease]:
+    """A lease whose storage has been away for longer than it lasts."""
+    storage = Cut(root)
     lease = Lease(storage, "r", OUTAGE)
     storage.cut = True
     until(lambda: lease.trouble is not None, "the trouble")
     clock.now_s += 100.0
+    return storage, lease
+
+
+def test_one_that_was_taken_over_while_its_storage_was_away_learns_it(tmp_path: Path, clock: Clock) -> None:
+    storage, lease = out_of_reach(tmp_path, clock)
     assert not lease.lost and not lease.certain
     put(open_storage(str(tmp_path)), epoch=2, n=0)
     storage.cut = False
@@ -265,11 +271,7 @@ def test_one_that_was_taken_over_while_its_storage_was_away_learns_it(tmp_path: 
 
 
 def test_taken_over_between_its_look_and_its_sign_it_is_not_certain_for_a_moment(tmp_path: Path, clock: Clock) -> None:
-    storage = Cut(tmp_path)
-    lease = Lease(storage, "r", OUTAGE)
-    storage.cut = True
-    until(lambda: lease.trouble is not None, "the trouble")
-    clock.now_s += 100.0
+    storage, lease = out_of_reach(tmp_path, clock)
     was_certain: list[bool] = []
     storage.at_list = lambda: was_certain.append(lease.certain)
     storage.at_put = lambda: put(open_storage(str(tmp_path)), epoch=2, n=0)

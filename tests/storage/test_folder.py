@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.places import ROOT
+from support.storage.small_disk import mounted
 
 from elastic import storage as module
 from elastic.errors import SpecError
@@ -167,12 +168,8 @@ def test_free_bytes_of_a_folder_that_is_not_there_yet(storage: Storage) -> None:
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    at = tmp_path / "tiny"
-    at.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", at], check=False).returncode:
-        pytest.skip("mounting a file system takes root")
-    yield at
-    subprocess.run(["umount", at], check=True)
+    with mounted(tmp_path / "tiny", "1m") as disk:
+        yield disk
 
 
 def test_a_full_disk_leaves_nothing_behind(tiny_disk: Path) -> None:

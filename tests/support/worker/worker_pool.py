@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from support.waiting import until
 from support.worker.forks import FORKS
 
+from elastic.reshard.transfers import participants
 from elastic.types import DigestPart, Event, Plan, PlanEntered, Quiesced, WorkerFailed, WorkerId
 from elastic.worker.rendezvous import host_store, new_secret
 from elastic.worker.session import Beat
@@ -123,8 +124,7 @@ class Pool:
         """Orders the generation; `leave_out`: workers that are not told."""
         store, secret = host_store("127.0.0.1", TIMEOUT_S), new_secret()
         self.stores[plan.generation] = store
-        senders = [h.worker for h in plan.resume.holdings if h.worker not in plan.ranks]
-        everyone = (*plan.ranks, *dict.fromkeys(senders))
+        everyone = participants(plan.ranks, plan.resume)
         for i, worker in enumerate(everyone):
             if worker not in tuple(leave_out):
                 self.call(worker, "enter", EnterOrder(plan, everyone, i, ("127.0.0.1", store.port), TIMEOUT_S, secret))
