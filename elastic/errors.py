@@ -3,8 +3,9 @@
     ElasticError
     ├── SpecError        the user's input is wrong (exit code 2)
     │   └── StorageRefused   storage says no: permission, credentials, bucket, region (also an OSError)
-    ├── StorageFailed    storage is out of reach, after all retries (also an OSError)
-    │   └── StorageDamaged   it answers with other bytes than were written
+    ├── StorageFailed    storage is out of reach, after all retries: run it again (exit code 4; also an OSError)
+    │   ├── StorageDamaged   it answers with other bytes than were written (exit code 1)
+    │   └── StorageFull      nothing more can be written there (exit code 1)
     ├── LostContact      the run goes on without this driver, or can: run it again (exit code 4)
     ├── CloudFailed      a cloud's API does not answer, or did not do what it was asked
     ├── InfeasiblePlan   no layout fits the nodes or their memory
@@ -39,11 +40,21 @@ class StorageRefused(SpecError, OSError):
 
 
 class StorageFailed(ElasticError, OSError):
-    """Storage did not answer, or not rightly, however often it was asked."""
+    """Storage did not answer, or not rightly, however often it was asked. To be run again."""
+
+    exit_code = 4
 
 
 class StorageDamaged(StorageFailed):
     """Storage answers with other bytes than were written, however often it is asked."""
+
+    exit_code = 1
+
+
+class StorageFull(StorageFailed):
+    """The disk or the quota is full: somebody has to make room."""
+
+    exit_code = 1
 
 
 class LostContact(ElasticError):
@@ -58,7 +69,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def unwritten(trouble: BaseException, text: str) -> ElasticError:
     """What a driver ends with that could not write what it owes: a full disk is the user's to mend, the rest passes."""
-    return (StorageFailed if getattr(trouble, "errno", None) in FULL else LostContact)(f"{text}: {trouble}")
+    return (StorageFull if getattr(trouble, "errno", None) in FULL else LostContact)(f"{text}: {trouble}")
 
 
 class CloudFailed(ElasticError):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elastic.driver import LINE_EVERY_S, drive, restored
-from elastic.errors import LostContact, StateLost, StorageFailed
+from elastic.errors import LostContact, StateLost, StorageFull
 from elastic.ledger.journal import Journal, Memory, read
 from elastic.policy.state import State
 from elastic.sim.replay import replay
@@ -329,7 +329,7 @@ def test_actions_wait_until_their_line_is_where_it_must_be() -> None:
 
 @pytest.mark.parametrize(
     ("trouble", "kind", "code"),
-    [(OSError(errno.ENOSPC, "No space left on device"), StorageFailed, 1), (TimeoutError("no answer"), LostContact, 4)],
+    [(OSError(errno.ENOSPC, "No space left on device"), StorageFull, 1), (TimeoutError("no answer"), LostContact, 4)],
 )
 def test_the_end_of_a_run_waits_for_storage_and_not_for_ever(trouble: OSError, kind: type, code: int) -> None:
     backend = Away("n" * 100_000)

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from pathlib import Path
 
-from elastic.errors import StorageFailed, unwritten
+from elastic.errors import unwritten
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +40,11 @@ class Appender:
 
     def write(self, data: bytes, sync: bool) -> None:
         """Waits until it is in the file (`sync`: on the disk), at most WAIT_S; not at all while there is trouble. Raises
-        StorageFailed where too much waits already."""
+        what `close` raises where too much waits already."""
         with self._change:
             if self._owed_bytes + len(data) > MOST_BYTES:
                 text = f"{self.path}: {len(self._owed)} lines wait to be written, and memory holds no more"
-                raise StorageFailed(f"{text}: {self.trouble}")
+                raise unwritten(self.trouble or TimeoutError("it does not answer"), text)
             self._owed.append((data, sync))
             self._owed_bytes += len(data)
             self.end += len(data)
@@ -55,7 +55,7 @@ class Appender:
                 self._failed(TimeoutError(f"it has not answered for {WAIT_S:.0f} s"))
 
     def close(self) -> None:
-        """Raises StorageFailed where the disk is full, LostContact where it does not answer: the file lacks its end."""
+        """Raises StorageFull where the disk is full, LostContact where it does not answer: the file lacks its end."""
         if self.closed:
             return
         with self._change:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from support.waiting import until
 
-from elastic.errors import LostContact, StorageFailed
+from elastic.errors import LostContact, StorageFull
 from elastic.ledger import appending
 from elastic.ledger.journal import Journal, read
 from elastic.types import Abort, Decision, NodeLost
@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_to_the_end_is_one_line(disk: Disk, tmp_path: Path) 
     disk.free = 0
     lost(journal, 1)
     lost(journal, 2)
-    with pytest.raises(StorageFailed, match="its last 2 lines could not be written: .*No space left on device") as raised:
+    with pytest.raises(StorageFull, match="its last 2 lines could not be written: .*No space left on device") as raised:
         journal.close()
     assert raised.value.exit_code == 1 and "\n" not in str(raised.value)
 
@@ -109,7 +109,7 @@ def test_memory_is_bounded(disk: Disk, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(appending, "MOST_BYTES", 2000)
     journal = Journal(tmp_path / "j", 1)
     disk.free = 0
-    with pytest.raises(StorageFailed, match="lines wait to be written, and memory holds no more: .*No space left"):
+    with pytest.raises(StorageFull, match="lines wait to be written, and memory holds no more: .*No space left"):
         for n in range(100):
             lost(journal, n)
     disk.free = None

@@ -290,4 +290,4 @@ def test_errors_travel_between_processes() -> None:
     for kind in (StorageRefused, StorageFailed, StorageDamaged):
         error = pickle.loads(pickle.dumps(kind("s3://b/k: no")))
         assert type(error) is kind and str(error) == "s3://b/k: no" and isinstance(error, OSError | ElasticError)
-    assert (StorageRefused.exit_code, StorageFailed.exit_code) == (2, 1)
+    assert (StorageRefused.exit_code, StorageFailed.exit_code, StorageDamaged.exit_code) == (2, 4, 1)
