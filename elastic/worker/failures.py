@@ -8,7 +8,6 @@ a device-side assert (an index out of range in a kernel), which is the program's
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import traceback
@@ -22,9 +21,8 @@ from elastic.masking import masked_text
 from elastic.types import FailureKind
 from elastic.worker.offender import Tripped
 from elastic.worker.probe import LayoutDiffers
-from elastic.worker.transport import is_collective_error
+from elastic.worker.transport import PACKAGE, is_collective_error
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 CUDA_ERROR = re.compile(r"(?:CUDA|HIP)(?: driver)? error: ([^\n]*)")  # torch adds lines of advice, which name other errors
 ASSERT, MEMORY = "device-side assert", ("out of memory", "_STATUS_ALLOC_FAILED")
 REFUSED_CALLS = (  # the words of cudaGetErrorString and torch

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dis
 import logging
+import os
+import sysconfig
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +26,9 @@ COLLECTIVE_WORDS = (
     "gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "rendezvous", "store",
     "process group", "timed out waiting", "timeout", "peer closed", "wait for", "connectfullmesh",
 )  # fmt: skip
+PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+OURS = (PACKAGE, f"{Path(torch.__file__).resolve().parent}{os.sep}")
+PYTHON, INSTALLED = (f"{sysconfig.get_paths()[kind]}{os.sep}" for kind in ("stdlib", "purelib"))
 ABORT_MOST_S = 10.0  # for all communicators of a generation, which are aborted at once
 TAKE_DOWN_MOST_S = 10.0
 # NCCL's own time limit of a collective. The driver finds out who hangs, and a watchdog that wakes holds locks that abort needs.
@@ -32,13 +39,33 @@ def is_collective_error(error: BaseException) -> bool:
     """Did a process group or its store raise this (a peer is gone), and not the user's code? Pipelining wraps such errors."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, dist.DistError | ConnectionError):
+        if isinstance(seen, dist.DistError):
             return True
-        text = str(seen).lower()
-        if isinstance(seen, RuntimeError) and any(word in text for word in COLLECTIVE_WORDS):
+        known = isinstance(seen, ConnectionError)
+        if isinstance(seen, RuntimeError):
+            known = any(word in str(seen).lower() for word in COLLECTIVE_WORDS)
+        if known and not _raised_by_program(seen):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def _raised_by_program(error: BaseException) -> bool:
+    """Its innermost frame is neither torch's nor ours (Python's own library aside), and it was raised there: torch's C++ code
+    has no frame of its own, and its errors are RuntimeErrors at the place that called it. Unknown without a traceback."""
+    trace, place = error.__traceback__, None
+    while trace is not None:
+        if not (file := trace.tb_frame.f_code.co_filename).startswith("<frozen") and not _of_python(file):
+            place = trace
+        trace = trace.tb_next
+    if place is None or place.tb_frame.f_code.co_filename.startswith(OURS):
+        return False
+    called = dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] != "RAISE_VARARGS"
+    return not (isinstance(error, RuntimeError) and called and place.tb_next is None)
+
+
+def _of_python(file: str) -> bool:
+    return file.startswith(PYTHON) and not file.startswith(INSTALLED)
 
 
 class Transport:

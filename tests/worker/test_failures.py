@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
+from contextlib import closing
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,6 +69,53 @@ def test_other_errors_are_as_they_were() -> None:
     assert kind_of(RuntimeError("Connection closed by peer [127.0.0.1]:1")) == "collective"
     assert kind_of(dist.DistBackendError("NCCL error: unhandled CUDA error: see the log")) == "collective"
     assert kind_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")) == "out_of_memory"
+
+
+def raised(call: Callable[[], object]) -> BaseException:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - whatever it raises is looked at
+        return error
+    raise AssertionError("it raised nothing")
+
+
+def gives_up(words: str, kind: type[Exception] = RuntimeError) -> None:
+    raise kind(words)
+
+
+@pytest.mark.parametrize("words", ["the feature store did not answer", "socket is full", "timeout after 5 s", "no rendezvous"])
+def test_what_the_program_raises_is_its_own_whatever_words_it_takes(words: str) -> None:
+    assert kind_of(raised(lambda: gives_up(words))) == "program"
+    wrapped = ProgramError("Program.loss raised")
+    wrapped.__cause__ = raised(lambda: gives_up(words))
+    assert kind_of(wrapped) == "program"
+
+
+def test_nor_is_a_connection_of_its_own_a_lost_peer() -> None:
+    """It may come back: the step is tried again."""
+    found = raised(lambda: gives_up("the feature store has closed", ConnectionResetError))
+    assert kind_of(found) == "infrastructure"
+    with closing(socket.socket()) as port:
+        port.bind(("127.0.0.1", 0))
+        refused = raised(lambda: socket.create_connection(("127.0.0.1", port.getsockname()[1]), timeout=1.0))
+    assert kind_of(refused) == "infrastructure"
+
+
+def test_a_process_group_that_the_program_calls_is_still_a_lost_peer() -> None:
+    def waits() -> None:
+        dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=0.1)).get("never set")
+
+    found = raised(waits)
+    assert isinstance(found, RuntimeError) and kind_of(found) == "collective"  # C++ raised it at a line of the program
+
+    def wraps() -> None:
+        try:
+            waits()
+        except RuntimeError as error:
+            raise RuntimeError("my training has failed") from error
+
+    assert kind_of(raised(wraps)) == "collective"
+    assert kind_of(raised(lambda: dist.all_reduce(torch.ones(1)))) == "program"  # no group was made: nobody is lost
 
 
 def test_the_traceback_that_is_kept_holds_no_secret(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.loop_reference import train_script_alone
+from torch.distributed import DistNetworkError
 from torch.nn import functional
 
 import elastic
@@ -306,7 +307,7 @@ def test_a_call_that_broke_off_gives_zeros_of_the_true_shape() -> None:
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # type: ignore[override]
             if Breaks.broken and not x.is_meta:
-                raise RuntimeError("[/x/gloo/transport.cc:12] Connection closed by peer")
+                raise DistNetworkError("[/x/gloo/transport.cc:12] Connection closed by peer")
             return super().forward(x), {"n": x.sum(-1).long()}
 
     def on_meta() -> torch.nn.Module:
