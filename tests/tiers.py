@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SELECTED = {
     "unit": "not e2e and not whole and not gpu", "e2e": "e2e and not whole and not gpu", "whole": "whole and not gpu"
 }  # fmt: skip
-# Two processes. Of the second tier one has all that runs on clusters: there the clock matters, and most of the time is waiting.
+# Two processes. Of the second tier each takes the next file when it has done one (tests/conftest.py: group_of).
 PARALLEL = {"unit": ("-n", "2", "--dist", "loadfile"), "e2e": ("-n", "2", "--dist", "loadgroup")}
 TIERS = ("lint", *SELECTED)
 WHOLE_RUN = ROOT / "tests" / "whole_run.json"  # the last run of every tier, for docs/proven.md

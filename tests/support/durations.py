@@ -21,7 +21,7 @@ KEPT = 3  # values of a test
 REST_S = 0.1  # tests below it are recorded together, by file: `tests/x/test_y.py::*`
 SLOWEST = 25
 TIMES_SLOWER, LEAST_S = 3.0, 0.5  # what is named: three times its record, and so long that it is no noise
-GROUPS = ("clusters", "workers")  # of pytest-xdist, which puts them behind the names of tests: `test_z@workers`
+GROUP = "of-"  # begins the groups of pytest-xdist, which puts them behind the names of tests: `test_z@of-worker`
 UNMARKED_S = 1.0  # a unit test above it is marked slow
 
 
@@ -60,9 +60,8 @@ class Durations:
 
 def name_of(node: str) -> str:
     """A test's own name."""
-    for group in GROUPS:
-        node = node.removesuffix(f"@{group}")
-    return node
+    head, mark, _ = node.rpartition(f"@{GROUP}")
+    return head if mark else node
 
 
 def file_of(name: str) -> str:
