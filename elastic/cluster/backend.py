@@ -22,7 +22,7 @@ from elastic.cluster import _ray_private, drills
 from elastic.cluster.actors import WorkerSetup
 from elastic.cluster.admission import Entrance
 from elastic.cluster.autoscaler import provider_for
-from elastic.cluster.claims import Order
+from elastic.cluster.claims import Order, left_paid
 from elastic.cluster.copies import Commit, DurableCopies, holders_of
 from elastic.cluster.crew import POLL_S, Answer, Berth, Broken, Crew
 from elastic.cluster.drilling import Drilling
@@ -176,8 +176,12 @@ class RayBackend:
         if self._closed:
             return
         self._closed = True
-        self._let_go = self._let_go or (self.lease is not None and self.lease.lost)
+        replaced = self.lease is not None and self.lease.lost
+        self._let_go = self._let_go or replaced
         ends = self._stopped and not self._let_go
+        left = left_paid(self.nodes.values(), self.run.pools, self.crew.setup.orphan_lease_s)
+        if left and self.cluster is None and not ends and not replaced:
+            log.warning("%s", left)
         self.survey.close()
         self.outlook.close()
         self.inbox.close()

@@ -101,6 +101,16 @@ class NodeLost(Event):
 
 
 @dataclass(frozen=True)
+class InstancesSeen(Event):
+    """Machines of the pool that the run pays for and that are none of its nodes: `starting` have been launched for it and have
+    not joined, `leaving` were given back and have not ended."""
+
+    pool: str
+    starting: int = 0
+    leaving: int = 0
+
+
+@dataclass(frozen=True)
 class RequestFailed(Event):
     pool: str
     request_id: str
