@@ -118,7 +118,8 @@ class RayBackend:
         self.crew = Crew(setup, run.namespace, local=self.cluster is not None)
         folder = self.storage if outlives and not self.storage.remote else None  # embedded nodes are on this host
         self.entrance = Entrance(self.crew, folder=folder, attached=run.attach)
-        self.copies = DurableCopies(self.storage, run.epoch, {"run": run.name, KEY: run.job.get(KEY)}, self.commit)
+        verify = self.commit is None and bool(run.job.get("verify_copies"))
+        self.copies = DurableCopies(self.storage, run.epoch, {"run": run.name, KEY: run.job.get(KEY)}, self.commit, verify)
         self.gather = Gather(self.copies.commit, self._workers_of)
         self.silence = Silence(POLL_S, run.job.get("max_silence_s"), patience_s(run.job))
         self.outlook = Outlook.of(run.pools, embedded=self.cluster is not None)

@@ -100,6 +100,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
             usd=state.usd,
             digests=digests,
             distrusted=state.distrusted,
+            verified=state.verified,
             wrong=state.wrong,
             first_started_at_s=at_s if state.first_started_at_s is None else state.first_started_at_s,
             history={name: replace(seen, dry_since_s=None, deaths=0) for name, seen in state.history.items()},

@@ -191,6 +191,7 @@ class State:
     durable_s: float = 0.0  # from its boundary until a durable copy was stored
     peer: Copy | None = None  # the newest acknowledged peer copy
     durable: tuple[Copy, ...] = ()  # newest first
+    verified: frozenset[str] = frozenset()  # URIs of durable copies that were read back and are right
     damaged: Mapping[str, str] = field(default_factory=dict)  # durable copies that could not be read: URI -> what is wrong
     copy_failed: CopyFailed | None = None  # the newest durable copy that was not made
     copy_failed_at_s: float = 0.0
