@@ -401,9 +401,12 @@ class RayBackend:
         """Workers that the last driver's plan names on this node and that did not outlive it."""
         if not self.run.plans:
             return []
-        there = self.crew.workers(node_id)
-        gone = [w for w in self.run.plans[-1].ranks if w.node_id == node_id and w not in there]
-        return [WorkerFailed(worker, 0, "process", "it was gone when the driver came back") for worker in gone]
+        there, outdated = self.crew.workers(node_id), self.crew.outdated
+        known = dict.fromkeys((*self.run.plans[-1].ranks, *outdated))
+        gone = [worker for worker in known if worker.node_id == node_id and worker not in there]
+        why = {worker: f"it was replaced when the driver came back: it ran {text}" for worker, text in outdated.items()}
+        lost = "it was gone when the driver came back"
+        return [WorkerFailed(worker, 0, "process", why.get(worker, lost)) for worker in gone]
 
     def _losses(self) -> list[Event]:
         gone = self.survey.gone
