@@ -23,6 +23,7 @@ from elastic.storage import LocalStorage, Storage, open_storage
 DEFAULT_STORAGE = "elastic_runs"
 JOURNAL = "journal.jsonl"
 ASIDE = "journal-damaged-{}.jsonl"
+OF_NODE = "elastic-logs-"  # and the user's number: a folder of a node, in one where everybody may write
 LOGS = "logs"  # what the workers print, a file for each process
 STORED_AT = "storage-uri"  # in a driver's folder: where the run really is
 
@@ -85,7 +86,9 @@ class RunFolder:
 
     def logs_of_workers(self, here: bool) -> Path:
         """Where workers write it. `here`: all run on this machine. Nodes without a folder in common keep those of their own."""
-        return self.logs if here or not self.storage.remote else Path(tempfile.gettempdir(), "elastic-logs", self.name)
+        return (
+            self.logs if here or not self.storage.remote else Path(tempfile.gettempdir(), f"{OF_NODE}{os.getuid()}", self.name)
+        )
 
     def exists(self) -> bool:
         return bool(self.storage.list(PREFIX)) if self.storage.remote else self.journal.is_file()
