@@ -60,11 +60,18 @@ class RunFolder:
 
     @classmethod
     def of(cls, storage: Storage) -> RunFolder:
+        """Raises SpecError where a folder says that the run is elsewhere, and another user has put that there: whoever looks at
+        the run would ask that place with rights of their own."""
         if not isinstance(storage, LocalStorage):
             folder = Path(DEFAULT_STORAGE).absolute() / storage.uri.rpartition("/")[2]
             return cls(storage, folder.with_name(key_of(storage.uri)) if _of_another(folder, storage.uri) else folder)
         mark = storage.root / STORED_AT
-        return cls(open_storage(mark.read_text().strip()) if mark.is_file() else storage, storage.root)
+        if not mark.is_file():
+            return cls(storage, storage.root)
+        uri, owner = mark.read_text().strip(), mark.lstat().st_uid
+        if owner != os.getuid():
+            raise SpecError(f"{mark}: user {owner} says there that the run is {uri}; if you trust that, name {uri} yourself")
+        return cls(open_storage(uri), storage.root)
 
     @property
     def name(self) -> str:
