@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-unit test-all mutants bench race proven lint clean
+.PHONY: help venv run test test-unit test-all fuzz mutants bench race proven lint clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV ?= .venv
@@ -41,6 +41,9 @@ test-all: $(STAMP)  ## everything there is; writes what it saw into docs/proven.
 
 lint: $(STAMP)  ## ruff, mypy --strict, import contracts
 	@$(BIN)/python tests/tiers.py lint
+
+fuzz: $(STAMP)  ## N wrong inputs for each reader of files and messages (N=100000: some 20 minutes)
+	@$(BIN)/python tests/fuzz/run.py --n $(or $(N),10000)
 
 mutants: $(STAMP)  ## seed some 190 faults one by one and see which test notices each (half an hour)
 	@$(BIN)/python tests/mutants/run.py

@@ -128,6 +128,7 @@ class JobSpec(Strict):
     keep_every: int = Field(0, ge=0, le=STEPS_MOST)
     keep_best: int = Field(0, ge=0, le=STEPS_MOST)
     storage_quota_gb: float | None = Field(None, gt=0, le=GB_MOST)
+    verify_copies: bool = True  # the newest is read back before an older one is removed
     data: DataSpec = DataSpec()  # instead of the program's own datasets
     storage: str | None = None
     budget_usd: float | None = Field(None, gt=0, le=USD_MOST)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,9 +62,23 @@ def check_cluster(file: str | Path, job: str | Path | None = None) -> ClusterChe
         problems += problems_of(spec)
     if spec.provider == "aws":
         problems += node_config_problems(spec)
+    problems += _namesakes(spec, Path(file))
     if job is not None:
         problems += _of_job(spec, job)
     return ClusterCheck(spec, tuple(_in_order(spec, problems)))
+
+
+def _namesakes(spec: ClusterSpec, file: Path) -> list[Problem]:
+    """Other files beside it for a cluster of the same name: `ray up` of one takes the machines of the other for its own."""
+    if spec.provider in ("kubernetes", "local") or not spec.name:
+        return []
+    line, there = re.compile(rf"^cluster_name:\s*['\"]?{re.escape(spec.name)}['\"]?\s*(#.*)?$", re.MULTILINE), []
+    for other in sorted({*file.parent.glob("*.yaml"), *file.parent.glob("*.yml")} - {file}):
+        with suppress(OSError, UnicodeDecodeError):
+            there += [other.name] if line.search(other.read_text()) else []
+    what = f"{', '.join(there)} beside this file {'has' if len(there) == 1 else 'have'} the same name"
+    right = "a name for each: Ray finds its machines by it, and `ray up` of one file would change or end those of the other"
+    return [Problem(("cluster_name",), what, right, True)] if there else []
 
 
 def _of_job(spec: ClusterSpec, folder: str | Path) -> list[Problem]:

@@ -20,6 +20,7 @@ from elastic.cluster import processes
 from elastic.cluster.output import Output
 from elastic.errors import ElasticError, SpecError
 from elastic.types import Event, NodePrepared, Quiesced, Rehearsal, StepDone, Terms, WorkerId
+from elastic.version import versions
 from elastic.worker.environment import settle
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Passport:
     pid: int
     prepared: bool
     generation: int
+    versions: tuple[tuple[str, str], ...] = ()  # of what must be the same in all processes of a run; () = an older one's
 
 
 class Worker:
@@ -76,6 +78,7 @@ class Worker:
         self.setup, self.epoch = setup, setup.epoch
         self.session = _imported(setup.session)(setup.me, setup.job, setup.run_uri, None)
         self.lock = threading.Lock()
+        self.versions = tuple(versions().items())
         self.prepared = False
         self.ordered, self.left = 0, 0  # newest generation that was ordered, that was left
         self.polled_at = time.monotonic()
@@ -87,7 +90,7 @@ class Worker:
     def passport(self, epoch: int) -> Passport:
         self._fence(epoch)
         setup = self.setup
-        return Passport(setup.me, setup.incarnation, setup.pool, os.getpid(), self.prepared, self.ordered)
+        return Passport(setup.me, setup.incarnation, setup.pool, os.getpid(), self.prepared, self.ordered, self.versions)
 
     def prepare(
         self, epoch: int, rehearsals: tuple[Rehearsal, ...] = (), terms: Terms | None = None, neighbours: Neighbours = ()

@@ -23,7 +23,7 @@ from elastic.cluster.boundary import Boundary
 from elastic.cluster.claims import Order
 from elastic.cluster.nodes import ClusterNodes, NodeProvider, RayNode, living
 from elastic.cluster.watcher import NAME, NAMESPACE, Report, Watcher
-from elastic.types import Event, RequestFailed
+from elastic.types import Event, InstancesSeen, RequestFailed
 
 log = logging.getLogger(__name__)
 
@@ -151,9 +151,10 @@ class AutoscalerNodes(ClusterNodes):
     launch_most_s: float = LAUNCH_MOST_S
     join_most_s: float = JOIN_MOST_S
     _open: list[_Open] = field(default_factory=list)
-    _dropped: set[str] = field(default_factory=set)  # Ray ids of nodes that are not wanted any more, until they are gone
+    _dropped: dict[str, str] = field(default_factory=dict)  # Ray id -> pool of nodes not wanted any more, until they are gone
     _failed: list[Event] = field(default_factory=list)
     _inherited: set[str] = field(default_factory=set)  # Ray ids that the run had when this driver came
+    _seen: dict[str, InstancesSeen] = field(default_factory=dict)  # as last told
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -178,7 +179,8 @@ class AutoscalerNodes(ClusterNodes):
     def news(self, alive: Mapping[str, RayNode]) -> list[Event]:
         report, current = self.desk.heard()
         if current:  # the watcher knows of them; what is gone is not dealt again
-            self._dropped &= {*alive, *report.given}
+            there = {*alive, *report.given}
+            self._dropped = {ray_id: pool for ray_id, pool in self._dropped.items() if ray_id in there}
         events = [event for ray_id, pool in report.given.items() if (event := self._take(alive.get(ray_id), pool))]
         for asked in list(self._open):
             why = self._why_failed(asked, report, current)
@@ -188,6 +190,20 @@ class AutoscalerNodes(ClusterNodes):
             elif asked.missing <= 0:
                 self._open.remove(asked)
         self._tell()
+        return [*events, *self._instances(report, alive)]
+
+    def _instances(self, report: Report, alive: Mapping[str, RayNode]) -> list[Event]:
+        """What is paid for beside the run's nodes, where that has changed. Of the pool's instances on their way at most as many
+        are this run's as it waits for; those of a request that it gave up stay its own until they have come."""
+        leaving = Counter(pool for ray_id, pool in self._dropped.items() if ray_id in alive)
+        events: list[Event] = []
+        for pool in self.pools:
+            before = self._seen.get(pool.name, InstancesSeen(pool.name))
+            waits = sum(asked.missing for asked in self._open if asked.pool == pool.name)
+            starting = min(report.coming.get(pool.name, 0), max(waits, before.starting))
+            now = InstancesSeen(pool.name, starting, leaving[pool.name])
+            self._seen[pool.name] = now
+            events += [now] if now != before else []
         return events
 
     def _take(self, found: RayNode | None, name: str) -> Event | None:
@@ -196,10 +212,12 @@ class AutoscalerNodes(ClusterNodes):
         asked = next((o for o in self._open if o.pool == name and o.missing > 0), None)
         pool = next((p for p in self.pools if p.name == name), None)
         if pool is None or (asked is None and found.ray_id not in self._inherited):
-            self._dropped.add(found.ray_id)
+            self._dropped[found.ray_id] = name
             return None
         if asked is not None:
             asked.missing -= 1
+            seen = self._seen.get(name, InstancesSeen(name))
+            self._seen[name] = replace(seen, starting=max(0, seen.starting - 1))  # as NodeReady says
         return self._welcome(found, pool)
 
     def _why_failed(self, asked: _Open, report: Report, current: bool) -> str:
@@ -236,9 +254,9 @@ class AutoscalerNodes(ClusterNodes):
         self._drop(node_id)
 
     def _drop(self, node_id: str) -> None:
-        _, ray_id = self._ours.pop(node_id, ("", ""))
+        pool, ray_id = self._ours.pop(node_id, ("", ""))
         if ray_id:
-            self._dropped.add(ray_id)
+            self._dropped[ray_id] = pool
             self._tell()
 
     def close(self, end: bool) -> None:

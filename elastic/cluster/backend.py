@@ -22,7 +22,7 @@ from elastic.cluster import _ray_private, drills
 from elastic.cluster.actors import WorkerSetup
 from elastic.cluster.admission import Entrance
 from elastic.cluster.autoscaler import provider_for
-from elastic.cluster.claims import Order
+from elastic.cluster.claims import Order, left_paid
 from elastic.cluster.copies import Commit, DurableCopies, holders_of
 from elastic.cluster.crew import POLL_S, Answer, Berth, Broken, Crew
 from elastic.cluster.drilling import Drilling
@@ -118,7 +118,8 @@ class RayBackend:
         self.crew = Crew(setup, run.namespace, local=self.cluster is not None)
         folder = self.storage if outlives and not self.storage.remote else None  # embedded nodes are on this host
         self.entrance = Entrance(self.crew, folder=folder, attached=run.attach)
-        self.copies = DurableCopies(self.storage, run.epoch, {"run": run.name, KEY: run.job.get(KEY)}, self.commit)
+        verify = self.commit is None and bool(run.job.get("verify_copies"))
+        self.copies = DurableCopies(self.storage, run.epoch, {"run": run.name, KEY: run.job.get(KEY)}, self.commit, verify)
         self.gather = Gather(self.copies.commit, self._workers_of)
         self.silence = Silence(POLL_S, run.job.get("max_silence_s"), patience_s(run.job))
         self.outlook = Outlook.of(run.pools, embedded=self.cluster is not None)
@@ -176,8 +177,12 @@ class RayBackend:
         if self._closed:
             return
         self._closed = True
-        self._let_go = self._let_go or (self.lease is not None and self.lease.lost)
+        replaced = self.lease is not None and self.lease.lost
+        self._let_go = self._let_go or replaced
         ends = self._stopped and not self._let_go
+        left = left_paid(self.nodes.values(), self.run.pools, self.crew.setup.orphan_lease_s)
+        if left and self.cluster is None and not ends and not replaced:
+            log.warning("%s", left)
         self.survey.close()
         self.outlook.close()
         self.inbox.close()
@@ -396,9 +401,12 @@ class RayBackend:
         """Workers that the last driver's plan names on this node and that did not outlive it."""
         if not self.run.plans:
             return []
-        there = self.crew.workers(node_id)
-        gone = [w for w in self.run.plans[-1].ranks if w.node_id == node_id and w not in there]
-        return [WorkerFailed(worker, 0, "process", "it was gone when the driver came back") for worker in gone]
+        there, outdated = self.crew.workers(node_id), self.crew.outdated
+        known = dict.fromkeys((*self.run.plans[-1].ranks, *outdated))
+        gone = [worker for worker in known if worker.node_id == node_id and worker not in there]
+        why = {worker: f"it was replaced when the driver came back: it ran {text}" for worker, text in outdated.items()}
+        lost = "it was gone when the driver came back"
+        return [WorkerFailed(worker, 0, "process", why.get(worker, lost)) for worker in gone]
 
     def _losses(self) -> list[Event]:
         gone = self.survey.gone

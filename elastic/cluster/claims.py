@@ -9,10 +9,24 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from elastic.types import Pool
+from elastic.types import Node, Pool
 
 UNASKED_S = 10.0  # a node that nobody of us asked for may be somebody else's, who uses it by then
 LEAVE_MOST_S = 150.0  # workers of a run whose driver is gone save and leave by themselves for so long
+
+
+def left_paid(nodes: Iterable[Node], pools: Iterable[Pool], lease_s: float) -> str:
+    """What the nodes of a run without a driver cost at most until they end by themselves; '' = nothing."""
+    kinds, names = {pool.name: pool for pool in pools}, sorted(nodes, key=lambda node: node.node_id)
+    paid = [node for node in names if node.pool in kinds and kinds[node.pool].paid]
+    if not paid:
+        return ""
+    usd_per_h, most_s = sum(kinds[node.pool].usd_per_node_h for node in paid), lease_s + LEAVE_MOST_S
+    listed = ", ".join(node.node_id for node in paid)
+    return (
+        f"{len(paid)} paid node(s) stay for the run's next driver ({listed}; ${usd_per_h:.2f}/h): without one they leave after "
+        f"{most_s / 60:.0f} min at the most, ${usd_per_h * most_s / 3600:.2f} more"
+    )
 
 
 @dataclass(frozen=True)

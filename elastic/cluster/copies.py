@@ -16,6 +16,7 @@ from dataclasses import asdict
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from elastic.cluster.copy_checks import CopyChecks, Paced
 from elastic.errors import ElasticError
 from elastic.mesh import replica_key
 from elastic.storage import Storage
@@ -35,12 +36,16 @@ START, COMMIT, REMOVE, LAST = range(4)  # in this order
 
 
 class DurableCopies:
-    """`meta`: goes into each marker. `write`: makes the stored parts of a copy a checkpoint; None = as durable.commit does."""
+    """`meta`: goes into each marker. `write`: makes the stored parts of a copy a checkpoint; None = as durable.commit does.
+    `verify`: copies are read back, too."""
 
-    def __init__(self, storage: Storage, epoch: int, meta: dict[str, Any], write: Commit | None = None) -> None:
+    def __init__(
+        self, storage: Storage, epoch: int, meta: dict[str, Any], write: Commit | None = None, verify: bool = False
+    ) -> None:
         self.storage, self.epoch, self.meta = storage, epoch, meta
         self._write = write or self._commit_files
         self._news: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._checks = CopyChecks(self._news.put, _verify) if verify else None
         self._waiting: list[tuple[int, int, int, Callable[[], None]]] = []  # a heap: kind, -step, when it came, the order
         self._change, self._numbers = threading.Condition(), count()
         self._open: dict[tuple[int, int], float] = {}  # generation and step of commits that were ordered -> since when
@@ -63,6 +68,8 @@ class DurableCopies:
 
     def remove(self, uri: str) -> None:
         """-> CopyRemoved. Only copies of this run, and never after a newer driver has taken over."""
+        if self._checks is not None:
+            self._checks.removed(uri)
         self._order(REMOVE, lambda: self._remove(uri))
 
     def clean(self) -> None:
@@ -70,7 +77,9 @@ class DurableCopies:
         self._order(START, lambda: self._clean(None))
 
     def close(self) -> None:
-        """What was ordered is still done, as long as that does not take long."""
+        """What was ordered is still done, as long as that does not take long. Nothing more is read back."""
+        if self._checks is not None:
+            self._checks.close()
         self._order(LAST, lambda: None)
         self._thread.join(CLOSE_MOST_S)
 
@@ -120,6 +129,8 @@ class DurableCopies:
         copy = Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri, n_bytes)
         self._news.put(CopyStored(copy, max(part.seconds for part in shards), max(part.stall_s for part in shards)))
         self._below = max(step, self._below or 0)
+        if self._checks is not None:
+            self._checks.check(copy)
 
     def _commit_files(self, plan: Plan, step: int, digest: int) -> str:
         from elastic.worker import durable
@@ -150,6 +161,12 @@ class DurableCopies:
             self.storage.clean_unfinished(UNFINISHED_AT_START_S if below_step is None else UNFINISHED_S)
         except Exception as error:  # noqa: BLE001 - tried again after the next copy
             log.warning("what interrupted saves have left was not removed: %s", error)
+
+
+def _verify(uri: str, paced: Paced) -> list[str]:
+    from elastic.worker import durable
+
+    return durable.verify(uri, paced=paced)
 
 
 def holders_of(parts: Parts, rank: int) -> list[WorkerId]:

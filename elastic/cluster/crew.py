@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import signal
@@ -18,7 +19,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.cluster.actors import MAX_CONCURRENCY, Passport, Worker, WorkerSetup
 from elastic.cluster.nodes import signal_there
 from elastic.errors import SpecError
-from elastic.types import WorkerId
+from elastic.types import WorkerId, version_differences
+from elastic.version import versions
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.5  # how long a worker without news holds a poll
 PASSPORT_MOST_S = 10.0
@@ -73,6 +77,7 @@ class Crew:
     namespace: str
     local: bool
     _members: dict[WorkerId, _Member] = field(default_factory=dict)
+    outdated: dict[WorkerId, str] = field(init=False, default_factory=dict)  # not adopted -> which versions they ran
     _incarnations: dict[WorkerId, int] = field(default_factory=dict)
     _calls: dict[Any, WorkerId] = field(default_factory=dict)
     _news: queue.SimpleQueue[Broken] = field(default_factory=queue.SimpleQueue)
@@ -137,7 +142,8 @@ class Crew:
         self.call(me, "prepare", *preparation)
 
     def adopt(self, keep: bool) -> list[Passport]:
-        """Finds the run's living actors, of each worker the newest; the others end. Not `keep`: all of them end."""
+        """Finds the run's living actors, of each worker the newest; the others end, and so does one of other versions than this
+        driver's (`outdated` says which). Not `keep`: all of them end."""
         found = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == self.namespace]
         actors = {name: actor for name in found if (actor := _actor(name, self.namespace)) is not None}
         asked: dict[Any, Any] = {}
@@ -150,7 +156,10 @@ class Crew:
                 passport = ray.get(ref)
             except RayError:
                 continue
-            if passport.me not in newest or newest[passport.me][0].incarnation < passport.incarnation:
+            if different := _outdated(passport):
+                self.outdated[passport.me] = different
+                log.warning("worker %s is replaced: it runs %s", passport.me, different)
+            elif passport.me not in newest or newest[passport.me][0].incarnation < passport.incarnation:
                 newest[passport.me] = (passport, asked[ref])
         kept = {id(actor) for _, actor in newest.values()}
         for actor in actors.values():
@@ -278,6 +287,11 @@ def _actor(name: str, namespace: str) -> Any:
         return ray.get_actor(name, namespace)
     except ValueError:  # it has just ended
         return None
+
+
+def _outdated(passport: Passport) -> str:
+    """How its versions differ from this driver's; '' = they do not."""
+    return version_differences(versions(), dict(passport.versions)) if passport.versions else "an older version of elastic"
 
 
 def _kill(actor: Any) -> None:

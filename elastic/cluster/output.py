@@ -5,15 +5,22 @@ The file stands at file descriptors 1 and 2 themselves, so that the last words o
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
+import stat
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
+from elastic.ledger.run_folder import OF_NODE
+
 FILE_BYTES = 16 << 20  # then the file becomes FILE.1, in place of an older one
-FILES_KEPT = 256  # in a run's folder: nodes come and go for months
+FILES_KEPT = 256  # in a run's folder, and those that are written: nodes come and go for months
+PRUNED, PRUNE_EVERY_S = ".pruned", 3600.0
 TELL_BYTES = 64 << 10  # told at once; of more only the newest part
 WORDS_BYTES = 4000  # of which the last words are taken
 MARK = "--- elastic: "  # what the file itself says; not told
@@ -26,7 +33,7 @@ class Output:
     def __init__(self, folder: str, worker: str) -> None:
         name = re.sub(r"[^A-Za-z0-9._-]", "-", worker)
         self.path = Path(folder, f"{name}-{os.getpid()}.log")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         _prune(self.path.parent)
         self._lock = threading.Lock()
         self._file = -1  # also at 1 and 2, unless the program has put something else there
@@ -54,14 +61,14 @@ class Output:
         """A new file for one that is full, or that somebody has removed."""
         state = os.fstat(self._file)
         if not state.st_nlink:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             self._begin_file(f"{self.path} was removed")
         elif state.st_size > FILE_BYTES:
             os.replace(self.path, f"{self.path}.1")
             self._begin_file(f"{self.path}.1 is full")
 
     def _begin_file(self, why: str) -> None:
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        file = open_log(self.path)
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
@@ -108,8 +115,51 @@ def _say(text: str) -> None:
         os.write(1, f"{MARK}{text}\n".encode())
 
 
+def make_folder(folder: Path) -> None:
+    """For logs. Raises OSError; so it does where it stands in a folder that everybody may write and is not this user's own."""
+    base = folder.parent
+    if base.name.startswith(OF_NODE):
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = base.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise PermissionError(errno.EPERM, "it is not a folder of this user alone", str(base))
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def open_log(path: Path) -> int:
+    """To append to; no symbolic link is followed. As long as a process writes it, it is not pruned. Raises OSError."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return file
+
+
 def _prune(folder: Path) -> None:
-    with suppress(FileNotFoundError):  # another worker does the same
-        found = sorted((file.stat().st_mtime, file) for file in folder.glob("*.log*"))
-        for _, file in found[: max(0, len(found) - FILES_KEPT)]:
-            file.unlink()
+    """Removes the oldest files that nobody writes any more. One worker does so for all, once in PRUNE_EVERY_S: a look at many
+    thousands of files by as many workers would take hours."""
+    with suppress(OSError):
+        mark = os.open(folder / PRUNED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = os.fstat(mark)
+            if found.st_size and time.time() - found.st_mtime < PRUNE_EVERY_S:
+                return
+            os.pwrite(mark, b"1", 0)
+            _prune_all(folder)
+        finally:
+            os.close(mark)
+
+
+def _prune_all(folder: Path) -> None:
+    times: list[tuple[float, Path]] = []
+    for file in folder.glob("*.log*"):
+        with suppress(FileNotFoundError):
+            times.append((file.stat().st_mtime, file))
+    for _, file in sorted(times)[: max(0, len(times) - FILES_KEPT)]:
+        with suppress(OSError):
+            handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where it is written still
+                file.unlink()
+            finally:
+                os.close(handle)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from elastic.ledger.journal import Line
 from elastic.policy.facts import billed
 from elastic.policy.state import State, fold
-from elastic.types import DriverStarted, Event, NodeLost, NodeReady, PriceSeen
+from elastic.types import DriverStarted, Event, InstancesSeen, NodeLost, NodeReady, PriceSeen
 
 ORPHAN_LEASE_S = 120.0  # the groups end with their driver: this is only for what it asked of an autoscaler
-COUNTED = (DriverStarted, NodeReady, NodeLost, PriceSeen)
+COUNTED = (DriverStarted, InstancesSeen, NodeReady, NodeLost, PriceSeen)
 
 
 def bill_of(lines: Sequence[Line]) -> State:

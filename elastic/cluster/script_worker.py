@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -23,9 +24,12 @@ import ray
 import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 
+from elastic.cluster.output import FILE_BYTES, make_folder, open_log
 from elastic.cluster.script_child import PARENT, QUESTIONS
 from elastic.cluster.script_words import Ended, Formed, Hello, Order, Said, Word
 
+BOARD_MOST_S = 120.0  # without an answer of the driver's board
+LOG_AGAIN_S = 10.0  # after a log could not be opened
 LOOK_S, WORLD_PER_LOOK = 0.2, 32  # each supervisor speaks so often; more slowly in larger groups
 TAIL_LINES, MOST_LINES = 40, 2000  # of standard error that are kept; of output that wait to be told
 ESTABLISHED = "01"
@@ -136,27 +140,16 @@ class Supervisor:
         )  # fmt: skip
         if theirs:
             other.close()
-        log = self._log()
+        log = ScriptLog(Path(self.orders.logs, f"{self.place.group // 10**6}-rank{self.place.rank}.log"))
         for stream, keeps in ((child.stdout, False), (child.stderr, True)):
             assert stream is not None
             self._readers.append(threading.Thread(target=self._read, args=(stream, keeps, log), daemon=True))
             self._readers[-1].start()
         return child
 
-    def _log(self) -> Path | None:
-        """Of this rank; none where the run's folder cannot be written from here."""
-        folder = Path(self.orders.logs)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return None
-        return folder / f"{self.place.group // 10**6}-rank{self.place.rank}.log"
-
-    def _read(self, stream: IO[str], keeps: bool, log: Path | None) -> None:
+    def _read(self, stream: IO[str], keeps: bool, log: ScriptLog) -> None:
         for line in stream:
-            if log is not None:
-                with log.open("a") as file:
-                    file.write(line)
+            log.write(line)
             if keeps:
                 self._tail.append(line.rstrip("\n"))
             if self.place.rank == 0:
@@ -192,7 +185,8 @@ class Supervisor:
 
     def _exchange(self) -> list[Order]:
         words = list(self._words)
-        orders: list[Order] = ray.get(self.board.exchange.remote(self.place.group, self.place.rank, words, self._n_orders))
+        answer = self.board.exchange.remote(self.place.group, self.place.rank, words, self._n_orders)
+        orders: list[Order] = ray.get(answer, timeout=BOARD_MOST_S)  # without a driver this rank ends
         self._words.clear()
         self._n_orders += len(orders)
         return orders
@@ -213,6 +207,32 @@ class Supervisor:
         self._asked = True
         self._kill_at_s = time.monotonic() + order.grace_s
         child.send_signal(signal.SIGTERM)
+
+
+class ScriptLog:
+    """What a rank prints, up to FILE_BYTES and the file before it (`.1`). What cannot be written is left out: nobody waits for
+    a full disk, least of all the script, whose pipe is read here."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._again_s = path, -1, 0.0
+        self._lock = threading.Lock()
+
+    def write(self, line: str) -> None:
+        with self._lock, suppress(OSError):
+            if self._file < 0 and time.monotonic() >= self._again_s:
+                self._again_s = time.monotonic() + LOG_AGAIN_S
+                make_folder(self._path.parent)
+                self._file = open_log(self._path)
+            if self._file >= 0:
+                os.write(self._file, line.encode(errors="replace"))
+                self._renew(os.fstat(self._file))
+
+    def _renew(self, state: os.stat_result) -> None:
+        if state.st_size > FILE_BYTES or not state.st_nlink:
+            os.close(self._file)
+            self._file, self._again_s = -1, 0.0
+            if state.st_nlink:
+                os.replace(self._path, f"{self._path}.1")
 
 
 def here(file: str, cwd: str) -> tuple[str, str]:

@@ -41,6 +41,7 @@ ROOM = 0.9  # of the limit that is left when blocks had to go
 OLD_S = 3600.0  # unfinished files of this age belong to nobody
 WAIT_S = 0.1  # between looks at another process that builds
 UNFINISHED = re.compile(r"\.(.+)-[0-9a-f]{8}")
+LOCK_MOST_S, LOCK_LOOK_S = 150.0, 0.02  # storage is asked again for 120 s
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,15 @@ class Cache:
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
+        """Who holds it longer than storage is asked for is stopped, or hangs: the others go on without it, which costs what is
+        read twice, and no more."""
         with self._opened(name) as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            until_s = time.monotonic() + LOCK_MOST_S
+            while not _locked(handle):
+                if time.monotonic() > until_s:
+                    LOG.warning("%s/locks/%s has been held for %.0f s: not waited for", self.folder, name, LOCK_MOST_S)
+                    break
+                time.sleep(LOCK_LOOK_S)
             yield
 
     @contextmanager

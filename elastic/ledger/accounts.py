@@ -24,6 +24,7 @@ from elastic.types import (
     Evaluated,
     Event,
     GroupRan,
+    InstancesSeen,
     Node,
     NodeLost,
     NodePrepared,
@@ -145,7 +146,9 @@ class _Books:
     at_s: float | None = None
     nodes: dict[str, Node] = field(default_factory=dict)
     prepared: set[str] = field(default_factory=set)
+    machines: dict[str, InstancesSeen] = field(default_factory=dict)
     usd_per_node_h: dict[str, float] = field(default_factory=dict)
+    gpus_per_node: dict[str, int] = field(default_factory=dict)
     plan: Plan | None = None
     target: Plan | None = None
     aborted: bool = False
@@ -165,23 +168,32 @@ class _Books:
     # ------------------------------------------------------------------------------------------ time
 
     def advance(self, at_s: float) -> None:
-        """Book the time up to `at_s` on every node that is paid for."""
+        """Book the time up to `at_s` on every machine that is paid for."""
         passed_s = 0.0 if self.at_s is None or self.ended else max(0.0, at_s - self.at_s)
         self.at_s = at_s if self.at_s is None else max(self.at_s, at_s)
         if not passed_s:
             return
-        if not self.nodes:
+        paid = [(node.pool, node.gpus, self._place(node)) for node in self.nodes.values()] + self._no_nodes()
+        if not paid:
             self.sums["waiting_for_capacity"].add(_Amount(passed_s, wall_s=passed_s))
             return
-        n_gpus = sum(node.gpus for node in self.nodes.values())
+        n_gpus = sum(gpus for _, gpus, _ in paid)
         touched: dict[int, _Amount] = {}
-        for node in self.nodes.values():
-            place = self._place(node)
-            usd = passed_s * self.usd_per_node_h.get(node.pool, 0.0) / 3600
-            place.add(_Amount(passed_s * node.gpus / max(1, n_gpus), passed_s * node.gpus, usd))
+        for pool, gpus, place in paid:
+            usd = passed_s * self.usd_per_node_h.get(pool, 0.0) / 3600
+            place.add(_Amount(passed_s * gpus / max(1, n_gpus), passed_s * gpus, usd))
             touched[id(place)] = place
         for place in touched.values():
             place.wall_s += passed_s
+
+    def _no_nodes(self) -> list[tuple[str, int, _Amount]]:
+        """Pool, GPUs and place of each machine that is not a node yet, or any more."""
+        found = []
+        for name, seen in self.machines.items():
+            gpus = self.gpus_per_node.get(name, 1)
+            found += [(name, gpus, self.sums["program_startup"])] * seen.starting
+            found += [(name, gpus, self.sums["other"])] * seen.leaving
+        return found
 
     def _place(self, node: Node) -> _Amount:
         if node.node_id not in self.prepared:
@@ -204,7 +216,11 @@ class _Books:
             return
         self.advance(at_s)
         if isinstance(event, NodeReady):
+            if event.node.node_id not in self.nodes and (seen := self.machines.get(event.node.pool)):
+                self.machines[seen.pool] = replace(seen, starting=max(0, seen.starting - 1))
             self.nodes.setdefault(event.node.node_id, event.node)
+        elif isinstance(event, InstancesSeen):
+            self.machines[event.pool] = event
         elif isinstance(event, NodePrepared):
             self.prepared.add(event.node_id)
         elif isinstance(event, NodeLost):
@@ -239,12 +255,14 @@ class _Books:
             self.sums["wasted_progress"].add(self.group.taken())
             self.sums["waiting_for_capacity"].add(self.wait.taken())
             self.nodes, self.prepared, self.plan, self.target = {}, set(), None, None
+        self.machines = {}  # this driver sees them itself
         if self.at_s is not None:
             gap_s = max(0.0, at_s - self.at_s)
             self.sums["other"].add(_Amount(gap_s, wall_s=gap_s))
         self.at_s = at_s
         self.ended = self.saving = self.aborted = False
         self.usd_per_node_h.update({pool.name: pool.usd_per_node_h for pool in event.pools})
+        self.gpus_per_node.update({pool.name: pool.gpus_per_node for pool in event.pools})
         self.n_steps = int(event.job.get("steps", 0))
         if self.timing.launched_at_s is None:
             self.timing.launched_at_s = at_s

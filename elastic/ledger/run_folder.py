@@ -23,6 +23,7 @@ from elastic.storage import LocalStorage, Storage, open_storage
 DEFAULT_STORAGE = "elastic_runs"
 JOURNAL = "journal.jsonl"
 ASIDE = "journal-damaged-{}.jsonl"
+OF_NODE = "elastic-logs-"  # and the user's number: a folder of a node, in one where everybody may write
 LOGS = "logs"  # what the workers print, a file for each process
 STORED_AT = "storage-uri"  # in a driver's folder: where the run really is
 
@@ -59,11 +60,18 @@ class RunFolder:
 
     @classmethod
     def of(cls, storage: Storage) -> RunFolder:
+        """Raises SpecError where a folder says that the run is elsewhere, and another user has put that there: whoever looks at
+        the run would ask that place with rights of their own."""
         if not isinstance(storage, LocalStorage):
             folder = Path(DEFAULT_STORAGE).absolute() / storage.uri.rpartition("/")[2]
             return cls(storage, folder.with_name(key_of(storage.uri)) if _of_another(folder, storage.uri) else folder)
         mark = storage.root / STORED_AT
-        return cls(open_storage(mark.read_text().strip()) if mark.is_file() else storage, storage.root)
+        if not mark.is_file():
+            return cls(storage, storage.root)
+        uri, owner = mark.read_text().strip(), mark.lstat().st_uid
+        if owner != os.getuid():
+            raise SpecError(f"{mark}: user {owner} says there that the run is {uri}; if you trust that, name {uri} yourself")
+        return cls(open_storage(uri), storage.root)
 
     @property
     def name(self) -> str:
@@ -85,7 +93,9 @@ class RunFolder:
 
     def logs_of_workers(self, here: bool) -> Path:
         """Where workers write it. `here`: all run on this machine. Nodes without a folder in common keep those of their own."""
-        return self.logs if here or not self.storage.remote else Path(tempfile.gettempdir(), "elastic-logs", self.name)
+        return (
+            self.logs if here or not self.storage.remote else Path(tempfile.gettempdir(), f"{OF_NODE}{os.getuid()}", self.name)
+        )
 
     def exists(self) -> bool:
         return bool(self.storage.list(PREFIX)) if self.storage.remote else self.journal.is_file()

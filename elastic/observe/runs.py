@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -20,6 +21,8 @@ __all__ = [
     "open_storage_of", "order", "storage_uri", "view",
 ]  # fmt: skip
 
+
+log = logging.getLogger(__name__)
 
 DATED = re.compile(r"-\d{8}-\d{6}")  # what the name of a run adds to that of its job, where none was given
 
@@ -79,7 +82,12 @@ def age_s(run: RunFolder) -> float:
 def all_runs(storage: str | None = None) -> list[tuple[str, RunFolder]]:
     """Runs of a storage folder, by name, in order of their last news."""
     root = open_storage(storage_uri(storage))
-    found = [RunFolder.of(open_storage(root.uri_of(name))) for name in root.folders()]
+    found = []
+    for name in root.folders():
+        try:
+            found.append(RunFolder.of(open_storage(root.uri_of(name))))
+        except SpecError as error:  # one that is another user's
+            log.warning("left out: %s", error)
     there = [run for run in found if run.exists()]
     return [(run.name, run) for run in sorted(there, key=lambda run: -run.age_s())]
 

@@ -39,6 +39,7 @@ from elastic.types import (
     CopyStored,
     DriverStarted,
     EnterPlan,
+    InstancesSeen,
     NodeLost,
     NodePrepared,
     NodeReady,
@@ -99,6 +100,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
             usd=state.usd,
             digests=digests,
             distrusted=state.distrusted,
+            verified=state.verified,
             wrong=state.wrong,
             first_started_at_s=at_s if state.first_started_at_s is None else state.first_started_at_s,
             history={name: replace(seen, dry_since_s=None, deaths=0) for name, seen in state.history.items()},
@@ -116,8 +118,8 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         repeat = (Quiesce(state.quiescing[0]),)
     unseen = frozenset(node.node_id for node in state.alive)
     return replace(
-        state, **known, generation=generation, unseen=unseen, attached_at_s=at_s, repeat=repeat, requests={}, preparing={},
-        releasing=frozenset(), ordered_at_s=at_s, stop=None,
+        state, **known, generation=generation, unseen=unseen, attached_at_s=at_s, repeat=repeat, requests={}, instances={},
+        preparing={}, releasing=frozenset(), ordered_at_s=at_s, stop=None,
     )  # fmt: skip
 
 
@@ -146,9 +148,12 @@ def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
     nodes[node.node_id] = replace(node, status="ready", deadline_s=None)
     dead = frozenset(w for w in state.dead if w.node_id != node.node_id)
     refused = {name: why for name, why in state.refused.items() if name != node.node_id}
+    instances = dict(state.instances)
+    if (machines := instances.get(node.pool)) and machines.starting:
+        instances[node.pool] = replace(machines, starting=machines.starting - 1)
     return replace(
-        state, nodes=nodes, requests=requests, backoff=backoff, dead=dead, releasing=state.releasing - {node.node_id},
-        refused=refused, **without_faults(state, node.node_id),
+        state, nodes=nodes, instances=instances, requests=requests, backoff=backoff, dead=dead,
+        releasing=state.releasing - {node.node_id}, refused=refused, **without_faults(state, node.node_id),
     )  # fmt: skip
 
 
@@ -234,6 +239,10 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
     forgotten = set(lost[:-KEPT_LOST_NODES])
     nodes = {name: n for name, n in state.nodes.items() if name not in forgotten} if forgotten else state.nodes
     return forget(replace(state, nodes=nodes, dead=state.dead - gone), node.node_id)
+
+
+def _instances_seen(state: State, event: InstancesSeen, at_s: float) -> State:
+    return replace(state, instances={**state.instances, event.pool: event})
 
 
 def _progress(state: State, event: Progress, at_s: float) -> State:
@@ -393,7 +402,7 @@ def _stop_asked(state: State, event: StopAsked, at_s: float) -> State:
 
 HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     DriverStarted: _driver_started, NodeReady: _node_ready, NodePrepared: _node_prepared, Notice: _notice,
-    NodeRefused: _node_refused, NodeWarned: _node_warned,
+    NodeRefused: _node_refused, NodeWarned: _node_warned, InstancesSeen: _instances_seen,
     NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost, RequestFailed: _request_failed, PlanEntered: _plan_entered,
     PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored,
     PriceSeen: _price_seen, Progress: _progress, StopAsked: _stop_asked, **FAILURES, **COPIES, **layouts.HANDLERS, **SPEEDS,

@@ -13,6 +13,7 @@ from elastic.types import (
     EnterPlan,
     HardwareProfile,
     Holding,
+    InstancesSeen,
     Layout,
     Losses,
     ModelProfile,
@@ -149,6 +150,7 @@ class State:
     given_up: frozenset[str] = frozenset()  # nodes that we leave without being told to; released when nothing is left on them
     dead: frozenset[WorkerId] = frozenset()  # processes that are gone on nodes that are not
     requests: Mapping[str, Request] = field(default_factory=dict)
+    instances: Mapping[str, InstancesSeen] = field(default_factory=dict)  # pool -> its machines that are not nodes
     backoff: Mapping[str, Backoff] = field(default_factory=dict)
     n_requests: int = 0
     history: Mapping[str, PoolSeen] = field(default_factory=dict)  # pool -> what was seen of it
@@ -189,6 +191,7 @@ class State:
     durable_s: float = 0.0  # from its boundary until a durable copy was stored
     peer: Copy | None = None  # the newest acknowledged peer copy
     durable: tuple[Copy, ...] = ()  # newest first
+    verified: frozenset[str] = frozenset()  # URIs of durable copies that were read back and are right
     damaged: Mapping[str, str] = field(default_factory=dict)  # durable copies that could not be read: URI -> what is wrong
     copy_failed: CopyFailed | None = None  # the newest durable copy that was not made
     copy_failed_at_s: float = 0.0
@@ -265,8 +268,15 @@ class State:
 
     @property
     def usd_per_h(self) -> float:
+        """Of nodes, and of machines that are not nodes yet or any more."""
         prices = {pool.name: pool.usd_per_node_h for pool in self.pools}
-        return sum(prices.get(node.pool, 0.0) for node in self.alive)
+        machines = sum(prices.get(name, 0.0) * (seen.starting + seen.leaving) for name, seen in self.instances.items())
+        return sum(prices.get(node.pool, 0.0) for node in self.alive) + machines
+
+    @property
+    def starting_usd_per_h(self) -> float:
+        """Of machines that are not nodes yet."""
+        return sum(pool.usd_per_node_h * seen.starting for pool in self.pools if (seen := self.instances.get(pool.name)))
 
     def usd_at(self, now_s: float) -> float:
         """The bill so far."""

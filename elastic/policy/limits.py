@@ -108,7 +108,8 @@ def affordable(state: State, pool: Pool, coming_usd_per_h: float, now_s: float) 
         return None
     left = budget - state.usd_at(now_s)
     borne_usd_per_h = left * 3600 / useful_s(state, pool)
-    return max(0, floor((borne_usd_per_h - state.usd_per_h - coming_usd_per_h) / pool.usd_per_node_h))
+    there_usd_per_h = state.usd_per_h - state.starting_usd_per_h  # those that start are among what is coming
+    return max(0, floor((borne_usd_per_h - there_usd_per_h - coming_usd_per_h) / pool.usd_per_node_h))
 
 
 def too_dear(pool: Pool) -> str:

@@ -3,7 +3,8 @@
 Job keys: keep_last (the newest n), keep_every (also those of steps that are a multiple), keep_best (also the n of the lowest
 validation_loss), storage_quota_gb (fewer, so that the next copy fits). The newest copy that is not known to be damaged stays
 always, and so does the one that the run resumes from. While results are compared (check_numbers_every), the newest from before
-the last comparison that found nothing stays too.
+the last comparison that found nothing stays too. While copies are read back (verify_copies), nothing is removed before a
+newer one was found right, and the newest such stays; the quota alone has more weight.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.policy.known import State
-from elastic.types import Copy, CopyDamaged, CopyFailed, CopyRemoved, Decision, Evaluated, RemoveCopy
+from elastic.types import Copy, CopyDamaged, CopyFailed, CopyRemoved, CopyVerified, Decision, Evaluated, RemoveCopy
 
 KEEP_LAST = 2
 KEPT_EVALUATIONS = 4096
@@ -46,9 +47,25 @@ def kept(state: State) -> frozenset[str]:
     last, every, best = (int(state.job.get(key) or 0) for key in ("keep_last", "keep_every", "keep_best"))
     scored = [copy for copy in sorted(copies, key=lambda copy: _score(state, copy)) if _score(state, copy)[0] < math.inf]
     stepped = [copy for copy in copies if every and copy.step % every == 0]
-    wanted = [*copies[: last or KEEP_LAST], *_from_before_a_check(state), *scored[:best], *stepped]
+    right = _verified(state)
+    wanted = [
+        *copies[:1],
+        *right[:1],
+        *copies[: last or KEEP_LAST],
+        *_from_before_a_check(state),
+        *scored[:best],
+        *stepped,
+        *right,
+    ]
     found = list(dict.fromkeys(copy.uri for copy in wanted))[: _most(state)]
     return frozenset((*found, state.target.resume.uri) if state.target else found)
+
+
+def _verified(state: State) -> list[Copy]:
+    """The newest copy that was read back and is right; all where none was."""
+    if not state.job.get("verify_copies"):
+        return []
+    return [copy for copy in state.durable if copy.uri in state.verified][:1] or list(state.durable)
 
 
 def _from_before_a_check(state: State) -> list[Copy]:
@@ -103,6 +120,11 @@ def _copy_damaged(state: State, event: CopyDamaged, at_s: float) -> State:
     return replace(without_copy(state, event.uri), damaged={**state.damaged, event.uri: event.reason})
 
 
+def _copy_verified(state: State, event: CopyVerified, at_s: float) -> State:
+    there = {copy.uri for copy in state.durable}
+    return replace(state, verified=(state.verified & there) | ({event.uri} & there))
+
+
 def _copy_removed(state: State, event: CopyRemoved, at_s: float) -> State:
     return without_copy(state, event.uri)
 
@@ -114,5 +136,6 @@ def ordered_removal(state: State, action: RemoveCopy, at_s: float) -> State:
 
 
 HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
-    Evaluated: _evaluated, CopyFailed: _copy_failed, CopyDamaged: _copy_damaged, CopyRemoved: _copy_removed,
+    Evaluated: _evaluated, CopyFailed: _copy_failed, CopyDamaged: _copy_damaged, CopyVerified: _copy_verified,
+    CopyRemoved: _copy_removed,
 }  # fmt: skip

@@ -16,6 +16,7 @@ from elastic.types import (
     Abort,
     Copy,
     CopyStored,
+    CopyVerified,
     DigestChecked,
     EnterPlan,
     Holding,
@@ -362,6 +363,7 @@ class Generations(Machines):
             if all(self._lives(worker) for worker in plan.ranks):
                 uri = f"sim://step-{step:08d}.g{plan.generation:04d}"
                 self._tell(CopyStored(Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri), 1.0, 0.05))
+                self._tell(CopyVerified(uri))
 
         self._after(self.delays.store_s, stored)
 

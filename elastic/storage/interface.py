@@ -51,6 +51,10 @@ class Storage(ABC):
         took(buffer[:n])
         return n
 
+    def forget(self, key: str) -> None:
+        """What is read of `key` from now on comes from storage itself, not from this host's memory, where that can be said."""
+        return
+
     @abstractmethod
     def size(self, key: str) -> int:
         """In bytes. Raises FileNotFoundError."""

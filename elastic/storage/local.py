@@ -9,7 +9,6 @@ import errno
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,6 +56,10 @@ class LocalStorage(Storage):
                 n += got
         return n
 
+    def forget(self, key: str) -> None:
+        with suppress(OSError), self.path(key).open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def size(self, key: str) -> int:
         return self.path(key).stat().st_size
 
@@ -79,7 +82,7 @@ class LocalStorage(Storage):
     @contextmanager
     def create(self, key: str, if_absent: bool = False) -> Iterator[BinaryIO]:
         target = self.path(key)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(target.parent)
         temporary = target.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
         try:
             with temporary.open("xb") as file:
@@ -118,8 +121,9 @@ class LocalStorage(Storage):
                 shutil.rmtree(folder)
 
     def clean_unfinished(self, older_than_s: float) -> int:
-        before_s = time.time() - older_than_s
-        n = 0
+        if not self.root.is_dir():
+            return 0
+        before_s, n = self._now_s() - older_than_s, 0
         for where, _, names in os.walk(self.root):
             for name in names:
                 path = Path(where) / name
@@ -134,15 +138,34 @@ class LocalStorage(Storage):
         found = os.statvfs(at)
         return found.f_bavail * found.f_frsize
 
+    def _now_s(self) -> float:
+        """By the clock that stamps the files here: another host's, where this is its file system."""
+        probe = self.root / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
+        try:
+            probe.touch()
+            return probe.stat().st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
+
     def _link(self, temporary: Path, target: Path) -> None:
         try:
             os.link(temporary, target)
         except OSError as error:
+            if error.errno == errno.EEXIST and temporary.stat().st_nlink == 2:
+                return  # on NFS: it was linked, the answer was lost, and the request came again (open(2), O_EXCL)
             if error.errno not in NO_LINKS:
                 raise
             raise SpecError(
                 f"{self.uri}: this file system has no hard links, which commits need; use another folder"
             ) from error
+
+
+def _make_folder(folder: Path) -> None:
+    """With those above it; each one's name is on the disk before a file in it is."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -35,6 +35,7 @@ from elastic.types.events import (
     CopyFailed,
     CopyRemoved,
     CopyStored,
+    CopyVerified,
     DeviceNoted,
     DigestChecked,
     DigestPart,
@@ -44,6 +45,7 @@ from elastic.types.events import (
     Event,
     GroupRan,
     GuardTripped,
+    InstancesSeen,
     NodeLost,
     NodePrepared,
     NodeReady,
@@ -109,18 +111,18 @@ from elastic.types.profiles import (
 )  # fmt: skip
 
 __all__ = [
-        "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "Box", "Cause", "Copy", "CopyDamaged",
-    "CopyFailed", "CopyKind", "CopyRemoved", "CopyStored", "DTYPE_BYTES", "Decided", "Decision", "DeviceNoted",
-    "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted", "EnterPlan", "Evaluated", "Event",
-    "FailureKind", "GroupRan", "GuardTripped", "HardwareProfile", "Holding", "LAYOUT_OPTIONS", "Layout", "Losses", "Mark",
-    "MarketType", "Matmul", "ModelProfile", "Move", "Node", "NodeLost", "NodePrepared", "NodeReady", "NodeRefused",
-    "NodeStatus", "NodeWarned", "NoiseSeen", "Notice", "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec", "Outcome",
-    "Plan", "PlanEntered", "PlanFailed", "Pool", "Prepare", "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce",
-    "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume",
-    "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source", "StepDone",
-    "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers",
-    "agree", "apart", "is_auto", "layout_options", "names_of", "parse_layout", "pinned", "redone_as_before", "repeats",
-    "tolerance", "version_differences", "with_loss", "worst",
+    "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "Box", "Cause", "Copy", "CopyDamaged",
+    "CopyFailed", "CopyKind", "CopyRemoved", "CopyStored", "CopyVerified", "DTYPE_BYTES", "Decided", "Decision",
+    "DeviceNoted", "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted", "EnterPlan", "Evaluated",
+    "Event", "FailureKind", "GroupRan", "GuardTripped", "HardwareProfile", "Holding", "InstancesSeen", "LAYOUT_OPTIONS",
+    "Layout", "Losses", "Mark", "MarketType", "Matmul", "ModelProfile", "Move", "Node", "NodeLost", "NodePrepared",
+    "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned", "NoiseSeen", "Notice", "NoticeWithdrawn", "NumbersChecked",
+    "OptimizerSpec", "Outcome", "Plan", "PlanEntered", "PlanFailed", "Pool", "Prepare", "PriceSeen", "Probed", "Progress",
+    "Quarantine", "Quiesce", "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed",
+    "RequestNodes", "Resume", "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored", "SharesSet",
+    "Silent", "Source", "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Terms", "Transfer", "WorkerFailed",
+    "WorkerId", "WrongNumbers", "agree", "apart", "is_auto", "layout_options", "names_of", "parse_layout", "pinned",
+    "redone_as_before", "repeats", "tolerance", "version_differences", "with_loss", "worst",
 ]  # fmt: skip
 
 

@@ -101,6 +101,16 @@ class NodeLost(Event):
 
 
 @dataclass(frozen=True)
+class InstancesSeen(Event):
+    """Machines of the pool that the run pays for and that are none of its nodes: `starting` have been launched for it and have
+    not joined, `leaving` were given back and have not ended."""
+
+    pool: str
+    starting: int = 0
+    leaving: int = 0
+
+
+@dataclass(frozen=True)
 class RequestFailed(Event):
     pool: str
     request_id: str
@@ -228,10 +238,20 @@ class CopyFailed(Event):
 
 @dataclass(frozen=True)
 class CopyDamaged(Event):
-    """A durable copy could not be read: `reason` names the file. The run goes back to the one before; the files stay."""
+    """A durable copy could not be read, or was found wrong when it was read back: `reason` names the file. Nothing resumes
+    from it; the files stay."""
 
     uri: str
     reason: str
+
+
+@dataclass(frozen=True)
+class CopyVerified(Event):
+    """Every byte of a durable copy was read back from storage, in `seconds`, and is what its digests say."""
+
+    uri: str
+    n_bytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

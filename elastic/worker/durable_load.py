@@ -7,7 +7,7 @@ small ones, go through scratch memory, of which all threads together take one ch
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,22 +110,28 @@ class Checkpoint:
             more = f"{extra[0]} {list(self.tensors[extra[0]][0])}, which it has (and {len(extra) - 1} more)"
             raise SpecError(f"{self.uri}: the model has no tensor {more}; other model?")
 
-    def verify(self) -> list[str]:
-        """Reads every byte and compares it with its digest; one text for each file that is wrong."""
+    def verify(self, paced: Callable[[int], object] = lambda n_bytes: None) -> list[str]:
+        """Reads every byte, from storage itself, and compares it with its digest; one text for each file that is wrong.
+        `paced` is told the bytes of each part."""
         out = []
         shards = {shard_name(manifest.rank): manifest for manifest in self._manifests}
         sizes = self._storage.sizes()
         for note in self._marker.files:
             try:
                 check_size(self._storage, note, sizes)
+                self._storage.forget(note.name)
                 manifest = shards.get(note.name)
                 if manifest is not None and manifest.version > 1:
                     for entry in manifest.entries:
-                        self._verify_blob(note.name, entry)
-                elif _file_sha256(self._storage, note) != note.sha256:
+                        self._verify_blob(note.name, entry, paced)
+                elif _file_sha256(self._storage, note, paced) != note.sha256:
                     raise Damaged(f"{self._storage.uri_of(note.name)}: altered (its SHA-256 is not the one in {MARKER})")
             except Damaged as error:
                 out.append(str(error))
+            except (FileNotFoundError, StorageDamaged) as error:
+                out.append(f"{self._storage.uri_of(note.name)}: {error}")
+            finally:
+                self._storage.forget(note.name)  # others have more use for that memory
         return out
 
     # ------------------------------------------------------------------------------------------ what to read
@@ -223,11 +229,12 @@ class Checkpoint:
         except StorageDamaged as error:
             raise Damaged(f"{self._where(piece.name, piece.entry)}: {error}") from error
 
-    def _verify_blob(self, name: str, entry: Entry) -> None:
+    def _verify_blob(self, name: str, entry: Entry, paced: Callable[[int], object]) -> None:
         hasher = hasher_for(entry.digest)
         for offset in range(entry.offset, entry.offset + entry.length, VERIFY_BYTES):
             part = self._storage.read(name, offset, min(VERIFY_BYTES, entry.offset + entry.length - offset))
             hasher.update(memoryview(part))
+            paced(len(part))
         if hasher.text() != entry.digest:
             raise Damaged(f"{self._where(name, entry)} is altered")
 
@@ -306,8 +313,10 @@ def check_size(storage: Storage, note: FileNote, sizes: Sizes) -> None:
         raise Damaged(f"{where}: truncated or altered ({n_bytes} bytes, {note.n_bytes} were committed)")
 
 
-def _file_sha256(storage: Storage, note: FileNote) -> str:
+def _file_sha256(storage: Storage, note: FileNote, paced: Callable[[int], object]) -> str:
     digest = sha256()
     for offset in range(0, note.n_bytes, VERIFY_BYTES):
-        digest.update(storage.read(note.name, offset, VERIFY_BYTES))
+        part = storage.read(note.name, offset, VERIFY_BYTES)
+        digest.update(part)
+        paced(len(part))
     return digest.hexdigest()

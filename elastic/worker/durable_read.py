@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -87,13 +88,13 @@ def find_valid(storage: Storage, deep: bool = True) -> tuple[Found | None, list[
     return None, problems
 
 
-def verify(uri: str, deep: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, one text for each file; empty = nothing."""
+def verify(uri: str, deep: bool = True, paced: Callable[[int], object] = lambda n_bytes: None) -> list[str]:
+    """What is wrong with a checkpoint, one text for each file; empty = nothing. `paced`: as Checkpoint.verify."""
     try:
         checkpoint = open_checkpoint(uri)
     except Damaged as error:
         return [str(error)]
-    return checkpoint.verify() if deep else []
+    return checkpoint.verify(paced) if deep else []
 
 
 def remove(uri: str) -> None:

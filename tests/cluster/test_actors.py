@@ -16,6 +16,7 @@ from elastic.cluster import processes
 from elastic.cluster.actors import Worker, WorkerSetup
 from elastic.errors import SpecError
 from elastic.types import NodePrepared, Quiesced, StepDone, WorkerId
+from elastic.version import versions
 from elastic.worker.workplace import EnterOrder
 
 ME = WorkerId("a", 0)
@@ -114,4 +115,5 @@ def test_the_passport_says_whether_it_is_prepared(worker: Worker) -> None:
     assert beat.messages[0][1] == NodePrepared("a", (os.getpid(),))
     passport = worker.passport(4)
     assert (passport.me, passport.pid, passport.prepared) == (ME, os.getpid(), True)
+    assert dict(passport.versions) == versions()
     worker.shutdown(4)

@@ -11,8 +11,9 @@ from support.waiting import until
 
 from elastic.cluster import _ray_private, autoscaler
 from elastic.cluster.autoscaler import AutoscalerNodes
+from elastic.cluster.nodes import RayNode
 from elastic.cluster.watcher import Drains, Report
-from elastic.types import Pool, RequestFailed
+from elastic.types import InstancesSeen, NodeReady, Pool, RequestFailed
 
 SPOT = Pool("spot", market_type="spot", max_nodes=2)
 
@@ -28,6 +29,10 @@ def nodes_of(reports: dict[str, Report]) -> AutoscalerNodes:
     return AutoscalerNodes((SPOT,), desk=desk)
 
 
+def failures(nodes: AutoscalerNodes) -> list[RequestFailed]:
+    return [event for event in nodes.news({}) if isinstance(event, RequestFailed)]
+
+
 def test_an_instance_that_is_replaced_gives_the_next_one_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The autoscaler ends one on which Ray does not start, after minutes, and launches another: no drought."""
     clock, reports = Clock(monkeypatch), {"now": Report()}
@@ -35,9 +40,9 @@ def test_an_instance_that_is_replaced_gives_the_next_one_its_time(monkeypatch: p
     nodes.request("spot", 1, "r1")
     for at_s, coming in ((1005, 1), (1190, 1), (1191, 0), (1195, 0), (1200, 1), (1400, 1)):
         clock.now_s, reports["now"] = float(at_s), Report(coming={"spot": coming})
-        assert nodes.news({}) == [], at_s
+        assert not failures(nodes), at_s
     clock.now_s, reports["now"] = 1600.0, Report()
-    (failed,) = nodes.news({})
+    (failed,) = failures(nodes)
     assert isinstance(failed, RequestFailed) and failed.reason == "no capacity: no answer within 180 s"
 
 
@@ -46,9 +51,9 @@ def test_one_that_never_joins_has_failed(monkeypatch: pytest.MonkeyPatch) -> Non
     nodes = nodes_of(reports)
     nodes.request("spot", 1, "r1")
     clock.now_s += 839
-    assert nodes.news({}) == []
+    assert not failures(nodes)
     clock.now_s += 2
-    (failed,) = nodes.news({})
+    (failed,) = failures(nodes)
     assert isinstance(failed, RequestFailed) and failed.reason == "1 of its nodes did not join within 840 s"
 
 
@@ -68,3 +73,23 @@ def test_a_machine_that_nobody_reaches_does_not_keep_the_others(monkeypatch: pyt
         assert sorted(asked) == ["dead", "idle"], "and the dead one is asked once at a time"
     finally:
         reached.set()
+
+
+def test_machines_are_told_from_their_launch_until_they_have_ended() -> None:
+    """Also those that come after their request was given up; what other runs wait for is not this one's."""
+    reports = {"now": Report(coming={"spot": 3})}
+    nodes = nodes_of(reports)
+    assert nodes.news({}) == []
+    nodes.request("spot", 2, "r1")
+    assert nodes.news({}) == [InstancesSeen("spot", starting=2)]
+    node = RayNode("n1", "10.0.0.1", 1, {}, 8, 0, False)
+    reports["now"] = Report(given={"n1": "spot"}, coming={"spot": 3})
+    ready, *machines = nodes.news({"n1": node})
+    assert isinstance(ready, NodeReady) and machines == [], "NodeReady says itself that one starts no more"
+    nodes.request("spot", 0, "r1")
+    reports["now"] = Report(given={"n1": "spot"}, coming={"spot": 1})
+    assert nodes.news({"n1": node}) == []
+    nodes.release(ready.node.node_id)
+    assert nodes.news({"n1": node}) == [InstancesSeen("spot", starting=1, leaving=1)]
+    reports["now"] = Report()
+    assert nodes.news({}) == [InstancesSeen("spot")]

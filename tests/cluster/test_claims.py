@@ -6,14 +6,19 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
 
 from elastic.cluster.autoscaler import AutoscalerNodes
+from elastic.cluster.backend import RayBackend
 from elastic.cluster.claims import LEAVE_MOST_S, UNASKED_S, Claims, Order, Seen
 from elastic.cluster.node_types import Bundle, NodeType, bundle_of, read_types
 from elastic.cluster.nodes import RayNode
 from elastic.cluster.watcher import Reasons, Report
-from elastic.types import NodeReady, Pool
+from elastic.types import InstancesSeen, Node, NodeReady, Pool
 
 SPOT, SAFE = Pool("spot", "A100", 8, "spot", max_nodes=4), Pool("safe", "A100", 8, "on-demand", max_nodes=4)
 ORDER = Order("a", 1, (SPOT, SAFE), 100.0)
@@ -136,8 +141,9 @@ def test_a_request_that_is_taken_back_brings_no_node() -> None:
     assert desk.waits == {"safe": 1}
     desk.report = Report(given={"r1": "spot", "r2": "safe"})
     alive = {ray_id: RayNode(ray_id, "10.0.0.1", 1, {}, 8, 8, False) for ray_id in ("r1", "r2")}
-    (ready,) = nodes.news(alive)
+    ready, *machines = nodes.news(alive)
     assert isinstance(ready, NodeReady) and ready.node.pool == "safe", "the other one had been on its way: it is given back"
+    assert machines == [InstancesSeen("spot", leaving=1)], "and paid for until it has ended"
 
 
 def test_nodes_that_were_given_back_are_told_until_they_are_gone_and_then_forgotten() -> None:
@@ -147,7 +153,7 @@ def test_nodes_that_were_given_back_are_told_until_they_are_gone_and_then_forgot
         node = RayNode(f"r{k}", "10.0.0.1", 1, {}, 8, 8, False)
         nodes.request("spot", 1, f"spot-{k}")
         desk.report = Report(given={node.ray_id: "spot"})
-        (ready,) = nodes.news({node.ray_id: node})
+        (ready,) = [event for event in nodes.news({node.ray_id: node}) if isinstance(event, NodeReady)]
         nodes.release(ready.node.node_id)
         nodes.news({node.ray_id: node})
         assert desk.dropped == {node.ray_id}, "it is still there"
@@ -202,3 +208,27 @@ def test_reasons_are_read_from_the_log_as_it_grows(tmp_path: Path) -> None:
     log.write_text(line)
     reasons.read()
     assert reasons.by_type == {"spot": "none is left"}
+
+
+# ------------------------------------------------------------------------------------------ what a driver leaves behind
+
+
+@pytest.mark.parametrize(("stopped", "replaced", "told"), [(False, False, True), (True, False, False), (False, True, False)])
+def test_a_driver_that_ends_without_its_run_says_what_stays_paid(
+    stopped: bool, replaced: bool, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither where it gives everything back nor where another driver has it."""
+    held: Any = MagicMock(spec=RayBackend, _closed=False, _let_go=False, _stopped=stopped, cluster=None, _connected=False)
+    held.lease = SimpleNamespace(lost=replaced, release=lambda: None)
+    held.nodes = {name: Node(name, pool) for name, pool in (("s-2", "spot"), ("s-1", "spot"), ("own-1", "own"))}
+    held.run = SimpleNamespace(pools=(replace(SPOT, usd_per_node_h=6.0), Pool("own")))
+    held.crew = MagicMock(setup=SimpleNamespace(orphan_lease_s=900.0))
+    for part in ("survey", "outlook", "inbox", "entrance", "copies", "provider", "_stores"):
+        setattr(held, part, MagicMock())
+    RayBackend.close(held)
+    held.provider.close.assert_called_once_with(end=stopped)
+    text = (
+        "2 paid node(s) stay for the run's next driver (s-1, s-2; $12.00/h): without one they leave after 18 min at the most, "
+    )
+    text += "$3.50 more"
+    assert caplog.messages == ([text] if told else [])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, NodeDiedError, OutOfMemoryError, RayError
 
-from elastic.cluster.actors import WorkerSetup
+from elastic.cluster import crew as crew_module
+from elastic.cluster.actors import Passport, WorkerSetup
 from elastic.cluster.crew import Broken, Crew, _Member
 from elastic.types import WorkerId
+from elastic.version import versions
 
 ME = WorkerId("spot-1", 0)
 
@@ -45,3 +48,31 @@ def test_a_dead_node_is_a_worker_that_is_gone(monkeypatch: pytest.MonkeyPatch) -
 def test_a_connection_that_may_come_back_says_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     crew = crew_whose_poll_raises(ActorUnavailableError("unavailable", actor_id=None), monkeypatch)
     assert crew.collect(0.0) == [] and crew.workers() == [ME]
+
+
+class Found:
+    """An actor that a new driver finds; `passport.remote` gives what it will answer."""
+
+    def __init__(self, passport: Passport) -> None:
+        self.passport = SimpleNamespace(remote=lambda epoch: passport)
+
+
+def test_workers_of_another_version_are_replaced_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = versions()
+    said = {"same": ours, "other": ours | {"elastic": "0.0.9"}, "silent": {}}
+    actors = {
+        name: Found(Passport(WorkerId(name, 0), 1, "spot", 10, True, 1, tuple(known.items()))) for name, known in said.items()
+    }
+    killed: list[Any] = []
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: [{"name": name, "namespace": "test"} for name in actors])
+    monkeypatch.setattr(crew_module, "_actor", lambda name, namespace: actors[name])
+    monkeypatch.setattr(crew_module, "_kill", killed.append)
+    monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
+    monkeypatch.setattr(ray, "get", lambda ref: ref)
+    crew = Crew(WorkerSetup(ME, 1, "spot", {}, "", 1), "test", local=False)
+    assert [passport.me.node_id for passport in crew.adopt(keep=True)] == ["same"] and crew.workers() == [WorkerId("same", 0)]
+    assert killed == [actors["other"], actors["silent"]]
+    assert crew.outdated[WorkerId("other", 0)] == f"elastic 0.0.9 (the run has {ours['elastic']})"
+    assert "worker other/0 is replaced: it runs elastic 0.0.9" in caplog.text and "worker silent/0" in caplog.text

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from elastic.cluster import output
+from elastic.ledger.run_folder import OF_NODE
 
 CHILD = """
 import os, sys
@@ -56,7 +60,7 @@ def test_everything_is_in_the_file_and_rank_0_is_told(tmp_path: Path) -> None:
     file = tmp_path / "logs" / f"spot-1-0-{pid}.log"
     old = Path(f"{file}.1")
     assert out.splitlines() == [f"{output.MARK}the output goes on in {file}"]
-    assert {path.name for path in file.parent.iterdir()} == {file.name, old.name}
+    assert {path.name for path in file.parent.glob("*.log*")} == {file.name, old.name}
     assert "line 199 of many" in file.read_text() and "line 199" not in old.read_text()
     assert file.stat().st_size < 3500 and old.stat().st_size < 3500
     assert output.last_words(str(file.parent), pid).endswith("line 199 of many the last words")
@@ -69,8 +73,44 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
         file.touch()
         os.utime(file, (k, k))
     output._prune(tmp_path)
-    left = {int(path.name.split("-")[1]) for path in tmp_path.iterdir()}
+    left = {int(path.name.split("-")[1]) for path in tmp_path.glob("*.log")}
     assert left == set(range(3, output.FILES_KEPT + 3))
+
+
+def test_logs_that_are_written_stay_and_one_worker_looks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "FILES_KEPT", 1)
+    files = [tmp_path / f"spot-{k}-0-{k}.log" for k in range(3)]
+    handles = [output.open_log(file) for file in files]
+    for k, file in enumerate(files):
+        os.utime(file, (k, k))
+    os.close(handles[1])
+    output._prune(tmp_path)
+    assert [file.exists() for file in files] == [True, False, True], "the first is the oldest, and is written still"
+    os.close(handles[0])
+    output._prune(tmp_path)
+    assert files[0].exists(), "somebody has looked just now"
+    os.utime(tmp_path / output.PRUNED, (1.0, 1.0))
+    output._prune(tmp_path)
+    assert not files[0].exists()
+    os.close(handles[2])
+
+
+def test_no_link_is_followed_and_a_folder_of_a_node_is_this_users_alone(tmp_path: Path) -> None:
+    target = tmp_path / "bashrc"
+    target.write_text("mine")
+    (tmp_path / "a.log").symlink_to(target)
+    with pytest.raises(OSError, match="symbolic links"):
+        output.open_log(tmp_path / "a.log")
+    own = tmp_path / f"{OF_NODE}{os.getuid()}"
+    output.make_folder(own / "run")
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700 and (own / "run").is_dir()
+    own.chmod(0o777)
+    with pytest.raises(PermissionError, match="of this user alone"):
+        output.make_folder(own / "run")
+    (tmp_path / "else").mkdir(mode=0o700)
+    (tmp_path / f"{OF_NODE}99").symlink_to(tmp_path / "else")
+    with pytest.raises(PermissionError, match="of this user alone"):
+        output.make_folder(tmp_path / f"{OF_NODE}99" / "run")
 
 
 REMOVED = """
@@ -92,5 +132,5 @@ def test_a_folder_that_somebody_clears_costs_the_old_lines_alone(tmp_path: Path)
     words = [sys.executable, "-c", REMOVED, str(tmp_path / "logs"), str(tmp_path / "taken")]
     subprocess.run(words, check=True, capture_output=True, timeout=300)
     assert eval((tmp_path / "taken").read_text()) == [("one",), ("two",)]
-    (file,) = (tmp_path / "logs").iterdir()
+    (file,) = (tmp_path / "logs").glob("*.log")
     assert file.read_text().splitlines() == ["two", f"{output.MARK}generation 2: rank 0 of 1"]

@@ -110,3 +110,14 @@ def test_errors_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_the_laptops_file_and_its_script_name_the_same_port() -> None:
     assert "port=${PORT:-6399}" in (ROOT / "deploy" / "laptop_cluster.sh").read_text()
     assert load_cluster(ROOT / "cluster_configs" / "laptop.yaml").data["provider"]["gcs_address"] == "127.0.0.1:6399"
+
+
+def test_two_files_for_one_cluster_name_are_warned_of(tmp_path: Path) -> None:
+    text = (ROOT / "cluster_configs" / "gcp_a3_a2_spot.yaml").read_text()
+    name = load_cluster(ROOT / "cluster_configs" / "gcp_a3_a2_spot.yaml").name
+    for file in ("mine.yaml", "old.yaml"):
+        (tmp_path / file).write_text(text)
+    (tmp_path / "other.yaml").write_text(text.replace(f"cluster_name: {name}", f"cluster_name: {name}-2"))
+    told = [line for line in api.check_cluster(tmp_path / "mine.yaml").lines() if "the same name" in line]
+    assert len(told) == 1 and "old.yaml beside this file has the same name" in told[0]
+    assert not [line for line in api.check_cluster(tmp_path / "other.yaml").lines() if "the same name" in line]

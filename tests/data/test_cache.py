@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -235,3 +236,15 @@ def test_a_builder_that_gets_on_is_heard_by_those_who_wait_for_it() -> None:
         Cache().once("slow", build, lambda at: at.is_dir())
     thread.join()
     assert here
+
+
+def test_one_that_holds_a_lock_and_hangs_is_not_waited_for(
+    far: Remote, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LOCK_MOST_S", 0.1)
+    cache = Cache()
+    with ExitStack() as held:
+        for k in range(module.N_LOCKS):
+            held.enter_context(cache._lock(f"block-{k}"))
+        assert Cache().read(far, 0, 10) == far.storage.read(far.key, 0, 10)
+    assert "has been held for" in caplog.text

@@ -180,6 +180,18 @@ def test_both_manifests_describe_the_same_cluster() -> None:
     accounts = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "accounts.yaml").read_text()))
     names = {entry["metadata"]["name"] for entry in accounts if entry["kind"] == "ServiceAccount"}
     pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    name = yaml.safe_load((DEPLOY / "kubernetes" / "raycluster.yaml").read_text())["metadata"]["name"]
+    own = {"matchLabels": {"ray.io/cluster": name}}
+    assert policy["spec"]["podSelector"] == own and policy["spec"]["ingress"][0]["from"] == [{"podSelector": own}]
+    for pod in pods:
+        (container,) = pod["containers"]
+        security, mounts = container["securityContext"], {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"} and security["readOnlyRootFilesystem"]
+        assert mounts == {"/dev/shm", "/tmp"} and container["workingDir"] == "/tmp"
+        assert {"name": "HOME", "value": "/tmp"} in container["env"]
+        for hook in container.get("lifecycle", {}).values():
+            script = Path(hook["exec"]["command"][1])
+            assert (ROOT / script.relative_to("/home/elastic")).is_file(), "the image has it"
     assert {pod["serviceAccountName"] for pod in pods} == names
     role = next(entry for entry in accounts if entry["kind"] == "Role")
     assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}]

@@ -22,6 +22,7 @@ from elastic.types import (
     EnterPlan,
     Evaluated,
     Event,
+    InstancesSeen,
     Layout,
     ModelProfile,
     Node,
@@ -202,6 +203,20 @@ def test_nodes_outside_the_plan_idle_and_the_last_copy_is_saving() -> None:
     sums = gpu_s(account(lines))
     assert sums["idle_remainder"] == pytest.approx(3.5 * 2) and sums["checkpoint_save"] == pytest.approx(1.5 * 2)
     assert "other" not in sums
+
+
+def test_machines_that_are_no_nodes_are_on_the_bill() -> None:
+    lines = [tick(0.0, start(steps=2)), tick(1.0, InstancesSeen("p", starting=2)), *begun()[1:]]
+    lines += [tick(17.0, step(1, 1)), tick(18.0, step(1, 2), NodeLost("b", "released"), InstancesSeen("p", leaving=1))]
+    lines += [tick(21.0, InstancesSeen("p"), orders=(Stop("succeeded", "x"),))]
+    found = account(lines)
+    known = [tuple(said for said in line.events if not isinstance(said[1], InstancesSeen)) for line in lines]
+    before = account([replace(line, events=events) for line, events in zip(lines, known)])
+    assert found.gpu_seconds["program_startup"] - before.gpu_seconds["program_startup"] == pytest.approx(9 * 4)
+    assert found.gpu_seconds["waiting_for_capacity"] == 0 and found.seconds["waiting_for_capacity"] == 1.0
+    assert found.totals.usd - before.totals.usd == pytest.approx(0.001 * (9 * 4 + 3 * 2))
+    state = restored(lines)
+    assert state is not None and state.usd == pytest.approx(found.totals.usd) == pytest.approx(sum(found.usd.values()))
 
 
 def test_a_driver_that_died_with_its_cluster_is_not_billed_for_the_gap() -> None:

@@ -393,6 +393,16 @@ def test_runs_of_one_name_in_two_storages_have_two_folders(tmp_path: Path, monke
     assert RunFolder.of(one.storage).folder != one.folder, "it is a run of this very folder"
 
 
+def test_what_somebody_else_says_of_where_a_run_is_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "storage-uri").write_text(f"{tmp_path}/elsewhere/r\n")
+    assert RunFolder.of(open_storage(str(tmp_path / "r"))).uri == f"{tmp_path}/elsewhere/r"
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(SpecError, match=f"user {owner} says there that the run is {tmp_path}/elsewhere/r"):
+        RunFolder.of(open_storage(str(tmp_path / "r")))
+
+
 def test_a_folder_by_two_paths_is_one_storage(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     assert key_of(str(tmp_path / "link" / "r")) == key_of(str(tmp_path / "r")) != key_of(str(tmp_path / "a" / "r"))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from support.policy.story import SPOT, Story, job
 
+from elastic.policy import limits
 from elastic.policy.state import State, fold
 from elastic.types import (
     Copy,
@@ -16,8 +17,11 @@ from elastic.types import (
     Decision,
     DriverStarted,
     Holding,
+    InstancesSeen,
     Layout,
+    Node,
     NodeLost,
+    NodeReady,
     Notice,
     NoticeWithdrawn,
     PlanEntered,
@@ -130,6 +134,26 @@ def test_the_bill_counts_every_node_from_ready_to_lost() -> None:
     story.tick(NodeLost("a"), after_s=3600)
     assert story.state.usd_at(story.now_s) - before == pytest.approx(2 * 0.5 + 1.0)
     assert story.now_s - at_s == pytest.approx(5400)
+
+
+def test_the_bill_counts_machines_from_their_launch_until_they_have_ended() -> None:
+    story = Story()
+    story.tick(InstancesSeen("spot", starting=2), InstancesSeen("of another run", starting=9))
+    before = story.state.usd
+    story.tick(NodeReady(Node("a", "spot")), after_s=3600)
+    assert story.state.usd - before == pytest.approx(2.0) and story.state.usd_per_h == 2.0, (
+        "one of them is a node, none counts twice"
+    )
+    story.tick(NodeLost("a", "released"), InstancesSeen("spot", starting=1, leaving=1), after_s=1800)
+    story.tick(InstancesSeen("spot"), after_s=1800)
+    assert story.state.usd - before == pytest.approx(4.0) and story.state.usd_per_h == 0.0
+
+
+def test_machines_that_start_are_not_held_twice_against_the_budget() -> None:
+    """They are among the nodes that are coming."""
+    state = replace(Story(budget_usd=1.0).state, instances={"spot": InstancesSeen("spot", starting=2)})
+    at_s = state.billed_at_s
+    assert limits.affordable(state, SPOT, 2.0, at_s) == limits.affordable(replace(state, instances={}), SPOT, 2.0, at_s)
 
 
 def test_a_decision_without_orders_changes_nothing() -> None:

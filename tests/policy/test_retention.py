@@ -23,6 +23,7 @@ from elastic.types import (
     CopyFailed,
     CopyRemoved,
     CopyStored,
+    CopyVerified,
     Decided,
     Evaluated,
     Layout,
@@ -194,3 +195,15 @@ def test_there_is_always_one_to_go_back_to_when_a_comparison_fails() -> None:
         of = replace(of, step=step, durable=(copy(step), *of.durable))
         of = replace(of, durable=tuple(c for c in of.durable if c.uri in kept(of)))
         assert len(of.durable) <= 4
+
+
+def test_nothing_is_removed_before_a_newer_copy_was_read_back() -> None:
+    fresh = state([50, 40, 30], keep_last=1, verify_copies=True)
+    assert stays(fresh) == [50, 40, 30]
+    older = fold(fresh, CopyVerified("u30"), 1.0)
+    assert stays(older) == [50, 30], "40 is neither the newest nor known to be right"
+    assert stays(fold(older, CopyVerified("u50"), 2.0)) == [50]
+    damaged = fold(older, CopyDamaged("u50", "altered"), 2.0)
+    assert stays(damaged) == [40, 30]
+    assert stays(replace(older, job={**older.job, "storage_quota_gb": 2.1})) == [50], "the quota has more weight"
+    assert fold(older, CopyVerified("elsewhere"), 2.0).verified == {"u30"}

@@ -149,6 +149,50 @@ def test_a_file_system_without_hard_links_is_named(storage: Storage, monkeypatch
     assert storage.put("k", b"")
 
 
+def test_a_link_whose_answer_was_lost_was_made(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS sends the request again, and is told that the name is there."""
+    real = os.link
+
+    def twice(source: Path, target: Path) -> None:
+        real(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists", str(target))
+
+    monkeypatch.setattr(os, "link", twice)
+    assert storage.put("marker", b"mine", if_absent=True)
+    monkeypatch.setattr(storage, "exists", lambda key: False)
+    monkeypatch.setattr(os, "link", real)
+    assert not storage.put("marker", b"another's", if_absent=True), "that is another's name, which has been there before"
+    assert storage.get("marker") == b"mine"
+
+
+@pytest.mark.parametrize("ahead_s", [-7200.0, 7200.0])
+def test_the_age_of_unfinished_files_is_told_by_their_own_clock(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    """A file server's clock may differ from this host's."""
+    storage.put("k", b"1")
+    path, touch = storage.path("k").with_name(f"{module.TEMPORARY}writer"), Path.touch
+    path.write_bytes(b"half")
+    there_s = path.stat().st_mtime + ahead_s
+    os.utime(path, (there_s, there_s))
+
+    def stamped(probe: Path) -> None:
+        touch(probe)
+        os.utime(probe, (there_s + 30.0, there_s + 30.0))
+
+    monkeypatch.setattr(Path, "touch", stamped)
+    assert storage.clean_unfinished(60.0) == 0 and path.exists()
+    assert storage.clean_unfinished(20.0) == 1 and os.listdir(path.parent) == ["k"]
+
+
+def test_new_folders_are_on_the_disk_before_a_file_in_them(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(module.local, "_sync_folder", synced.append)
+    storage.put("a/b/k", b"1")
+    root = storage.path("a").parent
+    assert synced == [root.parent, root, root / "a", root / "a" / "b"]
+
+
 def test_unfinished_files_are_removed_by_age(storage: Storage) -> None:
     storage.put("d/k", b"1")
     old, young = (storage.path(f"d/x{i}").with_name(f"{module.TEMPORARY}{i}") for i in range(2))

@@ -1,0 +1,115 @@
+"""Durable copies are read back beside the run."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.cluster import copy_checks
+from elastic.cluster.copies import DurableCopies
+from elastic.cluster.copy_checks import CopyChecks, Pace, Paced
+from elastic.storage import open_storage
+from elastic.types import Box, Copy, CopyDamaged, CopyStored, CopyVerified, Event, Layout, Plan, ShardStored, WorkerId
+from elastic.worker import durable
+from elastic.worker.gather import Parts
+
+PLAN = Plan(1, Layout(), (WorkerId("a", 0),), (8,), (4,))
+
+
+def copy(step: int) -> Copy:
+    return Copy(step, "durable", 1, Layout(), uri=f"u{step}", n_bytes=8)
+
+
+class Storage:
+    """Stands in for durable.verify: says which copy is read, and waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.read, self.go = queue.SimpleQueue[str](), queue.SimpleQueue[list[str] | Exception]()
+        self.news: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.checks = CopyChecks(self.news.put, self.verify)
+
+    def verify(self, uri: str, paced: Paced) -> list[str]:
+        self.read.put(uri)
+        said = self.go.get(timeout=60)
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+
+def test_the_newest_is_next_and_what_is_wrong_is_said() -> None:
+    on = Storage()
+    on.checks.check(copy(5))
+    assert on.read.get(timeout=60) == "u5"
+    for step in (10, 15):
+        on.checks.check(copy(step))
+    on.go.put([])
+    assert on.news.get(timeout=60) == CopyVerified("u5", 8, pytest.approx(0, abs=60))
+    assert on.read.get(timeout=60) == "u15"
+    on.go.put(["u15/__0_0.distcp: altered"])
+    assert on.news.get(timeout=60) == CopyDamaged("u15", "u15/__0_0.distcp: altered")
+    on.checks.close()
+
+
+def test_one_that_was_removed_meanwhile_is_not_damaged_and_silent_storage_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copy_checks, "AGAIN_S", 0.01)
+    on = Storage()
+    on.checks.check(copy(5))
+    assert on.read.get(timeout=60) == "u5"
+    on.checks.removed("u5")
+    on.checks.check(copy(10))
+    on.go.put(["missing"])
+    assert on.read.get(timeout=60) == "u10"
+    on.go.put(TimeoutError("no answer"))
+    assert on.read.get(timeout=60) == "u10"
+    on.go.put([])
+    event = on.news.get(timeout=60)
+    assert isinstance(event, CopyVerified) and event.uri == "u10"
+    on.checks.close()
+
+
+def test_reading_keeps_its_pace_and_ends_with_the_driver() -> None:
+    now_s, waits = [100.0], list[float]()
+
+    def wait(wait_s: float) -> bool:
+        waits.append(wait_s)
+        now_s[0] += wait_s
+        return False
+
+    pace = Pace(10.0, wait, lambda: now_s[0])
+    for _ in range(4):
+        pace.read(5)
+    assert sum(waits) == pytest.approx(2.0)
+    now_s[0] += 1000.0  # storage was slower: no burst of a thousand seconds follows
+    waits.clear()
+    for _ in range(20):
+        pace.read(5)
+    assert sum(waits) == pytest.approx(9.0)
+    ended = threading.Event()
+    ended.set()
+    with pytest.raises(InterruptedError):
+        Pace(10.0, ended.wait).read(5)
+
+
+def test_a_copy_whose_bytes_changed_after_it_was_written_is_found(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    copies = DurableCopies(storage, 1, {}, verify=True)
+    for step in (5, 10):
+        durable.write_shard(storage, step, 1, 0, [(Box("w", (0,), (64,), "float32"), torch.arange(64.0))])
+    shard = next((tmp_path / "checkpoints" / "step-00000010.g0001").glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    found: list[Event] = []
+    for step in (5, 10):
+        copies.commit(Parts(PLAN, step, {0: ShardStored(1, step, 0, 8, 0.1, 0.0, 1)}))
+        found += [copies._news.get(timeout=60) for _ in range(2)]
+    copies.close()
+    kinds = [type(event) for event in found]
+    assert kinds == [CopyStored, CopyVerified, CopyStored, CopyDamaged]
+    assert isinstance(found[3], CopyDamaged) and shard.name in found[3].reason

@@ -1,0 +1,72 @@
+"""The policies against what this package asks of S3, as worker and as driver: judged by moto's own evaluation of policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from botocore.client import BaseClient
+from support.places import ROOT
+
+from elastic.cluster.copies import DurableCopies
+from elastic.storage.s3 import S3Storage
+from elastic.storage.s3_calls import ACTIONS
+from elastic.types import Box, CopyRemoved, CopyStored, Layout, Plan, ShardStored, WorkerId
+from elastic.worker import durable
+from elastic.worker.gather import Parts
+
+PLAN = Plan(1, Layout(), (WorkerId("a", 0),), (8,), (4,))
+ITEMS = [(Box("w", (0,), (64,), "float32"), torch.arange(64.0))]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+    """What was asked of S3: right and kind of resource."""
+    calls: set[tuple[str, str]] = set()
+    real = BaseClient._make_api_call
+
+    def noted(client: Any, operation: str, arguments: dict[str, Any]) -> Any:
+        calls.add(
+            (
+                ACTIONS[operation].partition(" ")[0],
+                "bucket" if "Key" not in arguments and "Delete" not in arguments else "object",
+            )
+        )
+        return real(client, operation, arguments)
+
+    monkeypatch.setattr(BaseClient, "_make_api_call", noted)
+    return calls
+
+
+def refused(who: str, calls: set[tuple[str, str]]) -> list[str]:
+    from moto.iam.access_control import IAMPolicy
+
+    policy = IAMPolicy((ROOT / "deploy" / "iam" / f"aws-{who}.json").read_text())
+    bucket = "arn:aws:s3:::REPLACE-BUCKET"
+    places = {"bucket": bucket, "object": f"{bucket}/elastic/run/checkpoints/step-00000005.g0001/commit.json"}
+    found = {right: policy.is_action_permitted(right, places[kind]).name for right, kind in sorted(calls)}
+    return [right for right, answer in found.items() if answer != "PERMITTED"]
+
+
+def test_a_worker_saves_and_loads_and_may_remove_nothing(s3: S3Storage, asked: set[tuple[str, str]], small_parts: int) -> None:
+    durable.write_shard(s3, 5, 1, 0, ITEMS)
+    uri = durable.commit(s3, 5, 1, 1, 1, {})  # the lowest living rank does, where there is no driver
+    assert durable.verify(uri) == []
+    assert refused("worker", asked) == [] and len(asked) >= 3
+    s3.delete_folder("checkpoints/step-00000005.g0001")
+    assert refused("worker", asked) == ["s3:DeleteObject"] and refused("head", asked) == []
+
+
+def test_a_driver_commits_removes_and_cleans_up(s3: S3Storage, asked: set[tuple[str, str]]) -> None:
+    for step in (5, 10):
+        durable.write_shard(s3, step, 1, 0, ITEMS)
+    copies = DurableCopies(s3, 1, {})
+    copies.commit(Parts(PLAN, 5, {0: ShardStored(1, 5, 0, 8, 0.1, 0.0, 1)}))
+    stored = copies._news.get(timeout=60)
+    assert isinstance(stored, CopyStored)
+    copies.remove(stored.copy.uri)
+    assert isinstance(copies._news.get(timeout=60), CopyRemoved)
+    copies.clean()
+    copies.close()
+    assert ("s3:DeleteObject", "object") in asked and refused("head", asked) == []

@@ -1,0 +1,239 @@
+"""What reads what others have written: for each reader good inputs, the errors that it declares, and what must hold of what it
+takes."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from support.fuzz import mutating
+from support.places import ROOT
+
+from elastic.cluster import drills
+from elastic.cluster_spec import problems_of, read_cluster
+from elastic.errors import JournalDamaged, PeerGarbled, SpecError
+from elastic.ledger.journal import Line, read_text, write_line
+from elastic.spec import job_of
+from elastic.storage import open_storage
+from elastic.strict import yaml_of
+from elastic.types import (
+    Box,
+    Copy,
+    CopyStored,
+    Decision,
+    DriverStarted,
+    EnterPlan,
+    Layout,
+    ModelProfile,
+    Node,
+    NodeReady,
+    Plan,
+    Pool,
+    StepDone,
+    Stop,
+    WorkerId,
+)
+from elastic.worker import durable, wire
+from elastic.worker.durable_format import (
+    MARKER,
+    Damaged,
+    Entry,
+    FileNote,
+    Manifest,
+    Marker,
+    decode_manifest,
+    decode_marker,
+    encode_manifest,
+    encode_marker,
+    root_of,
+)
+
+Mutate = Callable[[bytes, random.Random], bytes]
+
+
+@dataclass(frozen=True)
+class Target:
+    """`read` takes an input and gives what it means. `errors`: that it declares. `kept`: does an input that was changed by
+    accident still mean what the good one does? None = nothing promises that. `meaning`: changes it as what it is."""
+
+    name: str
+    seeds: Sequence[bytes]
+    read: Callable[[bytes], Any]
+    errors: tuple[type[Exception], ...]
+    meaning: Mutate | None = None
+    kept: Callable[[Any, Any], bool] | None = None
+
+    def made(self, chance: random.Random) -> tuple[bytes, bytes, bool]:
+        """A good input, one made of it, and whether by accident alone."""
+        seed = chance.choice(self.seeds)
+        kind = chance.random()
+        if kind < 0.3:
+            return seed, mutating.accident(seed, chance), True
+        if kind < 0.6 and self.meaning is not None:
+            return seed, self.meaning(seed, chance), False
+        return seed, mutating.forced(seed, self.seeds, chance), False
+
+
+def journal() -> Target:
+    plan = Plan(1, Layout(dp_shard=2), (WorkerId("a", 0), WorkerId("b", 0)), (4, 4), (2,))
+    pool = Pool("spot", "A100", 8, "spot", 10.0, max_nodes=4)
+    start = DriverStarted("run", 1, {"steps": 10, "global_batch": 8}, (pool,), ModelProfile(2, 100, ()))
+    copy = Copy(5, "durable", 1, Layout(dp_shard=2), uri="s3://b/r/c", n_bytes=9)
+    lines = [
+        Line(0.0, 1, ((0.0, start),), None),
+        Line(1.0, 1, ((1.0, NodeReady(Node("a", "spot", 8))),), Decision((EnterPlan(plan),), "because", 9.0)),
+        *(Line(2.0 + n, 1, ((2.0 + n, StepDone(1, n, 2.5, 80, 1.0, digest="d")),), None) for n in range(1, 4)),
+        Line(9.0, 1, ((9.0, CopyStored(copy, 1.0)),), Decision((Stop("stopped", "asked"),), "asked")),
+    ]
+    text = "".join(write_line(line) + "\n" for line in lines).encode()
+
+    def kept(found: list[Line], good: list[Line]) -> bool:
+        return found == good[: len(found)]
+
+    return Target(
+        "journal", [text], lambda data: read_text(data, "journal"), (JournalDamaged, SpecError), mutating.as_json, kept
+    )
+
+
+def markers() -> list[Target]:
+    digest = "xxh3:" + "0" * 32
+    entries = (
+        Entry(Box("w", (0,), (4,), "float32"), 0, 100, digest, 8),
+        Entry(Box("b", (0,), (1,), "bfloat16"), 100, 50, digest, 4),
+    )
+    manifest = Manifest(0, 150, root_of(entries), entries)
+    note = FileNote("__0_0.distcp", 150, "0" * 64)
+    marker = Marker(5, 1, 1, 1, {"run": "r", "digest": "7"}, (note,))
+    return [
+        Target(
+            "marker",
+            [encode_marker(marker)],
+            lambda data: decode_marker(data, "commit.json"),
+            (Damaged,),
+            mutating.as_json,
+            _same,
+        ),
+        Target(
+            "manifest",
+            [encode_manifest(manifest)],
+            lambda data: decode_manifest(data, "rank-0.json"),
+            (Damaged,),
+            mutating.as_json,
+        ),
+    ]
+
+
+def _same(found: Any, good: Any) -> bool:
+    return bool(found == good)
+
+
+def checkpoint(folder: Path) -> Target:
+    """A whole one, of which one file is another; the seeds are its files, each behind its name."""
+    storage = open_storage(str(folder))
+    durable.write_shard(storage, 5, 1, 0, [(Box("w", (0, 0), (8, 4), "float32"), torch.arange(32.0).reshape(8, 4))])
+    uri = durable.commit(storage, 5, 1, 1, 1, {"run": "r"})
+    files = sorted(path for path in Path(uri).iterdir())
+    good = {path.name: path.read_bytes() for path in files}
+
+    def read(data: bytes) -> list[str]:
+        name, _, content = data.partition(b"\0")
+        path = Path(uri, name.decode())
+        path.write_bytes(content)
+        try:
+            if content == good[path.name] or durable.verify(uri):
+                return []
+            same = path.name == MARKER and decode_marker(content, MARKER) == decode_marker(good[MARKER], MARKER)
+            return [] if same else ["a changed file was taken"]  # blanks between the words of the marker do not count
+        finally:
+            path.write_bytes(good[path.name])
+
+    def mutated(data: bytes, chance: random.Random, how: Mutate) -> bytes:
+        name, _, content = data.partition(b"\0")
+        return name + b"\0" + how(content, chance)
+
+    class Files(Target):
+        def made(self, chance: random.Random) -> tuple[bytes, bytes, bool]:
+            seed = chance.choice(self.seeds)
+            contents = list(good.values())
+            hows: list[Mutate] = [mutating.accident, mutating.as_json, lambda data, c: mutating.forced(data, contents, c)]
+            return seed, mutated(seed, chance, chance.choice(hows)), True
+
+    seeds = [name.encode() + b"\0" + content for name, content in good.items()]
+    return Files("checkpoint", seeds, read, (), None, lambda found, _: not found)
+
+
+def inbox() -> Target:
+    orders = [
+        {"stop": "enough"},
+        {"drill": {"at_step": 40, "notice": "any-spot", "deadline_s": 30}},
+        {"drill": {"kill": ["a", "b"]}},
+    ]
+    return Target(
+        "inbox",
+        [json.dumps(order).encode() for order in orders],
+        drills._order,
+        (SpecError, ValueError, RecursionError),
+        mutating.as_json,
+    )
+
+
+def _yaml_meaning(known: dict[bytes, Any]) -> Mutate:
+    return lambda seed, chance: mutating.as_yaml(known[seed], chance)
+
+
+def jobs() -> Target:
+    seeds = [data for path in sorted((ROOT / "jobs").glob("*/job.yaml")) if b"\nsteps:" in b"\n" + (data := path.read_bytes())]
+    known = {seed: yaml.safe_load(seed) for seed in seeds}
+
+    def read(data: bytes) -> Any:
+        found = yaml_of(data.decode(), "job.yaml")
+        return job_of(found, Path("/jobs/x/program.py"), "job.yaml").plain() if isinstance(found, dict) else None
+
+    return Target("job", seeds, read, (SpecError, UnicodeDecodeError), _yaml_meaning(known))
+
+
+def clusters(folder: Path) -> Target:
+    paths = [*sorted((ROOT / "cluster_configs").glob("*.yaml")), *sorted((ROOT / "deploy" / "kubernetes").glob("ray*.yaml"))]
+    seeds = [path.read_bytes() for path in paths]
+    known = {seed: yaml.safe_load(seed) for seed in seeds}
+    file = folder / "cluster.yaml"
+
+    def read(data: bytes) -> Any:
+        file.write_bytes(data)
+        spec, problems = read_cluster(file)
+        return [problem.line(spec.file, spec.lines) for problem in problems + problems_of(spec)]
+
+    return Target("cluster", seeds, read, (SpecError,), _yaml_meaning(known))
+
+
+def wires() -> list[Target]:
+    numbers = json.dumps({"train_loss": 2.5, "n": 3}).encode()
+    tensors = json.dumps([["w", "float32", [4, 4]], ["b", "bfloat16", []]]).encode()
+    metas = json.dumps([[[4, 8], [8, 1], "float32", True], None]).encode()
+    readers: dict[str, tuple[bytes, Callable[[bytes, int], Any]]] = {
+        "wire-numbers": (numbers, wire.numbers),
+        "wire-tensors": (tensors, wire.empty_tensors),
+        "wire-metas": (metas, wire.tensor_metas),
+    }
+    return [
+        Target(name, [seed], partial(lambda read, data: read(data, 1), read), (PeerGarbled,), mutating.as_json)
+        for name, (seed, read) in readers.items()
+    ]
+
+
+@contextmanager
+def opened() -> Iterator[list[Target]]:
+    """All of them, over a folder in memory where there is one."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="elastic-fuzz-") as name:
+        root = Path(name)
+        yield [journal(), *markers(), checkpoint(root / "run"), inbox(), jobs(), clusters(root), *wires()]
