@@ -117,6 +117,7 @@ class Looks:
             raise Failed(f"resumed at step {step:.0f} of {state.step}")
         return {
             "journal_mb": round(size_mb(self.place.folder), 2),
+            "packed_mb": round(size_mb(self.place.folder / parts.PREFIX), 2),
             "resume_s": round(took_s, 2),
             "driver_mb": round(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6, 1),
         }
