@@ -276,8 +276,7 @@ def _why(given: argparse.Namespace) -> int:
 
 
 def _ledger(given: argparse.Namespace) -> int:
-    lines = runs.lines_of(runs.open_run(given.run, given.storage))
-    _show(given, report.ledger_plain(lines), report.ledger(lines))
+    _show(given, *report.ledger(runs.lines_of(runs.open_run(given.run, given.storage))))
     return 0
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic.errors import ElasticError, InternalError, unwritten
-from elastic.ledger.journal import Line
+from elastic.ledger.journal import Line, built
 from elastic.policy.decide import decide as decide_by_default
 from elastic.policy.state import ENDED, State, fold
 from elastic.types import Action, Decided, Decision, DriverStarted, Event, Stop, StopAsked
@@ -66,6 +66,9 @@ class Recorder(Protocol):
     def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
         """One tick."""
 
+    def close_part(self, state: State) -> None:
+        """Another file may begin: this state is what its first line follows."""
+
     def flush(self) -> None:
         """Write what was held back."""
 
@@ -112,9 +115,11 @@ def drive(
 
 
 def restored(lines: Iterable[Line]) -> State | None:
-    """The state that a journal ends with; None when it is empty."""
+    """The state that a journal ends with, from the newest one that stands in it on; None when it is empty."""
     state: State | None = None
     for line in lines:
+        if line.state is not None:
+            state = built(State, line.state)
         for at_s, event in line.events:
             state = fold(state or State(), event, at_s)
         if state is not None and line.decision is not None:
@@ -139,6 +144,7 @@ def _loop(
             due = real and now_s - line_s >= LINE_EVERY_S and state.usd_per_h > 0
             if events or decision.actions or decision.reason != said or due:
                 journal.append(now_s, events, decision)
+                journal.close_part(state)
                 said, line_s = decision.reason, now_s
             wait.actions, wake_at_s = decision.actions, _later(decision.wake_at_s, now_s)
         elif events:

@@ -15,8 +15,9 @@ from elastic.drill_spec import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.driver import LINE_EVERY_S
 from elastic.errors import ElasticError, SpecError
 from elastic.fingerprint import JOB_KEYS, KEY, batch_changed, differences
-from elastic.ledger.journal import Line
+from elastic.ledger.journal import Line, built
 from elastic.ledger.lease import Lease
+from elastic.policy.state import State
 from elastic.program import Program
 from elastic.spec import JobSpec
 from elastic.storage import Storage
@@ -121,11 +122,12 @@ def check_cp(spec: JobSpec, program: Program) -> None:
 def check_same(before: list[Line], start: DriverStarted, meta: Mapping[str, Any], allow_changed: bool = False) -> None:
     """A run goes on with the program, data and mathematics that it had; `meta`: of its newest checkpoint. Raises SpecError that
     names what differs."""
-    known = [e for line in before for _, e in line.events if isinstance(e, DriverStarted)]
+    known: list[DriverStarted | State] = [e for line in before for _, e in line.events if isinstance(e, DriverStarted)]
+    known[:0] = [built(State, line.state) for line in before if line.state is not None]
     was = {key: known[-1].job[key] for key in JOB_KEYS if key in known[-1].job} if known else {}
     was |= meta.get(KEY) or {}
     was |= known[-1].job.get(KEY) or {} if known else {}
-    if known:
+    if known and known[0].model is not None:
         _check_same_model(start.run, known[0].model, start.model)
     now = start.job.get(KEY) or start.job
     batch = batch_changed(start.run, was, now)

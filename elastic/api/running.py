@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from elastic.data.streams import N_POSITIONS, SENTENCE
 from elastic.driver import Backend, drive, restored
 from elastic.errors import SpecError, StateLost, unwritten
 from elastic.fingerprint import KEY, fingerprint
-from elastic.ledger.journal import Line, read
+from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import Cut, RunFolder
 from elastic.ledger.segments import Stored
@@ -346,7 +346,7 @@ class _Run:
 
     def _result(self, state: State) -> Result:
         """Writes the report and prints it."""
-        lines = read(self.journal_path)
+        lines = self.place.lines()
         if state.phase == "failed" and self.terminal is not None:
             self._show_traceback(lines)
         extras: dict[str, Any] = {"launch_to_first_step_s": self._first_step_s(lines)}
@@ -357,20 +357,20 @@ class _Run:
             print("\n".join(["", *shown]), file=self._out())
         return Result(self.name, _outcome(state), data, self.place.folder)
 
-    def _show_traceback(self, lines: list[Line]) -> None:
+    def _show_traceback(self, lines: Iterable[Line]) -> None:
         """Of the program's error, unless rank 0 has told it."""
         failed = [e for line in lines for _, e in line.events if isinstance(e, WorkerFailed) and e.kind == "program"]
         found = traceback_of(self.place, str(failed[0].worker)) if failed else []
         if found and self.terminal is not None and not self.terminal.has_said(found[-1]):
             print("\n".join(["", *found]), file=self._out())
 
-    def _first_step_s(self, lines: list[Line]) -> float | None:
+    def _first_step_s(self, lines: Iterable[Line]) -> float | None:
         """Seconds from the launch of this driver to the end of its first step."""
         times = (at_s for line in lines for at_s, e in line.events if isinstance(e, StepDone) and at_s >= self.launched_at_s)
         first = next(times, None)
         return None if first is None else round(first - self.launched_at_s, 3)
 
-    def _samples_exact(self, lines: list[Line]) -> bool | None:
+    def _samples_exact(self, lines: Iterable[Line]) -> bool | None:
         """Whether each counted step was trained on exactly the samples that the job's order gives it; None = nobody knows."""
         told = [e.n_samples for line in lines for _, e in line.events if isinstance(e, NodePrepared) and e.n_samples]
         n_samples = told[-1] if told else None  # as the nodes have seen it: the data may not be here
@@ -414,10 +414,10 @@ def written_report(place: RunFolder, extras: dict[str, Any]) -> tuple[dict[str, 
         raise unwritten(error, text) from error
 
 
-def _unwritten(lines: Sequence[Line]) -> set[int]:
+def _unwritten(lines: Iterable[Line]) -> set[int]:
     """Steps that a driver was killed with before it wrote them down: their copy is there, and nobody knows of their samples."""
     found: set[int] = set()
-    epoch, newest = (lines[0].epoch if lines else 0), _begun_at(lines)
+    epoch, newest = next((line.epoch for line in lines), 0), _begun_at(lines)
     for line in lines:
         for step in (event.step for _, event in line.events if isinstance(event, StepDone)):
             if line.epoch > epoch:
@@ -427,7 +427,7 @@ def _unwritten(lines: Sequence[Line]) -> set[int]:
     return found
 
 
-def _begun_at(lines: Sequence[Line]) -> int:
+def _begun_at(lines: Iterable[Line]) -> int:
     """The step that the run began at: of a state that was imported, else 0."""
     first = next((e for line in lines for _, e in line.events if isinstance(e, DriverStarted)), None)
     return max((copy.step for copy in first.durable), default=0) if first is not None else 0

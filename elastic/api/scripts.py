@@ -28,6 +28,7 @@ from elastic.ledger.run_folder import RunFolder
 from elastic.observe import runs
 from elastic.observe.terminal import plain_note
 from elastic.observe.view import View, view_of
+from elastic.policy.state import State
 from elastic.spec import JobSpec, check_budget, check_fit, job_of
 from elastic.storage import open_storage
 from elastic.types import Decision, DriverStarted, Event, ModelProfile, Pool
@@ -81,6 +82,9 @@ class _Told:
         self.journal.append(at_s, events, decision)
         for note in self.view.add(Line(at_s, self.journal.epoch, tuple(events), decision)):
             self.say(plain_note(self.view, note))
+
+    def close_part(self, state: State) -> None:
+        """It stays one file: a line for each change of the group."""
 
     def flush(self) -> None:
         self.journal.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,8 @@ from elastic.api.stored import Import, import_into
 from elastic.api.ways import run_file
 from elastic.data_spec import DataSpec
 from elastic.errors import SpecError
-from elastic.ledger.journal import Line, read
+from elastic.ledger.journal import Line
+from elastic.ledger.run_folder import RunFolder
 from elastic.observe import runs
 from elastic.observe.view import view_of
 from elastic.program import Program
@@ -128,7 +129,7 @@ class ElasticTrainer:
 
         error = result.reason if result.outcome == "failed" else ""
         copies = [(item.uri, item.step) for item in durable.find(run)]
-        rows = _rows(read(result.folder / "journal.jsonl"))
+        rows = _rows(RunFolder.of(run).lines())
         told = ray_train.result_of(ray_train.Told(str(run.uri), result.summary, rows, copies, error))
         if told.error is not None:
             raise told.error
@@ -217,7 +218,7 @@ def _has_copies(run: Storage) -> bool:
     return bool(durable.find(run))
 
 
-def _rows(lines: list[Line]) -> list[dict[str, Any]]:
+def _rows(lines: Iterable[Line]) -> list[dict[str, Any]]:
     """One per step that counts."""
     evaluated = {e.step: dict(e.metrics) for line in lines for _, e in line.events if isinstance(e, Evaluated)}
     return [

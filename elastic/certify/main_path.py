@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ def wrong_samples(digests: Mapping[int, str], seed: int) -> int:
     return sum(digests.get(step) != text for step, text in wanted.items())
 
 
-def replayed(lines: list[Line]) -> Check:
+def replayed(lines: Iterable[Line]) -> Check:
     """All decisions taken again from the journal, without a cluster."""
     from elastic.sim.replay import replay
 

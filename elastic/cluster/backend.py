@@ -140,7 +140,7 @@ class RayBackend:
 
     def now_s(self) -> float:
         """Epoch seconds that never go back."""
-        return self._anchor_s + time.monotonic()
+        return round(self._anchor_s + time.monotonic(), 4)
 
     def poll(self, until_s: float | None) -> list[Event]:
         """Events since the last call. What was returned before counts as written down: workers forget it."""

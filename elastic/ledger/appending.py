@@ -54,6 +54,17 @@ class Appender:
             if self.trouble is None and not self._change.wait_for(lambda: self._n_written >= mine or self.trouble, WAIT_S):
                 self._failed(TimeoutError(f"it has not answered for {WAIT_S:.0f} s"))
 
+    def begin_anew(self, closed: Path) -> None:
+        """What is in the file, all of it written, stands in `closed` from then on; the file is empty. Raises OSError."""
+        with self._change:
+            assert not self._owed
+            fresh = closed.with_name(f".tmp-{closed.name}")
+            fd = os.open(fresh, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.link(self.path, closed)  # readers see the text in one of the two at each moment
+            os.replace(fresh, self.path)
+            os.close(self._fd)
+            self._fd, self.end = fd, 0
+
     def close(self) -> None:
         """Raises StorageFull where the disk is full, LostContact where it does not answer: the file lacks its end."""
         if self.closed:

@@ -3,9 +3,9 @@
     {"v": 1, "at_s": 12.5, "epoch": 1, "events": [[12.5, {"kind": "NodeLost", ...}]], "decision": {"actions": [...], ...},
      "after": "07ab34cd", "crc": "89ab01ef"}
 
-`crc` is the CRC-32 of the line without it, `after`, in a driver's first line, that of the whole line before it, all of it: a
-damaged line between two drivers was a torn one when the second came, or was altered since. Lines that were recorded without are
-read all the same.
+`crc` is the CRC-32 of the line without it, `after`, in the first line of a driver or of a file, that of the whole line before
+it, all of it: a damaged line between two drivers was a torn one when the second came, or was altered since. Lines that were
+recorded without are read all the same. A file that has become large is closed and packed with the State after it: see parts.py.
 
 `encode` and `decode` turn every dataclass of `elastic.types` into plain data and back. An event, an action and whatever is
 given to `encode` directly carries its class name as "kind"; nested values whose class follows from the field do not. A field
@@ -21,11 +21,11 @@ import os
 import re
 import types as python_types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
 from elastic import types
@@ -35,15 +35,19 @@ from elastic.ledger.segments import GO_ON, Segments
 from elastic.masking import masked, masked_text
 from elastic.types import Decision, EnterPlan, Event, RollForward, StepDone, Stop
 
+T = TypeVar("T")
 VERSION = 1
+VERSION_OF_STATE = 2  # of a line that holds a State
 PLAN_CHANGES = (EnterPlan, RollForward, Stop)  # a line with one of these is stored before it is carried out
 MERGE_S = 1.0  # ticks that hold only StepDone become at most one line in this time
 
 CLASSES: dict[str, type] = {
     name: cls for name, cls in vars(types).items() if dataclasses.is_dataclass(cls) and isinstance(cls, type)
 }
+CLOSED = "journal-closed.jsonl"  # a file that is being packed
 NO_LINE = "00000000"  # what `after` says where there is no line before
-_SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}$')
+SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}$')
+SEALED = ',"crc":"{}"}}'
 _MORE = re.compile(rb',"crc":"[0-9a-f]{8}"\}.')  # two lines that have become one; a torn one ends before its checksum
 FREE = ("job", "drill")  # fields of plain data: in them a name may say that a value is secret
 _OPEN: tuple[type, ...] = (types.Event, types.Action)  # fields of these types hold any subclass
@@ -89,8 +93,10 @@ def _plain(value: Any) -> Any:
         return encode(value)
     if dataclasses.is_dataclass(value):
         return dict(_fields(value))
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str | int) for key in value):
+            return {str(key): _plain(item) for key, item in value.items()}
+        return [[_plain(key), _plain(item)] for key, item in value.items()]
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     return str(value)
@@ -117,14 +123,19 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     """A function that turns plain data into a value of the annotated type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, python_types.UnionType):
-        inner = _reader(next(arg for arg in args if arg is not type(None)))
+        given = [arg for arg in args if arg is not type(None)]
+        actions = all(isinstance(arg, type) and issubclass(arg, _OPEN) for arg in given)
+        inner = decode if actions and len(given) > 1 else _reader(given[0])
         return lambda value: None if value is None else inner(value)
-    if origin is tuple:
-        item = _reader(args[0])
-        return lambda value: tuple(item(v) for v in value)
-    if origin is dict:
-        item = _reader(args[1])
-        return lambda value: {k: item(v) for k, v in value.items()}
+    if origin is tuple and Ellipsis not in args:
+        readers = [_reader(arg) for arg in args]
+        return lambda value: tuple(read(v) for read, v in zip(readers, value, strict=True))
+    if origin in (tuple, frozenset):
+        item, kind = _reader(args[0]), tuple if origin is tuple else frozenset
+        return lambda value: kind(item(v) for v in value)
+    if origin in (dict, Mapping):
+        key, item = int if args[0] is int else _reader(args[0]), _reader(args[1])
+        return lambda value: {key(k): item(v) for k, v in (value.items() if isinstance(value, dict) else value)}
     if isinstance(hint, type) and hint in _OPEN:
         return decode
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -132,17 +143,30 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     return float if hint is float else lambda value: value
 
 
+def plain(obj: Any) -> dict[str, Any]:
+    """Any dataclass of such nouns as plain JSON data, without its class name."""
+    return dict(_fields(obj))
+
+
+def built(cls: type[T], data: dict[str, Any]) -> T:
+    """The inverse of `plain`."""
+    read: Callable[[type], Callable[[dict[str, Any]], Any]] = _reader_of
+    return typing.cast(T, read(cls)(data))
+
+
 # ------------------------------------------------------------------------------------------------ lines
 
 
 @dataclass(frozen=True)
 class Line:
-    """One tick: its time, the driver's epoch, the events with their own times, and what was decided."""
+    """One tick: its time, the driver's epoch, the events with their own times, and what was decided. `state`: instead of these,
+    the State that the lines before end with, as plain data."""
 
     at_s: float
     epoch: int
     events: tuple[tuple[float, Event], ...] = ()
     decision: Decision | None = None
+    state: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -157,14 +181,15 @@ class _Read:
 def write_line(line: Line, after: str = "") -> str:
     """The line as JSON text, without the newline. `after`: checksum of the line before a driver's first."""
     data = {
-        "v": VERSION,
+        "v": VERSION if line.state is None else VERSION_OF_STATE,
         "at_s": line.at_s,
         "epoch": line.epoch,
         "events": [[at_s, encode(event)] for at_s, event in line.events],
         "decision": None if line.decision is None else _plain(line.decision),
     }
-    text = json.dumps(data | ({"after": after} if after else {}), separators=(",", ":"), allow_nan=False)
-    return f'{text[:-1]},"crc":"{_crc(text.encode())}"}}'
+    more = ({"after": after} if after else {}) | ({"state": line.state} if line.state is not None else {})
+    text = json.dumps(data | more, separators=(",", ":"), allow_nan=False)
+    return text[:-1] + SEALED.format(crc_of(text.encode()))
 
 
 def parse_line(text: str) -> Line:
@@ -172,29 +197,39 @@ def parse_line(text: str) -> Line:
     return _parsed(text.encode()).line
 
 
+def parse_state(text: bytes) -> tuple[Line, str]:
+    """A line that holds a State, and the checksum of the line before. Raises ValueError."""
+    found = _parsed(text)
+    if found.line.state is None or not found.sealed:
+        raise ValueError("it holds no State")
+    return found.line, found.after
+
+
 def _parsed(text: bytes) -> _Read:
-    seal = _SEAL.search(text)
-    if seal and _crc(text[: seal.start()] + b"}") != seal[1].decode():
+    seal = SEAL.search(text)
+    if seal and crc_of(text[: seal.start()] + b"}") != seal[1].decode():
         raise ValueError("its checksum is another")
     try:
         data = json.loads(text)
         if not isinstance(data, dict) or "v" not in data:
             raise ValueError("not a journal line")
-        if data["v"] > VERSION:
-            raise SpecError(f"journal: schema version {data['v']} is newer than {VERSION}, the newest that this elastic reads")
+        if data["v"] > VERSION_OF_STATE:
+            newest = f"{VERSION_OF_STATE}, the newest that this elastic reads"
+            raise SpecError(f"journal: schema version {data['v']} is newer than {newest}")
         decision = data.get("decision")
         line = Line(
             at_s=float(data["at_s"]),
             epoch=int(data["epoch"]),
             events=tuple((float(at_s), decode(event)) for at_s, event in data["events"]),
             decision=None if decision is None else _reader_of(Decision)(decision),
+            state=data.get("state"),
         )
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a journal line: {type(error).__name__}") from error
     return _Read(line, seal is not None, str(data.get("after", "")) if seal else "")
 
 
-def _crc(text: bytes) -> str:
+def crc_of(text: bytes) -> str:
     return f"{crc32(text):08x}"
 
 
@@ -211,9 +246,14 @@ def read_text(text: bytes, where: str, place: Callable[[int], str] | None = None
     """The lines of a journal's text, as `read`; `where` is for messages, and what `place` adds to it for an offset."""
     lines, damage = sift(text)
     if damage is not None:
-        more = place(damage.offset) if place is not None else ""
-        raise JournalDamaged(f"{where}, line {damage.number}{more}: it was altered after it was written; {GO_ON}")
+        raise damaged(where, damage, place)
     return lines
+
+
+def damaged(where: str, damage: Damage, place: Callable[[int], str] | None = None) -> JournalDamaged:
+    """What is said of a damaged line; as `read_text`."""
+    more = place(damage.offset) if place is not None else ""
+    return JournalDamaged(f"{where}, line {damage.number}{more}: it was altered after it was written; {GO_ON}")
 
 
 @dataclass(frozen=True)
@@ -226,49 +266,84 @@ class Damage:
 
 def sift(text: bytes) -> tuple[list[Line], Damage | None]:
     """The lines of a journal's text up to a damaged one that no driver left so; None = all are whole."""
-    lines: list[Line] = []
-    torn: Damage | None = None
-    sealed: int | None = None  # the last epoch whose lines have checksums
-    last, offset = NO_LINE, 0
-    for number, one in enumerate(text.split(b"\n"), start=1):
-        start, offset = offset, offset + len(one) + 1
-        if not one.strip():
-            continue
-        epoch = lines[-1].epoch if lines else 0
-        try:
-            found = _parsed(one)
-            if not found.sealed and found.line.epoch == sealed:
-                raise ValueError("its checksum is missing")
-        except ValueError:
-            if torn or _MORE.search(one):
-                return lines, torn or Damage(number, start)
-            torn = Damage(number, start)
-            continue
-        line = found.line
-        if torn and (line.epoch <= epoch or (found.sealed and found.after != last)):
-            return lines, torn
-        torn, last = None, _crc(one)
-        if line.epoch >= epoch:
-            lines.append(line)
-        sealed = line.epoch if found.sealed else sealed
-    return lines, None
+    sieve = Sieve()
+    return list(sieve.lines(text)), sieve.damage
+
+
+class Sieve:
+    """The whole lines of texts that follow each other. `last`: checksum of the newest; `damage`: where it ended for good, in
+    the text that it was given last."""
+
+    def __init__(self, epoch: int = 0, last: str = NO_LINE) -> None:
+        self.last = last
+        self.damage: Damage | None = None
+        self._epoch = epoch
+        self._torn: Damage | None = None
+        self._sealed: int | None = None  # the last epoch whose lines have checksums
+
+    def lines(self, text: bytes) -> Iterator[Line]:
+        """Up to a damaged one that no driver left so."""
+        offset = 0
+        for number, one in enumerate(text.split(b"\n"), start=1):
+            start, offset = offset, offset + len(one) + 1
+            if not one.strip():
+                continue
+            try:
+                found = _parsed(one)
+                if not found.sealed and found.line.epoch == self._sealed:
+                    raise ValueError("its checksum is missing")
+            except ValueError:
+                self.damage = (self._torn or Damage(number, start)) if self._torn or _MORE.search(one) else None
+                if self.damage:
+                    return
+                self._torn = Damage(number, start)
+                continue
+            line = found.line
+            if self._torn and (line.epoch <= self._epoch or (found.sealed and found.after != self.last)):
+                self.damage = self._torn
+                return
+            self._torn, self.last = None, crc_of(one)
+            if line.epoch >= self._epoch:
+                self._epoch = line.epoch
+                yield line
+            self._sealed = line.epoch if found.sealed else self._sealed
+
+
+class Closing(Protocol):
+    """Takes a file of the journal that is closed, and packs it in a thread of its own."""
+
+    most_bytes: int
+
+    @property
+    def free(self) -> bool:
+        """The one before is packed."""
+
+    def begin(self, path: Path, line: Callable[[], str], counted: dict[str, int]) -> None:
+        """`path`: the closed file; `line`: the State after it; `counted`: epoch -> segments that hold it and all before."""
+
+    def close(self) -> None:
+        """What is not packed is left to the next driver."""
 
 
 class Journal:
     """Appends to the journal file of a run. Before `append` returns, lines that hold actions reach the disk, and plan changes
     the run's storage; where these do not answer, it waits 10 s at most and `settled` is False.
 
-    `segments`: where the run is in object storage, they take the lines there.
+    `segments`: where the run is in object storage, they take the lines there. `parts`: closes a file that has become large.
+    `last`: checksum of the line before the file's first.
     """
 
-    def __init__(self, path: str | Path, epoch: int) -> None:
+    def __init__(self, path: str | Path, epoch: int, last: str = NO_LINE) -> None:
         self.path = Path(path)
         self.epoch = epoch
         self.segments: Segments | None = None
+        self.parts: Closing | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = Appender(self.path)
         self._stored_to = 0  # the end of the last plan change in the file
-        self._after = _last(self.path)  # of the first line alone
+        self._after = _last(self.path, last)  # of the first line alone
+        self._newest = self._after
+        self._at_s = 0.0
         self._pending: list[tuple[float, Event]] = []
         self._pending_decision: Decision | None = None
         if self._file.end and not self._ends_with_newline():
@@ -299,6 +374,24 @@ class Journal:
             self._pending, self._pending_decision = [], None
             self._write(Line(events[-1][0], self.epoch, events, decision), sync=False)
 
+    def close_part(self, state: Any) -> None:
+        """Goes on in another file, where this one is large and its lines are all where they must be. `state`: what they end
+        with; a dataclass."""
+        parts = self.parts
+        if parts is None or self._file.end < parts.most_bytes or not parts.free:
+            return
+        self.flush()
+        if self._file.owes or not (self.segments is None or self.segments.store(self._file.end)):
+            return
+        at_s, epoch, after = self._at_s, self.epoch, self._newest
+        counted = self.segments.begin_anew() if self.segments is not None else {}
+        if counted is None:
+            return
+        closed = self.path.with_name(CLOSED)
+        self._file.begin_anew(closed)
+        self._after, self._stored_to = after, 0
+        parts.begin(closed, lambda: write_line(Line(at_s, epoch, state=plain(state)), after), counted)
+
     @property
     def settled(self) -> bool:
         """The lines are where they must be before their actions may be carried out."""
@@ -316,12 +409,15 @@ class Journal:
             try:
                 self._file.close()
             finally:
+                if self.parts is not None:
+                    self.parts.close()
                 if self.segments is not None:
                     self.segments.close()
 
     def _write(self, line: Line, sync: bool) -> None:
-        self._file.write(write_line(line, self._after).encode() + b"\n", sync)
-        self._after = ""
+        text = write_line(line, self._after).encode()
+        self._file.write(text + b"\n", sync)
+        self._after, self._newest, self._at_s = "", crc_of(text), line.at_s
         if self.segments is None:
             return
         if line.decision is not None and any(isinstance(action, PLAN_CHANGES) for action in line.decision.actions):
@@ -336,17 +432,17 @@ class Journal:
             return file.read(1) == b"\n"
 
 
-def _last(path: Path) -> str:
-    """Checksum of a file's last whole line; its end is read alone."""
+def _last(path: Path, before: str) -> str:
+    """Checksum of a file's last whole line, `before` where it has none; its end is read alone."""
     with path.open("rb") as file:
         end, n = file.seek(0, os.SEEK_END), 1 << 16
         while True:
             file.seek(max(0, end - n))
             for text in reversed(file.read().split(b"\n")[n < end :]):  # the first may be the end of a line
                 if text.strip() and _is_whole(text):
-                    return _crc(text)
+                    return crc_of(text)
             if n >= end:
-                return NO_LINE
+                return before
             n *= 8
 
 
@@ -369,6 +465,9 @@ class Memory:
 
     def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
         self.lines.append(Line(at_s, self.epoch, tuple(events), decision))
+
+    def close_part(self, state: Any) -> None:
+        """It stays one list."""
 
     def flush(self) -> None:
         """Nothing is held back."""

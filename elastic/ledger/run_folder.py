@@ -2,7 +2,7 @@
 
 Where the storage is a folder, the two are one. Where it is s3://, the driver's folder is ./elastic_runs/<run> (where that is of
 a run in another storage ./elastic_runs/<run>-<hash>): the journal is written there and stored as segments; a machine without
-that folder reads the segments.
+that folder reads the segments. In both cases a journal file that has become large is closed and packed into the storage.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import hashlib
 import os
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
 from elastic.errors import JournalDamaged, SpecError
-from elastic.ledger.journal import Damage, Journal, Line, read, read_text, sift
+from elastic.ledger.journal import CLOSED, Damage, Journal, Line, Sieve, damaged, read_text, sift
+from elastic.ledger.parts import PREFIX as PARTS
+from elastic.ledger.parts import Packing, Parts
 from elastic.ledger.segments import PREFIX, Segments, Stored, read_stored
 from elastic.storage import LocalStorage, Storage, open_storage
 
@@ -38,6 +41,35 @@ def _of_another(folder: Path, uri: str) -> bool:
     """Is the driver's folder that of a run in another storage?"""
     mark = folder / STORED_AT
     return mark.read_text().strip() != uri if mark.is_file() else (folder / JOURNAL).is_file()
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Of a journal: its closed parts, the text after them, what storage holds of that. `where`: of the text, for messages."""
+
+    parts: Parts
+    text: bytes
+    stored: Stored
+    where: str
+
+    def __iter__(self) -> Iterator[Line]:
+        """All lines; one part after the other is read. Raises JournalDamaged."""
+        yield from self._after(Sieve(), 0)
+
+    def newest(self) -> list[Line]:
+        """A line that holds the newest State, and the lines since."""
+        line, last, n = self.parts.newest_state()
+        sieve = Sieve(line.epoch if line is not None else 0, last)
+        return [*([line] if line is not None else []), *self._after(sieve, n)]
+
+    def _after(self, sieve: Sieve, n: int) -> Iterator[Line]:
+        for name in self.parts.names[n:]:
+            yield from sieve.lines(self.parts.read(name)[1])
+            if sieve.damage is not None:
+                raise damaged(self.parts.storage.uri_of(name.key("xz")), sieve.damage)
+        yield from sieve.lines(self.text)
+        if sieve.damage is not None:
+            raise damaged(self.where, sieve.damage, self.stored.place)
 
 
 @dataclass(frozen=True)
@@ -98,43 +130,45 @@ class RunFolder:
         )
 
     def exists(self) -> bool:
-        return bool(self.storage.list(PREFIX)) if self.storage.remote else self.journal.is_file()
+        if self.storage.remote:
+            return bool(self.storage.list(PREFIX) or self.storage.list(PARTS))
+        return self.journal.is_file()
 
-    def lines(self) -> list[Line]:
-        """The journal as far as it is known here."""
-        if not self.storage.remote:
-            return read(self.journal)
-        stored = read_stored(self.storage)
-        return read_text(self._local(stored.text) or stored.text, f"{self.storage.uri}/{PREFIX}", stored.place)
+    def lines(self) -> Iterable[Line]:
+        """The journal as far as it is known here; of a long one, one part after the other is read while it is gone through."""
+        found = self._found()
+        return found if found.parts.names else read_text(found.text, found.where, found.stored.place)
 
     def age_s(self) -> float:
         """Seconds since the journal was last written; between clocks of two machines only as good as they are."""
         if self.storage.remote:
-            newest_s = max((self.storage.modified_s(key) for key in self.storage.list(PREFIX)[-1:]), default=0.0)
+            newest = [*self.storage.list(PREFIX)[-1:], *self.storage.list(PARTS)[-1:]]
+            newest_s = max((self.storage.modified_s(key) for key in newest), default=0.0)
         else:
             newest_s = self.journal.stat().st_mtime
         return max(0.0, time.time() - newest_s)
 
     def take_over(self) -> tuple[list[Line], Stored]:
-        """What earlier drivers wrote. Makes this machine's journal file begin with what is stored. Raises JournalDamaged."""
-        if not self.storage.remote:
-            return (read(self.journal) if self.journal.is_file() else []), Stored()
-        stored = read_stored(self.storage)
-        local = LocalStorage(self.folder)
-        local.put(STORED_AT, self.storage.uri.encode() + b"\n")
-        if self._local(stored.text) is None:
-            local.put(JOURNAL, stored.text)
-        return read_text(self.journal.read_bytes(), str(self.journal), stored.place), stored
+        """What earlier drivers wrote: the newest State and the lines since, where there is one. Makes this machine's journal
+        file begin with what is stored. Raises JournalDamaged."""
+        if not self.storage.remote and self._here() is None:
+            return [], Stored()
+        found = self._found()
+        if self.storage.remote:
+            LocalStorage(self.folder).put(STORED_AT, self.storage.uri.encode() + b"\n")
+        lines = found.newest()
+        self._begin_with(found.text)
+        return lines, found.stored
 
     def without_damage(self) -> tuple[list[Line], Stored, Cut]:
         """Instead of `take_over`, where the journal is damaged: what stands before the damage. Nothing is written before
         `open_journal`. Raises SpecError where nothing is damaged."""
         try:
-            stored = read_stored(self.storage) if self.storage.remote else Stored()
-            text = self._local(stored.text) or stored.text
+            found = self._found()
+            stored, text = found.stored, found.text
             damage = sift(text)[1]
-        except JournalDamaged:  # a segment is missing
-            text = self._local(b"") or b""
+        except JournalDamaged:  # a segment or a part is missing
+            found, text = None, self._here() or b""
             stored, damage = Stored(), Damage(1, 0)
         if damage is None:
             raise SpecError(f"run '{self.name}': its journal is whole; leave --from-checkpoint out, it goes on as it is")
@@ -142,7 +176,7 @@ class RunFolder:
         if damage.offset < len(stored.text):
             stored = stored.until(damage.offset)
             kept = stored.text
-        lines = sift(kept)[0]
+        lines = sift(kept)[0] if found is None else replace(found, text=kept).newest()
         aside = next(path for n in count(1) if not (path := self.folder / ASIDE.format(n)).exists())
         said = f"its journal was damaged: {len(lines)} lines before that count, the whole text is in {aside}"
         return lines, stored, Cut(said, aside.name, text, kept)
@@ -154,8 +188,10 @@ class RunFolder:
             if self.storage.remote:
                 local.put(STORED_AT, self.storage.uri.encode() + b"\n")
             local.put(cut.aside, cut.text)
-            local.put(JOURNAL, cut.kept)
-        journal = Journal(self.journal, epoch)
+            self._begin_with(cut.kept)
+        parts = Parts.of(self.storage)
+        journal = Journal(self.journal, epoch, parts.last())
+        journal.parts = Packing(self.storage, epoch, len(parts.names), before.base)
         if self.storage.remote:
             journal.segments = Segments(self.storage, epoch, self.journal, before)
         return journal
@@ -165,10 +201,43 @@ class RunFolder:
         if self.storage.remote:
             self.storage.put(name, (self.folder / name).read_bytes())
 
-    def _local(self, stored: bytes) -> bytes | None:
-        """The text of the journal file here, where it goes on from what is stored; else None."""
-        try:
-            text = self.journal.read_bytes()
-        except FileNotFoundError:
-            return None
-        return text if text.startswith(stored) else None
+    def _found(self) -> _Found:
+        here = self._here()  # before the parts: what is closed meanwhile is then in both
+        parts = Parts.of(self.storage)
+        if not self.storage.remote:
+            if here is None:
+                raise FileNotFoundError(self.journal)
+            return _Found(parts, self._since(parts, here), Stored(), str(self.journal))
+        stored = read_stored(self.storage, parts.counted())
+        while not stored.fits:  # its driver had been replaced when it packed the last one
+            parts = parts.shorter()
+            stored = read_stored(self.storage, parts.counted())
+        text = self._since(parts, here or b"")
+        if text != stored.text and text.startswith(stored.text):
+            return _Found(parts, text, stored, str(self.journal))
+        return _Found(parts, stored.text, stored, f"{self.storage.uri}/{PREFIX}")
+
+    def _since(self, parts: Parts, here: bytes) -> bytes:
+        """Of the text that is here, what the last part does not hold."""
+        last = parts.read(parts.names[-1])[1] if parts.names and here else b""
+        return here[len(last) :] if last and here.startswith(last) else here
+
+    def _here(self) -> bytes | None:
+        """The text of the journal file here, after that of the one that is being packed."""
+        texts = [_text(self.journal), _text(self.folder / CLOSED)]
+        if texts[0] is None or texts[1] is None or texts[0].startswith(texts[1]):
+            return texts[0] if texts[0] is not None else texts[1]
+        return texts[1] + texts[0]
+
+    def _begin_with(self, text: bytes) -> None:
+        """The journal file, one alone, holds this text and no more."""
+        if _text(self.journal) != text:
+            LocalStorage(self.folder).put(JOURNAL, text)
+        (self.folder / CLOSED).unlink(missing_ok=True)
+
+
+def _text(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None

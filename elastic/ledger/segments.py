@@ -77,11 +77,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stored:
-    """What storage holds of a journal. `counted`: epoch -> segments of it that count."""
+    """What storage holds of a journal after its closed parts. `counted`: epoch -> segments of it that count; `base`: those of
+    them that the parts stand for; `fits`: drivers that came after had read these."""
 
     text: bytes = b""
     counted: dict[str, int] = field(default_factory=dict)
     pieces: tuple[Piece, ...] = ()
+    base: dict[str, int] = field(default_factory=dict)
+    fits: bool = True
 
     def place(self, offset: int) -> str:
         """Which line of which object stands there, for a message; '' = it is not stored."""
@@ -101,15 +104,17 @@ class Stored:
                 break
             kept.append(piece)
             at += piece.n_bytes
-        return Stored(self.text[:at], dict(Counter(str(piece.epoch) for piece in kept)), tuple(kept))
+        counted = Counter(self.base) + Counter(str(piece.epoch) for piece in kept)
+        return Stored(self.text[:at], dict(counted), tuple(kept), self.base)
 
 
-def read_stored(storage: Storage) -> Stored:
-    """All segments that count, joined. A last one that is missing or not whole is left out. Raises JournalDamaged for a gap."""
+def read_stored(storage: Storage, base: dict[str, int] | None = None) -> Stored:
+    """All segments that count after `base`, joined. A last one that is missing or not whole is left out. Raises JournalDamaged
+    for a gap."""
     for _ in range(N_LOOKS):
         spans = _spans(storage.list(PREFIX))
         try:
-            return _join(storage, spans)
+            return _join(storage, spans, base or {})
         except FileNotFoundError:
             continue
     raise StorageFailed(f"{storage.uri_of(PREFIX)}: its objects change faster than they can be read; try again")
@@ -124,27 +129,39 @@ def _spans(keys: Sequence[str]) -> list[Span]:
     return found
 
 
-def _join(storage: Storage, spans: list[Span]) -> Stored:
+def _join(storage: Storage, spans: list[Span], base: dict[str, int]) -> Stored:
     """The newest epoch whose first segment can be read says which older ones count."""
-    for epoch in sorted({span.epoch for span in spans}, reverse=True):
-        row = _row([span for span in spans if span.epoch == epoch])
+    least = max(map(int, base), default=0)
+    for epoch in sorted({span.epoch for span in spans if span.epoch >= least}, reverse=True):
+        begin = base.get(str(epoch), 0)
+        row = _row([span for span in spans if span.epoch == epoch], begin)
         pieces = _pieces(storage, row, last_may_be_torn=True)
         if not pieces:
             continue
         before = pieces[0][0].before
         older = sorted((int(older), n) for older, n in before.items())
-        found = [item for number, n in older for item in _of_older(storage, spans, number, n)]
+        found = [item for number, n in older for item in _of_older(storage, spans, number, (base.get(str(number), 0), n))]
         found += _segments(storage, pieces)
-        counted = before | {str(epoch): sum(len(head.n_bytes) for head, _ in pieces)}
-        return Stored(b"".join(text for _, text in found), counted, tuple(piece for piece, _ in found))
-    return Stored()
+        counted = before | {str(epoch): begin + sum(len(head.n_bytes) for head, _ in pieces)}
+        fits = all(counted.get(known, 0) >= n for known, n in base.items())
+        return Stored(b"".join(text for _, text in found), counted, tuple(piece for piece, _ in found), base, fits)
+    return Stored(counted=dict(base), base=base)
 
 
-def _of_older(storage: Storage, spans: list[Span], epoch: int, n: int) -> list[tuple[Piece, bytes]]:
-    row = [span for span in _row([span for span in spans if span.epoch == epoch]) if span.first < n]
-    if sum(span.n for span in row) < n:
+def remove_covered(storage: Storage, counted: dict[str, int]) -> None:
+    """Removes the segments that closed parts stand for."""
+    for span in _spans(storage.list(PREFIX)):
+        if span.last < counted.get(str(span.epoch), 0):
+            storage.delete(span.key)
+
+
+def _of_older(storage: Storage, spans: list[Span], epoch: int, wanted: tuple[int, int]) -> list[tuple[Piece, bytes]]:
+    """Segments wanted[0] .. wanted[1] - 1 of an epoch."""
+    begin, n = wanted
+    row = [span for span in _row([span for span in spans if span.epoch == epoch], begin) if span.first < n]
+    if sum(span.n for span in row) < n - begin:
         raise JournalDamaged(f"{storage.uri_of(PREFIX)}: of epoch {epoch}, segments before the {n}th are missing; {GO_ON}")
-    return _segments(storage, _pieces(storage, row, last_may_be_torn=False))[:n]
+    return _segments(storage, _pieces(storage, row, last_may_be_torn=False))[: max(0, n - begin)]
 
 
 def _segments(storage: Storage, pieces: Sequence[tuple[Head, bytes]]) -> list[tuple[Piece, bytes]]:
@@ -157,14 +174,14 @@ def _segments(storage: Storage, pieces: Sequence[tuple[Head, bytes]]) -> list[tu
     return found
 
 
-def _row(spans: Sequence[Span]) -> list[Span]:
-    """Objects of one epoch that follow each other from segment 0 on; the larger ones where there are several."""
+def _row(spans: Sequence[Span], at: int) -> list[Span]:
+    """Objects of one epoch that follow each other from segment `at` on; the larger ones where there are several."""
+    spans = [span for span in spans if span.first >= at]
     largest: dict[int, Span] = {}
     for span in spans:
         if span.first not in largest or span.last > largest[span.first].last:
             largest[span.first] = span
     row: list[Span] = []
-    at = 0
     while at in largest:
         row.append(largest[at])
         at = largest[at].last + 1
@@ -227,6 +244,7 @@ class Segments:
         self._storage, self._epoch, self._path, self._before = storage, epoch, path, before
         self._every_s = EVERY_S if every_s is None else every_s
         self._at = len(before.text)
+        self._next, self._working = 0, threading.Lock()
         self._kept: list[tuple[Span, int, int]] = []  # objects that stand, and where their text is in the file
         self.trouble: Exception | None = None  # why what is in the file could not be stored
         self._change, self._wake, self._done = threading.Condition(), threading.Event(), threading.Event()
@@ -247,6 +265,16 @@ class Segments:
         if isinstance(self.trouble, SpecError) and not isinstance(self.trouble, StorageRefused):
             raise self.trouble
         return self._at >= to
+
+    def begin_anew(self) -> dict[str, int] | None:
+        """The file, which is stored to its end, begins anew: epoch -> segments that hold what it was. None = not now."""
+        if not self._working.acquire(blocking=False):
+            return None
+        try:
+            self._at, self._kept = 0, []
+            return self._before.counted | {str(self._epoch): self._next}
+        finally:
+            self._working.release()
 
     def soon(self) -> None:
         """Do not wait for the next regular time."""
@@ -270,9 +298,10 @@ class Segments:
             self._wake.clear()
             last = self._done.is_set()
             try:
-                self._store()
-                if not last:
-                    self._merge()
+                with self._working:
+                    self._store()
+                    if not last:
+                        self._merge()
             except Exception as error:  # noqa: BLE001 - tried again; who must be sure looks at `stored`
                 self._tell(error)
             else:
@@ -294,14 +323,14 @@ class Segments:
         text = self._text(self._at, None)
         text = text[: text.rfind(b"\n") + 1]
         while text:
-            number = self._kept[-1][0].last + 1 if self._kept else 0
-            span = Span(self._epoch, number, number)
+            span = Span(self._epoch, self._next, self._next)
             n = (
                 len(text)
                 if self._storage.put(span.key, self._packed(span, [text]), if_absent=True)
                 else self._known(span, text)
             )
             self._kept.append((span, self._at, self._at + n))
+            self._next += 1
             with self._change:
                 self._at += n
                 self._change.notify_all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -73,16 +73,14 @@ def text(view: View, books: Account, data: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def ledger(lines: Sequence[Line]) -> list[str]:
-    books, by_pool = account(lines), sentence(launches(lines).medians())
-    started = ["", f"from a node's request to its first step: {by_pool} (medians)"] if by_pool else []
-    times = shown(step_times(lines))
-    return [*spent(books), "", *transitions(books.transitions), *started, *(["", *times] if times else [])]
-
-
-def ledger_plain(lines: Sequence[Line]) -> dict[str, Any]:
-    more = {"launch_to_first_step_s_by_pool": launches(lines).medians(), "step_times": step_times(lines)}
-    return _plain(account(lines)) | more
+def ledger(lines: Iterable[Line]) -> tuple[dict[str, Any], list[str]]:
+    """As data, and as lines to print."""
+    books, by_pool, times = account(lines), launches(lines).medians(), step_times(lines)
+    said = sentence(by_pool)
+    started = ["", f"from a node's request to its first step: {said} (medians)"] if said else []
+    rows = shown(times)
+    text = [*spent(books), "", *transitions(books.transitions), *started, *(["", *rows] if rows else [])]
+    return _plain(books) | {"launch_to_first_step_s_by_pool": by_pool, "step_times": times}, text
 
 
 def transitions(found: Sequence[Transition]) -> list[str]:

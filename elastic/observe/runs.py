@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from elastic.errors import SpecError
@@ -65,7 +66,7 @@ def open_storage_of(run: str, storage: str | None = None, exact: bool = False) -
     return open_run(run, storage, exact).storage
 
 
-def lines_of(run: RunFolder) -> list[Line]:
+def lines_of(run: RunFolder) -> Iterable[Line]:
     """The journal of a run."""
     return run.lines()
 

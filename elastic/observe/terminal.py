@@ -22,6 +22,7 @@ from elastic.observe.view import Note, Tail, View
 LOOK_S = 0.25
 PLAIN_EVERY_S = 5.0  # between two progress lines where there is no terminal
 N_NOTES, N_LOST = 10, 3
+KEPT = 200  # steps and notes that it remembers
 MOST_LINES = 2000  # of the workers' output that wait to be shown
 STYLES = {
     "Decision": "cyan", "Notice": "yellow", "NodeLost": "red", "WorkerFailed": "red", "Silent": "red", "PlanFailed": "red",
@@ -64,9 +65,13 @@ class Terminal:
         """Show what is left, then end."""
         self._stopping.set()
         self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            self._tail.close()
 
     def _take(self) -> list[Note]:
-        return [note for line in self._tail.read() for note in self.view.add(line)]
+        found = [note for line in self._tail.read() for note in self.view.add(line)]
+        del self.view.points[:-KEPT], self.view.notes[:-KEPT]  # a run of months takes as much memory as one of minutes
+        return found
 
     def _follow(self) -> None:
         if self._console.is_terminal:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, BinaryIO
 
 from elastic.ledger.journal import Line, parse_line
 from elastic.ledger.launches import Launches
@@ -264,22 +265,17 @@ def view_of(lines: Iterable[Line]) -> View:
 
 
 class Tail:
-    """Reads what was added to a journal since the last call; half-written lines wait for their end."""
+    """Reads what was added to a journal since the last call; half-written lines wait for their end. Where another file has
+    taken the place of one that became large, it goes on with that."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.skipped = 0  # lines that are none: a driver died while it wrote
-        self._offset = 0
+        self._file: BinaryIO | None = None
         self._rest = b""
 
     def read(self) -> list[Line]:
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        self._offset += len(data)
-        *whole, self._rest = (self._rest + data).split(b"\n")
+        *whole, self._rest = (self._rest + self._added()).split(b"\n")
         lines = []
         for text in whole:
             if not text.strip():
@@ -289,3 +285,24 @@ class Tail:
             except (ValueError, KeyError, TypeError):
                 self.skipped += 1
         return lines
+
+    def _added(self) -> bytes:
+        data = self._file.read() if self._file is not None else b""
+        try:
+            there = self.path.open("rb")
+        except FileNotFoundError:
+            return data
+        if self._file is not None and os.path.sameopenfile(self._file.fileno(), there.fileno()):
+            there.close()
+            return data
+        if self._file is not None:
+            data += self._file.read()  # what came before the other took its place
+            self._file.close()
+        self._file = there
+        return data + there.read()
+
+    def close(self) -> None:
+        """No more is read."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

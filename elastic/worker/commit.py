@@ -117,10 +117,15 @@ def step_done(
     shape: tuple[float, float] = (0.0, 0.0),
 ) -> StepDone:
     """The report of a step. `times`: seconds of the step, of waiting for data, of waiting for copies; 0 = nobody measured.
-    `shape`: imbalance of the ranks' tokens, share of the places that were filled up."""
-    sums = (commit.train_loss, int(commit.tokens))
+    `shape`: imbalance of the ranks' tokens, share of the places that were filled up. Of what is measured only digits that mean
+    something: there is a line of it for every step of a run."""
+    sums, grad_norm = (commit.train_loss, int(commit.tokens)), float(f"{commit.grad_norm:.7g}")
+    step_s, data_s, copy_s = (round(t, 6) for t in times)
+    imbalance, pad_share = (round(x, 4) for x in shape)
     skipped = skipped or commit.overflowed or not commit.finite  # the update of such a step is never made
-    return StepDone(generation, step, *sums, *times, commit.grad_norm, digest_text(commit.samples), skipped, *shape)
+    return StepDone(
+        generation, step, *sums, step_s, data_s, copy_s, grad_norm, digest_text(commit.samples), skipped, imbalance, pad_share
+    )  # fmt: skip
 
 
 @dataclass

@@ -54,6 +54,7 @@ SMOKES = (
     Smoke("planner_cpu"),
     Smoke("unequal_plan"),
     Smoke("scale"),
+    Smoke("month"),
     Smoke("copies"),
     Smoke("reshard"),
     Smoke("radosgw"),

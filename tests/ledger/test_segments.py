@@ -7,9 +7,9 @@ import re
 import threading
 import time
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
+from support.storage.remote_folder import Remote
 from support.waiting import until
 
 from elastic.errors import InternalError, JournalDamaged, LostContact, SpecError, StorageFailed
@@ -19,23 +19,6 @@ from elastic.ledger.run_folder import RunFolder, key_of
 from elastic.ledger.segments import PREFIX, Segments, Stored, read_stored
 from elastic.storage import LocalStorage, open_storage
 from elastic.types import Decision, EnterPlan, Layout, NodeLost, Plan, RequestNodes, StepDone, Stop, WorkerId
-
-
-class Remote(LocalStorage):
-    """A folder that is treated like object storage. `broken`: what its next writes raise, before or `after` they are done."""
-
-    remote: ClassVar[bool] = True
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.broken: Exception | None = None
-        self.after = False
-
-    def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
-        done = super().put(key, data, if_absent) if self.broken is None or self.after else False
-        if self.broken is not None:
-            raise self.broken
-        return done
 
 
 @pytest.fixture

@@ -124,6 +124,22 @@ def test_tail_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
     assert [line.at_s for line in tail.read()] == [T0 + 2]
     assert tail.read() == []
     assert tail.skipped == 1
+    tail.close()
+
+
+def test_tail_goes_on_where_another_file_takes_the_place_of_a_large_one(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    tail = Tail(path)
+    first, second, third = (write_line(line).encode() + b"\n" for line in lines()[:3])
+    path.write_bytes(first)
+    assert len(tail.read()) == 1
+    with path.open("ab") as file:
+        file.write(second)
+    path.rename(tmp_path / "closed")
+    path.write_bytes(third)
+    (tmp_path / "closed").unlink()
+    assert [line.at_s for line in tail.read()] == [line.at_s for line in lines()[1:3]]
+    tail.close()
 
 
 def test_grid() -> None:

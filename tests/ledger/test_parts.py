@@ -1,0 +1,221 @@
+"""A journal whose file was closed and packed again and again is read as if it had stayed one file, and resumed from a State."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.sim.scenario import MODEL, scenario
+from support.storage.remote_folder import Remote
+from support.waiting import until
+
+from elastic.driver import drive, restored
+from elastic.errors import JournalDamaged, SpecError
+from elastic.ledger import parts as parts_of
+from elastic.ledger import segments
+from elastic.ledger.accounts import account
+from elastic.ledger.journal import CLOSED, Journal, Line, Memory, built, plain, read_text
+from elastic.ledger.parts import PREFIX, Parts, pack, unpack
+from elastic.ledger.run_folder import JOURNAL, RunFolder
+from elastic.policy.state import State
+from elastic.sim.backend import SimBackend
+from elastic.sim.replay import replay
+from elastic.storage import LocalStorage, Storage
+from elastic.types import DriverStarted, NodeLost
+
+SEED = 3
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts_of, "PART_BYTES", 3000)
+    monkeypatch.setattr(segments, "AGAIN_S", 0.02)
+
+
+@pytest.fixture(params=["local", "remote"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> RunFolder:
+    storage: Storage = LocalStorage(tmp_path / "run") if request.param == "local" else Remote(tmp_path / "bucket")
+    return RunFolder(storage, tmp_path / "run")
+
+
+class Follows(Memory):
+    """Writes what it is told to a journal too, and waits until a closed file is packed."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__(journal.epoch)
+        self.journal = journal
+
+    def append(self, at_s, events, decision=None) -> None:  # type: ignore[no-untyped-def]
+        super().append(at_s, events, decision)
+        self.journal.append(at_s, events, decision)
+
+    def close_part(self, state: State) -> None:
+        self.journal.close_part(state)
+        parts = self.journal.parts
+        until(lambda: parts is None or parts.free, "the closed file is packed")
+
+    def close(self) -> None:
+        self.journal.close()
+
+
+def recorded(place: RunFolder, seed: int = SEED) -> tuple[list[Line], State]:
+    job, pools, faults, delays = scenario(seed)
+    before, stored = place.take_over()
+    assert before == []
+    journal = Follows(place.open_journal(1, stored))
+    state = drive(SimBackend(pools, job, faults, delays), journal, DriverStarted("random", 1, job, pools, MODEL))
+    return journal.lines, state
+
+
+def events_of(lines: list[Line]) -> list[object]:
+    """What happened, however it was divided into lines."""
+    return [item for line in lines for item in (*line.events, *([line.decision] if line.decision else []))]
+
+
+def test_every_line_is_kept_and_every_decision_comes_out_again(place: RunFolder) -> None:
+    lines, state = recorded(place)
+    names = Parts.of(place.storage).names
+    assert len(names) > 3 and place.journal.stat().st_size < 6000 and not (place.folder / CLOSED).exists()
+    found = list(place.lines())
+    assert [e for line in found for e in line.events] == [e for line in lines for e in line.events]
+    again = replay(place.lines())
+    assert again.identical and again.state == state
+    assert account(place.lines()) == account(found)
+    assert list(RunFolder(place.storage, place.folder).lines()) == found
+
+
+@pytest.mark.parametrize("seed", [3, 8, 11, 42])
+def test_the_state_of_a_part_is_the_one_that_the_whole_journal_gives(tmp_path: Path, seed: int) -> None:
+    place = RunFolder(LocalStorage(tmp_path / "run"), tmp_path / "run")
+    _, state = recorded(place, seed)
+    before, _ = place.take_over()
+    assert before[0].state is not None and restored(before) == state
+    whole, tail = list(place.lines()), before[1:]
+    assert len(tail) < len(whole) / 2 and whole[len(whole) - len(tail) :] == tail
+    assert built(State, plain(state)) == state
+
+
+def test_a_damaged_state_is_passed_over(place: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
+    _, state = recorded(place)
+    states = [key for key in place.storage.list(PREFIX) if key.endswith(".state")]
+    assert len(states) == parts_of.KEPT_STATES
+    for n, key in enumerate(reversed(states), start=1):
+        text = bytearray(place.storage.get(key))
+        text[len(text) // 2] ^= 4
+        place.storage.put(key, bytes(text))
+        before, _ = place.take_over()
+        assert restored(before) == state
+        assert (before[0].state is None) == (n == len(states)), "at last the whole journal"
+        assert Path(key).name in caplog.text
+
+
+@pytest.mark.parametrize("harm", ["flipped", "cut", "missing"])
+def test_a_damaged_part_is_named_and_a_resume_needs_only_what_came_after(place: RunFolder, harm: str) -> None:
+    _, state = recorded(place)
+    key = Parts.of(place.storage).names[1].key("xz")
+    text = bytearray(place.storage.get(key))
+    text[len(text) // 2] ^= 4
+    if harm == "missing":
+        place.storage.delete(key)
+    else:
+        place.storage.put(key, bytes(text if harm == "flipped" else text[:-9]))
+    with pytest.raises(JournalDamaged, match=r"part 1 .* is missing" if harm == "missing" else "was altered"):
+        list(place.lines())
+    if harm != "missing":
+        assert restored(place.take_over()[0]) == state
+
+
+def left_closed(place: RunFolder) -> None:
+    """The driver ended before the closed file was packed."""
+    text = place.journal.read_bytes()
+    cut = text.index(b"\n") + 1
+    (place.folder / CLOSED).write_bytes(text[:cut])
+    place.journal.write_bytes(text[cut:])
+
+
+def linked(place: RunFolder) -> None:
+    """It ended before the next file began."""
+    (place.folder / CLOSED).write_bytes(place.journal.read_bytes())
+
+
+def packed(place: RunFolder) -> None:
+    """It ended when the part was stored, and the file that it was made of was still there."""
+    parts = Parts.of(place.storage)
+    (place.folder / CLOSED).write_bytes(parts.read(parts.names[-1])[1])
+
+
+@pytest.mark.parametrize("ended", [left_closed, linked, packed])
+def test_wherever_the_driver_ends_nothing_is_lost_or_read_twice(place: RunFolder, ended: Callable[[RunFolder], None]) -> None:
+    _, state = recorded(place)
+    whole = list(place.lines())
+    ended(place)
+    assert list(place.lines()) == whole
+    before, stored = place.take_over()
+    assert restored(before) == state and not (place.folder / CLOSED).exists()
+    journal = place.open_journal(2, stored)
+    journal.append(1e6, [(1e6, NodeLost("x", "gone"))])
+    journal.close()
+    assert list(place.lines())[:-1] == whole
+
+
+def test_a_torn_line_at_the_beginning_of_a_file_is_left_out(tmp_path: Path) -> None:
+    place = RunFolder(LocalStorage(tmp_path / "run"), tmp_path / "run")
+    journal = place.open_journal(1, place.take_over()[1])
+    journal.append(1.0, [(1.0, NodeLost("x", "g" * 3000))])
+    journal.close_part(State())
+    journal.close()
+    assert place.journal.read_bytes() == b""
+    place.journal.write_bytes(b'{"v":1,"at_')
+    journal = place.open_journal(2, place.take_over()[1])
+    journal.append(2.0, [(2.0, NodeLost("y", "gone"))])
+    journal.close()
+    assert [line.at_s for line in place.lines()] == [1.0, 2.0]
+    assert [line.at_s for line in place.take_over()[0]] == [1.0, 2.0], "the State, and the line after it"
+
+
+def test_a_part_of_a_driver_that_was_replaced_does_not_count(tmp_path: Path) -> None:
+    storage = Remote(tmp_path / "bucket")
+    here, there = RunFolder(storage, tmp_path / "a"), RunFolder(storage, tmp_path / "b")
+    old = here.open_journal(1, here.take_over()[1])
+    old.append(1.0, [(1.0, NodeLost("x", "g" * 3000))])
+    assert old.segments is not None and old.segments.store(old._file.end)
+    new = there.open_journal(2, there.take_over()[1])
+    new.append(2.0, [(2.0, NodeLost("y", "gone"))])
+    assert new.segments is not None and new.segments.store(new._file.end)
+    old.append(3.0, [(3.0, NodeLost("z", "gone"))])
+    old.close_part(State())
+    until(lambda: old.parts is not None and old.parts.free, "the part is packed")
+    assert Parts.of(storage).names
+    other = RunFolder(storage, tmp_path / "c")
+    assert [line.at_s for line in other.lines()] == [1.0, 2.0]
+    assert restored(other.take_over()[0]) == restored(list(other.lines()))
+    old.close()
+    new.close()
+
+
+def test_what_is_packed_comes_back_byte_by_byte() -> None:
+    chance = random.Random(0)
+    pieces = [b'{"v":1,"a":1.5,"b":-2e-07,"c":"00ff00ff00"}', b"100 % of %s", b'"\xc3\xa9', b"{", b"", b" ", b"0", b"-"]
+    for _ in range(300):
+        text = b"".join(b"".join(chance.choices(pieces, k=chance.randrange(4))) + b"\n" for _ in range(chance.randrange(9)))
+        for one in (text, text + b"torn", text + b"\0\n"):
+            assert unpack(pack(one, {"1": 2})) == ({"1": 2}, one)
+
+
+def test_a_part_of_a_newer_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(parts_of, "VERSION", 2)
+        data = pack(b"a\n")
+    with pytest.raises(SpecError, match="version 2 is newer than 1"):
+        unpack(data)
+
+
+def test_an_old_journal_is_read_as_it_was(tmp_path: Path) -> None:
+    _, state = recorded(RunFolder(LocalStorage(tmp_path / "run"), tmp_path / "run"))
+    place = RunFolder(LocalStorage(tmp_path / "old"), tmp_path / "old")
+    parts = Parts.of(LocalStorage(tmp_path / "run"))
+    text = b"".join(parts.read(name)[1] for name in parts.names) + (tmp_path / "run" / JOURNAL).read_bytes()
+    LocalStorage(place.folder).put(JOURNAL, text)
+    assert place.lines() == read_text(text, "") and restored(place.take_over()[0]) == state
