@@ -14,7 +14,7 @@ COMMANDS = ("elastic", "torchrun", "python", "ray", "make", "export", "RAY_ADDRE
 
 @dataclass(frozen=True)
 class Block:
-    """`kind`: what stands behind the fence, of a block without: `shell`, `session` (`$ command` and what it prints) or `text`."""
+    """`kind`: what stands behind the fence; where nothing does: `shell`, `session` (`$ command`, what it prints) or `text`."""
 
     page: str
     line: int
