@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from elastic.worker.layout_check import Verdict
 
 PLACE = "ELASTIC_LAYOUTS"  # names the folder where answers are kept, instead of one in the user's cache
-MOST_S = 60.0  # for all of it
+MOST_S = 90.0  # for all of it
 MOST_TP = 4  # ranks of a comparison: as many processes on this machine
 KEYS = ("data", "args", "optimizer", "microbatch_tokens")  # of a job, that decide what is compared
 TELL_AFTER_S = 2.0

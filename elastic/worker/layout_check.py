@@ -42,6 +42,7 @@ SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
 READS_MOST = 10_000
 SETTINGS = (".py", ".json", ".yaml", ".yml", ".toml", ".cfg", ".ini")  # files that say what a program is
 READ_MOST_BYTES = 1 << 20  # of a file that counts as part of the program; larger ones are data
+COMPARE_S = 40.0  # for all axes: what it does not suffice for is not compared
 PR_SET_PDEATHSIG = 1
 
 
@@ -139,25 +140,27 @@ def _compared(asked: Asked, program: Program, profile: ModelProfile, batch: Batc
         batch = shortened(small, batch)
         check_rows(small, batch)
     except TooLarge as error:
-        return replace(found, skipped=f"too large to be compared on this machine: {error}")
+        return replace(found, skipped=f"too large to be compared on this machine: {error}", steady=False)
     except Exception as error:  # noqa: BLE001 - the user's model
         return replace(found, skipped=str(error) if isinstance(error, ElasticError) else told(error), steady=False)
-    job, equal, limit = job_of_copy(asked.job), dict[str, float](), 0
+    job, equal, limit, took = job_of_copy(asked.job), dict[str, float](), 0, 0.0
+    until_s = time.monotonic() + COMPARE_S
     for axis in axes:
+        if time.monotonic() + took > until_s:
+            notes = (*structure.notes, f"{axis} was not compared: comparing takes at most {COMPARE_S:.0f} s, which are spent")
+            structure, found = replace(structure, notes=notes), replace(found, steady=False)
+            continue
         layout = FAMILIES[axis]
         if axis == "tp":
             layout = Layout(tp=next(n for n in range(2, closed.tp_limit + 1) if closed.tp_limit % n == 0))
         one = compare(small, job, batch, layout)
+        took = one.seconds
         if one.problem:
             found = replace(found, steady=found.steady and not one.problem.startswith(UNSTEADY))
             structure = _closed(structure, axis, f"{one.layout}: {one.problem}{MENDS[axis]}")
             continue
         if one.unclear:
-            notes = (
-                *structure.notes,
-                f"{axis} was not compared at the length of its sequences, which is too much for this machine",
-            )
-            structure = replace(structure, notes=notes)
+            structure = replace(structure, notes=(*structure.notes, f"{axis} was compared {one.unclear}"))
             continue
         equal[axis] = round(one.seconds, 3)
         if axis == "tp":

@@ -31,6 +31,7 @@ from elastic.worker.calls import call_model, loss_of
 from elastic.worker.fewer import converted, fill, first_positions, kept_blocks, perturb, positions, spread_samples
 from elastic.worker.fixed import even
 from elastic.worker.forward_trace import Batch, python_random
+from elastic.worker.free_memory import free_host_bytes
 from elastic.worker.groups import Groups
 from elastic.worker.model_profile import block_names, build_meta, trace
 from elastic.worker.pipeline import PassThrough
@@ -43,14 +44,15 @@ from elastic.worker.train_state import TrainState
 from elastic.worker.transport import is_collective_error
 from elastic.worker.weights import cut
 
-FAMILIES = {"dp": Layout(dp_shard=2), "tp": Layout(tp=2), "cp": Layout(cp=2), "pp": Layout(pp=2)}
+FAMILIES = {"dp": Layout(dp_shard=2), "tp": Layout(tp=2), "pp": Layout(pp=2), "cp": Layout(cp=2)}  # cp's takes longest
 ROWS = 4  # samples of the batch
 WHOLE_MOST_PARAMETERS = 30_000_000  # of a model that is copied with all of its blocks
-BLOCKS = 3  # of a copy of a larger one
-MOST_PARAMETERS = 150_000_000  # of a copy: beyond it nothing is compared on this machine
-LONG, SHORT = 128, 64  # positions: of longer sequences so many are taken, where the model allows it
+BLOCKS = (3, 2)  # of a copy of a larger one: the first number where so many are not too large
+MOST_PARAMETERS = 400_000_000  # of a copy: beyond it nothing is compared
+BYTES = 40  # of memory for each: a model with its gradients, and what two ranks have of it and gather
+LONG, SHORT, LEAST = 128, 64, 8  # positions: of longer sequences so many are taken, where the model allows it
 LONGEST = 2048  # for cp, which cuts them
-MOST_FLOP = 3e11  # of the passes of one process
+MOST_FLOP = 4e11  # of the passes of one process
 LOSS_AGREES, GRADIENT_AGREES = 1e-4, 3e-4  # relative; a gradient's to the largest element of the tensor
 ROUNDING, ROUNDING_MOST = 4.0, 5e-2  # times what a lower precision inside of the model explains; differences that it may
 SMALL = 1e-6  # of the largest element of all gradients: what is below is rounding
@@ -80,7 +82,7 @@ class Compared:
     off: float = 0.0  # relative difference of the losses
     worst: float = 0.0  # of the gradients, the largest
     worst_at: str = ""
-    unclear: bool = False  # neither equal nor another function as far as could be told
+    unclear: str = ""  # with what it was compared, where that is not enough to call it equal
 
 
 class Copy:
@@ -94,6 +96,8 @@ class Copy:
             converted(self.model, torch.float32)
         perturb(self.model)
         quiet(self.model)
+        self.flop = 6.0 * n_multiplied(self.model)  # of a position's passes
+        self._passes: list[tuple[Batch, Pass]] = []
         self.long_batch: Batch | None = None  # with sequences of full length, where others are compared with short ones
         self.program = replace(
             program,
@@ -109,10 +113,15 @@ class Copy:
         self.profile = trace(self.program)
 
     def _cut(self, program: Program) -> nn.Module:
-        model = build_meta(program)
-        self.n_blocks = shorten(model, block_names(model, program.blocks))
-        if (n_params := sum(p.numel() for p in model.parameters())) > MOST_PARAMETERS:
-            raise TooLarge(f"{n_params / 1e6:.0f} M parameters are left of it with {self.n_blocks} blocks")
+        most = min(MOST_PARAMETERS, free_host_bytes() // BYTES)
+        for n in BLOCKS:
+            model = build_meta(program)
+            self.n_blocks = shorten(model, block_names(model, program.blocks), n)
+            if (n_params := sum(p.numel() for p in model.parameters())) <= most:
+                break
+        else:
+            left = f"{n_params / 1e6:.0f} M parameters are left of it with {self.n_blocks} blocks"
+            raise TooLarge(f"{left}, {most / 1e6:.0f} M can be compared")
         kept = set(model.state_dict())
         plain = [name for name, _ in model.named_buffers() if name not in kept]
         model.to_empty(device="cpu")
@@ -120,6 +129,16 @@ class Copy:
             raise TooLarge(f"the values of its buffer {plain[0]} are known to the whole model only")
         fill(model)
         return model
+
+    def one_process(self, batch: Batch, cp: int) -> Pass:
+        """What one process makes of a batch. With cp = 1 it is kept, for the next layout."""
+        for known, found in self._passes:
+            if known is batch and cp == 1:
+                return found
+        with Still(), python_random(0.999):
+            found = _alone(self, batch, cp)
+        self._passes += [(batch, found)] if cp == 1 else []
+        return found
 
     def _build(self) -> nn.Module:
         if torch.get_default_device().type != "meta":
@@ -141,16 +160,23 @@ class TooLarge(Exception):
     """The program cannot be compared on this machine."""
 
 
-def shorten(model: nn.Module, blocks: list[str]) -> int:
-    """Leaves a few blocks of a model, some of each kind, where they stand in one list. Returns how many there are now."""
+def n_multiplied(model: nn.Module) -> int:
+    """Parameters that are multiplied with at each position, at least 1: all but tables that are only looked up in."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    others = {id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    return max(1, sum(p.numel() for p in model.parameters() if id(p) not in tables - others))
+
+
+def shorten(model: nn.Module, blocks: list[str], n: int) -> int:
+    """Leaves about n blocks of a model, some of each kind, where they stand in one list. Returns how many there are now."""
     parents = {name.rpartition(".")[0] for name in blocks}
-    if len(parents) != 1 or len(blocks) <= BLOCKS:
+    if len(parents) != 1 or len(blocks) <= n:
         return len(blocks)
     held = model.get_submodule(parents.pop())
     if not isinstance(held, nn.ModuleList | nn.Sequential) or len(held) != len(blocks):
         return len(blocks)
-    kept = kept_blocks(list(held), BLOCKS)
-    if len(kept) > BLOCKS + 2:
+    kept = kept_blocks(list(held), n)
+    if len(kept) > BLOCKS[0] + 2:
         raise TooLarge(f"its blocks are of {len(kept)} kinds")
     for i in reversed(range(len(held))):
         if i not in kept:
@@ -195,25 +221,34 @@ def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
 
 def compare(small: Copy, job: Mapping[str, Any], batch: Batch, layout: Layout, most_s: float = FAMILY_MOST_S) -> Compared:
     """Runs the layout in processes of its own. Never raises for what the program does there. Ranks that have parts of the
-    sequences get these as long as this machine allows."""
+    sequences get these as long as this machine allows, of fewer samples where need be."""
     if layout.cp == 1 or small.long_batch is None:
         return _compare(small, job, batch, layout, most_s)
-    n, most = positions(small.long_batch), longest(small, small.long_batch)
-    found = _compare(small, job, first_positions(small.long_batch, most) if most < n else small.long_batch, layout, most_s)
+    n = positions(small.long_batch)
+    rows, most = longest(small, small.long_batch)
+    long = {key: x[:rows] for key, x in small.long_batch.items()}
+    found = _compare(small, job, first_positions(long, most) if most < n else long, layout, most_s)
     if found.problem.startswith(WAITED):
         found = _compare(small, job, batch, layout, most_s)
         most = positions(batch)
-    return found if most == n or found.problem else replace(found, unclear=True)
+    if most == n or found.problem:
+        return found
+    return replace(found, unclear=f"with {most} of {n} positions only, since more are too much for this machine")
 
 
 def _compare(small: Copy, job: Mapping[str, Any], batch: Batch, layout: Layout, most_s: float) -> Compared:
     began = time.monotonic()
+    try:
+        whole = small.one_process(batch, layout.cp)
+    except Exception as error:  # noqa: BLE001 - the user's model
+        said = str(error) if isinstance(error, ElasticError) else told(error)
+        return Compared(str(layout), f"it raises {said}", time.monotonic() - began)
     store, secret = host_store(HERE), new_secret()
     mine, processes = [], []
     for rank in range(layout.world_size):
         here, there = FORKS.Pipe(duplex=False)
         process = FORKS.Process(
-            target=_rank, args=(there, small, dict(job), batch, (layout, rank, store.port, secret)), daemon=True
+            target=_rank, args=(there, small, dict(job), (batch, whole), (layout, rank, store.port, secret)), daemon=True
         )
         process.start()
         there.close()
@@ -240,7 +275,7 @@ def _compare(small: Copy, job: Mapping[str, Any], batch: Batch, layout: Layout, 
     times = _rounding(small, batch, layout.cp)
     if isinstance(times, str):
         text = f"it cannot be compared: the loss does not repeat in one process, which draws random numbers by {times}"
-        return replace(judged, problem=text, unclear=True)
+        return replace(judged, problem=text)
     explained = judged.worst < ROUNDING_MOST and judged.off < ROUNDING_MOST
     return _judged(layout, answers, seconds, times) if explained else judged
 
@@ -316,10 +351,12 @@ def _judged(layout: Layout, answers: list[dict[str, Any]], seconds: float, times
     return Compared(str(layout), problem, seconds, loss, whole, off, worst * GRADIENT_AGREES, at)
 
 
-def _rank(pipe: Connection, small: Copy, job: dict[str, Any], batch: Batch, place: tuple[Layout, int, int, str]) -> None:
+def _rank(
+    pipe: Connection, small: Copy, job: dict[str, Any], known: tuple[Batch, Pass], place: tuple[Layout, int, int, str]
+) -> None:
     torch.set_num_threads(1)
     try:
-        answer: tuple[str, Any] = ("done", _values(small, job, batch, place))
+        answer: tuple[str, Any] = ("done", _values(small, job, known, place))
     except Exception as error:  # noqa: BLE001 - the boundary of the process
         lost = not isinstance(error, ElasticError) and is_collective_error(error)
         answer = ("lost", "") if lost else ("raised", str(error) if isinstance(error, ElasticError) else told(error))
@@ -328,15 +365,16 @@ def _rank(pipe: Connection, small: Copy, job: dict[str, Any], batch: Batch, plac
     pipe.send(answer)
 
 
-def _values(small: Copy, job: dict[str, Any], batch: Batch, place: tuple[Layout, int, int, str]) -> dict[str, Any]:
+def _values(small: Copy, job: dict[str, Any], known: tuple[Batch, Pass], place: tuple[Layout, int, int, str]) -> dict[str, Any]:
     layout, rank, port, secret = place
+    batch, (whole, gradients, outputs) = known
+    n_rows = len(next(iter(batch.values())))
     program, profile = small.program, small.profile
     with Still(), python_random(0.999):
-        whole, gradients, outputs = _alone(small, batch, layout.cp)
         n = 2 if layout.pp > 1 else 1
         ranks = tuple(WorkerId("here", i) for i in range(layout.world_size))
         layers = even(profile.n_blocks, layout.n_stages)
-        plan = Plan(1, layout, ranks, even(ROWS, layout.dp), layers, n)
+        plan = Plan(1, layout, ranks, even(n_rows, layout.dp), layers, n)
         groups = Groups(1, layout, torch.device("cpu"))
         try:
             groups.join((HERE, port), rank, layout.world_size, MEET_S, secret)
@@ -363,10 +401,10 @@ def _values(small: Copy, job: dict[str, Any], batch: Batch, place: tuple[Layout,
 
 
 class Outputs:
-    """What each module gives back in forward passes, by name, in the order in which they are done."""
+    """What each module gives back in forward passes of a batch, by name, in the order in which they are done."""
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        self.models, self.found, self.hooks = models, dict[str, list[Tensor]](), list[Any]()
+    def __init__(self, models: Sequence[nn.Module], n_rows: int = ROWS) -> None:
+        self.models, self.n_rows, self.found, self.hooks = models, n_rows, dict[str, list[Tensor]](), list[Any]()
 
     def __enter__(self) -> Outputs:
         for model in self.models:
@@ -391,7 +429,7 @@ class Outputs:
         """The first module whose output is another than in the whole model; '' = none that can be compared."""
         for name in whole.found:
             expected, mine = _joined(whole.found[name]), _joined(self.found.get(name, []))
-            if expected is None or mine is None or expected.ndim < 1 or expected.shape[0] != ROWS:
+            if expected is None or mine is None or expected.ndim < 1 or expected.shape[0] != whole.n_rows:
                 continue
             expected = expected[rows]
             mine = mine[-expected.shape[0] :]  # a pipeline stage is called once before, with made-up values
@@ -411,11 +449,14 @@ def _joined(calls: list[Tensor]) -> Tensor | None:
     return torch.cat(calls)
 
 
-def _alone(small: Copy, batch: Batch, cp: int, dtype: torch.dtype = torch.float32) -> tuple[float, dict[str, Tensor], Outputs]:
-    """Loss, gradients and the modules' outputs of one process."""
+Pass = tuple[float, dict[str, Tensor], Outputs]  # loss, gradients and the modules' outputs
+
+
+def _alone(small: Copy, batch: Batch, cp: int, dtype: torch.dtype = torch.float32) -> Pass:
+    """Of one process."""
     model = converted(copy.deepcopy(small.model), dtype).train(not small.program.batch_dependent)
     given = before_cut(small.program, batch) if cp > 1 else batch
-    with over(None) if cp > 1 else nullcontext(), Outputs([model]) as outputs:
+    with over(None) if cp > 1 else nullcontext(), Outputs([model], len(next(iter(batch.values())))) as outputs:
         output = call_model(small.program, model, given)
     loss = loss_of(small.program, output, given)
     loss.backward()
@@ -456,7 +497,8 @@ def shortened(small: Copy, batch: Batch) -> Batch:
     n = positions(batch)
     if n <= LONG:
         return batch
-    cut = first_positions(batch, SHORT)
+    allowed = int(MOST_FLOP / (small.flop * ROWS))
+    cut = first_positions(batch, max(LEAST, min(SHORT, allowed // LEAST * LEAST)))
     try:
         with torch.no_grad(), Still():
             output = call_model(small.program, copy.deepcopy(small.model), {key: x[:1] for key, x in cut.items()})
@@ -467,20 +509,20 @@ def shortened(small: Copy, batch: Batch) -> Batch:
     return cut
 
 
-def longest(small: Copy, batch: Batch) -> int:
-    """Positions of a batch whose passes this machine can do."""
-    n = positions(batch)
-    n_params = sum(p.numel() for p in small.model.parameters())
-    allowed = min(LONGEST, int(MOST_FLOP / (6.0 * n_params * ROWS)))
-    return n if n <= allowed else max(SHORT, allowed // SHORT * SHORT)
+def longest(small: Copy, batch: Batch) -> tuple[int, int]:
+    """Samples and positions of a batch whose passes this machine can do: all positions of one rather than some of each."""
+    n, most = positions(batch), MOST_FLOP / small.flop
+    for rows in (ROWS, 2, 1):
+        if n * rows <= most and n <= LONGEST:
+            return rows, n
+    return 1, max(LEAST, min(LONGEST, int(most)) // LEAST * LEAST)
 
 
 def check_rows(small: Copy, batch: Batch) -> None:
     """Raises ProgramError where even one process has no finite loss, TooLarge where its passes would take too long."""
     tokens = max((x.shape[1] for x in batch.values() if x.ndim > 1), default=1) * ROWS
-    n_params = sum(p.numel() for p in small.model.parameters())
-    if 6.0 * n_params * tokens > MOST_FLOP:
-        raise TooLarge(f"{6.0 * n_params * tokens:.1e} FLOP for {ROWS} samples")
+    if small.flop * tokens > MOST_FLOP:
+        raise TooLarge(f"{small.flop * tokens:.1e} FLOP for {ROWS} samples, {MOST_FLOP:.0e} are done")
     with torch.no_grad(), Still():
         model = copy.deepcopy(small.model)
         value = float(loss_of(small.program, call_model(small.program, model, batch), batch))

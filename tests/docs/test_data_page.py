@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.docs.pages import block, text_of
 from support.places import ROOT
 from support.reference import train_alone
 
@@ -23,20 +24,15 @@ from elastic.data_spec import KINDS, PACKS, DataSpec
 from elastic.program import load_program
 from elastic.spec import JobSpec, load_job
 
-PAGE = ROOT / "docs" / "data.md"
-
-
-def block(kind: str, n: int = 0) -> str:
-    found: list[str] = re.findall(rf"^```{kind}\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    return found[n]
+PAGE = text_of("data.md")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ELASTIC_CACHE", str(tmp_path / "cache"))
-    subprocess.run(["bash", "-ec", block("bash")], cwd=tmp_path, check=True)
-    (tmp_path / "job.yaml").write_text(block("yaml"))
-    (tmp_path / "program.py").write_text(block("python"))
+    subprocess.run(["bash", "-ec", block("data.md", "shell", 1)], cwd=tmp_path, check=True)
+    (tmp_path / "job.yaml").write_text(block("data.md", "yaml"))
+    (tmp_path / "program.py").write_text(block("data.md", "python"))
     return tmp_path
 
 
@@ -80,9 +76,9 @@ def test_packed_documents_cost_what_each_costs_alone(folder: Path) -> None:
 
 def unequal(folder: Path) -> JobSpec:
     """The job of the page on samples of unequal length."""
-    subprocess.run(["bash", "-ec", block("bash", 1)], cwd=folder, check=True)
-    (folder / "job.yaml").write_text(block("yaml", 1))
-    program = "".join(line for line in block("python").splitlines(True) if "keywords=" not in line)
+    subprocess.run(["bash", "-ec", block("data.md", "shell", 2)], cwd=folder, check=True)
+    (folder / "job.yaml").write_text(block("data.md", "yaml", 1))
+    program = "".join(line for line in block("data.md", "python").splitlines(True) if "keywords=" not in line)
     (folder / "program.py").write_text(program.replace("max_seq=96", "max_seq=256"))
     return load_job(folder)
 
@@ -103,7 +99,7 @@ def test_the_cut_of_unequal_samples_is_what_the_page_says(folder: Path) -> None:
         shares.append(pad_share(cut, n_tokens))
         loads = [sum(lengths[i] for part in rank for i in part.ids) for rank in cut]
         assert max(loads) <= n_tokens / 2 + 256
-    said = re.search(r"on two ranks (\d+) % of the places are filling; with `pack: pad` it would be (\d+) %", PAGE.read_text())
+    said = re.search(r"on two ranks (\d+) % of the places are filling; with `pack: pad` it would be (\d+) %", PAGE)
     assert said is not None
     assert [round(100 * x) for x in (sum(shares) / len(shares), 1 - sum(lengths) / 200 / 256)] == [
         int(n) for n in said.groups()
@@ -124,7 +120,7 @@ def test_the_job_with_unequal_samples_runs(folder: Path) -> None:
 
 
 def test_the_tables_name_what_there_is() -> None:
-    text = PAGE.read_text()
+    text = PAGE
     first: dict[str, list[str]] = {}
     for table in re.split(r"\n\n", text):
         lines = [line for line in table.splitlines() if line.startswith("| `")]

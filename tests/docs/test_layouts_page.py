@@ -11,24 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.docs.pages import block, text_of
 from support.places import ROOT
 
 from elastic.planner.search import Limits, plan_layout
 from elastic.spec import load_job
 from elastic.types import AXES, LAYOUT_OPTIONS, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, parse_layout
 
-PAGE = (ROOT / "docs" / "layouts.md").read_text()
-
-
-def block(kind: str, which: int = 0) -> str:
-    found: list[str] = re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return found[which]
+PAGE = text_of("layouts.md")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "job.yaml").write_text(block("yaml"))
-    (tmp_path / "program.py").write_text(block("python", 1))
+    (tmp_path / "job.yaml").write_text(block("layouts.md", "yaml"))
+    (tmp_path / "program.py").write_text(block("layouts.md", "python", 1))
     return tmp_path
 
 
@@ -63,7 +59,7 @@ def test_unequal_gpus_get_what_the_table_says() -> None:
 
 @pytest.mark.e2e
 def test_the_command_has_the_losses_of_one_rank(folder: Path) -> None:
-    command = block("sh").split()
+    command = block("layouts.md", "shell").split()
     assert command[0] == "torchrun"
     cut = trained(folder, command[1:])
     assert cut["layout"] == "cp=2"

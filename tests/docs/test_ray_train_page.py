@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.docs.pages import block, blocks
 from support.e2e.runs import SLOW, SOON_S, slow_until_grown
 from support.places import ROOT
 from torch.nn.functional import cross_entropy
@@ -33,13 +33,13 @@ POOLS = [
 ]
 
 
-def blocks() -> dict[str, str]:
-    return dict(re.findall(r"```python file=(\S+)\n(.*?)```", PAGE.read_text(), re.S))
+def scripts() -> dict[str, str]:
+    return {one.file: one.text for one in blocks("ray-train.md", "python")}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, text in blocks().items():
+    for name, text in scripts().items():
         (tmp_path / name).write_text(text)
     return tmp_path
 
@@ -76,7 +76,7 @@ def alone(steps: int, clip: float | None, seed: int = 0) -> list[float]:
     """The losses of one process that knows nothing of elastic."""
     space: dict[str, Any] = {"__name__": "page"}
     torch.manual_seed(seed)
-    exec(blocks()["sums.py"].replace("import ray.train.torch\n", ""), space)
+    exec(scripts()["sums.py"].replace("import ray.train.torch\n", ""), space)
     model, data = space["Net"](), space["Sums"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     out = []
@@ -105,9 +105,11 @@ def off_by(found: list[float], wanted: list[float]) -> float:
 
 
 def test_the_diff_of_the_page_is_that_of_its_scripts_and_small() -> None:
-    before, after = (blocks()[name].splitlines() for name in ("sums.py", "sums_elastic.py"))
-    shown = re.findall(r"```diff\n(.*?)\n```", PAGE.read_text(), re.S)
-    assert shown == ["\n".join(difflib.unified_diff(before, after, "sums.py", "sums_elastic.py", n=1, lineterm=""))]
+    before, after = (scripts()[name].splitlines() for name in ("sums.py", "sums_elastic.py"))
+    shown = block("ray-train.md", "diff")
+    assert shown.rstrip("\n") == (
+        "\n".join(difflib.unified_diff(before, after, "sums.py", "sums_elastic.py", n=1, lineterm=""))
+    )
     codes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
     assert sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in codes if tag != "equal") <= LINES_MOST
     assert PAGE.read_text().rstrip().endswith("```")

@@ -8,22 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.docs.pages import block, blocks, text_of
 from support.loop_reference import train_script_alone
 from support.places import ROOT, TESTS
 from support.reference import train_alone
 
-from elastic.api.layouts import LayoutCheck, asked_of
 from elastic.program import load_program
 from elastic.spec import load_job
 from elastic.worker.model_profile import trace
 from elastic.worker.structure import structure_of
 
 MOST_CHANGED = 15
-
-
-def blocks(page: str, kind: str) -> list[str]:
-    text = (ROOT / "docs" / page).read_text()
-    return [body for found, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if found == kind]
 
 
 def lines_of(text: str) -> list[str]:
@@ -45,23 +40,23 @@ PAIRS = {
 def test_the_diff_at_the_end_is_that_of_the_files(page: str) -> None:
     before, after = ((ROOT / name).read_text() for name in PAIRS[page])
     found = changed(before, after)
-    assert blocks(page, "diff")[-1].splitlines() == found
+    assert blocks(page, "diff")[-1].text.splitlines() == found
     for sign in "+-":
         assert 5 < sum(line[0] == sign for line in found) <= MOST_CHANGED
-    assert (ROOT / "docs" / page).read_text().endswith("```\n")
+    assert text_of(page).endswith("```\n")
 
 
 def test_the_diff_of_a_program(tmp_path: Path) -> None:
     before = (TESTS / "support" / "docs" / "plain_program.py").read_text()
-    found = changed(before, blocks("program.md", "python")[0])
-    assert blocks("program.md", "diff")[-1].splitlines() == found
+    found = changed(before, block("program.md", "python"))
+    assert blocks("program.md", "diff")[-1].text.splitlines() == found
     assert len(found) <= 2 * MOST_CHANGED
-    assert (ROOT / "docs" / "program.md").read_text().endswith("```\n")
+    assert text_of("program.md").endswith("```\n")
 
 
 def test_the_loop_of_the_page_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
-    script.write_text(blocks("loop.md", "python")[0])
+    script.write_text(block("loop.md", "python"))
     losses = train_script_alone(script, [], 1, 40)
     assert losses[-1] < 0.5 * losses[0]
     printed = capsys.readouterr().out.splitlines()
@@ -70,7 +65,7 @@ def test_the_loop_of_the_page_trains(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("page", ["program.md", "huggingface.md"])
 def test_the_program_of_the_page_trains(tmp_path: Path, page: str) -> None:
-    (tmp_path / "program.py").write_text(blocks(page, "python")[0])
+    (tmp_path / "program.py").write_text(block(page, "python"))
     program = load_program(tmp_path / "program.py")
     job: dict[str, Any] = {"seed": 1, "global_batch": 12}
     losses = train_alone(program, job, 25)
@@ -80,41 +75,26 @@ def test_the_program_of_the_page_trains(tmp_path: Path, page: str) -> None:
 
 def test_the_job_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("")
-    (tmp_path / "job.yaml").write_text(blocks("program.md", "yaml")[0])
+    (tmp_path / "job.yaml").write_text(block("program.md", "yaml"))
     assert load_job(tmp_path).steps == 40
 
 
 def test_the_table_names_every_field_that_is_there() -> None:
     from elastic.program import Program
 
-    text = (ROOT / "docs" / "program.md").read_text()
+    text = text_of("program.md")
     named = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))))
     assert named <= set(Program.__dataclass_fields__)
     assert {"model", "loss", "dataset", "optimizer", "extra_state", "pipeline"} <= named
 
 
-@pytest.mark.parametrize(("page", "axes"), [("program.md", ("dp", "tp", "pp")), ("huggingface.md", ("dp",))])
-def test_the_program_of_the_page_computes_the_same_in_its_layouts(tmp_path: Path, page: str, axes: tuple[str, ...]) -> None:
-    (tmp_path / "program.py").write_text(blocks(page, "python")[0])
-    (tmp_path / "job.yaml").write_text("steps: 4\nglobal_batch: 12\nlayout: auto\n")
-    spec = load_job(tmp_path)
-    asked = {**(asked_of(spec, tuple(pool.pool() for pool in spec.pools)) or {}), "axes": axes, "tps": [2]}
-    check = LayoutCheck(asked)
-    try:
-        found = check.result()
-    finally:
-        check.close()
-    assert found is not None and found.equal is not None
-    assert set(found.equal) == set(axes), found
-
-
 def test_what_the_page_warns_of_is_refused_as_it_says(tmp_path: Path) -> None:
     """A residual outside of the block: the line of the page is what a run prints."""
-    outside = blocks("program.md", "python")[0].replace("return x + self.down", "return self.down")
+    outside = block("program.md", "python").replace("return x + self.down", "return self.down")
     outside = outside.replace("x = layer(x)", "x = x + layer(x)")
     (tmp_path / "program.py").write_text(outside)
     program = load_program(tmp_path / "program.py")
     batch = {key: value[None] for key, value in program.dataset()[0].items()}
     found = structure_of(program, trace(program), batch)
-    said = next(body for body in blocks("program.md", "") if "no pp" in body).strip()
+    said = block("program.md", "text").strip()
     assert re.sub(r"py:\d+", "py:N", f"layout 'pp=2': no pp: {found.no_pp}") == re.sub(r"py:\d+", "py:N", said)

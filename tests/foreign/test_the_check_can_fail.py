@@ -38,6 +38,9 @@ pipeline.stage_blocks = lambda layers, stage: whole(layers, stage)[1:] if stage 
 NOT_SUMMED = "from elastic.worker import parallelize; parallelize.STYLES['rowwise'] = parallelize.ColwiseParallel"
 
 
+LARGE = "from elastic.worker import layout_values; layout_values.WHOLE_MOST_PARAMETERS = 1000"
+
+
 def found_with(broken: str, name: str, axes: list[str], tmp_path: Path) -> dict[str, Any]:
     """What the check says of a program after `broken` was run in its process."""
     asked = {"job": JOB | {"program": str(subjects.path_of(name))}, "tps": [2], "axes": axes}
@@ -68,3 +71,12 @@ def test_what_is_broken_is_found(tmp_path: Path, broken: str, name: str, axis: s
     wrong = found_with(broken, name, [axis], tmp_path)
     why = str(wrong.get("error") or wrong["structure"][f"no_{axis}"])
     assert axis not in (wrong.get("equal") or {}) and re.search(says, why), why
+
+
+@pytest.mark.e2e
+def test_a_large_model_is_compared_on_a_copy_with_fewer_blocks(tmp_path: Path) -> None:
+    """On every axis; and a plan for tp that is wrong is found there."""
+    right = found_with(LARGE, "prenorm_rope", ["dp", "tp", "cp", "pp"], tmp_path)
+    assert set(right["equal"]) == {"dp", "tp", "cp", "pp"} and not right["skipped"]
+    wrong = found_with(f"{LARGE}\n{NOT_SUMMED}", "prenorm_rope", ["dp", "tp"], tmp_path)
+    assert set(wrong["equal"]) == {"dp"} and re.search("layers", wrong["structure"]["no_tp"]), wrong

@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
+from support.docs.pages import text_of
 from support.sim.market import FIXED, SLOW, SPOT, Run, play, weather
 
 from elastic.policy import limits
@@ -102,18 +103,23 @@ def race(seeds: range) -> dict[str, list[Run]]:
     return {name: [play(weather(seed, 6.0), deadline_h=DEADLINE_H, **way) for seed in seeds] for name, way in ways.items()}  # type: ignore[arg-type]
 
 
-def table(found: dict[str, list[Run]]) -> dict[str, tuple[int, float]]:
-    """Deadlines met and mean dollars, printed."""
+def table(found: dict[str, list[Run]]) -> tuple[dict[str, tuple[int, float]], str]:
+    """Deadlines met and mean dollars, and as a text."""
     rows = {name: (sum(map(met, runs)), mean(run.state.usd for run in runs)) for name, runs in found.items()}
-    for name, (n, usd) in rows.items():
-        print(f"{name:16} deadline met in {n} of {len(found[name])} markets, ${usd:.2f} on average")
-    return rows
+    lines = [
+        f"{name:16} deadline met in {n} of {len(found[name])} markets, ${usd:.2f} on average\n"
+        for name, (n, usd) in rows.items()
+    ]
+    return rows, "".join(lines)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(9, 14), pytest.param(range(60), marks=pytest.mark.whole)])
 def test_the_mix_meets_deadlines_that_spot_misses_for_less_than_on_demand(seeds: range) -> None:
-    rows, n_markets = table(race(seeds)), len(seeds)
+    (rows, printed), n_markets = table(race(seeds)), len(seeds)
+    print(printed)
     (mix, usd), (spot, _), (fixed, fixed_usd) = rows["mix"], rows["spot alone"], rows["on demand alone"]
     assert mix == fixed == n_markets and spot < n_markets
     assert usd < 0.8 * fixed_usd
+    if n_markets == 60:
+        assert printed in text_of("capacity.md")

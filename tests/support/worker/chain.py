@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from support.places import PROGRAMS
 from support.reference import Reference, train
-from support.worker.plans import live, plan
+from support.worker.plans import N_BLOCKS, live, plan
 from support.worker.worker_pool import Pool
 
 from elastic.program import Program, load_program
@@ -24,13 +24,15 @@ def job_of(program: str, steps: int, global_batch: int = 12) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def pass_through(pool: Pool, job: dict[str, Any], run: Path, layouts: list[Layout], every: int) -> list[StepDone]:
+def pass_through(
+    pool: Pool, job: dict[str, Any], run: Path, layouts: list[Layout], every: int, n_blocks: int = N_BLOCKS
+) -> list[StepDone]:
     """Enter each layout in turn, live from the one before, after about `every` steps each; the last runs to the end."""
     workers = pool.open(job, run)
     plans: list[Plan] = []
     for i, layout in enumerate(layouts):
         resume = live(plans[-1]) if plans else Resume()
-        plans.append(plan(i + 1, layout, workers, job["global_batch"], resume=resume))
+        plans.append(plan(i + 1, layout, workers, job["global_batch"], resume=resume, n_blocks=n_blocks))
         pool.enter(plans[-1])
         pool.entered(i + 1)
         target = every * (i + 1)

@@ -18,13 +18,14 @@ def shares(total: int, parts: int, unit: int = 1) -> tuple[int, ...]:
 
 
 def plan(generation: int, layout: Layout, workers: list[WorkerId], global_batch: int, **more: Any) -> Plan:
-    """A plan on the first workers; `more`: other fields of Plan."""
+    """A plan on the first workers; `more`: other fields of Plan, and `n_blocks` of the model."""
+    layers = shares(more.pop("n_blocks", N_BLOCKS), layout.n_stages)
     full = 1 if layout.pp == 1 else 2 * layout.pp if global_batch % (2 * layout.pp) == 0 else layout.pp
     m = more.pop("n_microbatches", microbatches(global_batch, layout) if layout.microbatch_size else full)
     ranks = tuple(workers[: layout.world_size])
     if more.get("peer_every") and "copies_to" not in more:
         more["copies_to"] = keepers(layout, ranks, {}, more.pop("n_copies", 1))
-    return Plan(generation, layout, ranks, shares(global_batch, layout.dp, m), shares(N_BLOCKS, layout.n_stages), m, **more)
+    return Plan(generation, layout, ranks, shares(global_batch, layout.dp, m), layers, m, **more)
 
 
 def live(old: Plan) -> Resume:

@@ -1,0 +1,238 @@
+"""Each code block of README.md and of docs/ is run or validated here, or stands in OTHERS: with the test that does it, or with
+the reason why it cannot be."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.docs.pages import Block, blocks, commands, pages, text_of
+from support.places import ROOT, TESTS
+from torch.distributed.run import get_args_parser
+
+from elastic import catalog, cli
+from elastic.cluster_spec.own import own_section
+from elastic.drill_spec import DrillSpec
+from elastic.spec import load_job
+from elastic.worker import __main__ as worker
+
+SLOW = ("--within 3w --gpus H100,", "jobs/gpt2_124m", "--scaling", "--what-if")  # sessions above half a second
+PLACEHOLDERS = {"JOB", "RUN", "FILE", "FOLDER", "ARGS", "SOURCE", "MODEL_FOLDER", "TEXT_FILE", "my_job", "train.py", "."}
+NOT_RUN = "not run: "
+# page -> how a block begins -> the test that takes it from the page, or why none does
+OTHERS = {
+    "README.md": {
+        "run         quickstart-": NOT_RUN + "what one run printed; its times are those of that machine",
+        "import torch, elastic": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
+    },
+    "capacity.md": {
+        "52 min": "sim/test_capacity_page.py::test_the_example_of_the_page",
+        "120 min": "sim/test_capacity_page.py::test_the_example_of_the_page",
+        "mix  ": "sim/test_mix_runs.py::test_the_mix_meets_deadlines_that_spot_misses_for_less_than_on_demand",
+    },
+    "checkpoints.md": {"import torch, torch.distributed": "worker/test_pages_trained.py::test_plain_dcp_loads_a_copy"},
+    "data.md": {
+        "mkdir -p notes": "docs/test_data_page.py::test_the_job_of_the_page_trains",
+        "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
+        "for i in $(seq 200)": "docs/test_data_page.py::test_the_cut_of_unequal_samples_is_what_the_page_says",
+    },
+    "huggingface.md": {
+        "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
+        "-from transformers": "docs/test_ways_in.py::test_the_diff_at_the_end_is_that_of_the_files",
+    },
+    "layouts.md": {
+        "generation 1: cp=8": NOT_RUN + "a line of a plan for GPUs that was cut short",
+        "not pp=2,dp_shard=2": "docs/test_layouts_page.py::test_unequal_gpus_get_what_the_table_says",
+        "tp={": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
+        "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
+    },
+    "loop.md": {
+        "import torch": "worker/test_pages_trained.py::test_the_loop_of_the_page_in_its_layouts",
+        "+import elastic": "docs/test_ways_in.py::test_the_diff_at_the_end_is_that_of_the_files",
+    },
+    "models.md": {
+        "program = elastic.Program(..., weights": "worker/test_pages_trained.py::test_weights_of_a_folder_in_its_layouts",
+        "from elastic.models.lora": (
+            "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts"
+        ),
+    },
+    "network.md": {"group=$(aws": NOT_RUN + "it makes a security group in an account of AWS"},
+    "notices.md": {
+        "env: [{name": NOT_RUN + "a part of a pod; what its hook writes is read in cluster/test_probes.py",
+        "trap ": "cluster/test_probes.py::test_a_trap_on_sigterm_writes_the_file",
+    },
+    "optimisation.md": {"def optimizers": "worker/test_pages_trained.py::test_two_optimizers_in_their_layouts"},
+    "program.md": {
+        "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
+        "layout 'pp=2': no pp": "docs/test_ways_in.py::test_what_the_page_warns_of_is_refused_as_it_says",
+        "+import elastic": "docs/test_ways_in.py::test_the_diff_of_a_program",
+    },
+    "ray-train.md": {
+        "file=fit.py": "docs/test_ray_train_page.py::test_fit_through_a_kill_then_a_plain_ray_train_job_then_back",
+        "file=go_on.py": "docs/test_ray_train_page.py::test_fit_through_a_kill_then_a_plain_ray_train_job_then_back",
+        "file=resume.py": "docs/test_ray_train_page.py::test_fit_through_a_kill_then_a_plain_ray_train_job_then_back",
+        "file=rows.py": "docs/test_ray_train_page.py::test_rows_of_a_ray_data_dataset_have_the_losses_of_the_dataset_itself",
+        "file=hosted.py": "docs/test_ray_train_page.py::test_a_job_inside_a_torch_trainer",
+        "file=sums.py": "docs/test_ray_train_page.py::test_the_script_before_it_was_changed_is_one_that_ray_train_runs",
+        "file=sums_elastic.py": "docs/test_ray_train_page.py::test_the_train_function_through_a_kill_a_notice_and_a_growth",
+        "--- sums.py": "docs/test_ray_train_page.py::test_the_diff_of_the_page_is_that_of_its_scripts_and_small",
+    },
+    "script.md": {
+        "# train.py": "docs/test_script_page.py::test_the_command_of_the_page",
+        "- torchrun": "docs/test_script_page.py::test_the_script_needs_no_change",
+    },
+    "unequal.md": {"60.3 s  step 38": NOT_RUN + "a line of one simulated run, broken into several"},
+}
+
+
+def begins(block: Block) -> str:
+    return f"file={block.file}" if block.file else block.text.lstrip()
+
+
+def listed(block: Block) -> str | None:
+    """What OTHERS says of a block."""
+    found = [said for start, said in OTHERS.get(block.page, {}).items() if begins(block).startswith(start)]
+    assert len(found) < 2, f"{block} is in OTHERS twice"
+    return found[0] if found else None
+
+
+def of_kind(kind: str) -> list[Block]:
+    """Those that nothing else runs."""
+    return [block for page in pages() for block in blocks(page, kind) if listed(block) is None]
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_block_is_run_or_says_why_not(page: str) -> None:
+    found = blocks(page)
+    assert len(re.findall(r"^ *```", text_of(page), re.MULTILINE)) == 2 * len(found), "a fence is not closed"
+    here = ("yaml", "shell", "session", "json")
+    new = [f"{block.page}:{block.line}" for block in found if block.kind not in here and listed(block) is None]
+    assert new == [], "no test runs these: write one, and name it in OTHERS"
+    for start, said in OTHERS.get(page, {}).items():
+        assert sum(begins(block).startswith(start) for block in found) == 1, f"{page}: '{start}' is no block, or several"
+        if not said.startswith(NOT_RUN):
+            file, _, name = said.partition("::")
+            text = (TESTS / file).read_text()
+            assert f"def {name}(" in text and page in text, f"{said} does not read {page}"
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(b, marks=pytest.mark.slow if any(s in b.first for s in SLOW) else ()) for b in of_kind("session")],
+    ids=lambda block: block.first[:70],
+)
+def test_a_command_prints_what_stands_below_it(
+    block: Block, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    first, _, printed = block.text.partition("\n")
+    words = shlex.split(first.removeprefix("$ "))
+    assert words[0] == "elastic"
+    assert cli.main(words[1:]) == (2 if printed.startswith("elastic: ") else 0)
+    out, err = capsys.readouterr()
+    assert (err + out).rstrip() == printed.rstrip()
+
+
+@pytest.mark.parametrize("block", of_kind("shell"), ids=str)
+def test_a_command_is_one_that_there_is(block: Block) -> None:
+    found = commands(block.text)
+    assert found
+    for words in found:
+        taken(words)
+
+
+def taken(words: list[str]) -> None:
+    """Parsed as the program itself does it, without running it."""
+    if words[0] == "python":
+        assert words[1] == "-m"
+        words = {"elastic": ["elastic"], "elastic.worker": ["worker"], "elastic.certify": ["elastic", "certify"]}[
+            words[2]
+        ] + words[3:]
+    if words[0] == "torchrun":
+        given = get_args_parser().parse_args(words[1:])
+        assert given.module and given.training_script == "elastic.worker"
+        words = ["worker", *given.training_script_args]
+    if words[0] == "elastic":
+        cut = words.index("--") if "--" in words else len(words)
+        numbered = ["1" if word == "N" else word for word in words[1:cut]]
+        assert cli.parser().parse_args(numbered).handler
+    elif words[0] == "worker":
+        assert worker.parser().parse_args(words[1:])
+    elif words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif words[0] == "ray":
+        of_ray(words[1:])
+        if "--" in words:
+            taken(words[words.index("--") + 1 :])
+    else:
+        assert words[0] == "export" and re.fullmatch(r"[A-Z_]+=\S+", words[1]), f"'{words[0]}': what checks it?"
+    for word in words:
+        if re.search(r"/|\.(py|yaml)$", word) and not word.startswith(("http", "/")) and word not in PLACEHOLDERS:
+            assert (ROOT / word).exists() or "--out" in words, f"{word} is not there"
+
+
+def of_ray(words: list[str]) -> None:
+    """Ray's own commands and options."""
+    scripts = pytest.importorskip("ray.scripts.scripts")
+    group = scripts.cli
+    while hasattr(group, "commands"):
+        assert words[0] in group.commands, f"ray has no command {words[0]}"
+        group, words = group.commands[words[0]], words[1:]
+    options = {name for one in group.params for name in one.opts}
+    own = words[: words.index("--")] if "--" in words else words
+    assert {word for word in own if word.startswith("--")} <= options
+
+
+@pytest.mark.parametrize("block", of_kind("yaml"), ids=str)
+def test_a_file_is_one_that_is_taken(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(catalog.VARIABLE, raising=False)
+    data: Any = yaml.safe_load(block.text)
+    if isinstance(data, list):
+        assert [DrillSpec.model_validate(entry).plain() for entry in data]
+    elif "instances" in data:
+        (tmp_path / "own.yaml").write_text(block.text)
+        assert set(catalog.instance_types([tmp_path / "own.yaml"])) >= set(data["instances"])
+    elif "metadata" in data:
+        assert own_section(data)[1] == []
+    else:
+        (tmp_path / "program.py").write_text("")
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump({"steps": 1000, "global_batch": 12, "optimizer": ADAM} | data))
+        job = load_job(tmp_path).plain()
+        assert set(data) <= set(job)
+
+
+ADAM = {"path": "torch.optim.AdamW", "lr": 1e-3}  # the rate that lr_scaling scales
+
+
+@pytest.mark.parametrize("block", of_kind("json"), ids=str)
+def test_json_is_json(block: Block) -> None:
+    assert json.loads(block.text)["Statement"]
+
+
+@pytest.mark.parametrize("page", pages())
+def test_commands_inside_of_sentences_are_there(page: str) -> None:
+    """`elastic verb --option` between backticks."""
+    text = re.sub(r"^ *```.*?^ *```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    verbs = cli.parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    for span in re.findall(r"`(elastic [a-z][^`]*)`", text):
+        words = span.split()
+        named = words[1].rstrip(",").split("|")
+        assert set(named) <= set(verbs), span
+        options = {option for verb in named for action in nested(verbs[verb]) for option in action.option_strings}
+        own = words[: words.index("--")] if "--" in words else words
+        unknown = [word for word in own if word.startswith("--") and word.rstrip(",").partition("=")[0] not in options]
+        assert unknown == [], span
+
+
+def nested(parser: Any) -> list[Any]:
+    """Its options, and those of what stands below it."""
+    found = list(parser._actions)
+    for action in parser._actions:
+        for below in (action.choices or {}).values() if isinstance(action.choices, dict) else ():
+            found += nested(below)
+    return found
