@@ -15,7 +15,9 @@ from elastic.types.actions import (
     Decided,
     Decision,
     DrainNode,
+    DropGroups,
     EnterPlan,
+    FormGroups,
     Prepare,
     Quarantine,
     Quiesce,
@@ -43,6 +45,8 @@ from elastic.types.events import (
     Evaluated,
     Event,
     GroupRan,
+    GroupsFormed,
+    GroupsMade,
     GuardTripped,
     NodeLost,
     NodePrepared,
@@ -109,18 +113,18 @@ from elastic.types.profiles import (
 )  # fmt: skip
 
 __all__ = [
-        "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "Box", "Cause", "Copy", "CopyDamaged",
+    "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "Box", "Cause", "Copy", "CopyDamaged",
     "CopyFailed", "CopyKind", "CopyRemoved", "CopyStored", "DTYPE_BYTES", "Decided", "Decision", "DeviceNoted",
-    "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted", "EnterPlan", "Evaluated", "Event",
-    "FailureKind", "GroupRan", "GuardTripped", "HardwareProfile", "Holding", "LAYOUT_OPTIONS", "Layout", "Losses", "Mark",
-    "MarketType", "Matmul", "ModelProfile", "Move", "Node", "NodeLost", "NodePrepared", "NodeReady", "NodeRefused",
-    "NodeStatus", "NodeWarned", "NoiseSeen", "Notice", "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec", "Outcome",
-    "Plan", "PlanEntered", "PlanFailed", "Pool", "Prepare", "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce",
-    "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume",
-    "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source", "StepDone",
-    "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers",
-    "agree", "apart", "is_auto", "layout_options", "names_of", "parse_layout", "pinned", "redone_as_before", "repeats",
-    "tolerance", "version_differences", "with_loss", "worst",
+    "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted", "DropGroups", "EnterPlan", "Evaluated",
+    "Event", "FailureKind", "FormGroups", "GroupRan", "GroupsFormed", "GroupsMade", "GuardTripped", "HardwareProfile",
+    "Holding", "LAYOUT_OPTIONS", "Layout", "Losses", "Mark", "MarketType", "Matmul", "ModelProfile", "Move", "Node",
+    "NodeLost", "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned", "NoiseSeen", "Notice",
+    "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec", "Outcome", "Plan", "PlanEntered", "PlanFailed", "Pool", "Prepare",
+    "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce", "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode",
+    "RemoveCopy", "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile", "SetCadence", "SetShares",
+    "ShardStored", "SharesSet", "Silent", "Source", "StepDone", "Stop", "StopAsked", "StoreCopy", "TensorSpec", "Terms",
+    "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart", "is_auto", "layout_options", "names_of",
+    "parse_layout", "pinned", "redone_as_before", "repeats", "tolerance", "version_differences", "with_loss", "worst",
 ]  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Process groups of one generation: made together, broken off together.
 
 They are made without torch's tables of groups, of which a process has one set (`form`), and put into them when the generation
-before has left (`join`): so they can be made while that one trains. All groups hang on one TCPStore that the driver's side hosts. On gloo a blocked collective is freed by shutting the
-generation's own connected sockets (`abort`); what NCCL needs besides is in elastic.worker.transport.
+before has left (`join`): so they can be made while that one trains. All groups hang on one TCPStore that the driver's side
+hosts. On gloo a blocked collective is freed by shutting the generation's own connected sockets (`abort`); what NCCL needs
+besides is in elastic.worker.transport.
 """
 
 from __future__ import annotations
@@ -115,6 +116,11 @@ class Groups:
         return self._world
 
     @property
+    def formed(self) -> bool:
+        """All groups are made, whether torch knows of them or not."""
+        return self._formed
+
+    @property
     def aborted(self) -> bool:
         return self._aborted
 
@@ -122,6 +128,7 @@ class Groups:
         """The groups of this process from now on, made now unless they are `formed` already. Raises as `form`."""
         if not self._formed:
             self.form(store, me, n_participants, timeout_s, secret)
+        self.check()
         self._enlist()
 
     def form(self, store: tuple[str, int], me: int, n_participants: int, timeout_s: float, secret: str = "") -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Private, each with a test in test_transport.py: torch's tables of groups, which init_process_group and new_group fill while they
-# make a group, and destroy_process_group clears only when every shutdown has worked.
+# Private, each with a test in test_transport.py: torch's tables of groups, which init_process_group and new_group fill while
+# they make a group, and destroy_process_group clears only when every shutdown has worked.
 from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import BackendConfig, _update_default_pg, _world
+from torch.distributed.distributed_c10d import BackendConfig, GroupName, _update_default_pg, _world
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +55,13 @@ class Transport:
         group = dist.ProcessGroup(store, me, len(ranks))
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._connect(group, store, name, ranks, timeout)
-        group._set_group_name(name)
+        group._set_group_name(GroupName(name))
         group._set_group_desc("undefined")
         return group
 
     def _connect(self, group: Any, store: Store, name: str, ranks: Sequence[int], timeout: timedelta) -> None:
         gloo = dist.ProcessGroupGloo(PrefixStore("cpu/", store), group.rank(), group.size(), timeout=timeout)
-        gloo.options.global_ranks_in_group, gloo.options.group_name = list(ranks), name
+        gloo.options.global_ranks_in_group, gloo.options.group_name = list(ranks), GroupName(name)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def warm_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -100,7 +100,7 @@ class Nccl(Transport):
         super()._connect(group, store, name, ranks, timeout)
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout, options.global_ranks_in_group, options.group_name = NCCL_TIMEOUT, list(ranks), name
+        options._timeout, options.global_ranks_in_group, options.group_name = NCCL_TIMEOUT, list(ranks), GroupName(name)
         nccl = dist.ProcessGroupNCCL(PrefixStore("cuda/", store), group.rank(), group.size(), options)
         group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
 
@@ -148,7 +148,7 @@ class Pretended(Transport):
 
         custom = dist.ProcessGroup.BackendType.CUSTOM
         group._set_default_backend(custom)
-        fake = FakeProcessGroup._create_internal(group.rank(), group.size(), None)
+        fake: Any = FakeProcessGroup._create_internal(group.rank(), group.size(), None)  # type: ignore[call-arg]
         for device in BackendConfig(dist.Backend(self.backend)).get_device_backend_map():
             group._register_backend(torch.device(device), custom, fake)
 
