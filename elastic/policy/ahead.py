@@ -41,8 +41,10 @@ def first(state: State, now_s: float, found: Decision | None) -> Decision | None
     if any(isinstance(action, FormGroups) for action in found.actions):
         return found
     urgent, late = plan.cause == "notice", forming is not None and now_s >= _bound_s(forming)
-    if urgent or late or (forming is not None and forming.ended):
-        return replace(found, reason=f"{found.reason}; {_told(forming, plan, now_s)}") if forming is not None else found
+    if forming is not None and (urgent or late or forming.ended):
+        return _entered(found, forming, plan, now_s)
+    if urgent:
+        return found
     if forming is not None and forming.serves(plan):
         return _wait(state, forming)
     text = f"{found.reason}; its groups are made first, while generation {state.generation} trains on"
@@ -52,6 +54,18 @@ def first(state: State, now_s: float, found: Decision | None) -> Decision | None
 def _planned(found: Decision | None) -> Plan | None:
     plans = [action.plan for action in found.actions if isinstance(action, EnterPlan | FormGroups)] if found else []
     return plans[0] if plans else None
+
+
+def _entered(found: Decision, forming: Forming, plan: Plan, now_s: float) -> Decision:
+    """With the ranks that the groups were made for, where only their order has changed since."""
+    made = forming.plan
+    if forming.there and (made.layout, set(made.ranks)) == (plan.layout, set(plan.ranks)):
+        plan = replace(
+            plan, ranks=made.ranks, samples=made.samples, layers=made.layers, n_microbatches=made.n_microbatches,
+            copies_to=made.copies_to, move=made.move,
+        )  # fmt: skip
+    actions = tuple(EnterPlan(plan) if isinstance(action, EnterPlan) else action for action in found.actions)
+    return replace(found, actions=actions, reason=f"{found.reason}; {_told(forming, plan, now_s)}")
 
 
 def _told(forming: Forming, plan: Plan, now_s: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.policy.story import Story, orders, plan_of
 
-from elastic.policy import ahead
+from elastic.policy import ahead, moves
 from elastic.policy.drain import lead_of
 from elastic.policy.state import fold
 from elastic.types import (
@@ -46,6 +46,15 @@ def test_growth_waits_for_its_groups_and_says_what_they_took() -> None:
     assert plan_of(decision).cause == "growth"
     assert "groups of generation 2 made ahead in 7.5 s" in decision.reason
     assert told.state.forming is None
+
+
+def test_ranks_keep_the_order_that_the_groups_were_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = growing()
+    (made,) = [order.plan for decision in told.decisions for order in orders(decision, FormGroups)]
+    monkeypatch.setattr(moves, "placed", lambda state, choice, resume: replace(choice, ranks=choice.ranks[::-1]))
+    entered = plan_of(told.tick(GroupsFormed(2, 1.0)))
+    assert (entered.ranks, entered.samples, entered.copies_to) == (made.ranks, made.samples, made.copies_to)
+    assert "made ahead" in told.decisions[-1].reason
 
 
 def test_growth_does_not_wait_for_ever() -> None:

@@ -17,7 +17,8 @@ MODEL = ModelProfile(
 )
 POOLS = (Pool("p", max_nodes=4, usd_per_node_h=1.0, market_type="spot"),)
 JOB = {
-    "steps": 150, "global_batch": 12, "layout": "auto", "min_workers": 1, "max_workers": 3, "peer_every": 1, "durable_every": 50,
+    "steps": 150, "global_batch": 12, "layout": "auto", "min_workers": 1, "max_workers": 3, "peer_every": 1,
+    "durable_every": 50,
 }  # fmt: skip
 SLOW = Delays(groups_s=2.0)
 
