@@ -292,6 +292,7 @@ class _Run:
             durable=tuple(_copy(item) for item in found),
             hardware=known_of(self.pools),
             cut=self._cut.said if self._cut is not None else "",
+            forms_ahead=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

@@ -122,6 +122,15 @@ class Worker:
                 processes.step_forward()
             self.session.enter(replace(order, me=me))
 
+    def form(self, epoch: int, order: Any, me: int) -> None:
+        self._fence(epoch)
+        if order.plan.generation > self.ordered:
+            self.session.form(replace(order, me=me))
+
+    def drop_groups(self, epoch: int, generation: int) -> None:
+        self._fence(epoch)
+        self.session.drop_groups(generation)
+
     def quiesce(self, epoch: int, generation: int, save: bool) -> None:
         self._fence(epoch)
         self.session.quiesce(generation, save)

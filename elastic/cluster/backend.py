@@ -13,8 +13,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 
@@ -42,8 +42,11 @@ from elastic.types import (
     Abort,
     Action,
     DrainNode,
+    DropGroups,
     EnterPlan,
     Event,
+    FormGroups,
+    GroupsFormed,
     Node,
     NodeLost,
     NodePrepared,
@@ -69,6 +72,9 @@ from elastic.types import (
     WorkerId,
 )  # fmt: skip
 
+if TYPE_CHECKING:
+    from elastic.worker.workplace import EnterOrder
+
 log = logging.getLogger(__name__)
 
 SLICE_S = 0.05  # how long one look for answers waits
@@ -93,6 +99,7 @@ class RayBackend:
     provider: NodeProvider = field(init=False)
     _early: list[Event] = field(init=False, default_factory=list)
     _stores: dict[int, Any] = field(init=False, default_factory=dict)
+    _formed: EnterOrder | None = field(init=False, default=None)  # of groups that are made ahead
     _plan: Plan | None = field(init=False, default=None)  # the newest that was ordered
     _stuck: set[int] = field(init=False, default_factory=set)
     _looked_s: float = field(init=False, default=0.0)
@@ -243,23 +250,46 @@ class RayBackend:
                 self.crew.start(me, Berth(ray_id, node.pool, pool.accelerator_type != "CPU"), *preparation)
 
     def _enter(self, action: EnterPlan) -> None:
+        plan = action.plan
+        self._plan = plan
+        self.gather.expect(plan)
+        formed, self._formed = self._formed, None
+        there = formed is not None and formed.fits(plan) and not self.gather.awaits_groups
+        order = formed if formed is not None and there else self._meeting(plan)
+        self.gather.expect_groups(0, 0, 0)
+        for worker in self._ordered("enter", replace(order, plan=plan)):
+            self._early.append(WorkerFailed(worker, plan.generation, "process", "it is not there"))
+
+    def _form(self, action: FormGroups) -> None:
+        self._formed = order = self._meeting(action.plan)
+        self.gather.expect_groups(action.plan.generation, order.store[1], len(order.participants))
+        for worker in self._ordered("form", order):
+            self._formed = None
+            self._early.append(GroupsFormed(action.plan.generation, 0.0, f"{worker} is not there"))
+
+    def _drop_groups(self, action: DropGroups) -> None:
+        if self._formed is not None:
+            self._formed = None
+            self._stores.pop(action.generation, None)
+        for worker in self.crew.workers():
+            self.crew.call(worker, "drop_groups", action.generation)
+
+    def _meeting(self, plan: Plan) -> EnterOrder:
+        """An order for that plan, with a store of its own."""
         from elastic.worker.rendezvous import host_store, new_secret
         from elastic.worker.workplace import EnterOrder
 
-        plan = action.plan
-        everyone = participants(plan.ranks, plan.resume)
-        self._plan = plan
-        self.gather.expect(plan)
         host = ray.util.get_node_ip_address()
         store, secret = host_store(host), new_secret()
         self._stores[plan.generation] = store
         timeout_s = max(TIMEOUT_LEAST_S, TIMEOUT_STEPS * plan.predicted_step_time_s)
-        order: Any = EnterOrder(plan, everyone, -1, (host, store.port), timeout_s, secret)
-        if len(everyone) > SENT_EACH_MOST:
-            order = ray.put(order)
-        for i, worker in enumerate(everyone):
-            if not self.crew.call(worker, "enter", order, i):
-                self._early.append(WorkerFailed(worker, plan.generation, "process", "it is not there"))
+        return EnterOrder(plan, participants(plan.ranks, plan.resume), -1, (host, store.port), timeout_s, secret)
+
+    def _ordered(self, call: str, order: EnterOrder) -> list[WorkerId]:
+        """Passes it to all participants; returns those that are not there."""
+        everyone = order.participants
+        sent: Any = ray.put(order) if len(everyone) > SENT_EACH_MOST else order
+        return [worker for i, worker in enumerate(everyone) if not self.crew.call(worker, call, sent, i)]
 
     def _quiesce(self, action: Quiesce) -> None:
         for worker in self.crew.workers():
@@ -287,7 +317,8 @@ class RayBackend:
     def _abort(self, action: Abort) -> None:
         """First the processes that do not answer (their sockets close and free the others), then the store, then the rest."""
         self._end(action.kill)
-        self._drop_stores(action.generation)
+        self._drop_stores(action.generation + (self._formed is not None))
+        self._formed = None
         for worker in self.crew.workers():
             self.crew.call(worker, "abort", action.generation)
 
@@ -345,6 +376,8 @@ class RayBackend:
             return self._drilled(self.drilling.at_step(event.step, self._plan, self.now_s()))
         if isinstance(event, PlanEntered):
             self._drop_stores(event.generation - 1)
+        if isinstance(event, GroupsFormed) and event.error:
+            self._formed = None
         if isinstance(event, WorkerFailed) and event.kind == "collective" and self._plan is not None:
             self._suspect(self._plan.nodes)
         if isinstance(event, WorkerFailed) and event.do == "retry":
@@ -546,6 +579,7 @@ class RayBackend:
 _ORDERS: dict[type, Callable[[RayBackend, Any], None]] = {
     RequestNodes: RayBackend._request, ReleaseNode: RayBackend._release, DrainNode: RayBackend._drain,
     Quarantine: RayBackend._quarantine, Prepare: RayBackend._prepare, EnterPlan: RayBackend._enter,
+    FormGroups: RayBackend._form, DropGroups: RayBackend._drop_groups,
     Quiesce: RayBackend._quiesce, StoreCopy: RayBackend._store_copy, RemoveCopy: RayBackend._remove_copy,
     Abort: RayBackend._abort, Stop: RayBackend._stop, RollForward: RayBackend._roll_forward,
     SetCadence: RayBackend._set_cadence, SetShares: RayBackend._set_shares,

@@ -35,6 +35,9 @@ def of(event: Event, view: View) -> str | None:
             return f"pool {event.pool} has no other node now: {event.reason.removeprefix('no capacity: ')}"
         case types.PlanEntered():
             return _entered(event, view)
+        case types.GroupsFormed():
+            why = f" were not made ahead: {event.error}" if event.error else f" made ahead in {event.seconds:.1f} s"
+            return f"groups of generation {event.generation}{why}"
         case types.PlanFailed():
             return f"generation {event.generation} cannot run: {event.reason}"
         case types.Evaluated():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from elastic.errors import ElasticError, InfeasiblePlan
 from elastic.planner.search import Choice
-from elastic.policy import balancing, cadence, drain, hazard, limits, moves, rearranging, recovery, retries, suspects
+from elastic.policy import ahead, balancing, cadence, drain, hazard, limits, moves, rearranging, recovery, retries, suspects
 from elastic.policy.capacity import capacity, missing_capacity, potential, together
 from elastic.policy.known import ENDED, State, StopWish
 from elastic.policy.leaving import back_to_spot
@@ -19,7 +19,9 @@ from elastic.types import (
     Decision,
     DrainNode,
     EnterPlan,
+    FormGroups,
     Node,
+    Plan,
     Quarantine,
     Quiesce,
     ReleaseNode,
@@ -274,8 +276,13 @@ def _running(state: State, now_s: float) -> Decision | None:
     if state.step >= state.steps:
         return _finishing(state, now_s)
     leaving = [node for name in plan.nodes if (node := state.nodes.get(name)) and node.status == "draining"]
-    if leaving:
-        return _with_notice(state, now_s, leaving)
+    if not leaving and (wait := ahead.waiting(state, now_s)):
+        return wait
+    return ahead.first(state, now_s, _with_notice(state, now_s, leaving) if leaving else _changing(state, now_s, plan))
+
+
+def _changing(state: State, now_s: float, plan: Plan) -> Decision | None:
+    """Nothing has to change, and what may is looked at."""
     if state.quiescing:
         done = state.quiesced >= set(plan.ranks)
         return Decision((Abort(state.generation),), "the notice was withdrawn: goes on") if done else Decision()
@@ -328,7 +335,14 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
         act_s = deadline_s - lead.seconds
     if now_s < act_s:
         text = f"{names} will be taken: trains on until {lead.seconds:.1f} s before ({lead})"
+        form_s = act_s - ahead.FORM_MOST_S
         wait = Decision((), text, near_s if now_s < near_s else act_s)
+        if now_s >= form_s and ahead.missing(state):
+            moved = enter(state, choice, recovery.live(state), "notice", text)
+            formed = tuple(FormGroups(action.plan) for action in moved.actions if isinstance(action, EnterPlan))
+            wait = Decision(formed, f"{text}; the groups of generation {state.generation + 1} are made now", wait.wake_at_s)
+        elif now_s < form_s and state.forms_ahead:
+            wait = replace(wait, wake_at_s=min(form_s, wait.wake_at_s or form_s))
         return _growing(state, now_s, act_s) or wait
     more = f", but {', '.join(node.node_id for node in stay)} stays for a while" if stay else ""
     moved = enter(

@@ -31,15 +31,17 @@ class Lead:
     steps_s: float
     copy_s: float
     measured: int
+    setup_s: float = 0.0  # of the process groups, where they are made in the pause and the pauses known are without it
 
     @property
     def seconds(self) -> float:
-        return SAFETY * self.pause_s + self.steps_s + self.copy_s + MARGIN_S
+        return SAFETY * self.pause_s + self.steps_s + self.copy_s + self.setup_s + MARGIN_S
 
     def __str__(self) -> str:
         known = f"median of {self.measured}" if self.measured else "none measured yet"
         parts = [f"{SAFETY:.0f} x {self.pause_s:.1f} s for a transition ({known})", f"{self.steps_s:.1f} s for two steps"]
         parts += [f"{self.copy_s:.1f} s for a peer copy"] if self.copy_s >= 0.05 else []
+        parts += [f"{self.setup_s:.1f} s for process groups"] if self.setup_s >= 0.05 else []
         return f"{', '.join(parts)}, {MARGIN_S:.0f} s of margin"
 
 
@@ -50,7 +52,8 @@ def lead_of(state: State, moved_s: float = 0.0) -> Lead:
     moved_s = moved_s or max(plan.move.seconds if plan and plan.move else 0.0, _moved_s(state, plan))
     known_s = max(PAUSE_LEAST_S, median(state.pauses_s)) if state.pauses_s else PRIOR_PAUSE_S
     step_s = state.step_time_s or (plan.predicted_step_time_s if plan else 0.0)
-    return Lead(max(known_s, moved_s), STEPS_BEFORE * step_s, _copy_s(state, plan), len(state.pauses_s))
+    setup_s = 0.0 if state.forming is not None and state.forming.there else state.setup_s
+    return Lead(max(known_s, moved_s), STEPS_BEFORE * step_s, _copy_s(state, plan), len(state.pauses_s), setup_s)
 
 
 def _rank_bytes(state: State, plan: Plan) -> float:

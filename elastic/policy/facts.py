@@ -14,6 +14,7 @@ from typing import Any
 
 from elastic.fingerprint import KEY
 from elastic.policy import hazard, layouts, limits
+from elastic.policy.ahead import HANDLERS as AHEAD
 from elastic.policy.failing import (
     FAILURES,
     computes_else,
@@ -38,6 +39,7 @@ from elastic.types import (
     Copy,
     CopyStored,
     DriverStarted,
+    DropGroups,
     EnterPlan,
     InstancesSeen,
     NodeLost,
@@ -87,6 +89,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
     known: dict[str, Any] = {
         "run": event.run, "epoch": event.epoch, "job": event.job, "pools": event.pools, "model": model,
         "hardware": event.hardware, "durable": durable, "billed_at_s": at_s,
+        "forms_ahead": event.forms_ahead,
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:
@@ -108,7 +111,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
             unrepeatable=state.unrepeatable,
             **_losses_before(state, event),
         )
-    repeat: tuple[EnterPlan | Quiesce | Abort, ...] = ()
+    repeat: tuple[EnterPlan | Quiesce | Abort | DropGroups, ...] = ()
     if state.aborting and state.aborting.owing:
         repeat = (Abort(state.aborting.generation),)
         known["aborting"] = replace(state.aborting, at_s=at_s, forward=None)
@@ -116,10 +119,12 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         repeat = (EnterPlan(state.target),)
     elif state.quiescing:
         repeat = (Quiesce(state.quiescing[0]),)
+    if state.forming:  # its store was the last driver's
+        repeat = (*repeat, DropGroups(state.forming.plan.generation))
     unseen = frozenset(node.node_id for node in state.alive)
     return replace(
         state, **known, generation=generation, unseen=unseen, attached_at_s=at_s, repeat=repeat, requests={}, instances={},
-        preparing={}, releasing=frozenset(), ordered_at_s=at_s, stop=None,
+        preparing={}, releasing=frozenset(), ordered_at_s=at_s, stop=None, forming=None,
     )  # fmt: skip
 
 
@@ -406,5 +411,5 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost, RequestFailed: _request_failed, PlanEntered: _plan_entered,
     PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored,
     PriceSeen: _price_seen, Progress: _progress, StopAsked: _stop_asked, **FAILURES, **COPIES, **layouts.HANDLERS, **SPEEDS,
-    **SUSPECTS,
+    **SUSPECTS, **AHEAD,
 }  # fmt: skip

@@ -10,6 +10,7 @@ from elastic.types import (
     Abort,
     Copy,
     CopyFailed,
+    DropGroups,
     EnterPlan,
     HardwareProfile,
     Holding,
@@ -91,6 +92,32 @@ class Aborting:
 
 
 @dataclass(frozen=True)
+class Forming:
+    """Process groups that are made ahead for a plan that may come. `since_s`: since when any are; `nodes`: see standing_of."""
+
+    plan: Plan
+    since_s: float
+    nodes: tuple[tuple[str, str, float | None], ...]
+    seconds: float | None = None  # that it took; None = not there yet
+    error: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return self.seconds is not None
+
+    @property
+    def there(self) -> bool:
+        return self.ended and not self.error
+
+    def serves(self, plan: Plan) -> bool:
+        """Groups are those of a generation, a layout and the workers that take part."""
+        mine, theirs = self.plan, plan
+        return (mine.generation, mine.layout, mine.ranks, {h.worker for h in mine.resume.holdings}) == (
+            theirs.generation, theirs.layout, theirs.ranks, {h.worker for h in theirs.resume.holdings}
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class StopWish:
     """A person's or the budget's wish to stop."""
 
@@ -135,7 +162,7 @@ class State:
     first_started_at_s: float | None = None  # the run's, whatever drivers it has had since
     unseen: frozenset[str] = frozenset()  # nodes that an attached driver has not heard of yet
     attached_at_s: float = 0.0
-    repeat: tuple[EnterPlan | Quiesce | Abort, ...] = ()  # orders that a driver that died may not have carried out
+    repeat: tuple[EnterPlan | Quiesce | Abort | DropGroups, ...] = ()  # orders that a driver that died may not have carried out
 
     nodes: Mapping[str, Node] = field(default_factory=dict)  # in order of arrival; lost ones stay, with their status
     prepared: frozenset[str] = frozenset()  # nodes whose workers all live and have imported the program
@@ -164,6 +191,9 @@ class State:
     ordered_at_s: float = 0.0
     plans: Mapping[int, Plan] = field(default_factory=dict)
     failure: Failure | None = None
+    forms_ahead: bool = False  # see DriverStarted
+    forming: Forming | None = None
+    setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None
     quiescing: tuple[int, float] | None = None  # generation, since when
     quiesced: frozenset[WorkerId] = frozenset()  # workers that have left the running generation
@@ -311,3 +341,8 @@ class State:
     def is_current(self, generation: int) -> bool:
         """Does a message of this generation count?"""
         return generation in (p.generation for p in (self.plan, self.target) if p)
+
+
+def standing_of(state: State) -> tuple[tuple[str, str, float | None], ...]:
+    """The nodes that there are, how they stand, and when they go."""
+    return tuple((node.node_id, node.status, node.deadline_s) for node in state.nodes.values() if node.status != "lost")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from elastic.policy import hazard
+from elastic.policy import ahead, hazard
 from elastic.policy.failing import process_failed, set_status, without, without_faults
 from elastic.policy.known import Aborting, Failure, Request, State
 from elastic.policy.retention import ordered_removal
@@ -14,7 +14,9 @@ from elastic.policy.speeds import remembered
 from elastic.types import (
     Abort,
     DrainNode,
+    DropGroups,
     EnterPlan,
+    FormGroups,
     Prepare,
     Quarantine,
     Quiesce,
@@ -90,7 +92,7 @@ def _ordered_plan(state: State, action: EnterPlan, at_s: float) -> State:
     return replace(
         state, phase="entering", target=plan, plan=state.plan if plan.resume.source == "live" else None, plans=plans,
         generation=plan.generation, ordered_at_s=at_s, aborting=None, failure=None, quiescing=None, repeat=(),
-        considered=tuple(node.node_id for node in state.available), retries=state.retries + retried,
+        forming=None, considered=tuple(node.node_id for node in state.available), retries=state.retries + retried,
         retry_step=max(state.retry_step, state.best_step) if retried else state.retry_step, shares_ordered=None,
         stages_moved=remembered(state.stages_moved, state, at_s) if plan.cause == "rebalance" else state.stages_moved,
     )  # fmt: skip
@@ -107,7 +109,7 @@ def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
     failure = state.failure or Failure("infrastructure", f"generation {action.generation} was broken off", at_s)
     owing = frozenset(worker for worker in state.members - killed if state.lives(worker))
     state = replace(
-        state, phase="waiting", plan=None, target=None, failure=None, quiescing=None,
+        state, phase="waiting", plan=None, target=None, failure=None, quiescing=None, forming=None,
         aborting=Aborting(action.generation, at_s, owing, failure),
     )  # fmt: skip
     for worker in sorted(killed):
@@ -150,5 +152,5 @@ ORDERS: dict[type, Callable[[State, Any, float], State]] = {
     RequestNodes: _ordered_nodes, ReleaseNode: _ordered_release, Quarantine: _ordered_quarantine, Prepare: _ordered_prepare,
     EnterPlan: _ordered_plan, Abort: _ordered_abort, Quiesce: _ordered_quiesce, StoreCopy: _ordered_copy, Stop: _ordered_stop,
     SetCadence: _ordered_cadence, DrainNode: _ordered_drain, RemoveCopy: ordered_removal,
-    RollForward: _ordered_forward, SetShares: _ordered_shares,
+    RollForward: _ordered_forward, SetShares: _ordered_shares, FormGroups: ahead.ordered, DropGroups: ahead.dropped,
 }  # fmt: skip

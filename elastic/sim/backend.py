@@ -17,7 +17,9 @@ from elastic.types import (
     Abort,
     Action,
     DrainNode,
+    DropGroups,
     EnterPlan,
+    FormGroups,
     Plan,
     Pool,
     Prepare,
@@ -63,7 +65,7 @@ class SimBackend(Generations):
     def execute(self, action: Action) -> None:
         orders: dict[type, Callable[[Any], None]] = {
             RequestNodes: self._request, ReleaseNode: self._release, DrainNode: self._drain,
-            Prepare: self._prepare, EnterPlan: self._enter,
+            Prepare: self._prepare, EnterPlan: self._enter, FormGroups: self._form, DropGroups: self._drop_groups,
             Abort: self._abort, Quiesce: self._quiesce, StoreCopy: self._store, Stop: self._stop,
             SetCadence: self._set_cadence, SetShares: self._set_shares, RollForward: self._roll_forward,
         }  # fmt: skip

@@ -21,6 +21,7 @@ class Delays:
     admit_s: float = 1.0  # of prepare_s, until a node that may not take part is found out
     prepare_s: float = 4.0
     enter_s: float = 0.8
+    groups_s: float = 0.0  # for each process group, in the pause unless they were made ahead
     restore_s: float = 2.5
     work_s: float = 4.0
     copy_s: float = 0.05

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic.mesh import replica_key
+from elastic.mesh import axes_of, replica_key
 from elastic.rank_times import RankTimes
 from elastic.sim.faults import Delays, Moment
 from elastic.sim.functions import Functions
@@ -18,7 +18,10 @@ from elastic.types import (
     CopyStored,
     CopyVerified,
     DigestChecked,
+    DropGroups,
     EnterPlan,
+    FormGroups,
+    GroupsFormed,
     Holding,
     Plan,
     PlanEntered,
@@ -49,6 +52,7 @@ class Group:
     entered: bool = False
     ended: bool = False
     leave_for: Plan | None = None
+    set_up_s: float = 0.0  # of its process groups, in the pause
     quiesce: bool = False
     save: bool = False
     step_s: float = 0.0  # of the step under way
@@ -64,6 +68,10 @@ class Group:
         return set(self.plan.ranks) | {h.worker for h in self.plan.resume.holdings}
 
 
+def _meet(plan: Plan) -> tuple[object, ...]:
+    return plan.generation, plan.layout, plan.ranks, {holding.worker for holding in plan.resume.holdings}
+
+
 class Generations(Machines):
     """Runs plans on machines. `violations`: orders that the contract forbids, as found."""
 
@@ -72,6 +80,7 @@ class Generations(Machines):
         self.fits, self.paces, self.functions = fits, Paces(), Functions(job)
         self.violations: list[str] = []
         self._groups: dict[int, Group] = {}
+        self._forming: Group | None = None  # whose process groups are made ahead; `entered`: they are there
         self._commits: dict[WorkerId, tuple[float, ...]] = {}
         self._without_device: set[WorkerId] = set()
         self._told_broken: set[WorkerId] = set()  # of these, those that the policy knows of
@@ -159,6 +168,11 @@ class Generations(Machines):
         if len(set(plan.ranks)) != plan.layout.world_size or sum(plan.samples) != self.job["global_batch"]:
             self.violations.append(f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit {plan.layout}")
         group = self._groups[plan.generation] = Group(plan)
+        made, self._forming = self._forming, None
+        if made is not None and made.entered and _meet(made.plan) == _meet(plan):
+            group.set_up_s = 0.0
+        else:
+            group.set_up_s = self._set_up_s(plan)
         failed = self._without_device & set(plan.ranks)
         for worker in sorted(failed):
             self._tell_broken(worker, plan.generation, 0)
@@ -178,7 +192,27 @@ class Generations(Machines):
 
     def _transition(self, group: Group) -> None:
         slow = group.plan.resume.source == "durable"
-        self._after(self.delays.restore_s if slow else self.delays.enter_s, lambda: self._entered(group))
+        enter_s = self.delays.restore_s if slow else self.delays.enter_s
+        self._after(enter_s + group.set_up_s, lambda: self._entered(group))
+
+    def _set_up_s(self, plan: Plan) -> float:
+        """The world, the plan's, that of the copies, and one for each axis."""
+        return self.delays.groups_s * (3 + len(axes_of(plan.layout)))
+
+    def _form(self, action: FormGroups) -> None:
+        forming = self._forming = Group(action.plan)
+        if action.plan.generation <= max(self._groups, default=0):
+            self.violations.append(f"groups of generation {action.plan.generation} after {max(self._groups)}")
+
+        def made() -> None:
+            if self._forming is forming and all(self._answers(worker) for worker in forming.members):
+                forming.entered = True
+                self._tell(GroupsFormed(action.plan.generation, self._set_up_s(action.plan)))
+
+        self._after(self._set_up_s(action.plan), made)
+
+    def _drop_groups(self, action: DropGroups) -> None:
+        self._forming = None
 
     def _entered(self, group: Group) -> None:
         plan, resume = group.plan, group.plan.resume
@@ -392,6 +426,7 @@ class Generations(Machines):
             group.plan = replace(group.plan, peer_every=action.peer_every, durable_every=action.durable_every)
 
     def _abort(self, action: Abort) -> None:
+        self._forming = None
         if action.kill:
             self._kill(set(action.kill))
             for worker in action.kill:

@@ -57,6 +57,21 @@ class EnterPlan(Action):
 
 
 @dataclass(frozen=True)
+class FormGroups(Action):
+    """The workers that will take part in the generation make its process groups, while the one before trains on ->
+    GroupsFormed. EnterPlan uses them where they are for its generation, layout and workers; else it makes them anew."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class DropGroups(Action):
+    """The process groups that FormGroups has asked for, of generations up to this one, are taken down."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class SetShares(Action):
     """Other numbers of samples per data-parallel rank for a generation that runs on, from a step after `from_step` on that all
     ranks agree on -> SharesSet."""

@@ -22,7 +22,8 @@ class DriverStarted(Event):
     `attached`: a driver was here before; its journal has been folded and its workers may still run.
     `durable`: copies found in the run's storage at start. `cut`: lines of earlier drivers are missing before this one, in one
     sentence; '' = none. `paid_until_s`: until when nodes of the driver before may have been paid for, whatever this one's clock
-    says; None = until it attached, or no longer than that driver lived.
+    says; None = until it attached, or no longer than that driver lived. `forms_ahead`: groups of an announced change are made
+    while the generation before it trains.
     """
 
     run: str
@@ -35,6 +36,7 @@ class DriverStarted(Event):
     durable: tuple[Copy, ...] = ()
     cut: str = ""
     paid_until_s: float | None = None
+    forms_ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,28 @@ class PlanEntered(Event):
     bytes_moved: int = 0
     peak_bytes: int = 0
     left_at_s: float | None = None  # when the old generation finished its last step (backend's clock)
+
+
+@dataclass(frozen=True)
+class GroupsMade(Event):
+    """A participant of a generation that may come has its process groups, or could not make them (`error`). `port`: of the
+    store at which it met the others. Goes from worker to backend, which tells the policy GroupsFormed."""
+
+    generation: int
+    port: int
+    participant: int
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class GroupsFormed(Event):
+    """The process groups that FormGroups has asked for are made on all participants, the last one `seconds` after it began; or
+    they are not, and `error` says why."""
+
+    generation: int
+    seconds: float = 0.0
+    error: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from elastic.types import (
     DigestChecked,
     DigestPart,
     Event,
+    GroupsFormed,
+    GroupsMade,
     NodePrepared,
     Plan,
     SampleProfile,
@@ -58,11 +60,21 @@ class Gather:
     _sample: SampleProfile | None = None
     _copies: dict[tuple[int, int], Parts] = field(default_factory=dict)  # by generation and step, oldest first
     _failed: set[tuple[int, int]] = field(default_factory=set)
+    _formed: tuple[int, int, int] = (0, 0, 0)  # generation, port of the store, number of participants
+    _made: dict[int, float] = field(default_factory=dict)  # participant -> seconds
     _digests: dict[int, dict[int, DigestPart]] = field(default_factory=dict)
 
     def expect(self, plan: Plan) -> None:
         """A plan has been ordered: its workers' parts will come."""
         self.plans[plan.generation] = plan
+
+    def expect_groups(self, generation: int, port: int, n: int) -> None:
+        """So many participants were told to make groups, and meet at this port; what others say of theirs is of no use."""
+        self._formed, self._made = (generation, port, n), {}
+
+    @property
+    def awaits_groups(self) -> bool:
+        return self._formed[2] > 0
 
     def forget(self, node_id: str) -> None:
         """A node is gone or starts anew."""
@@ -79,6 +91,8 @@ class Gather:
                 return []
             case CopyFailed():
                 return self._copy_failed(event)
+            case GroupsMade():
+                return self._groups_made(event)
             case DigestPart():
                 return self._digest(event)
             case _:
@@ -128,6 +142,16 @@ class Gather:
         self._copies.pop(key, None)
         self._failed = {known for known in self._failed if known[0] >= event.generation - 1} | {key}
         return [event]
+
+    def _groups_made(self, event: GroupsMade) -> list[Event]:
+        generation, port, n = self._formed
+        if (event.generation, event.port) != (generation, port):
+            return []
+        self._made[event.participant] = event.seconds
+        if len(self._made) < n and not event.error:
+            return []
+        self._formed = (0, 0, 0)
+        return [GroupsFormed(generation, max(self._made.values()), event.error)]
 
     def _digest(self, event: DigestPart) -> list[Event]:
         parts = self._digests.setdefault(event.generation, {})

@@ -20,7 +20,7 @@ from elastic.errors import InternalError
 from elastic.mesh import axes_of
 from elastic.rank_times import RankTimes
 from elastic.reshard.shards import RNG, boxes
-from elastic.types import Evaluated, GuardTripped, NoiseSeen, PlanEntered, Probed, SharesSet
+from elastic.types import Evaluated, GuardTripped, NoiseSeen, Plan, PlanEntered, Probed, SharesSet
 from elastic.worker.calls import count_of
 from elastic.worker.commit import Commit, step_done
 from elastic.worker.copies import PeerCopies, kept_by
@@ -42,14 +42,21 @@ log = logging.getLogger(__name__)
 TAGS = 30_000
 
 
+def groups_of(place: Workplace, plan: Plan) -> Groups:
+    """Not made yet."""
+    return Groups(plan.generation, plan.layout, place.device, needs_fsdp(place.job, plan.layout))
+
+
 class Generation:
     """Enter, run and leave one generation."""
 
-    def __init__(self, place: Workplace, order: EnterOrder, words: Callable[[], tuple[bool, bool]]) -> None:
+    def __init__(
+        self, place: Workplace, order: EnterOrder, words: Callable[[], tuple[bool, bool]], groups: Groups | None = None
+    ) -> None:
+        """`groups`: those that were made ahead."""
         self.place, self.order, self.plan = place, order, order.plan
         self.words = words  # asked before each commit: (stop at this boundary?, save at this boundary?)
-        layout = order.plan.layout
-        self.groups = Groups(order.plan.generation, layout, place.device, needs_fsdp(place.job, layout))
+        self.groups = groups or groups_of(place, order.plan)
         self.rank = order.me if order.me < len(order.plan.ranks) else None
         self.state: TrainState | None = None
         self.stepper: Stepper | None = None  # once it runs

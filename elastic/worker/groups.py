@@ -1,17 +1,21 @@
 """Process groups of one generation: made together, broken off together.
 
-All groups hang on one TCPStore that the driver's side hosts. On gloo a blocked collective is freed by shutting the
-generation's own connected sockets (`abort`); what NCCL needs besides is in elastic.worker.transport.
+They are made without torch's tables of groups, of which a process has one set (`form`), and put into them when the generation
+before has left (`join`): so they can be made while that one trains. All groups hang on one TCPStore that the driver's side
+hosts. On gloo a blocked collective is freed by shutting the generation's own connected sockets (`abort`); what NCCL needs
+besides is in elastic.worker.transport.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import combinations
@@ -32,7 +36,7 @@ from elastic.types import Layout
 from elastic.worker import rendezvous
 from elastic.worker.interfaces import interface_of
 from elastic.worker.sockets import address_of, inode, knock, listening, own_sockets, shut
-from elastic.worker.transport import Transport, transport_of
+from elastic.worker.transport import Pretended, Transport, enlist, forget_groups, transport_of
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +96,10 @@ class Groups:
         self.plan: dist.ProcessGroup | None = None
         self.copies: dist.ProcessGroup | None = None
         self.tie: dist.ProcessGroup | None = None  # first and last stage of this rank's pipeline
+        self._world: dist.ProcessGroup | None = None
+        self._made: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []  # with their ranks, the world first
+        self._axes: list[tuple[str, int, dist.ProcessGroup]] = []  # of the mesh: name, size, this rank's group
+        self._formed = self._enlisted = False
         self._device_groups: list[dist.ProcessGroup] = []  # those that tensors on the device go through, the world first
         self._addresses: set[tuple[str, int]] = set()  # at which the participants listen
         self._store_port = 0
@@ -104,26 +112,41 @@ class Groups:
 
     @property
     def world(self) -> dist.ProcessGroup:
-        return dist.distributed_c10d.GroupMember.WORLD  # type: ignore[return-value]
+        assert self._world is not None
+        return self._world
+
+    @property
+    def formed(self) -> bool:
+        """All groups are made, whether torch knows of them or not."""
+        return self._formed
 
     @property
     def aborted(self) -> bool:
         return self._aborted
 
     def join(self, store: tuple[str, int], me: int, n_participants: int, timeout_s: float, secret: str = "") -> None:
-        """Meets the other participants and makes all groups. Blocks until everyone is there; `abort` frees it.
+        """The groups of this process from now on, made now unless they are `formed` already. Raises as `form`."""
+        if not self._formed:
+            self.form(store, me, n_participants, timeout_s, secret)
+        self.check()
+        self._enlist()
+
+    def form(self, store: tuple[str, int], me: int, n_participants: int, timeout_s: float, secret: str = "") -> None:
+        """Meets the other participants and makes all groups. Blocks until everyone is there; `abort` frees it. Other groups may
+        be in use meanwhile: nothing here is known to torch before `join`.
 
         Raises PeerGarbled where somebody came who does not know the `secret`."""
         self._n_participants = n_participants
         self._joining.set()
         try:
-            self._join(store, me, n_participants, timedelta(seconds=timeout_s), secret)
+            self._form(store, me, n_participants, timedelta(seconds=timeout_s), secret)
         finally:
             self._joining.clear()
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was broken off while it met")
+        self._formed = True
 
-    def _join(self, store: tuple[str, int], me: int, n_participants: int, timeout: timedelta, secret: str) -> None:
+    def _form(self, store: tuple[str, int], me: int, n_participants: int, timeout: timedelta, secret: str) -> None:
         host, port = store
         self._before = {inode(fd) for fd in own_sockets()}
         if self._aborted:
@@ -139,33 +162,46 @@ class Groups:
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was broken off before it met")
         self._store = PrefixStore(rendezvous.place(self.generation, secret), tcp)
-        dist.init_process_group(self.transport.backend, store=self._store, rank=me, world_size=n_participants, timeout=timeout)
-        self._of_device(self.world)
+        self._make_world(me, n_participants, timeout)
         if me < self.layout.world_size:
             self._make_groups(me, timeout)
         self._share_addresses(me, n_participants)
         if secret and n_participants > 1:
-            rendezvous.prove(secret, self.generation, me, n_participants)
+            rendezvous.prove(secret, self.generation, self.world)
         self.transport.warm_up([group for group in self._device_groups if group.size() > 1])
 
     def pretend(self, rank: int) -> None:
         """Groups of a layout without the other ranks: collectives return at once and move nothing. For rehearsals."""
-        import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend "fake"
+        self.transport, self._store = Pretended(), HashStore()
+        timeout = timedelta(seconds=CONNECT_S)
+        self._make_world(rank, self.layout.world_size, timeout)
+        self._make_groups(rank, timeout)
+        self._enlist()
 
-        n = self.layout.world_size
-        dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=n)
-        self._make_groups(rank, timedelta(seconds=CONNECT_S))
+    def _make_world(self, me: int, n: int, timeout: timedelta) -> None:
+        self._world = self._of_device(self._make("0", range(n), me, timeout))
+
+    def _make(self, name: str, ranks: Sequence[int], me: int, timeout: timedelta) -> dist.ProcessGroup:
+        assert self._store is not None
+        store = PrefixStore("0/", self._store) if self._made else self._store  # below the default group's, as torch has them
+        made = self.transport.make(store, name, ranks, ranks.index(me), timeout)
+        self._made.append((made, tuple(ranks)))
+        return made
 
     def _make_groups(self, rank: int, timeout: timedelta) -> None:
         layout = self.layout
         everyone = list(range(layout.world_size))
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}  # never the default group: its name means another set each time
 
+        def new(ranks: list[int]) -> dist.ProcessGroup:
+            """Its name counts the groups made before it: equal in each generation of that layout."""
+            words = "_".join(map(str, [*ranks, len(self._made)]))
+            return self._make(hashlib.sha1(words.encode(), usedforsecurity=False).hexdigest(), ranks, rank, timeout)
+
         def group(ranks: list[int]) -> dist.ProcessGroup:
             key = tuple(ranks)
             if key not in made:
-                made[key] = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-                self.transport.made(made[key])
+                made[key] = new(ranks)
             return made[key]
 
         def on_device(ranks: list[int]) -> dist.ProcessGroup:
@@ -176,50 +212,55 @@ class Groups:
 
         self.plan = group(everyone)
         if layout.world_size > 1:
-            self.copies = dist.new_group(everyone, timeout=timeout, use_local_synchronization=True)
+            self.copies = new(everyone)
         if layout.pp > 1:
             self.pp = on_device(mine(("pp",)))
         fsdp = layout.dp_shard * layout.cp
-        axes: list[tuple[str, tuple[str, ...], int]] = []
         if layout.dp_replicate > 1:
-            axes.append(("dp_replicate", ("dp_replicate",), layout.dp_replicate))
+            self._axes.append(("dp_replicate", layout.dp_replicate, on_device(mine(("dp_replicate",)))))
         if fsdp > 1 or layout.dp_replicate > 1 or self.fsdp:
-            axes.append(("fsdp", ("dp_shard", "cp"), fsdp))
+            self._axes.append(("fsdp", fsdp, on_device(mine(("dp_shard", "cp")))))
         if layout.tp > 1:
-            axes.append(("tp", ("tp",), layout.tp))
-        if axes:
-            ranks = torch.tensor(stage_ranks(layout, coordinates(layout, rank).pp)).view([size for _, _, size in axes])
-            groups = [on_device(mine(members)) for _, members, _ in axes]
-            names = tuple(name for name, _, _ in axes)
-            source = groups[0] if len(groups) == 1 else groups
-            self.mesh = DeviceMesh.from_group(source, self.device.type, mesh=ranks, mesh_dim_names=names)
-            keep_names(self.mesh)
+            self._axes.append(("tp", layout.tp, on_device(mine(("tp",)))))
         if layout.cp > 1:
             self.cp = on_device(mine(("cp",)))
         if layout.pp > 1:
             line = mine(("pp",))
             if rank in (line[0], line[-1]):  # made last: group names count the groups made before
                 self.tie = on_device([line[0], line[-1]])
-        self._count(made)
+
+    def _enlist(self) -> None:
+        """torch knows of the groups from now on, and of no others."""
+        assert self._store is not None
+        self._enlisted = True
+        enlist(self._made, self.transport.backend, self._store)
+        if self._axes:
+            rank = self.world.rank()
+            sizes = [size for _, size, _ in self._axes]
+            ranks = torch.tensor(stage_ranks(self.layout, coordinates(self.layout, rank).pp)).view(sizes)
+            groups = [group for _, _, group in self._axes]
+            names = tuple(name for name, _, _ in self._axes)
+            source = groups[0] if len(groups) == 1 else groups
+            self.mesh = DeviceMesh.from_group(source, self.device.type, mesh=ranks, mesh_dim_names=names)
+            keep_names(self.mesh)
+        self._count()
 
     def _of_device(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         if not any(group is known for known in self._device_groups):
             self._device_groups.append(group)
         return group
 
-    def _count(self, made: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
+    def _count(self) -> None:
         """Which groups' numbers say who has not come. Not those of a pipeline of more than two: the messages of a stage in the
         middle are more than those of the others."""
         names = {id(group): name for name, group in (("plan", self.plan), ("tie", self.tie), ("cp", self.cp))}
-        for axis in self.mesh.mesh_dim_names or () if self.mesh is not None else ():
-            assert self.mesh is not None
-            merged = "dp_shard" if self.layout.cp == 1 else "dp_shard x cp"
-            names[id(self.mesh.get_group(axis))] = merged if axis == "fsdp" else axis
+        merged = "dp_shard" if self.layout.cp == 1 else "dp_shard x cp"
+        names.update({id(group): merged if axis == "fsdp" else axis for axis, _, group in self._axes})
         if self.pp is not None:
             names[id(self.pp)] = "pp" if self.layout.pp == 2 else ""
         self._counted = tuple(
             (names[id(group)], ranks[0], self.transport.counters(group))
-            for ranks, group in made.items()
+            for group, ranks in self._made
             if len(ranks) > 1 and names.get(id(group))
         )
 
@@ -283,13 +324,14 @@ class Groups:
 
     def close(self) -> None:
         """Takes the groups down; needs no peer."""
-        if self._store is not None and not dist.is_initialized():
-            # a failed rendezvous has used up a group number, on some ranks only: groups made alone and destroyed set it back
-            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        if dist.is_initialized():
-            self.transport.take_down()
+        if self._enlisted:
+            forget_groups()
+        made, self._made = [group for group, _ in self._made], []
+        if made:
+            self.transport.take_down(made)
         if self.mesh is not None:
             self.mesh._pg_registry.clear()  # cached meshes must not keep the sockets of groups that are gone
-        self.mesh = self.pp = self.cp = self.plan = self.copies = self.tie = None
-        self._counted, self._device_groups = (), []
+        self.mesh = self.pp = self.cp = self.plan = self.copies = self.tie = self._world = None
+        self._counted, self._device_groups, self._axes = (), [], []
         self._store = None
+        self._formed = self._enlisted = False

@@ -66,11 +66,12 @@ def place(generation: int, secret: str) -> str:
     return f"generation-{generation}" + (f"-{_known(secret, 'place')[:16].hex()}" if secret else "")
 
 
-def prove(secret: str, generation: int, me: int, n: int) -> None:
-    """Each of `n` ranks shows all others that it was told of this generation. Raises PeerGarbled where one cannot."""
+def prove(secret: str, generation: int, group: dist.ProcessGroup) -> None:
+    """Each rank of the group shows all others that it was told of this generation. Raises PeerGarbled where one cannot."""
+    me, n = group.rank(), group.size()
     rows = [torch.empty(SECRET_BYTES, dtype=torch.uint8) for _ in range(n)]
     mine = _known(secret, f"rank {me} of generation {generation}")
-    dist.all_gather(rows, torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    group.allgather([rows], [torch.frombuffer(bytearray(mine), dtype=torch.uint8)]).wait()
     for rank, row in enumerate(rows):
         if not hmac.compare_digest(row.numpy().tobytes(), _known(secret, f"rank {rank} of generation {generation}")):
             raise PeerGarbled(

@@ -41,6 +41,7 @@ from elastic.types import (
 )
 from elastic.worker import durable
 from elastic.worker.admission import Checks, Entry, Refused
+from elastic.worker.ahead import Ahead
 from elastic.worker.allocator import settle_allocator, settle_cuda_allocator
 from elastic.worker.compiled import settle_compiler
 from elastic.worker.device_notes import DeviceNotes
@@ -48,7 +49,7 @@ from elastic.worker.durable import Damaged
 from elastic.worker.failures import device_lost, is_assert, kind_of, print_error, text_of
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.float8 import check_float8
-from elastic.worker.generation import Generation
+from elastic.worker.generation import Generation, groups_of
 from elastic.worker.job_program import with_job
 from elastic.worker.loss_scale import profile_of
 from elastic.worker.offender import Tripped
@@ -104,6 +105,7 @@ class Session:
         self._polled = -1  # its progress at the last poll
         self._told_s = 0.0  # when this phase began, or when it was told last that this worker gets on with it
         self._generation: Generation | None = None
+        self._ahead: Ahead | None = None
         self._broken: Generation | None = None  # left with gradients whose commit was not seen; until another is ordered
         self._out_of_memory = False  # the generation left last
         self._commit: tuple[float, ...] = ()  # of the newest step done in the generation left last
@@ -133,6 +135,29 @@ class Session:
             if order.plan.generation > self._aborted:
                 self._orders = [o for o in self._orders if o.plan.generation > order.plan.generation] or [order]
                 self._lock.notify_all()
+
+    def form(self, order: EnterOrder) -> None:
+        """Make the groups of a generation that may be entered, while this one trains on -> GroupsMade."""
+        with self._lock:
+            place, before = self._place, self._ahead
+            newest = max([self._aborted, *(o.plan.generation for o in self._orders)])
+            newest = max(newest, self._generation.number if self._generation is not None else 0)
+            if place is None or self._closed or order.plan.generation <= newest:
+                return
+            self._ahead = None
+        if before is not None:
+            before.drop()
+        with self._lock:
+            self._ahead = Ahead(order, groups_of(place, order.plan), self._put)
+
+    def drop_groups(self, generation: int) -> None:
+        """What was made ahead for generations up to this one is not needed."""
+        with self._lock:
+            ahead = self._ahead
+            if ahead is None or ahead.generation > generation:
+                return
+            self._ahead = None
+        ahead.drop()
 
     def quiesce(self, generation: int, save: bool) -> None:
         """Stop at the next boundary, with a durable copy of it when `save`."""
@@ -179,6 +204,7 @@ class Session:
                 self._put(self._quiesced(generation))
         if running is not None and running.number <= generation:
             running.groups.abort()
+        self.drop_groups(generation + 1)
 
     def roll_forward(self, generation: int, step: int, commit: tuple[float, ...]) -> None:
         """Apply the step of a generation that was left, by the commit that others have seen -> Quiesced, whatever was here."""
@@ -211,8 +237,11 @@ class Session:
             self._closed = True
             running = self._generation
             self._lock.notify_all()
+            ahead, self._ahead = self._ahead, None
         if running is not None:
             self.abort(running.number)
+        if ahead is not None:
+            ahead.drop()
         self._thread.join(wait_s)
         self._pool.shutdown(wait=False)
         if self._notes is not None:
@@ -409,12 +438,19 @@ class Session:
             return
         place = self._place
         self._forget_broken()
-        generation = Generation(place, order, lambda: self._words(number))
         with self._lock:
-            if number <= self._aborted:
+            ahead, self._ahead = self._ahead, None
+        groups = ahead.take(order) if ahead is not None else None
+        generation = Generation(place, order, lambda: self._words(number), groups)
+        with self._lock:
+            gone = number <= self._aborted
+            if gone:
                 self._put(self._quiesced(number))
-                return
-            self._generation = generation
+            else:
+                self._generation = generation
+        if gone:
+            generation.groups.close()
+            return
         try:
             generation.enter()
             self._commit = ()

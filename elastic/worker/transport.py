@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Private, each with a test in test_transport.py: what destroy_process_group forgets only when every shutdown has worked.
-from torch._C._distributed_c10d import _unregister_all_process_groups
-from torch.distributed.distributed_c10d import _update_default_pg, _world
+# Private, each with a test in test_transport.py: torch's tables of groups, which init_process_group and new_group fill while
+# they make a group, and destroy_process_group clears only when every shutdown has worked.
+from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import BackendConfig, GroupName, _update_default_pg, _world
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +75,21 @@ class Transport:
 
     backend = "gloo"
 
-    def made(self, group: dist.ProcessGroup) -> None:
-        """Called with each new group, before its first use."""
+    def make(self, store: Store, name: str, ranks: Sequence[int], me: int, timeout: timedelta) -> dist.ProcessGroup:
+        """A group of these ranks, in which this one is the `me`-th. Waits for all of them. torch does not know of it until
+        `enlist`: its tables may still be those of another generation."""
+        store = PrefixStore(f"{name}/", store)
+        group = dist.ProcessGroup(store, me, len(ranks))
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._connect(group, store, name, ranks, timeout)
+        group._set_group_name(GroupName(name))
+        group._set_group_desc("undefined")
+        return group
+
+    def _connect(self, group: Any, store: Store, name: str, ranks: Sequence[int], timeout: timedelta) -> None:
+        gloo = dist.ProcessGroupGloo(PrefixStore("cpu/", store), group.rank(), group.size(), timeout=timeout)
+        gloo.options.global_ranks_in_group, gloo.options.group_name = list(ranks), GroupName(name)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def warm_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Sets up what is made at first use. Collective: each rank gives its groups in the one order of the layout's axes."""
@@ -87,13 +102,9 @@ class Transport:
         """What counts the collectives that were begun in the group."""
         return (group._get_backend(torch.device("cpu")),)
 
-    def take_down(self) -> None:
-        """Takes down all groups of this process; afterwards a new default group can be made, whatever happened."""
-        try:
-            dist.destroy_process_group()
-        except (AssertionError, RuntimeError, ValueError) as error:
-            log.warning("the process groups could not be taken down, and are forgotten: %s", error)
-            forget_groups()
+    def take_down(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Shuts the groups down, whatever state they are in."""
+        _shut_down(groups)
 
 
 class Nccl(Transport):
@@ -112,13 +123,18 @@ class Nccl(Transport):
     def communicator(self, group: dist.ProcessGroup) -> Any:
         return group._get_backend(self.device)
 
-    def made(self, group: dist.ProcessGroup) -> None:
-        self.communicator(group)._set_default_timeout(NCCL_TIMEOUT)
+    def _connect(self, group: Any, store: Store, name: str, ranks: Sequence[int], timeout: timedelta) -> None:
+        super()._connect(group, store, name, ranks, timeout)
+        group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout, options.global_ranks_in_group, options.group_name = NCCL_TIMEOUT, list(ranks), GroupName(name)
+        nccl = dist.ProcessGroupNCCL(PrefixStore("cuda/", store), group.rank(), group.size(), options)
+        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
 
     def warm_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
         one = torch.ones(1, device=self.device)
         for group in groups:
-            dist.all_reduce(one, group=group)
+            group.allreduce([one]).wait()
             float(one)  # one after the other: two that are set up at once can wait for each other
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> int:
@@ -139,27 +155,60 @@ class Nccl(Transport):
     def counters(self, group: dist.ProcessGroup) -> tuple[Any, ...]:
         return (*super().counters(group), self.communicator(group))
 
-    def take_down(self) -> None:
+    def take_down(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Its shutdown may raise, or wait for a peer that is gone: after TAKE_DOWN_MOST_S a thread is left to it."""
-        groups = sorted(_world.pg_names, key=lambda group: _world.pg_names[group], reverse=True)
         thread = threading.Thread(target=_shut_down, args=(groups,), name="take-down", daemon=True)
         thread.start()
         thread.join(TAKE_DOWN_MOST_S)
         if thread.is_alive():
             log.warning("the process groups are still being taken down after %.0f s, and are forgotten", TAKE_DOWN_MOST_S)
-        forget_groups()
 
 
-def _shut_down(groups: list[dist.ProcessGroup]) -> None:
-    for group in groups:
+class Pretended(Transport):
+    """Collectives return at once and move nothing."""
+
+    backend = "fake"
+
+    def _connect(self, group: Any, store: Store, name: str, ranks: Sequence[int], timeout: timedelta) -> None:
+        import torch.testing._internal.distributed.fake_pg
+        from torch._C._distributed_c10d import FakeProcessGroup
+
+        custom = dist.ProcessGroup.BackendType.CUSTOM
+        group._set_default_backend(custom)
+        fake: Any = FakeProcessGroup._create_internal(group.rank(), group.size(), None)  # type: ignore[call-arg]
+        for device in BackendConfig(dist.Backend(self.backend)).get_device_backend_map():
+            group._register_backend(torch.device(device), custom, fake)
+
+
+def _shut_down(groups: Sequence[dist.ProcessGroup]) -> None:
+    """The newest first."""
+    for group in reversed(groups):
         try:
             group.shutdown()
         except RuntimeError as error:
             log.warning("a process group could not be shut down: %s", error)
 
 
+def enlist(groups: Sequence[tuple[dist.ProcessGroup, Sequence[int]]], backend: str, store: Store) -> None:
+    """Tells torch of groups, each with its ranks, as init_process_group and new_group do; the first becomes the default group.
+    Names are free again, and another default group can be enlisted, after `forget_groups`."""
+    kind = dist.Backend(backend)
+    for group, ranks in groups:
+        name = group.group_name
+        _world.pg_map[group] = kind, PrefixStore(f"{name}/", store)
+        _world.pg_names[group] = name
+        _world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+        _world.pg_backend_config[group] = str(BackendConfig(kind))
+        _world.pg_to_tag[group] = f"ptd:{name}"
+        for tag in ("", f"ptd:{name}"):
+            _world.tags_to_pg.setdefault(tag, []).append(group)
+        _register_process_group(name, group)
+    _update_default_pg(groups[0][0])
+    _world.group_count = 1  # the default group's name is "0", like torch's own
+
+
 def forget_groups() -> None:
-    """What destroy_process_group does when every shutdown has worked: names and the default group can be used again."""
+    """As destroy_process_group does when every shutdown has worked."""
     _update_default_pg(None)
     for known in (
         _world.pg_map, _world.pg_names, _world.pg_group_ranks, _world.pg_backend_config, _world.pg_to_tag, _world.tags_to_pg,

@@ -13,6 +13,7 @@ import torch
 
 from elastic.errors import StateLost
 from elastic.program import Program
+from elastic.reshard.transfers import participants
 from elastic.storage import Storage
 from elastic.types import Event, ModelProfile, Plan, SampleProfile, WorkerId
 from elastic.worker.allocator import trim
@@ -40,6 +41,11 @@ class EnterOrder:
     store: tuple[str, int]
     timeout_s: float = 60.0
     secret: str = field(default="", repr=False)
+
+    def fits(self, plan: Plan) -> bool:
+        """Are groups that were made for this order those of the plan?"""
+        mine = (self.plan.generation, self.plan.layout, self.participants)
+        return mine == (plan.generation, plan.layout, participants(plan.ranks, plan.resume))
 
 
 @dataclass

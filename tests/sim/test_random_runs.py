@@ -20,8 +20,9 @@ N_RUNS, N_BATCHES = 300, 60
 
 def run(seed: int, path: Path) -> tuple[State, SimBackend, list[Line]]:
     job, pools, faults, delays = scenario(seed)
+    ahead = seed % 2 == 1
     backend = SimBackend(pools, job, faults, delays)
-    start = DriverStarted("random", 1, job, pools, MODEL)
+    start = DriverStarted("random", 1, job, pools, MODEL, forms_ahead=ahead)
     if seed % 5 == 0:  # a real file, with its merged lines
         return drive(backend, Journal(path, epoch=1), start), backend, read(path)
     memory = Memory()

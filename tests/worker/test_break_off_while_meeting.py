@@ -68,7 +68,7 @@ def test_the_order_comes_between_two_connections(name: str, store: dist.TCPStore
 
 def test_the_order_comes_before_the_group_is_made(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     of = Groups(1, Layout(dp_shard=2), torch.device("cpu"))
-    real = dist.init_process_group
+    real = of.transport.make
     shut_once = threading.Event()
 
     def first_the_order(*words: Any, **more: Any) -> Any:
@@ -79,7 +79,7 @@ def test_the_order_comes_before_the_group_is_made(store: dist.TCPStore, monkeypa
             monkeypatch.undo()  # the look has found nothing, as one does that comes a moment before the connection
         return real(*words, **more)
 
-    monkeypatch.setattr(dist, "init_process_group", first_the_order)
+    monkeypatch.setattr(of.transport, "make", first_the_order)
     found: list[BaseException | None] = []
     left(met(of, store, found), found, of)
     assert shut_once.is_set()

@@ -17,7 +17,7 @@ from support.worker.ranks import on_ranks
 from elastic.types import Layout
 from elastic.worker import transport
 from elastic.worker.groups import Groups
-from elastic.worker.transport import Nccl, Transport, is_collective_error
+from elastic.worker.transport import Nccl, is_collective_error
 
 TIMEOUT_S = 60.0
 FREED_S = TIMEOUT_S / 2  # by the abort, not by the group's own timeout
@@ -185,19 +185,18 @@ def test_a_shutdown_that_fails_leaves_a_process_that_can_be_used(how: str) -> No
     assert on_ranks(two_generations, 2, how) == [[1.0, 1.0]] * 2
 
 
-def test_gloo_that_cannot_be_taken_down_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_that_cannot_be_taken_down_is_forgotten() -> None:
+    class Fails:
+        def shutdown(self) -> None:
+            raise RuntimeError("put in by the test")
+
     of = Groups(1, Layout(), torch.device("cpu"))
     of.pretend(0)
-
-    def fails() -> None:
-        raise RuntimeError("put in by the test")
-
-    monkeypatch.setattr(dist, "destroy_process_group", fails)
-    Transport().take_down()
+    of._made.append((Fails(), (0,)))  # type: ignore[arg-type]
+    of.close()
     assert not dist.is_initialized()
     of = Groups(2, Layout(tp=2), torch.device("cpu"))
     of.pretend(0)
-    monkeypatch.undo()
     of.close()
     assert not dist.is_initialized()
 

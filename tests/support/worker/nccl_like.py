@@ -207,6 +207,11 @@ class NcclLikeTransport(Nccl):
         if NAME.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(NAME, NcclLike, devices=["cpu"])
 
+    def make(self, store: Store, name: str, ranks: Sequence[int], me: int, timeout: timedelta) -> dist.ProcessGroup:
+        group = NcclLike(PrefixStore(f"{name}/", store), me, len(ranks), timeout)
+        group._set_group_name(name)
+        return group
+
     def communicator(self, group: dist.ProcessGroup) -> Any:
         return group
 

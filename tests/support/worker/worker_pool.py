@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -120,14 +120,26 @@ class Pool:
         """Runs a function of a test module in the worker's process, before any later call."""
         self.call(worker, "patch", function.__module__, function.__name__)
 
-    def enter(self, plan: Plan, leave_out: Iterable[WorkerId] = ()) -> None:
-        """Orders the generation; `leave_out`: workers that are not told."""
+    def enter(self, plan: Plan, leave_out: Iterable[WorkerId] = (), formed: EnterOrder | None = None) -> None:
+        """Orders the generation; `leave_out`: workers that are not told; `formed`: what `form` has returned."""
+        self._order("enter", replace(formed, plan=plan) if formed else self._meeting(plan), leave_out)
+
+    def form(self, plan: Plan, leave_out: Iterable[WorkerId] = ()) -> EnterOrder:
+        """Orders that the groups of the generation are made ahead."""
+        order = self._meeting(plan)
+        self._order("form", order, leave_out)
+        return order
+
+    def _meeting(self, plan: Plan) -> EnterOrder:
         store, secret = host_store("127.0.0.1", TIMEOUT_S), new_secret()
         self.stores[plan.generation] = store
         everyone = participants(plan.ranks, plan.resume)
-        for i, worker in enumerate(everyone):
+        return EnterOrder(plan, everyone, -1, ("127.0.0.1", store.port), TIMEOUT_S, secret)
+
+    def _order(self, call: str, order: EnterOrder, leave_out: Iterable[WorkerId]) -> None:
+        for i, worker in enumerate(order.participants):
             if worker not in tuple(leave_out):
-                self.call(worker, "enter", EnterOrder(plan, everyone, i, ("127.0.0.1", store.port), TIMEOUT_S, secret))
+                self.call(worker, call, replace(order, me=i))
 
     def beats(self, of: Sequence[WorkerId] = ()) -> dict[WorkerId, Any]:
         """What each worker (of those) says of itself just now."""

@@ -1,0 +1,113 @@
+"""Make before break: the process groups of an announced generation are made while the one before trains on, so that the pause
+does not hold their set-up. What is announced waits for them FORM_MOST_S at most; a notice waits no longer than its move needs.
+
+What changes the nodes meanwhile (a notice that is withdrawn, a node that is lost) drops what is being made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from elastic.policy.known import Forming, State, standing_of
+from elastic.types import Decision, DropGroups, EnterPlan, FormGroups, GroupsFormed, Plan
+
+FORM_MOST_S = 60.0  # NCCL takes 0.3 to 1 s for each group in a node, 5 to 30 s for all at hundreds of ranks
+
+
+def waiting(state: State, now_s: float) -> Decision | None:
+    """Groups are being made, and nothing has changed since that was ordered."""
+    forming = state.forming
+    if forming is None or forming.ended or _changed(state, forming) or now_s >= _bound_s(forming):
+        return None
+    return _wait(state, forming)
+
+
+def missing(state: State) -> bool:
+    """Are no groups there or being made for the nodes as they are?"""
+    return state.forms_ahead and (state.forming is None or _changed(state, state.forming))
+
+
+def first(state: State, now_s: float, found: Decision | None) -> Decision | None:
+    """The decision for a generation that runs, with the groups of a next one made before that is entered."""
+    forming, plan = state.forming, _planned(found)
+    if not state.forms_ahead or found is None or plan is None:
+        if forming is None or not (_changed(state, forming) or now_s >= _bound_s(forming)):
+            return found
+        found = found or Decision()
+        dropped = f"the groups made ahead for generation {forming.plan.generation} are not needed"
+        text = f"{found.reason}; {dropped}" if found.reason else dropped
+        return replace(found, actions=(DropGroups(forming.plan.generation), *found.actions), reason=text)
+    if any(isinstance(action, FormGroups) for action in found.actions):
+        return found
+    urgent, late = plan.cause == "notice", forming is not None and now_s >= _bound_s(forming)
+    if forming is not None and (urgent or late or forming.ended):
+        return _entered(found, forming, plan, now_s)
+    if urgent:
+        return found
+    if forming is not None and forming.serves(plan):
+        return _wait(state, forming)
+    text = f"{found.reason}; its groups are made first, while generation {state.generation} trains on"
+    return Decision((FormGroups(plan),), text, now_s + FORM_MOST_S)
+
+
+def _planned(found: Decision | None) -> Plan | None:
+    plans = [action.plan for action in found.actions if isinstance(action, EnterPlan | FormGroups)] if found else []
+    return plans[0] if plans else None
+
+
+def _entered(found: Decision, forming: Forming, plan: Plan, now_s: float) -> Decision:
+    """With the ranks that the groups were made for, where only their order has changed since."""
+    made = forming.plan
+    if forming.there and (made.layout, set(made.ranks)) == (plan.layout, set(plan.ranks)):
+        plan = replace(
+            plan, ranks=made.ranks, samples=made.samples, layers=made.layers, n_microbatches=made.n_microbatches,
+            copies_to=made.copies_to, move=made.move,
+        )  # fmt: skip
+    actions = tuple(EnterPlan(plan) if isinstance(action, EnterPlan) else action for action in found.actions)
+    return replace(found, actions=actions, reason=f"{found.reason}; {_told(forming, plan, now_s)}")
+
+
+def _told(forming: Forming, plan: Plan, now_s: float) -> str:
+    groups = f"groups of generation {plan.generation}"
+    if forming.error:
+        return f"{groups} are made in the pause: {forming.error}"
+    if forming.seconds is None:
+        return f"{groups} are made in the pause: not there after {now_s - forming.since_s:.1f} s"
+    if not forming.serves(plan):
+        return f"{groups} are made in the pause: those made ahead are for another layout or other workers"
+    return f"{groups} made ahead in {forming.seconds:.1f} s"
+
+
+def _wait(state: State, forming: Forming) -> Decision:
+    text = f"the groups of generation {forming.plan.generation} are made while generation {state.generation} trains on"
+    return Decision((), text, _bound_s(forming))
+
+
+def _bound_s(forming: Forming) -> float:
+    return forming.since_s + FORM_MOST_S
+
+
+def _changed(state: State, forming: Forming) -> bool:
+    return standing_of(state) != forming.nodes
+
+
+def _formed(state: State, event: GroupsFormed, at_s: float) -> State:
+    forming = state.forming
+    if forming is None or forming.ended or event.generation != forming.plan.generation:
+        return state
+    setup_s = state.setup_s if event.error else event.seconds
+    return replace(state, forming=replace(forming, seconds=event.seconds, error=event.error), setup_s=setup_s)
+
+
+def ordered(state: State, action: FormGroups, at_s: float) -> State:
+    """The fold of an order; it takes the place of one before, whose time counts."""
+    since_s = state.forming.since_s if state.forming is not None else at_s
+    return replace(state, forming=Forming(action.plan, since_s, standing_of(state)))
+
+
+def dropped(state: State, action: DropGroups, at_s: float) -> State:
+    return replace(state, forming=None, repeat=())
+
+
+HANDLERS: dict[type, Any] = {GroupsFormed: _formed}

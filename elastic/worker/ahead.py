@@ -1,0 +1,75 @@
+"""The process groups of the generation to come, made in a thread of their own while the one before trains.
+
+At most one set is under way in a process. It is used by an order to enter with the same store and secret, which the driver
+gives only when all participants have their groups; any other order, and an abort of the generation that trains, takes it down.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from elastic.types import GroupsMade
+from elastic.worker.failures import text_of
+from elastic.worker.groups import Groups
+from elastic.worker.side_stream import SideStream, on_device
+from elastic.worker.workplace import EnterOrder
+
+log = logging.getLogger(__name__)
+
+ENDED_MOST_S = 10.0  # for a thread whose groups were broken off
+
+
+class Ahead:
+    """Makes `groups` for that order at once. `report`: told when they are there, or why they are not, but for dropped ones."""
+
+    def __init__(self, order: EnterOrder, groups: Groups, report: Callable[[GroupsMade], None]) -> None:
+        self.order, self.groups, self.report = order, groups, report
+        self._lock = threading.Lock()
+        self._dropped = self._taken = False
+        self._thread = threading.Thread(target=self._make, name="groups-ahead", daemon=True)
+        self._thread.start()
+
+    @property
+    def generation(self) -> int:
+        return self.order.plan.generation
+
+    def take(self, order: EnterOrder) -> Groups | None:
+        """The groups, if they are there and for just this order; else they are taken down and None is returned."""
+        same = (order.store, order.secret, order.me) == (self.order.store, self.order.secret, self.order.me)
+        with self._lock:
+            self._taken = same and not self._dropped and self.groups.formed
+        if not self._taken:
+            self.drop()
+        return self.groups if self._taken else None
+
+    def drop(self) -> None:
+        """Frees the thread and takes the groups down; waits until nothing of them is left, ENDED_MOST_S at most: the groups
+        that come next must not be taken for these."""
+        with self._lock:
+            dropped, self._dropped = self._dropped, True
+        if not dropped:
+            self.groups.abort()
+        self._thread.join(ENDED_MOST_S)
+        if self._thread.is_alive():
+            log.warning("the groups made ahead for generation %d do not end", self.generation)
+        elif not dropped:
+            self.groups.close()
+
+    def _make(self) -> None:
+        order, device = self.order, self.groups.device
+        began, error = time.monotonic(), ""
+        try:
+            # on a stream of its own: the training's must not wait for ranks that set up their groups later
+            with on_device(device), SideStream(device).behind(None):
+                self.groups.form(order.store, order.me, len(order.participants), order.timeout_s, order.secret)
+        except Exception as failed:  # noqa: BLE001 - whatever it was, the groups are made again when the generation is entered
+            error = text_of(failed)
+        with self._lock:
+            if self._dropped:
+                return
+        if error:
+            log.warning("the groups of generation %d were not made ahead: %s", self.generation, error)
+        self.report(GroupsMade(self.generation, order.store[1], order.me, round(time.monotonic() - began, 4), error))

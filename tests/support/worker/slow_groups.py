@@ -1,0 +1,30 @@
+"""Process groups whose set-up takes as long as NCCL's, on the CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from elastic.worker import groups
+from elastic.worker.transport import Transport
+
+SETUP_S = 1.0  # of each group with more than one rank
+
+
+class SlowGroups(Transport):
+    setup_delay_s = SETUP_S
+
+    def make(self, store: Store, name: str, ranks: Sequence[int], me: int, timeout: timedelta) -> dist.ProcessGroup:
+        if len(ranks) > 1:
+            threading.Event().wait(self.setup_delay_s)
+        return super().make(store, name, ranks, me, timeout)
+
+
+def use(device: Any = None) -> None:
+    """In a worker's process: its groups take long from now on."""
+    groups.transport_of = lambda _: SlowGroups()

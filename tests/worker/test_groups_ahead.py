@@ -1,0 +1,149 @@
+"""The groups of the next generation are made while this one trains, and nothing is left of those that are not needed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.waiting import until
+from support.worker import slow_groups
+from support.worker.chain import job_of
+from support.worker.nccl_like import NcclLikeTransport
+from support.worker.plans import live, plan
+from support.worker.ranks import on_ranks
+from support.worker.worker_pool import Pool
+from torch.distributed.distributed_c10d import _world
+
+from elastic.types import GroupsMade, Layout, Plan, StepDone, WorkerFailed, WorkerId
+from elastic.worker.ahead import Ahead
+from elastic.worker.groups import Groups
+from elastic.worker.transport import Transport
+from elastic.worker.workplace import EnterOrder
+
+pytestmark = pytest.mark.e2e
+TIMEOUT_S = 60.0
+PAUSE_MOST_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def slow_pool() -> Iterator[Pool]:
+    pool = Pool(3)
+    yield pool
+    pool.close()
+
+
+def pause_s(pool: Pool, generation: int) -> float:
+    """From the last step before to the first one of the generation."""
+    at = {(e.generation, e.step): s for s, _, e in pool.log if isinstance(e, StepDone)}
+    first = min(step for number, step in at if number == generation)
+    return at[generation, first] - at[generation - 1, first - 1]
+
+
+def step(pool: Pool, generation: int, n: int) -> None:
+    pool.wait(lambda: len(pool.events(StepDone, generation)) >= n, f"{n} steps of generation {generation}")
+
+
+def made(pool: Pool, order: EnterOrder) -> None:
+    of = lambda: [e for e in pool.events(GroupsMade) if e.port == order.store[1]]  # noqa: E731
+    pool.wait(lambda: len(of()) == len(order.participants), "groups")
+    assert not any(e.error for e in of())
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)], ids=["growth", "notice"])
+def test_the_pause_does_not_hold_the_set_up_of_groups(slow_pool: Pool, tmp_path: Path, before: int, after: int) -> None:
+    pool, job = slow_pool, job_of("tiny.py", steps=100_000)
+    workers = pool.open(job, tmp_path)
+    for worker in workers:
+        pool.patch(worker, slow_groups.use)
+    first = plan(1, Layout(dp_shard=before), workers, job["global_batch"])
+    pool.enter(first)
+    step(pool, 1, 5)
+    second = plan(2, Layout(dp_shard=after), workers, job["global_batch"], resume=live(first))
+    order = pool.form(second)
+    n = len(pool.events(StepDone, 1))
+    made(pool, order)
+    step(pool, 1, n + 5)  # it trained on
+    pool.enter(second, formed=order)
+    step(pool, 2, 3)
+    third = plan(3, Layout(dp_shard=before), workers, job["global_batch"], resume=live(second))
+    pool.enter(third)  # without: this test would show nothing if that were as fast
+    step(pool, 3, 3)
+    ahead_s, plain_s = pause_s(pool, 2), pause_s(pool, 3)
+    assert plain_s > 2 * slow_groups.SETUP_S
+    assert ahead_s < PAUSE_MOST_S, f"{ahead_s} s; {plain_s} s without"
+    assert not pool.events(WorkerFailed)
+
+
+def test_groups_for_another_meeting_are_not_used(slow_pool: Pool, tmp_path: Path) -> None:
+    """The driver has given them up while they were made: all meet anew."""
+    pool, job = slow_pool, job_of("tiny.py", steps=100_000)
+    workers = pool.open(job, tmp_path)
+    first = plan(1, Layout(dp_shard=2), workers, job["global_batch"])
+    pool.enter(first)
+    step(pool, 1, 5)
+    second = plan(2, Layout(dp_shard=3), workers, job["global_batch"], resume=live(first))
+    pool.form(second, leave_out=[workers[2]])
+    step(pool, 1, len(pool.events(StepDone, 1)) + 3)
+    pool.enter(second)
+    step(pool, 2, 3)
+    assert not pool.events(WorkerFailed) and not pool.events(GroupsMade)
+
+
+# ---------------------------------------------------------------------------------------------------- what is left
+
+
+def left_here() -> tuple[int, int, int, int]:
+    """File descriptors, threads of Python and of the process, groups that torch knows."""
+    gc.collect()
+    n_groups = len(_world.pg_map) + len(_world.pg_names) + len(_world.pg_group_ranks)
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task")), n_groups
+
+
+def ahead_of(rank: int, n: int, store: tuple[str, int], transport: Transport, secret: str) -> tuple[Ahead, list[Any]]:
+    workers = tuple(WorkerId("node", i) for i in range(n))
+    to_come = Plan(2, Layout(dp_shard=n), workers, (1,) * n, (1,))
+    told: list[Any] = []
+    groups = Groups(2, to_come.layout, torch.device("cpu"), transport=transport)
+    return Ahead(EnterOrder(to_come, workers, rank, store, TIMEOUT_S, secret), groups, told.append), told
+
+
+def dropped(rank: int, n: int, store: tuple[str, int], like: str, when: str) -> tuple[Any, ...]:
+    """Groups are made ahead and dropped, twice: counts before and after, and a sum of the generation that runs on."""
+    transport = NcclLikeTransport if like == "nccl" else Transport
+    of = Groups(1, Layout(dp_shard=n), torch.device("cpu"), transport=transport())
+    of.join(store, rank, n, TIMEOUT_S, "first")
+    x = torch.ones(2)
+    dist.all_reduce(x, group=of.plan)
+    before = left_here()
+    for i in range(2):
+        if when == "there":
+            ahead, told = ahead_of(rank, n, store, transport(), f"secret {i}")
+            until(lambda: bool(told), "groups")  # noqa: B023
+            assert told[0].error == "" and left_here()[0] > before[0]
+            dist.all_reduce(x, group=of.plan)  # nobody drops before all have theirs
+            ahead.drop()
+        elif rank:  # rank 0 does not come
+            ahead, told = ahead_of(rank, n, store, transport(), f"secret {i}")
+            until(ahead.groups._joining.is_set, "its way to the meeting")
+            began_s = time.monotonic()
+            ahead.drop()
+            assert not told and time.monotonic() - began_s < TIMEOUT_S / 4
+        dist.all_reduce(x, group=of.plan)
+    until(lambda: left_here() == before, f"{before} again")
+    dist.all_reduce(x, group=of.plan)
+    of.close()
+    return left_here()[3], x.isfinite().all().item()
+
+
+@pytest.mark.parametrize("like", ["gloo", "nccl"])
+@pytest.mark.parametrize("when", ["there", "waiting"])
+def test_nothing_is_left_of_groups_that_are_dropped(like: str, when: str) -> None:
+    assert on_ranks(dropped, 3, like, when) == [(0, True)] * 3
