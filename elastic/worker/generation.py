@@ -50,6 +50,8 @@ class Generation:
         self.words = words  # asked before each commit: (stop at this boundary?, save at this boundary?)
         layout = order.plan.layout
         self.groups = Groups(order.plan.generation, layout, place.device, needs_fsdp(place.job, layout))
+        if place.device_lost:
+            self.groups.lose_device()
         self.rank = order.me if order.me < len(order.plan.ranks) else None
         self.state: TrainState | None = None
         self.stepper: Stepper | None = None  # once it runs
@@ -80,6 +82,8 @@ class Generation:
     def enter(self) -> None:
         """Returns when every participant has what it needs. Raises what the groups raise when a participant goes away."""
         place, order = self.place, self.order
+        if place.device_lost and self.rank is not None:
+            raise torch.AcceleratorError("CUDA error: the device of this worker failed in an earlier generation")
         place.at_phase("waiting", 0)
         self._reserve()
         self.groups.join(order.store, order.me, len(order.participants), order.timeout_s, order.secret)
@@ -439,6 +443,7 @@ class Generation:
     def lose_device(self) -> None:
         """From now on nothing on this process's GPU is offered to others."""
         self.device_lost = True
+        self.place.lose_device()
 
     def break_off(self) -> None:
         """Frees the ranks that wait for this one; on a lost device as far as that can be done."""

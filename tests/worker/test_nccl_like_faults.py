@@ -183,3 +183,27 @@ def test_a_chain_of_layouts_on_a_device_that_is_late(pool: NcclLikePool, tmp_pat
         pool.call(worker, "late", LATE_S)
     check(job, tmp_path, pass_through(pool, job, tmp_path, layouts, 2), 1e-4)
     assert not pool.events(WorkerFailed)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("place", ["optimizer", "forward", "backward", "host_copy"])
+def test_a_lost_device_serves_what_it_keeps_for_others(pool: NcclLikePool, tmp_path: Path, place: str) -> None:
+    """No communicator is set up with it, and what it sends does not pass a device."""
+    job = job_of("tiny.py", steps=STEPS)
+    first = begin(pool, job, tmp_path, Layout(dp_shard=4))
+    workers, victim = pool.workers, pool.workers[1]
+    pool.call(victim, "afflict", "device_error", 1.0, 0.0, 0.0, place)
+    pool.wait(lambda: any(e.kind == "device" for e in pool.events(WorkerFailed)), "the report of the device")
+    gone = first.ranks[next(rank for rank, keepers in enumerate(first.copies_to) if 1 in keepers)]
+    pool.kill(gone)
+    there = [worker for worker in workers if worker != gone]
+    leave(pool, there, 1)
+    resume = resume_of(pool, first, there)
+    assert {h.worker for h in resume.holdings if h.rank == first.ranks.index(gone)} == {victim}
+    others = [worker for worker in there if worker != victim]
+    pool.enter(plan(2, AFTER[2], others, 12, resume=resume, peer_every=2))
+    pool.quiesced(2, 2)
+    assert digests_agree(pool, 2)
+    loss_curve_agrees(pool, job, resumed=resume.step)
+    (left,) = {e.holdings for e in pool.events(Quiesced, 2) if e.worker == victim}
+    assert left == () and pool.processes[1].is_alive()

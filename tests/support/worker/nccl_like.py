@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from elastic.worker import groups
+from elastic.worker.faults import MADE_UP, DeviceFaults
 from elastic.worker.host_copy import Hands
 from elastic.worker.transport import Nccl
 
@@ -105,6 +106,7 @@ class NcclLike(dist.ProcessGroup):
     shutdown_raises = False
     shutdown_takes_s = 0.0
     dies_after: int | None = None  # operations of this process on the device
+    lost = False  # this process's device
     late_s = 0.0  # from the call to the beginning of an operation on the device
     before: Callable[[Any], None] | None = None  # called with each operation's process group
 
@@ -115,6 +117,7 @@ class NcclLike(dist.ProcessGroup):
         self.kernels = dist.ProcessGroupGloo(PrefixStore("kernels", store), rank, size, timeout=timedelta(days=1))
         self.gone = threading.Event()
         self.set_up = False
+        self.from_host = False  # everything that is sent lies in host memory
         self._stream: Hands | None = None
         self.n_enqueued = 0
         self.known_as = self.described_as = ""
@@ -154,8 +157,10 @@ class NcclLike(dist.ProcessGroup):
         tensors, filled = [*_flat(inputs), *_flat(outputs)], _flat(outputs)
         if NcclLike.before is not None:
             NcclLike.before(self)
-        if in_host_memory(tensors):
+        if self.from_host or in_host_memory(tensors):
             return call(self.host)
+        if NcclLike.lost:
+            raise torch.AcceleratorError(MADE_UP)
         if self.gone.is_set():
             raise dist.DistBackendError("NCCL communicator was aborted on this rank")
         if not self.set_up:
@@ -237,6 +242,13 @@ class NcclLikeTransport(Nccl):
         if NAME.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(NAME, NcclLike, devices=["cpu"])
 
+    def host_only(self) -> NcclLikeTransport:
+        return NcclLikeHostOnly()
+
+    def wire(self, world: Any, device: torch.device, whole: bool) -> tuple[dist.ProcessGroup, torch.device]:
+        world.from_host = not whole
+        return super().wire(world, device, whole)
+
     def communicator(self, group: dist.ProcessGroup) -> Any:
         return group
 
@@ -244,6 +256,20 @@ class NcclLikeTransport(Nccl):
         return (group,)
 
 
+class NcclLikeHostOnly(NcclLikeTransport):
+    def warm_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """There is no communicator."""
+
+
 def use() -> None:
-    """In a worker's process: its generations are on NcclLike from now on."""
+    """In a worker's process: its generations are on NcclLike from now on, and nothing goes through a device that has failed."""
+    plain = DeviceFaults.check
+
+    def check(faults: DeviceFaults, place: str) -> None:
+        try:
+            plain(faults, place)
+        finally:
+            NcclLike.lost = faults.lost
+
+    DeviceFaults.check = check  # type: ignore[method-assign]
     groups.transport_of = NcclLikeTransport  # type: ignore[assignment]
