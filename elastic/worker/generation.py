@@ -17,7 +17,7 @@ from elastic.data.loader import Ahead, Batch, Loader, collate
 from elastic.data.opening import Sets
 from elastic.data.streams import Stream
 from elastic.errors import InternalError
-from elastic.mesh import axes_of
+from elastic.mesh import axes_of, stage_ranks
 from elastic.rank_times import RankTimes
 from elastic.reshard.shards import RNG, boxes
 from elastic.types import Evaluated, GuardTripped, NoiseSeen, PlanEntered, Probed, SharesSet
@@ -32,6 +32,7 @@ from elastic.worker.host_copy import HostCopies, HostCopy, Lease, flat_bytes
 from elastic.worker.offender import Offender, Tripped
 from elastic.worker.options import needs_fsdp
 from elastic.worker.probe import Probe
+from elastic.worker.standing import DEVICE
 from elastic.worker.step import Stepper, Words
 from elastic.worker.takeover import Taken, Takeover, check_digest
 from elastic.worker.train_state import TrainState
@@ -434,6 +435,14 @@ class Generation:
             self._stepped(Commit(commit), live=False)
         finally:
             self.take_along()
+
+    def arrived(self) -> tuple[tuple[str, int, int], ...]:
+        """See Groups.arrived; of a GPU also how far it has come, among the ranks of its pipeline stage. From any thread."""
+        stepper, layout = self._built, self.plan.layout
+        if stepper is None or self.groups.device.type != "cuda":
+            return self.groups.arrived()
+        first = min(stage_ranks(layout, stepper.at.pp))
+        return (*self.groups.arrived(), (DEVICE, first, stepper.spans.marks.passed()))
 
     @property
     def next_step(self) -> int:
