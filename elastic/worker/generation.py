@@ -25,6 +25,7 @@ from elastic.worker.calls import count_of
 from elastic.worker.commit import Commit, step_done
 from elastic.worker.copies import PeerCopies, kept_by
 from elastic.worker.copy_stream import GroupWire
+from elastic.worker.dtensor_random import settle_random
 from elastic.worker.equal_results import EqualResults
 from elastic.worker.groups import Groups
 from elastic.worker.guards import MEMORY, Trip
@@ -88,6 +89,7 @@ class Generation:
         place.at_phase("waiting", 0)
         self._reserve()
         self.groups.join(order.store, order.me, len(order.participants), order.timeout_s, order.secret)
+        settle_random(self.groups.mesh)
         self._lap("groups")
         takeover = Takeover(place, order, self.groups)
         takeover.make_room()
