@@ -3,16 +3,17 @@
 Ranks do the same collectives of a group in the same order. One that does not come any more has begun fewer than the others in
 some group, and nowhere more: the others come as far as they can without it. Whoever waits for one of those has begun more than
 another in that group. Only stages of a pipeline, which send messages to each other, may be behind in one group while they
-wait in another whose numbers say nothing (see Groups.arrived): they are told apart by what they do.
+wait in another whose numbers say nothing (see Groups.arrived): they are told apart by what they do. Where all have come to all
+collectives, a GPU may hang: those that wait for it have done more of their work than it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from elastic.types import WorkerId
-from elastic.worker.standing import PATIENT, Doing
+from elastic.worker.standing import DEVICE, PATIENT, Doing
 
 Arrived = tuple[tuple[str, int, int], ...]
 
@@ -35,6 +36,8 @@ def missing(ranks: Mapping[WorkerId, At], staged: bool) -> dict[WorkerId, str]:
     behind: dict[WorkerId, str] = {}
     waiting: set[WorkerId] = set()
     for (axis, _), counts in groups.items():
+        if axis == DEVICE:
+            continue
         least = min(counts.values())
         there = [worker for worker, n in counts.items() if n > least]
         waiting.update(there)
@@ -45,11 +48,22 @@ def missing(ranks: Mapping[WorkerId, At], staged: bool) -> dict[WorkerId, str]:
     if staged:
         found = {worker: why for worker, why in found.items() if ranks[worker].doing != "others"}
         if not found and all(at.doing for at in ranks.values()):
-            others = [worker for worker, at in ranks.items() if at.doing == "others"]
+            others = [worker for worker, at in ranks.items() if at.doing in ("others", "device")]
             wait = f"{len(others)} other rank{'s wait' if len(others) > 1 else ' waits'} for a message or a collective"
             found = {worker: f"is in no collective; {wait}" for worker in ranks if worker not in others} if others else {}
+    found = found or _hangs([counts for (axis, _), counts in groups.items() if axis == DEVICE])
     many = 2 * len(found) > len(ranks) or (len(found) > 1 and all(ranks[worker].doing in PATIENT for worker in found))
     return {} if many else {worker: why + _at(ranks[worker]) for worker, why in found.items()}
+
+
+def _hangs(stages: Iterable[Mapping[WorkerId, int]]) -> dict[WorkerId, str]:
+    """The one whose GPU has done less than those of all others in its stage. Of several, some may wait for another of them: in
+    a collective within a block (tp, cp), or for a message of another stage."""
+    behind = [(worker, n, len(counts)) for counts in stages for worker, n in counts.items() if n < max(counts.values())]
+    if len(behind) != 1:
+        return {}
+    ((worker, n, of),) = behind
+    return {worker: f"has a GPU that stands behind part {n} of its work; the GPUs of {of - 1} other ranks have done more"}
 
 
 def _absent(number: int, axis: str, n: int) -> str:

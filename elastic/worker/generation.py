@@ -17,7 +17,7 @@ from elastic.data.loader import Ahead, Batch, Loader, collate
 from elastic.data.opening import Sets
 from elastic.data.streams import Stream
 from elastic.errors import InternalError
-from elastic.mesh import axes_of
+from elastic.mesh import axes_of, stage_ranks
 from elastic.rank_times import RankTimes
 from elastic.reshard.shards import RNG, boxes
 from elastic.types import Evaluated, GuardTripped, NoiseSeen, Plan, PlanEntered, Probed, SharesSet
@@ -25,6 +25,7 @@ from elastic.worker.calls import count_of
 from elastic.worker.commit import Commit, step_done
 from elastic.worker.copies import PeerCopies, kept_by
 from elastic.worker.copy_stream import GroupWire
+from elastic.worker.dtensor_random import settle_random
 from elastic.worker.equal_results import EqualResults
 from elastic.worker.groups import Groups
 from elastic.worker.guards import MEMORY, Trip
@@ -32,6 +33,7 @@ from elastic.worker.host_copy import HostCopies, HostCopy, Lease, flat_bytes
 from elastic.worker.offender import Offender, Tripped
 from elastic.worker.options import needs_fsdp
 from elastic.worker.probe import Probe
+from elastic.worker.standing import DEVICE
 from elastic.worker.step import Stepper, Words
 from elastic.worker.takeover import Taken, Takeover, check_digest
 from elastic.worker.train_state import TrainState
@@ -44,7 +46,10 @@ TAGS = 30_000
 
 def groups_of(place: Workplace, plan: Plan) -> Groups:
     """Not made yet."""
-    return Groups(plan.generation, plan.layout, place.device, needs_fsdp(place.job, plan.layout))
+    groups = Groups(plan.generation, plan.layout, place.device, needs_fsdp(place.job, plan.layout))
+    if place.device_lost:
+        groups.lose_device()
+    return groups
 
 
 class Generation:
@@ -87,9 +92,12 @@ class Generation:
     def enter(self) -> None:
         """Returns when every participant has what it needs. Raises what the groups raise when a participant goes away."""
         place, order = self.place, self.order
+        if place.device_lost and self.rank is not None:
+            raise torch.AcceleratorError("CUDA error: the device of this worker failed in an earlier generation")
         place.at_phase("waiting", 0)
         self._reserve()
         self.groups.join(order.store, order.me, len(order.participants), order.timeout_s, order.secret)
+        settle_random(self.groups.mesh)
         self._lap("groups")
         takeover = Takeover(place, order, self.groups)
         takeover.make_room()
@@ -438,6 +446,14 @@ class Generation:
         finally:
             self.take_along()
 
+    def arrived(self) -> tuple[tuple[str, int, int], ...]:
+        """See Groups.arrived; of a GPU also how far it has come, among the ranks of its pipeline stage. From any thread."""
+        stepper, layout = self._built, self.plan.layout
+        if stepper is None or self.groups.device.type != "cuda":
+            return self.groups.arrived()
+        first = min(stage_ranks(layout, stepper.at.pp))
+        return (*self.groups.arrived(), (DEVICE, first, stepper.spans.marks.passed()))
+
     @property
     def next_step(self) -> int:
         """The step under way; 0 = the state was not there yet."""
@@ -446,6 +462,7 @@ class Generation:
     def lose_device(self) -> None:
         """From now on nothing on this process's GPU is offered to others."""
         self.device_lost = True
+        self.place.lose_device()
 
     def break_off(self) -> None:
         """Frees the ranks that wait for this one; on a lost device as far as that can be done."""

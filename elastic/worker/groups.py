@@ -109,6 +109,7 @@ class Groups:
         self._aborted = False
         self._joining = threading.Event()
         self._n_participants = 0
+        self._has_device = self._whole = True  # has this participant, have all of them a device that works?
 
     @property
     def world(self) -> dist.ProcessGroup:
@@ -119,6 +120,15 @@ class Groups:
     def formed(self) -> bool:
         """All groups are made, whether torch knows of them or not."""
         return self._formed
+
+    @property
+    def wire(self) -> tuple[dist.ProcessGroup, torch.device]:
+        """By which state moves, and of which memory: host memory where a participant has lost its device."""
+        return self.transport.wire(self.world, self.device, self._whole)
+
+    def lose_device(self) -> None:
+        """This participant has no device that works; before `join`."""
+        self._has_device, self.transport = False, self.transport.host_only()
 
     @property
     def aborted(self) -> bool:
@@ -168,7 +178,8 @@ class Groups:
         self._share_addresses(me, n_participants)
         if secret and n_participants > 1:
             rendezvous.prove(secret, self.generation, self.world)
-        self.transport.warm_up([group for group in self._device_groups if group.size() > 1])
+        cold = [group for group in self._device_groups if self._whole or group is not self.world]
+        self.transport.warm_up([group for group in cold if group.size() > 1])
 
     def pretend(self, rank: int) -> None:
         """Groups of a layout without the other ranks: collectives return at once and move nothing. For rehearsals."""
@@ -275,11 +286,15 @@ class Groups:
         return ()
 
     def _share_addresses(self, me: int, n: int) -> None:
-        """Tells the others where this rank listens: by that `abort` knows the generation's connections from all others."""
+        """Tells the others where this rank listens: by that `abort` knows the generation's connections from all others. And
+        whether its device works."""
         assert self._store is not None
-        self._store.set(f"addresses/{me}", json.dumps([address_of(at) for _, at in listening(self._before)]))
+        mine = [address_of(at) for _, at in listening(self._before)]
+        self._store.set(f"addresses/{me}", json.dumps([self._has_device, mine]))
         for words in self._store.multi_get([f"addresses/{i}" for i in range(n)]):
-            self._addresses.update((host, port) for host, port in json.loads(words))
+            has_device, theirs = json.loads(words)
+            self._whole = self._whole and has_device
+            self._addresses.update((host, port) for host, port in theirs)
 
     def abort(self) -> None:
         """Breaks off everything that waits on this generation. Safe from another thread, and twice.

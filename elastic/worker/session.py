@@ -68,8 +68,8 @@ SCRIPT_THREAD = "script"
 
 @dataclass(frozen=True)
 class Beat:
-    """Answer to a poll. `progress` changes whenever the worker gets on; `arrived`: see Groups.arrived. `doing`, `where`: what a
-    worker is at that has not got on since the poll before."""
+    """Answer to a poll. `progress` changes whenever the worker gets on; `arrived`: see Generation.arrived. `doing`, `where`:
+    what a worker is at that has not got on since the poll before."""
 
     messages: tuple[tuple[int, Event], ...]
     generation: int
@@ -225,7 +225,7 @@ class Session:
         if running is None:
             return Beat(messages, 0, *at)
         doing: tuple[Doing, str] = standing(self._at_work()) if still else ("", "")
-        return Beat(messages, running.number, *at, (), running.groups.arrived(), *doing)
+        return Beat(messages, running.number, *at, (), running.arrived(), *doing)
 
     def _at_work(self) -> list[threading.Thread]:
         """The threads that may be: the training thread, else that of a script."""

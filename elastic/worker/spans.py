@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from elastic.program import Program
+from elastic.worker.device_marks import DeviceMarks
 from elastic.worker.faults import FORWARD, DeviceFaults
 from elastic.worker.model_profile import block_names
 from elastic.worker.sequence import tensors_in
@@ -30,6 +31,7 @@ class Spans:
 
     def __init__(self, models: Sequence[nn.Module], program: Program, device: torch.device, faults: DeviceFaults) -> None:
         self.device, self.faults = device, faults
+        self.marks = DeviceMarks(device)
         self.n_passes = 0  # begun since the generation was entered
         self._began: Mark | None = None
         self._back: _Back | None = None  # of the pass under way, where it is to be slow
@@ -80,6 +82,7 @@ class Spans:
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
         began, self._began = self._began, None
+        self.marks.mark()
         if began is None:
             return _spoilt(output, self.faults) if self.faults.alters else None
         ended, took_s = self._mark(), 0.0

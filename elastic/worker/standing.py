@@ -10,12 +10,14 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Literal
 
-Doing = Literal["", "own", "others", "batch", "compiling", "copying"]  # '' = not known
+Doing = Literal["", "own", "others", "device", "batch", "compiling", "copying"]  # '' = not known
+DEVICE = "device"  # beside the names of groups: what a GPU has done
 PATIENT: dict[Doing, str] = {"batch": "waits for its batch", "compiling": "compiles", "copying": "stores a copy"}
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 COPYING = ("saving", "host_copy", "copies", "copy_stream", "durable")  # modules of elastic/worker, by how their names begin
+READING = "readback.py"  # where the host waits for the device
 FRAMES_MOST = 200
 
 
@@ -54,6 +56,8 @@ def _by_file(file: str) -> Literal["turn"] | Doing | None:
         package, _, module = file[len(HERE) :].rpartition(os.sep)
         if package == "worker" and module == "turns.py":
             return "turn"
+        if package == "worker" and module == READING:
+            return "device"
         if package == "data":
             return "batch"
         return "copying" if package == "worker" and module.startswith(COPYING) else "own"

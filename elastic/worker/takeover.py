@@ -109,7 +109,7 @@ class Takeover:
             return region(self.state.tensors, transfer)
 
         old_bytes = device_bytes(place.held)
-        moved = carry_out(transfers, me, read, write, (self.groups.world, self.groups.device))
+        moved = carry_out(transfers, me, read, write, self.groups.wire)
         self.groups.check()
         given = tuple((Box(t.fqn, t.offsets, t.sizes, t.dtype), read(t)) for t in transfers if t.source == me)
         new_bytes = storage_bytes(tensor for _, tensor in self.state.tensors.values()) if self.state is not None else 0

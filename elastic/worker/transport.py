@@ -98,6 +98,14 @@ class Transport:
         """Frees what waits in a kernel. Returns how many groups could not be aborted within ABORT_MOST_S."""
         return 0
 
+    def host_only(self) -> Transport:
+        """That of a participant whose device has failed: it meets the others, and only its host memory can be sent."""
+        return HostOnly()
+
+    def wire(self, world: dist.ProcessGroup, device: torch.device, whole: bool) -> tuple[dist.ProcessGroup, torch.device]:
+        """By which state moves, and of which memory. `whole`: every participant has its device."""
+        return world, device if whole else torch.device("cpu")
+
     def counters(self, group: dist.ProcessGroup) -> tuple[Any, ...]:
         """What counts the collectives that were begun in the group."""
         return (group._get_backend(torch.device("cpu")),)
@@ -105,6 +113,12 @@ class Transport:
     def take_down(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Shuts the groups down, whatever state they are in."""
         _shut_down(groups)
+
+
+class HostOnly(Transport):
+    """The part of NCCL's and gloo's groups that needs no CUDA context."""
+
+    backend = "cpu:gloo"
 
 
 class Nccl(Transport):

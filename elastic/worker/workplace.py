@@ -79,6 +79,7 @@ class Workplace:
     probe_repeats: bool = True  # is that loss the same each time?
     axes: frozenset[str] = frozenset()  # with more than one rank, of the generation entered last
     left_at_s: float | None = None  # when the last step of the generation before was finished
+    device_lost: bool = False
 
     def __post_init__(self) -> None:
         self.saving = Saving(self)
@@ -87,6 +88,11 @@ class Workplace:
         self.side = SideStream(self.device)
         submit = self.background
         self.background = lambda work, *arguments: submit(run_on(self.device, work), *arguments)
+
+    def lose_device(self) -> None:
+        """After a CUDA error that stays. What is in host memory is served on: nothing here uses the device any more."""
+        self.device_lost, self.device = True, torch.device("cpu")
+        self.side = SideStream(self.device)
 
     def keep(self, held: list[Held]) -> None:
         """From now on only these are held; the host buffers of the others are free again.

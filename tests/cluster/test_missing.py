@@ -50,6 +50,21 @@ def test_nobody_is_named_where_most_would_be_or_where_several_only_wait_for_thei
     assert list(missing({**reading, B: two[B]}, staged=False)) == [A, B]
 
 
+def test_a_gpu_that_hangs_is_told_from_those_that_wait_for_it() -> None:
+    """Every host has enqueued the same, and waits for its device."""
+    ranks = {rank: replace(at(dp_0=9, device_0=6 if rank == C else 7), doing="device") for rank in RANKS}
+    why = "has a GPU that stands behind part 6 of its work; the GPUs of 3 other ranks have done more"
+    assert missing(ranks, staged=False) == {C: why}
+    assert list(missing({**ranks, D: at(dp_0=8, device_0=5)}, staged=False)) == [D], "a host that did not come says more"
+
+
+def test_nobody_where_a_gpu_may_wait_for_another_that_has_done_as_little() -> None:
+    tp = {rank: at(tp_0=9, device_0=6 if rank in (A, B) else 7) for rank in RANKS}
+    assert missing(tp, staged=False) == {}
+    stages = {A: at(device_0=6), B: at(device_0=7), C: at(device_2=3), D: at(device_2=4)}
+    assert missing({rank: replace(one, doing="device") for rank, one in stages.items()}, staged=True) == {}
+
+
 def test_stages_are_told_apart_by_what_they_do() -> None:
     """C waits for a message of A: behind D among its own stage, though A is the one that stands."""
     ranks = {A: at(dp_0=5), B: at(dp_0=6), C: at(dp_2=5), D: at(dp_2=6)}

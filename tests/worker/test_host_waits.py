@@ -19,6 +19,7 @@ from elastic.optimisation import Guards
 from elastic.program import Program, load_program
 from elastic.types import Layout, Plan, WorkerId
 from elastic.worker.calls import cut_rows, first_rows
+from elastic.worker.device_marks import DeviceMarks
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.generation import Generation
 from elastic.worker.groups import Groups
@@ -261,6 +262,7 @@ def test_blocks_are_timed_in_few_steps_on_a_gpu_by_events_that_are_used_again(mo
     monkeypatch.setattr(Event, "made", 0)
     model = TINY.model()
     spans = Spans([model], TINY, torch.device("cuda"), DeviceFaults())
+    spans.marks = DeviceMarks(torch.device("cpu"))  # they have events of their own
     taken = []
     for step in range(64):
         spans.next_step()

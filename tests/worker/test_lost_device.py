@@ -107,7 +107,7 @@ def test_of_a_lost_device_only_what_lies_in_host_memory_is_taken_along() -> None
     copies.kept = {1: []}
     generation = Generation.__new__(Generation)
     generation.state, generation.copies, generation.device_lost = None, copies, False
-    generation.place = SimpleNamespace(held=[device, host, moved])  # type: ignore[assignment]
+    generation.place = SimpleNamespace(held=[device, host, moved], lose_device=lambda: None)  # type: ignore[assignment]
     generation.stepper = SimpleNamespace(pending=SimpleNamespace(step=5))  # type: ignore[assignment]
     assert generation.pending_step == 5
     generation.lose_device()

@@ -57,6 +57,7 @@ OURS = str(Path(elastic.__file__).parent)
         (f"{OURS}/worker/saving.py", "copying"),
         (f"{OURS}/worker/host_copy.py", "copying"),
         (f"{OURS}/worker/step.py", "own"),
+        (f"{OURS}/worker/readback.py", "device"),
         ("/home/somebody/train.py", "own"),
     ],
 )

@@ -5,10 +5,10 @@ CPU.
 - An operation returns before it is done; who waits for it is freed by `abort` of that group and by nothing else: not by the end
   of a connection, not by another group's abort. `abort` raises nothing in those that wait; the outputs hold wrong numbers.
 - After its abort a group refuses further calls. `shutdown` may raise or take long.
-- Calls are counted when they are enqueued.
+- Calls are counted when they are enqueued, and run in that order, `late_s` after it: inputs are read then.
 
-Numbers in host memory go through gloo as they do beside NCCL: float64, int64, and bytes that are few (messages of the ranks);
-everything else counts as being on the device.
+Numbers in host memory go through gloo as they do beside NCCL: float64, int64, bytes that are few (messages of the ranks), and
+what the threads of peer copies send; everything else counts as being on the device.
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from elastic.worker import groups
+from elastic.worker.faults import MADE_UP, DeviceFaults
+from elastic.worker.host_copy import Hands
 from elastic.worker.transport import Nccl
 
 NAME = "nccllike"
 FEW_BYTES = 4096
+COPIES = "peer-copy"  # the name of their threads
 WRONG = 7.0  # what an aborted operation leaves in its outputs
 SET_UP_S = 5.0  # that the first use waits for the other ranks; NCCL waits for TORCH_NCCL_NONBLOCKING_TIMEOUT
 LOOK_S = 0.0005
 
 
 def in_host_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """As elastic uses them: commits, sums and messages between ranks are never on the device."""
+    """As elastic uses them: commits, sums, messages between ranks and peer copies are never on the device."""
+    if threading.current_thread().name == COPIES:
+        return True
     return all(t.dtype in (torch.float64, torch.int64) or (t.dtype == torch.uint8 and t.numel() <= FEW_BYTES) for t in tensors)
 
 
@@ -49,15 +54,30 @@ def _flat(nested: Any) -> list[torch.Tensor]:
 class DeviceWork(dist.Work):
     """An operation on the device. `outputs` are filled with WRONG when it is aborted."""
 
-    def __init__(self, of: NcclLike, inner: dist.Work, outputs: list[torch.Tensor]) -> None:
+    def __init__(self, of: NcclLike, begin: Callable[[], dist.Work], outputs: list[torch.Tensor]) -> None:
         super().__init__()
-        self.of, self.inner, self.outputs = of, inner, outputs
+        self.of, self.outputs = of, outputs
         self.over = threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
+        if of.late_s:
+            of.stream.do(lambda: self._begin_late(begin, time.monotonic() + of.late_s))
+        else:
+            self._follow(begin())
 
-    def _run(self) -> None:
+    def _begin_late(self, begin: Callable[[], dist.Work], at_s: float) -> None:
+        if not self.of.gone.wait(max(0.0, at_s - time.monotonic())):
+            try:
+                self._follow(begin())
+            except RuntimeError:  # a connection has ended: a kernel does not notice
+                self._follow(None)
+
+    def _follow(self, inner: dist.Work | None) -> None:
+        threading.Thread(target=self._run, args=(inner,), daemon=True).start()
+
+    def _run(self, inner: dist.Work | None) -> None:
         try:
-            self.inner.wait()
+            if inner is None:
+                raise RuntimeError
+            inner.wait()
         except RuntimeError:  # a connection has ended: a kernel does not notice, and spins on
             self.of.gone.wait()
         self.over.set()
@@ -86,6 +106,9 @@ class NcclLike(dist.ProcessGroup):
     shutdown_raises = False
     shutdown_takes_s = 0.0
     dies_after: int | None = None  # operations of this process on the device
+    lost = False  # this process's device
+    late_s = 0.0  # from the call to the beginning of an operation on the device
+    before: Callable[[Any], None] | None = None  # called with each operation's process group
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -94,10 +117,18 @@ class NcclLike(dist.ProcessGroup):
         self.kernels = dist.ProcessGroupGloo(PrefixStore("kernels", store), rank, size, timeout=timedelta(days=1))
         self.gone = threading.Event()
         self.set_up = False
+        self.from_host = False  # everything that is sent lies in host memory
+        self._stream: Hands | None = None
         self.n_enqueued = 0
         self.known_as = self.described_as = ""
 
     # ------------------------------------------------------------------------------------------ as a communicator
+
+    @property
+    def stream(self) -> Hands:
+        """Begins operations in the order of their calls."""
+        self._stream = self._stream or Hands(1, "device-stream")
+        return self._stream
 
     def abort(self) -> None:
         self.gone.set()
@@ -124,8 +155,12 @@ class NcclLike(dist.ProcessGroup):
 
     def _run(self, call: Callable[[dist.ProcessGroup], dist.Work], inputs: Any, outputs: Any) -> dist.Work:
         tensors, filled = [*_flat(inputs), *_flat(outputs)], _flat(outputs)
-        if in_host_memory(tensors):
+        if NcclLike.before is not None:
+            NcclLike.before(self)
+        if self.from_host or in_host_memory(tensors):
             return call(self.host)
+        if NcclLike.lost:
+            raise torch.AcceleratorError(MADE_UP)
         if self.gone.is_set():
             raise dist.DistBackendError("NCCL communicator was aborted on this rank")
         if not self.set_up:
@@ -135,7 +170,7 @@ class NcclLike(dist.ProcessGroup):
             if NcclLike.dies_after == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             NcclLike.dies_after -= 1
-        return DeviceWork(self, call(self.kernels), filled)
+        return DeviceWork(self, lambda: call(self.kernels), filled)
 
     # ------------------------------------------------------------------------------------------ as a process group
 
@@ -212,6 +247,13 @@ class NcclLikeTransport(Nccl):
         group._set_group_name(name)
         return group
 
+    def host_only(self) -> NcclLikeTransport:
+        return NcclLikeHostOnly()
+
+    def wire(self, world: Any, device: torch.device, whole: bool) -> tuple[dist.ProcessGroup, torch.device]:
+        world.from_host = not whole
+        return super().wire(world, device, whole)
+
     def communicator(self, group: dist.ProcessGroup) -> Any:
         return group
 
@@ -219,6 +261,20 @@ class NcclLikeTransport(Nccl):
         return (group,)
 
 
+class NcclLikeHostOnly(NcclLikeTransport):
+    def warm_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """There is no communicator."""
+
+
 def use() -> None:
-    """In a worker's process: its generations are on NcclLike from now on."""
+    """In a worker's process: its generations are on NcclLike from now on, and nothing goes through a device that has failed."""
+    plain = DeviceFaults.check
+
+    def check(faults: DeviceFaults, place: str) -> None:
+        try:
+            plain(faults, place)
+        finally:
+            NcclLike.lost = faults.lost
+
+    DeviceFaults.check = check  # type: ignore[method-assign]
     groups.transport_of = NcclLikeTransport  # type: ignore[assignment]

@@ -27,7 +27,18 @@ def _dies_on_device(session: Session, step: int, after: int) -> None:
 Session.dies_on_device = _dies_on_device  # type: ignore[attr-defined]
 
 
+def _late(session: Session, seconds: float) -> None:
+    """Operations on the device begin so long after their calls."""
+    nccl_like.NcclLike.late_s = seconds
+
+
+Session.late = _late  # type: ignore[attr-defined]
+
+
 def _serve_nccl_like(pipe: Connection) -> None:
+    from support.worker import phase_faults  # gives the session `arm_phase`
+
+    phase_faults.follow_generations()
     nccl_like.use()
     _serve_faulty(pipe)
 
