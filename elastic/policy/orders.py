@@ -97,7 +97,7 @@ def _ordered_plan(state: State, action: EnterPlan, at_s: float) -> State:
 
 
 def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
-    if state.repeat:
+    if state.repeat and state.failure is None:
         return replace(state, repeat=())
     killed = frozenset(action.kill)
     if state.aborting:
@@ -107,7 +107,7 @@ def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
     failure = state.failure or Failure("infrastructure", f"generation {action.generation} was broken off", at_s)
     owing = frozenset(worker for worker in state.members - killed if state.lives(worker))
     state = replace(
-        state, phase="waiting", plan=None, target=None, failure=None, quiescing=None,
+        state, phase="waiting", plan=None, target=None, failure=None, quiescing=None, repeat=(),
         aborting=Aborting(action.generation, at_s, owing, failure),
     )  # fmt: skip
     for worker in sorted(killed):

@@ -8,13 +8,15 @@ from typing import Any
 
 from elastic.mesh import replica_key
 from elastic.rank_times import RankTimes
-from elastic.sim.faults import Delays, Moment
+from elastic.sim.faults import Delays, Fault, Moment
 from elastic.sim.functions import Functions
 from elastic.sim.machines import Machines
 from elastic.sim.paces import FORWARD, Paces, step_s
 from elastic.types import (
     Abort,
     Copy,
+    CopyDamaged,
+    CopyFailed,
     CopyStored,
     DigestChecked,
     EnterPlan,
@@ -80,6 +82,9 @@ class Generations(Machines):
         self._wrong: set[int] = set()  # generations whose content is
         self._not_finite: set[int] = set()  # steps that will give no number
         self._for_ever = False  # whenever they are done
+        self.stored: dict[str, Copy] = {}  # checkpoints that are in storage, by uri, in the order in which they came
+        self._damaged: set[str] = set()
+        self._away_since_s = self._away_until_s = self._full_until_s = 0.0
 
     def _running(self) -> list[Group]:
         return [group for group in self._groups.values() if group.entered and not group.ended]
@@ -158,6 +163,9 @@ class Generations(Machines):
         if len(set(plan.ranks)) != plan.layout.world_size or sum(plan.samples) != self.job["global_batch"]:
             self.violations.append(f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit {plan.layout}")
         group = self._groups[plan.generation] = Group(plan)
+        for worker in sorted(group.members):
+            if not self._lives(worker):
+                self._tell(WorkerFailed(worker, plan.generation, "process", "it is not there"))
         failed = self._without_device & set(plan.ranks)
         for worker in sorted(failed):
             self._tell_broken(worker, plan.generation, 0)
@@ -177,7 +185,25 @@ class Generations(Machines):
 
     def _transition(self, group: Group) -> None:
         slow = group.plan.resume.source == "durable"
-        self._after(self.delays.restore_s if slow else self.delays.enter_s, lambda: self._entered(group))
+        delay_s = self._stored_s(self.delays.restore_s) if slow else self.delays.enter_s
+        self._after(delay_s, lambda: self._entered(group))
+
+    def _stored_s(self, delay_s: float) -> float:
+        """What storage takes for what it would do in `delay_s`."""
+        return delay_s + max(0.0, self._away_until_s - self._now_s)
+
+    def _storage_fault(self, fault: Fault) -> None:
+        until_s = self._now_s + fault.lasts_s
+        readable = [uri for uri in self.stored if uri not in self._damaged]
+        if fault.kind == "storage":
+            self._away_since_s = self._away_since_s if self._now_s < self._away_until_s else self._now_s
+            self._away_until_s = max(self._away_until_s, until_s)
+        elif fault.kind == "full":
+            self._full_until_s = max(self._full_until_s, until_s)
+        elif len(readable) > 1:
+            self._damaged.add(readable[-1])
+            if fault.lasting:
+                del self.stored[readable[-1]]
 
     def _entered(self, group: Group) -> None:
         plan, resume = group.plan, group.plan.resume
@@ -188,6 +214,12 @@ class Generations(Machines):
         if not self.fits(plan):
             group.ended = True
             self._tell(WorkerFailed(plan.ranks[0], plan.generation, "out_of_memory", "out of memory", 1 << 30))
+            return
+        if resume.source == "durable" and resume.uri in self._damaged:
+            group.ended = True
+            for worker in plan.ranks:
+                self._tell(CopyDamaged(resume.uri, f"{resume.uri}/rank-0000: digest differs"))
+                self._tell(WorkerFailed(worker, plan.generation, "infrastructure", f"{resume.uri}: damaged"))
             return
         source = self._groups.get(resume.generation)
         group.step = source.step if resume.source == "live" and source else resume.step
@@ -359,11 +391,17 @@ class Generations(Machines):
         plan, step = group.plan, group.step
 
         def stored() -> None:
-            if all(self._lives(worker) for worker in plan.ranks):
-                uri = f"sim://step-{step:08d}.g{plan.generation:04d}"
-                self._tell(CopyStored(Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri), 1.0, 0.05))
+            if not all(self._lives(worker) for worker in plan.ranks):
+                return
+            if self._now_s < self._full_until_s:
+                self._tell(CopyFailed(plan.generation, step, "No space left on device"))
+                return
+            uri = f"sim://step-{step:08d}.g{plan.generation:04d}"
+            self.stored[uri] = Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri)
+            self._damaged.discard(uri)
+            self._tell(CopyStored(self.stored[uri], 1.0, 0.05))
 
-        self._after(self.delays.store_s, stored)
+        self._after(self._stored_s(self.delays.store_s), stored)
 
     def _finish(self, group: Group) -> None:
         """All ranks leave at this boundary; the last copy is under way."""
