@@ -28,11 +28,14 @@ from elastic.types import (
     NodeReady,
     Notice,
     NoticeWithdrawn,
+    PlanEntered,
     Pool,
     Prepare,
     Quiesced,
+    RanksTimed,
     RequestFailed,
     SetShares,
+    StepDone,
     WorkerFailed,
     WorkerId,
 )  # fmt: skip
@@ -110,9 +113,18 @@ class Outliving(SimBackend):
             self._die(self.dies_at_order)
         if not (isinstance(action, EnterPlan) and action.plan.generation in self._groups):
             super().execute(action)
-        if isinstance(action, Prepare) and action.node_id in self._lost() - self._told_lost:  # it went while nobody looked
+        if isinstance(action, Prepare) and self._unheard_of(action.node_id):
             self._told_lost.add(action.node_id)
             self._tell(NodeLost(action.node_id, "it is not there"))
+
+    def _unheard_of(self, node_id: str) -> bool:
+        """It went while nobody looked."""
+        machine = self._machines.get(node_id)
+        return machine is not None and machine.gone_s is not None and node_id not in self._told_lost
+
+    def _deadline_s(self, worker: WorkerId) -> float:
+        """That a driver can know of."""
+        return float("inf") if self._unheard_of(worker.node_id) else super()._deadline_s(worker)
 
     def passes(self, seconds: float) -> None:
         """Time in which nobody polls."""
@@ -158,11 +170,18 @@ class Outliving(SimBackend):
                 self._out.append(NodePrepared(name))
             if machine.deadline_s is not None:
                 self._out.append(Notice(name, machine.deadline_s, "scripted"))
+        newest = self._groups.get(max(self._groups, default=0))
+        for worker in newest.plan.ranks if newest is not None and newest.ended else ():  # each of them, if it was not told yet
+            if self._answers(worker) and worker not in self._without_device:
+                self._out.append(WorkerFailed(worker, newest.plan.generation, "collective", "connection reset by peer"))  # type: ignore[union-attr]
         return replace(start, attached=not is_first)
 
     def _can_say(self, event: Event) -> bool:
         """What a worker had to say is lost with it."""
-        node_id = event.worker.node_id if isinstance(event, Quiesced | WorkerFailed) else getattr(event, "node_id", "")
+        if isinstance(event, StepDone | PlanEntered | RanksTimed):
+            node_id = self._groups[event.generation].plan.ranks[0].node_id
+        else:
+            node_id = event.worker.node_id if isinstance(event, Quiesced | WorkerFailed) else getattr(event, "node_id", "")
         return not node_id or node_id not in self._lost()
 
     def _ends(self) -> None:
