@@ -4,8 +4,8 @@
     python tests/chaos.py --seed 84 --runs 1            # that run again
     python tests/chaos.py --engine processes --minutes 10
 
-Each run is judged as the tests judge it (tests/support/chaos/judge.py). The exit code is 1 where one was wrong; its seed is said, and
-belongs into KEPT of tests/sim/test_random_runs.py or tests/e2e/test_chaos.py.
+Each run is judged by tests/support/chaos/judge.py. The exit code is 1 where one was wrong; its seed is said, and
+belongs into KEPT of tests/sim/test_random_runs.py, or SEEDS of tests/e2e/test_chaos_runs.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SEED_MOST = 10**7
-RUNS = 200
+RUNS = {"virtual": 500, "processes": 10}
 SAY_EVERY_S = 10.0
 
 
@@ -60,7 +60,9 @@ class Table:
     def __str__(self) -> str:
         rows = [f"{'fault':14} {'happened':>9} {'in wrong runs':>14}"]
         rows += [f"{kind:14} {n:9} {self.failed_with[kind]:14}" for kind, n in self.faults.most_common()]
-        rows.append(f"{self.runs} runs, {sum(self.faults.values())} faults in {self.seconds:.0f} s: {len(self.failed)} runs are wrong")
+        rows.append(
+            f"{self.runs} runs, {sum(self.faults.values())} faults in {self.seconds:.0f} s: {len(self.failed)} runs are wrong"
+        )
         return "\n".join([*rows, *(f"seed {seed}: {'; '.join(wrong)[:600]}" for seed, wrong in self.failed.items())])
 
 
@@ -92,11 +94,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("virtual", "processes"), default="virtual")
     parser.add_argument("--seed", type=int, help="of the first run (default: by chance); the next ones follow")
-    parser.add_argument("--runs", type=int, help=f"at most (default: {RUNS}, with --minutes as many as there is time for)")
+    parser.add_argument("--runs", type=int, help=f"at most (default: {RUNS}; with --minutes, as many as there is time for)")
     parser.add_argument("--minutes", type=float, help="no run begins later")
     given = parser.parse_args()
     first = SystemRandom().randrange(SEED_MOST) if given.seed is None else given.seed
-    runs = given.runs or (RUNS if given.minutes is None else sys.maxsize)
+    runs = given.runs or (RUNS[given.engine] if given.minutes is None else sys.maxsize)
     print(f"{given.engine}: seeds from {first} on", flush=True)
     one, table = {"virtual": simulated, "processes": processes}[given.engine], Table()
     seed = first

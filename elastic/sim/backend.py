@@ -67,7 +67,8 @@ class SimBackend(Generations):
             RequestNodes: self._request, ReleaseNode: self._release, DrainNode: self._drain,
             Prepare: self._prepare, EnterPlan: self._enter,
             Abort: self._abort, Quiesce: self._quiesce, StoreCopy: self._store, Stop: self._stop,
-            RemoveCopy: self._remove, SetCadence: self._set_cadence, SetShares: self._set_shares, RollForward: self._roll_forward,
+            SetCadence: self._set_cadence, SetShares: self._set_shares, RollForward: self._roll_forward,
+            RemoveCopy: self._remove,
         }  # fmt: skip
         order = orders.get(type(action))
         if order and self._stopped_s is None:

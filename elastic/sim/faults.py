@@ -37,8 +37,8 @@ class Fault:
     """What happens at `at_s`. `which` picks a node by its place among those that live (modulo their number), of the pool `only`
     where that is given.
 
-    notice: taken `amount` seconds after its deadline (below 0: before), which is `lasts_s` from now; `lasting`: never. For a node
-    that has notice, another deadline. withdraw: the notice of a node that has one.
+    notice: taken `amount` seconds after its deadline (below 0: before), which is `lasts_s` from now; `lasting`: never. For a
+    node that has notice, another deadline. withdraw: the notice of a node that has one.
     drought: the pool gives nothing for `lasts_s`. slow: what is asked of it in that time comes `amount` seconds later. crash:
     its nodes that come in that time are gone before they are prepared. refuse: they are not let in. price: it costs `amount`
     dollars per node-hour from now on. loss, hang, process: of a node, or of its first worker. error: a collective fails, nobody

@@ -116,6 +116,12 @@ class Generations(Machines):
         self._pending.pop(worker, None)
         self._tell_broken(worker, generation, step)
 
+    def _come_back(self, node_id: str) -> None:
+        """On another machine."""
+        super()._come_back(node_id)
+        self._without_device = {worker for worker in self._without_device if worker.node_id != node_id}
+        self._told_broken = {worker for worker in self._told_broken if worker.node_id != node_id}
+
     def _tell_broken(self, worker: WorkerId, generation: int, step: int) -> None:
         """What the process says, if it lives so long; another one on that GPU says so when it is to use it."""
         error = "CUDA error: uncorrectable ECC error encountered"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from elastic.api.running import _unwritten
 from elastic.driver import restored
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Line
@@ -16,7 +17,6 @@ from elastic.types import (
     Action,
     CopyStored,
     DigestChecked,
-    DriverStarted,
     EnterPlan,
     Event,
     NodeLost,
@@ -108,10 +108,10 @@ def events(lines: Sequence[Line], kind: type[Event]) -> list[Event]:
 def _steps(lines: Sequence[Line], expected: Undisturbed) -> Iterator[str]:
     """Each once, on its own samples, with the loss of the undisturbed run, and content that arrived as it was sent."""
     found, curve = kept(lines), {point.step: point for point in view_of(lines).curve()}
-    steps = range(1, len(expected.losses) + 1)
+    steps, unwritten = range(1, len(expected.losses) + 1), _unwritten(lines)
     for step in steps:
         if step not in found:
-            if not _unwritten(lines, step):
+            if step not in unwritten:
                 yield f"step {step} is in no generation that the last state comes of"
             continue
         event, loss = found[step], expected.losses[step - 1]
@@ -125,23 +125,6 @@ def _steps(lines: Sequence[Line], expected: Undisturbed) -> Iterator[str]:
         yield f"steps {sorted(more)} are too many"
     if not expected.content_harmed and not all(event.ok for event in events(lines, DigestChecked)):  # type: ignore[attr-defined]
         yield "content differs after a transition"
-
-
-def _unwritten(lines: Sequence[Line], step: int) -> bool:
-    """A driver was killed before it wrote the step down, and a copy of it or of a later one is what the next one found."""
-    started = [event for line in lines for _, event in line.events if isinstance(event, DriverStarted)]
-    return len(started) > 1 and not any(event.step == step for event in events(lines, StepDone)) and step in _gaps(lines)  # type: ignore[attr-defined]
-
-
-def _gaps(lines: Sequence[Line]) -> set[int]:
-    found: set[int] = set()
-    newest, epoch = 0, lines[0].epoch
-    for line in lines:
-        for _, event in line.events:
-            if isinstance(event, StepDone):
-                found |= set(range(newest + 1, event.step)) if line.epoch != epoch else set()
-                newest, epoch = max(newest, event.step), line.epoch
-    return found
 
 
 def _money(lines: Sequence[Line]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Runs under faults in processes of this machine: `elastic run` on its embedded cluster, started again where its driver was killed."""
+"""Runs under faults in processes of this machine: `elastic run` on its embedded cluster, again where its driver was killed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,17 @@ DRILLS = {
     "notice": "notice", "loss": "kill", "return": "kill", "hang": "hang", "stall": "stall", "throttle": "slow",
     "device": "device_error", "add": "add", "wrong_numbers": "corrupt",
 }  # fmt: skip
-ONCE = ("hang", "stall", "driver", "freeze", "storage", "full", "damage", "device", "wrong_numbers")  # they take long, or hurt much
+ONCE = (
+    "hang",
+    "stall",
+    "driver",
+    "freeze",
+    "storage",
+    "full",
+    "damage",
+    "device",
+    "wrong_numbers",
+)  # they take long, or hurt much
 OUTSIDE = ("process", "driver", "freeze", "storage", "full", "damage")
 PROGRAM = """from dataclasses import replace
 import torch
@@ -82,7 +92,7 @@ def case(seed: int) -> Case:
     chance = random.Random(seed)
     remote, layout = chance.random() < 0.4, chance.choice(LAYOUTS)
     job: dict[str, Any] = {
-        "name": "chaos", "steps": STEPS, "global_batch": BATCH, "seed": SEED, "clip_grad_norm": 1.0, "layout": layout,
+        "steps": STEPS, "global_batch": BATCH, "seed": SEED, "clip_grad_norm": 1.0, "layout": layout,
         "peer_every": chance.choice([0, 1, 4, "auto"]), "durable_every": chance.choice([5, 10, 15]), "eval_every": 0,
         "program": "program.py", "min_workers": 1, "check_numbers_every": chance.choice([0, 5]),
         "pools": [{"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 3, "notice_s": 12}],
@@ -110,7 +120,10 @@ def _in_steps(fault: Fault) -> Fault:
 
 def drill_of(fault: Fault) -> dict[str, Any]:
     kind = DRILLS[fault.kind]
-    entry: dict[str, Any] = {"at_step": int(fault.at_s), kind: "spot" if kind == "add" else ("any", "rank0", "any")[fault.which % 3]}
+    entry: dict[str, Any] = {
+        "at_step": int(fault.at_s),
+        kind: "spot" if kind == "add" else ("any", "rank0", "any")[fault.which % 3],
+    }
     if kind == "notice":
         entry["deadline_s"] = max(0.2, fault.lasts_s)
     if kind == "slow":
@@ -178,7 +191,7 @@ def fill(disk: Path) -> None:
 
 
 def damage(storage: Path, marker: bool) -> None:
-    """Of the newest checkpoint, where there is an older one: one byte of its largest file is another one, or its marker is gone."""
+    """Of the newest checkpoint, where there is an older one: a byte of its largest file is another one, or its marker is gone."""
     found = sorted(storage.glob("chaos/checkpoints/*/commit.json"))
     if len(found) < 2:
         return
@@ -260,14 +273,18 @@ def _to_the_end(one: Case, played: Played, shell: Shell, storage: Path | None, p
         played.lines = read(journal) if journal.is_file() else []
     played.said = err
     asked = [event.drill for line in played.lines for _, event in line.events if isinstance(event, DrillAsked)]
-    played.happened += [fault for fault in one.faults if any(drill_of(fault)["at_step"] == e.get("at_step") for e in asked if fault.kind in DRILLS)]
+    played.happened += [
+        fault
+        for fault in one.faults
+        if any(drill_of(fault)["at_step"] == e.get("at_step") for e in asked if fault.kind in DRILLS)
+    ]
     if scene.process.returncode:
         played.wrong.append(f"exit code {scene.process.returncode}: {err.strip()[-500:]}")
         return
     if last_line(out)["samples_exact"] is False:
         played.wrong.append("its samples are not exact")
     if "Traceback" in err:
-        played.wrong.append(f"a traceback: {err[err.index('Traceback'):][:800]}")
+        played.wrong.append(f"a traceback: {err[err.index('Traceback') :][:800]}")
 
 
 def undisturbed(program: Path) -> Undisturbed:
@@ -277,5 +294,3 @@ def undisturbed(program: Path) -> Undisturbed:
     n_samples = len(loaded.dataset())  # type: ignore[arg-type]
     digests = [digest_text(digest(sample_ids(n_samples, BATCH, SEED, step))) for step in range(STEPS)]
     return Undisturbed(losses, digests, TOLERANCE)
-
-

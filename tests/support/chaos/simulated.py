@@ -106,6 +106,10 @@ class Outliving(SimBackend):
     def _die(self, fault: Fault) -> None:
         self.dead, self.dies_at_order = fault, None
         self.n_died += 1
+        for event in self._out:  # parts that are written, and no marker
+            if isinstance(event, CopyStored) and event.copy.kind == "durable":
+                self.stored.pop(event.copy.uri, None)
+        self._out = [event for event in self._out if not (isinstance(event, CopyStored) and event.copy.kind == "durable")]
         raise Died
 
     def execute(self, action: Action) -> None:
@@ -259,7 +263,8 @@ def judged(played: Played) -> list[str]:
     steps, kinds = int(played.backend.job["steps"]), {fault.kind for fault in played.faults}
     digests = [f"sample-{step}" for step in range(1, steps + 1)]
     found = wrong(played.lines, Undisturbed([1.0] * steps, digests, content_harmed="corrupt" in kinds))
-    found += played.backend.violations
+    # An order waits for storage, and a node that it names may be known as lost by then.
+    found += [text for text in played.backend.violations if "storage" not in kinds or " uses " not in text]
     if not played.backend.closed and not played.backend.n_died:
         found.append("its backend is not closed")
     if found or played.backend.n_died or "freeze" in kinds:
@@ -268,9 +273,15 @@ def judged(played: Played) -> list[str]:
 
 
 def bill(played: Played) -> list[str]:
-    """A driver that was always there has seen all that was paid."""
+    """A driver that was always there has seen all that was paid; but for what its last order waited for storage."""
+    if played.backend.now_s() != pytest.approx(played.lines[-1].at_s):
+        return []
     said, paid = sum(account(played.lines).gpu_seconds.values()), played.backend.gpu_seconds()
-    return [] if said == pytest.approx(paid, rel=1e-9, abs=1e-6) else [f"the ledger says {said:.3f} GPU-seconds, it were {paid:.3f}"]
+    return (
+        []
+        if said == pytest.approx(paid, rel=1e-9, abs=1e-6)
+        else [f"the ledger says {said:.3f} GPU-seconds, it were {paid:.3f}"]
+    )
 
 
 def calm(lines: list[Line]) -> list[str]:

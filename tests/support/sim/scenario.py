@@ -124,8 +124,8 @@ def liars(seed: int) -> list[Fault]:
 
 
 def storage(seed: int, pools: list[str]) -> list[Fault]:
-    """In every third run: storage that answers nothing, is full, or has lost what was written; pools that give nodes which end at
-    once, late, or at another price."""
+    """In every third run: storage that answers nothing, is full, or has lost what was written; pools that give nodes
+    which end at once, late, or at another price."""
     chance = random.Random(seed + 5000)
     if chance.random() > 1 / 3:
         return []
@@ -133,13 +133,15 @@ def storage(seed: int, pools: list[str]) -> list[Fault]:
     for _ in range(chance.randint(1, 3)):
         kind: FaultKind = chance.choice(["storage", "full", "damage", "crash", "slow", "price"])
         lasts_s = chance.uniform(0.5, chance.choice([5, 20, 80]))
+        if kind == "damage" and any(fault.kind == kind for fault in faults):
+            continue  # of two copies that are kept one is left
         lasting, amount = chance.random() < 0.5, chance.uniform(0.2, 20.0)
         faults.append(Fault(chance.uniform(5, 90), kind, 0, lasts_s, chance.choice(pools), lasting=lasting, amount=amount))
     return faults
 
 
 def drivers(seed: int) -> list[Fault]:
-    """In every third run: drivers that are killed, or stand still, for up to an hour; the next one's clock may be an hour off."""
+    """In every third run: drivers that are killed or stand still, for up to an hour; the next one's clock may be off."""
     chance = random.Random(seed + 6000)
     if chance.random() > 1 / 3:
         return []
