@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-unit test-all fuzz mutants bench race proven lint clean
+.PHONY: help venv run test test-unit test-all chaos fuzz mutants bench race proven lint clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV ?= .venv
@@ -47,6 +47,9 @@ fuzz: $(STAMP)  ## N wrong inputs for each reader of files and messages (N=10000
 
 mutants: $(STAMP)  ## seed some 190 faults one by one and see which test notices each (half an hour)
 	@$(BIN)/python tests/mutants/run.py
+
+chaos: $(STAMP)  ## random jobs under random faults (SEED=n RUNS=k MINUTES=m of each; ENGINE=virtual or processes)
+	@failed=; for engine in $(or $(ENGINE),virtual processes); do $(BIN)/python tests/chaos.py --engine $$engine $(if $(SEED),--seed $(SEED)) $(if $(RUNS),--runs $(RUNS)) $(if $(MINUTES),--minutes $(MINUTES)) || failed=1; done; [ -z "$$failed" ]
 
 bench: $(STAMP)  ## the benchmarks (hours; `--smoke` of each takes seconds)
 	@failed=; for bench in planner overhead copies reshard checkpoint recovery unequal sickness; do echo "tests/bench/$$bench.py"; $(BIN)/python tests/bench/$$bench.py --json || failed=1; done; [ -z "$$failed" ]

@@ -34,7 +34,18 @@ from elastic.policy.state import ENDED, State
 from elastic.program import Program, load_program
 from elastic.spec import JobSpec, check_budget, check_fit, embedded_pools, job_of, load_drill, load_job, pool_of
 from elastic.storage import Storage, open_storage
-from elastic.types import Copy, CopyDamaged, DriverStarted, Layout, NodePrepared, Outcome, Pool, StepDone, WorkerFailed
+from elastic.types import (
+    Copy,
+    CopyDamaged,
+    DriverStarted,
+    Layout,
+    NodePrepared,
+    Outcome,
+    PlanEntered,
+    Pool,
+    StepDone,
+    WorkerFailed,
+)
 
 if TYPE_CHECKING:
     from elastic.cluster.local import LocalCluster
@@ -420,11 +431,12 @@ def _unwritten(lines: Iterable[Line]) -> set[int]:
     found: set[int] = set()
     epoch, newest = next((line.epoch for line in lines), 0), _begun_at(lines)
     for line in lines:
-        for step in (event.step for _, event in line.events if isinstance(event, StepDone)):
+        for event in (event for _, event in line.events if isinstance(event, StepDone | PlanEntered)):
             if line.epoch > epoch:
-                found |= set(range(newest + 1, step))
-            found.discard(step)
-            epoch, newest = line.epoch, max(newest, step)
+                found |= set(range(newest + 1, event.step + 1))
+            if isinstance(event, StepDone):
+                found.discard(event.step)
+            epoch, newest = line.epoch, max(newest, event.step)
     return found
 
 

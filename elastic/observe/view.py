@@ -151,8 +151,16 @@ class View:
         return None if each is None or not self.steps else (self.steps - self.step) * each
 
     def curve(self) -> list[Point]:
-        """The steps that count: of a step that was trained again, the last time."""
-        return sorted({p.step: p for p in self.points if p.step <= self.step}.values(), key=lambda p: p.step)
+        """The steps that count: of a step that was trained again, the time that the last state comes of, which need not be the
+        newest (a checkpoint may be committed after an older one was resumed from)."""
+        found = {p.step: p for p in self.points if p.step <= self.step}
+        began = {event.generation: event.step for _, event in self.entered}
+        generation, last = max(began, default=0), self.step
+        while generation in began and generation in self.planned:
+            resume = self.planned[generation].resume
+            found |= {p.step: p for p in self.points if p.generation == generation and began[generation] < p.step <= last}
+            generation, last = resume.generation, min(last, began[generation])
+        return sorted(found.values(), key=lambda p: p.step)
 
     def add(self, line: Line) -> list[Note]:
         """Take in one line; returns what it adds to `notes`."""

@@ -45,7 +45,7 @@ def decide(state: State, now_s: float) -> Decision:
         return Decision()
     if state.unseen:
         return _attaching(state, now_s)
-    if state.repeat:
+    if state.repeat and state.failure is None:  # else they are of a generation that cannot be entered any more
         return Decision(tuple(state.repeat), "the driver is back: its last orders are given again")
     for rule in (
         _ending,

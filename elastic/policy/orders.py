@@ -99,7 +99,7 @@ def _ordered_plan(state: State, action: EnterPlan, at_s: float) -> State:
 
 
 def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
-    if state.repeat:
+    if state.repeat and state.failure is None:
         return replace(state, repeat=())
     killed = frozenset(action.kill)
     if state.aborting:
@@ -109,7 +109,7 @@ def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
     failure = state.failure or Failure("infrastructure", f"generation {action.generation} was broken off", at_s)
     owing = frozenset(worker for worker in state.members - killed if state.lives(worker))
     state = replace(
-        state, phase="waiting", plan=None, target=None, failure=None, quiescing=None, forming=None,
+        state, phase="waiting", plan=None, target=None, failure=None, quiescing=None, repeat=(), forming=None,
         aborting=Aborting(action.generation, at_s, owing, failure),
     )  # fmt: skip
     for worker in sorted(killed):

@@ -16,6 +16,7 @@ from elastic.sim.paces import Paces
 from elastic.types import (
     Abort,
     Action,
+    CopyRemoved,
     DrainNode,
     DropGroups,
     EnterPlan,
@@ -25,6 +26,7 @@ from elastic.types import (
     Prepare,
     Quiesce,
     ReleaseNode,
+    RemoveCopy,
     RequestNodes,
     RollForward,
     SetCadence,
@@ -68,6 +70,7 @@ class SimBackend(Generations):
             Prepare: self._prepare, EnterPlan: self._enter, FormGroups: self._form, DropGroups: self._drop_groups,
             Abort: self._abort, Quiesce: self._quiesce, StoreCopy: self._store, Stop: self._stop,
             SetCadence: self._set_cadence, SetShares: self._set_shares, RollForward: self._roll_forward,
+            RemoveCopy: self._remove,
         }  # fmt: skip
         order = orders.get(type(action))
         if order and self._stopped_s is None:
@@ -75,6 +78,10 @@ class SimBackend(Generations):
 
     def close(self) -> None:
         self.closed = True
+
+    def _remove(self, action: RemoveCopy) -> None:
+        self.stored.pop(action.uri, None)
+        self._tell(CopyRemoved(action.uri))
 
     def _stop(self, action: Stop) -> None:
         self._stopped_s = self._now_s
@@ -91,13 +98,15 @@ class SimBackend(Generations):
         if fault.kind in ("jitter", "drift"):
             self.paces.take(fault, "", 0)
             return
+        if fault.kind in ("storage", "full", "damage"):
+            self._storage_fault(fault)
+            return
         if fault.kind == "stop":
             self._tell(StopAsked("scripted"))
             return
         if fault.kind == "wrong_layout":
-            entered = [group for group in self._groups.values() if group.entered]
-            if entered:
-                self.functions.break_new_axes(entered[-1].plan.layout)
+            if self._running():
+                self.functions.break_new_axes([group.plan.layout for group in self._groups.values() if group.entered])
             return
         if fault.kind == "not_finite":
             self._not_finite.add(max((g.step for g in self._running()), default=0) + 1)
@@ -112,13 +121,15 @@ class SimBackend(Generations):
         node_id = alive[fault.which % len(alive)]
         noticed = [name for name in alive if self._machines[name].deadline_s is not None]
         if fault.kind == "notice":
-            self._notice(node_id, fault.lasts_s)
+            self._notice(node_id, fault.lasts_s, fault.amount, not fault.lasting)
         elif fault.kind == "throttle":
             self.paces.take(fault, node_id, self._machines[node_id].node.gpus)
         elif fault.kind == "withdraw" and noticed:
             self._withdraw(noticed[fault.which % len(noticed)])
-        elif fault.kind == "loss":
+        elif fault.kind in ("loss", "return"):
             self._lose(node_id, "lost", self.delays.confirm_s, fault.moment)
+            if fault.kind == "return":
+                self._after(fault.lasts_s, lambda: self._come_back(node_id))
         elif fault.kind == "process" and self._machines[node_id].prepared:
             worker = WorkerId(node_id, 0)
             generation = max((g.plan.generation for g in self._running() if worker in g.members), default=0)

@@ -8,7 +8,7 @@ from typing import Literal
 FaultKind = Literal[
     "notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought", "slow", "crash", "refuse",
     "price", "add", "stop", "throttle", "jitter", "drift", "wrong_numbers", "stall", "wrong_layout",
-    "device",
+    "device", "return", "storage", "full", "damage", "driver", "freeze",
 ]  # fmt: skip
 Moment = Literal["inside", "waiting", "torn"]
 
@@ -38,7 +38,8 @@ class Fault:
     """What happens at `at_s`. `which` picks a node by its place among those that live (modulo their number), of the pool `only`
     where that is given.
 
-    notice: taken after `lasts_s`; for a node that has notice, another deadline. withdraw: the notice of a node that has one.
+    notice: taken `amount` seconds after its deadline (below 0: before), which is `lasts_s` from now; `lasting`: never. For a
+    node that has notice, another deadline. withdraw: the notice of a node that has one.
     drought: the pool gives nothing for `lasts_s`. slow: what is asked of it in that time comes `amount` seconds later. crash:
     its nodes that come in that time are gone before they are prepared. refuse: they are not let in. price: it costs `amount`
     dollars per node-hour from now on. loss, hang, process: of a node, or of its first worker. error: a collective fails, nobody
@@ -48,9 +49,14 @@ class Fault:
     rank's part of a step takes up to the part `amount` more or less, by chance (seed `which`), for `lasts_s` or `lasting`.
     drift: all GPUs get slower and faster by the part `amount`, once in `lasts_s` each, at different times. stall: of a node, as
     hang, but it answers. wrong_numbers: a node computes wrong numbers, found out `amount` steps later; `lasting`: it cannot be
-    told which of all ranks it is. wrong_layout: from now on a layout with several ranks on an axis on which the running one has
-    one computes something else.
+    told which of all ranks it is. wrong_layout: from now on a layout with several ranks on an axis on which all so far had one
+    computes something else.
     device: of a node's first worker (or `gpu`); its process lives on and keeps the copies in host memory, nothing else.
+    return: of a node, which is lost and stands again under its name `lasts_s` later. storage: it answers nothing for `lasts_s`;
+    what is read or written takes so much longer. full: no checkpoint is written for `lasts_s`. damage: the newest checkpoint
+    cannot be read any more, where an older one can; `lasting`: its marker is lost, a next driver does not find it.
+    driver: killed; another one comes `lasts_s` later, whose clock is `amount` seconds ahead; `lasting`: its nodes end with it.
+    freeze: the driver stands still for `lasts_s`. These two take a backend that says so (tests/support/chaos).
     `moment`, of a loss, process, device or error: where the step was. inside: its gradients were not summed yet. waiting: every
     survivor waits for the commit. torn: every other survivor has seen it.
     """

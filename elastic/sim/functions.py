@@ -3,7 +3,7 @@ axes are broken."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +26,10 @@ class Functions:
     def wrong(self, layout: Layout) -> bool:
         return any(getattr(layout, axis) > 1 for axis in self.broken)
 
-    def break_new_axes(self, running: Layout) -> None:
-        """Those that the running layout does not use."""
-        self.broken |= {axis for axis in AXES if getattr(running, axis) == 1}
+    def break_new_axes(self, used: Iterable[Layout]) -> None:
+        """Those that none of the layouts uses: what has computed the right thing goes on to."""
+        right = [layout for layout in used if not self.wrong(layout)]
+        self.broken |= {axis for axis in AXES if all(getattr(layout, axis) == 1 for layout in right)}
 
     def probe(self, layout: Layout, step: int) -> float:
         return (6.0 - 4.0 * step / (step + 50)) * (OFF if self.wrong(layout) else 1.0)

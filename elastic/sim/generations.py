@@ -8,13 +8,15 @@ from typing import Any
 
 from elastic.mesh import axes_of, replica_key
 from elastic.rank_times import RankTimes
-from elastic.sim.faults import Delays, Moment
+from elastic.sim.faults import Delays, Fault, Moment
 from elastic.sim.functions import Functions
 from elastic.sim.machines import Machines
 from elastic.sim.paces import FORWARD, Paces, step_s
 from elastic.types import (
     Abort,
     Copy,
+    CopyDamaged,
+    CopyFailed,
     CopyStored,
     CopyVerified,
     DigestChecked,
@@ -90,6 +92,9 @@ class Generations(Machines):
         self._wrong: set[int] = set()  # generations whose content is
         self._not_finite: set[int] = set()  # steps that will give no number
         self._for_ever = False  # whenever they are done
+        self.stored: dict[str, Copy] = {}  # checkpoints that are in storage, by uri, in the order in which they came
+        self._damaged: set[str] = set()
+        self._away_since_s = self._away_until_s = self._full_until_s = 0.0
 
     def _running(self) -> list[Group]:
         return [group for group in self._groups.values() if group.entered and not group.ended]
@@ -120,6 +125,12 @@ class Generations(Machines):
         self._commits.pop(worker, None)
         self._pending.pop(worker, None)
         self._tell_broken(worker, generation, step)
+
+    def _come_back(self, node_id: str) -> None:
+        """On another machine."""
+        super()._come_back(node_id)
+        self._without_device = {worker for worker in self._without_device if worker.node_id != node_id}
+        self._told_broken = {worker for worker in self._told_broken if worker.node_id != node_id}
 
     def _tell_broken(self, worker: WorkerId, generation: int, step: int) -> None:
         """What the process says, if it lives so long; another one on that GPU says so when it is to use it."""
@@ -173,6 +184,9 @@ class Generations(Machines):
             group.set_up_s = 0.0
         else:
             group.set_up_s = self._set_up_s(plan)
+        for worker in sorted(group.members):
+            if not self._lives(worker):
+                self._tell(WorkerFailed(worker, plan.generation, "process", "it is not there"))
         failed = self._without_device & set(plan.ranks)
         for worker in sorted(failed):
             self._tell_broken(worker, plan.generation, 0)
@@ -192,7 +206,7 @@ class Generations(Machines):
 
     def _transition(self, group: Group) -> None:
         slow = group.plan.resume.source == "durable"
-        enter_s = self.delays.restore_s if slow else self.delays.enter_s
+        enter_s = self._stored_s(self.delays.restore_s) if slow else self.delays.enter_s
         self._after(enter_s + group.set_up_s, lambda: self._entered(group))
 
     def _set_up_s(self, plan: Plan) -> float:
@@ -214,6 +228,23 @@ class Generations(Machines):
     def _drop_groups(self, action: DropGroups) -> None:
         self._forming = None
 
+    def _stored_s(self, delay_s: float) -> float:
+        """What storage takes for what it would do in `delay_s`."""
+        return delay_s + max(0.0, self._away_until_s - self._now_s)
+
+    def _storage_fault(self, fault: Fault) -> None:
+        until_s = self._now_s + fault.lasts_s
+        readable = [uri for uri in self.stored if uri not in self._damaged]
+        if fault.kind == "storage":
+            self._away_since_s = self._away_since_s if self._now_s < self._away_until_s else self._now_s
+            self._away_until_s = max(self._away_until_s, until_s)
+        elif fault.kind == "full":
+            self._full_until_s = max(self._full_until_s, until_s)
+        elif len(readable) > 1:
+            self._damaged.add(readable[-1])
+            if fault.lasting:
+                del self.stored[readable[-1]]
+
     def _entered(self, group: Group) -> None:
         plan, resume = group.plan, group.plan.resume
         if not group.ended and any(not self._answers(worker) for worker in group.members):
@@ -223,6 +254,12 @@ class Generations(Machines):
         if not self.fits(plan):
             group.ended = True
             self._tell(WorkerFailed(plan.ranks[0], plan.generation, "out_of_memory", "out of memory", 1 << 30))
+            return
+        if resume.source == "durable" and resume.uri in self._damaged:
+            group.ended = True
+            for worker in plan.ranks:
+                self._tell(CopyDamaged(resume.uri, f"{resume.uri}/rank-0000: digest differs"))
+                self._tell(WorkerFailed(worker, plan.generation, "infrastructure", f"{resume.uri}: damaged"))
             return
         source = self._groups.get(resume.generation)
         group.step = source.step if resume.source == "live" and source else resume.step
@@ -394,12 +431,18 @@ class Generations(Machines):
         plan, step = group.plan, group.step
 
         def stored() -> None:
-            if all(self._lives(worker) for worker in plan.ranks):
-                uri = f"sim://step-{step:08d}.g{plan.generation:04d}"
-                self._tell(CopyStored(Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri), 1.0, 0.05))
-                self._tell(CopyVerified(uri))
+            if not all(self._lives(worker) for worker in plan.ranks):
+                return
+            if self._now_s < self._full_until_s:
+                self._tell(CopyFailed(plan.generation, step, "No space left on device"))
+                return
+            uri = f"sim://step-{step:08d}.g{plan.generation:04d}"
+            self.stored[uri] = Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri)
+            self._damaged.discard(uri)
+            self._tell(CopyStored(self.stored[uri], 1.0, 0.05))
+            self._tell(CopyVerified(uri))
 
-        self._after(self.delays.store_s, stored)
+        self._after(self._stored_s(self.delays.store_s), stored)
 
     def _finish(self, group: Group) -> None:
         """All ranks leave at this boundary; the last copy is under way."""

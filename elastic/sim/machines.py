@@ -58,6 +58,7 @@ class Machines(Clock):
         self._coming: dict[str, int] = {}
         self._withdrawn: set[str] = set()
         self._n_nodes = 0
+        self._before: list[Machine] = []  # of nodes that stand again
         self.most_nodes = 0  # that were paid for at a time
 
     def _kill(self, workers: set[WorkerId], moment: Moment = "inside") -> None:
@@ -69,12 +70,15 @@ class Machines(Clock):
     def gpu_seconds(self) -> float:
         """The bill: from NodeReady to NodeLost or Stop, times the node's GPUs."""
         end_s = self._now_s if self._stopped_s is None else self._stopped_s
-        return sum((min(end_s, m.gone_s or end_s) - m.born_s) * m.node.gpus for m in self._machines.values())
+        return sum((min(end_s, m.gone_s or end_s) - m.born_s) * m.node.gpus for m in self._all())
 
     def usd(self) -> float:
         """The bill in dollars, at the prices of each moment."""
         end_s = self._now_s if self._stopped_s is None else self._stopped_s
-        return sum(self._cost(m.node.pool, m.born_s, min(end_s, m.gone_s or end_s)) for m in self._machines.values())
+        return sum(self._cost(m.node.pool, m.born_s, min(end_s, m.gone_s or end_s)) for m in self._all())
+
+    def _all(self) -> list[Machine]:
+        return [*self._before, *self._machines.values()]
 
     def _cost(self, pool: str, from_s: float, to_s: float) -> float:
         known = self._prices[pool]
@@ -188,19 +192,33 @@ class Machines(Clock):
         self._kill(workers, moment)
         self._after(confirm_s, confirmed)
 
+    def _come_back(self, node_id: str) -> None:
+        """Under its name, with nothing in memory."""
+        before = self._machines[node_id]
+        if before.gone_s is None:  # its end is not found out yet
+            self._after(self.delays.confirm_s, lambda: self._come_back(node_id))
+            return
+        self._before.append(before)
+        self._dead = {worker for worker in self._dead if worker.node_id != node_id}
+        self._told_lost.discard(node_id)
+        del self._machines[node_id]  # at the end: order of arrival
+        self._machines[node_id] = Machine(before.node, self._now_s)
+        self._tell(NodeReady(before.node))
+
     # ------------------------------------------------------------------------------------------ notices
 
-    def _notice(self, node_id: str, lasts_s: float) -> None:
-        """The node is taken then, unless the notice is withdrawn or another one comes."""
+    def _notice(self, node_id: str, lasts_s: float, late_s: float = 0.0, taken: bool = True) -> None:
+        """The node is taken `late_s` after the deadline, unless the notice is withdrawn or another one comes."""
         machine, deadline_s = self._machines[node_id], self._now_s + lasts_s
         machine.deadline_s = deadline_s
 
-        def taken() -> None:
+        def take() -> None:
             if machine.deadline_s == deadline_s:
                 self._lose(node_id, "taken", self.delays.confirm_s)
 
         self._tell(Notice(node_id, deadline_s, "scripted"))
-        self._after(lasts_s, taken)
+        if taken:
+            self._after(max(0.0, lasts_s + late_s), take)
 
     def _withdraw(self, node_id: str) -> None:
         self._machines[node_id].deadline_s = None

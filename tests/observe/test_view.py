@@ -17,7 +17,20 @@ from elastic.observe.plot import save_loss
 from elastic.observe.sentences import drill, duration, first_line, size
 from elastic.observe.terminal import Terminal, progress_line, render
 from elastic.observe.view import Tail, view_of
-from elastic.types import Copy, CopyStored, DriverStarted, Layout, ModelProfile, NodeLost, NodeReady, RequestFailed, StepDone
+from elastic.types import (
+    Copy,
+    CopyStored,
+    DriverStarted,
+    EnterPlan,
+    Layout,
+    ModelProfile,
+    NodeLost,
+    NodeReady,
+    PlanEntered,
+    RequestFailed,
+    Resume,
+    StepDone,
+)
 
 
 def test_view_of_a_whole_run() -> None:
@@ -40,6 +53,17 @@ def test_steps_taken_back_leave_the_curve_at_once() -> None:
     view = view_of(line for line in lines() if line.at_s <= T0 + 9.5)
     assert view.step == 6
     assert view.curve()[-1].step == 6
+
+
+def test_the_curve_shows_the_steps_that_the_last_state_comes_of() -> None:
+    """A checkpoint of step 8 of generation 2 is committed after generation 3 has gone back to step 6, and is resumed from."""
+    late = plan(4, ("c",), Layout(tp=2), cause="loss", resume=Resume("durable", 8, 2))
+    before = [line for line in lines() if line.at_s < T0 + 11]
+    assert {
+        event.step for line in before for _, event in line.events if isinstance(event, StepDone) and event.generation == 3
+    } == {7, 8}
+    more = [tick(11, actions=(EnterPlan(late),), reason="c has failed"), tick(12, PlanEntered(4, 8)), step(12.5, 9, 4)]
+    assert {p.step: p.generation for p in view_of([*before, *more]).curve() if p.step > 6} == {7: 2, 8: 2, 9: 4}
 
 
 def test_an_older_copy_that_is_committed_late_is_not_the_newest() -> None:

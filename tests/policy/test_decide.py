@@ -556,6 +556,19 @@ def test_a_new_driver_repeats_the_order_that_may_not_have_been_carried_out() -> 
     assert story.state.phase == "running"
 
 
+def test_a_new_driver_does_not_repeat_an_order_for_a_node_that_has_not_come_back() -> None:
+    story = Story()
+    story.running("a", "b", "c", steps=4)
+    target = plan_of(story.tick(Notice("b", story.now_s + 100)))
+    attached(story)
+    story.tick(*(NodeReady(Node(name, "spot")) for name in "ab"))
+    story.tick(after_s=31)
+    assert [o.node_id for o in orders(story.decisions[-1], Quarantine)] == ["c"]
+    decision = story.tick()
+    assert orders(decision, Abort) == [Abort(target.generation)] and not orders(decision, EnterPlan)
+    assert story.state.target is None and not story.state.repeat
+
+
 def test_decide_is_a_function_of_its_arguments() -> None:
     story = Story()
     story.running("a", "b", steps=4)

@@ -52,7 +52,9 @@ def scenario(seed: int) -> tuple[dict[str, Any], tuple[Pool, ...], list[Fault], 
         lasts_s = chance.uniform(10, 60)
         faults.append(Fault(chance.uniform(0, 60), "refuse", lasts_s=lasts_s, pool=chance.choice(pools).name))
     layouts, wrong = wrong_layouts(seed)
-    return job | layouts, tuple(pools), faults + unequal(seed) + devices(seed) + wrong, Delays(work_s=chance.choice([1.0, 4.0]))
+    names = [pool.name for pool in pools]
+    faults += unequal(seed) + devices(seed) + wrong + liars(seed) + storage(seed, names) + drivers(seed)
+    return job | layouts, tuple(pools), faults, Delays(work_s=chance.choice([1.0, 4.0]))
 
 
 def unequal(seed: int) -> list[Fault]:
@@ -101,3 +103,52 @@ def wrong_layouts(seed: int) -> tuple[dict[str, Any], list[Fault]]:
         kinds += [f"pp=2,dp_shard={n // 2}", f"tp=2,dp_shard={n // 2}"] if n % 2 == 0 else []
         layouts[str(n)] = chance.choice(kinds)
     return {"layout": layouts}, [Fault(chance.uniform(10, 80), "wrong_layout")]
+
+
+def liars(seed: int) -> list[Fault]:
+    """In every third run: notices that come too late, whose nodes are taken before or after their deadline or never; and nodes
+    that come back under their name."""
+    chance = random.Random(seed + 4000)
+    if chance.random() > 1 / 3:
+        return []
+    faults = []
+    for _ in range(chance.randint(1, 4)):
+        at_s, which, lasts_s = chance.uniform(5, 90), chance.randrange(8), chance.choice([0.0, 0.5, 8.0, 30.0])
+        late_s = chance.choice([0.0, -20.0, -4.0, 5.0, 60.0])
+        if chance.random() < 0.4:
+            moment = chance.choice(MOMENTS)
+            faults.append(Fault(at_s, "return", which, chance.uniform(0, 20), moment=moment))
+        else:
+            faults.append(Fault(at_s, "notice", which, lasts_s, amount=late_s, lasting=chance.random() < 0.2))
+    return faults
+
+
+def storage(seed: int, pools: list[str]) -> list[Fault]:
+    """In every third run: storage that answers nothing, is full, or has lost what was written; pools that give nodes
+    which end at once, late, or at another price."""
+    chance = random.Random(seed + 5000)
+    if chance.random() > 1 / 3:
+        return []
+    faults = []
+    for _ in range(chance.randint(1, 3)):
+        kind: FaultKind = chance.choice(["storage", "full", "damage", "crash", "slow", "price"])
+        lasts_s = chance.uniform(0.5, chance.choice([5, 20, 80]))
+        if kind == "damage" and any(fault.kind == kind for fault in faults):
+            continue  # of two copies that are kept one is left
+        lasting, amount = chance.random() < 0.5, chance.uniform(0.2, 20.0)
+        faults.append(Fault(chance.uniform(5, 90), kind, 0, lasts_s, chance.choice(pools), lasting=lasting, amount=amount))
+    return faults
+
+
+def drivers(seed: int) -> list[Fault]:
+    """In every third run: drivers that are killed or stand still, for up to an hour; the next one's clock may be off."""
+    chance = random.Random(seed + 6000)
+    if chance.random() > 1 / 3:
+        return []
+    faults = []
+    for _ in range(chance.randint(1, 3)):
+        kind: FaultKind = chance.choice(["driver", "driver", "freeze"])
+        at_s, lasts_s = chance.uniform(2, 90), chance.choice([0.1, 1.0, 5.0, 40.0, 3600.0])
+        off_s = chance.choice([0.0, 0.0, 3600.0, -3600.0])
+        faults.append(Fault(at_s, kind, chance.randrange(8), lasts_s, lasting=chance.random() < 0.3, amount=off_s))
+    return faults

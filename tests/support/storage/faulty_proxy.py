@@ -24,6 +24,7 @@ import re
 import select
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -139,6 +140,11 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.lock = threading.Lock()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that was killed is nothing to speak of."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

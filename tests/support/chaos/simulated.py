@@ -1,0 +1,297 @@
+"""Runs under faults on the virtual clock: drivers die, stand still or lose sight of storage; nodes and workers outlive them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chaos.judge import Undisturbed, wrong
+from support.sim.scenario import MODEL, scenario
+
+from elastic.driver import drive, restored
+from elastic.ledger.accounts import account
+from elastic.ledger.journal import Journal, Line, Memory, parse_line, read, write_line
+from elastic.policy.state import ENDED, State
+from elastic.sim.backend import SimBackend
+from elastic.sim.faults import Delays, Fault
+from elastic.types import (
+    Action,
+    CopyStored,
+    DriverStarted,
+    EnterPlan,
+    Event,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    Notice,
+    NoticeWithdrawn,
+    PlanEntered,
+    Pool,
+    Prepare,
+    Quiesced,
+    RanksTimed,
+    RequestFailed,
+    SetShares,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)  # fmt: skip
+
+FULL = "No space left on device"
+LEASE_S = 13.0  # that a driver is certain of its run without storage
+BY_DRIVER = (Notice, NoticeWithdrawn, NodeLost, NodeReady, RequestFailed)  # found out by a driver; workers say the rest again
+
+
+class Died(Exception):
+    """The driver's process."""
+
+
+class Outliving(SimBackend):
+    """Its nodes and workers outlive a driver, and report to the next one; orders are idempotent by generation."""
+
+    def __init__(
+        self, pools: tuple[Pool, ...], job: Mapping[str, Any], faults: Iterable[Fault] = (), delays: Delays | None = None
+    ) -> None:
+        self.script = [fault for fault in faults if fault.kind in ("driver", "freeze")]
+        super().__init__(pools, job, [fault for fault in faults if fault.kind not in ("driver", "freeze")], delays)
+        self.rest = [fault for fault in faults if fault.kind not in ("driver", "freeze")]
+        self.script.sort(key=lambda fault: fault.at_s)
+        self.skew_s = 0.0  # of this driver's clock
+        self.dead: Fault | None = None  # the driver is
+        self.dies_at_order: Fault | None = None
+        self.n_died = 0
+        self.forms_ahead = False
+
+    def now_s(self) -> float:
+        return self._now_s + self.skew_s
+
+    @property
+    def certain(self) -> bool:
+        return self._now_s >= self._away_until_s or self._now_s < self._away_since_s + LEASE_S
+
+    @property
+    def answers(self) -> bool:
+        """Storage does."""
+        return self._now_s >= self._away_until_s
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        if self.happens():
+            until_s = self.now_s()
+        wake_s = [] if until_s is None else [until_s - self.skew_s]
+        if not self.answers:
+            wake_s.append(self._away_until_s)
+        if self.script:
+            wake_s.append(max(self._now_s, self.script[0].at_s))
+        found = super().poll(min(wake_s, default=None))
+        return [self._in_its_time(event) for event in found]
+
+    def _in_its_time(self, event: Event) -> Event:
+        return replace(event, deadline_s=event.deadline_s + self.skew_s) if isinstance(event, Notice) else event
+
+    def happens(self) -> bool:
+        """True = time has passed."""
+        n_left = len(self.script)
+        while self.script and self.script[0].at_s <= self._now_s:
+            fault = self.script.pop(0)
+            if fault.kind == "freeze":
+                self.passes(fault.lasts_s)
+            elif fault.which % 2:
+                self.dies_at_order = fault
+            else:
+                self._die(fault)
+        return len(self.script) < n_left
+
+    def _die(self, fault: Fault) -> None:
+        self.dead, self.dies_at_order = fault, None
+        self.n_died += 1
+        for event in self._out:  # parts that are written, and no marker
+            if isinstance(event, CopyStored) and event.copy.kind == "durable":
+                self.stored.pop(event.copy.uri, None)
+        self._out = [event for event in self._out if not (isinstance(event, CopyStored) and event.copy.kind == "durable")]
+        raise Died
+
+    def execute(self, action: Action) -> None:
+        if self.dies_at_order is not None:  # the order is written down, and nobody has heard of it
+            self._die(self.dies_at_order)
+        if not (isinstance(action, EnterPlan) and action.plan.generation in self._groups):
+            super().execute(action)
+        if isinstance(action, Prepare) and self._unheard_of(action.node_id):
+            self._told_lost.add(action.node_id)
+            self._tell(NodeLost(action.node_id, "it is not there"))
+
+    def _unheard_of(self, node_id: str) -> bool:
+        """It went while nobody looked."""
+        machine = self._machines.get(node_id)
+        return machine is not None and machine.gone_s is not None and node_id not in self._told_lost
+
+    def _deadline_s(self, worker: WorkerId) -> float:
+        """That a driver can know of."""
+        return float("inf") if self._unheard_of(worker.node_id) else super()._deadline_s(worker)
+
+    def passes(self, seconds: float) -> None:
+        """Time in which nobody polls."""
+        out, until_s = self._out, self._now_s + seconds
+        while self._queue and self._queue[0][0] <= until_s:
+            self._out = []
+            out += super().poll(until_s)
+        self._out, self._now_s = out, max(self._now_s, until_s)
+
+    def _tell(self, event: Event, delay_s: float = 0.0) -> None:
+        commits = isinstance(event, CopyStored) and event.copy.kind == "durable"
+        if self.dead is not None and not delay_s and (commits or isinstance(event, BY_DRIVER)):
+            if commits:  # nobody writes its marker
+                self.stored.pop(event.copy.uri, None)  # type: ignore[union-attr]
+            if isinstance(event, NodeLost):
+                self._told_lost.discard(event.node_id)
+            return
+        super()._tell(event, delay_s)
+
+    def waits_for_room(self) -> None:
+        """The disk was full for so long that the run has ended."""
+        self.n_died += 1
+        self.dead = Fault(self._now_s, "driver", lasts_s=max(0.0, self._full_until_s - self._now_s), lasting=True)
+        self._stopped_s = None
+
+    def next_driver(self, attaches: bool, is_first: bool) -> DriverStarted:
+        """`attaches`: to what lives, unless that has ended with its driver. `is_first`: the one before wrote nothing down."""
+        assert self.dead is not None
+        fault, attaches = self.dead, attaches and not self.dead.lasting
+        if not attaches:
+            self._ends()
+        self.passes(fault.lasts_s)
+        self.dead, self.skew_s, self.closed = None, fault.amount, False
+        copies = tuple(reversed(self.stored.values()))
+        start = DriverStarted("random", 1, dict(self.job), self.pools, MODEL, durable=copies, forms_ahead=self.forms_ahead)
+        if not attaches:
+            return start
+        self._out = [event for event in self._out if not isinstance(event, BY_DRIVER) and self._can_say(event)]
+        for name, machine in self._machines.items():
+            if name in self._lost():
+                continue
+            self._out.append(NodeReady(machine.node))
+            if machine.prepared and not any(worker.node_id == name for worker in self._dead):
+                self._out.append(NodePrepared(name))
+            if machine.deadline_s is not None:
+                self._out.append(Notice(name, machine.deadline_s, "scripted"))
+        newest = self._groups.get(max(self._groups, default=0))
+        for worker in newest.plan.ranks if newest is not None and newest.ended else ():  # each of them, if it was not told yet
+            if self._answers(worker) and worker not in self._without_device:
+                self._out.append(WorkerFailed(worker, newest.plan.generation, "collective", "connection reset by peer"))  # type: ignore[union-attr]
+        return replace(start, attached=not is_first)
+
+    def _can_say(self, event: Event) -> bool:
+        """What a worker had to say is lost with it."""
+        if isinstance(event, StepDone | PlanEntered | RanksTimed):
+            node_id = self._groups[event.generation].plan.ranks[0].node_id
+        else:
+            node_id = event.worker.node_id if isinstance(event, Quiesced | WorkerFailed) else getattr(event, "node_id", "")
+        return not node_id or node_id not in self._lost()
+
+    def _ends(self) -> None:
+        """All nodes, with their driver."""
+        for name, machine in self._machines.items():
+            machine.gone_s = machine.gone_s or self._now_s
+            self._told_lost.add(name)
+            self._dead |= {WorkerId(name, k) for k in range(machine.node.gpus)}
+        for group in self._groups.values():
+            group.ended = True
+        self._queue, self._out, self._held, self._coming = [], [], {}, {}
+        self._commits, self._pending, self._finds = {}, {}, {}
+        for fault in self.rest:
+            if fault.at_s > self._now_s:
+                self._at(fault.at_s, lambda f=fault: self._fault(f))  # type: ignore[misc]
+
+
+class _Kept(Memory):
+    """A journal whose storage is the backend's."""
+
+    def __init__(self, epoch: int, backend: Outliving, lines: list[Line]) -> None:
+        self.backend = backend
+        super().__init__(epoch)
+        self.lines = lines
+
+    @property
+    def settled(self) -> bool:  # type: ignore[override]
+        return self.backend.answers
+
+    @settled.setter
+    def settled(self, value: bool) -> None:
+        """Memory says that it is."""
+
+
+@dataclass
+class Played:
+    """A run, and what is wrong with it."""
+
+    seed: int
+    faults: list[Fault]
+    state: State
+    backend: Outliving
+    lines: list[Line]
+    wrong: list[str] = field(default_factory=list)
+
+
+def play(seed: int, path: Path | None = None, more: Sequence[Fault] = ()) -> Played:
+    """`path`: of a journal that is really written, with its merged lines. `more`: faults beside those of the seed."""
+    job, pools, faults, delays = scenario(seed)
+    faults = [*faults, *more]
+    backend, lines, before = Outliving(pools, job, faults, delays), list[Line](), None
+    backend.forms_ahead = seed % 2 == 1
+    start = DriverStarted("random", 1, job, pools, MODEL, forms_ahead=backend.forms_ahead)
+    while True:
+        epoch = backend.n_died + 1
+        journal: Any = Journal(path, epoch) if path is not None else _Kept(epoch, backend, lines)
+        try:
+            state = drive(backend, journal, replace(start, epoch=epoch), before)
+            if state.phase == "succeeded" or FULL not in state.outcome_reason:
+                break
+            backend.waits_for_room()  # the run is started again when there is some, as its message says
+        except Died:
+            pass
+        before = restored(read(path) if path is not None else lines)
+        if before is not None and before.phase == "succeeded":  # its driver died with the last order
+            state = before
+            break
+        start = backend.next_driver(attaches=before is None or before.phase not in ENDED, is_first=before is None)
+    lines = read(path) if path is not None else [parse_line(write_line(line)) for line in lines]
+    played = Played(seed, faults, state, backend, lines)
+    played.wrong = judged(played)
+    return played
+
+
+def judged(played: Played) -> list[str]:
+    steps, kinds = int(played.backend.job["steps"]), {fault.kind for fault in played.faults}
+    digests = [f"sample-{step}" for step in range(1, steps + 1)]
+    found = wrong(played.lines, Undisturbed([1.0] * steps, digests, content_harmed="corrupt" in kinds))
+    # An order waits for storage, and a node that it names may be known as lost by then.
+    found += [text for text in played.backend.violations if "storage" not in kinds or " uses " not in text]
+    if not played.backend.closed and not played.backend.n_died:
+        found.append("its backend is not closed")
+    if found or played.backend.n_died or "freeze" in kinds:
+        return found
+    return [*calm(played.lines), *bill(played)]
+
+
+def bill(played: Played) -> list[str]:
+    """A driver that was always there has seen all that was paid; but for what its last order waited for storage."""
+    if played.backend.now_s() != pytest.approx(played.lines[-1].at_s):
+        return []
+    said, paid = sum(account(played.lines).gpu_seconds.values()), played.backend.gpu_seconds()
+    return (
+        []
+        if said == pytest.approx(paid, rel=1e-9, abs=1e-6)
+        else [f"the ledger says {said:.3f} GPU-seconds, it were {paid:.3f}"]
+    )
+
+
+def calm(lines: list[Line]) -> list[str]:
+    """Speeds are followed, and nothing goes back and forth: few moves in any quarter of an hour."""
+    orders = [(line.at_s, a) for line in lines if line.decision for a in line.decision.actions]
+    shares = [at_s for at_s, a in orders if isinstance(a, SetShares)]
+    stages = [at_s for at_s, a in orders if isinstance(a, EnterPlan) and a.plan.cause == "rebalance"]
+    often = lambda times, most: any(sum(at_s <= t < at_s + 900 for t in times) > most for at_s in times)  # noqa: E731
+    found = [f"the layers are cut anew at {stages}"] if often(stages, 3) else []
+    return found + ([f"other shares are set at {shares}"] if often(shares, 12) else [])
