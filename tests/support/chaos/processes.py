@@ -191,7 +191,7 @@ def fill(disk: Path) -> None:
 
 
 def damage(storage: Path, marker: bool) -> None:
-    """Of the newest checkpoint, where there is an older one: a byte of its largest file is another one, or its marker is gone."""
+    """Of the newest checkpoint, where there is an older one: a byte of its largest file is wrong, or its marker is gone."""
     found = sorted(storage.glob("chaos/checkpoints/*/commit.json"))
     if len(found) < 2:
         return

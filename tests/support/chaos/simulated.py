@@ -238,6 +238,7 @@ def play(seed: int, path: Path | None = None, more: Sequence[Fault] = ()) -> Pla
     """`path`: of a journal that is really written, with its merged lines. `more`: faults beside those of the seed."""
     job, pools, faults, delays = scenario(seed)
     faults = [*faults, *more]
+    delays = replace(delays, groups_s=(0.0, 0.3, 3.0)[seed % 3])
     backend, lines, before = Outliving(pools, job, faults, delays), list[Line](), None
     backend.forms_ahead = seed % 2 == 1
     start = DriverStarted("random", 1, job, pools, MODEL, forms_ahead=backend.forms_ahead)
