@@ -107,7 +107,7 @@ def account(lines: Iterable[Line]) -> Account:
     return books.closed()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Amount:
     """Wall seconds, GPU-seconds, dollars; and `wall_s`, the undivided time that they were gathered in."""
 
@@ -129,7 +129,7 @@ class _Amount:
         return out
 
 
-@dataclass
+@dataclass(slots=True)
 class _Step:
     """A step that may still be rolled back."""
 

@@ -42,7 +42,7 @@ from elastic.types import (
 RECENT = 20  # steps that rates are measured over
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Point:
     """One optimizer step on the curve."""
 
@@ -57,7 +57,7 @@ class Point:
     pad_share: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Note:
     """Something worth telling: `kind` is the event's class name, or 'Decision'."""
 
