@@ -74,7 +74,7 @@ def yaml_of(text: str, shown: str, several: bool = False) -> Any:
         mark = getattr(error, "problem_mark", None)
         at = f", line {mark.line + 1}" if mark else ""
         raise SpecError(f"{shown}{at}: not YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}") from error
-    except (ValueError, OverflowError, TypeError) as error:  # a number of too many digits, a day that is none
+    except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:  # too many digits, `!!timestamp 1`
         raise SpecError(f"{shown}: not YAML: {' '.join(str(error).split())[:SHOWN_MOST]}") from error
     if not _countable(found):
         raise SpecError(f"{shown}: it holds more than {VALUES_MOST:,} values, those behind aliases counted each time")

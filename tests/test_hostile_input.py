@@ -142,3 +142,9 @@ def test_values_behind_aliases_are_counted_each_time() -> None:
     assert yaml_of(few, "f") == [[1, 2, 3]] * 3
     with pytest.raises(SpecError, match=f"^f: it holds more than {VALUES_MOST:,} values"):
         yaml_of("&a [*a]", "f")
+
+
+@pytest.mark.parametrize("text", ["a: !!timestamp 1", "a: !!bool maybe", "a: !!int ''", "!!timestamp 1: a", "a: 2026-13-45"])
+def test_a_value_that_is_none_of_its_kind_is_one_line(text: str) -> None:
+    with pytest.raises(SpecError, match="^job.yaml: not YAML: "):
+        yaml_of(text, "job.yaml")

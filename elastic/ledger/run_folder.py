@@ -125,9 +125,8 @@ class RunFolder:
 
     def logs_of_workers(self, here: bool) -> Path:
         """Where workers write it. `here`: all run on this machine. Nodes without a folder in common keep those of their own."""
-        return (
-            self.logs if here or not self.storage.remote else Path(tempfile.gettempdir(), f"{OF_NODE}{os.getuid()}", self.name)
-        )
+        of_node = Path(tempfile.gettempdir(), f"{OF_NODE}{os.getuid()}", self.name)
+        return self.logs if here or not self.storage.remote else of_node
 
     def exists(self) -> bool:
         if self.storage.remote:

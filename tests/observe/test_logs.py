@@ -64,7 +64,7 @@ def test_where_there_is_none(run: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"run 'r': no worker's output in .*/logs$"):
         logs.logs(run)
     remote = RunFolder(open_storage("s3://bucket/runs/r"), tmp_path / "here")
-    with pytest.raises(SpecError, match=r"each node has those of its own workers: /\S+/elastic-logs/r$"):
+    with pytest.raises(SpecError, match=r"each node has those of its own workers: /\S+/elastic-logs-\d+/r$"):
         logs.logs(remote)
 
 
