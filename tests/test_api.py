@@ -221,6 +221,14 @@ def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path)
     assert one._samples_exact([Line(0.0, 2, ((0.0, start),)), Line(9.0, 2, tuple(steps([3, 4])))]) is None
 
 
+def test_steps_that_a_killed_driver_did_not_write_down_are_unknown_also_where_they_are_the_last(folder: Path) -> None:
+    one = prepared(folder, run_name="last")
+    n = one.spec.steps
+    before = Line(9.0, 1, ((0.0, START), *steps(list(range(1, n - 1)))))
+    after = Line(20.0, 2, ((20.0, PlanEntered(2, n)),))
+    assert one._samples_exact([before, after]) is None
+
+
 def test_without_a_part_of_the_journal_nobody_is_attached_to(folder: Path) -> None:
     (folder / "job.yaml").write_text(f"steps: 4\nglobal_batch: 8\nprogram: {PROGRAMS / 'tiny.py'}\n")
     one = prepared(folder, run_name="cut")

@@ -94,11 +94,17 @@ class LayoutCheck:
             )  # fmt: skip
 
     def result(self, most_s: float = MOST_S) -> Verdict | None:
-        """Waits for the answer. None where nothing was asked."""
-        from elastic.worker.layout_check import Verdict
-
+        """Waits for the answer. None where nothing was asked. A driver that is killed later leaves nothing of it."""
         if self.asked is None or self.known is not None:
             return self.known
+        try:
+            return self._answered(self.asked, most_s)
+        finally:
+            self.close()
+
+    def _answered(self, asked: Mapping[str, Any], most_s: float) -> Verdict:
+        from elastic.worker.layout_check import Verdict
+
         assert self._process is not None and self._folder is not None
         try:
             self._process.wait(TELL_AFTER_S)
@@ -108,13 +114,13 @@ class LayoutCheck:
         try:
             self._process.wait(most_s)
         except subprocess.TimeoutExpired:
-            return Verdict(skipped=f"it took longer than {most_s:.0f} s", followed=False, trusted=tuple(self.asked["trusted"]))
+            return Verdict(skipped=f"it took longer than {most_s:.0f} s", followed=False, trusted=tuple(asked["trusted"]))
         found = _answer(Path(self._folder.name))
         if isinstance(found, Verdict):
             if found.steady:
-                _keep(self.asked, found)
+                _keep(asked, found)
             return found
-        return Verdict(skipped=found, followed=False, trusted=tuple(self.asked["trusted"]))
+        return Verdict(skipped=found, followed=False, trusted=tuple(asked["trusted"]))
 
     def close(self) -> None:
         if self._process is not None:

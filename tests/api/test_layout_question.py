@@ -73,7 +73,10 @@ def test_an_answer_is_kept_until_a_file_of_the_program_changes(program: Path) ->
     question = asked(program, layout="dp_shard=2")
     first = LayoutCheck(question)
     try:
+        folder = Path(first._folder.name) if first._folder is not None else None
+        assert folder is not None and folder.is_dir()
         found = first.result()
+        assert not folder.exists(), "it lives as long as the question"
     finally:
         first.close()
     assert found is not None and set(found.equal or {}) == {"dp"}, found

@@ -559,7 +559,7 @@ def test_a_new_driver_repeats_the_order_that_may_not_have_been_carried_out() -> 
 def test_a_new_driver_does_not_repeat_an_order_for_a_node_that_has_not_come_back() -> None:
     story = Story()
     story.running("a", "b", "c", steps=4)
-    target = plan_of(story.tick(Notice("b", story.now_s + 100)))
+    target = plan_of(story.tick(Notice("b", story.now_s + 10)))
     attached(story)
     story.tick(*(NodeReady(Node(name, "spot")) for name in "ab"))
     story.tick(after_s=31)

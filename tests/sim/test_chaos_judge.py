@@ -61,6 +61,7 @@ HARMED: dict[str, Callable[[], Sequence[Line]]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_good_run_is_not_wrong() -> None:
     assert wrong(lines(), expected()) == []
 

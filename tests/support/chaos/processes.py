@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +112,12 @@ def case(seed: int) -> Case:
 
 
 def _in_steps(fault: Fault) -> Fault:
-    from dataclasses import replace
-
     part = min(1.0, max(0.0, fault.at_s - 5.0) / 85.0)
     return replace(fault, at_s=float(round(FIRST_STEP + part * (LAST_STEP - FIRST_STEP))), lasts_s=min(fault.lasts_s, 18.0))
 
 
-def drill_of(fault: Fault) -> dict[str, Any]:
+def drills_of(fault: Fault) -> list[dict[str, Any]]:
+    """A pool has a node less after each that is taken: another one is added."""
     kind = DRILLS[fault.kind]
     entry: dict[str, Any] = {
         "at_step": int(fault.at_s),
@@ -128,7 +127,7 @@ def drill_of(fault: Fault) -> dict[str, Any]:
         entry["deadline_s"] = max(0.2, fault.lasts_s)
     if kind == "slow":
         entry["factor"] = min(3.0, fault.amount)
-    return entry
+    return [entry, {"at_step": entry["at_step"], "add": "spot"}] if kind in ("notice", "kill") else [entry]
 
 
 @dataclass
@@ -223,7 +222,7 @@ def play(seed: int) -> Played:
             environment["AWS_ENDPOINT_URL_S3"] = proxy.url
         (root / "chaos").mkdir()
         (root / "chaos" / "program.py").write_text(one.program)
-        drills = [drill_of(fault) for fault in one.faults if fault.kind in DRILLS]
+        drills = [entry for fault in one.faults if fault.kind in DRILLS for entry in drills_of(fault)]
         shell.job("chaos", **one.job, drill=drills, storage=f"s3://{BUCKET}/{seed}" if one.remote else str(storage))
         _to_the_end(one, played, shell, None if one.remote else storage, proxy)
         if not played.wrong:
@@ -272,12 +271,8 @@ def _to_the_end(one: Case, played: Played, shell: Shell, storage: Path | None, p
         scene.process.kill()
         played.lines = read(journal) if journal.is_file() else []
     played.said = err
-    asked = [event.drill for line in played.lines for _, event in line.events if isinstance(event, DrillAsked)]
-    played.happened += [
-        fault
-        for fault in one.faults
-        if any(drill_of(fault)["at_step"] == e.get("at_step") for e in asked if fault.kind in DRILLS)
-    ]
+    asked = {e.drill.get("at_step") for line in played.lines for _, e in line.events if isinstance(e, DrillAsked)}
+    played.happened += [fault for fault in one.faults if fault.kind in DRILLS and fault.at_s in asked]
     if scene.process.returncode:
         played.wrong.append(f"exit code {scene.process.returncode}: {err.strip()[-500:]}")
         return

@@ -17,5 +17,7 @@ def mounted(at: Path, size: str) -> Iterator[Path]:
     at.mkdir()
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", at], check=False).returncode:
         pytest.skip("mounting a file system takes root")
-    yield at
-    subprocess.run(["umount", "-l", at], check=True)
+    try:
+        yield at
+    finally:
+        subprocess.run(["umount", "-l", at], check=True)
