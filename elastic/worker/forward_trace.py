@@ -72,6 +72,7 @@ class Followed:
 
     calls: list[Call] = field(default_factory=list)
     tail: list[Op] = field(default_factory=list)  # behind the last block
+    viewed: str = ""  # where the last part or other shape of something was taken outside of the blocks
     draws: list[Op] = field(default_factory=list)
     branches: list[Op] = field(default_factory=list)  # values that Python has asked for
     written: dict[str, Labels] = field(default_factory=dict)  # buffers -> what was written from
@@ -239,7 +240,9 @@ class Tracer:
             self._writes(args)
         if self.stack and self.stack[0].block:
             self._beside(name, labels)
-        if not self.stack and not (plain and func.is_view):
+        if not self.stack and plain and func.is_view:
+            self.found.viewed = self._where()[0]
+        elif not self.stack:
             self.ops.append(Op(name, self._where()[0], labels, makes=frozenset(map(_storage, made))))
 
     def _writes(self, args: Any) -> None:

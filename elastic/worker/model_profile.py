@@ -36,12 +36,18 @@ CUT = {
 NO_PIPELINE = {"LoopProgram": "its script calls the whole model"}
 EXPERT_COUNTS = ("num_experts", "n_experts", "num_local_experts")
 ONE_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
+BRACKETS = re.compile(r"\\\[(.+?)\\\]")  # escaped
 
 
 def pattern_regex(pattern: str) -> re.Pattern[str]:
     """`layers.*.attn.w[qkv]`: `*` stands for one part of a module name, brackets as in file names."""
-    parts = [re.escape(p).replace(r"\*", "[^.]+").replace(r"\[", "[").replace(r"\]", "]") for p in pattern.split(".")]
+    parts = [BRACKETS.sub(_one_of, re.escape(p).replace(r"\*", "[^.]+")) for p in pattern.split(".")]
     return re.compile(r"\.".join(parts) + r"\Z")
+
+
+def _one_of(brackets: re.Match[str]) -> str:
+    inside = brackets[1].replace(r"\-", "-")
+    return f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
 
 
 def block_names(model: nn.Module, pattern: str) -> list[str]:
@@ -73,6 +79,15 @@ def check_patterns(model: nn.Module, program: Program) -> None:
     for pattern, where in patterns.items():
         if not block_names(model, pattern):
             raise ProgramError(f"{where}: no module is named like this{near(pattern, model)}; a pattern names modules")
+
+
+def _not_cut(model: nn.Module, styles: dict[str, str]) -> str:
+    """A module that the plan for tp would cut and torch cannot; '' = none."""
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        if CUT.get(style) and not isinstance(module, nn.Linear | nn.Embedding):
+            return f"Program.tp names {name}, a {type(module).__name__}; '{style}' cuts nn.Linear and nn.Embedding only"
+    return ""
 
 
 def near(pattern: str, model: nn.Module) -> str:
@@ -107,7 +122,8 @@ def trace(program: Program) -> ModelProfile:
     check_weights(program, specs)
     kept = what_they_keep(program, specs)
     n_params = sum(math.prod(s.shape) for s in specs if not s.buffer and s.tied_to is None)
-    limit = program.tp_limit if styles else 1
+    no_tp = _not_cut(model, styles)
+    limit = program.tp_limit if styles and not no_tp else 1
     for spec in specs:
         if spec.tp_dim is not None:
             limit = math.gcd(limit, spec.shape[spec.tp_dim])
@@ -117,7 +133,7 @@ def trace(program: Program) -> ModelProfile:
         no_pp = no_pp or "Program.evaluate wants the whole model"
     return ModelProfile(
         len(blocks), n_params, with_kept(specs, kept), kept.optimizers, 6.0 * n_params, max(1, limit), extra, not no_pp,
-        n_expert_params(model), no_pp=no_pp,
+        n_expert_params(model), no_pp=no_pp, no_tp=no_tp,
     )  # fmt: skip
 
 

@@ -77,6 +77,15 @@ def _contiguous(module: nn.Module, args: Any, output: Any) -> Any:
     return output.contiguous() if isinstance(output, torch.Tensor) else output
 
 
+def _contiguous_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """So must the gradient of what was received, which goes back: it may come out transposed."""
+    if not args or not isinstance(args[0], torch.Tensor) or not args[0].requires_grad:
+        return args
+    given = args[0].view_as(args[0])
+    given.register_hook(torch.Tensor.contiguous)
+    return given, *args[1:]
+
+
 class _Stage(PipelineStage):
     """torch calls a stage once with memory as it finds it, to learn the shapes of what it gives; guards in a model that raise
     for what is not finite must not see that. It tells the stages before and behind it those shapes with pickle; here they go
@@ -158,6 +167,7 @@ class Pipeline:
         numbers = stages_at(layout, me)
         for module in stage_modules:
             if _contiguous not in module._forward_hooks.values():
+                module.register_forward_pre_hook(_contiguous_gradient)
                 module.register_forward_hook(_contiguous)
         stages = [
             _Stage(module, number, layout.n_stages, device, group=group)

@@ -83,10 +83,12 @@ class Structure:
 
 def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Structure:
     """`batch`: of one sample, on the CPU. Raises what the model raises where it cannot be called at all."""
-    found = _passes(program, profile, batch)
+    batch, found = _one_or_two(program, profile, batch)
     if isinstance(found, str):
         why = "" if profile.no_pp else f"its forward pass cannot be followed without values: {found}"
-        return Structure(no_pp=why)
+        norm, sees = _norm(build_meta(program))
+        no_dp = f"{sees}; {_mend(norm)}" if norm and not program.batch_dependent else ""
+        return Structure(no_dp=no_dp, no_cp=no_dp, no_pp=why)
     device, one, others = found
     shares = _of_shares(program, one, _other(one, others))
     shares = replace(shares, no_dp=shares.no_dp or _shared_by_blocks(profile))
@@ -96,6 +98,32 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
     if not no_pp and profile.n_blocks > 1:
         no_pp = _Pipelines(program, profile, {key: x.to(device) for key, x in batch.items()}, one).problem()
     return replace(shares, no_pp=no_pp)
+
+
+def _one_or_two(
+    program: Program, profile: ModelProfile, batch: Batch
+) -> tuple[Batch, tuple[str, Followed, list[Followed]] | str]:
+    """The passes of one sample, or of two where the model does not take one alone (BatchNorm over single values)."""
+    try:
+        found = _passes(program, profile, batch)
+    except ValueError:
+        found = ""
+    if not isinstance(found, str):
+        return batch, found
+    two = {key: torch.cat([x, x]) for key, x in batch.items()}
+    return two, _passes(program, profile, two)
+
+
+def _norm(model: nn.Module) -> tuple[str, str]:
+    """The first module that computes with the statistics of a batch, and what is said of it; '' = none."""
+    norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), "")
+    kind = type(model.get_submodule(norm)).__name__
+    return norm, f"{norm} is a {kind}: its statistics are those of the samples of one rank" if norm else ""
+
+
+def _mend(norm: str) -> str:
+    take = "take GroupNorm or LayerNorm" if norm else "leave that out"
+    return f"{take}, or say Program.batch_dependent=True to train on all the same"
 
 
 def _passes(program: Program, profile: ModelProfile, batch: Batch) -> tuple[str, Followed, list[Followed]] | str:
@@ -168,21 +196,16 @@ def _built(program: Program, device: str) -> nn.Module:
 def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
     """What makes results depend on which samples stand together, or ranks call different modules."""
     notes = []
-    model = build_meta(program)
     no_dp = no_tp = no_cp = no_pp = ""
-    norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
+    norm, sees = _norm(build_meta(program))
     written = next((name for name, labels in one.written.items() if labels), None)
-    sees = ""
-    if norm is not None:
-        sees = f"{norm} is a {type(model.get_submodule(norm)).__name__}: its statistics are those of the samples of one rank"
-    elif written is not None:
+    if not norm and written is not None:
         sees = f"forward writes the buffer {written} from the samples of one rank"
     if sees and program.batch_dependent:
         notes.append(f"{sees}, taken as it is (Program.batch_dependent): losses differ between layouts")
         no_pp = f"a pipeline stage is first called with made-up values, and {sees.replace(':', ',', 1)}; take pp=1"
     elif sees:
-        mend = "take GroupNorm or LayerNorm" if norm is not None else "leave that out"
-        no_dp = no_cp = no_pp = f"{sees}; {mend}, or say Program.batch_dependent=True to train on all the same"
+        no_dp = no_cp = no_pp = f"{sees}; {_mend(norm)}"
     chosen = [op for op in one.branches if any(not label.startswith("the weight ") for label in op.labels)]
     mine = [op for op in chosen if op.own]
     if one.python_random:
@@ -201,7 +224,7 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
     elif chosen and one.names != other.names:
         notes.append(f"{chosen[0].inside or 'forward'} ({chosen[0].where}) branches on a value of the samples of one rank")
     for name, labels in one.written.items():
-        if not labels and norm is None:
+        if not labels and not norm:
             notes.append(f"each forward pass writes the buffer {name}: how many there are in a step depends on the layout")
     if one.keeps:
         more = f" (and {len(one.keeps) - 1} more)" if len(one.keeps) > 1 else ""
@@ -407,7 +430,8 @@ class _Pipelines:
                 f"registered before the blocks, {OWN_STAGE}"
             )
         if stage < len(layers) - 1 and found.output is not found.calls[-1].output:
-            done = _said(found.tail[-1], found.tail) if found.tail else "returns something else than the hidden state"
+            at = f" ({found.viewed})" if found.viewed else ""
+            done = _said(found.tail[-1], found.tail) if found.tail else f"takes a part of the hidden state{at}"
             return (
                 f"behind the blocks `forward` {done}, and every pipeline stage would do so: put it into a module that is "
                 f"registered behind the blocks, {OWN_STAGE}"
