@@ -36,7 +36,6 @@ from elastic.cluster.silence import Silence, patience_s
 from elastic.errors import LostContact, SpecError
 from elastic.fingerprint import KEY
 from elastic.ledger.lease import Lease
-from elastic.reshard.transfers import participants
 from elastic.storage import open_storage
 from elastic.types import (
     Abort,
@@ -275,15 +274,11 @@ class RayBackend:
             self.crew.call(worker, "drop_groups", action.generation)
 
     def _meeting(self, plan: Plan) -> EnterOrder:
-        """An order for that plan, with a store of its own."""
-        from elastic.worker.rendezvous import host_store, new_secret
-        from elastic.worker.workplace import EnterOrder
+        from elastic.worker.workplace import host_meeting
 
-        host = ray.util.get_node_ip_address()
-        store, secret = host_store(host), new_secret()
-        self._stores[plan.generation] = store
         timeout_s = max(TIMEOUT_LEAST_S, TIMEOUT_STEPS * plan.predicted_step_time_s)
-        return EnterOrder(plan, participants(plan.ranks, plan.resume), -1, (host, store.port), timeout_s, secret)
+        order, self._stores[plan.generation] = host_meeting(plan, ray.util.get_node_ip_address(), timeout_s)
+        return order
 
     def _ordered(self, call: str, order: EnterOrder) -> list[WorkerId]:
         """Passes it to all participants; returns those that are not there."""

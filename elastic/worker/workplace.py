@@ -20,6 +20,7 @@ from elastic.worker.allocator import trim
 from elastic.worker.extra_state import ExtraState
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.host_copy import HostMemory
+from elastic.worker.rendezvous import host_store, new_secret
 from elastic.worker.saving import Saving
 from elastic.worker.side_stream import SideStream, run_on
 from elastic.worker.train_state import Held
@@ -46,6 +47,13 @@ class EnterOrder:
         """Are groups that were made for this order those of the plan?"""
         mine = (self.plan.generation, self.plan.layout, self.participants)
         return mine == (plan.generation, plan.layout, participants(plan.ranks, plan.resume))
+
+
+def host_meeting(plan: Plan, host: str, timeout_s: float) -> tuple[EnterOrder, Any]:
+    """An order to enter the plan, and the store that its participants meet at, which this process hosts."""
+    store = host_store(host)
+    everyone = participants(plan.ranks, plan.resume)
+    return EnterOrder(plan, everyone, -1, (host, store.port), timeout_s, new_secret()), store
 
 
 @dataclass

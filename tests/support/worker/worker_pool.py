@@ -15,11 +15,9 @@ from typing import Any, ClassVar
 from support.waiting import until
 from support.worker.forks import FORKS
 
-from elastic.reshard.transfers import participants
 from elastic.types import DigestPart, Event, Plan, PlanEntered, Quiesced, WorkerFailed, WorkerId
-from elastic.worker.rendezvous import host_store, new_secret
 from elastic.worker.session import Beat
-from elastic.worker.workplace import EnterOrder
+from elastic.worker.workplace import EnterOrder, host_meeting
 
 TIMEOUT_S = 60.0  # of a generation's groups: what a survivor waits where nothing tells it that a peer is gone
 WAIT_S = 300.0  # for anything that comes by itself, on a machine however busy
@@ -131,10 +129,8 @@ class Pool:
         return order
 
     def _meeting(self, plan: Plan) -> EnterOrder:
-        store, secret = host_store("127.0.0.1", TIMEOUT_S), new_secret()
-        self.stores[plan.generation] = store
-        everyone = participants(plan.ranks, plan.resume)
-        return EnterOrder(plan, everyone, -1, ("127.0.0.1", store.port), TIMEOUT_S, secret)
+        order, self.stores[plan.generation] = host_meeting(plan, "127.0.0.1", TIMEOUT_S)
+        return order
 
     def _order(self, call: str, order: EnterOrder, leave_out: Iterable[WorkerId]) -> None:
         for i, worker in enumerate(order.participants):
