@@ -39,6 +39,7 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def refusal(found: dict[str, Any], axis: str) -> str:
     """Why an axis is closed; '' = nothing is said."""
     if "error" in found:
+        assert not re.match(r"\w+(Error|Exception): ", found["error"]), "the run would start without knowing more than this"
         return str(found["error"])
     return str(found["structure"][f"no_{axis}"])
 

@@ -15,8 +15,8 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
 
     def forward(self, x):
-        x = x.permute(0, 2, 3, 1)
-        return (x + self.down(F.gelu(self.up(self.norm(x))))).permute(0, 3, 1, 2)
+        x = self.norm(x.permute(0, 2, 3, 1))
+        return (x + self.down(F.gelu(self.up(x)))).permute(0, 3, 1, 2)
 
 
 class Net(nn.Module):
