@@ -35,7 +35,7 @@ from elastic.mesh import axis_groups, coordinates, stage_ranks
 from elastic.types import Layout
 from elastic.worker import rendezvous
 from elastic.worker.interfaces import interface_of
-from elastic.worker.sockets import address_of, inode, knock, listening, own_sockets, shut
+from elastic.worker.sockets import address_of, inodes, knock, listening, shut
 from elastic.worker.transport import Pretended, Transport, enlist, forget_groups, transport_of
 
 log = logging.getLogger(__name__)
@@ -147,6 +147,7 @@ class Groups:
 
         Raises PeerGarbled where somebody came who does not know the `secret`."""
         self._n_participants = n_participants
+        self._before = inodes()  # known to `abort`: it must not knock at what others listen at
         self._joining.set()
         try:
             self._form(store, me, n_participants, timedelta(seconds=timeout_s), secret)
@@ -158,7 +159,6 @@ class Groups:
 
     def _form(self, store: tuple[str, int], me: int, n_participants: int, timeout: timedelta, secret: str) -> None:
         host, port = store
-        self._before = {inode(fd) for fd in own_sockets()}
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was broken off before it met")
         # a store that is gone refuses at once; TCPStore would retry

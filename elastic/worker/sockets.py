@@ -41,6 +41,15 @@ def inode(fd: int) -> int:
     return os.fstat(fd).st_ino
 
 
+def inodes() -> set[int]:
+    """Of this process's sockets; others may close theirs meanwhile."""
+    found = set()
+    for fd in own_sockets():
+        with suppress(OSError):
+            found.add(inode(fd))
+    return found
+
+
 def _duplicate(fd: int) -> socket.socket:
     return socket.socket(fileno=os.dup(fd))
 

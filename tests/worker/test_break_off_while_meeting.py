@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -83,6 +85,26 @@ def test_the_order_comes_before_the_group_is_made(store: dist.TCPStore, monkeypa
     found: list[BaseException | None] = []
     left(met(of, store, found), found, of)
     assert shut_once.is_set()
+
+
+def test_the_order_comes_first_of_all(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What listens already is another generation's: nobody knocks there."""
+    of = Groups(1, Layout(dp_shard=2), torch.device("cpu"))
+    knocked: list[Any] = []
+    monkeypatch.setattr(groups, "knock", lambda family, address, n: knocked.append(address))
+    set_joining = of._joining.set
+
+    def then_the_order() -> None:
+        set_joining()
+        of.abort()
+        until(lambda: any(thread.name == "abort-join" for thread in threading.enumerate()), "its look")
+        time.sleep(5 * groups.LOOK_S)  # sleeps: it looks again and again
+
+    monkeypatch.setattr(of._joining, "set", then_the_order)
+    with socket.create_server(("127.0.0.1", 0)):
+        found: list[BaseException | None] = []
+        left(met(of, store, found), found, of)
+    assert not knocked
 
 
 def test_the_order_comes_while_it_waits(store: dist.TCPStore) -> None:

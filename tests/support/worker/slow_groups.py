@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ class SlowGroups(Transport):
 
     def make(self, store: Store, name: str, ranks: Sequence[int], me: int, timeout: timedelta) -> dist.ProcessGroup:
         if len(ranks) > 1:
-            threading.Event().wait(self.setup_delay_s)
+            time.sleep(self.setup_delay_s)  # sleeps: a slow set-up
         return super().make(store, name, ranks, me, timeout)
 
 
