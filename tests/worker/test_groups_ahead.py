@@ -30,7 +30,6 @@ from elastic.worker.workplace import EnterOrder
 
 pytestmark = pytest.mark.e2e
 TIMEOUT_S = 60.0
-PAUSE_MOST_S = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +76,8 @@ def test_the_pause_does_not_hold_the_set_up_of_groups(slow_pool: Pool, tmp_path:
     pool.enter(third)  # without: this test would show nothing if that were as fast
     step(pool, 3, 3)
     ahead_s, plain_s = pause_s(pool, 2), pause_s(pool, 3)
-    assert plain_s > 2 * slow_groups.SETUP_S
-    assert ahead_s < PAUSE_MOST_S, f"{ahead_s} s; {plain_s} s without"
+    assert plain_s > 3 * slow_groups.SETUP_S, "set-up takes no time: this test shows nothing"
+    assert ahead_s < plain_s - 2.5 * slow_groups.SETUP_S, f"{ahead_s} s; {plain_s} s without"
     assert not pool.events(WorkerFailed)
 
 
