@@ -4,10 +4,10 @@ What is wrong since some step after `good_step` of generation g is wrong in ever
 it, and in what came of these: copies of such steps are not taken any more, neither from memory nor from storage, where they are
 removed.
 
-A node is put aside where it is named: it differs from a majority, or all that may be wrong stand on it. Where two of two may be
-wrong, nobody is: the run goes back, and remembers both. When it happens again, a node that is suspected both times is put
-aside; if the same ones are again, one of them (that whose device says something, else the last one), so that the next time, if
-there is one, tells.
+A node is put aside where it is named: it differs from a majority, or all that may be wrong stand on it. The only node there is
+is not: the run goes back on it, a bounded number of times. Where two of two may be wrong, nobody is: the run goes back, and
+remembers both. When it happens again, a node that is suspected both times is put aside; if the same ones are again, one of them
+(that whose device says something, else the last one), so that the next time, if there is one, tells.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def _comes_of(state: State, event: WrongNumbers) -> bool:
 def _blamed(state: State, plan: Plan, workers: Sequence[WorkerId]) -> tuple[frozenset[str], frozenset[str]]:
     """The nodes that are put aside, and those that stay suspected."""
     nodes = {worker.node_id for worker in workers}
-    if len(plan.nodes) < 2 or not nodes:
+    others = [n for n in state.nodes.values() if n.status in ("ready", "prepared") and n.node_id not in plan.nodes]
+    if not nodes or (len(plan.nodes) < 2 and not others):
         return frozenset(), state.suspects
     if len(nodes) == 1 or not _ambiguous(plan, workers):
         return frozenset(nodes), state.suspects - nodes

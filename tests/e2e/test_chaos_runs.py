@@ -6,7 +6,8 @@ import pytest
 from support.chaos.processes import play
 
 pytestmark = [pytest.mark.e2e, pytest.mark.whole]
-SEEDS = range(12)  # half a minute to a minute and a half each
+# A minute or two each. 11 has a failed device and a loss at once, 35 wrong numbers of the only worker beside a killed driver.
+SEEDS = (0, 1, 4, 5, 11, 12, 14, 18, 30, 34, 35)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -12,6 +12,8 @@ from elastic.types import (
     DeviceNoted,
     DriverStarted,
     Holding,
+    Node,
+    NodeReady,
     Plan,
     Quarantine,
     Quiesced,
@@ -54,6 +56,16 @@ def settled(story: Story, decision: Decision) -> list[Decision]:
     while found[-1].actions and len(found) < 5:
         found.append(story.tick(after_s=0.0))
     return found
+
+
+def test_the_only_worker_of_a_plan_is_put_aside_where_another_node_stands() -> None:
+    for others, named in (((), []), (("b",), ["a"])):
+        story = Story(layout={1: "dp_shard=1", 2: "dp_replicate=2"})
+        plan = story.running("a", steps=20)
+        stored(story, plan, 10)
+        story.tick(*(NodeReady(Node(name, "spot")) for name in others))
+        found = settled(story, story.tick(wrong(plan, 20, 12, A)))
+        assert [order.node_id for decision in found for order in orders(decision, Quarantine)] == named
 
 
 def test_the_one_that_differs_is_put_aside_and_the_run_goes_back_to_before_it() -> None:

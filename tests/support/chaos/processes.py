@@ -30,6 +30,7 @@ from support.waiting import until
 
 from elastic.cluster import processes as of_machine
 from elastic.data.order import digest, digest_text, sample_ids
+from elastic.driver import restored
 from elastic.ledger.journal import Line, read
 from elastic.program import load_program
 from elastic.sim.faults import Fault
@@ -274,7 +275,9 @@ def _to_the_end(one: Case, played: Played, shell: Shell, storage: Path | None, p
     asked = {e.drill.get("at_step") for line in played.lines for _, e in line.events if isinstance(e, DrillAsked)}
     played.happened += [fault for fault in one.faults if fault.kind in DRILLS and fault.at_s in asked]
     if scene.process.returncode:
-        played.wrong.append(f"exit code {scene.process.returncode}: {err.strip()[-500:]}")
+        state = restored(played.lines)
+        reason = state.outcome_reason if state is not None else err.strip()[-500:]
+        played.wrong.append(f"exit code {scene.process.returncode}: {reason}")
         return
     if last_line(out)["samples_exact"] is False:
         played.wrong.append("its samples are not exact")

@@ -148,6 +148,15 @@ class Outliving(SimBackend):
                 self._told_lost.discard(event.node_id)
             return
         super()._tell(event, delay_s)
+        if isinstance(event, NodeReady) and self.n_died and self.dead is None:
+            self._out += self._missed(event.node.node_id)
+
+    def _missed(self, node_id: str) -> list[Event]:
+        """Workers of the newest plan on this node that did not outlive the last driver."""
+        newest, machine = self._groups.get(max(self._groups, default=0)), self._machines[node_id]
+        ranks = [worker for worker in newest.plan.ranks if worker.node_id == node_id] if newest is not None else []
+        gone = [worker for worker in ranks if not machine.prepared or not self._lives(worker)]
+        return [WorkerFailed(worker, 0, "process", "it was gone when the driver came back") for worker in gone]
 
     def waits_for_room(self) -> None:
         """The disk was full for so long that the run has ended."""
@@ -171,7 +180,7 @@ class Outliving(SimBackend):
         for name, machine in self._machines.items():
             if name in self._lost():
                 continue
-            self._out.append(NodeReady(machine.node))
+            self._out += [NodeReady(machine.node), *self._missed(name)]
             if machine.prepared and not any(worker.node_id == name for worker in self._dead):
                 self._out.append(NodePrepared(name))
             if machine.deadline_s is not None:
