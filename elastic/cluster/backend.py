@@ -270,8 +270,7 @@ class RayBackend:
         if self._formed is not None:
             self._formed = None
             self._stores.pop(action.generation, None)
-        for worker in self.crew.workers():
-            self.crew.call(worker, "drop_groups", action.generation)
+        self.crew.call_all("drop_groups", action.generation)
 
     def _meeting(self, plan: Plan) -> EnterOrder:
         from elastic.worker.workplace import host_meeting
@@ -287,24 +286,19 @@ class RayBackend:
         return [worker for i, worker in enumerate(everyone) if not self.crew.call(worker, call, sent, i)]
 
     def _quiesce(self, action: Quiesce) -> None:
-        for worker in self.crew.workers():
-            self.crew.call(worker, "quiesce", action.generation, action.save)
+        self.crew.call_all("quiesce", action.generation, action.save)
 
     def _store_copy(self, action: StoreCopy) -> None:
-        for worker in self.crew.workers():
-            self.crew.call(worker, "store_copy", action.generation)
+        self.crew.call_all("store_copy", action.generation)
 
     def _set_cadence(self, action: SetCadence) -> None:
-        for worker in self.crew.workers():
-            self.crew.call(worker, "set_cadence", action.generation, action.peer_every, action.durable_every)
+        self.crew.call_all("set_cadence", action.generation, action.peer_every, action.durable_every)
 
     def _set_shares(self, action: SetShares) -> None:
-        for worker in self.crew.workers():
-            self.crew.call(worker, "set_shares", action.generation, action.samples)
+        self.crew.call_all("set_shares", action.generation, action.samples)
 
     def _roll_forward(self, action: RollForward) -> None:
-        for worker in self.crew.workers():
-            self.crew.call(worker, "roll_forward", action.generation, action.step, action.commit)
+        self.crew.call_all("roll_forward", action.generation, action.step, action.commit)
 
     def _remove_copy(self, action: RemoveCopy) -> None:
         self.copies.remove(action.uri)
@@ -314,8 +308,7 @@ class RayBackend:
         self._end(action.kill)
         self._drop_stores(action.generation + (self._formed is not None))
         self._formed = None
-        for worker in self.crew.workers():
-            self.crew.call(worker, "abort", action.generation)
+        self.crew.call_all("abort", action.generation)
 
     def _stop(self, action: Stop) -> None:
         self._stopped = True

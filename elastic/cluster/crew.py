@@ -187,6 +187,10 @@ class Crew:
             self._calls[ref] = worker
         return True
 
+    def call_all(self, method: str, *arguments: Any) -> None:
+        for worker in self.workers():
+            self.call(worker, method, *arguments)
+
     def open_polls(self) -> list[WorkerId]:
         """A long poll with each worker that has none; acknowledges what it has said. Returns all that a poll is open with."""
         with self._lock:

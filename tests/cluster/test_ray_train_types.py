@@ -203,8 +203,9 @@ def test_a_failed_run_raises_as_ray_train_does(tiny: Program, tmp_path: Path, mo
     from elastic.api import trainer
     from elastic.api.running import Result
 
-    (tmp_path / "journal.jsonl").write_text("")
-    ended = Result("r", "failed", {"reason": "step 3: boom"}, tmp_path)
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "journal.jsonl").write_text("")
+    ended = Result("r", "failed", {"reason": "step 3: boom"}, tmp_path / "r")
     monkeypatch.setattr(trainer, "run_job", lambda spec, options: ended)
     run = Run(name="r", storage_path=str(tmp_path))
     with pytest.raises(train.TrainingFailedError, match="step 3: boom"):

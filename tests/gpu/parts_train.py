@@ -276,7 +276,9 @@ def bare(program: Any, job: dict[str, Any], device: Any, rows: int, n: int) -> t
     from elastic.data.loader import collate
     from elastic.data.order import sample_ids
 
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     torch.manual_seed(job["seed"])
     model = program.model()
     torch.manual_seed(job["seed"])

@@ -207,7 +207,11 @@ def test_a_generation_reserves_its_buffers_before_it_meets_the_others(monkeypatc
     for module in (generations, peer_copies):
         monkeypatch.setattr(module, "boxes", lambda profile, layout, layers, rank: (Box("w", (0,), (rank + 1,), "float64"),))
     place: Any = SimpleNamespace(
-        host_memory=memory, profile=None, at_phase=lambda *_: None, background=lambda work, *more: seen.append((work, *more))
+        host_memory=memory,
+        profile=None,
+        at_phase=lambda *_: None,
+        device_lost=False,
+        background=lambda work, *more: seen.append((work, *more)),
     )
     plan: Any = SimpleNamespace(layout=None, layers=(), copies_to=((1,), (2,), (3,), (1,)))
     generation = Generation.__new__(Generation)

@@ -114,10 +114,10 @@ def spring(fault: PhaseFault) -> None:
     if fault.kind in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
     elif fault.kind == "stuck":
-        threading.Event().wait()
+        threading.Event().wait()  # sleeps: a thread that never comes back is the fault
     else:
         while not _running[-1].aborted:
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S)  # sleeps: in a worker, which is broken off from outside
 
 
 Session.arm_phase = arm_phase  # type: ignore[attr-defined]
