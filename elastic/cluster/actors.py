@@ -124,7 +124,7 @@ class Worker:
 
     def form(self, epoch: int, order: Any, me: int) -> None:
         self._fence(epoch)
-        if order.plan.generation > self.ordered:
+        if self.ordered < order.plan.generation:
             self.session.form(replace(order, me=me))
 
     def drop_groups(self, epoch: int, generation: int) -> None:
