@@ -319,7 +319,10 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
     deadline_s = min(node.deadline_s or now_s for node in leaving)
     left = f"{names} will be taken in {max(0.0, deadline_s - now_s):.0f} s"
     if state.quiescing:
-        return Decision((), f"{left}; generation {state.plan.generation} is saved and waits for other nodes")
+        text = f"{left}; generation {state.plan.generation} is saved"
+        if state.quiesced >= set(state.plan.ranks) and _enough(state):  # it may never be taken: nobody waits for that
+            return Decision((Abort(state.generation),), f"{text}, and other nodes are there: goes on with these")
+        return Decision((), f"{text} and waits for other nodes")
     act_s = drain.act_at_s(state, leaving, now_s)
     stay = drain.kept(state, max(now_s, act_s))
     try:
@@ -353,6 +356,15 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
         DrainNode(node.node_id) for node in leaving if node.node_id not in used
     )  # in Ray too: there is no way back now
     return replace(moved, actions=(*gone, *moved.actions))
+
+
+def _enough(state: State) -> bool:
+    """Is there a plan for the nodes without a notice?"""
+    try:
+        choice_of(state, state.available)
+    except InfeasiblePlan:
+        return False
+    return True
 
 
 def _save_before(state: State, now_s: float, deadline_s: float, why: str) -> Decision:

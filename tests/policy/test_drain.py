@@ -276,6 +276,21 @@ def test_too_few_are_saved_at_once_unless_a_replacement_comes() -> None:
     assert plan_of(acted(story, deadline_s)).nodes == ("a", "c")
 
 
+def test_a_saved_run_goes_on_with_other_nodes_though_the_one_with_notice_was_never_taken() -> None:
+    story = Story(steps=10_000)
+    plan = story.running("a", steps=3)
+    assert orders(story.tick(Notice("a", story.now_s + 1)), Quiesce) == [Quiesce(plan.generation, save=True)]
+    story.quiesced(plan, {"a": [(0, 4, "live")]})
+    story.tick(after_s=300)
+    assert "waits for other nodes" in story.decisions[-1].reason
+    story.nodes("b")
+    assert any(orders(decision, Abort) for decision in story.decisions[-4:]), story.decisions[-1]
+    story.quiesced(plan, {"a": [(0, 4, "live")]})
+    story.tick(after_s=2)
+    newest = [order.plan for decision in story.decisions for order in orders(decision, EnterPlan)][-1]
+    assert (newest.nodes, newest.resume.source) == (("b",), "peer"), [d.reason for d in story.decisions[-4:]]
+
+
 def test_waiting_changes_nothing_and_says_the_same() -> None:
     story = Story()
     story.running("a", "b", "c", steps=3)
