@@ -152,11 +152,13 @@ EXPECTED: dict[str, dict[str, Expect]] = {
         "cold_s": Expect("s", "20"),
         "reset_s": Expect("s", "5: the folder is warm, tracing is done again"),
         "warm_s": Expect("s", "6: a new process"),
+        "syncs": Expect("per pass", "0; one for each block if the table of rotations is made anew there", most=0),
         "same": yes("results as without it, 2e-2"),
     },
     "certify": {
         "checkpoint": Expect("", "pass"),
         "step time*": Expect("", "may fail: the model is small, it measures launches"),
+        "planner error": Expect("", "not run: there is no such check yet"),
         "*.*": Expect("", "a figure of the check"),
         "*": Expect("", "pass"),
     },
@@ -186,6 +188,11 @@ class Tell:
     def skip(self, name: str, why: str) -> None:
         self._put(name, SKIPPED, ("", why), None)
 
+    def error(self, error: BaseException) -> None:
+        traceback.print_exception(error)
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        self("error", f"{type(error).__name__}: {error} at {Path(where.filename).name}:{where.lineno}")
+
     def _put(self, name: str, value: Any, said: tuple[str, str], ok: bool | None) -> None:
         row = {"part": self.part, "name": name, "value": value, "unit": said[0], "expected": said[1], "ok": ok}
         os.write(self.fd, (json.dumps(row) + "\n").encode())
@@ -204,12 +211,19 @@ def start(work: Callable[[], None], tell: Tell) -> int:
     try:
         work()
     except BaseException as error:  # noqa: BLE001 - the boundary of a part: what it raises is its result
-        traceback.print_exc()
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        tell("error", f"{type(error).__name__}: {error} at {Path(where.filename).name}:{where.lineno}")
+        tell.error(error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def guarded(tell: Tell, *works: Callable[[], None]) -> None:
+    """One after the other; what one of them raises is a row, and the others are done."""
+    for work in works:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - the boundary of a part of a part
+            tell.error(error)
 
 
 def over(pid: int) -> bool:
