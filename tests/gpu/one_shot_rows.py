@@ -251,7 +251,7 @@ def all_bounded(cases: list[tuple[str, Callable[[], None]]], tell: Tell, at_once
                 del running[pid]
             elif late or over(pid):
                 del running[pid]
-        time.sleep(LOOK_S)
+        time.sleep(LOOK_S)  # sleeps: between looks at processes that have a bound
 
 
 class Ranks:

@@ -1,4 +1,4 @@
-"""Memory on both sides of one GPU: pinned buffers, copies to the host, what a killed process leaves, digests, sums and packs."""
+"""Memory on both sides of one GPU: pinned buffers, copies to the host, what a killed process leaves, digests, sums, packs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -199,7 +198,7 @@ def _killed(tell: Tell) -> None:
     began = time.perf_counter()
     process.kill()
     while free_gpu_bytes(device) < before + 59 * GB and time.perf_counter() - began < FREE_MOST_S:
-        time.sleep(0.02)
+        time.sleep(0.02)  # sleeps: between looks at memory that comes back, with a bound
     tell("killed.free_again_s", time.perf_counter() - began)
 
 

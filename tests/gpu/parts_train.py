@@ -280,7 +280,9 @@ def bare(program: Any, job: dict[str, Any], device: Any, rows: int, n: int) -> t
     from elastic.data.loader import collate
     from elastic.data.order import sample_ids
 
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     torch.manual_seed(job["seed"])
     model = program.model()
     torch.manual_seed(job["seed"])
@@ -510,7 +512,7 @@ def blocks_once(cpu: bool, compiled: bool) -> tuple[float, Any, int]:
     return took_s, shown, seen.places.total()
 
 
-def compile(tell: Tell, cpu: bool, seconds: float) -> None:  # noqa: A001 - the name of the part
+def compile(tell: Tell, cpu: bool, seconds: float) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="one-shot-compiled-")
     _, plain, _ = blocks_once(cpu, compiled=False)
     cold_s, out, syncs = blocks_once(cpu, compiled=True)

@@ -42,7 +42,13 @@ sys.exit(one_shot.main())
 def ran(words: list[str], mark: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, MARK: mark, "PYTHONPATH": f"{ROOT}:{HERE}"}
     return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=MOST_S
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=MOST_S,
     )
 
 
@@ -98,5 +104,7 @@ def test_a_part_that_is_cut_has_told_what_it_knew_and_leaves_nothing(tmp_path: P
     assert done.returncode == 1, done.stderr
     rows = [row for row in rows_of(done.stdout) if row["part"] == "facts"]
     assert [row["name"] for row in rows] == ["python", "cut", "seconds"] and rows[1]["ok"] is False
-    assert {"error", "seconds"} <= {row["name"] for row in rows_of(done.stdout) if row["part"] == "digest"}, "the next one is run"
+    assert {"error", "seconds"} <= {row["name"] for row in rows_of(done.stdout) if row["part"] == "digest"}, (
+        "the next one is run"
+    )
     until(lambda: not processes(mark), "the end of all that it started")
