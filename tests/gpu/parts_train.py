@@ -470,7 +470,6 @@ def _out_of_memory(tell: Tell) -> None:
     solo.until(lambda: solo.of(Quiesced, 1), "out of memory", fails=True)
     failed = solo.of(WorkerFailed)
     tell("oom.kind", failed[0].kind if failed else "none")
-    tell("oom.kind_is_memory", bool(failed) and failed[0].kind == "out_of_memory")
     solo.events = [(at, e) for at, e in solo.events if not isinstance(e, WorkerFailed)]
     solo.enter(replace(plan_for(solo.me, 2, n_blocks, (rows, rows // 2)), resume=live_from(first)))
     tell("oom.smaller_batch_steps", bool(solo.stepped(2, 1)))

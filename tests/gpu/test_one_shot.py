@@ -66,6 +66,7 @@ def test_every_part_has_predictions_and_all_of_them_fit_the_time() -> None:
 def test_what_is_as_expected() -> None:
     assert Expect("s", "short", most=2.0).ok(1.9) and not Expect("s", "short", most=2.0).ok(2.1)
     assert Expect("s", "long", least=5.0).ok("not within 20 s") is False
+    assert Expect("", "pass", begins="pass").ok("pass") and not Expect("", "pass", begins="pass").ok("fail: slow")
     assert Expect("", "a fact").ok("anything") is None
     assert slope([1.0, 3.0, 5.0, 7.0]) == pytest.approx(2.0) and slope([1.0]) == 0.0
 
