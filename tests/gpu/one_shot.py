@@ -1,4 +1,5 @@
-"""All that one GPU can show, in one command of at most 540 s, without network or Ray: `python3 tests/gpu/one_shot.py --out FOLDER`.
+"""All that one GPU can show, in one command of at most 540 s, without network or Ray:
+`python3 tests/gpu/one_shot.py --out FOLDER`.
 
 Each part runs in a process of its own with its own bound, and prints a line of JSON for each number as it comes:
 {"part", "name", "value", "unit", "expected", "ok"}. What is cut has said what it knew. `--cpu`: a dry run of the same code at
@@ -123,8 +124,18 @@ def settle() -> None:
     environment.settle()
     for name, value in allocator.cuda_environment().items():
         os.environ.setdefault(name, value)
-    with suppress(ImportError):  # said by the part `facts`; no process that forks may use CUDA
-        import_module("elastic.worker.session")
+    for name in ("torch", "elastic.worker.groups", "elastic.worker.session"):
+        with suppress(ImportError):  # said by the part `facts`; no process that forks may use CUDA
+            import_module(name)
+
+
+def has_gpu() -> bool:
+    """Asked by a fork: this process must not use CUDA."""
+    pid = os.fork()
+    if not pid:
+        torch: Any = import_module("torch")
+        os._exit(0 if torch.cuda.is_available() else 1)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def main() -> int:
@@ -149,6 +160,9 @@ def main() -> int:
         given.out.mkdir(parents=True, exist_ok=True)
     ends_s, rows = time.monotonic() + given.seconds, Rows(given.out)
     settle()
+    if not given.cpu and not has_gpu():
+        print("one_shot: torch sees no GPU here; --cpu is a dry run without one", file=sys.stderr)
+        return 2
     with (given.out / "log.txt" if given.out is not None else Path(os.devnull)).open("a") as log:
         for part in PARTS:
             left_s = ends_s - time.monotonic()

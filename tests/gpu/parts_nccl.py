@@ -1,4 +1,4 @@
-"""What NCCL does when ranks are lost, several of them on one GPU; and what setting its groups up and taking them down leaves."""
+"""What NCCL does when ranks are lost, several of them on one GPU; what setting groups up and taking them down leaves."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def _one(tell: Tell, cpu: bool, name: str, n: int, what: tuple[Any, ...]) -> Non
             ranks.signal(n - 1, signal.SIGSTOP)
         if fault == "kill":
             ranks.kill(n - 1)
-            time.sleep(0.1 if cpu else DETECTED_S)
+            time.sleep(0.1 if cpu else DETECTED_S)  # sleeps: a driver needs so long to find out
         speak = range(n - 1)  # the last is stopped, gone, or has no message
         for rank in speak:
             ranks.go(rank)

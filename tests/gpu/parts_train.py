@@ -20,7 +20,7 @@ from pkgutil import iter_modules
 from statistics import median
 from typing import Any
 
-from one_shot_rows import Tell, rss_mib, slope
+from one_shot_rows import Tell, guarded, rss_mib, slope
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = HERE / "sized_program.py"
@@ -140,8 +140,8 @@ def facts(tell: Tell, cpu: bool, seconds: float) -> None:
     if cpu:
         tell.skip("settings.expandable_segments", "there is no GPU")
     else:
-        _of_the_gpu(tell, torch)
-    _first_steps(tell, cpu)
+        guarded(tell, partial(_of_the_gpu, tell, torch))
+    guarded(tell, partial(_first_steps, tell, cpu))
 
 
 def _of_the_gpu(tell: Tell, torch: Any) -> None:
@@ -203,7 +203,7 @@ class Syncs:
             torch.cuda.set_sync_debug_mode(mode)
 
     def _note(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
-        if "synchroniz" in str(message):
+        if "called a synchronizing" in str(message):
             self.places[f"{filename.rpartition('/')[2]}:{lineno}"] += 1
 
 
@@ -231,20 +231,24 @@ class Ours:
         memory = HostMemory(pinned=device.type == "cuda")
         self.host = HostCopies(memory, self.state.tensors, frozenset({RNG}), 2)
         self.dataset = program.dataset()
+        self.stepper: Any = None
 
-    def stepper(self, n_microbatches: int) -> Any:
+    def cut(self, n_microbatches: int) -> None:
+        """Steps have so many micro-batches from now on. (One stepper: each has hooks on the blocks.)"""
+        from elastic.worker.shares import Shares
         from elastic.worker.step import Stepper
 
         plan = plan_for(self.me, 1, self.n_blocks, (self.rows, n_microbatches))
-        return Stepper(self.program, self.job, plan, self.state, self.groups)
+        self.stepper = self.stepper or Stepper(self.program, self.job, plan, self.state, self.groups)
+        self.stepper.plan, self.stepper.shares = plan, Shares(self.job, plan)
 
-    def steps(self, stepper: Any, n: int, copy: bool = False) -> tuple[list[float], list[float]]:
+    def steps(self, n: int, copy: bool = False) -> tuple[list[float], list[float]]:
         """Seconds and loss of each; with a host copy of each boundary."""
         from elastic.data.loader import collate
         from elastic.worker.step import Words
 
         self.state.before_change = self.host.settle if copy else (lambda: None)
-        taken, times, losses = None, [], []
+        taken, times, losses, stepper = None, [], [], self.stepper
         for _ in range(n):
             batch = collate([self.dataset[i] for i in stepper.shares.ids(self.state.step)])
             began = time.perf_counter()
@@ -325,12 +329,12 @@ def step(tell: Tell, cpu: bool, seconds: float) -> None:
     ours = Ours(program, job, device, rows)
     tell("fill_s", time.perf_counter() - began)
     for name, n_microbatches, copy in (("one", 1, False), ("copy", 1, True), ("eight", 8, False)):
-        stepper = ours.stepper(n_microbatches)
-        _, losses = ours.steps(stepper, warm, copy)
+        ours.cut(n_microbatches)
+        _, losses = ours.steps(warm, copy)
         if name == "one":
             tell("loss_difference", abs(losses[0] - plain[0]))
         with Syncs(cpu) as seen:
-            times, _ = ours.steps(stepper, n - warm, copy)
+            times, _ = ours.steps(n - warm, copy)
         step_s = median(times)
         tell(f"{name}.step_s", step_s)
         tell(f"{name}.over_bare", step_s / bare_s)
@@ -339,14 +343,14 @@ def step(tell: Tell, cpu: bool, seconds: float) -> None:
             continue
         tell(f"{name}.syncs", seen.places.total() / (n - warm))
         tell(f"{name}.sync_places", dict(seen.places.most_common(8)))
-        tell(f"{name}.busy", _busy(partial(ours.steps, stepper, 3, copy)))
+        tell(f"{name}.busy", _busy(partial(ours.steps, 3, copy)))
         if name == "one":
             flop = program.model().flop_per_token * rows * 2048
             tell("flop_per_s", flop / step_s)
             tell("tokens_per_s", rows * 2048 / step_s)
             tell("peak_gb", torch.cuda.max_memory_allocated() / 1e9)
     ours.close()
-    del ours, stepper
+    del ours
     gc.collect()
     _whole_session(tell, cpu, (job, rows), (n, warm, bare_s))
 
@@ -466,7 +470,6 @@ def _out_of_memory(tell: Tell) -> None:
     solo.until(lambda: solo.of(Quiesced, 1), "out of memory", fails=True)
     failed = solo.of(WorkerFailed)
     tell("oom.kind", failed[0].kind if failed else "none")
-    tell("oom.kind_is_memory", bool(failed) and failed[0].kind == "out_of_memory")
     solo.events = [(at, e) for at, e in solo.events if not isinstance(e, WorkerFailed)]
     solo.enter(replace(plan_for(solo.me, 2, n_blocks, (rows, rows // 2)), resume=live_from(first)))
     tell("oom.smaller_batch_steps", bool(solo.stepped(2, 1)))
@@ -477,8 +480,8 @@ def _out_of_memory(tell: Tell) -> None:
 # ------------------------------------------------------------------------------------------------ compile
 
 
-def blocks_once(cpu: bool, compiled: bool) -> tuple[float, Any]:
-    """Seconds of the first pass there and back through two blocks, and what came out."""
+def blocks_once(cpu: bool, compiled: bool) -> tuple[float, Any, int]:
+    """Seconds of the first pass there and back through two blocks, what came out, synchronizations of another pass there."""
     import torch
 
     os.environ.setdefault("ONE_SHOT_SIZE", "tiny" if cpu else "1b")
@@ -495,24 +498,28 @@ def blocks_once(cpu: bool, compiled: bool) -> tuple[float, Any]:
     blocks = [Block(CONFIG).to(device, dtype) for _ in range(2)]
     given = torch.randn(2, CONFIG.max_seq, CONFIG.hidden, device=device, dtype=dtype, requires_grad=True)
     if cpu:  # the code path, without a C++ compiler's minute
-        torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
+        torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
     if compiled:
         compile_blocks(blocks)
     began = time.perf_counter()
     out = blocks[1](blocks[0](given))
     out.float().sum().backward()
     shown = out.detach().float().cpu()
-    return time.perf_counter() - began, shown
+    took_s = time.perf_counter() - began
+    with Syncs(cpu) as seen:
+        blocks[1](blocks[0](given))
+    return took_s, shown, seen.places.total()
 
 
-def compile(tell: Tell, cpu: bool, seconds: float) -> None:  # noqa: A001 - the name of the part
+def compile(tell: Tell, cpu: bool, seconds: float) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="one-shot-compiled-")
-    _, plain = blocks_once(cpu, compiled=False)
-    cold_s, out = blocks_once(cpu, compiled=True)
+    _, plain, _ = blocks_once(cpu, compiled=False)
+    cold_s, out, syncs = blocks_once(cpu, compiled=True)
     tell("cold_s", cold_s)
+    tell("syncs", syncs)
     scale = max(1.0, float(plain.abs().max()))
     tell("same", float((out - plain).abs().max()) < 2e-2 * scale)
-    reset_s, _ = blocks_once(cpu, compiled=True)
+    reset_s, *_ = blocks_once(cpu, compiled=True)
     tell("reset_s", reset_s)
     if cpu:
         tell.skip("warm_s", "nothing lies in the folder")

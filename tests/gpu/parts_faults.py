@@ -1,0 +1,184 @@
+"""Two sessions on one GPU: an error that stays in one of them, a kernel that does not end; and what certify says of the GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from one_shot_rows import FORK, Tell, guarded
+
+from elastic.certify import member
+from elastic.certify.crew import Crew
+from elastic.certify.lab import Lab
+from elastic.certify.place import Place, find
+from elastic.certify.planning import job_of, plan_of
+from elastic.certify.tasks import Limit, Tasks
+from elastic.types import Layout, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.worker.faults import DeviceFaults
+from elastic.worker.session import Session
+
+MANY, SHORT_BLOCKS = 1_000_000, 4  # steps; blocks of the paced program
+NAMED_MOST_S = 20.0
+ENDLESS_CYCLES = 120 * 10**9  # of the GPU's clock: about a minute, longer than anything that is waited for here
+SHOWN = "abort,kill,growth,notice,reshard,step time,checkpoint"  # of certify; whether ranks can share a GPU it always asks
+
+
+class RealFaults(DeviceFaults):
+    """What a drill makes up, done to the GPU itself, once. On a CPU it is made up."""
+
+    real = ""
+    MADE_UP = {"illegal": "device_error", "endless": "stall"}
+
+    def afflict(self, kind: str, *arguments: Any) -> None:
+        import torch
+
+        if torch.cuda.is_available() and kind in self.MADE_UP:
+            self.real = kind
+        else:
+            super().afflict(self.MADE_UP.get(kind, kind), *arguments)
+
+    def stand(self) -> None:
+        super().stand()
+        kind, self.real = self.real, ""
+        if kind:
+            import torch
+
+            if kind == "endless":
+                torch.cuda._sleep(ENDLESS_CYCLES)
+                return
+            gone = torch.empty(1 << 20, device="cuda")
+            gone.untyped_storage().resize_(0)  # a kernel that writes to it has no address
+            gone.fill_(1.0)
+            torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Stands:
+    """Where a worker stands, as its beats say."""
+
+    worker: WorkerId
+    arrived: Any
+    doing: str
+    where: str
+
+
+class FaultySession(Session):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._faults = RealFaults()
+
+    def tell(self) -> None:
+        beat = self.poll(0, 0.0)
+        self._put(Stands(self.me, beat.arrived, beat.doing, beat.where))  # type: ignore[arg-type]
+
+
+def _open(lab: Lab, crew: Crew) -> Any:
+    """Both train, with peer copies."""
+    from elastic.certify.alone import program_file
+
+    crew.open(job_of("faults", program_file("paced"), MANY), lab.run_folder())
+    plan = plan_of(1, Layout(dp_shard=2), crew.workers, SHORT_BLOCKS, peer_every=2)
+    crew.enter(plan)
+    crew.stepped(plan, 6)
+    return plan
+
+
+def _sticky(tell: Tell, lab: Lab, crew: Crew) -> None:
+    from elastic.certify.fault_checks import _from_memory
+
+    plan = _open(lab, crew)
+    lost, other = plan.ranks[1], plan.ranks[0]
+    began = time.monotonic()
+    crew.call(lost, "afflict", "illegal")
+    found = lambda: [e for e in crew.events(WorkerFailed) if e.worker == lost]  # noqa: E731
+    crew.until(lambda: bool(found()), "the error is reported", 30.0, broken=True)
+    tell("sticky.reported_s", time.monotonic() - began)
+    tell("sticky.kind_is_device", found()[0].kind == "device")
+    tell("sticky.error", f"{found()[0].kind}: {found()[0].error}")
+    asked = time.monotonic()
+    crew.abort(1, plan.ranks)
+    left = crew.left(plan, [other], 30.0, broken=True)
+    tell("sticky.others_left_s", max(left.values()) - asked)
+    crew.until(lambda: any(e.worker == lost for e in crew.events(Quiesced)), "the lost one has left", 30.0, broken=True)
+    offered = [h for e in crew.events(Quiesced) if e.worker == lost for h in e.holdings]
+    tell("sticky.process_alive", not crew._member(lost).ended)
+    tell("sticky.lost_offers_live", any(h.kind == "live" for h in offered))
+    after = plan_of(2, Layout(), (other,), SHORT_BLOCKS, resume=_from_memory(crew, plan, (other,)), cause="loss")
+    asked = time.monotonic()
+    crew.enter(after)
+    crew.until(lambda: bool(crew.events(StepDone, 2)), "a step of the other", 60.0, broken=True)
+    tell("sticky.went_on", True)
+    tell("sticky.went_on_s", time.monotonic() - asked)
+    crew.kill(lost)
+
+
+def _endless(tell: Tell, lab: Lab, crew: Crew) -> None:
+    from elastic.certify.fault_checks import _quiet
+    from elastic.cluster.missing import At, missing
+
+    plan = _open(lab, crew)
+    hangs, other = plan.ranks[1], plan.ranks[0]
+    crew.call(hangs, "afflict", "endless")
+    began = time.monotonic()
+    _quiet(crew, plan)
+    seen: dict[WorkerId, Stands] = {}
+    named: dict[WorkerId, str] = {}
+    looks = 0
+    while looks < 2 or (
+        not named and time.monotonic() - began < NAMED_MOST_S
+    ):  # what it is at is known from the second look on
+        asked, looks = len(crew.log), looks + 1
+        for worker in plan.ranks:
+            crew.call(worker, "tell")
+        crew.until(lambda: len(_said(crew, asked)) == 2, "where they stand", 20.0, broken=True)  # noqa: B023
+        seen = _said(crew, asked)
+        named = missing({worker: At(s.arrived, s.doing, s.where) for worker, s in seen.items()}, staged=False)
+    tell("endless.named_s", time.monotonic() - began)
+    tell("endless.named_right", list(named) == [hangs])
+    shown = {str(worker): why for worker, why in named.items()}
+    tell("endless.named", shown or {str(worker): (s.arrived, s.doing, s.where) for worker, s in seen.items()})
+    asked_s = time.monotonic()
+    crew.abort(1, [other])
+    tell("endless.others_left_s", max(crew.left(plan, [other], 40.0, broken=True).values()) - asked_s)
+    crew.kill(hangs)
+
+
+def _said(crew: Crew, since: int) -> dict[WorkerId, Stands]:
+    return {e.worker: e for _, _, e in crew.log[since:] if isinstance(e, Stands)}
+
+
+def faults(tell: Tell, cpu: bool, seconds: float) -> None:
+    if cpu:
+        member.get_context = lambda _: FORK  # type: ignore[attr-defined,assignment]
+    place = Place("cpu-gloo", 2) if cpu else replace(find(1, True), ranks=2)
+    limit = Limit.after(seconds)
+
+    def with_crew(work: Callable[[Lab, Crew], None]) -> None:
+        with lab.crew(limit) as crew:
+            work(lab, crew)
+
+    with Lab(place, session=f"{FaultySession.__module__}:{FaultySession.__qualname__}") as lab:
+        guarded(tell, partial(with_crew, partial(_sticky, tell)), partial(with_crew, partial(_endless, tell)))
+
+
+# ------------------------------------------------------------------------------------------------ certify
+
+
+def certify(tell: Tell, cpu: bool, seconds: float) -> None:
+    """Its checks for one GPU, each told as it is done."""
+    import tempfile
+
+    from elastic.certify.command import carry_out
+
+    def told(check: Any) -> None:
+        tell(check.name, f"{check.verdict} {check.why}".strip())
+        for key, value in check.figures.items():
+            tell(f"{check.name}.{key}", value)
+
+    place = find(0, True) if cpu else find(1, True)
+    only = ("planner error",) if cpu else tuple(SHOWN.split(","))
+    storage = tempfile.mkdtemp(prefix="one-shot-storage-")
+    carry_out(place, storage, Tasks(told), max(1.0, seconds - 5.0), only)
