@@ -92,7 +92,8 @@ WHOLE_JOBS: tuple[dict[str, Any], ...] = (
         "layout": {"2": "dp_shard=2"}, "schedule": "gpipe", "virtual_stages": 2, "microbatch_tokens": 64,
         "activation_checkpointing": "full", "zero_stage": 2, "compile": True, "float8": True, "offload": True, "min_workers": 2,
         "max_workers": 4, "peer_every": 3, "durable_every": 4, "peer_copies": 1, "copies_across_zones": True,
-        "copy_link_share": 0.2, "keep_last": 3, "keep_every": 2, "keep_best": 1, "storage_quota_gb": 2.5, "verify_copies": False,
+        "copy_link_share": 0.2, "keep_last": 3, "keep_every": 2, "keep_best": 1, "storage_quota_gb": 2.5,
+        "verify_copies": False,
         "data": {
             "train": {"mixture": {"secret": {"tokens": "/d/x.bin", "end_token": "<end>", "weight": 2}}, "end_token": "<e>"},
             "validation": {"token": {"jsonl": "/d/y", "text": "key", "seq": 32}}, "cache": "/tmp/key", "cache_gb": 3,
