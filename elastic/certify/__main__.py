@@ -1,4 +1,4 @@
-"""`python -m elastic.certify` is `elastic certify`, also where Ray and pydantic are not installed."""
+"""`python -m elastic.certify` is `elastic certify`, also where Ray is not installed."""
 
 from elastic.certify.command import main
 
