@@ -49,4 +49,5 @@ def _row(axis: str, found: Mapping[str, Any], named: bool) -> Check:
     if why:
         return Check(axis, "fail" if named else "not run", why=f"closed: {why}")
     plan = "there is no Program.tp" if axis == "tp" else "there are no blocks to cut between" if axis == "pp" else ""
-    return Check(axis, "not run", why=found["skipped"] or plan)
+    noted = next((note for note in found["structure"]["notes"] if note.startswith(f"{axis} was ")), "")
+    return Check(axis, "not run", why=found["skipped"] or noted or plan)

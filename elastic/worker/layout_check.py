@@ -42,20 +42,22 @@ SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
 READS_MOST = 10_000
 SETTINGS = (".py", ".json", ".yaml", ".yml", ".toml", ".cfg", ".ini")  # files that say what a program is
 READ_MOST_BYTES = 1 << 20  # of a file that counts as part of the program; larger ones are data
-COMPARE_S = 40.0  # for all axes: what it does not suffice for is not compared
+COMPARE_S = 40.0
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Asked:
     """`job`: as plain data, with its program. `axes`: that the run may use, of dp, tp, cp, pp; `tps`: sizes of tp besides the
-    smallest that are tried too; `trusted`: axes that are not to be checked."""
+    smallest that are tried too; `trusted`: axes that are not to be checked. `most_s`: for comparing values on all axes; what
+    it does not suffice for is not compared."""
 
     job: Mapping[str, Any]
     axes: Sequence[str] = tuple(FAMILIES)
     tps: Sequence[int] = (2,)
     trusted: Sequence[str] = ()
     values: bool = True
+    most_s: float = COMPARE_S
 
 
 @dataclass(frozen=True)
@@ -144,10 +146,13 @@ def _compared(asked: Asked, program: Program, profile: ModelProfile, batch: Batc
     except Exception as error:  # noqa: BLE001 - the user's model
         return replace(found, skipped=str(error) if isinstance(error, ElasticError) else told(error), steady=False)
     job, equal, limit, took = job_of_copy(asked.job), dict[str, float](), 0, 0.0
-    until_s = time.monotonic() + COMPARE_S
+    until_s = time.monotonic() + asked.most_s
     for axis in axes:
         if time.monotonic() + took > until_s:
-            notes = (*structure.notes, f"{axis} was not compared: comparing takes at most {COMPARE_S:.0f} s, which are spent")
+            notes = (
+                *structure.notes,
+                f"{axis} was not compared: comparing takes at most {asked.most_s:.0f} s, which are spent",
+            )
             structure, found = replace(structure, notes=notes), replace(found, steady=False)
             continue
         layout = FAMILIES[axis]

@@ -26,7 +26,7 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     out = tmp_path_factory.mktemp("layouts") / "found"
     found = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     names = [callspec.params["name"] for callspec in found if callspec is not None]
-    asked = [{"job": JOB | {"program": str(subjects.path_of(name))}, "tps": [2]} for name in names]
+    asked = [{"job": JOB | {"program": str(subjects.path_of(name))}, "tps": [2], "most_s": MOST_S} for name in names]
     root = ROOT
     done = subprocess.run(
         [sys.executable, "-m", "elastic.worker.layout_check", str(out)], input=json.dumps(asked), text=True, timeout=MOST_S,

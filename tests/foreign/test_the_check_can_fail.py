@@ -41,9 +41,9 @@ NOT_SUMMED = "from elastic.worker import parallelize; parallelize.STYLES['rowwis
 LARGE = "from elastic.worker import layout_values; layout_values.WHOLE_MOST_PARAMETERS = 1000"
 
 
-def found_with(broken: str, name: str, axes: list[str], tmp_path: Path) -> dict[str, Any]:
+def found_with(broken: str, name: str, axes: list[str], tmp_path: Path, most_s: float = 300.0) -> dict[str, Any]:
     """What the check says of a program after `broken` was run in its process."""
-    asked = {"job": JOB | {"program": str(subjects.path_of(name))}, "tps": [2], "axes": axes}
+    asked = {"job": JOB | {"program": str(subjects.path_of(name))}, "tps": [2], "axes": axes, "most_s": most_s}
     code = f"{broken}\nimport sys\nfrom elastic.worker.layout_check import main\nsys.exit(main([sys.argv[1]]))\n"
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "found")], input=json.dumps(asked), text=True, timeout=300, cwd=ROOT,
@@ -80,3 +80,12 @@ def test_a_large_model_is_compared_on_a_copy_with_fewer_blocks(tmp_path: Path) -
     assert set(right["equal"]) == {"dp", "tp", "cp", "pp"} and not right["skipped"]
     wrong = found_with(f"{LARGE}\n{NOT_SUMMED}", "prenorm_rope", ["dp", "tp"], tmp_path)
     assert set(wrong["equal"]) == {"dp"} and re.search("layers", wrong["structure"]["no_tp"]), wrong
+
+
+@pytest.mark.e2e
+def test_what_the_time_does_not_suffice_for_is_not_compared(tmp_path: Path) -> None:
+    """One line for each such axis; the answer is not kept."""
+    found = found_with(WHOLE, "prenorm_rope", ["dp", "tp", "pp"], tmp_path, most_s=-1.0)
+    said = "was not compared: comparing takes at most -1 s, which are spent"
+    assert found["structure"]["notes"] == [f"{axis} {said}" for axis in ("dp", "tp", "pp")]
+    assert (found["equal"], found["steady"]) == ({}, False)
