@@ -33,12 +33,13 @@ LATER_S = 3600.0
 @dataclass(frozen=True)
 class Undisturbed:
     """A run without faults: its losses and the digests of its samples, from step 1 on. `content_harmed`: a fault is that what
-    was sent is not what came."""
+    was sent is not what came. `end_waits`: its last order may wait for storage; what is paid meanwhile is in no bill."""
 
     losses: Sequence[float]
     digests: Sequence[str]
     tolerance: float = 0.0
     content_harmed: bool = False
+    end_waits: bool = False
 
 
 def wrong(lines: Sequence[Line], expected: Undisturbed) -> list[str]:
@@ -46,7 +47,12 @@ def wrong(lines: Sequence[Line], expected: Undisturbed) -> list[str]:
     state = restored(lines)
     if state is None or state.phase != "succeeded":
         return [f"it {state.phase if state else 'has no journal'}: {state.outcome_reason if state else ''}"]
-    return [*_orders(lines), *_steps(lines, expected), *_again(lines), *_money(lines)]
+    return [
+        *_orders(lines),
+        *_steps(lines, expected),
+        *_again(lines),
+        *_money(_until_its_end(lines) if expected.end_waits else lines),
+    ]
 
 
 def _again(lines: Sequence[Line]) -> Iterator[str]:
@@ -92,7 +98,7 @@ def kept(lines: Sequence[Line]) -> dict[int, StepDone]:
     while last > 0 and generation:
         found |= {step: event for (number, step), event in done.items() if number == generation and step <= last}
         resume = plans[generation].resume
-        last = min(last, entered[generation])
+        last = min(last, entered.get(generation, resume.step))  # its driver died before it wrote anything of it down
         generation = resume.generation if resume.source != "fresh" else 0
     return found
 
@@ -125,6 +131,14 @@ def _steps(lines: Sequence[Line], expected: Undisturbed) -> Iterator[str]:
         yield f"steps {sorted(more)} are too many"
     if not expected.content_harmed and not all(event.ok for event in events(lines, DigestChecked)):  # type: ignore[attr-defined]
         yield "content differs after a transition"
+
+
+def _until_its_end(lines: Sequence[Line]) -> Sequence[Line]:
+    last = max(
+        (i for i, line in enumerate(lines) if line.decision and any(isinstance(a, Stop) for a in line.decision.actions)),
+        default=-1,
+    )
+    return lines[: last + 1] or lines
 
 
 def _money(lines: Sequence[Line]) -> Iterator[str]:

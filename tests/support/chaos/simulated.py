@@ -174,7 +174,8 @@ class Outliving(SimBackend):
         self.dead, self.skew_s, self.closed = None, fault.amount, False
         copies = tuple(reversed(self.stored.values()))
         start = DriverStarted("random", 1, dict(self.job), self.pools, MODEL, durable=copies, forms_ahead=self.forms_ahead)
-        if not attaches:
+        if not attaches:  # what has come since stands there, and nobody has prepared it
+            self._out = [NodeReady(m.node) for name, m in self._machines.items() if name not in self._lost()]
             return start
         self._out = [event for event in self._out if not isinstance(event, BY_DRIVER) and self._can_say(event)]
         for name, machine in self._machines.items():
@@ -275,7 +276,7 @@ def play(seed: int, path: Path | None = None, more: Sequence[Fault] = ()) -> Pla
 def judged(played: Played) -> list[str]:
     steps, kinds = int(played.backend.job["steps"]), {fault.kind for fault in played.faults}
     digests = [f"sample-{step}" for step in range(1, steps + 1)]
-    found = wrong(played.lines, Undisturbed([1.0] * steps, digests, content_harmed="corrupt" in kinds))
+    found = wrong(played.lines, Undisturbed([1.0] * steps, digests, 0.0, "corrupt" in kinds, "storage" in kinds))
     # An order waits for storage, and a node that it names may be known as lost by then.
     found += [text for text in played.backend.violations if "storage" not in kinds or " uses " not in text]
     if not played.backend.closed and not played.backend.n_died:
