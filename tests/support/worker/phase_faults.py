@@ -95,7 +95,7 @@ def arm_phase(session: Session, fault: PhaseFault) -> None:
 
 def follow_generations() -> None:
     """In a worker's process, before any work of it."""
-    plain = Groups._join
+    plain = Groups._form
 
     def join(groups: Groups, *args: Any) -> None:
         _running.append(groups)
@@ -104,7 +104,7 @@ def follow_generations() -> None:
                 NcclLike.before(groups)
             plain(groups, *args)
 
-    Groups._join = join  # type: ignore[method-assign]
+    Groups._form = join  # type: ignore[method-assign]
 
 
 def spring(fault: PhaseFault) -> None:
