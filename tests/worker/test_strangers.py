@@ -64,7 +64,7 @@ store = PrefixStore(keys[0].partition("/")[0], tcp)
 dist.init_process_group("gloo", store=store, rank=me, world_size=2, timeout=most)
 plan = dist.new_group([0, 1], timeout=most, use_local_synchronization=True)
 copies = dist.new_group([0, 1], timeout=most, use_local_synchronization=True)
-store.set(f"addresses/{me}", "[]")
+store.set(f"addresses/{me}", "[true, []]")
 proof = [torch.empty(32, dtype=torch.uint8) for _ in range(2)]
 shown = dist.all_gather(proof, torch.zeros(32, dtype=torch.uint8), async_op=True)
 if question == "metrics":
