@@ -17,6 +17,7 @@ from elastic.ledger.journal import Journal, Line, Memory, parse_line, read, writ
 from elastic.policy.state import ENDED, State
 from elastic.sim.backend import SimBackend
 from elastic.sim.faults import Delays, Fault
+from elastic.sim.machines import Machine
 from elastic.types import (
     Action,
     CopyStored,
@@ -175,22 +176,26 @@ class Outliving(SimBackend):
         copies = tuple(reversed(self.stored.values()))
         start = DriverStarted("random", 1, dict(self.job), self.pools, MODEL, durable=copies, forms_ahead=self.forms_ahead)
         if not attaches:  # what has come since stands there, and nobody has prepared it
-            self._out = [NodeReady(m.node) for name, m in self._machines.items() if name not in self._lost()]
+            self._out = [event for m in self._standing() for event in (NodeReady(m.node), *self._noticed(m))]
             return start
         self._out = [event for event in self._out if not isinstance(event, BY_DRIVER) and self._can_say(event)]
-        for name, machine in self._machines.items():
-            if name in self._lost():
-                continue
+        for machine in self._standing():
+            name = machine.node.node_id
             self._out += [NodeReady(machine.node), *self._missed(name)]
             if machine.prepared and not any(worker.node_id == name for worker in self._dead):
                 self._out.append(NodePrepared(name))
-            if machine.deadline_s is not None:
-                self._out.append(Notice(name, machine.deadline_s, "scripted"))
+            self._out += self._noticed(machine)
         newest = self._groups.get(max(self._groups, default=0))
         for worker in newest.plan.ranks if newest is not None and newest.ended else ():  # each of them, if it was not told yet
             if self._answers(worker) and worker not in self._without_device:
                 self._out.append(WorkerFailed(worker, newest.plan.generation, "collective", "connection reset by peer"))  # type: ignore[union-attr]
         return replace(start, attached=not is_first)
+
+    def _standing(self) -> list[Machine]:
+        return [machine for name, machine in self._machines.items() if name not in self._lost()]
+
+    def _noticed(self, machine: Machine) -> list[Event]:
+        return [] if machine.deadline_s is None else [Notice(machine.node.node_id, machine.deadline_s, "scripted")]
 
     def _can_say(self, event: Event) -> bool:
         """What a worker had to say is lost with it."""
