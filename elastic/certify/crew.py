@@ -5,18 +5,17 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait as wait_for
 from typing import Any, TypeVar
 
 from elastic.certify.member import Member
 from elastic.certify.tasks import Failed, Limit, Refused
-from elastic.reshard.transfers import participants
 from elastic.types import Event, NodePrepared, Plan, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
-from elastic.worker.rendezvous import host_store, new_secret
-from elastic.worker.workplace import EnterOrder
+from elastic.worker.workplace import host_meeting
 
 MOST_S = 60.0  # for anything that is waited for; a worker's bound in elastic.cluster.silence
+MEETS_S = 30.0  # that a worker waits for another at the store of a generation
 PLACED_S = 60.0  # for a place on a node of a cluster
 LOOK_S = 0.02
 E = TypeVar("E", bound=Event)
@@ -98,11 +97,10 @@ class Crew:
 
     def enter(self, plan: Plan) -> None:
         """Orders the generation to its ranks and to those that only hold state."""
-        store, secret = host_store(self.host, 30.0), new_secret()
-        self._stores[plan.generation], self._begun = store, True
-        everyone = participants(plan.ranks, plan.resume)
-        for i, worker in enumerate(everyone):
-            self.call(worker, "enter", EnterOrder(plan, everyone, i, (self.host, store.port), MOST_S, secret))
+        order, self._stores[plan.generation] = host_meeting(plan, self.host, MOST_S, MEETS_S)
+        self._begun = True
+        for i, worker in enumerate(order.participants):
+            self.call(worker, "enter", replace(order, me=i))
 
     def abort(self, generation: int, workers: Iterable[WorkerId]) -> None:
         self._stores.pop(generation, None)
@@ -152,7 +150,7 @@ class Crew:
             self.drain()
             if holds():
                 return
-            bad = [e for e in self.events(WorkerFailed) if not broken or e.kind == "program"]
+            bad = [e for e in self.events(WorkerFailed) if not broken or e.kind in ("program", "layout")]
             if bad:
                 raise Failed(f"while waiting for '{what}': {bad[0].worker}: {bad[0].error}")
             self._look_for_dead(what, broken)

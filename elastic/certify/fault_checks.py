@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,11 +21,13 @@ from elastic.types import (
     Layout,
     NodePrepared,
     Plan,
+    Probed,
     Quiesced,
     Resume,
     StepDone,
     WorkerFailed,
     WorkerId,
+    tolerance,
 )
 
 SHORT_BLOCKS = 4  # of programs/paced.py
@@ -42,6 +45,11 @@ LOSS = Bound(
 )
 NONE_LOST = Bound("steps_lost", "a change that is known beforehand costs no step", most=0)
 KEPT = Bound("steps_before_acknowledged_copy", "a loss costs at most the steps since the last acknowledged peer copy", most=0)
+FUNCTION = Bound(
+    "probe_difference",
+    "the loss of one fixed sample, in the layout before and the one after, must agree within float32's tolerance (relative)",
+    most=tolerance({}),
+)
 CONTENT = Bound("content_equal", "position-keyed digests of all tensors before and after the move", least=1)
 
 
@@ -148,7 +156,8 @@ def _story(lab: Lab, limit: Limit) -> Iterator[Check]:
         leave(crew, story.plans[-1])
         story.note()
         alone = losses("unpaced", job, max(story.losses), limit)
-    bounds = (_kill_bounds(), [NONE_LOST, CONTENT, LOSS, _faster()], [NONE_LOST, CONTENT, LOSS, _faster()])
+    moved = [NONE_LOST, CONTENT, FUNCTION, LOSS, _faster()]
+    bounds = (_kill_bounds(), moved, moved)
     for i, name in enumerate(("kill", "growth", "notice")):
         since = int(figures[i].pop("from_step"))
         of_its_own = {step: loss for step, loss in story.losses.items() if step > since}
@@ -232,7 +241,14 @@ def _move(story: Story, n: int) -> dict[str, float]:
     return {
         "pause_s": max(0.0, pause_s), "steps_lost": abs(first - 1 - story.last_step(old.generation)),
         "content_equal": _content(crew, plan, max(n, len(old.ranks))), "from_step": first - 1,
+        "probe_difference": _probe_difference(crew, plan),
     }  # fmt: skip
+
+
+def _probe_difference(crew: Crew, plan: Plan) -> float:
+    """Relative, of the probe sample's loss; no number where it was not compared."""
+    found = [e for e in crew.events(Probed, plan.generation) if e.expected is not None]
+    return max((abs(e.loss - e.expected) / abs(e.expected) for e in found if e.expected), default=math.nan)
 
 
 def _content(crew: Crew, plan: Plan, n: int) -> int:

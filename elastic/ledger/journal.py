@@ -438,12 +438,15 @@ def _last(path: Path, before: str) -> str:
         end, n = file.seek(0, os.SEEK_END), 1 << 16
         while True:
             file.seek(max(0, end - n))
-            for text in reversed(file.read().split(b"\n")[n < end :]):  # the first may be the end of a line
-                if text.strip() and _is_whole(text):
-                    return crc_of(text)
-            if n >= end:
-                return before
+            found = newest_of(file.read().split(b"\n")[n < end :])  # the first may be the end of a line
+            if found or n >= end:
+                return found or before
             n *= 8
+
+
+def newest_of(lines: Sequence[bytes]) -> str:
+    """Checksum of the last whole one, '' where none is."""
+    return next((crc_of(text) for text in reversed(lines) if text.strip() and _is_whole(text)), "")
 
 
 def _is_whole(text: bytes) -> bool:

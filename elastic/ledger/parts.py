@@ -18,7 +18,7 @@ from pathlib import Path
 from zlib import crc32
 
 from elastic.errors import JournalDamaged, SpecError
-from elastic.ledger.journal import NO_LINE, SEAL, SEALED, Line, Sieve, crc_of, parse_state
+from elastic.ledger.journal import NO_LINE, SEAL, SEALED, Line, crc_of, newest_of, parse_state
 from elastic.ledger.segments import AGAIN_S, CLOSE_MOST_S, GO_ON, remove_covered
 from elastic.storage import Storage
 
@@ -160,11 +160,7 @@ class Parts:
 
     def last(self) -> str:
         """Checksum of the last line in them."""
-        sieve = Sieve()
-        if self.names:
-            for _ in sieve.lines(self.read(self.names[-1])[1]):
-                pass
-        return sieve.last if self.names else NO_LINE
+        return newest_of(self.read(self.names[-1])[1].split(_NEWLINE)) if self.names else NO_LINE
 
     def counted(self) -> dict[str, int]:
         """Epoch -> segments that they stand for."""

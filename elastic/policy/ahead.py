@@ -45,7 +45,7 @@ def first(state: State, now_s: float, found: Decision | None) -> Decision | None
         return _entered(found, forming, plan, now_s)
     if urgent:
         return found
-    if forming is not None and forming.serves(plan):
+    if forming is not None and forming.plan.meeting == plan.meeting:
         return _wait(state, forming)
     text = f"{found.reason}; its groups are made first, while generation {state.generation} trains on"
     return Decision((FormGroups(plan),), text, now_s + FORM_MOST_S)
@@ -74,7 +74,7 @@ def _told(forming: Forming, plan: Plan, now_s: float) -> str:
         return f"{groups} are made in the pause: {forming.error}"
     if forming.seconds is None:
         return f"{groups} are made in the pause: not there after {now_s - forming.since_s:.1f} s"
-    if not forming.serves(plan):
+    if forming.plan.meeting != plan.meeting:
         return f"{groups} are made in the pause: those made ahead are for another layout or other workers"
     return f"{groups} made ahead in {forming.seconds:.1f} s"
 

@@ -109,13 +109,6 @@ class Forming:
     def there(self) -> bool:
         return self.ended and not self.error
 
-    def serves(self, plan: Plan) -> bool:
-        """Groups are those of a generation, a layout and the workers that take part."""
-        mine, theirs = self.plan, plan
-        return (mine.generation, mine.layout, mine.ranks, {h.worker for h in mine.resume.holdings}) == (
-            theirs.generation, theirs.layout, theirs.ranks, {h.worker for h in theirs.resume.holdings}
-        )  # fmt: skip
-
 
 @dataclass(frozen=True)
 class StopWish:

@@ -70,10 +70,6 @@ class Group:
         return set(self.plan.ranks) | {h.worker for h in self.plan.resume.holdings}
 
 
-def _meet(plan: Plan) -> tuple[object, ...]:
-    return plan.generation, plan.layout, plan.ranks, {holding.worker for holding in plan.resume.holdings}
-
-
 class Generations(Machines):
     """Runs plans on machines. `violations`: orders that the contract forbids, as found."""
 
@@ -180,10 +176,8 @@ class Generations(Machines):
             self.violations.append(f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit {plan.layout}")
         group = self._groups[plan.generation] = Group(plan)
         made, self._forming = self._forming, None
-        if made is not None and made.entered and _meet(made.plan) == _meet(plan):
-            group.set_up_s = 0.0
-        else:
-            group.set_up_s = self._set_up_s(plan)
+        there = made is not None and made.entered and made.plan.meeting == plan.meeting
+        group.set_up_s = 0.0 if there else self._set_up_s(plan)
         for worker in sorted(group.members):
             if not self._lives(worker):
                 self._tell(WorkerFailed(worker, plan.generation, "process", "it is not there"))

@@ -255,6 +255,11 @@ class Plan:
         """Node ids in rank order, each once."""
         return tuple(dict.fromkeys(worker.node_id for worker in self.ranks))
 
+    @property
+    def meeting(self) -> tuple[object, ...]:
+        """What its process groups are made for: groups of one plan serve another whose meeting is the same."""
+        return self.generation, self.layout, self.ranks, frozenset(holding.worker for holding in self.resume.holdings)
+
 
 @dataclass(frozen=True)
 class Rehearsal:

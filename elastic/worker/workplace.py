@@ -20,7 +20,7 @@ from elastic.worker.allocator import trim
 from elastic.worker.extra_state import ExtraState
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.host_copy import HostMemory
-from elastic.worker.rendezvous import host_store, new_secret
+from elastic.worker.rendezvous import STORE_S, host_store, new_secret
 from elastic.worker.saving import Saving
 from elastic.worker.side_stream import SideStream, run_on
 from elastic.worker.train_state import Held
@@ -49,9 +49,10 @@ class EnterOrder:
         return mine == (plan.generation, plan.layout, participants(plan.ranks, plan.resume))
 
 
-def host_meeting(plan: Plan, host: str, timeout_s: float) -> tuple[EnterOrder, Any]:
-    """An order to enter the plan, and the store that its participants meet at, which this process hosts."""
-    store = host_store(host)
+def host_meeting(plan: Plan, host: str, timeout_s: float, store_s: float = STORE_S) -> tuple[EnterOrder, Any]:
+    """An order to enter the plan, and the store that its participants meet at, which this process hosts. `store_s`: that one
+    waits there for another."""
+    store = host_store(host, store_s)
     everyone = participants(plan.ranks, plan.resume)
     return EnterOrder(plan, everyone, -1, (host, store.port), timeout_s, new_secret()), store
 

@@ -89,6 +89,7 @@ class TestFaults:
         [
             ("OtherContent", ("kill", "growth", "notice"), "content_equal is 0"),
             ("KeepsNothing", ("kill",), "hold no whole copy"),
+            ("OtherFunction", ("kill",), "layout dp_shard=2 computes another function than the one before"),
             ("WrongLoss", ("kill", "growth", "notice"), "worst_loss_difference is 0.001"),
         ],
     )

@@ -81,12 +81,11 @@ class Solo:
                 raise RuntimeError(f"not within {most_s:g} s: {what}")
 
     def enter(self, plan: Any) -> None:
-        from elastic.worker.rendezvous import host_store, new_secret
-        from elastic.worker.workplace import EnterOrder
+        from elastic.worker.workplace import host_meeting
 
-        store = host_store("127.0.0.1", 30.0)
+        order, store = host_meeting(plan, "127.0.0.1", 60.0, 30.0)
         self._stores = [*self._stores[-1:], store]
-        self.session.enter(EnterOrder(plan, (self.me,), 0, ("127.0.0.1", store.port), 60.0, new_secret()))
+        self.session.enter(replace(order, me=0))
 
     def stepped(self, generation: int, n: int, most_s: float = 60.0) -> list[Any]:
         from elastic.types import StepDone

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from elastic.types import DigestPart, Event, Quiesced, StepDone
 from elastic.worker.session import Session
+from elastic.worker.workplace import EnterOrder
 
 
 class SlowAbort(Session):
@@ -30,6 +31,15 @@ class OtherContent(Session):
     def _put(self, event: Event) -> None:
         other = isinstance(event, DigestPart) and event.after is not None
         super()._put(replace(event, after=event.after + 1) if other else event)
+
+
+class OtherFunction(Session):
+    """Layouts on several ranks that it changes to, once it has been on one, compute something else."""
+
+    def enter(self, order: EnterOrder) -> None:
+        if len(order.plan.ranks) == 1:
+            self.afflict("layout")
+        super().enter(order)
 
 
 class KeepsNothing(Session):
