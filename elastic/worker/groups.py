@@ -33,7 +33,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from elastic.mesh import axis_groups, coordinates, stage_ranks
 from elastic.types import Layout
-from elastic.worker import rendezvous
+from elastic.worker import rendezvous, wire
 from elastic.worker.interfaces import interface_of
 from elastic.worker.sockets import address_of, inodes, knock, listening, shut
 from elastic.worker.transport import Pretended, Transport, enlist, forget_groups, transport_of
@@ -287,14 +287,14 @@ class Groups:
 
     def _share_addresses(self, me: int, n: int) -> None:
         """Tells the others where this rank listens: by that `abort` knows the generation's connections from all others. And
-        whether its device works."""
+        whether its device works. Raises PeerGarbled where one says anything else."""
         assert self._store is not None
         mine = [address_of(at) for _, at in listening(self._before)]
         self._store.set(f"addresses/{me}", json.dumps([self._has_device, mine]))
-        for words in self._store.multi_get([f"addresses/{i}" for i in range(n)]):
-            has_device, theirs = json.loads(words)
+        for rank, words in enumerate(self._store.multi_get([f"addresses/{i}" for i in range(n)])):
+            has_device, theirs = wire.addresses(words, rank)
             self._whole = self._whole and has_device
-            self._addresses.update((host, port) for host, port in theirs)
+            self._addresses.update(theirs)
 
     def abort(self) -> None:
         """Breaks off everything that waits on this generation. Safe from another thread, and twice.

@@ -156,6 +156,20 @@ def tensor_metas(words: bytes, rank: int) -> tuple[TensorMeta | None, ...]:
     return metas
 
 
+def addresses(words: bytes, rank: int) -> tuple[bool, list[tuple[str, int]]]:
+    """Does that rank's device work, and where does it listen? Raises PeerGarbled where that is anything else."""
+    found = _decoded(words, rank)
+    if not isinstance(found, list) or len(found) != 2 or type(found[0]) is not bool or not isinstance(found[1], list):
+        raise PeerGarbled(f"rank {rank} said something else than where it listens")
+    if not all(map(_is_address, found[1])):
+        raise PeerGarbled(f"rank {rank} listens at something else than hosts and ports")
+    return found[0], [(host, port) for host, port in found[1]]
+
+
+def _is_address(found: Any) -> bool:
+    return isinstance(found, list) and len(found) == 2 and isinstance(found[0], str) and type(found[1]) is int
+
+
 def _is_meta(row: Any) -> bool:
     if not isinstance(row, list) or len(row) != 4 or not isinstance(row[2], str) or row[2] not in DTYPES:
         return False

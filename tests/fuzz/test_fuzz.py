@@ -14,6 +14,7 @@ from support.fuzz.targets import Target, opened
 SMOKE = {"cluster": 60, "job": 120}  # of others 300: YAML is slow
 NAMES = [
     "journal", "marker", "manifest", "checkpoint", "inbox", "job", "cluster", "wire-numbers", "wire-tensors", "wire-metas",
+    "wire-addresses",
 ]  # fmt: skip
 
 
