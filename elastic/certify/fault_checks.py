@@ -247,8 +247,8 @@ def _move(story: Story, n: int) -> dict[str, float]:
 
 def _probe_difference(crew: Crew, plan: Plan) -> float:
     """Relative, of the probe sample's loss; no number where it was not compared."""
-    found = [e for e in crew.events(Probed, plan.generation) if e.expected is not None]
-    return max((abs(e.loss - e.expected) / abs(e.expected) for e in found if e.expected), default=math.nan)
+    found = [abs(e.loss - e.expected) / abs(e.expected) for e in crew.events(Probed, plan.generation) if e.expected]
+    return max(found, default=math.nan)
 
 
 def _content(crew: Crew, plan: Plan, n: int) -> int:

@@ -160,7 +160,8 @@ class Parts:
 
     def last(self) -> str:
         """Checksum of the last line in them."""
-        return newest_of(self.read(self.names[-1])[1].split(_NEWLINE)) if self.names else NO_LINE
+        lines = self.read(self.names[-1])[1].split(_NEWLINE) if self.names else []
+        return newest_of(lines) or NO_LINE
 
     def counted(self) -> dict[str, int]:
         """Epoch -> segments that they stand for."""
