@@ -35,6 +35,7 @@ from elastic.program import Program, load_program
 from elastic.spec import JobSpec, check_budget, check_fit, embedded_pools, job_of, load_drill, load_job, pool_of
 from elastic.storage import Storage, open_storage
 from elastic.types import (
+    COMPUTES_IN,
     Copy,
     CopyDamaged,
     DriverStarted,
@@ -310,7 +311,8 @@ class _Run:
             start = replace(start, paid_until_s=paid_until_s(before, float(state.job.get("orphan_lease_s") or 900.0), False))
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
         if layouts is not None:
-            start = replace(start, model=checked(model, layouts.result(), self.program))
+            model = checked(model, layouts.result(), self.program)
+            start = replace(start, model=model, job={**start.job, COMPUTES_IN: model.computes_in})
         check_layouts(self.spec, start.model)
         check_open(self.spec, start.model)
         if n_samples is not None:

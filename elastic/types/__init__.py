@@ -31,7 +31,7 @@ from elastic.types.actions import (
     StoreCopy,
 )  # fmt: skip
 from elastic.types.admission import APART, Admission, Mark, Terms, apart, version_differences, worst
-from elastic.types.agreement import Losses, agree, redone_as_before, repeats, tolerance, with_loss
+from elastic.types.agreement import COMPUTES_IN, Losses, agree, coarsest, redone_as_before, repeats, tolerance, with_loss
 from elastic.types.events import (
     CopyDamaged,
     CopyFailed,
@@ -115,7 +115,7 @@ from elastic.types.profiles import (
 )  # fmt: skip
 
 __all__ = [
-    "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "Box", "Cause", "Copy", "CopyDamaged",
+    "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "Box", "COMPUTES_IN", "Cause", "Copy", "CopyDamaged",
     "CopyFailed", "CopyKind", "CopyRemoved", "CopyStored", "CopyVerified", "DTYPE_BYTES", "Decided", "Decision",
     "DeviceNoted", "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted", "DropGroups", "EnterPlan",
     "Evaluated", "Event", "FailureKind", "FormGroups", "GroupRan", "GroupsFormed", "GroupsMade", "GuardTripped",
@@ -125,7 +125,7 @@ __all__ = [
     "PlanFailed", "Pool", "Prepare", "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce", "Quiesced", "RanksTimed",
     "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile",
     "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source", "StepDone", "Stop", "StopAsked", "StoreCopy",
-    "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart", "is_auto",
+    "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart", "coarsest", "is_auto",
     "layout_options", "names_of", "parse_layout", "pinned", "redone_as_before", "repeats", "tolerance",
     "version_differences", "with_loss", "worst",
 ]  # fmt: skip

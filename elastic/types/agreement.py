@@ -4,13 +4,13 @@ that the job computes in. Also what is compared where a step is done again. Stan
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic.types.events import StepDone
 
-TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}  # relative
-FLOAT8 = 5e-2
+TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2, "float8": 5e-2}  # relative
+COMPUTES_IN = "computes_in"  # key of a running job: the type of fewest bits that its model was seen to compute in
 SMALLEST = 1e-3  # of the numbers that a difference is set in relation to
 KEPT_LOSSES = 500
 SKIPPED = math.inf  # stands for the loss of a step whose update was left out
@@ -19,10 +19,16 @@ Losses = Mapping[int, tuple[float, str, int]]  # step -> train_loss, digest of i
 
 
 def tolerance(job: Mapping[str, Any]) -> float:
-    """Relative difference of two losses that the job's precision explains; float32's where it says none."""
-    if job.get("float8"):
-        return FLOAT8
-    return TOLERANCES.get(str(job.get("precision") or "float32"), TOLERANCES["float32"])
+    """Relative difference of two losses that the rounding of this job explains: by its precision, and by what its model was
+    seen to compute in (autocast in a block, bfloat16 weights); float32's where neither is known."""
+    types = ("float32", job.get("precision"), job.get(COMPUTES_IN), "float8" if job.get("float8") else None)
+    return max(TOLERANCES.get(str(dtype), 0.0) for dtype in types)
+
+
+def coarsest(types: Iterable[str]) -> str:
+    """That of fewest bits, of names as in TOLERANCES; '' = only float32, or others that are not known."""
+    found = max(types, key=lambda name: TOLERANCES.get(name, 0.0), default="")
+    return found if TOLERANCES.get(found, 0.0) > TOLERANCES["float32"] else ""
 
 
 def agree(a: float, b: float, tolerance: float) -> bool:

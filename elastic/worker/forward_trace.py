@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.program import Program
+from elastic.types import coarsest
 from elastic.worker.calls import inputs_of, keywords_of
 from elastic.worker.sequence import tensors_in
 
@@ -81,6 +83,7 @@ class Followed:
     beside: list[Op] = field(default_factory=list)  # in blocks behind the first: what did not come through their arguments
     weights_written: dict[str, str] = field(default_factory=dict)  # and where
     keeps: list[str] = field(default_factory=list)  # attributes of modules with what was made from the samples
+    computes_in: str = ""  # the type of fewest bits that was made from the samples, '' = float32
     python_random: str = ""  # PYTHON or NUMPY, where it was drawn from
     truth: bool | None = None
     blocks: tuple[str, ...] = ()
@@ -104,6 +107,7 @@ class Tracer:
         self.weights: dict[int, str] = {}
         self.persistent: set[str] = set()
         self.most_operations = sys.maxsize
+        self.autocast: list[str] = []  # types that it would compute in where the operation is
 
     # ------------------------------------------------------------------------------------------ labels
 
@@ -156,6 +160,7 @@ class Tracer:
             drawn = stack.enter_context(python_random(0.999 if self.truth is False else 0.0))
             stack.enter_context(torch.no_grad())
             stack.enter_context(eager_flex_attention())
+            stack.enter_context(_Autocast(self))
             stack.enter_context(_Mode(self))
             self.found.output = self.model(first, **keywords)
         self.found.tail = self.ops
@@ -228,6 +233,8 @@ class Tracer:
         if plain and torch.Tag.nondeterministic_seeded in func.tags and _dropout_of(func, args, kwargs) != 0.0:
             self._note(self.found.draws, name, labels)
         made = list(tensors_in(out))
+        if self.of_samples(labels):
+            self.found.computes_in = coarsest((self.found.computes_in, *self.autocast, *map(_type, made)))
         storages = {_storage(x) for x in tensors_in(given)}
         fresh = NONE if name in SHAPE_ONLY else labels
         mutable = plain and func._schema.is_mutable
@@ -290,8 +297,25 @@ class _Mode(TorchDispatchMode):
         return out
 
 
+class _Autocast(TorchFunctionMode):
+    """Which types autocast would compute in. It does nothing on the meta device, and operations below it do not see it."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        self.tracer.autocast = [str(torch.get_autocast_dtype(kind)).removeprefix("torch.") for kind in kinds]
+        return func(*args, **(kwargs or {}))
+
+
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _type(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.").split("_")[0]  # of all float8 the first part
 
 
 def _dropout_of(func: Any, args: Any, kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from elastic.errors import ElasticError
 from elastic.program import Program
-from elastic.types import ModelProfile
+from elastic.types import ModelProfile, coarsest
 from elastic.worker.calls import inputs_of, keywords_of
 from elastic.worker.fixed import even
 from elastic.worker.forward_trace import (
@@ -63,6 +63,7 @@ class Structure:
     no_cp: str = ""
     no_pp: str = ""
     draws: bool = False
+    computes_in: str = ""
     notes: tuple[str, ...] = ()
 
     def close(self, profile: ModelProfile) -> ModelProfile:
@@ -77,6 +78,7 @@ class Structure:
             tp_limit=1 if no_tp else profile.tp_limit,
             pipeline=profile.pipeline and not no_pp,
             draws=profile.draws or self.draws,
+            computes_in=coarsest((profile.computes_in, self.computes_in)),
             notes=(*profile.notes, *self.notes),
         )
 
@@ -234,7 +236,7 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
         at = f" ({draws[0].where})" if draws else f" ({one.python_random})"
         place = f"{draws[0].inside or 'forward'}{at}" if draws else f"forward{at}"
         notes.append(f"{place} draws random numbers: each layout draws others, so losses differ a little between layouts")
-    return Structure(no_dp, no_tp, no_cp, no_pp, bool(draws or one.python_random), tuple(notes))
+    return Structure(no_dp, no_tp, no_cp, no_pp, bool(draws or one.python_random), one.computes_in, tuple(notes))
 
 
 def _of_weights(program: Program, one: Followed) -> str:

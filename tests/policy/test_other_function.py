@@ -11,6 +11,7 @@ from support.policy.story import MODEL, Story, orders, plan_of
 from elastic.policy import layouts, recovery
 from elastic.policy.state import fold
 from elastic.types import (
+    COMPUTES_IN,
     Abort,
     Copy,
     CopyStored,
@@ -30,6 +31,7 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
     agree,
+    coarsest,
     tolerance,
     with_loss,
 )
@@ -367,6 +369,15 @@ def test_tolerances_follow_the_precision() -> None:
     found = [tolerance({"precision": p}) for p in ("float32", "bfloat16", "float16", None)]
     assert found == [1e-4, 1e-2, 1e-2, 1e-4]
     assert tolerance({"precision": "bfloat16", "float8": True}) == 5e-2
+
+
+def test_tolerances_follow_what_the_model_was_seen_to_compute_in() -> None:
+    found = [tolerance({"precision": "float32", COMPUTES_IN: seen}) for seen in ("", "bfloat16", "float16", "float8")]
+    assert found == [1e-4, 1e-2, 1e-2, 5e-2]
+    assert tolerance({"precision": "bfloat16", COMPUTES_IN: ""}) == 1e-2
+    assert [coarsest(types) for types in ((), ("float32", "float64"), ("float32", "float16"), ("bfloat16", "float8"))] == [
+        "", "", "float16", "float8",
+    ]  # fmt: skip
 
 
 def test_numbers_agree_relative_to_the_larger_one() -> None:

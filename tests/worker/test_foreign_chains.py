@@ -18,7 +18,7 @@ from support.worker.plans import N_BLOCKS, live, plan
 from support.worker.worker_pool import Pool
 
 from elastic.mesh import axes_of
-from elastic.types import CopyStored, Layout, Plan, Probed, StepDone, WorkerFailed, agree
+from elastic.types import COMPUTES_IN, CopyStored, Layout, Plan, Probed, StepDone, WorkerFailed, agree, tolerance
 from elastic.worker.model_profile import trace
 from elastic.worker.structure import structure_of
 
@@ -27,7 +27,7 @@ STEPS, BATCH = 14, 12
 IN_CI = 12  # of the programs; all of them are a product
 AXES = {"dp": "dp_shard", "tp": "tp", "pp": "pp"}  # cp wants lengths of its own
 # what is drawn differs; three heads; other numbers of blocks than the plans here have; no backward pass on the CPU
-NOT_HERE = re.compile("drop|stochastic|hf_gpt2$|tp_three_heads$|albert_loop|pyramid_conv|flex_attention")
+NOT_HERE = re.compile("drop|stochastic|hf_gpt2$|tp_three_heads$|albert_loop|pyramid_conv|flex_attention|gumbel_gate")
 
 
 @cache
@@ -61,7 +61,8 @@ def params() -> list[Any]:
 def test_a_chain_of_layouts(pool: Pool, tmp_path: Path, name: str) -> None:
     program, expect = subjects.load(name)
     profile = trace(program)
-    assert profile.n_blocks == N_BLOCKS and not structure_of(program, profile, collate(program.dataset(), [0])).draws
+    found = structure_of(program, profile, collate(program.dataset(), [0]))
+    assert profile.n_blocks == N_BLOCKS and not found.draws
     chance = random.Random(name)
     first, second = chance.choice(layouts_of(expect, range(2, 5))), chance.choice(layouts_of(expect, range(1, 2)) or [Layout()])
     others = [layout for layout in layouts_of(expect, range(2, 4)) if layout != first] or [first]
@@ -69,7 +70,9 @@ def test_a_chain_of_layouts(pool: Pool, tmp_path: Path, name: str) -> None:
     job: dict[str, Any] = {
         "name": "test", "program": str(subjects.path_of(name)), "steps": STEPS, "global_batch": BATCH, "seed": 7,
         "eval_every": 0, "eval_samples": 0, "clip_grad_norm": 1.0,
+        COMPUTES_IN: found.computes_in,
     }  # fmt: skip
+    most = tolerance(job)
     workers = pool.open(job, tmp_path)
     one = plan(1, first, workers, BATCH, peer_every=2)
     pool.enter(one)
@@ -86,11 +89,11 @@ def test_a_chain_of_layouts(pool: Pool, tmp_path: Path, name: str) -> None:
     assert not [e for e in pool.events(WorkerFailed) if e.kind in ("layout", "program")]
     alone = train_alone(program, job, STEPS)
     losses = {e.step: e.train_loss for e in sorted(pool.events(StepDone), key=lambda e: e.generation)}
-    wrong = {step: (loss, alone[step - 1]) for step, loss in losses.items() if not agree(loss, alone[step - 1], 1e-4)}
+    wrong = {step: (loss, alone[step - 1]) for step, loss in losses.items() if not agree(loss, alone[step - 1], most)}
     assert not wrong, f"{first} {second} {third}: {wrong}"
     told = {e.step for e in pool.events(StepDone)}
     assert set(range(1, STEPS + 1)) - told <= {two.resume.step}
     compared = [e for e in pool.events(Probed) if e.expected is not None]
-    assert all(agree(e.loss, e.expected, 1e-4) for e in compared)
+    assert all(agree(e.loss, e.expected, most) for e in compared)
     assert 3 in {e.generation for e in compared} or 3 not in {e.generation for e in pool.events(StepDone)}
     assert axes_of(first) | axes_of(third)

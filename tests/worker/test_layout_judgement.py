@@ -102,6 +102,57 @@ def test_a_weight_of_two_blocks_is_refused_where_blocks_are_sharded_or_spread() 
     )
 
 
+class Autocast(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+class Half(nn.Linear):
+    """Its own weights of 16 bits, float32 in and out."""
+
+    def __init__(self, n: int, m: int) -> None:
+        super().__init__(n, m, dtype=torch.float16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.half()).float()
+
+
+class Mask(nn.Linear):
+    """A bfloat16 tensor that nothing of the samples is in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        return found * torch.ones(8, dtype=torch.bfloat16).float()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "found"),
+    [
+        (nn.Linear, torch.float32, ""),
+        (nn.Linear, torch.float64, ""),
+        (Mask, torch.float32, ""),
+        (nn.Linear, torch.bfloat16, "bfloat16"),
+        (Autocast, torch.float32, "bfloat16"),
+        (Half, torch.float32, "float16"),
+    ],
+)
+def test_the_type_of_fewest_bits_that_a_model_computes_in(kind: type[nn.Linear], dtype: torch.dtype, found: str) -> None:
+    def model() -> nn.Module:
+        net = Net((0, 1, 2)).to(dtype)
+        net.layers[1] = kind(8, 8) if dtype is torch.float32 else kind(8, 8).to(dtype)
+        return net
+
+    program = Program(
+        model=model,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1),
+        loss=lambda output, batch: output.sum(),
+    )
+    profile = trace(program)
+    structure = structure_of(program, profile, {"input": torch.zeros(1, 4, dtype=torch.int64)})
+    assert (structure.computes_in, structure.close(profile).computes_in) == (found, found)
+
+
 def test_a_tied_head_is_kept_in_every_layout() -> None:
     specs = (TensorSpec("embed", (4,), "float32", block=-1), TensorSpec("head", (4,), "float32", block=2, tied_to="embed"))
     assert _one_weight(ModelProfile(2, 0, specs)) is None
