@@ -229,12 +229,3 @@ def _keep(asked: Mapping[str, Any], found: Verdict) -> None:
         half.replace(file)
     except OSError:
         return
-
-
-def found_of(spec: JobSpec, pools: Sequence[Pool], stream: TextIO | None = None) -> Verdict | None:
-    """The same in one call."""
-    check = LayoutCheck(asked_of(spec, pools), stream)
-    try:
-        return check.result()
-    finally:
-        check.close()

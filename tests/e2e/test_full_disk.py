@@ -15,7 +15,7 @@ from elastic.ledger.journal import read
 from elastic.ledger.lease import Times
 from elastic.types import StepDone
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.whole]
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def step(journal: Path) -> int:
     return max(found, default=0)
 
 
-@pytest.mark.parametrize("room_again", [True, pytest.param(False, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("room_again", [True, False])
 def test_a_full_disk(shell: Shell, small_disk: Path, room_again: bool) -> None:
     job = {"steps": 100, "storage": str(small_disk), "durable_every": 10, "program": str(PROGRAMS / "tiny_slow.py")}
     name = shell.job(**job, orphan_lease_s=900.0 if room_again else 4.0)

@@ -68,7 +68,8 @@ def ended(process: subprocess.Popen[str], which: str) -> None:
     assert WHY[which] in line and "run it again with this --run-name" in line, line
 
 
-@pytest.mark.parametrize("which", [pytest.param("raylet", marks=pytest.mark.whole), "gcs"])
+@pytest.mark.whole
+@pytest.mark.parametrize("which", PARTS)
 def test_the_embedded_run_ends_with_its_head(shell: Shell, which: str) -> None:
     process = start(shell)
     below = processes.descendants(process.pid)

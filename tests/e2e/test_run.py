@@ -30,6 +30,7 @@ program = dataclasses.replace(base, dataset=Slow)
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.whole  # test_object_storage.py tells the same story in s3://
 def test_a_run_is_driven_by_one_stopped_and_resumed(shell: Shell) -> None:
     """Through a kill and a growth; a second driver is refused; what is stopped goes on under the same name."""
     drill = [{"at_step": 6, "kill": "any-spot"}, {"at_step": 12, "add": "spot"}]

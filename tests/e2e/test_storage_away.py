@@ -21,7 +21,7 @@ from elastic.types import NodePrepared, PlanEntered, StepDone
 
 AWAY_S = 20.0
 STEPS = 150
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.whole]
 
 
 def events(journal: Path, kind: type) -> list[tuple[float, Any]]:
@@ -45,7 +45,7 @@ def answers_nothing(proxy: FaultyProxy, process: subprocess.Popen[str], meanwhil
     proxy.faults.clear()
 
 
-@pytest.mark.parametrize("a_worker_dies", [pytest.param(False, marks=pytest.mark.whole), True])
+@pytest.mark.parametrize("a_worker_dies", [False, True])
 def test_an_embedded_run_outlives_an_outage_longer_than_its_lease(
     shell: Shell, s3: S3Storage, proxy: FaultyProxy, a_worker_dies: bool
 ) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic.api.layouts import checked, found_of
+from elastic.api.layouts import LayoutCheck, asked_of, checked
 from elastic.api.made_up_data import made_up_data
 from elastic.api.planning.machines import Machines, of_pool, with_counts
 from elastic.api.ways import loaded
@@ -103,13 +104,15 @@ def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> S
     from elastic.worker.profiling import model_profile_of, samples_of
 
     spec, program = loaded(folder, overrides)
-    with made_up_data(spec.plain()) as job:
+    pools = tuple(pool.pool() for pool in spec.pools)
+    comparison = LayoutCheck(asked_of(spec, pools), sys.stderr) if check else None  # beside the trace
+    with closing(comparison or ExitStack()), made_up_data(spec.plain()) as job:
         model = model_profile_of(program, job)
         even = {**job, "microbatch_tokens": None}
         n_bytes = sum(getattr(value, "nbytes", 0) for sample in samples_of(program, even, 1) for value in sample.values())
         unequal = model.sample is None
         model = model_profile_of(program, even) if unequal else model
-        model = _closed(spec, program, model, job, check)
+        model = _closed(spec, program, model, job, comparison)
     if model.sample is None:
         raise SpecError(
             f"{where}: a script's model is not traced, so that its cost is not known; plan one of its size: --model"
@@ -118,15 +121,15 @@ def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> S
     if unequal:
         like = f"samples are of unequal length: planned as if each were like the first, of {model.sample.tokens} tokens"
         notes = (*notes, like)
-    pools = tuple(pool.pool() for pool in spec.pools)
     return Subject(spec.name, model, even if unequal else spec.plain(), pools, spec.steps, notes, n_bytes, literal=True)
 
 
-def _closed(spec: JobSpec, program: Program, model: ModelProfile, job: Mapping[str, Any], check: bool) -> ModelProfile:
+def _closed(
+    spec: JobSpec, program: Program, model: ModelProfile, job: Mapping[str, Any], comparison: LayoutCheck | None
+) -> ModelProfile:
     """With what the program's structure, or a comparison of small copies, says against an axis."""
-    if check:
-        found = found_of(spec, tuple(pool.pool() for pool in spec.pools), sys.stderr)
-        return checked(model, found, program)
+    if comparison:
+        return checked(model, comparison.result(), program)
     from elastic.worker.profiling import structure_of_job
 
     return structure_of_job(program, job).close(model) if not spec.script else model
