@@ -105,6 +105,7 @@ def test_boxes_that_are_still_compared_do_not_leave_the_device(monkeypatch: pyte
         generation.state = None
         starting = pool.submit(generation._start, Taken(given=()))  # it only sends, so that it waits for the check itself
         assert reading.wait(60)
+        until(lambda: place.checks, "the check among those that are waited for")  # it may begin before it is put down
         groups: Any = SimpleNamespace(world=None)
         making_room = threading.Thread(target=Takeover(place, order_of(3), groups).make_room)
         making_room.start()
