@@ -13,7 +13,7 @@ EXTRAS ?= dev
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Each process that a test starts would compile all of elastic again.
+# Each process that a run starts would compile all of elastic again.
 unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support.durations import GROUP, Durations
-from support.places import TESTS
+from support.durations import Durations
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,14 +34,6 @@ if TYPE_CHECKING:
     from elastic.storage.s3 import S3Storage
 
 
-def group_of(item: pytest.Item) -> str:
-    """The tests of a file stay together, and so do those that share a cluster or a pool of workers."""
-    if "embedded" in getattr(item, "fixturenames", ()):
-        return f"{GROUP}embedded"
-    name = item.path.relative_to(TESTS).with_suffix("")
-    return GROUP + ("worker" if name.parts[0] == "worker" else "-".join(name.parts))
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help="keep the seconds of each test in tests/durations.csv")
 
@@ -50,6 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # not in the processes of pytest-xdist
         config.pluginmanager.register(Durations())
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from support.scheduling import LongestFirst
+
+    return LongestFirst(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -75,11 +73,7 @@ def skipped_without_its_package() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`sampled(n)`: n of a test's cases, evenly spread, run in `make test`; the others are of the whole tier. Under
-    pytest-xdist see group_of."""
-    if getattr(config.option, "loadgroup", False):  # a process of pytest-xdist
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    """`sampled(n)`: n of a test's cases, evenly spread, run in `make test`; the others are of the whole tier."""
     cases: dict[tuple[object, object], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.durations import Durations, by_folder, by_record, is_there, merged, read, slower, write
 from support.places import TESTS
+from support.scheduling import expected_s, group_of
 
 INI = "[pytest]\naddopts = -ra\npythonpath = tests\nmarkers =\n    slow: s\n    e2e: e\n    whole: w\n    gpu: g\n"
 CONFTEST = """
@@ -19,6 +20,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations())
+def pytest_xdist_make_scheduler(config, log):
+    from support.scheduling import LongestFirst
+    return LongestFirst(config, log)
 """
 UNIT = """
 import time, pytest
@@ -43,7 +47,7 @@ def test_last(): pass
 def project(tmp_path: Path) -> Path:
     tests = tmp_path / "tests"
     (tests / "support").mkdir(parents=True)
-    for name in ("tiers.py", "support/durations.py", "support/places.py"):
+    for name in ("tiers.py", "support/durations.py", "support/places.py", "support/scheduling.py"):
         shutil.copy(TESTS / name, tests / name)
     (tmp_path / "pytest.ini").write_text(INI)
     for name, text in (("conftest.py", CONFTEST), ("test_unit.py", UNIT), ("test_later.py", LATER)):
@@ -115,11 +119,12 @@ def test_set_up_and_clearing_up_count_and_marked_tests_are_not_named() -> None:
     assert seen.seconds == {"plain": 7.0, "marked": 7.0} and seen.unmarked == {"plain": 2.0}
 
 
-def test_a_test_has_one_name_however_many_processes_ran_it() -> None:
-    seen = Durations()
-    for name in ("a.py::test_b[x@y]", "a.py::test_b[x@y]@of-e2e-test_run", "a.py::test_b[x@y]@of-worker"):
-        seen.pytest_runtest_logreport(report(name, "call", 1.0, {"e2e": 1}))
-    assert seen.seconds == {"a.py::test_b[x@y]": 3.0}
+def test_files_stay_together_and_the_longest_group_is_the_next() -> None:
+    assert {group_of("tests/worker/test_a.py::t[1]"), group_of("tests/worker/test_b.py::t")} == {"tests/worker/"}
+    assert group_of("tests/e2e/test_a.py::t[x::y]") == group_of("tests/e2e/test_a.py::u") == "tests/e2e/test_a.py"
+    known = {"tests/a.py::long": [9.0, 3.0, 4.0], "tests/a.py::*": [1.0], "tests/b.py::*": [4.5]}
+    assert expected_s(["tests/a.py::long", "tests/a.py::short"], known) == 5.0 > expected_s(["tests/b.py::x"], known) == 4.5
+    assert expected_s(["tests/new.py::x"], known) == 0.0
 
 
 def report(name: str, when: str, took_s: float, marks: dict[str, int]) -> pytest.TestReport:

@@ -26,8 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SELECTED = {
     "unit": "not e2e and not whole and not gpu", "e2e": "e2e and not whole and not gpu", "whole": "whole and not gpu"
 }  # fmt: skip
-# Two processes. Of the second tier each takes the next file when it has done one (tests/conftest.py: group_of).
-PARALLEL = {"unit": ("-n", "2", "--dist", "loadfile"), "e2e": ("-n", "2", "--dist", "loadgroup")}
+PARALLEL = {"unit": ("-n", "2"), "e2e": ("-n", "2")}  # two processes; which runs what: support/scheduling.py
 TIERS = ("lint", *SELECTED)
 WHOLE_RUN = ROOT / "tests" / "whole_run.json"  # the last run of every tier, for docs/proven.md
 
@@ -100,6 +99,7 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="keep the seconds of each test (tests/durations.csv)")
     given = parser.parse_args(own)
     more = [*(["--record-durations"] if given.record else []), *options]
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile all of elastic again
     ran = []
     for tier in given.tiers:
         print(f"== {tier}", flush=True)

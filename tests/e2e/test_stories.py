@@ -22,7 +22,7 @@ from support.e2e.strikes import FOUR_NODES, newcomer, sender, struck
 from elastic.cluster.local import LocalCluster
 from elastic.ledger.journal import Line
 from elastic.sim.replay import replay
-from elastic.types import Abort, DrillAsked, NodePrepared, Silent, WrongNumbers
+from elastic.types import Abort, DrillAsked, NodePrepared, Quarantine, Silent, WorkerFailed, WrongNumbers
 
 pytestmark = pytest.mark.e2e
 
@@ -115,3 +115,24 @@ def test_losses_at_the_worst_moments(embedded: LocalCluster, tmp_path: Path) -> 
     assert moves[after["growth"].generation]["steps_lost"] == 0
     assert victims["notice"] not in ordered[first["notice"]].ranks
     lost_only_what_no_copy_had(moves[after["notice"].generation], lines)
+
+
+def test_a_device_that_fails_is_left_behind_and_its_node_quarantined(embedded: LocalCluster, tmp_path: Path) -> None:
+    """By a made-up CUDA error of one of its GPUs."""
+    steps = 40
+    drill = [{"at_step": 12, "device_error": "rank:3", "gpu": 1, "place": "backward"}]
+    pools = [{"name": "spot", "market_type": "spot", "gpus_per_node": 2, "usd_per_node_h": 1.0, "max_nodes": 2}]
+    summary, lines = run(job(tmp_path, steps, drill, pools=pools, layout={4: "dp_shard=4", 2: "dp_shard=2"}), on=embedded)
+    went_on_as_if_nothing_happened(summary, lines, steps)
+    (asked,) = [e.drill["device_error"] for e in events(lines, DrillAsked)]
+    (failed,) = [e for e in events(lines, WorkerFailed) if e.kind == "device"]
+    assert [failed.worker.node_id] == asked and failed.step >= 12
+    loss = next(t for t in summary["transitions"] if t["cause"] == "loss")
+    lost_only_what_no_copy_had(loss, lines)
+    assert loss["pause_s"] < 30, "that of the group's own timeout"
+    after = next(plan for plan in plans(lines) if plan.generation == loss["generation"])
+    assert asked[0] not in after.nodes and after.layout.world_size == 2
+    (aside,) = [a for line in lines if line.decision for a in line.decision.actions if isinstance(a, Quarantine)]
+    assert [aside.node_id] == asked and "uncorrectable ECC error" in aside.reason
+    survivors_kept_their_processes(lines, set(asked))
+    assert replay(lines).identical

@@ -21,7 +21,6 @@ KEPT = 3  # values of a test
 REST_S = 0.1  # tests below it are recorded together, by file: `tests/x/test_y.py::*`
 SLOWEST = 25
 TIMES_SLOWER, LEAST_S = 3.0, 0.5  # what is named: three times its record, and so long that it is no noise
-GROUP = "of-"  # begins the groups of pytest-xdist, which puts them behind the names of tests: `test_z@of-worker`
 UNMARKED_S = 1.0  # a unit test above it is marked slow
 
 
@@ -33,7 +32,7 @@ class Durations:
     unmarked: dict[str, float] = field(default_factory=dict)  # of the calls of unmarked tests
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = name_of(report.nodeid)
+        name = report.nodeid
         self.seconds[name] += report.duration
         if report.when == "call" and not {"slow", "e2e", "whole"} & set(report.keywords):
             self.unmarked[name] = report.duration
@@ -56,12 +55,6 @@ class Durations:
         for name, took_s in self.unmarked.items():
             if took_s > UNMARKED_S and median(known.get(name, [took_s])) > UNMARKED_S:
                 say(f"{name} took {took_s:.1f} s: a unit test above {UNMARKED_S:g} s is marked slow", yellow=True)
-
-
-def name_of(node: str) -> str:
-    """A test's own name."""
-    head, mark, _ = node.rpartition(f"@{GROUP}")
-    return head if mark else node
 
 
 def file_of(name: str) -> str:
