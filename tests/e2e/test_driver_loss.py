@@ -37,6 +37,7 @@ def kill_driver(process: subprocess.Popen[str]) -> None:
     process.communicate(timeout=300)
 
 
+@pytest.mark.whole  # test_supervised_run.py tells the same of a driver that is started again by itself
 def test_embedded_the_next_driver_resumes_from_the_newest_durable_copy(shell: Shell) -> None:
     name = shell.job(
         steps=60, durable_every=10, program=str(PROGRAMS / "tiny_slow.py"), drill=[{"at_step": 25, "kill_driver": True}]

@@ -89,7 +89,8 @@ def test_also_while_actors_are_being_made(shell: Shell) -> None:
     ended(process, "gcs")
 
 
-@pytest.mark.parametrize("which", ["raylet", pytest.param("gcs", marks=pytest.mark.whole)])
+@pytest.mark.whole
+@pytest.mark.parametrize("which", PARTS)
 def test_so_does_a_script_that_is_restarted(shell: Shell, which: str) -> None:
     (shell.root / "state").mkdir()
     script = ("--script", str(PROGRAMS / "plain_ddp.py"), "--", str(shell.root / "state"), "100000")
@@ -100,7 +101,7 @@ def test_so_does_a_script_that_is_restarted(shell: Shell, which: str) -> None:
     ended(process, which)
 
 
-@pytest.mark.parametrize("which", PARTS)
+@pytest.mark.parametrize("which", [pytest.param(p, marks=pytest.mark.whole) if p == "gcs" else p for p in PARTS])
 def test_on_a_cluster_the_workers_are_let_go_of(shell: Shell, which: str) -> None:
     with LocalCluster((str(ROOT),)) as cluster:
         for node in ("x", "y"):

@@ -24,6 +24,7 @@ LAYOUTS = [
     Layout(pp=2, dp_shard=2), Layout(pp=2, tp=2), Layout(dp_shard=2, cp=2), Layout(pp=2),
 ]  # fmt: skip
 STILL_STEPS = 40.0  # for as long as so many steps take has nobody got on
+STILL_MOST_S = 10.0  # however slow the steps: the others give up after the group's timeout, a minute
 
 
 def stand_still() -> None:
@@ -37,7 +38,7 @@ def go_on() -> None:
 def when_nobody_gets_on(pool: Pool, victim: WorkerId) -> dict[WorkerId, At]:
     """Where each rank stands, once nobody gets on any more."""
     done_s = [at_s for at_s, _, event in pool.log if isinstance(event, StepDone)][-3:]
-    still_s = STILL_STEPS * max(done_s[1] - done_s[0], done_s[2] - done_s[1])
+    still_s = min(STILL_MOST_S, STILL_STEPS * max(done_s[1] - done_s[0], done_s[2] - done_s[1]))
     before: dict[WorkerId, Any] = {}
     since_s = time.monotonic()
 
@@ -54,7 +55,7 @@ def when_nobody_gets_on(pool: Pool, victim: WorkerId) -> dict[WorkerId, At]:
 
 
 @pytest.mark.e2e
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_rank_that_does_not_come_is_told_apart(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     job = {"program": str(PROGRAM), "steps": 1_000_000, "global_batch": 8, "seed": 3}

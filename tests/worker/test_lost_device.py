@@ -38,6 +38,7 @@ def only_host_copies(pool: Pool, generation: int) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["forward", "backward", "optimizer", "host_copy"])
 def test_the_others_go_on_without_it_wherever_it_fails(pool: Pool, tmp_path: Path, place: str) -> None:
     job = job_of("tiny.py", steps=14)

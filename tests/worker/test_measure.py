@@ -196,6 +196,7 @@ measure(Wanted(ModelProfile(1, 1, ()), seconds=60.0, sizes=(1, 2)))
 
 
 @pytest.mark.e2e
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_they_end_with_who_started_them(how: signal.Signals, tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}

@@ -85,6 +85,7 @@ SMALL = [  # each kind, phase and transition
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_nothing_is_lost(pool: NcclLikePool, tmp_path: Path, case: Case, record_property: Callable[..., None]) -> None:
     record_property("quiesced_s", happens(pool, tmp_path, case))

@@ -64,6 +64,7 @@ def left_quickly(pool: NcclLikePool, asked_s: float, survivors: list[Any]) -> No
     ids=str,
 )
 @pytest.mark.parametrize("how", ["kill", "hang"])
+@pytest.mark.sampled(2)
 def test_a_loss_is_bridged_by_those_that_are_left(
     pool: NcclLikePool, tmp_path: Path, before: Layout, after: Layout, how: str
 ) -> None:
@@ -93,6 +94,7 @@ def test_replicas_stand_in_for_one_another(pool: NcclLikePool, tmp_path: Path) -
     goes_on(pool, job, recover_from(pool, first, Layout(dp_shard=3), [first.ranks[1]]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", range(0, 12, 3))
 def test_a_rank_that_dies_within_a_step(pool: NcclLikePool, tmp_path: Path, at: int) -> None:
     """Before one of the collectives of a step; the others' kernels spin, and end with wrong numbers when they are aborted."""

@@ -52,6 +52,7 @@ def test_the_loop_of_the_page_in_its_layouts(pool: Pool, tmp_path: Path) -> None
     agree(steps, train_script_alone(tmp_path / "train.py", [], 1, 40))
 
 
+@pytest.mark.whole  # as tests/worker/test_two_optimizers.py does
 def test_two_optimizers_in_their_layouts(pool: Pool, tmp_path: Path) -> None:
     """optimisation.md."""
     base = f"from elastic.program import load_program\nbase = load_program({str(PROGRAMS / 'tiny_bare.py')!r})\n"
@@ -65,6 +66,7 @@ def test_the_program_of_program_md_in_every_layout_that_it_names(pool: Pool, tmp
     passes(pool, tmp_path, [Layout(dp_replicate=2, tp=2), Layout(pp=4), Layout(pp=2, dp_shard=2)])
 
 
+@pytest.mark.whole  # as tests/worker/test_chain.py does
 def test_the_program_of_layouts_md_through_the_layouts_of_its_job(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(block("layouts.md", "python", 1))
     layouts = yaml.safe_load(block("layouts.md", "yaml"))["layout"]
@@ -72,6 +74,7 @@ def test_the_program_of_layouts_md_through_the_layouts_of_its_job(pool: Pool, tm
     passes(pool, tmp_path, [parse_layout(text) for text in layouts.values()])
 
 
+@pytest.mark.whole  # as tests/worker/test_weights.py does
 def test_weights_of_a_folder_in_its_layouts(pool: Pool, tmp_path: Path) -> None:
     """models.md."""
     tiny = load_program(PROGRAMS / "tiny.py")

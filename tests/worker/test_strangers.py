@@ -99,6 +99,7 @@ def met(question: str, secret: str, mark: Path) -> str:
 
 
 @pytest.mark.e2e
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("question", ["metrics", "sample", "stage"])
 @pytest.mark.parametrize("secret", ["", new_secret()], ids=["no secret", "a secret"])
 def test_a_stranger_runs_no_code(question: str, secret: str, tmp_path: Path) -> None:
@@ -110,6 +111,7 @@ def test_a_stranger_runs_no_code(question: str, secret: str, tmp_path: Path) -> 
 
 
 @pytest.mark.e2e
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("question", "right"), [("metrics", "{'right': 6.0}"), ("sample", "{'input': tensor([[0, 1, 2]])}")])
 def test_two_ranks_that_were_told_meet(question: str, right: str) -> None:
     store, secret = host_store("127.0.0.1", 60.0), new_secret()
