@@ -42,8 +42,8 @@ test-all: $(STAMP)  ## everything there is; writes what it saw into docs/proven.
 lint: $(STAMP)  ## ruff, mypy --strict, import contracts
 	@$(BIN)/python tests/tiers.py lint
 
-fuzz: $(STAMP)  ## N wrong inputs for each reader of files and messages (N=100000: some 20 minutes)
-	@$(BIN)/python tests/fuzz/run.py --n $(or $(N),10000)
+fuzz: $(STAMP)  ## N wrong inputs for each reader of files and messages (N=100000: some 20 minutes; ONLY='lease journal')
+	@$(BIN)/python tests/fuzz/run.py --n $(or $(N),10000) $(if $(ONLY),--only $(ONLY))
 
 mutants: $(STAMP)  ## seed some 190 faults one by one and see which test notices each (half an hour)
 	@$(BIN)/python tests/mutants/run.py

@@ -91,6 +91,7 @@ def _add_run(verbs: Any) -> None:
     made.add_argument(
         "--supervise", action="store_true", help="start a driver again that was killed or has lost its run; needs --run-name"
     )
+    made.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)  # what --supervise starts
     made.add_argument("--local", action="store_true", help="use an embedded cluster on this machine even if RAY_ADDRESS is set")
     made.add_argument("--cluster", metavar="FILE", help="a cluster file; its pools are used instead of the job's own")
     made.add_argument(
@@ -231,6 +232,7 @@ def _run(given: argparse.Namespace) -> int:
         cluster=given.cluster,
         from_checkpoint=given.from_checkpoint,
         allow_changed=given.allow_changed,
+        supervised=given.supervised,
         no_budget=given.no_budget,
         stream=sys.stderr if given.json else sys.stdout,
     )

@@ -90,8 +90,8 @@ def drive(
     """Run until the state's phase is succeeded, failed or stopped; returns the last state.
 
     `state`: what an earlier driver of the run knew (`restored`); `found`: what else is known at its start. The backend and the
-    journal are closed at the end, whatever happens. A first Ctrl-C or SIGTERM asks the run to stop and save, a second one ends
-    it at once.
+    journal are closed at the end, whatever happens. A first Ctrl-C, SIGTERM or SIGHUP (a closed terminal) asks the run to stop
+    and save, a second one ends it at once.
     """
     now_s = backend.now_s()
     state = state or State()
@@ -250,9 +250,14 @@ def stop_signals() -> Iterator[list[str]]:
         return
 
     def note(number: int, frame: Any) -> None:
-        asked.append(f"signal {signal.Signals(number).name}")
+        text = f"signal {signal.Signals(number).name}"
+        if number != signal.SIGHUP or text not in asked:  # a closed terminal's shell sends it again: no second wish
+            asked.append(text)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield asked
     finally:

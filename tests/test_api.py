@@ -20,7 +20,7 @@ from elastic.cluster.claims import LEAVE_MOST_S
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS
 from elastic.driver import LINE_EVERY_S, restored
-from elastic.errors import JournalDamaged, SpecError
+from elastic.errors import JournalDamaged, ProgramError, SpecError
 from elastic.fingerprint import fingerprint
 from elastic.ledger.journal import Journal, Line, read
 from elastic.ledger.lease import Lease
@@ -400,7 +400,37 @@ def test_the_jobs_that_come_with_this_have_a_limit(job: str) -> None:
     check_budget(spec, [pool.pool() for pool in spec.pools])
 
 
+def test_what_the_program_has_ended_is_begun_again_by_a_person_alone(folder: Path) -> None:
+    (folder / "program.py").write_text((PROGRAMS / "tiny.py").read_text())
+    by_hand, started = prepared(folder, run_name="r"), prepared(folder, run_name="r", supervised=True)
+    changed = prepared(folder, run_name="r", supervised=True, allow_changed=True)
+    begun = by_hand._start(1, [])
+    before = [Line(0.0, 1, ((0.0, begun),))]
+    failed = replace(fold(State(), begun, 0.0), phase="failed", fatal="the program raised on spot-1/0: KeyError: 'x'")
+    with pytest.raises(ProgramError, match="failed by its program, which is the same: the program raised on spot-1/0"):
+        started._start(2, before, failed)
+    assert by_hand._start(2, before, failed).epoch == changed._start(2, before, failed).epoch == 2
+    for going_on in (replace(failed, fatal=""), replace(failed, phase="stopped")):  # not its fault
+        assert started._start(2, before, going_on).epoch == 2
+    (folder / "program.py").write_text((PROGRAMS / "tiny.py").read_text() + "CHANGED = 1\n")
+    with pytest.raises(SpecError, match=r"other values: the code of its program\.py"):
+        prepared(folder, run_name="r", supervised=True)._start(2, before, failed)
+
+
 # ------------------------------------------------------------------------------------------------ clocks
+
+
+@pytest.mark.parametrize(
+    ("off_s", "told"), [(3600.0, "3600 s behind that of"), (-3600.0, "3600 s ahead of that of"), (2.0, "")]
+)
+def test_a_clock_that_is_not_the_storages_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, off_s: float, told: str
+) -> None:
+    """Ahead of the true time it would spend the deadline unseen."""
+    storage = open_storage(str(folder / "runs"))
+    monkeypatch.setattr(storage, "modified_s", lambda key: time.time() + off_s)
+    checks.taken(storage, "r").release()
+    assert (told in caplog.text) if told else ("clock" not in caplog.text)
 
 
 def test_a_driver_that_attaches_says_until_when_nodes_may_have_been_paid_for(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic.driver import LINE_EVERY_S, drive, restored
+from elastic.driver import LINE_EVERY_S, drive, restored, stop_signals
 from elastic.errors import LostContact, StateLost, StorageFull
 from elastic.ledger.journal import Journal, Memory, read
 from elastic.policy.state import State
@@ -166,7 +166,7 @@ def test_a_wake_that_is_over_does_not_stop_the_clock() -> None:
     assert len(set(looks)) == len(looks)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_asks_once_for_a_stop_that_saves(number: int) -> None:
     journal = Memory()
     before = signal.getsignal(number)
@@ -189,6 +189,24 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
     state = drive(backend, journal, start())
     assert state.phase == "stopped" and "asked twice" in state.outcome_reason and backend.closed == 1
     assert not any(isinstance(a, Quiesce) for a in backend.actions) and isinstance(backend.actions[-1], Stop)
+
+
+def test_a_closed_terminal_asks_once_however_often_it_says_so_and_not_at_all_under_nohup() -> None:
+    def hang_up() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    journal = Memory()
+    backend = Tiny(journal, {3: hang_up})
+    state = drive(backend, journal, start())
+    assert state.phase == "stopped" and state.saved_step == 3 and "signal SIGHUP" in state.outcome_reason
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as asked:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_interrupt_inside_poll_is_a_wish_to_stop() -> None:

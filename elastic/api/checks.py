@@ -13,10 +13,10 @@ from elastic.data.budget import budget_of
 from elastic.data.opening import dataset_of
 from elastic.drill_spec import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.driver import LINE_EVERY_S
-from elastic.errors import ElasticError, SpecError
+from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.fingerprint import JOB_KEYS, KEY, batch_changed, differences
 from elastic.ledger.journal import Line, built
-from elastic.ledger.lease import Lease
+from elastic.ledger.lease import Lease, Sign
 from elastic.policy.state import State
 from elastic.program import Program
 from elastic.spec import JobSpec
@@ -29,9 +29,11 @@ CLOCK_S = 5.0  # that two clocks may differ by, unsaid
 
 
 def taken(storage: Storage, run: str) -> Lease:
-    """The run's lease. Raises SpecError where its storage cannot be written."""
+    """The run's lease. Raises SpecError where its storage cannot be written. Says where this machine's clock is not its."""
     try:
-        return Lease(storage, run)
+        lease = Lease(storage, run)
+        warn_of_storage_clock(storage, lease.sign)
+        return lease
     except ElasticError:
         raise
     except OSError as error:
@@ -49,6 +51,21 @@ def paid_until_s(before: Sequence[Line], orphan_lease_s: float, embedded: bool) 
     last = before[-1]
     ended = last.decision is not None and any(isinstance(action, Stop) for action in last.decision.actions)
     return last.at_s + (0.0 if embedded or ended else LINE_EVERY_S + orphan_lease_s + LEAVE_MOST_S)
+
+
+def warn_of_storage_clock(storage: Storage, sign: Sign) -> None:
+    """Says where this machine's clock is not that of its storage, by a sign of life that was just written there: ahead, it
+    would spend `deadline_h` unseen. What writing took is never counted."""
+    try:
+        written_s = storage.modified_s(sign.key)
+    except FileNotFoundError:  # the next one has replaced it
+        return
+    ahead_s, behind_s = sign.at_s - written_s, written_s - time.time()
+    if max(ahead_s, behind_s) > CLOCK_S:
+        log.warning(
+            "this machine's clock is %.0f s %s that of %s: set it right (NTP); bill and deadline go on by this machine's clock",
+            max(ahead_s, behind_s), "ahead of" if ahead_s > 0 else "behind", storage.uri,
+        )  # fmt: skip
 
 
 def warn_of_clock(before: Sequence[Line], now_s: float) -> None:
@@ -138,6 +155,16 @@ def check_same(before: list[Line], start: DriverStarted, meta: Mapping[str, Any]
         raise SpecError(
             f"run '{start.run}' was started with other values: {changed}; change them back, start another run with "
             "--run-name, or go on all the same with --allow-changed"
+        )
+
+
+def check_not_failed(run: str, state: State | None) -> None:
+    """Raises ProgramError where the program has ended the run, as it would again: what starts runs again (`backoffLimit` of a
+    RayJob) may not pay for that once more. A person who goes on by hand is not asked."""
+    if state is not None and state.phase == "failed" and state.fatal:
+        raise ProgramError(
+            f"run '{run}' has failed by its program, which is the same: {state.fatal}; after a change go on with "
+            "--allow-changed, or once more as it is without --supervise"
         )
 
 

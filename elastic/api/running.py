@@ -12,7 +12,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from elastic.api.checks import check_cp, check_drill, check_layouts, check_same, paid_until_s, taken, warn_of_clock
+from elastic.api.checks import (
+    check_cp,
+    check_drill,
+    check_layouts,
+    check_not_failed,
+    check_same,
+    paid_until_s,
+    taken,
+    warn_of_clock,
+)
 from elastic.api.layouts import LayoutCheck, asked_of, check_open, checked
 from elastic.api.planning.machines import known_of
 from elastic.cluster_spec import ClusterSpec, load_cluster
@@ -69,6 +78,7 @@ class Options:
     cluster: str | Path | None = None  # a cluster file: its pools instead of the job's own
     from_checkpoint: bool = False  # of a run whose journal is damaged: set that aside, go on from the newest durable copy
     allow_changed: bool = False  # go on although program, data or mathematics are not those that the run began with
+    supervised: bool = False  # nobody looks on: a run that its program has ended as failed is not begun again unchanged
     no_budget: bool = False  # paid pools although the job has neither budget_usd nor max_nodes
     show: bool = True  # progress while it runs
     spared: bool = False  # drills on a Ray cluster take the workers of a node and leave the node itself alone
@@ -310,6 +320,8 @@ class _Run:
         if start.attached and state is not None:
             start = replace(start, paid_until_s=paid_until_s(before, float(state.job.get("orphan_lease_s") or 900.0), False))
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
+        if self.options.supervised and not self.options.allow_changed:
+            check_not_failed(self.name, state)
         if layouts is not None:
             model = checked(model, layouts.result(), self.program)
             start = replace(start, model=model, job={**start.job, COMPUTES_IN: model.computes_in})

@@ -60,9 +60,9 @@ def supervised(words: Sequence[str], say: Callable[[str], None], waits: Callable
 
 
 def command_of(argv: Sequence[str]) -> list[str]:
-    """The same command without `--supervise`, which stands before a script's own arguments."""
+    """The same command as one that is supervised. The word stands before a script's own arguments."""
     at = argv.index("--supervise")
-    return [sys.executable, "-m", "elastic", *argv[:at], *argv[at + 1 :]]
+    return [sys.executable, "-m", "elastic", *argv[:at], "--supervised", *argv[at + 1 :]]
 
 
 def _how(code: int) -> str:

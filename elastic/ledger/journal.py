@@ -224,7 +224,7 @@ def _parsed(text: bytes) -> _Read:
             decision=None if decision is None else _reader_of(Decision)(decision),
             state=data.get("state"),
         )
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"not a journal line: {type(error).__name__}") from error
     return _Read(line, seal is not None, str(data.get("after", "")) if seal else "")
 

@@ -6,19 +6,25 @@ of the next epoch; of several that try, storage lets one win. The epoch fences w
 Clocks of two machines are never trusted: a holder counts its own seconds since its last sign of life, and one
 that looks expired is watched for its whole time to live before it is replaced.
 
+What stands under `lease/` and is no such object (anybody who can write there may have put it) is passed over and named once: it
+ends no run and keeps none from being taken over.
+
 A holder that cannot renew has lost nothing yet: it keeps its epoch, and is not `certain` until a renewal succeeds. The lease is
 `lost` once a newer epoch was seen.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import re
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from elastic.errors import SpecError
@@ -28,8 +34,11 @@ from elastic.storage import Storage
 log = logging.getLogger(__name__)
 
 PREFIX = "lease/"
+NAME = re.compile(re.escape(PREFIX) + r"([0-9]{8})-([0-9]{8})\.json")
 GRACE_S = 1.0
 RELEASE_MOST_S = 10.0
+MOST_EPOCH = 1_000_000  # each driver that begins makes one
+MOST = {"pid": 2**31, "started": 2**63, "since_s": 2.5e11, "at_s": 2.5e11, "ttl_s": 86400.0}  # times end with the year 9892
 
 
 @dataclass(frozen=True)
@@ -81,12 +90,10 @@ class Lease:
         self.attached = before is not None and not before.released
         self.sign = Sign(epoch=before.epoch + 1 if before else 1, n=0, at_s=now_s, **me)
         self._good_s = time.monotonic()  # when the last sign of life that was given began to be written
-        if not self._write(self.sign):
-            winner = newest(storage)
-            raise SpecError(self._refusal(winner) if winner else f"run '{run}': another driver took its lease just now")
+        self._begin()
         if self._write(self.sign):
             raise SpecError(f"{storage.uri}: it overwrites what must not be (no If-None-Match); no run can be kept safe there")
-        older = [key for key in storage.list(PREFIX) if key < self.sign.key]
+        older = [key for key in storage.list(PREFIX) if NAME.fullmatch(key) and key < self.sign.key]
         if before is not None and max(older, default="") > before.key and not before.released:
             time.sleep(before.ttl_s)  # it was heard again just now: it sees this epoch within its time to live
         for key in older:
@@ -123,6 +130,18 @@ class Lease:
             return
         with suppress(OSError):
             self._write(self._next(released=True))
+
+    def _begin(self) -> None:
+        """Takes the next epoch. Something that is no sign of life may stand under its name: then the one after it."""
+        while self.sign.epoch <= MOST_EPOCH:
+            if self._write(self.sign):
+                return
+            winner = newest(self.storage)
+            if winner is not None and winner.epoch >= self.sign.epoch:
+                raise SpecError(self._refusal(winner))
+            self.sign = replace(self.sign, epoch=self.sign.epoch + 1)
+        where = self.storage.uri_of(PREFIX)
+        raise SpecError(f"{where}: epoch {MOST_EPOCH} is there, the last one: remove what is under it if no driver lives")
 
     def _refuse_living(self, before: Sign, patient: bool) -> None:
         if before.released or self._dead_here(before):
@@ -187,10 +206,15 @@ class Lease:
         if self._replaced():
             return False
         sign = self._next()
-        if self._write(sign):
-            self.sign = sign
-        elif self._replaced() or self.sign.key != sign.key:
-            return False
+        while not self._write(sign):
+            if self._replaced():
+                return False
+            if self.sign.key == sign.key:  # its own, of which the answer was lost
+                break
+            if sign_at(self.storage, sign.key) is not None:
+                return False
+            sign = replace(sign, n=sign.n + 1)  # no sign of life stands there
+        self.sign = sign
         if not certain and self._replaced():  # it was taken over between the look and the sign
             return False
         with suppress(OSError):  # the next one removes only its own predecessor; a new driver removes all
@@ -212,13 +236,65 @@ class Lease:
 
 
 def newest(storage: Storage) -> Sign | None:
-    """The last sign of life of the newest epoch."""
-    for _ in range(20):  # an object may be replaced by the next one between list and get
-        keys = [key for key in storage.list(PREFIX) if key.endswith(".json")]
-        if not keys:
-            return None
-        try:
-            return Sign(**json.loads(storage.get(max(keys))))
-        except FileNotFoundError:
-            continue
+    """The last sign of life of the newest epoch. Raises OSError where storage does not answer."""
+    gone: set[str] = set()  # listed, and not there: replaced by the next one since, or a link to nothing
+    for _ in range(20):
+        found, n_gone = None, len(gone)
+        for key in sorted(set(storage.list(PREFIX)) - gone, reverse=True):
+            if not NAME.fullmatch(key):
+                _pass_over(storage.uri, key, "its name is not that of one")
+                continue
+            try:
+                found = sign_at(storage, key)
+            except FileNotFoundError:
+                gone.add(key)
+            if found is not None:
+                break
+        if len(gone) == n_gone:
+            return found
+    raise OSError(errno.EAGAIN, "its objects change faster than they can be read", storage.uri_of(PREFIX))
+
+
+def sign_at(storage: Storage, key: str) -> Sign | None:
+    """None = something else stands there. Raises FileNotFoundError."""
+    try:
+        return decode(key, storage.get(key))
+    except ValueError as error:
+        _pass_over(storage.uri, key, str(error))
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.ELOOP):
+            raise
+        _pass_over(storage.uri, key, str(error.strerror))
     return None
+
+
+def decode(key: str, data: bytes) -> Sign:
+    """Raises ValueError for what is no sign of life of this name. Keys that a newer version may have added do not count."""
+    try:
+        found = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is too deep") from error
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    given = {field.name: found[field.name] for field in fields(Sign) if field.name in found}
+    for name, value in given.items():
+        kinds = {"host": (str,), "boot": (str,), "released": (bool,)}.get(name, (int, float) if name.endswith("_s") else (int,))
+        if type(value) not in kinds:
+            raise ValueError(f"its {name} is a {type(value).__name__}")
+        if name in MOST and not 0 <= value <= MOST[name]:
+            raise ValueError(f"its {name} is out of range")
+    try:
+        sign = Sign(**given)
+    except TypeError as error:
+        raise ValueError(f"something is missing: {error}") from error
+    if sign.key != key or not 0 < sign.epoch <= MOST_EPOCH:
+        raise ValueError("its name is that of another, or of no epoch")
+    if not sign.host.isprintable():
+        raise ValueError("its host is no name")
+    return sign
+
+
+@lru_cache(maxsize=1000)
+def _pass_over(uri: str, key: str, why: str) -> None:
+    """Once by each name: whoever holds the run looks every few seconds."""
+    log.warning("%s: %.200r is no sign of life of a driver and is passed over (%s)", uri, key, why)

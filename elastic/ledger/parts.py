@@ -19,7 +19,7 @@ from zlib import crc32
 
 from elastic.errors import JournalDamaged, SpecError
 from elastic.ledger.journal import NO_LINE, SEAL, SEALED, Line, crc_of, newest_of, parse_state
-from elastic.ledger.segments import AGAIN_S, CLOSE_MOST_S, GO_ON, remove_covered
+from elastic.ledger.segments import AGAIN_S, CLOSE_MOST_S, GO_ON, counts_of, remove_covered
 from elastic.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -80,19 +80,21 @@ def unpack(data: bytes) -> tuple[dict[str, int], bytes]:
         text = body if head["forms"] is None else _joined(head["forms"], body.split(_NEWLINE))
         if (len(text), crc32(text)) != (head["n_bytes"], head["crc"]):
             raise ValueError("its checksum is another")
-        return dict(head["counted"]), text
-    except (lzma.LZMAError, EOFError, KeyError, TypeError, IndexError, StopIteration) as error:
+        return counts_of(head["counted"]), text
+    except (lzma.LZMAError, EOFError, KeyError, TypeError, IndexError, StopIteration, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _joined(forms: list[tuple[int, int, bool]], rows: list[bytes]) -> bytes:
     at, found = 0, list[Iterator[bytes]]()
     for n_lines, n_values, sealed in forms:
+        if not 0 <= n_lines <= len(rows) or not 0 <= n_values <= len(rows) or at + n_lines * n_values >= len(rows):
+            raise ValueError("its head counts lines that are not there")
         form = rows[at].replace(b"%", b"%%").replace(_HOLE, b"%s")
         columns = [rows[at + 1 + k * n_lines : at + 1 + (k + 1) * n_lines] for k in range(n_values)]
         at += 1 + n_lines * n_values
         found.append(_lines(form, list(zip(*columns, strict=True)) if n_values else [()] * n_lines, sealed))
-    return b"".join(next(found[int(number)]) + _NEWLINE for number in rows[at:])
+    return b"".join([next(found[int(number)]) + _NEWLINE for number in rows[at:]])  # a generator would hide the StopIteration
 
 
 def _lines(form: bytes, values: list[tuple[bytes, ...]], sealed: bool) -> Iterator[bytes]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = "journal/"
 VERSION = 1
+_NAME = re.compile(re.escape(PREFIX) + r"([0-9]{8})-([0-9]{8})-([0-9]{8})\.jsonl")
 NEWLINE = b"\n"
 EVERY_S = 10.0
 FAN = 60  # so many segments become one object
@@ -123,9 +125,8 @@ def read_stored(storage: Storage, base: dict[str, int] | None = None) -> Stored:
 def _spans(keys: Sequence[str]) -> list[Span]:
     found = []
     for key in keys:
-        parts = key.removeprefix(PREFIX).removesuffix(".jsonl").split("-")
-        if len(parts) == 3 and all(part.isdigit() for part in parts):
-            found.append(Span(*map(int, parts)))
+        if match := _NAME.fullmatch(key):
+            found.append(Span(*map(int, match.groups())))
     return found
 
 
@@ -226,12 +227,23 @@ def _parsed(text: bytes, span: Span) -> tuple[Head, bytes]:
     if data["v"] > VERSION:
         raise SpecError(f"{span.key}: version {data['v']} is newer than {VERSION}, the newest that this elastic reads")
     try:
-        head = Head(data["v"], data["epoch"], data["first"], tuple(data["n_bytes"]), dict(data["before"]))
+        head = Head(data["v"], data["epoch"], data["first"], tuple(data["n_bytes"]), counts_of(data["before"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"its head lacks {error}") from error
+    if not all(type(n) is int and n >= 0 for n in head.n_bytes):
+        raise ValueError("its head gives lengths that are none")
     if (head.epoch, head.first, len(head.n_bytes)) != (span.epoch, span.first, span.n) or sum(head.n_bytes) != len(body):
         raise ValueError("its head does not fit its name and length")
     return head, body
+
+
+def counts_of(data: object) -> dict[str, int]:
+    """Epoch -> how many of its segments count. Raises ValueError for what is none."""
+    if not isinstance(data, dict) or not all(
+        re.fullmatch("[0-9]{1,8}", e) and type(n) is int and n >= 0 for e, n in data.items()
+    ):
+        raise ValueError("its head does not say which segments count")
+    return data
 
 
 class Segments:

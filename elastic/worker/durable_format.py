@@ -27,7 +27,6 @@ MARKER = "commit.json"
 METADATA = ".metadata"
 VERSION = 2
 READABLE = (1, 2)
-LEASE_NAME = re.compile(r"lease/(\d+)-\d+\.json")  # a driver's sign of life, by its epoch
 FOLDER_NAME = re.compile(r"step-(\d{8,})\.g(\d{4,})")
 
 T = TypeVar("T")

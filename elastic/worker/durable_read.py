@@ -9,11 +9,11 @@ from hashlib import sha256
 from typing import Any
 
 from elastic.errors import SpecError, StorageDamaged
+from elastic.ledger import lease
 from elastic.storage import Storage, open_storage
 from elastic.worker.durable_format import (
     FOLDER,
     FOLDER_NAME,
-    LEASE_NAME,
     MARKER,
     METADATA,
     Damaged,
@@ -132,8 +132,8 @@ def clean(storage: Storage, epoch: int, below_step: int | None = None) -> list[s
 
 def newest_epoch(storage: Storage) -> int:
     """Of the drivers that have committed, and of the one that has taken the run over and may not have yet; 0 = none."""
-    taken = [int(match[1]) for key in storage.list("lease/") if (match := LEASE_NAME.fullmatch(key))]
-    return max([*taken, *(item.epoch for item in find(storage))], default=0)
+    sign = lease.newest(storage)
+    return max([0 if sign is None else sign.epoch, *(item.epoch for item in find(storage))])
 
 
 def check_epoch(storage: Storage, epoch: int, what: str) -> None:

@@ -97,10 +97,10 @@ def test_asked_between_two_starts_it_ends_at_once(tmp_path: Path) -> None:
     assert starts.read_text() == "x"
 
 
-def test_the_command_is_the_same_without_the_word() -> None:
+def test_the_command_is_the_same_but_for_the_word() -> None:
     words = ["run", "--script", "a.py", "--supervise", "--run-name", "x", "--", "--supervise"]
     assert command_of(words) == [
-        sys.executable, "-m", "elastic", "run", "--script", "a.py", "--run-name", "x", "--", "--supervise",
+        sys.executable, "-m", "elastic", "run", "--script", "a.py", "--supervised", "--run-name", "x", "--", "--supervise",
     ]  # fmt: skip
 
 

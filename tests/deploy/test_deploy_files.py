@@ -179,10 +179,13 @@ def test_both_manifests_describe_the_same_cluster() -> None:
     assert (policy["kind"], policy["spec"]["policyTypes"]) == ("NetworkPolicy", ["Ingress"])
     accounts = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "accounts.yaml").read_text()))
     names = {entry["metadata"]["name"] for entry in accounts if entry["kind"] == "ServiceAccount"}
-    pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
-    name = yaml.safe_load((DEPLOY / "kubernetes" / "raycluster.yaml").read_text())["metadata"]["name"]
-    own = {"matchLabels": {"ray.io/cluster": name}}
-    assert policy["spec"]["podSelector"] == own and policy["spec"]["ingress"][0]["from"] == [{"podSelector": own}]
+    templates = [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    pods = [template["spec"] for template in templates]
+    own = policy["spec"]["podSelector"]["matchLabels"]  # not KubeRay's: a RayJob's cluster has another name each time
+    assert own and all(template["metadata"]["labels"] == own for template in templates)
+    assert policy["spec"]["ingress"][0]["from"] == [{"podSelector": {"matchLabels": own}}]
+    words = job["entrypoint"].split()
+    assert {"--supervise", "--run-name"} <= set(words)  # a program's error is not paid for once more by backoffLimit
     for pod in pods:
         (container,) = pod["containers"]
         security, mounts = container["securityContext"], {mount["mountPath"] for mount in container["volumeMounts"]}

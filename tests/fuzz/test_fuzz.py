@@ -13,8 +13,8 @@ from support.fuzz.targets import Target, opened
 
 SMOKE = {"cluster": 60, "job": 120}  # of others 300: YAML is slow
 NAMES = [
-    "journal", "marker", "manifest", "checkpoint", "inbox", "job", "cluster", "wire-numbers", "wire-tensors", "wire-metas",
-    "wire-addresses",
+    "journal", "journal-segment", "journal-part", "journal-state", "lease", "marker", "manifest", "checkpoint", "inbox", "job",
+    "cluster", "wire-numbers", "wire-tensors", "wire-metas", "wire-addresses",
 ]  # fmt: skip
 
 

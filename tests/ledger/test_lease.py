@@ -20,7 +20,7 @@ from support.waiting import until
 
 from elastic.errors import SpecError
 from elastic.ledger.holder import Machine, started
-from elastic.ledger.lease import Lease, Sign, Times, newest
+from elastic.ledger.lease import MOST_EPOCH, Lease, Sign, Times, newest
 from elastic.storage import LocalStorage, Storage, open_storage
 
 QUICK = Times(renew_s=0.05, ttl_s=600.0)
@@ -308,12 +308,12 @@ def test_renewals_go_on_after_what_nobody_thought_of(tmp_path: Path, clock: Cloc
     storage = open_storage(str(tmp_path))
     lease = Lease(storage, "r", OUTAGE)
 
-    def damaged(key: str) -> bytes:
-        return b"{"
+    def unheard_of(key: str) -> bytes:
+        raise KeyError(key)
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "get", damaged)
-        until(lambda: isinstance(lease.trouble, ValueError), "the damaged sign")
+        patch.setattr(storage, "get", unheard_of)
+        until(lambda: isinstance(lease.trouble, KeyError), "the trouble")
     n = lease.sign.n
     until(lambda: lease.sign.n > n + 1, "two more signs")
     assert lease.certain
@@ -330,3 +330,96 @@ def test_a_renewal_whose_answer_is_lost_for_good_is_not_anothers(s3: Storage, pr
     assert not lease.lost
     lease.release()
     assert newest(s3).released  # type: ignore[union-attr]
+
+
+def of(key: str, **changes: object) -> bytes:
+    """A sign of life of a driver elsewhere that fits its name, but for `changes`."""
+    whole = Sign(int(key[6:14]), int(key[15:23]), "elsewhere", "other-boot", 4711, 1, time.time(), time.time(), 0.3)
+    return json.dumps({**asdict(whole), **changes}).encode()
+
+
+STRANGER = "lease/00000900-00000900.json"  # the name of a newer epoch than any
+STRANGERS = {
+    "another name": ("lease/zzz.json", b"{}"),
+    "no digits of ours": ("lease/\u0663\u0663\u0663\u0663\u0663\u0663\u0663\u0663-00000000.json", b"{}"),
+    "a huge epoch": ("lease/99999999-00000000.json", of("lease/99999999-00000000.json")),
+    "a longer epoch": ("lease/999999999999-00000000.json", of(STRANGER, epoch=999999999999)),
+    "nothing": (STRANGER, b""),
+    "no text": (STRANGER, b"\xff\xfe"),
+    "deep": (STRANGER, b"[" * 200_000),
+    "a list": (STRANGER, b"[]"),
+    "too little": (STRANGER, b'{"epoch": 900, "n": 900}'),
+    "text for a number": (STRANGER, of(STRANGER, pid="4711")),
+    "a number for text": (STRANGER, of(STRANGER, host=4711)),
+    "lines for a name": (STRANGER, of(STRANGER, host="a\nb")),
+    "a time to live for ever": (STRANGER, of(STRANGER, ttl_s=1e300)),
+    "a time that is none": (STRANGER, of(STRANGER, since_s=float("nan"))),
+    "a time beyond all calendars": (STRANGER, of(STRANGER, since_s=1e15)),
+    "another's name": (STRANGER, of(STRANGER, epoch=901)),
+}
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_what_is_no_sign_of_life_ends_no_run_and_keeps_none_from_its_driver(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """At a start, while a driver runs, and at the next start. It is told of once, by its name."""
+    key, data = STRANGERS[what]
+    storage = open_storage(str(tmp_path))
+    storage.put(key, data)
+    lease = Lease(storage, "r", QUICK)
+    n = lease.sign.n
+    until(lambda: lease.sign.n > n + 1, "two more signs")
+    assert (lease.epoch, lease.certain, lease.lost, lease.trouble) == (1, True, False, None)
+    lease.release()
+    after = newest(storage)
+    assert after is not None and (after.epoch, after.released) == (1, True)
+    assert [repr(key) in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_links_and_folders_hide_no_driver(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    lease = Lease(storage, "r", QUICK)
+    for epoch in range(100, 125):
+        (tmp_path / f"lease/{epoch:08d}-00000000.json").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "lease/00000200-00000000.json").symlink_to("00000200-00000000.json")
+    (tmp_path / "lease/00000300-00000000.json").mkdir()
+    n = lease.sign.n
+    until(lambda: lease.sign.n > n + 1, "two more signs")
+    assert lease.certain and newest(storage).epoch == 1  # type: ignore[union-attr]
+    with pytest.raises(SpecError, match=f"driven by process {os.getpid()}"):
+        Lease(storage, "r", QUICK)
+    put(storage, epoch=250, n=0)
+    until(lambda: lease.lost, "the word of the newer epoch")
+
+
+def test_names_that_are_taken_by_what_is_no_sign_of_life_are_left_out(tmp_path: Path, clock: Clock) -> None:
+    """Those that the driver would use next; it neither replaces them nor takes them for another driver."""
+    storage = open_storage(str(tmp_path))
+    for key in ("lease/00000001-00000000.json", "lease/00000002-00000000.json", "lease/00000003-00000001.json"):
+        storage.put(key, b"garbage")
+    lease = Lease(storage, "r", OUTAGE)
+    assert lease.epoch == 3 and not lease.attached
+    storage.put("lease/00000003-00000006.json", b"garbage")
+    until(lambda: lease.sign.n > 7, "signs beyond")
+    assert lease.certain and storage.get("lease/00000003-00000006.json") == b"garbage"
+    lease.release()
+
+
+def test_another_driver_of_the_same_epoch_is_none_of_the_strangers(tmp_path: Path, clock: Clock) -> None:
+    storage = Cut(tmp_path)
+    lease = Lease(storage, "r", OUTAGE)
+
+    def twin() -> None:
+        storage.at_put = lambda: None
+        put(open_storage(str(tmp_path)), epoch=1, n=lease.sign.n + 1)
+
+    storage.at_put = twin
+    until(lambda: lease.lost, "the word of the other")
+
+
+def test_where_all_epochs_are_gone_through_one_is_told_what_to_remove(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    put(storage, epoch=MOST_EPOCH, n=0, released=True)
+    with pytest.raises(SpecError, match="epoch 1000000 is there, the last one: remove what is under it"):
+        Lease(storage, "r", QUICK)

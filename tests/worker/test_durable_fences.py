@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from support.worker.saved import CUTS, save
 
+from elastic.ledger.lease import Sign
 from elastic.storage import Storage, open_storage
 from elastic.worker.durable import Damaged, Fenced, clean, commit, find, open_checkpoint, remove_copy
 from elastic.worker.durable_format import MARKER, METADATA
+
+TAKEN = Sign(2, 0, "elsewhere", "boot", 4711, 1, 1e9, 1e9, 15.0)  # the driver of epoch 2 has begun
+SIGN = json.dumps(asdict(TAKEN)).encode()
 
 
 def test_a_marker_that_was_changed_is_not_believed(tmp_path: Path) -> None:
@@ -44,7 +50,7 @@ def replaced(tmp_path: Path) -> Storage:
     save(storage, CUTS[1], step=1, epoch=1)
     save(storage, CUTS[1], step=2, epoch=1)
     (tmp_path / "run/checkpoints/step-00000002.g0001/commit.json").unlink()
-    storage.put("lease/00000002-00000000.json", b"{}")
+    storage.put(TAKEN.key, SIGN)
     return storage
 
 
@@ -57,12 +63,12 @@ def test_before_its_successor_has_committed_it_commits_nothing(replaced: Storage
 
 
 def test_nor_where_it_is_replaced_while_it_looks_through_the_files(replaced: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced.delete("lease/00000002-00000000.json")
+    replaced.delete(TAKEN.key)
     put = replaced.put
 
     def taken_over(key: str, data: bytes, if_absent: bool = False) -> bool:
         if key.endswith(METADATA):
-            put("lease/00000002-00000000.json", b"{}")
+            put(TAKEN.key, SIGN)
         return put(key, data, if_absent)
 
     monkeypatch.setattr(replaced, "put", taken_over)
@@ -79,3 +85,10 @@ def test_nor_removes_or_cleans_it_anything(replaced: Storage) -> None:
         clean(replaced, 1)
     assert replaced.list() == keys
     assert clean(replaced, 2) == [replaced.uri_of("checkpoints/step-00000002.g0001")]
+
+
+def test_a_file_that_only_has_the_name_of_a_newer_driver_keeps_nobody_from_committing(replaced: Storage) -> None:
+    replaced.put(TAKEN.key, b"{}")
+    replaced.put("lease/99999999-00000000.json", SIGN)
+    commit(replaced, 2, 1, 1, 1, {})
+    assert [found.step for found in find(replaced)] == [2, 1]

@@ -33,7 +33,7 @@ class Found:
     failures: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        text = f"{self.name:13} {self.n:8,} inputs: {self.taken:,} read, {self.refused:,} refused, {len(self.failures)} wrong"
+        text = f"{self.name:15} {self.n:8,} inputs: {self.taken:,} read, {self.refused:,} refused, {len(self.failures)} wrong"
         each = f"{1000 * self.seconds / max(1, self.n):.2f} ms each, at most {self.slowest_s:.2f} s"
         return "\n".join([f"{text} ({each})", *self.failures[:KEPT]])
 

@@ -4,11 +4,13 @@ takes."""
 from __future__ import annotations
 
 import json
+import lzma
 import random
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from support.places import ROOT
 from elastic.cluster import drills
 from elastic.cluster_spec import problems_of, read_cluster
 from elastic.errors import JournalDamaged, PeerGarbled, SpecError
-from elastic.ledger.journal import Line, read_text, write_line
+from elastic.ledger import holder, lease, parts, segments
+from elastic.ledger.journal import SEALED, Line, crc_of, parse_state, read_text, write_line
 from elastic.spec import job_of
 from elastic.storage import open_storage
 from elastic.strict import yaml_of
@@ -84,6 +87,20 @@ class Target:
 
 
 def journal() -> Target:
+    def kept(found: list[Line], good: list[Line]) -> bool:
+        return found == good[: len(found)]
+
+    return Target(
+        "journal",
+        [journal_text()],
+        lambda data: read_text(data, "journal"),
+        (JournalDamaged, SpecError),
+        mutating.as_json,
+        kept,
+    )
+
+
+def journal_text() -> bytes:
     plan = Plan(1, Layout(dp_shard=2), (WorkerId("a", 0), WorkerId("b", 0)), (4, 4), (2,))
     pool = Pool("spot", "A100", 8, "spot", 10.0, max_nodes=4)
     start = DriverStarted("run", 1, {"steps": 10, "global_batch": 8}, (pool,), ModelProfile(2, 100, ()))
@@ -94,14 +111,50 @@ def journal() -> Target:
         *(Line(2.0 + n, 1, ((2.0 + n, StepDone(1, n, 2.5, 80, 1.0, digest="d")),), None) for n in range(1, 4)),
         Line(9.0, 1, ((9.0, CopyStored(copy, 1.0)),), Decision((Stop("stopped", "asked"),), "asked")),
     ]
-    text = "".join(write_line(line) + "\n" for line in lines).encode()
+    return "".join(write_line(line) + "\n" for line in lines).encode()
 
-    def kept(found: list[Line], good: list[Line]) -> bool:
-        return found == good[: len(found)]
 
-    return Target(
-        "journal", [text], lambda data: read_text(data, "journal"), (JournalDamaged, SpecError), mutating.as_json, kept
-    )
+def stored_journal() -> list[Target]:
+    """What it is in a run's storage. Parts and States are sealed by a checksum: what gets past it is made under it."""
+    text = journal_text()
+    half = len(text) // 2
+    head = {"v": 1, "epoch": 2, "first": 3, "n_bytes": [half, len(text) - half], "before": {"1": 4}}
+    state = write_line(Line(9.0, 1, state={"phase": "running", "step": 3}), "0badcafe").encode()
+    return [
+        Target(
+            "journal-segment",
+            [json.dumps(head).encode() + b"\n" + text],
+            lambda data: segments._parsed(data, segments.Span(2, 3, 4)),
+            (ValueError, SpecError),
+            mutating.as_json,
+        ),
+        Target(
+            "journal-part",
+            [lzma.decompress(parts.pack(text, {"1": 4}))],
+            lambda data: parts.unpack(lzma.compress(data, preset=0)),
+            (ValueError, SpecError),
+            mutating.as_json,
+        ),
+        Target("journal-state", [state[: state.rindex(b',"crc"')] + b"}"], _state, (ValueError, SpecError), mutating.as_json),
+    ]
+
+
+def _state(data: bytes) -> Any:
+    return parse_state(data[:-1] + SEALED.format(crc_of(data[:-1] + b"}")).encode())
+
+
+def leases() -> Target:
+    sign = lease.Sign(3, 7, "elsewhere", "boot/pid", 4711, 12, 1.7e9, 1.7e9, 15.0)
+    seeds = [json.dumps(asdict(one)).encode() for one in (sign, replace(sign, released=True))]
+
+    def read(data: bytes) -> None:
+        """It is taken as what its name says, and what is done with it raises nothing."""
+        found = lease.decode(sign.key, data)
+        holder.started(found.pid)
+        time.strftime("%Y", time.gmtime(found.since_s))
+        assert found.key == sign.key and 0 <= found.ttl_s <= 86400 and found.host.isprintable()
+
+    return Target("lease", seeds, read, (ValueError,), mutating.as_json)
 
 
 def markers() -> list[Target]:
@@ -238,4 +291,14 @@ def opened() -> Iterator[list[Target]]:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="elastic-fuzz-") as name:
         root = Path(name)
-        yield [journal(), *markers(), checkpoint(root / "run"), inbox(), jobs(), clusters(root), *wires()]
+        yield [
+            journal(),
+            *stored_journal(),
+            leases(),
+            *markers(),
+            checkpoint(root / "run"),
+            inbox(),
+            jobs(),
+            clusters(root),
+            *wires(),
+        ]
