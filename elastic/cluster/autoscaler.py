@@ -181,7 +181,9 @@ class AutoscalerNodes(ClusterNodes):
         if current:  # the watcher knows of them; what is gone is not dealt again
             there = {*alive, *report.given}
             self._dropped = {ray_id: pool for ray_id, pool in self._dropped.items() if ray_id in there}
-        events = [event for ray_id, pool in report.given.items() if (event := self._take(alive.get(ray_id), pool))]
+        ours = {ray_id for _, ray_id in self._ours.values()}
+        given = ((alive.get(ray_id), pool) for ray_id, pool in report.given.items() if ray_id not in ours)
+        events = [event for found, pool in given if (event := self._take(found, pool))]
         for asked in list(self._open):
             why = self._why_failed(asked, report, current)
             if why:
@@ -207,7 +209,8 @@ class AutoscalerNodes(ClusterNodes):
         return events
 
     def _take(self, found: RayNode | None, name: str) -> Event | None:
-        if found is None or found.ray_id in self._dropped or any(ray_id == found.ray_id for _, ray_id in self._ours.values()):
+        """One that the run has not yet."""
+        if found is None or found.ray_id in self._dropped:
             return None
         asked = next((o for o in self._open if o.pool == name and o.missing > 0), None)
         pool = next((p for p in self.pools if p.name == name), None)

@@ -474,7 +474,7 @@ class RayBackend:
     def _write_late_parts(self) -> None:
         """Parts of a durable copy that are long overdue are written by others that hold the same boxes."""
         for parts, rank in self.gather.late(time.monotonic()):
-            holders = [worker for worker in holders_of(parts, rank) if worker in self.crew.workers()]
+            holders = [worker for worker in holders_of(parts, rank) if self.crew.actor(worker) is not None]
             if holders:
                 other = holders[(parts.asked[rank] - 1) % len(holders)]
                 log.info("step %d: %s is asked to write the part of rank %d, which is late", parts.step, other, rank)

@@ -12,13 +12,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from elastic.cluster.copy_checks import CopyChecks, Paced
 from elastic.errors import ElasticError
-from elastic.mesh import replica_key
+from elastic.mesh import coordinates, rank_of
 from elastic.storage import Storage
 from elastic.types import Copy, CopyFailed, CopyRemoved, CopyStored, Event, Plan, WorkerId
 
@@ -172,7 +172,9 @@ def _verify(uri: str, paced: Paced) -> list[str]:
 def holders_of(parts: Parts, rank: int) -> list[WorkerId]:
     """Who may hold the boxes of that rank besides itself: its replicas, then those that keep its peer copies."""
     plan = parts.plan
-    key = replica_key(plan.layout, rank)
-    replicas = [other for other in range(len(plan.ranks)) if other != rank and replica_key(plan.layout, other) == key]
+    at = coordinates(plan.layout, rank)
+    replicas = [
+        rank_of(plan.layout, replace(at, dp_replicate=k)) for k in range(plan.layout.dp_replicate) if k != at.dp_replicate
+    ]
     keepers = plan.copies_to[rank] if plan.copies_to else ()
     return [plan.ranks[other] for other in dict.fromkeys((*replicas, *keepers))]

@@ -77,6 +77,7 @@ class Crew:
     namespace: str
     local: bool
     _members: dict[WorkerId, _Member] = field(default_factory=dict)
+    _on: dict[str, set[WorkerId]] = field(default_factory=dict)  # node -> those of its workers that are there
     outdated: dict[WorkerId, str] = field(init=False, default_factory=dict)  # not adopted -> which versions they ran
     _incarnations: dict[WorkerId, int] = field(default_factory=dict)
     _calls: dict[Any, WorkerId] = field(default_factory=dict)
@@ -90,7 +91,11 @@ class Crew:
 
     def workers(self, node_id: str | None = None) -> list[WorkerId]:
         with self._lock:
-            return sorted(w for w in self._members if node_id in (None, w.node_id))
+            return sorted(self._members if node_id is None else self._on.get(node_id, ()))
+
+    def _join(self, worker: WorkerId, member: _Member) -> None:
+        self._members[worker] = member
+        self._on.setdefault(worker.node_id, set()).add(worker)
 
     def pid(self, worker: WorkerId) -> int:
         """0 = not known yet."""
@@ -138,7 +143,7 @@ class Crew:
             if self._incarnations.get(me) != incarnation:
                 _kill(actor)
                 return
-            self._members[me] = _Member(actor, berth.ray_id, incarnation)
+            self._join(me, _Member(actor, berth.ray_id, incarnation))
         self.call(me, "prepare", *preparation)
 
     def adopt(self, keep: bool) -> list[Passport]:
@@ -167,7 +172,7 @@ class Crew:
                 _kill(actor)
         for me, (passport, actor) in newest.items():
             self._incarnations[me] = passport.incarnation
-            self._members[me] = _Member(actor, "", passport.incarnation, pid=passport.pid, generation=passport.generation)
+            self._join(me, _Member(actor, "", passport.incarnation, pid=passport.pid, generation=passport.generation))
         return [passport for passport, _ in newest.values()]
 
     def at(self, node_id: str, ray_id: str) -> None:
@@ -250,6 +255,10 @@ class Crew:
     def forget(self, worker: WorkerId) -> None:
         with self._lock:
             self._members.pop(worker, None)
+            if there := self._on.get(worker.node_id):
+                there.discard(worker)
+                if not there:
+                    del self._on[worker.node_id]
             self._incarnations[worker] = self._incarnations.get(worker, 0) + 1  # one that is being started ends
 
     def signal(self, workers: Iterable[WorkerId], number: int) -> None:

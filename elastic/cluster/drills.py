@@ -55,7 +55,7 @@ def resolve(names: str | Sequence[str], scene: Scene) -> tuple[str, ...]:
 def _node(name: str, before: Sequence[str], scene: Scene) -> str:
     if name in ("any", "any-spot"):
         fresh = [n for n in scene.nodes if n not in before and n not in scene.leaving]
-        planned = [n for n in fresh if scene.plan and n in scene.plan.nodes] or fresh
+        planned = [n for n in fresh if scene.plan and n in scene.plan.workers_per_node] or fresh
         chosen = [n for n in planned if name == "any" or scene.markets[n] == "spot"]
         if not chosen:
             raise SpecError(f"drill: no node is '{name}'; standing are {_listed(scene.nodes)}")

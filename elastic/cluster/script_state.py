@@ -174,7 +174,7 @@ class Script:
     def _lost(self, node_id: str, at_s: float) -> None:
         if self.group is not None and not self.group.over and self.group.on(node_id):
             self._broken(f"node {node_id} is lost", at_s)
-        elif self.plan is not None and node_id in self.plan.nodes:
+        elif self.plan is not None and node_id in self.plan.workers_per_node:
             self.plan = None  # of a group that has not started yet
 
     def _noticed(self, node_id: str, deadline_s: float, at_s: float) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import Any, Protocol
 
 from elastic.cluster.missing import Arrived, At, missing
@@ -54,6 +55,10 @@ class _Seen:
     quiet_s: float = 0.0  # the same, or since it began a collective
     at: At = At()
     told: bool = False
+
+
+def _still_s(seen: _Seen) -> float:
+    return seen.still_s
 
 
 def patience_s(job: Mapping[str, Any]) -> float:
@@ -137,19 +142,28 @@ class Silence:
             seen.waited_s += passed_s if seen.open else 0.0
             seen.still_s += passed_s
             seen.quiet_s += passed_s
+        overdue = [(worker, seen) for worker, seen in self._workers.items() if self._overdue(seen)]
+        moving = self._moved_last() if overdue else {}
         return [
             Silent(worker, seen.generation, seen.phase, round(seen.waited_s, 2))
-            for worker, seen in self._workers.items()
-            if self._overdue(seen) and not self._peer_moves(worker, seen) and self._tell(seen)
+            for worker, seen in overdue
+            if not self._peer_moves(seen, moving.get(seen.generation, ())) and self._tell(seen)
         ]
 
     def _overdue(self, seen: _Seen) -> bool:
         return seen.open and seen.waited_s > self.wait_s + self.bound_s(seen.phase, seen.generation)
 
-    def _peer_moves(self, worker: WorkerId, seen: _Seen) -> bool:
+    def _moved_last(self) -> dict[int, list[_Seen]]:
+        """Of each generation the two that got on last: one of them is a peer of whoever is asked about."""
+        by_generation: dict[int, list[_Seen]] = {}
+        for seen in self._workers.values():
+            if seen.generation and seen.phase != "idle":
+                by_generation.setdefault(seen.generation, []).append(seen)
+        return {generation: nsmallest(2, found, key=_still_s) for generation, found in by_generation.items()}
+
+    def _peer_moves(self, seen: _Seen, moved_last: Iterable[_Seen]) -> bool:
         bound_s = self.bound_s(seen.phase, seen.generation)
-        peers = (s for w, s in self._workers.items() if w != worker and s.generation == seen.generation != 0)
-        return any(peer.still_s < bound_s for peer in peers if peer.phase != "idle")
+        return any(peer.still_s < bound_s for peer in moved_last if peer is not seen)
 
     def _tell(self, seen: _Seen) -> bool:
         first, seen.told = not seen.told, True

@@ -198,11 +198,10 @@ class _Books:
     def _place(self, node: Node) -> _Amount:
         if node.node_id not in self.prepared:
             return self.sums["program_startup"]
-        if self.plan is not None and node.node_id in self.plan.nodes:
+        if self.plan is not None and node.node_id in self.plan.workers_per_node:
             return self.group
         if self.target is not None:
-            taking_part = {*self.target.nodes, *(h.worker.node_id for h in self.target.resume.holdings)}
-            return self.sums[_entering(self.target) if node.node_id in taking_part else "idle_remainder"]
+            return self.sums[_entering(self.target) if node.node_id in self.target.nodes_taking_part else "idle_remainder"]
         if self.plan is not None:
             return self.sums["idle_remainder"]
         return self.wait

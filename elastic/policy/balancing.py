@@ -258,7 +258,7 @@ def memory_of(state: State, node_id: str) -> int:
 def slow_ones(state: State, plan: Plan, now_s: float) -> str:
     """Which nodes are slow, how much, and since when; for a reason."""
     slower = speeds.times_slower(state)
-    worst = {name: speeds.of_node(state, slower, name) for name in plan.nodes}
+    worst = speeds.of_nodes(slower, plan.nodes)
     names = sorted((name for name in worst if worst[name] >= speeds.SLOW), key=lambda name: -worst[name])
     if not names:
         again = " any more" if speeds.recent(state.shares_moved, now_s) else ""

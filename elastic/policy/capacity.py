@@ -33,7 +33,7 @@ def _prepare(state: State, now_s: float) -> Decision:
     actions: list[Action] = []
     reasons: list[str] = []
     wakes: list[float] = []
-    living = {worker.node_id for worker in state.members if state.lives(worker)}
+    living = {worker.node_id for worker in state.members if state.lives(worker)} if state.short else set()
     for node in state.nodes.values():
         if node.status != "ready":
             continue
@@ -67,7 +67,7 @@ def _prepare(state: State, now_s: float) -> Decision:
 
 def _release(state: State, now_s: float) -> Decision:
     """Drained nodes that nobody needs any more; their workers get a moment to say that they have sent everything."""
-    needed = {worker.node_id for worker in state.members}
+    needed = set(state.member_nodes)
     leaving = _still_leaving(state) if now_s < state.entered_at_s + LEAVE_MOST_S else set()
     wake_at_s = state.entered_at_s + LEAVE_MOST_S if leaving else None
     needed |= leaving
@@ -100,8 +100,7 @@ def _still_leaving(state: State) -> set[str]:
     plan = state.plan
     if plan is None:
         return set()
-    senders = {h.worker for h in plan.resume.holdings} - set(plan.ranks)
-    return {w.node_id for w in senders if state.lives(w) and (plan.generation, w) not in state.sent}
+    return {w.node_id for w in plan.senders if state.lives(w) and (plan.generation, w) not in state.sent}
 
 
 def _request(state: State, now_s: float) -> Decision:

@@ -114,7 +114,7 @@ def _stopping(state: State, now_s: float) -> Decision | None:
     if state.quiescing is None:
         text = f"{wish.reason}: generation {state.plan.generation} stops after step {state.step} or the next and is saved"
         return Decision((Quiesce(state.plan.generation, save=True),), text, bound_s)
-    left = state.quiesced >= set(state.plan.ranks)
+    left = state.quiesced >= state.plan.workers
     if left and (state.saved_step >= state.step or not state.step):
         return _stop("stopped", f"{wish.reason}; {saved}")
     if left and state.copy_failed and state.copy_failed.step == state.step:
@@ -154,7 +154,7 @@ def _breaking_off(state: State, now_s: float) -> Decision | None:
 
 
 def _quiesced_most_s(state: State) -> float:
-    kinds = {pool.accelerator_type for pool in state.pools_of(worker.node_id for worker in state.members)}
+    kinds = {pool.accelerator_type for pool in state.pools_of(state.member_nodes)}
     return QUIESCED_MOST_S if kinds <= {"CPU"} else QUIESCED_ON_GPUS_MOST_S
 
 
@@ -163,10 +163,11 @@ def _waiting_for_survivors(state: State, now_s: float) -> Decision | None:
         return None
     most_s = _quiesced_most_s(state)
     bound_s = state.aborting.at_s + most_s
+    n_owing = len(state.aborting.owing)
+    if now_s < bound_s:
+        return Decision((), f"waits until {n_owing} workers have left generation {state.aborting.generation}", bound_s)
     owing = tuple(sorted(state.aborting.owing))
     names = ", ".join(str(worker) for worker in owing)
-    if now_s < bound_s:
-        return Decision((), f"waits until {len(owing)} workers have left generation {state.aborting.generation}", bound_s)
     text = f"{names} did not leave generation {state.aborting.generation} within {most_s:.0f} s: ended and replaced"
     return Decision((Abort(state.aborting.generation, kill=owing),), text)
 
@@ -284,7 +285,7 @@ def _running(state: State, now_s: float) -> Decision | None:
 def _changing(state: State, now_s: float, plan: Plan) -> Decision | None:
     """Nothing has to change, and what may is looked at."""
     if state.quiescing:
-        done = state.quiesced >= set(plan.ranks)
+        done = state.quiesced >= plan.workers
         return Decision((Abort(state.generation),), "the notice was withdrawn: goes on") if done else Decision()
     more = back_to_spot(state, now_s) or _growing(state, now_s)
     more = more or balancing.shares(state, now_s) or rearranging.rearranged(state, now_s)
@@ -320,7 +321,7 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
     left = f"{names} will be taken in {max(0.0, deadline_s - now_s):.0f} s"
     if state.quiescing:
         text = f"{left}; generation {state.plan.generation} is saved"
-        if state.quiesced >= set(state.plan.ranks) and _enough(state):  # it may never be taken: nobody waits for that
+        if state.quiesced >= state.plan.workers and _enough(state):  # it may never be taken: nobody waits for that
             return Decision((Abort(state.generation),), f"{text}, and other nodes are there: goes on with these")
         return Decision((), f"{text} and waits for other nodes")
     act_s = drain.act_at_s(state, leaving, now_s)
@@ -387,7 +388,7 @@ def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision
     if tuple(node.node_id for node in nodes) == state.considered or state.steps - state.step <= 1:
         return None
     nodes = drain.usable(state, now_s)
-    new = [node.node_id for node in nodes if node.node_id not in plan.nodes]
+    new = [node.node_id for node in nodes if node.node_id not in plan.workers_per_node]
     if not new or sum(node.gpus for node in nodes) <= plan.layout.world_size:
         return None
     if state.preparing and now_s < state.prepared_at_s + GROWTH_WAIT_S:

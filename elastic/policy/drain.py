@@ -76,7 +76,7 @@ def _moved_s(state: State, plan: Plan | None) -> float:
     """A node that leaves sends what its ranks hold over its link."""
     if plan is None:
         return 0.0
-    gpus = max((len([w for w in plan.ranks if w.node_id == name]) for name in plan.nodes), default=1)
+    gpus = max(plan.workers_per_node.values(), default=1)
     link = min((profile.link_bytes_per_s for profile in state.hardware), default=HardwareProfile().link_bytes_per_s)
     return state.move_pace * gpus * _rank_bytes(state, plan) / link
 

@@ -303,7 +303,7 @@ def _step_done(state: State, event: StepDone, at_s: float) -> State:
     state = replace(
         _timed(state, plan, event, at_s), step=event.step, best_step=max(state.best_step, event.step), last_step=event,
         last_step_at_s=at_s, retries=0 if progress else state.retries, digests=_digested(state.digests, event),
-        unseen=state.unseen - set(plan.nodes),
+        unseen=state.unseen.difference(plan.nodes) if state.unseen else state.unseen,
     )  # fmt: skip
     if event.skipped or math.isfinite(event.train_loss):
         return _compared(state, plan, event, at_s)

@@ -40,7 +40,7 @@ def set_status(state: State, node_id: str, status: NodeStatus, deadline_s: float
 def without(state: State, gone: frozenset[WorkerId], why: str, at_s: float) -> State:
     """The processes `gone` no longer exist: what they held is lost, and so is the generation that they were in."""
     nodes = {worker.node_id for worker in gone}
-    member = bool(gone & state.members)
+    member = any(state.takes_part(worker) for worker in gone)
     state = replace(
         state,
         prepared=state.prepared - nodes,
@@ -123,7 +123,7 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
     current = state.is_current(event.generation)
     if kind == "process":
         plan = state.plan  # a process that took part in entering this generation did not die in an older one
-        stale = plan is not None and worker in plan.ranks and 0 < event.generation < plan.generation
+        stale = plan is not None and worker in plan.workers and 0 < event.generation < plan.generation
         return state if stale else process_failed(state, worker, text, at_s)
     if kind == "device":
         return _device_failed(state, event, text, at_s)
@@ -177,7 +177,7 @@ def _device_failed(state: State, event: WorkerFailed, text: str, at_s: float) ->
     if state.aborting:
         explained = worker in state.aborting.owing and state.aborting.failure.cause == "infrastructure"
         return replace(state, aborting=replace(state.aborting, failure=failure)) if explained else state
-    return failed(state, failure) if worker in state.members else state
+    return failed(state, failure) if state.takes_part(worker) else state
 
 
 def _asserted(state: State, event: WorkerFailed, text: str, at_s: float) -> State:
@@ -234,11 +234,12 @@ def process_failed(state: State, worker: WorkerId, why: str, at_s: float) -> Sta
 def _silent(state: State, event: Silent, at_s: float) -> State:
     text = f"worker {event.worker} has been silent for {event.silent_s:.1f} s while {event.phase}"
     text += f" ({event.why})" if event.why else ""
-    awaited = state.target is not None and event.worker in state.members  # its last answer may be older than this generation
-    if (awaited or state.is_current(event.generation)) and event.worker in state.members and state.aborting is None:
+    member = state.takes_part(event.worker)
+    awaited = state.target is not None and member  # its last answer may be older than this generation
+    if (awaited or state.is_current(event.generation)) and member and state.aborting is None:
         state = replace(state, silences={**state.silences, **_silent_again(state, event, text, at_s)})
         return failed(state, Failure("loss", text, at_s, frozenset({event.worker}), (event.worker,)))
-    return state if event.worker in state.members else process_failed(state, event.worker, text, at_s)
+    return state if member else process_failed(state, event.worker, text, at_s)
 
 
 def _silent_again(state: State, event: Silent, text: str, at_s: float) -> dict[str, tuple[tuple[float, str], ...]]:
@@ -259,12 +260,12 @@ def _quiesced(state: State, event: Quiesced, at_s: float) -> State:
             return state  # said before it had the order to apply it
         return replace(state, aborting=replace(state.aborting, owing=state.aborting.owing - {worker}))
     for current in (state.plan, state.target):
-        if current and event.generation == current.generation and worker not in current.ranks:
+        if current and event.generation == current.generation and worker not in current.workers:
             return replace(
                 state, sent=frozenset(s for s in state.sent if s[0] == event.generation) | {(event.generation, worker)}
             )
     plan = state.plan
-    if plan is None or event.generation != plan.generation or worker not in plan.ranks:
+    if plan is None or event.generation != plan.generation or worker not in plan.workers:
         return state
     state = replace(state, quiesced=state.quiesced | {worker})
     if state.quiescing or state.target or event.step >= state.steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from elastic.types import (
@@ -318,13 +319,23 @@ class State:
         """Those on which a device has failed."""
         return {worker.node_id for worker in self.faulty}
 
-    @property
+    @cached_property
     def members(self) -> frozenset[WorkerId]:
         """Every worker that takes part in the running generation or in the transition to the next."""
-        found: set[WorkerId] = set(self.plan.ranks) if self.plan else set()
-        if self.target:
-            found.update(self.target.ranks, (h.worker for h in self.target.resume.holdings))
-        return frozenset(found)
+        found = self.plan.workers if self.plan else frozenset[WorkerId]()
+        return found.union(self.target.workers, self.target.senders) if self.target else found
+
+    @property
+    def member_nodes(self) -> frozenset[str]:
+        """Their nodes."""
+        running = self.plan.nodes if self.plan else ()
+        return frozenset(running).union(self.target.nodes_taking_part if self.target else ())
+
+    def takes_part(self, worker: WorkerId) -> bool:
+        """Is it one of `members`?"""
+        plan, target = self.plan, self.target
+        entering = target is not None and (worker in target.workers or worker in target.senders)
+        return entering or (plan is not None and worker in plan.workers)
 
     def lives(self, worker: WorkerId) -> bool:
         """Is the process believed to be there?"""

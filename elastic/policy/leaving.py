@@ -63,7 +63,7 @@ def _surplus(state: State, now_s: float) -> tuple[list[ReleaseNode], list[str]]:
 
 def _idle(state: State) -> list[Node]:
     """Nodes without a part in any plan, the newest first; nothing of the state is on them."""
-    busy = {worker.node_id for worker in state.members} | {worker.node_id for worker in state.holdings}
+    busy = state.member_nodes | {worker.node_id for worker in state.holdings}
     nodes = [n for n in state.nodes.values() if n.status in ("ready", "prepared") and n.node_id not in state.releasing]
     return [node for node in reversed(nodes) if node.node_id not in busy]
 
@@ -121,7 +121,8 @@ def back_to_spot(state: State, now_s: float) -> Decision | None:
     if not used or (state.preparing and now_s < state.prepared_at_s + SETTLE_S):
         return None
     go = _beyond(state, used, now_s)
-    stay = [node for node in state.available if node not in go]
+    gone = {node.node_id for node in go}
+    stay = [node for node in state.available if node.node_id not in gone]
     if not go or sum(node.gpus for node in stay) < mix.least_workers(state):
         return None
     why = pays(state, go, stay)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from elastic.planner.search import Choice
 from elastic.policy import speeds
 from elastic.policy.known import State
 from elastic.reshard.forecast import LEAST_S, Pace, Room, forecast
-from elastic.reshard.placing import place
+from elastic.reshard.placing import MOST_WORKERS, place
 from elastic.reshard.transfers import holders_of, participants
 from elastic.types import Move, Plan, PlanEntered, Resume, WorkerId
 
@@ -16,10 +18,40 @@ LARGE_BYTES = 8 << 20  # smaller moves say nothing of the pace
 SLOWEST, FASTEST = 50.0, 0.1  # of the pace, against mishaps in a measurement
 
 
+@dataclass(frozen=True, eq=False)
+class _Transition:
+    """What the order of the ranks and a forecast depend on: those of equal ones are equal, and are made once. The step is no
+    part of it, so that looks between two steps have one answer."""
+
+    state: State
+    choice: Choice
+    resume: Resume
+
+    def _parts(self) -> tuple[Any, ...]:
+        s, choice, resume = self.state, self.choice, self.resume
+        into = (choice.ranks, choice.layout, choice.layers, choice.memory_bytes)
+        measured = (s.speeds, s.plan, s.timed_at_s, s.uneven_failed, s.job)
+        known = (s.nodes, s.pools, s.hardware, s.move_pace, s.model, measured)
+        return (into, resume.layout, resume.layers, resume.holdings, known)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Transition) and self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return hash((self.choice.layout, self.resume.layout, len(self.resume.holdings)))
+
+
 def predicted(state: State, choice: Choice, resume: Resume) -> Move | None:
     """None where the state does not come from memory."""
     if resume.source not in ("live", "peer") or resume.layout is None or state.model is None:
         return None
+    return _forecast(_Transition(state, choice, resume))
+
+
+@lru_cache(maxsize=4)
+def _forecast(asked: _Transition) -> Move:
+    state, choice, resume = asked.state, asked.choice, asked.resume
+    assert state.model is not None and resume.layout is not None
     everyone = participants(choice.ranks, resume)
     nodes = [worker.node_id for worker in everyone]
     pools = state.pools_of(nodes)
@@ -37,14 +69,23 @@ def placed(state: State, choice: Choice, resume: Resume) -> Choice:
     """The same choice with its workers in the order of ranks that keeps most bytes where they are."""
     if resume.source not in ("live", "peer") or resume.layout is None or state.model is None:
         return choice
+    if len(choice.ranks) > MOST_WORKERS:
+        return choice  # they would stay as they are
+    return replace(choice, ranks=_order(_Transition(state, choice, resume)))
+
+
+@lru_cache(maxsize=4)
+def _order(asked: _Transition) -> tuple[WorkerId, ...]:
+    state, choice, resume = asked.state, asked.choice, asked.resume
+    assert state.model is not None and resume.layout is not None
     held: dict[WorkerId, list[int]] = {}
     for holding in resume.holdings:
         held.setdefault(holding.worker, []).append(holding.rank)
     kinds = speeds.kinds(state)
     if any(len(set(kind[1:])) > 1 for kind in kinds.values()):
-        return choice  # each worker has the share that it can do
+        return choice.ranks  # each worker has the share that it can do
     cuts = (resume.layout, resume.layers), (choice.layout, choice.layers)
-    return replace(choice, ranks=place(state.model, cuts, held, choice.ranks, kinds))
+    return place(state.model, cuts, held, choice.ranks, kinds)
 
 
 def told(move: Move | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -130,14 +131,14 @@ def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
     """Who keeps whose copies under this choice: as many as the job asks for, fewer where nodes or host memory do not do."""
     wanted = state.job.get("peer_copies", "auto")
     n = COPIES if wanted == "auto" else int(wanted)
-    used = list(dict.fromkeys(worker.node_id for worker in choice.ranks))
+    used = Counter(worker.node_id for worker in choice.ranks)
     if not n or len(used) < 2 or state.job.get("peer_every") == 0 or state.model is None:
         return Copies()
     by_id = {node.node_id: node for node in nodes}
     zones = {name: _zone(state, by_id.get(name)) for name in used}
     across = bool(state.job.get("copies_across_zones", False))
     sizes = rank_bytes(state.model, choice)
-    room = _room(state, choice, nodes)
+    room = _room(state, choice, nodes, used)
     first = ""
     for k, buffers in [*((k, 2) for k in range(n, 0, -1)), (1, 1)]:
         to = keepers(choice.layout, choice.ranks, zones, k, across)
@@ -147,8 +148,7 @@ def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
         short = _too_little(node_bytes(choice.ranks, to, sizes, buffers), room)
         if not short:
             note = _note(n, min(k, held), buffers, first, zones)
-            each = max(sum(worker.node_id == name for worker in choice.ranks) for name in used)
-            pace = _pace(state, nodes) / each
+            pace = _pace(state, nodes) / max(used.values())
             sent = max(size * len(keep) for size, keep in zip(sizes, to, strict=True))
             return Copies(to, buffers, pace, sent, _replicated(choice, n), note)
         first = first or short
@@ -187,17 +187,17 @@ def rank_bytes(model: ModelProfile, choice: Choice) -> list[int]:
     return [per_stage[rank // (layout.world_size // layout.pp)] for rank in range(layout.world_size)]
 
 
-def _room(state: State, choice: Choice, nodes: Sequence[Node]) -> dict[str, int]:
-    """Host memory for copies of the nodes where it is known: less the reserve, and on CPU less what training itself takes."""
+def _room(state: State, choice: Choice, nodes: Sequence[Node], used: Mapping[str, int]) -> dict[str, int]:
+    """Host memory for copies of the nodes where it is known: less the reserve, and on CPU less what training itself takes.
+    `used`: node -> its workers."""
     found: dict[str, int] = {}
     for node in nodes:
         pool = state.pool(node.pool)
         whole = node.host_memory_bytes or (pool.host_memory_bytes if pool is not None else 0)
         if whole:
             reserve = max(RESERVE_SHARE * whole, min(RESERVE_BYTES, RESERVE_SHARE_MOST * whole))
-            workers = sum(worker.node_id == node.node_id for worker in choice.ranks)
             on_cpu = pool is not None and pool.accelerator_type == "CPU"
-            found[node.node_id] = int(whole - reserve) - (choice.memory_bytes * workers if on_cpu else 0)
+            found[node.node_id] = int(whole - reserve) - (choice.memory_bytes * used.get(node.node_id, 0) if on_cpu else 0)
     return found
 
 

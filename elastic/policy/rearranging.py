@@ -98,7 +98,7 @@ def _best(state: State, plan: Plan, busy_s: float, slowest: Node | None) -> tupl
             choice = choice_of(state, some)
         except InfeasiblePlan:
             continue
-        same = (choice.layout, choice.layers) == (plan.layout, plan.layers) and set(choice.ranks) == set(plan.ranks)
+        same = (choice.layout, choice.layers) == (plan.layout, plan.layers) and set(choice.ranks) == plan.workers
         if not same:
             found.append((choice, _busy_s(state, plan, choice)))
     return min(((choice, s / busy_s) for choice, s in found), key=lambda one: one[1], default=None)
@@ -171,7 +171,7 @@ def _may_go(state: State, node_id: str) -> bool:
 def _slowest(state: State, plan: Plan, now_s: float) -> Node | None:
     """The node of the plan that gets least done beside what its GPUs should, where most others are well."""
     slower = speeds.times_slower(state)
-    times = {name: speeds.of_node(state, slower, name) for name in plan.nodes}
+    times = speeds.of_nodes(slower, plan.nodes)
     slow = [name for name in times if times[name] >= speeds.SLOW]
     worst = max(times, key=lambda name: times[name])
     if not slow or 2 * len(slow) > len(plan.nodes) or len(plan.nodes) < 2:
@@ -242,6 +242,5 @@ def left_for(state: State, nodes: Sequence[Node], now_s: float) -> dict[str, str
     """Of nodes that we have left, those that were slow -> why."""
     slower = speeds.times_slower(state)
     left = [node.node_id for node in nodes if node.node_id in state.given_up]
-    return {
-        name: speeds.told(state, name, slower, now_s) for name in left if speeds.of_node(state, slower, name) >= speeds.SLOW
-    }
+    worst = speeds.of_nodes(slower, left)
+    return {name: speeds.told(state, name, slower, now_s) for name in left if worst[name] >= speeds.SLOW}

@@ -150,5 +150,4 @@ def live(state: State) -> Resume:
     """From the running generation, at the boundary where it stops: every rank of it holds its boxes."""
     plan = state.plan
     assert plan is not None
-    holdings = tuple(Holding(worker, plan.generation, rank, -1, "live") for rank, worker in enumerate(plan.ranks))
-    return Resume("live", state.step, plan.generation, plan.layout, plan.layers, holdings)
+    return Resume("live", state.step, plan.generation, plan.layout, plan.layers, plan.live)

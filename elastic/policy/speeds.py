@@ -7,7 +7,7 @@ outlive generations; those of a node end with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log, sqrt
 from statistics import median
@@ -105,7 +105,7 @@ def rates(state: State, nodes: Sequence[Node]) -> dict[WorkerId, float] | None:
 
 def _counts(state: State, worker: WorkerId) -> bool:
     """A worker that is left out of the plan is not measured any more: what was long ago says nothing of it."""
-    in_plan = state.plan is not None and worker in state.plan.ranks
+    in_plan = state.plan is not None and worker in state.plan.workers
     return in_plan or state.speeds[worker][-1].at_s > state.timed_at_s - REMEMBERED_S
 
 
@@ -150,9 +150,12 @@ def times_slower(state: State) -> dict[WorkerId, float]:
     return rank_times.times_slower(units, pool_of, rank_times.unlike_stages(state.model, state.plan))
 
 
-def of_node(state: State, slower: Mapping[WorkerId, float], node_id: str) -> float:
-    """That of its slowest GPU; 1 = not measured."""
-    return max((times for worker, times in slower.items() if worker.node_id == node_id), default=1.0)
+def of_nodes(slower: Mapping[WorkerId, float], node_ids: Iterable[str]) -> dict[str, float]:
+    """Of each that of its slowest GPU; 1 = not measured."""
+    worst: dict[str, float] = {}
+    for worker, times in slower.items():
+        worst[worker.node_id] = max(times, worst.get(worker.node_id, times))
+    return {node_id: worst.get(node_id, 1.0) for node_id in node_ids}
 
 
 def told(state: State, node_id: str, slower: Mapping[WorkerId, float], now_s: float) -> str:

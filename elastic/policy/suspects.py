@@ -110,7 +110,7 @@ def _comes_of(state: State, event: WrongNumbers) -> bool:
 def _blamed(state: State, plan: Plan, workers: Sequence[WorkerId]) -> tuple[frozenset[str], frozenset[str]]:
     """The nodes that are put aside, and those that stay suspected."""
     nodes = {worker.node_id for worker in workers}
-    others = [n for n in state.nodes.values() if n.status in ("ready", "prepared") and n.node_id not in plan.nodes]
+    others = [n for n in state.nodes.values() if n.status in ("ready", "prepared") and n.node_id not in plan.workers_per_node]
     if not nodes or (len(plan.nodes) < 2 and not others):
         return frozenset(), state.suspects
     if len(nodes) == 1 or not _ambiguous(plan, workers):

@@ -141,16 +141,16 @@ class Generations(Machines):
 
     def _break(self, group: Group, moment: Moment = "inside") -> None:
         group.ended = True
-        survivors = [w for w in group.plan.ranks if self._answers(w) and w not in self._without_device]
+        survivors = {w: rank for rank, w in enumerate(group.plan.ranks) if self._answers(w) and w not in self._without_device}
         if group.entered and group.step < self.job["steps"] and moment != "inside":
-            for k, worker in enumerate(survivors):
+            for k, (worker, rank) in enumerate(survivors.items()):
                 if moment == "torn" and k % 2 == 0:
-                    self._advance(group, worker, group.step + 1)
+                    self._advance(group, rank, group.step + 1)
                 else:
                     self._pending[worker] = (group.plan.generation, group.step + 1)
         if survivors:
             error = "connection reset by peer"
-            self._tell(WorkerFailed(survivors[0], group.plan.generation, "collective", error), self.delays.detect_s)
+            self._tell(WorkerFailed(next(iter(survivors)), group.plan.generation, "collective", error), self.delays.detect_s)
 
     # ------------------------------------------------------------------------------------------ generations
 
@@ -326,8 +326,8 @@ class Generations(Machines):
         group.shares[from_step] = samples
         self._tell(SharesSet(action.generation, samples, from_step))
 
-    def _advance(self, group: Group, worker: WorkerId, step: int) -> None:
-        rank, generation = group.plan.ranks.index(worker), group.plan.generation
+    def _advance(self, group: Group, rank: int, step: int) -> None:
+        worker, generation = group.plan.ranks[rank], group.plan.generation
         kept = tuple(h for h in self._held.get(worker, ()) if h.kind == "peer" or h.generation != generation)
         self._held[worker] = (Holding(worker, generation, rank, step, "live"), *kept)
         self._commits[worker] = (float(group.plan.generation), float(step))
@@ -341,8 +341,8 @@ class Generations(Machines):
             self._gives_no_number(group)
             return
         group.step += 1
-        for worker in plan.ranks:
-            self._advance(group, worker, group.step)
+        for rank in range(len(plan.ranks)):
+            self._advance(group, rank, group.step)
         copies = bool(plan.peer_every and group.step % plan.peer_every == 0)
         copy_s = self.delays.copy_s * 0.1 if copies else 0.0
         digest = f"sample-{group.step}"
@@ -503,13 +503,13 @@ class Generations(Machines):
         if action.commit not in seen or action.commit != (float(action.generation), float(action.step)):
             self.violations.append(f"step {action.step} of generation {action.generation}: nobody has seen {action.commit}")
 
-        def applied(worker: WorkerId) -> None:
+        def applied(rank: int, worker: WorkerId) -> None:
             if self._answers(worker) and self._pending.get(worker) == (action.generation, action.step):
-                self._advance(group, worker, action.step)
+                self._advance(group, rank, action.step)
             self._answer(worker, action.generation)
 
-        for worker in group.plan.ranks:
-            self._after(self.delays.quiesce_s, lambda w=worker: applied(w))  # type: ignore[misc]
+        for rank, worker in enumerate(group.plan.ranks):
+            self._after(self.delays.quiesce_s, lambda r=rank, w=worker: applied(r, w))  # type: ignore[misc]
 
     def _silence(self, group: Group, why: str = "") -> None:
         """Somebody in the group no longer answers: the others wait until he is found silent."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal
 
 from elastic.errors import SpecError
@@ -250,10 +251,41 @@ class Plan:
     unusable: tuple[tuple[str, str], ...] = ()  # axes and layouts that the run has closed for itself, and why
     probe: float | None = None  # loss of the probe sample at resume.step (see Probed), where the driver knows it
 
-    @property
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields alone: what follows from them is made anew where it is needed, and goes to no worker."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @cached_property
+    def workers_per_node(self) -> Mapping[str, int]:
+        """Node -> how many of the ranks are on it, in rank order."""
+        found: dict[str, int] = {}
+        for worker in self.ranks:
+            found[worker.node_id] = found.get(worker.node_id, 0) + 1
+        return found
+
+    @cached_property
     def nodes(self) -> tuple[str, ...]:
         """Node ids in rank order, each once."""
-        return tuple(dict.fromkeys(worker.node_id for worker in self.ranks))
+        return tuple(self.workers_per_node)
+
+    @cached_property
+    def workers(self) -> frozenset[WorkerId]:
+        return frozenset(self.ranks)
+
+    @cached_property
+    def senders(self) -> frozenset[WorkerId]:
+        """Workers that hold a part of its first state and are none of its ranks."""
+        return frozenset(holding.worker for holding in self.resume.holdings) - self.workers
+
+    @cached_property
+    def live(self) -> tuple[Holding, ...]:
+        """What each rank holds of the boundary where it stops, whichever that is going to be (see Resume)."""
+        return tuple(Holding(worker, self.generation, rank, -1, "live") for rank, worker in enumerate(self.ranks))
+
+    @cached_property
+    def nodes_taking_part(self) -> frozenset[str]:
+        """Those of its ranks and of its senders."""
+        return frozenset((*self.nodes, *(worker.node_id for worker in self.senders)))
 
     @property
     def meeting(self) -> tuple[object, ...]:

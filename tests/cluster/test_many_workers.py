@@ -1,0 +1,136 @@
+"""What the driver does about its workers and nodes grows with the cluster and no faster. No Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.counting import growth
+
+from elastic.cluster.actors import WorkerSetup
+from elastic.cluster.autoscaler import AutoscalerNodes
+from elastic.cluster.copies import holders_of
+from elastic.cluster.crew import Crew, _Member
+from elastic.cluster.drills import Scene, resolve
+from elastic.cluster.nodes import RayNode
+from elastic.cluster.silence import Silence
+from elastic.cluster.watcher import Report
+from elastic.mesh import replica_key
+from elastic.types import Layout, Plan, Pool, WorkerId
+from elastic.worker.gather import Parts
+
+GPUS = 8
+MOST = 1.3  # of `growth`
+Work = Callable[[], object]
+
+
+def workers(n_nodes: int) -> list[WorkerId]:
+    return [WorkerId(f"n{i:03}", k) for i in range(n_nodes) for k in range(GPUS)]
+
+
+def plan(n_nodes: int, layout: Layout | None = None) -> Plan:
+    n = n_nodes * GPUS
+    return Plan(1, layout or Layout(dp_shard=n), tuple(workers(n_nodes)), (1,) * n, (1,))
+
+
+def crew_of(n_nodes: int) -> Crew:
+    crew = Crew(WorkerSetup(WorkerId("", 0), 1, "spot", {}, "", 1), "test", local=True)
+    for worker in workers(n_nodes):
+        crew._join(worker, _Member(actor=object(), ray_id="", incarnation=1))
+    return crew
+
+
+def workers_of_each_node(n: int) -> Work:
+    crew = crew_of(n)
+    return lambda: [crew.workers(f"n{i:03}") for i in range(n)]
+
+
+def nobody_answers(n: int) -> Work:
+    silence = Silence(0.5)
+    silence.step_time_s[1] = 0.1
+    for worker in workers(n):
+        beat: Any = SimpleNamespace(generation=1, phase="stepping", progress=1, arrived=(), doing="", where="")
+        silence.answered(worker, beat)
+        silence.called(worker)
+
+    def look() -> None:
+        for now_s in range(20):
+            silence._looked_at_s = now_s - 0.5
+            found = silence.look(float(now_s))
+            if found:
+                assert len(found) == n * GPUS
+                return
+        raise AssertionError("nobody was silent")
+
+    return look
+
+
+def nodes_that_it_has(n: int) -> Work:
+    alive = {f"r{i}": RayNode(f"r{i}", "10.0.0.1", i, {"elastic-node": f"n{i}"}, 8, 0, False) for i in range(n)}
+    report = Report(given=dict.fromkeys(alive, "spot"))
+    desk: Any = SimpleNamespace(heard=lambda: (report, True), tell=lambda *told: None)
+    nodes = AutoscalerNodes((Pool("spot", max_nodes=n),), desk=desk)
+    nodes._ours.update({f"n{i}": ("spot", f"r{i}") for i in range(n)})
+    return lambda: nodes.news(alive)
+
+
+def holders_of_each_rank(n: int) -> Work:
+    parts = Parts(plan(n, Layout(dp_replicate=2, dp_shard=n * GPUS // 2)), 5)
+    return lambda: [holders_of(parts, rank) for rank in range(0, n * GPUS, 4)]
+
+
+def the_last_node(n: int) -> Work:
+    return lambda: resolve("any", Scene(plan(n), dict.fromkeys(plan(n).nodes, "spot")))
+
+
+PIECES = [workers_of_each_node, nobody_answers, nodes_that_it_has, holders_of_each_rank, the_last_node]
+
+
+@pytest.mark.parametrize("piece", PIECES, ids=lambda piece: piece.__name__)
+def test_the_work_grows_with_the_cluster(piece: Callable[[int], Work]) -> None:
+    piece(4)()
+    assert growth(piece, 8, 32) < MOST
+
+
+def test_a_crew_knows_the_workers_of_a_node_until_they_are_forgotten() -> None:
+    crew = crew_of(3)
+    assert crew.workers("n001") == [WorkerId("n001", k) for k in range(GPUS)] and crew.workers("n009") == []
+    assert crew.workers() == workers(3)
+    for k in range(GPUS):
+        crew.forget(WorkerId("n001", k))
+        assert crew.workers("n001") == [WorkerId("n001", left) for left in range(k + 1, GPUS)]
+    crew.forget(WorkerId("n001", 0))
+    assert crew.workers() == [worker for worker in workers(3) if worker.node_id != "n001"]
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(pp=2, dp_replicate=4, dp_shard=2, tp=1), Layout(dp_replicate=2, cp=2, tp=4), Layout(tp=16)]
+)
+def test_holders_are_the_replicas_in_rank_order(layout: Layout) -> None:
+    parts = Parts(plan(2, layout), 5)
+    for rank, worker in enumerate(parts.plan.ranks):
+        alike = [w for r, w in enumerate(parts.plan.ranks) if replica_key(layout, r) == replica_key(layout, rank)]
+        assert holders_of(parts, rank) == [other for other in alike if other != worker]
+
+
+def test_a_worker_is_no_peer_of_itself() -> None:
+    """Of three two stand still; the one that moves, and then nobody answers, keeps the others from being called silent."""
+    silence = Silence(0.5)
+    a, b, c = workers(1)[:3]
+    for worker in (a, b, c):
+        beat: Any = SimpleNamespace(generation=1, phase="stepping", progress=1, arrived=(), doing="", where="")
+        silence.answered(worker, beat)
+        silence.called(worker)
+    silence.step_time_s[1] = 0.1
+    found: list[WorkerId] = []
+    for k in range(1, 20):
+        moved: Any = SimpleNamespace(generation=1, phase="stepping", progress=k, arrived=(), doing="", where="")
+        silence.answered(a, moved)
+        silence.called(a)
+        found += [one.worker for one in silence.look(0.5 * k)]
+    assert found == []
+    for k in range(20, 60):
+        found += [one.worker for one in silence.look(0.5 * k)]
+    assert sorted(found) == [a, b, c]
