@@ -140,9 +140,9 @@ def _loop(
         wake_at_s = None
         if wait.for_nothing:
             decision = decided(state, now_s, decide)
-            state = fold(state, Decided(decision), now_s)
             due = real and now_s - line_s >= LINE_EVERY_S and state.usd_per_h > 0
             if events or decision.actions or decision.reason != said or due:
+                state = fold(state, Decided(decision), now_s)  # as whoever reads this line does
                 journal.append(now_s, events, decision)
                 journal.close_part(state)
                 said, line_s = decision.reason, now_s

@@ -36,15 +36,19 @@ from elastic.types import (
     CopyStored,
     Decision,
     DriverStarted,
+    EnterPlan,
     Layout,
     ModelProfile,
     NodeLost,
     NodePrepared,
+    Plan,
     PlanEntered,
     Pool,
+    Resume,
     StepDone,
     Stop,
     TensorSpec,
+    WorkerId,
     parse_layout,
 )
 from elastic.worker.durable_format import Marker, encode_marker
@@ -325,6 +329,25 @@ def test_of_steps_that_a_killed_driver_had_not_written_down_nobody_knows(folder:
     assert exact([1, 2], [4]) is None and exact([], [3, 4]) is None
     assert exact([1, 2], [4], n_samples=90) is False
     assert exact([1, 3], [4]) is False, "within a driver all are written down"
+
+
+def test_steps_that_were_rolled_back_are_not_those_that_a_killed_driver_did_not_write_down(folder: Path) -> None:
+    """The first driver went back to step 0 and did three steps again, of which it wrote down one: 2 and 3 of those are known to
+    nobody, though steps of these numbers had been written down before."""
+    one = prepared(folder)
+    one.program = replace(one.program, dataset=None)
+    ready = ((0.0, START), (0.5, NodePrepared("a", (1,), 100)))
+    undone, redone = steps([1, 2, 3]), ((5.0, PlanEntered(2, 0)), *steps([1], generation=2))
+    after = ((9.0, PlanEntered(3, 3)), *steps([4], generation=3))
+    first, second, third = (
+        Decision((EnterPlan(Plan(k, Layout(), (WorkerId("a", 0),), (8,), (1,), resume=resume)),), "why")
+        for k, resume in ((1, Resume()), (2, Resume()), (3, Resume("peer", 3, 2)))
+    )
+    lines = [
+        Line(0.5, 1, ready, first), Line(4.0, 1, ((0.6, PlanEntered(1, 0)), *undone), second), Line(8.0, 1, redone),
+        Line(8.5, 2, (), third), Line(9.0, 2, after),
+    ]  # fmt: skip
+    assert running.unwritten_steps(lines) == {2, 3} and one._samples_exact(lines) is None
 
 
 def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:

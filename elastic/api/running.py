@@ -405,7 +405,7 @@ class _Run:
         curve = view_of(lines).curve()
         if any(e.cut for line in lines for _, e in line.events if isinstance(e, DriverStarted)):
             return None
-        unwritten = _unwritten(lines)
+        unwritten = unwritten_steps(lines)
         steps = range(_begun_at(lines) + 1, self.spec.steps + 1)
         if [point.step for point in curve] != [step for step in steps if step not in unwritten]:
             return False
@@ -440,17 +440,19 @@ def written_report(place: RunFolder, extras: dict[str, Any]) -> tuple[dict[str, 
         raise unwritten(error, text) from error
 
 
-def _unwritten(lines: Iterable[Line]) -> set[int]:
+def unwritten_steps(lines: Iterable[Line]) -> set[int]:
     """Steps that a driver was killed with before it wrote them down: their copy is there, and nobody knows of their samples."""
     found: set[int] = set()
-    epoch, newest = next((line.epoch for line in lines), 0), _begun_at(lines)
+    epoch, newest, generation = next((line.epoch for line in lines), 0), _begun_at(lines), 0
     for line in lines:
         for event in (event for _, event in line.events if isinstance(event, StepDone | PlanEntered)):
             if line.epoch > epoch:
                 found |= set(range(newest + 1, event.step + 1))
             if isinstance(event, StepDone):
                 found.discard(event.step)
-            epoch, newest = line.epoch, max(newest, event.step)
+            back = isinstance(event, PlanEntered) and event.generation > generation  # to a copy: steps after it do not count
+            epoch, newest = line.epoch, event.step if back else max(newest, event.step)
+            generation = max(generation, event.generation)
     return found
 
 

@@ -67,8 +67,10 @@ class LossChecks:
                 self.equal[event.generation] = False
                 if plan := self._plans.pop(event.generation, None):
                     self.undone[event.generation] = Undone(plan, event.step, at_s)
-            case WrongNumbers() | DigestChecked(ok=False):
-                self._losses = {}
+            case WrongNumbers():
+                self._losses = {step: known for step, known in self._losses.items() if step <= event.good_step}
+            case DigestChecked(ok=False):  # those before it are right
+                self._losses = {step: known for step, known in self._losses.items() if known[2] < event.generation}
             case _:
                 pass
 

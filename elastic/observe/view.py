@@ -152,15 +152,19 @@ class View:
 
     def curve(self) -> list[Point]:
         """The steps that count: of a step that was trained again, the time that the last state comes of, which need not be the
-        newest (a checkpoint may be committed after an older one was resumed from)."""
-        found = {p.step: p for p in self.points if p.step <= self.step}
-        began = {event.generation: event.step for _, event in self.entered}
+        newest (a checkpoint may be committed after an older one was resumed from). A step that was undone is none of them, also
+        where a driver was killed before it wrote down that the step was trained again."""
+        found: dict[int, Point] = {}
+        began = {p.generation: p.step - 1 for p in reversed(self.points)}  # of which no more may have been written down
+        began |= {event.generation: event.step for _, event in self.entered}
         generation, last = max(began, default=0), self.step
-        while generation in began and generation in self.planned:
+        while generation in self.planned:
             resume = self.planned[generation].resume
-            found |= {p.step: p for p in self.points if p.generation == generation and began[generation] < p.step <= last}
-            generation, last = resume.generation, min(last, began[generation])
-        return sorted(found.values(), key=lambda p: p.step)
+            first = began.get(generation, resume.step)
+            found |= {p.step: p for p in self.points if p.generation == generation and first < p.step <= last}
+            generation, last = resume.generation, min(last, first)
+        before = {p.step: p for p in self.points if p.step <= last}  # where these lines do not tell of its plan
+        return sorted((before | found).values(), key=lambda p: p.step)
 
     def add(self, line: Line) -> list[Note]:
         """Take in one line; returns what it adds to `notes`."""

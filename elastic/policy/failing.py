@@ -289,10 +289,14 @@ def _but(found: Mapping[WorkerId, T], worker: WorkerId) -> dict[WorkerId, T]:
 
 
 def _digest_checked(state: State, event: DigestChecked, at_s: float) -> State:
-    """Content that is wrong is wrong in every generation that came of it, and in every copy that these have taken."""
+    """Content that is wrong is wrong in every generation that came of it, and in every copy that these have taken. What was
+    computed before it is right, and the next layout is compared with that."""
     if event.ok or event.generation > state.generation or event.generation in state.distrusted:
         return state
-    state, bad = _distrusted(replace(state, losses={}, probes={}), event.generation)
+    state, bad = _distrusted(state, event.generation)
+    began = min((state.plans[number].resume.step for number in bad if number in state.plans), default=0)
+    losses = {step: loss for step, loss in state.losses.items() if loss[2] not in bad}
+    state = replace(state, losses=losses, probes=layouts.until(state.probes, began - 1))
     text = f"the content of generation {event.generation} differs from what was sent ({event.n_bytes} bytes compared)"
     if len(bad) > 1:
         text += f"; distrusted with it: {', '.join(str(number) for number in sorted(bad)[1:])}"

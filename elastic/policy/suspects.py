@@ -19,6 +19,7 @@ from typing import Any
 from elastic.mesh import replica_key
 from elastic.policy.failing import failed
 from elastic.policy.known import Failure, State
+from elastic.policy.layouts import until
 from elastic.types import (
     Action,
     Copy,
@@ -63,7 +64,9 @@ def _wrong_numbers(state: State, event: WrongNumbers, at_s: float) -> State:
         return state
     derived = _comes_of(state, event)
     last = state.generation if derived else event.generation
-    state = replace(state, wrong=(*state.wrong, (last, event.good_step)), losses={}, probes={})
+    state = replace(state, wrong=(*state.wrong, (last, event.good_step)), probes=until(state.probes, event.good_step))
+    losses = {step: loss for step, loss in state.losses.items() if not spoilt(state, loss[2], step)}
+    state = replace(state, losses=losses)
     bad = [copy for copy in state.durable if spoilt(state, copy.generation, copy.step)]
     peer = None if state.peer and spoilt(state, state.peer.generation, state.peer.step) else state.peer
     state = without_copies(replace(state, peer=peer), bad)

@@ -43,14 +43,13 @@ class Fault:
     drought: the pool gives nothing for `lasts_s`. slow: what is asked of it in that time comes `amount` seconds later. crash:
     its nodes that come in that time are gone before they are prepared. refuse: they are not let in. price: it costs `amount`
     dollars per node-hour from now on. loss, hang, process: of a node, or of its first worker. error: a collective fails, nobody
-    is gone. corrupt: the content of the newest generation is found wrong. not_finite: the next step gives no number, once, or
-    whenever it is done (`lasting`).
-    throttle: a node (or its `gpu` only) computes `amount` times slower for `lasts_s`, or from now on (`lasting`). jitter: every
-    rank's part of a step takes up to the part `amount` more or less, by chance (seed `which`), for `lasts_s` or `lasting`.
-    drift: all GPUs get slower and faster by the part `amount`, once in `lasts_s` each, at different times. stall: of a node, as
-    hang, but it answers. wrong_numbers: a node computes wrong numbers, found out `amount` steps later; `lasting`: it cannot be
-    told which of all ranks it is. wrong_layout: from now on a layout with several ranks on an axis on which all so far had one
-    computes something else.
+    is gone. corrupt: what the newest generation took over is found wrong, unless it began anew. not_finite: the next step gives
+    no number, once, or whenever it is done (`lasting`). throttle: a node (or its `gpu` only) computes `amount` times slower for
+    `lasts_s`, or from now on (`lasting`). jitter: every rank's part of a step takes up to the part `amount` more or less, by
+    chance (seed `which`), for `lasts_s` or `lasting`. drift: all GPUs get slower and faster by the part `amount`, once in
+    `lasts_s` each, at different times. stall: of a node, as hang, but it answers. wrong_numbers: a node computes wrong numbers,
+    found out `amount` steps later; `lasting`: it cannot be told which of all ranks it is. wrong_layout: from now on a layout
+    with several ranks on an axis on which all so far had one computes something else.
     device: of a node's first worker (or `gpu`); its process lives on and keeps the copies in host memory, nothing else.
     return: of a node, which is lost and stands again under its name `lasts_s` later. storage: it answers nothing for `lasts_s`;
     what is read or written takes so much longer. full: no checkpoint is written for `lasts_s`. damage: the newest checkpoint

@@ -380,7 +380,10 @@ class Generations(Machines):
             self._tell(WorkerFailed(worker, group.plan.generation, "not_finite", text, 0, step))
 
     def _corrupt(self, group: Group) -> None:
-        """What the generation took over was not what was sent; found out behind its first steps."""
+        """What the generation took over was not what was sent; found out behind its first steps. One that begins anew took
+        over nothing, and compares nothing."""
+        if group.plan.resume.source == "fresh":
+            return
         self._wrong.add(group.plan.generation)
         self._tell(DigestChecked(group.plan.generation, False, 1000))
 

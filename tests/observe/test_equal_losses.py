@@ -27,6 +27,7 @@ from elastic.types import (
     StepDone,
     WorkerFailed,
     WorkerId,
+    WrongNumbers,
 )
 
 WHY = "generation 2, pp=2,dp_shard=2, computes something else than dp_shard=6 at step 4: the loss is 2.5, it was 2.4"
@@ -112,6 +113,11 @@ def test_steps_that_are_done_again_are_compared() -> None:
         )
         checked = [*lines()[:at], tick(9.4, DigestChecked(2, ok, 10)), *lines()[at:]]
         assert account(checked).transitions[-1].loss_equal is equal, "with wrong content there is nothing to compare with"
+        later = [*lines()[:at], tick(9.4, DigestChecked(3, ok, 10)), *lines()[at:]]
+        assert account(later).transitions[-1].loss_equal is True, "the steps before it were right"
+    for good_step, equal in ((8, True), (6, None)):
+        doubted = [*lines()[:at], tick(9.4, WrongNumbers(2, 8, good_step, (), "why")), *lines()[at:]]
+        assert account(doubted).transitions[-1].loss_equal is equal, good_step
     drawn = [changed(line, draws=True) for line in lines()]
     assert account(drawn).transitions[-1].loss_equal is None
 

@@ -66,6 +66,18 @@ def test_the_curve_shows_the_steps_that_the_last_state_comes_of() -> None:
     assert {p.step: p.generation for p in view_of([*before, *more]).curve() if p.step > 6} == {7: 2, 8: 2, 9: 4}
 
 
+def test_a_step_that_was_undone_leaves_the_curve_also_where_nobody_wrote_down_that_it_was_trained_again() -> None:
+    """Generation 3 goes back to step 6; its driver dies before it writes down any step of it, and generation 4 resumes from its
+    step 8: steps 7 and 8 of generation 2 were undone."""
+    before = [line for line in lines() if line.at_s < T0 + 9.9]
+    assert [p.step for p in view_of(before).points if p.generation == 3] == []
+    late = plan(4, ("c",), Layout(tp=2), cause="loss", resume=Resume("peer", 8, 3))
+    more = [tick(11, actions=(EnterPlan(late),), reason="c has failed"), tick(12, PlanEntered(4, 8)), step(12.5, 9, 4)]
+    assert [p.step for p in view_of([*before, *more]).curve()] == [1, 2, 3, 4, 5, 6, 9]
+    unentered = [*before, tick(11, actions=(EnterPlan(late),), reason="c has failed"), step(12.5, 9, 4)]
+    assert [p.step for p in view_of(unentered).curve()] == [1, 2, 3, 4, 5, 6, 9], "nor is that it was entered"
+
+
 def test_an_older_copy_that_is_committed_late_is_not_the_newest() -> None:
     def stored(at_s: float, step: int, generation: int) -> Line:
         return tick(at_s, CopyStored(Copy(step, "durable", generation, Layout(tp=2), uri=f"/copies/{step}"), seconds=0.3))

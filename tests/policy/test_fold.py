@@ -8,6 +8,9 @@ from dataclasses import replace
 import pytest
 from support.policy.story import SPOT, Story, job
 
+from elastic.driver import restored
+from elastic.ledger.accounts import account
+from elastic.ledger.journal import Line
 from elastic.policy import limits
 from elastic.policy.state import State, fold
 from elastic.types import (
@@ -156,9 +159,28 @@ def test_machines_that_start_are_not_held_twice_against_the_budget() -> None:
     assert limits.affordable(state, SPOT, 2.0, at_s) == limits.affordable(replace(state, instances={}), SPOT, 2.0, at_s)
 
 
-def test_a_decision_without_orders_changes_nothing() -> None:
-    state = Story().state
-    assert fold(state, Decided(Decision((), "waits", 5.0)), 1e6) is state
+def test_by_a_decision_without_orders_only_the_bill_goes_on() -> None:
+    story = Story()
+    story.running("a", "b", steps=3)
+    before, at_s = story.state, story.now_s + 3600.0
+    after = fold(before, Decided(Decision((), "waits", 5.0)), at_s)
+    assert after.usd == pytest.approx(before.usd + 2 * SPOT.usd_per_node_h) and after.billed_at_s == at_s
+    bill = {name: getattr(before, name) for name in ("usd", "billed_at_s", "node_s", "history")}
+    assert replace(after, **bill) == before
+    back = fold(after, replace(story.start, epoch=2, attached=True), story.now_s)
+    assert back.usd == after.usd, "its clock is an hour behind: what was paid until the last line stays paid"
+
+
+def test_what_the_last_line_says_is_paid_whatever_the_next_drivers_clock_says() -> None:
+    """The ledger and the policy agree on it, also where that line tells of no event and orders nothing."""
+    story = Story()
+    story.running("a", "b", steps=3)
+    said = [(story.now_s, story.start), *((story.now_s, NodeReady(Node(name, "spot", 1))) for name in "ab")]
+    later = Line(story.now_s + 60.0, 1, (), Decision((), "waits"))
+    next_one = (story.now_s - 600.0, replace(story.start, epoch=2, attached=True))
+    lines = [Line(story.now_s, 1, tuple(said)), later, Line(next_one[0], 2, (next_one,))]
+    state = restored(lines)
+    assert state is not None and state.usd == pytest.approx(sum(account(lines).usd.values())) == 2 * SPOT.usd_per_node_h / 60
 
 
 def test_a_number_that_is_none_rolls_back_once_then_ends_the_run() -> None:

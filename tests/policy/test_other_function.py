@@ -30,6 +30,7 @@ from elastic.types import (
     StepDone,
     WorkerFailed,
     WorkerId,
+    WrongNumbers,
     agree,
     coarsest,
     tolerance,
@@ -331,13 +332,27 @@ def test_steps_that_do_not_repeat_close_nothing() -> None:
     assert story.state.phase == "running"
 
 
-def test_wrong_numbers_and_wrong_content_are_nothing_to_compare_with() -> None:
-    story = Story()
-    plan = story.running("a", "b", steps=5)
-    story.tick(Probed(plan.generation, 5, 2.0))
-    assert story.state.losses and story.state.probes
-    story.tick(DigestChecked(plan.generation, False, 1000))
-    assert not story.state.losses and not story.state.probes
+def test_what_came_of_wrong_content_is_nothing_to_compare_with_and_what_was_before_it_is() -> None:
+    """Steps 7 to 10 were done before the content was found wrong; pp=3 goes on from the copy of step 6."""
+    story, plan = redone()
+    story.tick(Probed(plan.generation, 6, 2.43), again(plan, 7, 2.93), again(plan, 11, 2.5))
+    assert list(story.state.losses) == [7, 8, 9, 10, 11] and story.state.probes
+    story.state = replace(story.state, probes={5: 2.5, **story.state.probes})
+    assert orders(story.tick(DigestChecked(plan.generation, False, 1000)), Abort)
+    assert list(story.state.losses) == [7, 8, 9, 10] and story.state.probes == {5: 2.5}
+    story.tick(DigestChecked(plan.generation - 1, False, 1000))
+    assert not story.state.losses, "so does what it came of"
+
+
+def test_steps_before_wrong_numbers_are_still_known() -> None:
+    """They were right until step 8: a layout that does step 7 anew in another way is found out all the same."""
+    story, plan = redone()
+    workers = (plan.ranks[0],)
+    story.state = replace(story.state, probes={8: 2.4, 9: 2.3})
+    story.tick(WrongNumbers(plan.generation - 1, 10, 8, workers, "replicas differ"))
+    assert list(story.state.losses) == [7, 8] and story.state.probes == {8: 2.4}
+    assert story.state.phase == "running", "the copy of step 6 was right"
+    assert orders(story.tick(again(plan, 7, 2.99)), Abort) and list(story.state.unusable) == ["pp"]
 
 
 @pytest.mark.parametrize(("proven", "step"), [((), 5), (("dp", "pp"), 9)])

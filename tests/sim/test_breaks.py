@@ -93,6 +93,11 @@ def test_wrong_content_goes_back_to_a_copy_from_before_it() -> None:
     assert "the content of generation" in why and "steps back" in why
 
 
+def test_a_generation_that_began_anew_has_taken_over_nothing_that_could_be_wrong() -> None:
+    state, _, journal = run(Fault(AT_S, "corrupt"), steps=10)
+    assert state.phase == "succeeded" and len(plans(journal)) == 1 and not state.distrusted
+
+
 def test_a_step_that_once_is_no_number_is_done_again_with_the_same_samples() -> None:
     state, _, journal = run(Fault(AT_S, "not_finite"))
     assert state.phase == "succeeded" and [plan.cause for plan in plans(journal)] == ["start", "rollback"]
