@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elastic.sim.faults import Delays, Fault
-from elastic.sim.generations import Generations
 from elastic.sim.paces import Paces
+from elastic.sim.partitions import Partitions
 from elastic.types import (
     Abort,
     Action,
@@ -41,7 +41,7 @@ from elastic.types import (
 PACED = ("throttle", "jitter", "drift")
 
 
-class SimBackend(Generations):
+class SimBackend(Partitions):
     """`fits(plan)`: does the plan fit the memory; a plan that does not ends in out_of_memory. `speeds`: of nodes whose speed is
     not the nominal one."""
 
@@ -141,6 +141,8 @@ class SimBackend(Generations):
                 self._lose_device(worker, fault.moment)
         elif fault.kind == "wrong_numbers" and self._running():
             self._wrong_numbers(self._running()[-1], "" if fault.lasting else node_id, int(fault.amount))
+        elif fault.kind == "partition":
+            self._cut(node_id, fault)
         elif fault.kind in ("hang", "stall"):
             self._machines[node_id].hung = True
             for group in self._running():

@@ -8,7 +8,7 @@ from typing import Literal
 FaultKind = Literal[
     "notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought", "slow", "crash", "refuse",
     "price", "add", "stop", "throttle", "jitter", "drift", "wrong_numbers", "stall", "wrong_layout",
-    "device", "return", "storage", "full", "damage", "driver", "freeze",
+    "device", "return", "partition", "storage", "full", "damage", "driver", "freeze",
 ]  # fmt: skip
 Moment = Literal["inside", "waiting", "torn"]
 
@@ -51,13 +51,14 @@ class Fault:
     found out `amount` steps later; `lasting`: it cannot be told which of all ranks it is. wrong_layout: from now on a layout
     with several ranks on an axis on which all so far had one computes something else.
     device: of a node's first worker (or `gpu`); its process lives on and keeps the copies in host memory, nothing else.
-    return: of a node, which is lost and stands again under its name `lasts_s` later. storage: it answers nothing for `lasts_s`;
+    return: of a node, which is lost and stands again under its name `lasts_s` later. partition: neither the driver nor its
+    peers reach a node for `lasts_s`; then it is back with what it holds. storage: it answers nothing for `lasts_s`;
     what is read or written takes so much longer. full: no checkpoint is written for `lasts_s`. damage: the newest checkpoint
     cannot be read any more, where an older one can; `lasting`: its marker is lost, a next driver does not find it.
     driver: killed; another one comes `lasts_s` later, whose clock is `amount` seconds ahead; `lasting`: its nodes end with it.
     freeze: the driver stands still for `lasts_s`. These two take a backend that says so (tests/support/chaos).
-    `moment`, of a loss, process, device or error: where the step was. inside: its gradients were not summed yet. waiting: every
-    survivor waits for the commit. torn: every other survivor has seen it.
+    `moment`, of a loss, process, device, error or partition: where the step was. inside: its gradients were not summed yet.
+    waiting: every survivor waits for the commit. torn: every other survivor has seen it.
     """
 
     at_s: float

@@ -85,7 +85,8 @@ class Generations(Machines):
         self._pending: dict[WorkerId, tuple[int, int]] = {}  # generation, step
         self._spoilt: list[tuple[int, int]] = []  # generation, the last step that was right
         self._finds: dict[int, WrongNumbers] = {}  # to be told when its step is done
-        self._wrong: set[int] = set()  # generations whose content is
+        self._wrong: set[int] = set()  # generations whose content is, as the policy knows
+        self._told_wrong: set[int] = set()  # those of whose wrong numbers it knows
         self._not_finite: set[int] = set()  # steps that will give no number
         self._for_ever = False  # whenever they are done
         self.stored: dict[str, Copy] = {}  # checkpoints that are in storage, by uri, in the order in which they came
@@ -134,7 +135,6 @@ class Generations(Machines):
 
         def told() -> None:
             if self._answers(worker):
-                self._told_broken.add(worker)
                 self._tell(WorkerFailed(worker, generation, "device", error, 0, step))
 
         self._after(self.delays.detect_s, told)
@@ -142,15 +142,20 @@ class Generations(Machines):
     def _break(self, group: Group, moment: Moment = "inside") -> None:
         group.ended = True
         survivors = {w: rank for rank, w in enumerate(group.plan.ranks) if self._answers(w) and w not in self._without_device}
+        self._leave(group, survivors, moment)
+        if survivors:
+            heard = min(survivors, key=lambda worker: self._cut_s([worker]))
+            error = "connection reset by peer"
+            self._tell(WorkerFailed(heard, group.plan.generation, "collective", error), self.delays.detect_s)
+
+    def _leave(self, group: Group, survivors: dict[WorkerId, int], moment: Moment) -> None:
+        """What those (worker -> rank) have seen of the step that was under way."""
         if group.entered and group.step < self.job["steps"] and moment != "inside":
             for k, (worker, rank) in enumerate(survivors.items()):
                 if moment == "torn" and k % 2 == 0:
                     self._advance(group, rank, group.step + 1)
                 else:
                     self._pending[worker] = (group.plan.generation, group.step + 1)
-        if survivors:
-            error = "connection reset by peer"
-            self._tell(WorkerFailed(next(iter(survivors)), group.plan.generation, "collective", error), self.delays.detect_s)
 
     # ------------------------------------------------------------------------------------------ generations
 
@@ -170,7 +175,10 @@ class Generations(Machines):
         if plan.resume.source != "fresh" and plan.resume.generation in self._wrong:
             self.violations.append(f"generation {plan.generation} comes of {plan.resume.generation}, whose content is wrong")
         resume = plan.resume
-        if resume.source != "fresh" and any(resume.generation == g and resume.step > s for g, s in self._told_wrong()):
+        spoilt = [
+            step for generation, step in self._spoilt if generation == resume.generation and generation in self._told_wrong
+        ]
+        if resume.source != "fresh" and any(resume.step > step for step in spoilt):
             self.violations.append(f"generation {plan.generation} goes on from wrong numbers of step {plan.resume.step}")
         if len(set(plan.ranks)) != plan.layout.world_size or sum(plan.samples) != self.job["global_batch"]:
             self.violations.append(f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit {plan.layout}")
@@ -384,7 +392,6 @@ class Generations(Machines):
         over nothing, and compares nothing."""
         if group.plan.resume.source == "fresh":
             return
-        self._wrong.add(group.plan.generation)
         self._tell(DigestChecked(group.plan.generation, False, 1000))
 
     def _wrong_numbers(self, group: Group, node_id: str, n_steps: int) -> None:
@@ -393,10 +400,6 @@ class Generations(Machines):
         self._spoilt.append((generation, good))
         workers = tuple(worker for worker in group.plan.ranks if node_id in ("", worker.node_id))
         self._finds[generation] = WrongNumbers(generation, good + max(1, n_steps), good, workers, "replicas differ")
-
-    def _told_wrong(self) -> list[tuple[int, int]]:
-        """Those that the policy knows of."""
-        return [(g, s) for g, s in self._spoilt if g not in self._finds]
 
     def _found_out(self, group: Group) -> None:
         found = self._finds.get(group.plan.generation)
@@ -410,6 +413,9 @@ class Generations(Machines):
 
         def acknowledged() -> None:
             if group.ended:
+                return
+            if (wait_s := self._cut_s(plan.ranks)) > 0:
+                self._after(wait_s, acknowledged)
                 return
             fresh: dict[WorkerId, list[Holding]] = {worker: [] for worker in plan.ranks}
             for rank, worker in enumerate(plan.ranks):
@@ -429,6 +435,9 @@ class Generations(Machines):
 
         def stored() -> None:
             if not all(self._lives(worker) for worker in plan.ranks):
+                return
+            if (wait_s := self._cut_s(plan.ranks)) > 0:  # the driver writes the marker, when it has heard of all parts
+                self._after(wait_s, stored)
                 return
             if self._now_s < self._full_until_s:
                 self._tell(CopyFailed(plan.generation, step, "No space left on device"))
@@ -478,7 +487,8 @@ class Generations(Machines):
             group.ended = True
         for worker in sorted(members):
             if self._answers(worker):
-                self._after(self.delays.quiesce_s, lambda w=worker: self._answer(w, action.generation))  # type: ignore[misc]
+                heard_s = self._cut_s([worker]) + self.delays.quiesce_s
+                self._after(heard_s, lambda w=worker: self._answer(w, action.generation))  # type: ignore[misc]
 
     def _answer(self, worker: WorkerId, generation: int) -> None:
         if self._answers(worker):
@@ -512,7 +522,8 @@ class Generations(Machines):
             self._answer(worker, action.generation)
 
         for rank, worker in enumerate(group.plan.ranks):
-            self._after(self.delays.quiesce_s, lambda r=rank, w=worker: applied(r, w))  # type: ignore[misc]
+            heard_s = self._cut_s([worker]) + self.delays.quiesce_s
+            self._after(heard_s, lambda r=rank, w=worker: applied(r, w))  # type: ignore[misc]
 
     def _silence(self, group: Group, why: str = "") -> None:
         """Somebody in the group no longer answers: the others wait until he is found silent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class Machine:
     born_s: float
     prepared: bool = False
     hung: bool = False
+    cut_until_s: float = 0.0  # neither the driver nor its peers reach it
     gone_s: float | None = None
     deadline_s: float | None = None  # of its notice
 
@@ -147,7 +148,7 @@ class Machines(Clock):
                 self._dead = {w for w in self._dead if w.node_id != action.node_id}
                 self._tell(NodePrepared(action.node_id))
 
-        self._after(self.delays.prepare_s, done)
+        self._after(self._cut_s([WorkerId(action.node_id, 0)]) + self.delays.prepare_s, done)
 
     def _refuse(self, machine: Machine) -> None:
         if machine.gone_s is None and machine.node.node_id not in self._lost():
@@ -165,6 +166,11 @@ class Machines(Clock):
 
     def _answers(self, worker: WorkerId) -> bool:
         return self._lives(worker) and not self._machines[worker.node_id].hung
+
+    def _cut_s(self, workers: Iterable[WorkerId]) -> float:
+        """Until all of these are reached."""
+        there = [self._machines[worker.node_id] for worker in workers if worker.node_id in self._machines]
+        return max((max(0.0, machine.cut_until_s - self._now_s) for machine in there), default=0.0)
 
     def _release(self, action: ReleaseNode) -> None:
         if action.node_id in self._machines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from elastic.sim.faults import Delays, Fault, FaultKind, Moment
@@ -54,6 +55,7 @@ def scenario(seed: int) -> tuple[dict[str, Any], tuple[Pool, ...], list[Fault], 
     layouts, wrong = wrong_layouts(seed)
     names = [pool.name for pool in pools]
     faults += unequal(seed) + devices(seed) + wrong + liars(seed) + storage(seed, names) + drivers(seed)
+    faults += partitions(seed)
     return job | layouts, tuple(pools), faults, Delays(work_s=chance.choice([1.0, 4.0]))
 
 
@@ -151,4 +153,18 @@ def drivers(seed: int) -> list[Fault]:
         at_s, lasts_s = chance.uniform(2, 90), chance.choice([0.1, 1.0, 5.0, 40.0, 3600.0])
         off_s = chance.choice([0.0, 0.0, 3600.0, -3600.0])
         faults.append(Fault(at_s, kind, chance.randrange(8), lasts_s, lasting=chance.random() < 0.3, amount=off_s))
+    return faults
+
+
+def partitions(seed: int) -> list[Fault]:
+    """In every third run: nodes that are cut off, for less and for more than what makes them silent, perhaps two at once."""
+    chance = random.Random(seed + 7000)
+    if chance.random() > 1 / 3:
+        return []
+    faults = []
+    for _ in range(chance.randint(1, 3)):
+        at_s, lasts_s = chance.uniform(5, 90), chance.choice([0.3, 3.0, 5.9, 8.0, 30.0, 120.0])
+        faults.append(Fault(at_s, "partition", chance.randrange(8), lasts_s, moment=chance.choice(MOMENTS)))
+        if chance.random() < 0.3:  # a part of the cluster
+            faults.append(replace(faults[-1], at_s=at_s + chance.choice([0.0, 0.5]), which=chance.randrange(8)))
     return faults
