@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 SPEAK_S = 1.0  # between two words to the watcher
 ANSWER_MOST_S = 60.0  # of the watcher: its process may have to start
 END_MOST_S = 20.0
+LOOK_MOST_S = 30.0  # a watcher that has not looked at the cluster for so long hangs: its process is replaced
 LAUNCH_MOST_S = 180.0  # without an instance of the pool, a request has failed
 JOIN_MOST_S = 840.0  # with one; the policy forgets a request after 900 s
 
@@ -114,6 +115,9 @@ class Desk:
         report = ray.get(self._watcher.order.remote(order), timeout=ANSWER_MOST_S)
         with self._lock:
             self._report, self._answered = report, number
+        if report.looked_s > LOOK_MOST_S:
+            log.warning("the autoscaler's watcher has not looked for %.0f s: its process is replaced", report.looked_s)
+            ray.kill(self._watcher, no_restart=False)  # Ray starts it anew under its name; every driver tells it all it wants
 
 
 def watcher(quiet_s: float) -> Any:

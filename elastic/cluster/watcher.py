@@ -44,7 +44,8 @@ LOG_MOST_BYTES = 1 << 20
 class Report:
     """`given`: Ray id -> pool of the nodes that are the run's. By pool: `coming` instances that have not joined yet, how many
     launches `failed` so far and `why` the last one did, why a pool is `refused`. `impossible`: the cluster cannot have all that
-    is asked of it together, and starts nothing. `replaced`: a newer driver has the run."""
+    is asked of it together, and starts nothing. `replaced`: a newer driver has the run. `looked_s`: seconds since its last look
+    at the cluster ended, well or not: one that hangs in a look still answers orders, and asks for nothing more."""
 
     given: Mapping[str, str] = field(default_factory=dict)
     coming: Mapping[str, int] = field(default_factory=dict)
@@ -53,6 +54,7 @@ class Report:
     refused: Mapping[str, str] = field(default_factory=dict)
     impossible: bool = False
     replaced: bool = False
+    looked_s: float = 0.0
 
 
 class Watcher:
@@ -68,7 +70,7 @@ class Watcher:
         self._asked_s = 0.0
         self._heard = self._asked_for = 0  # how often an order changed, and up to which change it was asked
         self._quiet_until_s = time.monotonic() + quiet_s
-        self._busy_s = time.monotonic()
+        self._busy_s = self._looked_s = time.monotonic()
         self._drains = Drains()
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -121,6 +123,7 @@ class Watcher:
             {name: reasons[kind] for name, kind in types.items() if kind in reasons},
             {name: bundle for name, bundle in bundles.items() if isinstance(bundle, str)},
             self._asked_for == self._heard and bool(self._asked) and scaling.infeasible == _as_ray_says(self._asked or {}),
+            looked_s=time.monotonic() - self._looked_s,
         )
 
     def _type_name(self, pool: Pool) -> str:
@@ -134,7 +137,9 @@ class Watcher:
         while True:
             self._wake.wait(LOOK_S)
             self._wake.clear()
-            if not boundary.holds(self._look):  # as where the head does not answer: nothing new is known
+            well = boundary.holds(self._look)
+            self._looked_s = time.monotonic()
+            if not well:  # as where the head does not answer: nothing new is known
                 time.sleep(LOOK_S)
 
     def _look(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,12 +14,14 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from elastic.cluster import autoscaler, watcher
+from elastic.cluster._ray_private import Scaling
 from elastic.cluster.autoscaler import AutoscalerNodes
 from elastic.cluster.backend import RayBackend
 from elastic.cluster.claims import LEAVE_MOST_S, UNASKED_S, Claims, Order, Seen
 from elastic.cluster.node_types import Bundle, NodeType, bundle_of, read_types
 from elastic.cluster.nodes import RayNode
-from elastic.cluster.watcher import Reasons, Report
+from elastic.cluster.watcher import Reasons, Report, Watcher
 from elastic.types import InstancesSeen, Node, NodeReady, Pool
 
 SPOT, SAFE = Pool("spot", "A100", 8, "spot", max_nodes=4), Pool("safe", "A100", 8, "on-demand", max_nodes=4)
@@ -129,6 +133,59 @@ class DeafDesk:
 
     def tell(self, waits: Mapping[str, int], held: frozenset[str], dropped: frozenset[str]) -> None:
         self.waits, self.dropped = dict(waits), dropped
+
+
+class Stuck(Watcher):
+    """A watcher without a cluster; `looked` says when its thread last came back from a look."""
+
+    def __init__(self, looked: float) -> None:
+        self._claims, self._types, self._pools = Claims(), {}, {}
+        self._reasons, self._scaling = Reasons(Path("none")), Scaling(Counter(), Counter(), Counter(), Counter())
+        self._asked, self._heard, self._asked_for, self._looked_s = None, 0, 0, looked
+        self._lock, self._wake = threading.Lock(), threading.Event()
+
+
+@pytest.mark.parametrize(("hangs_s", "killed"), [(10.0, 0), (31.0, 1)])
+def test_a_watcher_that_answers_and_does_not_look_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, hangs_s: float, killed: int
+) -> None:
+    stuck, kills = Stuck(time.monotonic() - hangs_s), list[tuple[object, bool]]()
+    actor = SimpleNamespace(
+        serves=SimpleNamespace(remote=lambda: True),
+        order=SimpleNamespace(remote=stuck.order),
+        end=SimpleNamespace(remote=stuck.end),
+    )
+    monkeypatch.setattr(autoscaler, "watcher", lambda quiet_s: actor)
+    monkeypatch.setattr(
+        autoscaler,
+        "ray",
+        SimpleNamespace(get=lambda answer, timeout: answer, kill=lambda it, no_restart: kills.append((it, no_restart))),
+    )
+    desk = autoscaler.Desk(ORDER)  # its first word is told in the constructor
+    desk.close(end=True)
+    assert kills[:1] == [(actor, False)] * killed
+    assert desk.heard()[0].looked_s >= hangs_s
+
+
+def test_a_look_that_ends_is_one_also_where_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is won by another process where the head does not answer."""
+
+    class Ends(BaseException):
+        pass
+
+    stuck, turns = Stuck(0.0), list[float]()
+
+    def look() -> None:
+        turns.append(stuck._looked_s)
+        if len(turns) > 1:
+            raise Ends
+        raise OSError("the head does not answer")
+
+    monkeypatch.setattr(stuck, "_look", look)
+    monkeypatch.setattr(watcher, "LOOK_S", 0.0)
+    with pytest.raises(Ends):
+        stuck._run()
+    assert turns[0] == 0.0 and turns[1] > 0.0
 
 
 def test_a_request_that_is_taken_back_brings_no_node() -> None:
