@@ -79,7 +79,6 @@ log = logging.getLogger(__name__)
 SLICE_S = 0.05  # how long one look for answers waits
 LOOK_S = 0.25  # between looks at the inbox, deadlines, notices and silence
 SENT_EACH_MOST = 64  # orders of more workers, which grow with their number, go over the object store: once to each node
-TIMEOUT_LEAST_S, TIMEOUT_STEPS = 60.0, 20.0  # of a generation's groups: the last resort
 
 
 @dataclass
@@ -275,7 +274,7 @@ class RayBackend:
     def _meeting(self, plan: Plan) -> EnterOrder:
         from elastic.worker.workplace import host_meeting
 
-        timeout_s = max(TIMEOUT_LEAST_S, TIMEOUT_STEPS * plan.predicted_step_time_s)
+        timeout_s = self.silence.timeout_s(plan.predicted_step_time_s)
         order, self._stores[plan.generation] = host_meeting(plan, ray.util.get_node_ip_address(), timeout_s)
         return order
 

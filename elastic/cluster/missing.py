@@ -4,12 +4,12 @@ Ranks do the same collectives of a group in the same order. One that does not co
 some group, and nowhere more: the others come as far as they can without it. Whoever waits for one of those has begun more than
 another in that group. Only stages of a pipeline, which send messages to each other, may be behind in one group while they
 wait in another whose numbers say nothing (see Groups.arrived): they are told apart by what they do. Where all have come to all
-collectives, a GPU may hang: those that wait for it have done more of their work than it has.
+collectives, a GPU may hang: it stands in work of its own, and those that wait for it in what they do with others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic.types import WorkerId
@@ -36,7 +36,7 @@ def missing(ranks: Mapping[WorkerId, At], staged: bool) -> dict[WorkerId, str]:
     behind: dict[WorkerId, str] = {}
     waiting: set[WorkerId] = set()
     for (axis, _), counts in groups.items():
-        if axis == DEVICE:
+        if axis.startswith(DEVICE):
             continue
         least = min(counts.values())
         there = [worker for worker, n in counts.items() if n > least]
@@ -51,19 +51,32 @@ def missing(ranks: Mapping[WorkerId, At], staged: bool) -> dict[WorkerId, str]:
             others = [worker for worker, at in ranks.items() if at.doing in ("others", "device")]
             wait = f"{len(others)} other rank{'s wait' if len(others) > 1 else ' waits'} for a message or a collective"
             found = {worker: f"is in no collective; {wait}" for worker in ranks if worker not in others} if others else {}
-    found = found or _hangs([counts for (axis, _), counts in groups.items() if axis == DEVICE])
+    found = found or _hangs(ranks)
     many = 2 * len(found) > len(ranks) or (len(found) > 1 and all(ranks[worker].doing in PATIENT for worker in found))
     return {} if many else {worker: why + _at(ranks[worker]) for worker, why in found.items()}
 
 
-def _hangs(stages: Iterable[Mapping[WorkerId, int]]) -> dict[WorkerId, str]:
-    """The one whose GPU has done less than those of all others in its stage. Of several, some may wait for another of them: in
-    a collective within a block (tp, cp), or for a message of another stage."""
-    behind = [(worker, n, len(counts)) for counts in stages for worker, n in counts.items() if n < max(counts.values())]
-    if len(behind) != 1:
+def _hangs(ranks: Mapping[WorkerId, At]) -> dict[WorkerId, str]:
+    """The one whose GPU stands in work of its own, where those of all others wait. Of two nobody knows; with tp or cp a block's
+    own work has collectives too, so there it must also have done less than those that compute the same samples with it."""
+    parts = {
+        worker: (axis, first, n) for worker, at in ranks.items() for axis, first, n in at.arrived if axis.startswith(DEVICE)
+    }
+    own = [worker for worker, (axis, _, _) in parts.items() if axis == DEVICE + "own"]
+    waiting = [worker for worker, at in ranks.items() if worker not in own and _waits(at, parts.get(worker))]
+    if not own or len(waiting) + 1 < len(ranks):
         return {}
-    ((worker, n, of),) = behind
-    return {worker: f"has a GPU that stands behind part {n} of its work; the GPUs of {of - 1} other ranks have done more"}
+    (worker,) = own
+    _, first, n = parts[worker]
+    if any(of == first and done <= n for other, (_, of, done) in parts.items() if other != worker):
+        return {}
+    others = "that of the other rank waits" if len(waiting) == 1 else f"those of the {len(waiting)} other ranks wait"
+    return {worker: f"has a GPU that stands in part {n + 1} of its work, which is its own; {others}"}
+
+
+def _waits(at: At, part: tuple[str, int, int] | None) -> bool:
+    """Does its GPU wait for others, or has done all that its host has given it, while that waits for other hosts?"""
+    return part is not None and (part[0] == DEVICE + "others" or (part[0] == DEVICE + "done" and at.doing == "others"))
 
 
 def _absent(number: int, axis: str, n: int) -> str:

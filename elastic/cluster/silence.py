@@ -20,6 +20,7 @@ MISSING_LEAST_S = 10.0  # all answer, and all but some wait for those; programs 
 PATIENT_LEAST_S = 60.0  # the same where those wait for their batch, compile, or store a copy
 COMPILING_S = 300.0  # the same where blocks are compiled, anew for shares of another size
 EVALUATING_STUCK_S = 600.0  # the same within one batch of a validation set: the program may make whole texts of it
+TIMEOUT_LEAST_S, TIMEOUT_STEPS = 60.0, 20.0  # of a generation's groups: the last resort
 BOUNDS_S = {"idle": 10.0, "starting": 120.0}
 OTHER_BOUND_S = 60.0  # preparing, building, loading, compiling, evaluating, saving ...
 GAP_MOST_S = 0.5  # a longer pause between two looks was the driver's own,
@@ -209,6 +210,12 @@ class Silence:
             return self.most_s
         bound_s = max(MISSING_LEAST_S, STUCK_TIMES * max(STEP_TIMES * slow_s, self.bound_s("stepping", generation)))
         return max(bound_s, self.patience_s, PATIENT_LEAST_S if patient else 0.0)
+
+    def timeout_s(self, step_s: float) -> float:
+        """How long gloo lets a rank wait in a collective. It ends the generation for all without saying who was missing, so it
+        comes behind what ranks may wait here: a new rank may compile for minutes while the others stand in the first commit."""
+        allowed_s = self.most_s if self.most_s is not None else self.patience_s
+        return max(allowed_s + TIMEOUT_LEAST_S, TIMEOUT_STEPS * step_s)
 
     def _fresh(self, seen: _Seen) -> bool:
         """Its newest answer is that of just now."""

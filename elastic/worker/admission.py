@@ -7,6 +7,7 @@ costs seconds, in a generation it would cost the whole run a recovery.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,12 +26,15 @@ from elastic.worker.device_notes import memory_holders
 from elastic.worker.free_memory import free_gpu_bytes, free_host_bytes
 from elastic.worker.link import Door, Link, measure
 
+log = logging.getLogger(__name__)
+
 PERIOD = 7  # of the matrices, in every direction
 CPU_SIZE, GPU_SIZE = 64 * PERIOD, 512 * PERIOD  # a power of 2 times the period: every sum is exact, also in bfloat16
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # Ray then leaves CUDA_VISIBLE_DEVICES as it is
 END_MOST_S = 30.0  # what is not over by then is not waited for
 FREE_MOST_S = 60.0  # the driver frees the memory of a process that was killed in seconds, with a kernel that hangs in longer
 FREE_EVERY_S = 0.5
+NCCL_HANGS = "2.26."
 
 
 class Refused(Exception):
@@ -76,6 +80,8 @@ class Checks:
         self._versions = versions()
         if different := version_differences(terms.versions, self._versions):
             raise Refused(different)
+        if self.linked and self.device.type == "cuda" and (why := doubtful(self._versions)):
+            log.warning(why)
         gpu_bytes = free_gpu_bytes(self.device)
         if gpu_bytes < terms.gpu_bytes:
             gpu_bytes = awaited(terms.gpu_bytes, lambda: free_gpu_bytes(self.device), tick=self.tick)
@@ -154,6 +160,16 @@ def versions() -> dict[str, str]:
     if dist.is_nccl_available():
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
+
+
+def doubtful(found: Mapping[str, str]) -> str:
+    """What is known against these versions, though they may be used; '' = nothing."""
+    if not f"{found.get('NCCL', '')}.".startswith(NCCL_HANGS):
+        return ""
+    return (
+        f"NCCL {found['NCCL']} was reported to hang now and then while communicators are set up in the non-blocking mode that "
+        "elastic needs (pytorch issues 153960 and 154055); take 2.21 to 2.25, or 2.27 and later"
+    )
 
 
 def shared_gpu(environment: Mapping[str, str], n_visible: int) -> str:

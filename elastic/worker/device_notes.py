@@ -178,9 +178,16 @@ def _nvml() -> Any:
 
 
 def _handle(nvml: Any, device: torch.device) -> Any:
-    """By the GPU's own id: NVML numbers the machine's GPUs, whichever of them this process may see."""
+    """By the GPU's own id: NVML numbers the machine's GPUs, whichever of them this process may see. torch leaves out whether it
+    is a whole GPU's or that of a part (MIG)."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+    if uuid.startswith(("GPU-", "MIG-")):
+        return nvml.nvmlDeviceGetHandleByUUID(uuid)
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except Exception as error:  # noqa: BLE001 - a boundary: pynvml's errors are its own
+        log.info("no whole GPU has the id %s (%s): it may be a part of one", uuid, error)
+        return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
 
 
 def _rounded(n: int) -> str:

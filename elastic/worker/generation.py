@@ -17,7 +17,7 @@ from elastic.data.loader import Ahead, Batch, Loader, collate
 from elastic.data.opening import Sets
 from elastic.data.streams import Stream
 from elastic.errors import InternalError
-from elastic.mesh import axes_of, stage_ranks
+from elastic.mesh import axes_of, rank_of
 from elastic.rank_times import RankTimes
 from elastic.reshard.shards import RNG, boxes
 from elastic.types import Evaluated, GuardTripped, NoiseSeen, Plan, PlanEntered, Probed, SharesSet
@@ -447,12 +447,14 @@ class Generation:
             self.take_along()
 
     def arrived(self) -> tuple[tuple[str, int, int], ...]:
-        """See Groups.arrived; of a GPU also how far it has come, among the ranks of its pipeline stage. From any thread."""
+        """See Groups.arrived; of a GPU also how far it has come, among the ranks that compute the same samples with it. From
+        any thread."""
         stepper, layout = self._built, self.plan.layout
         if stepper is None or self.groups.device.type != "cuda":
             return self.groups.arrived()
-        first = min(stage_ranks(layout, stepper.at.pp))
-        return (*self.groups.arrived(), (DEVICE, first, stepper.spans.marks.passed()))
+        first = rank_of(layout, replace(stepper.at, cp=0, tp=0))
+        n, part = stepper.spans.marks.passed()
+        return (*self.groups.arrived(), (DEVICE + part, first, n))
 
     @property
     def next_step(self) -> int:

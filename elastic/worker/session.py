@@ -107,7 +107,7 @@ class Session:
         self._generation: Generation | None = None
         self._ahead: Ahead | None = None
         self._broken: Generation | None = None  # left with gradients whose commit was not seen; until another is ordered
-        self._out_of_memory = False  # the generation left last
+        self._unfinished = False  # the generation left last was, by an error in the middle of something
         self._commit: tuple[float, ...] = ()  # of the newest step done in the generation left last
         self._forward: tuple[int, int, tuple[float, ...]] | None = None  # generation, step, commit: to be applied
         self._aborted = 0  # generations up to this one are broken off
@@ -474,11 +474,16 @@ class Session:
 
     def _forget_broken(self) -> None:
         """Nothing of a generation is in memory when the next state is built but what is held: neither its pending gradients,
-        which nobody asks for any more, nor what the frames of an error keep. The peak counts from here."""
-        broken, self._broken = self._broken is not None or self._out_of_memory, None
-        self._out_of_memory = False
+        which nobody asks for any more, nor what an error has left (frames, gradients of some micro-batches, gathered blocks: a
+        model and its hooks refer to each other in circles). The peak counts from here."""
+        broken, self._broken = self._broken is not None or self._unfinished, None
+        self._unfinished = False
         if broken:
-            gc.collect()
+            # A backward pass that ends with an error leaves what it still had to do, and so the model, in torch's queue of this
+            # thread, which is not looked at until there is another one.
+            torch.zeros((), requires_grad=True).backward()
+            gc.collect()  # frames, and the graph that they hold; the collector does not see that its hooks hold the model,
+            gc.collect()  # so that goes only now
         if torch.cuda.is_available():
             with suppress(RuntimeError):  # of a device that is lost
                 torch.cuda.empty_cache()
@@ -488,7 +493,7 @@ class Session:
         """Free the others first: they wait for this rank. (Not where all of them say the same at the same point.)"""
         number = generation.number
         kind = kind_of(error)
-        self._out_of_memory = kind == "out_of_memory"
+        self._unfinished = True
         trip = error.trip if isinstance(error, Tripped) else None
         if device_lost(error):
             generation.lose_device()

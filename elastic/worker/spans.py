@@ -70,21 +70,25 @@ class Spans:
 
     def _begin(self, module: nn.Module, args: Any) -> Any:
         self.n_passes += 1
+        args = self.marks.entering(args)
         self.faults.stand()
         if not self.faults.slow.on and not (self.timing and torch.is_grad_enabled()):
-            return None  # no training (of validation, or of a check), or a step that is not timed
+            return args  # no training (of validation, or of a check), or a step that is not timed
         self._wall, self._began = time.perf_counter(), self._mark()
         self._back = None
         if not (self.faults.slow.on and torch.is_grad_enabled()):
-            return None
+            return args
         self._back = _Back(self.faults, _rows(args))
         return self._back.behind(args)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self.marks.leaving(output)
         began, self._began = self._began, None
-        self.marks.mark()
-        if began is None:
-            return _spoilt(output, self.faults) if self.faults.alters else None
+        if began is not None:
+            self._done(began, args, output)
+        return _spoilt(output, self.faults) if self.faults.alters else None
+
+    def _done(self, began: Mark, args: Any, output: Any) -> None:
         ended, took_s = self._mark(), 0.0
         if isinstance(began, float):
             took_s = float(ended) - began  # type: ignore[arg-type]
@@ -95,7 +99,6 @@ class Spans:
             self._be_slow(_rows(args), took_s)
             if self._back is not None:
                 self._back.before(output)
-        return _spoilt(output, self.faults) if self.faults.alters else None
 
     def _mark(self) -> Mark:
         if self.device.type != "cuda":

@@ -11,7 +11,8 @@ from types import FrameType
 from typing import Literal
 
 Doing = Literal["", "own", "others", "device", "batch", "compiling", "copying"]  # '' = not known
-DEVICE = "device"  # beside the names of groups: what a GPU has done
+Part = Literal["own", "others", "done"]  # of the work of a GPU: what it does now by itself, or with others, or nothing
+DEVICE = "device:"  # beside the names of groups, then the kind of part: how many parts a GPU has done
 PATIENT: dict[Doing, str] = {"batch": "waits for its batch", "compiling": "compiles", "copying": "stores a copy"}
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -323,7 +323,7 @@ class Stepper:
         step, scale = self.state.step + 1, self.loss_scale.value**2
         each = self.state.square_norms(gradients)
         blocks = (each,) if self._looks_at_blocks(step) else ()
-        self.spans.marks.mark()
+        self.spans.marks.mark("others")
         (loss_sum,), (tokens,), (square_norm,), *more = read([*sums, each.sum(), *small, *blocks])
         self.groups.check()  # else gradients that an aborted kernel has left could pass for those of the step
         noise = tuple(square / scale for (square,) in more[: len(small)])

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from elastic.cluster.admission import Entrance
 from elastic.cluster.backend import RayBackend
 from elastic.cluster.crew import Answer, Broken
 from elastic.cluster.missing import Arrived
-from elastic.cluster.silence import Silence
-from elastic.types import Event, Node, NodeLost, NodePrepared, WorkerFailed, WorkerId
+from elastic.cluster.silence import Silence, patience_s
+from elastic.types import Event, Layout, Node, NodeLost, NodePrepared, Plan, WorkerFailed, WorkerId
 from elastic.worker.gather import Gather
 from elastic.worker.standing import Doing
 
@@ -27,6 +28,24 @@ class Beat:
     arrived: Arrived = ()
     doing: Doing = ""
     where: str = ""
+
+
+@pytest.mark.parametrize(
+    ("job", "step_s", "least_s"),
+    [({}, 0.1, 60.0), ({}, 10.0, 200.0), ({"compile": True}, 0.1, 360.0), ({"max_silence_s": 500.0}, 0.1, 560.0)],
+)
+def test_gloo_gives_up_behind_all_that_ranks_may_wait(
+    job: dict[str, Any], step_s: float, least_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that joins and compiles for minutes does not break the commit that the others stand in."""
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    backend: Any = object.__new__(RayBackend)
+    backend.silence, backend._stores = Silence(0.5, job.get("max_silence_s"), patience_s(job)), {}
+    worker = WorkerId("n1", 0)
+    plan = Plan(3, Layout(), (worker,), (4,), (4,), predicted_step_time_s=step_s)
+    order = backend._meeting(plan)
+    backend.silence.stepped(3, step_s)
+    assert order.timeout_s == least_s > backend.silence.missing_bound_s(3, False)
 
 
 @pytest.mark.parametrize("lost", [True, False])

@@ -9,7 +9,7 @@ import pytest
 from elastic.cluster.missing import At, missing
 from elastic.cluster.silence import Silence, patience_s
 from elastic.types import Layout, Plan, Silent, WorkerId
-from elastic.worker.standing import Doing
+from elastic.worker.standing import DEVICE, Doing
 
 RANKS = tuple(WorkerId(f"n{i}", 0) for i in range(4))
 A, B, C, D = RANKS
@@ -50,19 +50,43 @@ def test_nobody_is_named_where_most_would_be_or_where_several_only_wait_for_thei
     assert list(missing({**reading, B: two[B]}, staged=False)) == [A, B]
 
 
+def gpu(part: str, n: int, first: int, doing: Doing = "device", **numbers: int) -> At:
+    """Its GPU is in a part of this kind, behind `n`; `first`: of the ranks that compute the same samples."""
+    return At((*at(dp_0=9).arrived, *at(**numbers).arrived, (DEVICE + part, first, n)), doing)
+
+
 def test_a_gpu_that_hangs_is_told_from_those_that_wait_for_it() -> None:
-    """Every host has enqueued the same, and waits for its device."""
-    ranks = {rank: replace(at(dp_0=9, device_0=6 if rank == C else 7), doing="device") for rank in RANKS}
-    why = "has a GPU that stands behind part 6 of its work; the GPUs of 3 other ranks have done more"
+    """Every host has enqueued the same, and waits for its device, or for other hosts."""
+    ranks = {rank: gpu("own" if rank == C else "others", 6, i) for i, rank in enumerate(RANKS)}
+    why = "has a GPU that stands in part 7 of its work, which is its own; those of the 3 other ranks wait"
     assert missing(ranks, staged=False) == {C: why}
-    assert list(missing({**ranks, D: at(dp_0=8, device_0=5)}, staged=False)) == [D], "a host that did not come says more"
+    assert list(missing({**ranks, A: gpu("done", 9, 0, "others")}, staged=True)) == [C]
+    assert list(missing({**ranks, D: replace(ranks[D], arrived=at(dp_0=8).arrived)}, staged=False)) == [D], (
+        "its host did not come"
+    )
 
 
-def test_nobody_where_a_gpu_may_wait_for_another_that_has_done_as_little() -> None:
-    tp = {rank: at(tp_0=9, device_0=6 if rank in (A, B) else 7) for rank in RANKS}
-    assert missing(tp, staged=False) == {}
-    stages = {A: at(device_0=6), B: at(device_0=7), C: at(device_2=3), D: at(device_2=4)}
-    assert missing({rank: replace(one, doing="device") for rank, one in stages.items()}, staged=True) == {}
+def test_a_replica_with_fewer_micro_batches_is_not_the_one() -> None:
+    """It has passed fewer marks than the others for good."""
+    ranks = {rank: gpu("others", 40 if rank == B else 90, i) for i, rank in enumerate(RANKS)}
+    assert missing(ranks, staged=False) == {}
+    assert list(missing({**ranks, A: gpu("own", 88, 0)}, staged=False)) == [A], "though it has done more than B"
+
+
+def test_nobody_where_two_gpus_stand_in_work_of_their_own_or_one_is_unknown() -> None:
+    ranks = {rank: gpu("own" if rank in (A, C) else "others", 6, i) for i, rank in enumerate(RANKS)}
+    assert missing(ranks, staged=False) == {} == missing(ranks, staged=True)
+    hangs = {**ranks, C: gpu("others", 6, 2)}
+    assert list(missing(hangs, staged=False)) == [A]
+    assert missing({**hangs, B: gpu("done", 6, 1)}, staged=False) == {}, "it has nothing to do, and its host waits for nobody"
+    assert missing({**hangs, B: at(dp_0=9)}, staged=False) == {}
+
+
+def test_with_tp_a_gpu_within_a_block_may_wait_for_the_other_one() -> None:
+    """A and B compute the same samples. B stands before the block that A is in: A waits in a collective there."""
+    ranks = {A: gpu("own", 11, 0), B: gpu("others", 10, 0), C: gpu("others", 30, 2), D: gpu("others", 30, 2)}
+    assert missing(ranks, staged=False) == {}
+    assert list(missing({**ranks, B: gpu("others", 12, 0)}, staged=False)) == [A]
 
 
 def test_stages_are_told_apart_by_what_they_do() -> None:

@@ -45,7 +45,12 @@ class Part:
 PARTS = (  # what is cheap and tells most comes first
     Part("facts", "parts_train", 40, "versions, imports, allocator settings in force, three steps at dp_shard=1"),
     Part("nccl", "parts_nccl", 100, "abort of world and of groups, SIGKILL of a peer, a first batch by some, abort in set-up"),
-    Part("faults", "parts_faults", 70, "a CUDA error that stays in one of two sessions; a kernel that does not end"),
+    Part(
+        "faults",
+        "parts_faults",
+        90,
+        "a CUDA error that stays in one of two sessions; a kernel that does not end, there or back",
+    ),
     Part("step", "parts_train", 100, "1.2 B bf16: plain FSDP2 beside elastic's step, synchronizations, host copies"),
     Part("memory", "parts_memory", 70, "pinned memory, copies to the host, memory free after SIGKILL"),
     Part("generations", "parts_nccl", 60, "30 x set-up and take-down of four ranks' groups: what leaks"),

@@ -20,6 +20,7 @@ from elastic.types import Layout, Quiesced, StepDone, WorkerFailed, WorkerId
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.session import Session
 
+BACK = "endless_back"  # a kernel of a backward pass
 MANY, SHORT_BLOCKS = 1_000_000, 4  # steps; blocks of the paced program
 NAMED_MOST_S = 20.0
 ENDLESS_CYCLES = 120 * 10**9  # of the GPU's clock: about a minute, longer than anything that is waited for here
@@ -30,7 +31,7 @@ class RealFaults(DeviceFaults):
     """What a drill makes up, done to the GPU itself, once. On a CPU it is made up."""
 
     real = ""
-    MADE_UP = {"illegal": "device_error", "endless": "stall"}
+    MADE_UP = {"illegal": "device_error", "endless": "stall", BACK: "stall"}
 
     def afflict(self, kind: str, *arguments: Any) -> None:
         import torch
@@ -40,19 +41,38 @@ class RealFaults(DeviceFaults):
         else:
             super().afflict(self.MADE_UP.get(kind, kind), *arguments)
 
+    @property
+    def alters(self) -> bool:
+        return self.real == BACK or super().alters
+
+    def altered(self, output: Any) -> Any:
+        """A kernel of the block's backward pass: behind its gather and the mark there."""
+        if self.real == BACK and output.grad_fn is not None:
+            self.real = ""
+            output.grad_fn.register_prehook(lambda gradients: _sleep())
+        return super().altered(output)
+
     def stand(self) -> None:
         super().stand()
+        if self.real == BACK:
+            return
         kind, self.real = self.real, ""
         if kind:
             import torch
 
             if kind == "endless":
-                torch.cuda._sleep(ENDLESS_CYCLES)
+                _sleep()
                 return
             gone = torch.empty(1 << 20, device="cuda")
             gone.untyped_storage().resize_(0)  # a kernel that writes to it has no address
             gone.fill_(1.0)
             torch.cuda.synchronize()
+
+
+def _sleep() -> None:
+    import torch
+
+    torch.cuda._sleep(ENDLESS_CYCLES)
 
 
 @dataclass(frozen=True)
@@ -115,13 +135,14 @@ def _sticky(tell: Tell, lab: Lab, crew: Crew) -> None:
     crew.kill(lost)
 
 
-def _endless(tell: Tell, lab: Lab, crew: Crew) -> None:
+def _endless(tell: Tell, name: str, lab: Lab, crew: Crew) -> None:
+    """`name`: of the fault, and of its rows."""
     from elastic.certify.fault_checks import _quiet
     from elastic.cluster.missing import At, missing
 
     plan = _open(lab, crew)
     hangs, other = plan.ranks[1], plan.ranks[0]
-    crew.call(hangs, "afflict", "endless")
+    crew.call(hangs, "afflict", name)
     began = time.monotonic()
     _quiet(crew, plan)
     seen: dict[WorkerId, Stands] = {}
@@ -136,13 +157,13 @@ def _endless(tell: Tell, lab: Lab, crew: Crew) -> None:
         crew.until(lambda: len(_said(crew, asked)) == 2, "where they stand", 20.0, broken=True)  # noqa: B023
         seen = _said(crew, asked)
         named = missing({worker: At(s.arrived, s.doing, s.where) for worker, s in seen.items()}, staged=False)
-    tell("endless.named_s", time.monotonic() - began)
-    tell("endless.named_right", list(named) == [hangs])
+    tell(f"{name}.named_s", time.monotonic() - began)
+    tell(f"{name}.named_right", list(named) == [hangs])
     shown = {str(worker): why for worker, why in named.items()}
-    tell("endless.named", shown or {str(worker): (s.arrived, s.doing, s.where) for worker, s in seen.items()})
+    tell(f"{name}.named", shown or {str(worker): (s.arrived, s.doing, s.where) for worker, s in seen.items()})
     asked_s = time.monotonic()
     crew.abort(1, [other])
-    tell("endless.others_left_s", max(crew.left(plan, [other], 40.0, broken=True).values()) - asked_s)
+    tell(f"{name}.others_left_s", max(crew.left(plan, [other], 40.0, broken=True).values()) - asked_s)
     crew.kill(hangs)
 
 
@@ -161,7 +182,8 @@ def faults(tell: Tell, cpu: bool, seconds: float) -> None:
             work(lab, crew)
 
     with Lab(place, session=f"{FaultySession.__module__}:{FaultySession.__qualname__}") as lab:
-        guarded(tell, partial(with_crew, partial(_sticky, tell)), partial(with_crew, partial(_endless, tell)))
+        endless = [partial(with_crew, partial(_endless, tell, name)) for name in ("endless", BACK)]
+        guarded(tell, partial(with_crew, partial(_sticky, tell)), *endless)
 
 
 # ------------------------------------------------------------------------------------------------ certify

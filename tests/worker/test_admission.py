@@ -9,7 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +64,20 @@ def test_a_version_that_only_one_side_knows_is_no_difference() -> None:
     assert version_differences({"NCCL": "2.27.5", "torch": "2.13.0"}, {"NCCL": "2.26.2", "torch": "2.13.0"}) == (
         "NCCL 2.26.2 (the run has 2.27.5)"
     )
+
+
+@pytest.mark.parametrize(
+    ("nccl", "linked", "says"),
+    [("2.26.2", True, True), ("2.26.2", False, False), ("2.27.5", True, False), ("2.2.6", True, False)],
+)
+def test_a_version_of_nccl_that_was_seen_to_hang_is_said_once_for_each_node(
+    nccl: str, linked: bool, says: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(admission, "versions", lambda: {"NCCL": nccl})
+    monkeypatch.setattr(admission, "free_gpu_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    Checks(Entry(Terms({"NCCL": nccl})), torch.device("cuda", 0), linked).begin(lambda *_: Future())
+    assert [f"NCCL {nccl} was reported to hang" in record.message for record in caplog.records] == [True] * says
 
 
 @pytest.mark.parametrize("name", ["elastic", "torch", "Python"])

@@ -223,6 +223,32 @@ def test_nothing_is_watched_without_the_package_or_on_a_cpu(monkeypatch: pytest.
     assert nvml.asked == []
 
 
+@pytest.mark.parametrize(
+    ("uuid", "known", "asked"),
+    [
+        ("0b1c", "GPU-0b1c", ["GPU-0b1c"]),
+        ("0b1c", "MIG-0b1c", ["GPU-0b1c", "MIG-0b1c"]),
+        ("MIG-0b1c", "MIG-0b1c", ["MIG-0b1c"]),
+        ("0b1c", "", ["GPU-0b1c", "MIG-0b1c"]),
+    ],
+)
+def test_a_part_of_a_gpu_is_found_too(
+    uuid: str, known: str, asked: list[str], nvml: Nvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def handle(name: str) -> str:
+        nvml.asked.append(name)
+        if name != known:
+            raise NotSupported("Not Found")
+        return "handle"
+
+    nvml.nvmlDeviceGetHandleByUUID = handle  # type: ignore[method-assign]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
+    notes = DeviceNotes(ME, CUDA, pytest.fail)
+    notes.close()
+    assert nvml.asked == ["nvmlInit", *asked]
+    assert hasattr(notes, "_handle") == bool(known)
+
+
 def test_a_library_that_cannot_begin_is_no_reason_to_stop(nvml: Nvml) -> None:
     def raises() -> None:
         raise NotSupported("Driver Not Loaded")

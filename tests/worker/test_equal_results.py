@@ -112,20 +112,47 @@ def test_the_known_product() -> None:
     assert not known_product(cpu, one_bit)
 
 
+SHARDS = Layout(dp_shard=4)
+
+
 class Scripted(EqualResults):
     """Answers are given; `asked`: the steps after which there was a question."""
 
-    def __init__(self, every: int | str, answers: list[Row], entered: int = 0) -> None:
+    def __init__(
+        self, every: int | str, answers: list[Row], entered: int = 0, layout: Layout = SHARDS, device: str = "cpu"
+    ) -> None:
         stepper: Any = SimpleNamespace(
-            job={"check_numbers_every": every}, state=SimpleNamespace(step=entered), device=torch.device("cpu")
+            job={"check_numbers_every": every}, state=SimpleNamespace(step=entered), device=torch.device(device)
         )
-        workers = [WorkerId(str(i), 0) for i in range(4)]
-        super().__init__(stepper, plan(3, Layout(dp_shard=4), workers, 8), DeviceFaults(), 0)
+        workers = [WorkerId(str(i), 0) for i in range(layout.world_size)]
+        super().__init__(stepper, plan(3, layout, workers, 8), DeviceFaults(), 0)
         self.answers, self.asked = answers, list[int]()
 
     def _ask(self, step: int, batches: Any, step_s: float) -> list[Row]:
         self.asked.append(step)
         return [replace(row, good_step=self.good_step) for row in self.answers]
+
+
+@pytest.mark.parametrize(
+    ("device", "layout", "exact"),
+    [
+        ("cpu", Layout(dp_shard=4), True),
+        ("cpu", Layout(dp_shard=2, tp=2), True),
+        ("cuda", Layout(dp_shard=4), True),
+        ("cuda", Layout(dp_replicate=2, dp_shard=2), True),
+        ("cuda", Layout(dp_shard=2, tp=2), False),
+        ("cuda", Layout(dp_shard=2, cp=2), False),
+    ],
+)
+def test_only_where_nccl_adds_up_within_a_pass_may_bits_differ(
+    device: str, layout: Layout, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(equal_results, "_device_name", lambda device: "one kind")
+    nearly = rows([2.5, 2.5, 2.5 * (1 + 1e-6), 2.5 * (1 + 1e-6)])
+    found = Scripted(10, nearly, layout=layout, device=device).after(10, [], 0.1)
+    assert isinstance(found, WrongNumbers if exact else NumbersChecked)
+    far = rows([2.5, 2.5, 2.6, 2.6])
+    assert isinstance(Scripted(10, far, layout=layout, device=device).after(10, [], 0.1), WrongNumbers)
 
 
 def test_how_often() -> None:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
+import tempfile
+import traceback
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.worker.chain import job_of
+from support.worker.faults import Fault, arm
+from support.worker.plans import plan
+from support.worker.worker_pool import Pool
 
+from elastic.types import Layout, StepDone, WorkerFailed
+from elastic.worker import generation
 from elastic.worker.session import Session
+
+FOLDER = Path(tempfile.gettempdir())
+IN_BACKWARD = 23  # a collective of a step on two shards: each of two micro-batches has some 14, those of its forward pass first
 
 
 class Left:
@@ -23,9 +37,9 @@ class Left:
         return self.gradients
 
 
-def session(broken: Any, out_of_memory: bool = False) -> Session:
+def session(broken: Any, unfinished: bool = False) -> Session:
     made = Session.__new__(Session)
-    made._broken, made._out_of_memory = broken, out_of_memory
+    made._broken, made._unfinished = broken, unfinished
     return made
 
 
@@ -53,9 +67,9 @@ def test_what_the_frames_of_an_error_keep_is_gone() -> None:
     gone = weakref.ref(left)
     del left
     assert gone() is not None, "no circle: this test shows nothing"
-    made = session(None, out_of_memory=True)
+    made = session(None, unfinished=True)
     made._forget_broken()
-    assert gone() is None and not made._out_of_memory
+    assert gone() is None and not made._unfinished
 
 
 def test_the_peak_of_a_generation_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,3 +88,62 @@ def test_a_lost_device_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", fails)
     session(None)._forget_broken()
+
+
+# ------------------------------------------------------------------------------------------ a real one
+
+
+def watch() -> None:
+    """In the worker: what of the generation that breaks off next is still there when the state after it is built."""
+    failed, made = Session._failed, generation.TrainState
+    left: list[weakref.ref[Any]] = []
+    found: dict[str, Any] = {}
+
+    def fail(self: Session, broken: Any, error: Exception) -> None:
+        Session._failed = failed  # type: ignore[method-assign]
+        gc.disable()
+        found["names"] = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+        found["gradients"] = sum(p.grad is not None for p in broken.state.parameters.values())
+        left.extend(weakref.ref(x) for p in broken.state.parameters.values() for x in (p, p.grad) if x is not None)
+        failed(self, broken, error)
+
+    def make(*given: Any) -> Any:
+        if not found:
+            return made(*given)
+        generation.TrainState = made  # type: ignore[misc]
+        gc.enable()
+        found["alive"] = sum(one() is not None for one in left)
+        note = FOLDER / f"left-{os.getpid()}"
+        note.with_suffix(".new").write_text(json.dumps(found))
+        note.with_suffix(".new").rename(note)
+        return made(*given)
+
+    Session._failed = fail  # type: ignore[method-assign]
+    generation.TrainState = make  # type: ignore[assignment,misc]
+
+
+def die_in_backward() -> None:
+    arm(Any, Fault("before", 2, IN_BACKWARD))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_nothing_of_a_backward_pass_that_was_broken_off_is_left(pool: Pool, tmp_path: Path) -> None:
+    """Its peer dies in the second of two micro-batches: no commit is pending then, and gradients of the first are there."""
+    job = job_of("tiny.py", steps=6)
+    workers = pool.open(job, tmp_path, n=2)
+    note = FOLDER / f"left-{pool.pids[0]}"
+    try:
+        pool.patch(workers[0], watch)
+        pool.patch(workers[1], die_in_backward)
+        pool.enter(plan(1, Layout(dp_shard=2), workers, job["global_batch"], n_microbatches=2))
+        pool.wait(lambda: pool.events(WorkerFailed, 1), "failure")
+        pool.call(workers[0], "abort", 1)
+        pool.quiesced(1, 1)
+        pool.enter(plan(2, Layout(), workers[:1], job["global_batch"]))
+        pool.wait(lambda: pool.events(StepDone, 2), "a step of the other one")
+        found = json.loads(note.read_text())
+        assert "backward" in found["names"] and found["gradients"] > 0, found
+        assert found["alive"] == 0
+    finally:
+        note.unlink(missing_ok=True)
+        pool.revive()
