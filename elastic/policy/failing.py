@@ -285,7 +285,9 @@ def _with_report(state: State, event: Quiesced) -> State:
 
 
 def _but(found: Mapping[WorkerId, T], worker: WorkerId) -> dict[WorkerId, T]:
-    return {other: value for other, value in found.items() if other != worker}
+    left = dict(found)
+    left.pop(worker, None)
+    return left
 
 
 def _digest_checked(state: State, event: DigestChecked, at_s: float) -> State:

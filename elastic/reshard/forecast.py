@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastic.reshard.chunks import chunk_bytes, sizes_of, staging_bytes
-from elastic.reshard.routes import Cut, plan_routes, shard_bytes
+from elastic.reshard.routes import Cut, Side, bytes_of, routes_between
 from elastic.types import ModelProfile, Move
 
 LEAST_S = 0.02  # agreement on the step, sums, last answers
@@ -46,13 +46,14 @@ def forecast(
 ) -> Move:
     """The Move of a transition from memory. Arguments as of `plan_transfers`. Raises StateLost where a part has no holder."""
     room, pace = limits
-    sent = flows(model, old, new, holders, nodes)
-    own_bytes = sum(n for (source, destination), n in sent.items() if source == destination)
+    source, target = Side(model, old), Side(model, new)
+    sent = flows(source, target, holders, nodes)
+    own_bytes = sum(n for (sender, destination), n in sent.items() if sender == destination)
     links: dict[tuple[str, str], int] = defaultdict(int)
-    for (source, destination), n in sent.items():
-        if source != destination:
-            links[nodes[source], nodes[destination]] += n
-    via, peak_bytes = memory(model, old, new, holders, (len(nodes), room))
+    for (sender, destination), n in sent.items():
+        if sender != destination:
+            links[nodes[sender], nodes[destination]] += n
+    via, peak_bytes = memory(source, target, holders, (len(nodes), room))
     return Move(
         via=via,
         n_bytes=sum(links.values()),
@@ -64,11 +65,11 @@ def forecast(
 
 
 def flows(
-    model: ModelProfile, old: Cut, new: Cut, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
+    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
 ) -> dict[tuple[int, int], int]:
     """Bytes from each participant to each other (and to itself)."""
     out: dict[tuple[int, int], int] = defaultdict(int)
-    for bundle, routes in plan_routes(model, old, new, holders, nodes):
+    for bundle, routes in routes_between(source, target, holders, nodes):
         for route in routes:
             if len(route.senders) == 1:
                 out[route.senders[0], route.destination] += route.n_bytes * len(bundle.tensors)
@@ -93,7 +94,7 @@ def _busiest_s(sent: Mapping[tuple[int, int], int], nodes: Sequence[str], link_b
 
 
 def memory(
-    model: ModelProfile, old: Cut, new: Cut, holders: Mapping[int, tuple[int, ...]], place: tuple[int, Room]
+    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], place: tuple[int, Room]
 ) -> tuple[Literal["device", "host"], int]:
     """By which way, and the most that a GPU needs beyond its new shard (promise 5).
 
@@ -102,7 +103,7 @@ def memory(
     """
     n_participants, room = place
     sizes = sizes_of(room.device_type)
-    old_bytes, new_bytes = shard_bytes(model, old, padded=True), shard_bytes(model, new)
+    old_bytes, new_bytes = bytes_of(source, padded=True), bytes_of(target)
     before: dict[int, int] = defaultdict(int)
     for rank, participants in holders.items():
         for participant in participants:

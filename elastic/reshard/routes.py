@@ -87,6 +87,10 @@ class Side:
         self._ranks: dict[Held, dict[Index, list[int]]] = {}
         self._pieces: dict[Cutting, dict[Index, Region]] = {}
 
+    @cached_property
+    def state(self) -> tuple[Placed, ...]:
+        return placements(self.model)
+
     def held(self, placed: Placed) -> Held:
         if placed.blocks not in self._stages:
             self._stages[placed.blocks] = stages_of(placed.blocks, self.model, self.layout, self.layers)
@@ -108,10 +112,16 @@ class Side:
         """Piece -> its region, empty ones left out."""
         cutting = cutting_of(placed)
         if cutting not in self._pieces:
-            tps = range(self.layout.tp if placed.tp_cut else 1)
-            fsdps = range(self.fsdp if placed.fsdp_cut else 1)
-            out = {(t, f): region(placed, (t, self.layout.tp), (f, self.fsdp)) for t in tps for f in fsdps}
-            self._pieces[cutting] = {index: part for index, part in out.items() if 0 not in part[1]}
+            out: dict[Index, Region] = {}
+            for t in range(self.layout.tp if placed.tp_cut else 1):
+                offsets, sizes = region(placed, (t, self.layout.tp), (0, 1))
+                if 0 in sizes:
+                    continue
+                step = -(-sizes[0] // self.fsdp) if placed.fsdp_cut else 0
+                for f, start in enumerate(range(0, sizes[0], step) if step else (0,)):  # as `chunk`, the empty ones left out
+                    part = (min(step, sizes[0] - start), *sizes[1:]) if step else sizes
+                    out[t, f] = (offsets[0] + start, *offsets[1:]) if step else offsets, part
+            self._pieces[cutting] = out
         return self._pieces[cutting]
 
 
@@ -138,13 +148,19 @@ def plan_routes(
     `holders`: rank of the old layout -> participants that hold its boxes. `nodes`: node of each participant, ranks of the new
     layout first. Raises StateLost, naming the tensor, when a part has no holder.
     """
-    source, target = Side(model, old), Side(model, new)
+    return routes_between(Side(model, old), Side(model, new), holders, nodes)
+
+
+def routes_between(
+    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
+) -> list[tuple[Bundle, list[Route]]]:
+    """As `plan_routes`."""
     overlaps = Overlaps(source, target)
     sent = [0] * len(nodes)
     shared: list[tuple[int, int, int, Route, list[int]]] = []  # parts that several could send
     out: list[tuple[Bundle, list[Route]]] = []
     givers: dict[Held, dict[Index, _Holders]] = {}
-    for bundle in bundles(placements(model), source, target):
+    for bundle in bundles(source.state, source, target):
         if bundle.old not in givers:
             ranks = source.ranks(bundle.old)
             givers[bundle.old] = {index: _holders(who, holders, nodes) for index, who in ranks.items()}
@@ -208,9 +224,13 @@ def rows(part: Region, n_bytes: int, limit: int) -> Iterator[Region]:
 def shard_bytes(model: ModelProfile, cut: Cut, padded: bool = False) -> list[int]:
     """Bytes of the training state that each rank of the layout holds. `padded`: as FSDP has them in memory, where each part of
     a parameter that is not empty has the size of the largest."""
-    side = Side(model, cut)
+    return bytes_of(Side(model, cut), padded)
+
+
+def bytes_of(side: Side, padded: bool = False) -> list[int]:
+    """As `shard_bytes`."""
     out = [0] * side.layout.world_size
-    for bundle in bundles(placements(model), side, side):
+    for bundle in bundles(side.state, side, side):
         item_bytes = DTYPE_BYTES[bundle.first.spec.dtype] * len(bundle.tensors)
         ranks = side.ranks(bundle.old)
         pieces = side.pieces(bundle.first)

@@ -155,14 +155,15 @@ class Machines(Clock):
             self._tell(NodeRefused(machine.node.node_id, "scripted", machine.node.pool))
 
     def _lost(self) -> set[str]:
-        return {name for name, m in self._machines.items() if m.gone_s is not None or name in self._dying}
+        return {name for name, m in self._machines.items() if m.gone_s is not None or self._dying(name)}
 
-    @property
-    def _dying(self) -> set[str]:
-        return {worker.node_id for worker in self._dead if worker.local_rank < 0}
+    def _dying(self, node_id: str) -> bool:
+        return WorkerId(node_id, -1) in self._dead
 
     def _lives(self, worker: WorkerId) -> bool:
-        return worker.node_id in self._machines and worker.node_id not in self._lost() and worker not in self._dead
+        machine = self._machines.get(worker.node_id)
+        there = machine is not None and machine.gone_s is None and not self._dying(worker.node_id)
+        return there and worker not in self._dead
 
     def _answers(self, worker: WorkerId) -> bool:
         return self._lives(worker) and not self._machines[worker.node_id].hung
@@ -185,7 +186,7 @@ class Machines(Clock):
 
     def _lose(self, node_id: str, cause: str, confirm_s: float, moment: Moment = "inside") -> None:
         machine = self._machines[node_id]
-        if machine.gone_s is not None or node_id in self._dying:
+        if machine.gone_s is not None or self._dying(node_id):
             return
         self._dead.add(WorkerId(node_id, -1))
 

@@ -34,11 +34,18 @@ def parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def options(
-    about: str | None, most_s: float, repeats: int = 2, parts: Sequence[str] = (), smoke_parts: Sequence[str] = ()
+    about: str | None,
+    most_s: float,
+    repeats: int = 2,
+    parts: Sequence[str] = (),
+    smoke_parts: Sequence[str] = (),
+    flags: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:
     """Of a bench's command line. `parts`: what may be measured by itself; `smoke_parts`: those of `--smoke` where none is named
-    (default: all)."""
+    (default: all); `flags`: more words that only this bench knows, and what they do."""
     made = parser(about)
+    for name, what in (flags or {}).items():
+        made.add_argument(f"--{name}", action="store_true", help=what)
     made.add_argument("--repeats", type=int, help=f"how often each thing is measured (default {repeats}, with --smoke 1)")
     made.add_argument("--most-s", type=float, default=most_s, help=f"bound of the whole bench (default {most_s:.0f})")
     if parts:

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from support.reshard.reshard_cases import random_cut, random_model
 
+from elastic.reshard import routes
 from elastic.reshard.chunks import CHUNK_BYTES, STAGING_BYTES
 from elastic.reshard.forecast import LEAST_S, Pace, Room, forecast
 from elastic.reshard.routes import Cut, shard_bytes
@@ -89,3 +90,15 @@ def test_what_the_steps_need_counts_too() -> None:
     room = Room(memory_bytes=100 * MIB, running_bytes=80 * MIB)
     assert forecast(MODEL, FOUR, FOUR, live(4), NODES, (room, Pace())).via == "host"
     assert forecast(MODEL, FOUR, FOUR, live(4), NODES, (Room(100 * MIB, 40 * MIB), Pace())).via == "device"
+
+
+def test_a_side_is_cut_once_for_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How often a tensor is looked at does not depend on the number of ranks that it is cut for, nor does the state's list."""
+    asked: Counter[str] = Counter()
+    for name in ("region", "placements"):
+        inner = getattr(routes, name)
+        monkeypatch.setattr(routes, name, lambda *given, name=name, inner=inner: asked.update([name]) or inner(*given))
+    for n in (8, 64):
+        asked.clear()
+        forecast(MODEL, (Layout(dp_shard=n), ()), (Layout(dp_shard=n - 1), ()), live(n), ["a"] * n, (Room(), Pace()))
+        assert asked == {"region": 4, "placements": 2}, "of each side: all that is cut alike, and the buffers"
