@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SELECTED = {
     "unit": "not e2e and not whole and not gpu", "e2e": "e2e and not whole and not gpu", "whole": "whole and not gpu"
 }  # fmt: skip
-PARALLEL = {"unit": ("-n", "2"), "e2e": ("-n", "3")}  # processes: those of e2e often wait; which runs what: support/scheduling.py
+# Processes of pytest-xdist: those of the second tier often wait. Which runs what: support/scheduling.py.
+PARALLEL = {"unit": ("-n", "2"), "e2e": ("-n", "3")}
 TIERS = ("lint", *SELECTED)
 WHOLE_RUN = ROOT / "tests" / "whole_run.json"  # the last run of every tier, for docs/proven.md
 
