@@ -315,10 +315,12 @@ class Crew:
         self._signal(member, signal.SIGKILL)
         _kill(member.actor)
 
-    def close(self, end: bool, wait: bool = True) -> None:
-        """`wait`: for actors that are being made, which may take a minute where the head is gone."""
-        self._reach(float("inf"))
+    def close(self, end: bool, wait: bool = True, own: bool = True) -> None:
+        """`wait`: for actors that are being made, which may take a minute where the head is gone. `own`: the workers are still
+        this driver's; else what was ordered for nodes that are cut off is not carried out any more."""
         self._closed = True
+        if own:
+            self._reach(float("inf"))
         for _ in self._starters:
             self._starting.put(None)
         for thread in self._starters if wait else ():

@@ -155,12 +155,13 @@ def test_who_was_ended_meanwhile_is_killed_before_anything_of_it_is_heard(two: A
     crew.close(end=False)
 
 
-def test_what_waits_is_done_when_the_run_ends(two: Any) -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_what_waits_is_done_when_the_run_ends_but_not_by_a_driver_that_was_replaced(two: Any, own: bool) -> None:
     crew, _, _, killed = two
     crew.cut("b", 3600.0)
     crew.end([B])
-    crew.close(end=False)
-    assert killed == [(7, signal.SIGKILL), "b"]
+    crew.close(end=False, own=own)
+    assert killed == ([(7, signal.SIGKILL), "b"] if own else [])
 
 
 def test_storage_times_out_and_answers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
