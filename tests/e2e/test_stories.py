@@ -145,7 +145,7 @@ def test_a_node_that_is_cut_off_is_given_up_and_taken_back(embedded: LocalCluste
     steps = 24
     drill = [{"at_step": 10, "partition": "any-spot", "for_s": 8}]
     pools = [{"name": "spot", "market_type": "spot", "gpus_per_node": 1, "usd_per_node_h": 1.0, "max_nodes": 3}]
-    folder = job(tmp_path, steps, drill, pools=pools, layout={3: "dp_shard=3", 2: "dp_shard=2"}, durable_every=10)
+    folder = job(tmp_path, steps, drill, pools=pools, layout={3: "dp_shard=3", 2: "dp_shard=2"})
     with slow_until_grown(tmp_path / "runs" / "run" / "journal.jsonl", tmp_path / "slow"):
         summary, lines = run(folder, on=embedded)
     went_on_as_if_nothing_happened(summary, lines, steps)
