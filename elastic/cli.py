@@ -138,7 +138,7 @@ def _add_orders(verbs: Any) -> None:
         "entry",
         metavar="KEY=VALUE",
         nargs="+",
-        help="notice=NODE [deadline_s=30], kill=NODE, hang=NODE or add=POOL, at once or at_step=N; "
+        help="notice=NODE [deadline_s=30], kill=NODE, hang=NODE, partition=NODE [for_s=30] or add=POOL, at once or at_step=N; "
         "NODE is any, any-spot, rank0, rank:N, a node id, or several with commas",
     )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from elastic.strict import NODES_MOST, SECONDS_MOST, STEPS_MOST, Strict
 
-ON_NODES = ("notice", "kill", "hang", "slow", "stall", "corrupt", "device_error")
+ON_NODES = ("notice", "kill", "hang", "slow", "stall", "corrupt", "device_error", "partition")
 ON_WORKERS = ("slow", "stall", "corrupt", "device_error")  # worked by the workers themselves
 DRILL_KINDS = (*ON_NODES, "add", "kill_driver", "wrong_layout")
 OPTIONS = {
@@ -19,7 +19,12 @@ OPTIONS = {
     "jitter": ("slow",),
     "gpu": ON_WORKERS,
     "place": ("device_error",),
+    "for_s": ("partition",),
+    "cut_from": ("partition",),
 }
+Sides = Literal["driver", "nodes", "storage"]
+SIDES: tuple[Sides, ...] = ("driver", "nodes", "storage")
+PARTITION_S, PARTITION_MOST_S = 30.0, 3600.0
 NODE_WORD = re.compile(r"any|any-spot|rank0|rank:[0-9]{1,6}")
 NODE_WORDS = "any, any-spot, rank0, rank:N, partner, a node id, or a list of them"
 
@@ -27,19 +32,21 @@ NODE_WORDS = "any, any-spot, rank0, rank:N, partner, a node id, or a list of the
 class DrillSpec(Strict):
     """One entry of a drill: exactly one of DRILL_KINDS; without `at_step` it happens at once.
 
-    hang: the node's processes are stopped (SIGSTOP). stall: they answer, and their training stands still. corrupt: what they
-    compute is wrong. slow: they take `factor` times as long as they would (1 = as before); with `unit_s` each forward and
-    backward pass of one sample through one block takes unit_s x factor seconds at least; `jitter`: each pass by up to that part
-    more or less. device_error: their next forward pass raises a CUDA error, and so does everything after it; `place`: not the
-    forward pass, but the backward pass, the optimizer, a host copy for the peers, or the next transfer of the state. `gpu`: of
-    the node's workers only this one. wrong_layout: from now on the layouts that the run changes to compute something else than
-    the one it has (of no node; for trials of the checks against that).
+    hang: the node's processes are stopped (SIGSTOP). partition: for `for_s` seconds they reach neither the driver nor their
+    peers nor storage, or only those of `from` not; they work all the while. stall: they answer, and their training stands
+    still. corrupt: what they compute is wrong. slow: they take `factor` times as long as they would (1 = as before); with
+    `unit_s` each forward and backward pass of one sample through one block takes unit_s x factor seconds at least; `jitter`:
+    each pass by up to that part more or less. device_error: their next forward pass raises a CUDA error, and so does
+    everything after it; `place`: not the forward pass, but the backward pass, the optimizer, a host copy for the peers, or
+    the next transfer of the state. `gpu`: of the node's workers only this one. wrong_layout: from now on the layouts that the
+    run changes to compute something else than the one it has (of no node; for trials of the checks against that).
     """
 
     at_step: int | None = Field(None, ge=0, le=STEPS_MOST)
     notice: str | list[str] | None = None
     kill: str | list[str] | None = None
     hang: str | list[str] | None = None
+    partition: str | list[str] | None = None
     slow: str | list[str] | None = None
     stall: str | list[str] | None = None
     corrupt: str | list[str] | None = None
@@ -52,6 +59,8 @@ class DrillSpec(Strict):
     unit_s: float | None = Field(None, ge=0, le=SECONDS_MOST)
     jitter: float | None = Field(None, ge=0, lt=1)
     gpu: int | None = Field(None, ge=0, le=NODES_MOST)
+    for_s: float | None = Field(None, gt=0, le=PARTITION_MOST_S)
+    cut_from: Sides | Annotated[list[Sides], Field(min_length=1)] | None = Field(None, alias="from")
     place: Literal["forward", "backward", "optimizer", "host_copy", "move"] | None = None
 
     @model_validator(mode="after")
@@ -61,6 +70,7 @@ class DrillSpec(Strict):
             raise ValueError(f"a drill entry has exactly one of {', '.join(DRILL_KINDS)}, not {', '.join(kinds) or 'none'}")
         for option, of in OPTIONS.items():
             if getattr(self, option) is not None and kinds[0] not in of:
+                option = type(self).model_fields[option].alias or option
                 raise ValueError(f"{option} belongs to {'a notice' if of == ('notice',) else ' or '.join(of)} only")
         if self.slow is not None and self.factor is None:
             raise ValueError("slow needs a factor, such as 2.0")
@@ -78,4 +88,4 @@ class DrillSpec(Strict):
         return [value] if isinstance(value, str) else value
 
     def plain(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True)
+        return self.model_dump(exclude_none=True, by_alias=True)

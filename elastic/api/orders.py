@@ -42,7 +42,7 @@ def drill(run: Storage, words: Sequence[str]) -> dict[str, Any]:
         key, sign, value = word.partition("=")
         if not sign:
             raise SpecError(f"drill: '{word}' must be key=value, as in kill=any")
-        nodes = key in ("notice", "kill", "hang")
+        nodes = key in ("notice", "kill", "hang", "partition")
         data[key] = (value.split(",") if "," in value else value) if nodes else yaml_of(value, f"drill: {key}")
     entry = drill_entry(data)
     _held(run)

@@ -152,6 +152,11 @@ class Worker:
         self._fence(epoch)
         self.session.afflict(kind, **options)
 
+    def cut_off(self, epoch: int, for_s: float, nodes: bool, storage: bool) -> None:
+        """A drill."""
+        self._fence(epoch)
+        self.session.cut_off(for_s, nodes, storage)
+
     def write_for(self, epoch: int, plan: Any, step: int, rank: int) -> None:
         self._fence(epoch)
         self.session.write_for(plan, step, rank)

@@ -193,7 +193,7 @@ class RayBackend:
         self.inbox.close()
         self.entrance.close()
         self.copies.close()
-        self.crew.close(end=self.cluster is None and ends, wait=not self.survey.head_lost)
+        self.crew.close(end=self.cluster is None and ends, wait=not self.survey.head_lost, own=not self._let_go)
         self.provider.close(end=ends)
         self._stores.clear()
         if self._connected and self.cluster is not None:

@@ -8,8 +8,10 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import ray
@@ -85,6 +87,8 @@ class Crew:
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _starting: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)  # as `_start` takes it
     _starters: list[threading.Thread] = field(default_factory=list)
+    _cut: dict[str, float] = field(default_factory=dict)  # node -> until when it is not reached: a drill
+    _held: dict[str, list[Callable[[], Any]]] = field(default_factory=dict)  # node -> what is done then, in order
     _closed: bool = False
 
     # ------------------------------------------------------------------------------------------ who is there
@@ -114,6 +118,8 @@ class Crew:
 
     def start(self, me: WorkerId, berth: Berth, *preparation: Any) -> None:
         """Starts an actor in the background and lets it prepare: `preparation` as Worker.prepare takes it."""
+        if self._later(me.node_id, partial(self.start, me, berth, *preparation)):
+            return
         with self._lock:
             self._incarnations[me] = self._incarnations.get(me, 0) + 1
             incarnation = self._incarnations[me]
@@ -180,6 +186,30 @@ class Crew:
         for worker in self.workers(node_id):
             self._members[worker].ray_id = ray_id
 
+    # ------------------------------------------------------------------------------------------ partitions
+
+    def cut(self, node_id: str, for_s: float) -> bool:
+        """A drill: this driver does not reach that node for so long. Its workers are not heard, and what is ordered there,
+        their end too, is carried out afterwards, in order; who was ended meanwhile is never heard again. False = it has
+        no workers there."""
+        with self._lock:
+            self._cut[node_id] = max(self._cut.get(node_id, 0.0), time.monotonic() + for_s)
+        return bool(self.workers(node_id))
+
+    def _later(self, node_id: str, order: Callable[[], Any]) -> bool:
+        """Keeps the order for a node that is not reached now."""
+        if node_id not in self._cut:
+            return False
+        self._held.setdefault(node_id, []).append(order)
+        return True
+
+    def _reach(self, now_s: float) -> None:
+        """Nodes whose time is over get their orders."""
+        for node_id in [node_id for node_id, until_s in self._cut.items() if now_s >= until_s]:
+            del self._cut[node_id]
+            for order in self._held.pop(node_id, []):
+                order()
+
     # ------------------------------------------------------------------------------------------ calls and answers
 
     def call(self, worker: WorkerId, method: str, *arguments: Any) -> bool:
@@ -188,6 +218,8 @@ class Crew:
             member = self._members.get(worker)
             if member is None:
                 return False
+            if self._later(worker.node_id, partial(self.call, worker, method, *arguments)):
+                return True
             ref = getattr(member.actor, method).remote(self.setup.epoch, *arguments)
             self._calls[ref] = worker
         return True
@@ -199,8 +231,9 @@ class Crew:
     def open_polls(self) -> list[WorkerId]:
         """A long poll with each worker that has none; acknowledges what it has said. Returns all that a poll is open with."""
         with self._lock:
-            for member in self._members.values():
-                if member.poll is None:
+            self._reach(time.monotonic())
+            for worker, member in self._members.items():
+                if member.poll is None and worker.node_id not in self._cut:
                     member.poll = member.actor.poll.remote(self.setup.epoch, member.seen, POLL_S)
             return list(self._members)
 
@@ -208,7 +241,8 @@ class Crew:
         """What has come, at the latest after `wait_s`."""
         with self._lock:
             polls = {member.poll: worker for worker, member in self._members.items() if member.poll is not None}
-            refs = [*polls, *self._calls]
+            calls = [ref for ref, worker in self._calls.items() if worker.node_id not in self._cut]
+            refs = [*(ref for ref, worker in polls.items() if worker.node_id not in self._cut), *calls]
         if refs:
             ready, _ = ray.wait(refs, num_returns=1, timeout=wait_s)
             if ready:
@@ -265,28 +299,37 @@ class Crew:
         """To the processes, wherever they are."""
         for worker in workers:
             member = self._members.get(worker)
-            if member is None or not member.pid or not (self.local or member.ray_id):
-                continue
-            if self.local:
-                try:
-                    os.kill(member.pid, number)
-                except ProcessLookupError:
-                    continue
-            else:
-                signal_there(member.ray_id, [member.pid], number)
+            if member is not None:
+                self._signal(member, number)
+
+    def _signal(self, member: _Member, number: int) -> None:
+        if not member.pid or not (self.local or member.ray_id):
+            return
+        if not self.local:
+            signal_there(member.ray_id, [member.pid], number)
+            return
+        with suppress(ProcessLookupError):
+            os.kill(member.pid, number)
 
     def end(self, workers: Sequence[WorkerId]) -> None:
         """Kills the processes, also stopped ones, and forgets them."""
-        self.signal(workers, signal.SIGKILL)
+        self.signal([worker for worker in workers if worker.node_id not in self._cut], signal.SIGKILL)
         for worker in workers:
             member = self._members.get(worker)
             self.forget(worker)
-            if member is not None:
+            if member is not None and not self._later(worker.node_id, partial(self._end, member)):
                 _kill(member.actor)
 
-    def close(self, end: bool, wait: bool = True) -> None:
-        """`wait`: for actors that are being made, which may take a minute where the head is gone."""
+    def _end(self, member: _Member) -> None:
+        self._signal(member, signal.SIGKILL)
+        _kill(member.actor)
+
+    def close(self, end: bool, wait: bool = True, own: bool = True) -> None:
+        """`wait`: for actors that are being made, which may take a minute where the head is gone. `own`: the workers are still
+        this driver's; else what was ordered for nodes that are cut off is not carried out any more."""
         self._closed = True
+        if own:
+            self._reach(float("inf"))
         for _ in self._starters:
             self._starting.put(None)
         for thread in self._starters if wait else ():

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from elastic.cluster import drills
 from elastic.cluster.nodes import NodeProvider
 from elastic.cluster.notices import DRILL
-from elastic.drill_spec import ON_NODES, ON_WORKERS
+from elastic.drill_spec import ON_NODES, ON_WORKERS, PARTITION_S, SIDES
 from elastic.errors import SpecError
 from elastic.types import DrillAsked, Event, Node, Notice, Plan, Pool, WorkerId
 
@@ -23,6 +23,7 @@ class Hands(Protocol):
     def pid(self, worker: WorkerId) -> int: ...
     def signal(self, workers: Iterable[WorkerId], number: int) -> None: ...
     def call(self, worker: WorkerId, method: str, *arguments: Any) -> bool: ...
+    def cut(self, node_id: str, for_s: float) -> bool: ...
 
 
 @dataclass
@@ -89,6 +90,17 @@ class Drilling:
     def _hang(self, node_id: str, entry: Mapping[str, Any], now_s: float) -> list[Event]:
         self.crew.signal(self.crew.workers(node_id), signal.SIGSTOP)
         return []
+
+    def _partition(self, node_id: str, entry: Mapping[str, Any], now_s: float) -> list[Event]:
+        """Its workers leave their peers and storage alone, and then this driver them."""
+        for_s, sides = entry.get("for_s", PARTITION_S), entry.get("from", SIDES)
+        sides = [sides] if isinstance(sides, str) else sides
+        nodes, storage = "nodes" in sides, "storage" in sides
+        workers = self.crew.workers(node_id) if nodes or storage else []
+        cut = [self.crew.call(worker, "cut_off", for_s, nodes, storage) for worker in workers]
+        if "driver" in sides:
+            cut.append(self.crew.cut(node_id, for_s))
+        return [] if any(cut) else [DrillAsked({**entry, "error": f"drill: no worker of {node_id} can be cut off"})]
 
     def _wrong_layout(self, entry: Mapping[str, Any]) -> list[Event]:
         """Told to all workers that there are: which of them are in the next layout is not known yet."""

@@ -106,6 +106,10 @@ class Hands:
         """A script's processes take no orders."""
         return False
 
+    def cut(self, node_id: str, for_s: float) -> bool:
+        """And are not asked how they are."""
+        return False
+
 
 @dataclass
 class ScriptRun:

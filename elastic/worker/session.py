@@ -44,6 +44,7 @@ from elastic.worker.admission import Checks, Entry, Refused
 from elastic.worker.ahead import Ahead
 from elastic.worker.allocator import settle_allocator, settle_cuda_allocator
 from elastic.worker.compiled import settle_compiler
+from elastic.worker.cut_off import CutOff, CutStorage
 from elastic.worker.device_notes import DeviceNotes
 from elastic.worker.durable import Damaged
 from elastic.worker.failures import device_lost, is_assert, kind_of, print_error, text_of
@@ -114,7 +115,7 @@ class Session:
         self._stop_at, self._save_at = 0, 0  # generations up to this one stop (save) at their next boundary
         self._place: Workplace | None = None
         self._notes: DeviceNotes | None = None
-        self._faults = DeviceFaults()
+        self._faults, self._cut = DeviceFaults(), CutOff()
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="behind-the-steps")
         self._thread = threading.Thread(target=self._work, name="training", daemon=True)
         self._thread.start()
@@ -193,6 +194,17 @@ class Session:
     def afflict(self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0, place: str = "forward") -> None:
         """A drill: this worker's device is slow, stands still, computes wrong numbers, or fails (see DeviceFaults)."""
         self._faults.afflict(kind, factor, unit_s, jitter, place)
+
+    def cut_off(self, for_s: float, nodes: bool, storage: bool) -> None:
+        """A drill: for so long this worker does not reach its peers, or storage. The connections to its peers break, and a
+        generation that is ordered meanwhile is entered afterwards."""
+        self._cut.begin(for_s, nodes, storage)
+        place, running = self._place, self._generation
+        if storage and place is not None and not isinstance(place.storage, CutStorage):
+            place.storage = CutStorage(place.storage, self._cut)  # type: ignore[assignment]
+        if nodes and running is not None:
+            running.groups.abort()
+            self.drop_groups(running.number + 1)
 
     def abort(self, generation: int) -> None:
         """Break off every generation up to this one -> Quiesced, also when the worker was idle."""
@@ -452,6 +464,7 @@ class Session:
             generation.groups.close()
             return
         try:
+            self._cut.wait_for_peers(lambda: generation.groups.aborted or self._closed)
             generation.enter()
             self._commit = ()
             if generation.rank is None:

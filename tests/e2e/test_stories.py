@@ -22,7 +22,7 @@ from support.e2e.strikes import FOUR_NODES, newcomer, sender, struck
 from elastic.cluster.local import LocalCluster
 from elastic.ledger.journal import Line
 from elastic.sim.replay import replay
-from elastic.types import Abort, DrillAsked, NodePrepared, Quarantine, Silent, WorkerFailed, WrongNumbers
+from elastic.types import Abort, DrillAsked, NodePrepared, Quarantine, Silent, StepDone, WorkerFailed, WrongNumbers
 
 pytestmark = pytest.mark.e2e
 
@@ -134,5 +134,27 @@ def test_a_device_that_fails_is_left_behind_and_its_node_quarantined(embedded: L
     assert asked[0] not in after.nodes and after.layout.world_size == 2
     (aside,) = [a for line in lines if line.decision for a in line.decision.actions if isinstance(a, Quarantine)]
     assert [aside.node_id] == asked and "uncorrectable ECC error" in aside.reason
+    survivors_kept_their_processes(lines, set(asked))
+    assert replay(lines).identical
+
+
+@pytest.mark.whole
+def test_a_node_that_is_cut_off_is_given_up_and_taken_back(embedded: LocalCluster, tmp_path: Path) -> None:
+    """From the driver, its peers and storage, for longer than its workers are waited for: the others go on without it, what it
+    still does counts for nothing, and afterwards it takes part again."""
+    steps = 24
+    drill = [{"at_step": 10, "partition": "any-spot", "for_s": 8}]
+    pools = [{"name": "spot", "market_type": "spot", "gpus_per_node": 1, "usd_per_node_h": 1.0, "max_nodes": 3}]
+    folder = job(tmp_path, steps, drill, pools=pools, layout={3: "dp_shard=3", 2: "dp_shard=2"})
+    with slow_until_grown(tmp_path / "runs" / "run" / "journal.jsonl", tmp_path / "slow"):
+        summary, lines = run(folder, on=embedded)
+    went_on_as_if_nothing_happened(summary, lines, steps)
+    (asked,) = [e.drill["partition"] for e in events(lines, DrillAsked)]
+    done = [e.generation for e in events(lines, StepDone)]
+    assert done == sorted(done), "no step of an older generation after the first of a newer one"
+    with_it, without, *back = [asked[0] in plan.nodes for plan in plans(lines)]
+    assert with_it and not without and back[-1], plans(lines)
+    loss = next(t for t in summary["transitions"] if t["cause"] == "loss")
+    lost_only_what_no_copy_had(loss, lines)
     survivors_kept_their_processes(lines, set(asked))
     assert replay(lines).identical

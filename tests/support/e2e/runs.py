@@ -98,8 +98,9 @@ def plans(lines: list[Line]) -> list[Plan]:
 
 @contextmanager
 def slow_until_grown(journal: Path, slow: Path) -> Iterator[None]:
-    """From each `add` of a drill until a plan with the new node is ordered, steps are slow: however long a node takes to start
-    on this machine, the run is still at it. `slow`: the file that the nodes' SLOW names, unless they stand already."""
+    """From each `add` or `partition` of a drill until a plan with the new node is ordered, steps are slow: however long a node
+    takes to start on this machine, the run is still at it. `slow`: the file that the nodes' SLOW names, unless they stand
+    already."""
     ended = threading.Event()
     own = SLOW not in os.environ
     file = Path(os.environ.setdefault(SLOW, str(slow)))
@@ -107,7 +108,7 @@ def slow_until_grown(journal: Path, slow: Path) -> Iterator[None]:
     def follow() -> None:
         while not ended.wait(0.1):
             lines = read(journal) if journal.is_file() else []
-            asked = sum("add" in e.drill for e in events(lines, DrillAsked))
+            asked = sum("add" in e.drill or "partition" in e.drill for e in events(lines, DrillAsked))
             if asked > sum(plan.cause == "growth" for plan in plans(lines)):
                 file.touch()
             else:

@@ -1,0 +1,50 @@
+"""What a drill lets a worker be cut off from: its peers, storage. For trials only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+LOOK_S = 0.02
+MADE_UP = "storage does not answer (made up by a drill)"
+
+
+class CutOff:
+    """Until when this worker does not reach its peers, and storage. Set by a call, asked for by any thread."""
+
+    def __init__(self) -> None:
+        self._peers_until_s = self._storage_until_s = 0.0
+
+    def begin(self, for_s: float, nodes: bool, storage: bool) -> None:
+        until_s = time.monotonic() + for_s
+        self._peers_until_s = max(self._peers_until_s, until_s if nodes else 0.0)
+        self._storage_until_s = max(self._storage_until_s, until_s if storage else 0.0)
+
+    def wait_for_peers(self, given_up: Callable[[], bool]) -> None:
+        """Until they are reached again, or nobody waits for that any more."""
+        while time.monotonic() < self._peers_until_s and not given_up():
+            time.sleep(LOOK_S)
+
+    def check_storage(self) -> None:
+        """Raises TimeoutError while it is not reached."""
+        if time.monotonic() < self._storage_until_s:
+            raise TimeoutError(MADE_UP)
+
+
+class CutStorage:
+    """A storage, every call to which raises TimeoutError while it is not reached."""
+
+    def __init__(self, storage: Any, cut: CutOff) -> None:
+        self._storage, self._cut = storage, cut
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._storage, name)
+        if not callable(found):
+            return found
+
+        def asked(*arguments: Any, **options: Any) -> Any:
+            self._cut.check_storage()
+            return found(*arguments, **options)
+
+        return asked

@@ -1,0 +1,197 @@
+"""The drill that cuts nodes off: which entries there may be, what is held back for how long, and what workers do meanwhile."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from support.waiting import until
+
+from elastic.cluster import crew as crew_module
+from elastic.cluster import drills
+from elastic.cluster.actors import WorkerSetup
+from elastic.cluster.crew import Answer, Berth, Crew, _Member
+from elastic.cluster.drilling import Drilling
+from elastic.observe.sentences import drill
+from elastic.spec import drill_entry
+from elastic.storage import open_storage
+from elastic.types import DrillAsked, Node, Pool, StepDone, WorkerId
+from elastic.worker.cut_off import CutOff, CutStorage
+
+A, B = WorkerId("a", 0), WorkerId("b", 0)
+ENTRY = {"at_step": 4, "partition": "b", "for_s": 8.0}
+
+
+class Told:
+    """A crew that notes what it is told."""
+
+    def __init__(self, takes: bool = True) -> None:
+        self.takes = takes
+        self.calls: list[tuple[Any, ...]] = []
+
+    def workers(self, node_id: str | None = None) -> list[WorkerId]:
+        return [one for one in (A, B) if node_id in (None, one.node_id)]
+
+    def call(self, *call: Any) -> bool:
+        self.calls.append(call)
+        return self.takes
+
+    def cut(self, node_id: str, for_s: float) -> bool:
+        self.calls.append(("cut", node_id, for_s))
+        return self.takes
+
+
+def carried_out(entry: dict[str, Any], crew: Told, folder: Path) -> list[Any]:
+    nodes = {name: Node(name, "p", 1) for name in "ab"}
+    schedule = drills.Schedule([entry], open_storage(folder))
+    on = Drilling(schedule, None, crew, nodes, (Pool("p", "CPU", 1, "spot", 1.0, 0, 2),))  # type: ignore[arg-type]
+    return on.at_step(4, None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("sides", "told"),
+    [
+        (None, [(B, "cut_off", 8.0, True, True), ("cut", "b", 8.0)]),
+        ("driver", [("cut", "b", 8.0)]),
+        (["nodes"], [(B, "cut_off", 8.0, True, False)]),
+        (["storage", "driver"], [(B, "cut_off", 8.0, False, True), ("cut", "b", 8.0)]),
+    ],
+)
+def test_who_is_told_what(sides: Any, told: list[Any], tmp_path: Path) -> None:
+    entry = ENTRY | ({"from": sides} if sides else {})
+    assert drill_entry(entry).plain() == entry
+    crew = Told()
+    (event,) = carried_out(drill_entry(entry).plain(), crew, tmp_path)
+    assert event == DrillAsked({**entry, "partition": ["b"]})
+    assert crew.calls == told, "the workers hear of it before they cannot be reached"
+    assert drill(event.drill).startswith("partition b for_s 8.0")
+
+
+def test_where_nobody_can_be_cut_off_that_is_said(tmp_path: Path) -> None:
+    _, failed = carried_out(ENTRY, Told(takes=False), tmp_path)
+    assert failed.drill["error"] == "drill: no worker of b can be cut off"
+
+
+class Ref:
+    """An answer that is on its way."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Actor:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.heard: list[str] = []
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: self._remote(method))
+
+    def _remote(self, method: str) -> Ref:
+        self.heard.append(method)
+        step = StepDone(1, len(self.heard), 1.0, 1, 1.0, 0.0, 0.0, 0.0, "")
+        beat = SimpleNamespace(messages=((len(self.heard), step),), pid=7, generation=1)
+        return Ref(beat if method == "poll" else None)
+
+
+class Clock:
+    now_s = 100.0
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Crew, dict[WorkerId, Actor], Clock, list[Any]]:
+    """A crew of two workers; its clock; and whom it has killed."""
+    clock, killed = Clock(), list[Any]()
+    actors = {A: Actor("a"), B: Actor("b")}
+    monkeypatch.setattr(ray, "wait", lambda refs, **options: (list(refs), []))
+    monkeypatch.setattr(ray, "get", lambda ref: ref.value)
+    monkeypatch.setattr(crew_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=lambda s: None))
+    monkeypatch.setattr(crew_module, "_kill", lambda actor: killed.append(actor.name))
+    monkeypatch.setattr(crew_module.os, "kill", lambda pid, number: killed.append((pid, number)))
+    crew = Crew(WorkerSetup(A, 1, "spot", {}, "", 1), "test", local=True)
+    for worker, actor in actors.items():
+        crew._members[worker] = _Member(actor, "", 1, pid=7)
+    return crew, actors, clock, killed
+
+
+def heard(crew: Crew) -> list[WorkerId]:
+    crew.open_polls()
+    return [answer.worker for answer in crew.collect(0.0) if isinstance(answer, Answer)]
+
+
+def test_a_node_that_is_cut_off_is_not_heard_and_its_orders_wait(two: Any) -> None:
+    crew, actors, clock, _ = two
+    assert heard(crew) == [A, B]
+    crew.open_polls()  # one is open, and its answer has come, when the node is cut off
+    assert crew.cut("b", 8.0)
+    assert crew.call(B, "abort", 1) and crew.call(B, "enter", 2) and crew.call(A, "abort", 1)
+    before = list(actors[B].heard)
+    clock.now_s += 7.9
+    assert heard(crew) == [A] and crew.open_polls() == [A, B], "silence is measured on"
+    assert actors[B].heard == before and "abort" in actors[A].heard
+    clock.now_s += 0.2
+    assert B in heard(crew)
+    assert [method for method in actors[B].heard if method != "poll"] == ["abort", "enter"], "in the order in which they came"
+
+
+def test_who_was_ended_meanwhile_is_killed_before_anything_of_it_is_heard(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then it lives on, and a generation that it is in may: nobody listens."""
+    crew, actors, clock, killed = two
+    started: list[Any] = []
+    monkeypatch.setattr(crew, "_start", lambda me, *rest: started.append(me))
+    crew.open_polls()
+    crew.cut("b", 8.0)
+    crew.end([B])
+    crew.start(B, Berth("ray", "spot", False))
+    assert crew.workers() == [A] and not killed and not crew._starters
+    clock.now_s += 8.0
+    assert heard(crew) == [A]
+    assert killed == [(7, signal.SIGKILL), "b"]
+    until(lambda: started == [B], "the worker that takes its place")
+    crew.close(end=False)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_waits_is_done_when_the_run_ends_but_not_by_a_driver_that_was_replaced(two: Any, own: bool) -> None:
+    crew, _, _, killed = two
+    crew.cut("b", 3600.0)
+    crew.end([B])
+    crew.close(end=False, own=own)
+    assert killed == ([(7, signal.SIGKILL), "b"] if own else [])
+
+
+def test_storage_times_out_and_answers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("elastic.worker.cut_off.time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    cut = CutOff()
+    storage = CutStorage(open_storage(tmp_path), cut)
+    storage.put("key", b"words")
+    cut.begin(8.0, nodes=True, storage=False)
+    assert storage.get("key") == b"words" and storage.uri.endswith(tmp_path.name)
+    cut.begin(8.0, nodes=False, storage=True)
+    for ask in (lambda: storage.get("key"), lambda: storage.put("key", b""), lambda: storage.create("key")):
+        with pytest.raises(TimeoutError, match="made up by a drill"):
+            ask()
+    clock.now_s += 8.0
+    assert storage.get("key") == b"words"
+
+
+def test_peers_are_waited_for_until_the_time_is_over_or_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+
+    def passes(seconds: float) -> None:
+        clock.now_s += seconds
+
+    monkeypatch.setattr("elastic.worker.cut_off.time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=passes))
+    cut = CutOff()
+    cut.wait_for_peers(lambda: False)
+    assert clock.now_s == 100.0
+    cut.begin(8.0, nodes=True, storage=True)
+    cut.wait_for_peers(lambda: clock.now_s >= 103.0)
+    assert clock.now_s == pytest.approx(103.0, abs=0.05)
+    cut.wait_for_peers(lambda: False)
+    assert clock.now_s == pytest.approx(108.0, abs=0.05)
