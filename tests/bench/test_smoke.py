@@ -59,11 +59,11 @@ SMOKES = (
     Smoke("reshard"),
     Smoke("radosgw"),
     Smoke("overhead", without=("small",), long=True),
-    Smoke("checkpoint"),
+    Smoke("checkpoint", long=True),
     Smoke("recovery", without=("device_bound_*", "sizes", "ray_train_*"), long=True),
     Smoke("ray_train", ("--cause", "growth"), ("ray_train_loss_s", "ray_train_notice_*"), long=True),
     Smoke("unequal", ("--parts", "1_2_3_4"), ("change.*", "odd.*", "jitter.*", "*.layers"), long=True),
-    Smoke("sickness"),
+    Smoke("sickness", long=True),
     Smoke("capacity", long=True),
     Smoke("race", long=True),
 )

@@ -25,7 +25,7 @@ def crew_whose_poll_raises(error: RayError, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ray, "get", raises)
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
     crew = Crew(WorkerSetup(ME, 1, "spot", {}, "", 1), "test", local=True)
-    crew._members[ME] = _Member(actor=None, ray_id="", incarnation=1, poll="the poll", pid=4711)
+    crew._join(ME, _Member(actor=None, ray_id="", incarnation=1, poll="the poll", pid=4711))
     return crew
 
 

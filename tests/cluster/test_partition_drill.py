@@ -114,7 +114,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Crew, dict[WorkerId, Actor], C
     monkeypatch.setattr(crew_module.os, "kill", lambda pid, number: killed.append((pid, number)))
     crew = Crew(WorkerSetup(A, 1, "spot", {}, "", 1), "test", local=True)
     for worker, actor in actors.items():
-        crew._members[worker] = _Member(actor, "", 1, pid=7)
+        crew._join(worker, _Member(actor, "", 1, pid=7))
     return crew, actors, clock, killed
 
 

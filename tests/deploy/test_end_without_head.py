@@ -127,7 +127,7 @@ def test_it_ends_when_the_head_is_gone_and_not_before(host: Host, head: Head) ->
     until(lambda: host.watcher() == 0, "the end of the watcher")
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_it_ends_when_the_head_hangs(host: Host, head: Head) -> None:
     """Its kernel goes on to accept connections."""
     head.mute = True

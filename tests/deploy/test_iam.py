@@ -49,6 +49,7 @@ def refused(who: str, calls: set[tuple[str, str]]) -> list[str]:
     return [right for right, answer in found.items() if answer != "PERMITTED"]
 
 
+@pytest.mark.slow
 def test_a_worker_saves_and_loads_and_may_remove_nothing(s3: S3Storage, asked: set[tuple[str, str]], small_parts: int) -> None:
     durable.write_shard(s3, 5, 1, 0, ITEMS)
     uri = durable.commit(s3, 5, 1, 1, 1, {})  # the lowest living rank does, where there is no driver

@@ -22,6 +22,7 @@ def base() -> Program:
     return load_program(PROGRAMS / "tiny.py")
 
 
+@pytest.mark.slow
 def test_only_adapters_are_trained_and_the_start_is_the_base_model(base: Program) -> None:
     program = lora(base, ("wq", "wo"), r=2)
     profile = trace(program)
