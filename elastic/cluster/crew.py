@@ -241,8 +241,7 @@ class Crew:
         """What has come, at the latest after `wait_s`."""
         with self._lock:
             polls = {member.poll: worker for worker, member in self._members.items() if member.poll is not None}
-            calls = [ref for ref, worker in self._calls.items() if worker.node_id not in self._cut]
-            refs = [*(ref for ref, worker in polls.items() if worker.node_id not in self._cut), *calls]
+            refs = [ref for ref, worker in (*polls.items(), *self._calls.items()) if worker.node_id not in self._cut]
         if refs:
             ready, _ = ray.wait(refs, num_returns=1, timeout=wait_s)
             if ready:

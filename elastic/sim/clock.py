@@ -45,6 +45,10 @@ class Clock:
 
     def _tell(self, event: Event, delay_s: float = 0.0) -> None:
         if delay_s:
-            self._after(delay_s, lambda: self._out.append(event))
+            self._after(delay_s, lambda: self._say(event))
         else:
-            self._out.append(event)
+            self._say(event)
+
+    def _say(self, event: Event) -> None:
+        """From here on the driver may hear it."""
+        self._out.append(event)

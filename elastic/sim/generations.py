@@ -22,6 +22,7 @@ from elastic.types import (
     DigestChecked,
     DropGroups,
     EnterPlan,
+    Event,
     FormGroups,
     GroupsFormed,
     Holding,
@@ -138,6 +139,17 @@ class Generations(Machines):
                 self._tell(WorkerFailed(worker, generation, "device", error, 0, step))
 
         self._after(self.delays.detect_s, told)
+
+    def _say(self, event: Event) -> None:
+        """From here on the policy knows better."""
+        match event:
+            case DigestChecked(ok=False):
+                self._wrong.add(event.generation)
+            case WrongNumbers():
+                self._told_wrong.add(event.generation)
+            case WorkerFailed(kind="device"):
+                self._told_broken.add(event.worker)
+        super()._say(event)
 
     def _break(self, group: Group, moment: Moment = "inside") -> None:
         group.ended = True

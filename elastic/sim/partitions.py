@@ -9,7 +9,6 @@ from __future__ import annotations
 from elastic.sim.faults import Fault
 from elastic.sim.generations import Generations, Group
 from elastic.types import (
-    DigestChecked,
     EnterPlan,
     Event,
     GroupsFormed,
@@ -19,7 +18,6 @@ from elastic.types import (
     Silent,
     WorkerFailed,
     WorkerId,
-    WrongNumbers,
 )  # fmt: skip
 
 
@@ -79,18 +77,11 @@ class Partitions(Generations):
 
     # ------------------------------------------------------------------------------------------ what is heard
 
-    def _tell(self, event: Event, delay_s: float = 0.0) -> None:
-        if delay_s:
-            self._after(delay_s, lambda: self._say(event))
-        else:
-            self._say(event)
-
     def _say(self, event: Event) -> None:
         told_by = [worker for worker in self._speakers(event) if self._lives(worker)]
         wait_s = min((self._cut_s([worker]) for worker in told_by), default=0.0)
         if wait_s <= 0:
-            self._heard(event)
-            self._out.append(event)
+            super()._say(event)
             return
 
         def again() -> None:
@@ -98,16 +89,6 @@ class Partitions(Generations):
                 self._say(event)
 
         self._after(wait_s, again)
-
-    def _heard(self, event: Event) -> None:
-        """From here on the policy knows better."""
-        match event:
-            case DigestChecked(ok=False):
-                self._wrong.add(event.generation)
-            case WrongNumbers():
-                self._told_wrong.add(event.generation)
-            case WorkerFailed(kind="device"):
-                self._told_broken.add(event.worker)
 
     def _speakers(self, event: Event) -> list[WorkerId]:
         """Workers of which one at least must be reached, that it is heard; none: the driver finds it out without them."""

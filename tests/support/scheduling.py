@@ -32,14 +32,15 @@ def expected_s(nodes: Iterable[str], known: Mapping[str, list[float]]) -> float:
 class LongestFirst(LoadScopeScheduling):
     """Assigns groups; see above."""
 
-    known: Mapping[str, list[float]] | None = None
+    ordered = False
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if self.known is None:
-            self.known = read(RECORD)
-        longest = max(self.workqueue, key=lambda group: expected_s(self.workqueue[group], self.known or {}))
-        self.workqueue.move_to_end(longest, last=False)
+        if not self.ordered:
+            known = read(RECORD)
+            for group in sorted(self.workqueue, key=lambda group: -expected_s(self.workqueue[group], known)):
+                self.workqueue.move_to_end(group)
+            self.ordered = True
         super()._assign_work_unit(node)
