@@ -6,11 +6,11 @@ What changes the nodes meanwhile (a notice that is withdrawn, a node that is los
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from elastic.policy.known import Forming, State, standing_of
 from elastic.types import Decision, DropGroups, EnterPlan, FormGroups, GroupsFormed, Plan
+from elastic.types.replacing import replace
 
 FORM_MOST_S = 60.0  # NCCL takes 0.3 to 1 s for each group in a node, 5 to 30 s for all at hundreds of ranks
 

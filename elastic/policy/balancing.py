@@ -19,7 +19,7 @@ made exact once, when there are ENOUGH, without BAND: then the errors alone are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from elastic.planner import balance, memory
@@ -31,6 +31,7 @@ from elastic.policy.known import State, Window
 from elastic.policy.plans import gpu_bytes
 from elastic.policy.speeds import BAND, REMEMBERED_S, Estimate
 from elastic.types import Decision, Plan, SetShares, WorkerId
+from elastic.types.replacing import replace
 
 SURE, LASTING = 0.03, 0.03  # of the busiest rank's work
 LASTING_S = REMEMBERED_S

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from elastic.errors import ElasticError, InfeasiblePlan
 from elastic.planner.search import Choice
@@ -28,6 +27,7 @@ from elastic.types import (
     Stop,
     StoreCopy,
 )  # fmt: skip
+from elastic.types.replacing import replace
 
 QUIESCED_MOST_S = 5.0  # a survivor that has not answered an abort by then is treated as a dead process
 QUIESCED_ON_GPUS_MOST_S = 30.0  # NCCL aborts up to seven communicators of a rank and takes them down, each bounded by 10 s

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from elastic.fingerprint import KEY
@@ -62,6 +61,7 @@ from elastic.types import (
     redone_as_before,
     with_loss,
 )  # fmt: skip
+from elastic.types.replacing import replace
 
 KEPT_DIGESTS = 512
 KEPT_COPIES = 100

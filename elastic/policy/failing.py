@@ -7,12 +7,12 @@ whatever the generation: it is all that a recovery can start from.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from elastic.policy import layouts
 from elastic.policy.known import Failure, State
 from elastic.types import DigestChecked, GuardTripped, Layout, Node, NodeStatus, Quiesced, Silent, WorkerFailed, WorkerId
+from elastic.types.replacing import replace
 
 T = TypeVar("T")
 

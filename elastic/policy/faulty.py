@@ -7,11 +7,11 @@ a node with notice: no plan uses it, the next generation may take state from it,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from elastic.policy import recovery
 from elastic.policy.known import State
 from elastic.types import Action, Decision, Node, Quarantine, ReleaseNode
+from elastic.types.replacing import replace
 
 SETTLE_S = 10.0  # after a generation was broken off: by then the next one has been ordered, if there are nodes for it
 KEEP_MOST_S = 600.0  # while nothing runs, for state that no other node holds

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from elastic.policy.known import Backoff, PoolSeen, State
 from elastic.types import Node, Pool
+from elastic.types.replacing import replace
 
 RECLAIMS_PER_NODE_H = {"spot": 0.05, "on-demand": 0.002, "reserved": 0.002, "owned": 0.002}  # prior: one per 20 and 500 h
 PRIOR_NODE_H = 20.0  # weight of the prior against what the run sees

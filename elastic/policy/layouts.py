@@ -12,11 +12,11 @@ nothing either; it counts as a roll-back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from elastic.policy.known import State
 from elastic.types import Layout, ModelProfile, Plan, Probed, Resume, StepDone, agree, repeats, tolerance
+from elastic.types.replacing import replace
 
 AXES = ("pp", "cp", "tp", "dp")
 VERY = "layout "  # before the name of a single layout in State.unusable

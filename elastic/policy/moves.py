@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from elastic.reshard.forecast import LEAST_S, Pace, Room, forecast
 from elastic.reshard.placing import MOST_WORKERS, place
 from elastic.reshard.transfers import holders_of, participants
 from elastic.types import Move, Plan, PlanEntered, Resume, WorkerId
+from elastic.types.replacing import replace
 
 LARGE_BYTES = 8 << 20  # smaller moves say nothing of the pace
 SLOWEST, FASTEST = 50.0, 0.1  # of the pace, against mishaps in a measurement

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from elastic.policy import ahead, hazard
@@ -30,6 +29,7 @@ from elastic.types import (
     StoreCopy,
     WorkerId,
 )  # fmt: skip
+from elastic.types.replacing import replace
 
 KEPT_PLANS = 16  # generations whose layout is remembered: holdings of older ones do not exist
 

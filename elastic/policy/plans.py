@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from elastic.types import (
     Resume,
     WorkerId,
 )  # fmt: skip
+from elastic.types.replacing import replace
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,6 @@ nodes look slow, for then it is the job. Nodes of one's own that were slow from 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner import balance
@@ -27,6 +26,7 @@ from elastic.policy.known import State
 from elastic.policy.plans import choice_of, enter
 from elastic.policy.speeds import BAND, Estimate
 from elastic.types import Decision, DrainNode, Node, Plan, WorkerId
+from elastic.types.replacing import replace
 
 UNEVEN = 0.08  # of the busiest rank's work, lost to unequal speeds: worth a search
 GAIN = 0.05  # of it, that a move must gain

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from elastic.errors import StateLost
 from elastic.mesh import replica_key
 from elastic.policy import layouts
 from elastic.policy.known import State
 from elastic.policy.suspects import spoilt
 from elastic.types import Copy, Holding, Layout, Plan, Resume, RollForward
+from elastic.types.replacing import replace
 
 COMPARED_S = 60.0  # of steps that are done again so that a layout can be compared with the one before
 REDO_S = 600.0  # work up to this long is done again from the start when nothing was ever stored

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from elastic.policy.known import State
 from elastic.types import Copy, CopyDamaged, CopyFailed, CopyRemoved, CopyVerified, Decision, Evaluated, RemoveCopy
+from elastic.types.replacing import replace
 
 KEEP_LAST = 2
 KEPT_EVALUATIONS = 4096

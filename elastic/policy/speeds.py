@@ -8,7 +8,7 @@ outlive generations; those of a node end with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log, sqrt
 from statistics import median
 from typing import Any
@@ -18,6 +18,7 @@ from elastic.planner import nominal
 from elastic.planner.search import rate, site_of
 from elastic.policy.known import Moved, State, Window
 from elastic.types import DeviceNoted, Node, RanksTimed, SharesSet, WorkerId
+from elastic.types.replacing import replace
 
 WARM_UP_STEPS = 4  # after a transition; a report that hardly goes beyond them is not believed
 AGREE = 0.15  # relative: reports that differ less tell of the same speed

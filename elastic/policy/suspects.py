@@ -13,7 +13,6 @@ remembers both. When it happens again, a node that is suspected both times is pu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from elastic.mesh import replica_key
@@ -32,6 +31,7 @@ from elastic.types import (
     WorkerId,
     WrongNumbers,
 )
+from elastic.types.replacing import replace
 
 
 def spoilt(state: State, generation: int, step: int) -> bool:

@@ -1,0 +1,83 @@
+"""The replacement of nouns that the folds use does what the standard library's does."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property
+from timeit import timeit
+
+import pytest
+
+from elastic.policy.known import State
+from elastic.types import Node
+from elastic.types.replacing import replace
+
+
+@dataclass(frozen=True)
+class Doubled:
+    n: int
+
+    @cached_property
+    def twice(self) -> int:
+        return 2 * self.n
+
+
+@dataclass(frozen=True)
+class Positive:
+    n: int
+
+    def __post_init__(self) -> None:
+        if self.n <= 0:
+            raise ValueError("not positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    n: int
+    m: int = 0
+
+
+@dataclass(frozen=True)
+class Counted:
+    n: int
+    made: int = field(init=False, default=7)
+
+
+def test_a_state_is_replaced_as_by_the_standard_library_and_left_as_it_was() -> None:
+    old = dataclasses.replace(State(), step=4, nodes={"a": Node("a", "spot")})
+    before = dict(vars(old))
+    new = replace(old, step=5, usd=1.5)
+    assert new == dataclasses.replace(old, step=5, usd=1.5) and (new.step, new.usd) == (5, 1.5)
+    assert new.nodes is old.nodes
+    assert vars(old) == before
+    assert list(vars(new)) == [one.name for one in dataclasses.fields(State)]
+
+
+def test_what_was_computed_of_the_old_values_is_left_behind() -> None:
+    old = Doubled(2)
+    assert old.twice == 4
+    assert replace(old, n=5).twice == 10
+
+
+def test_a_class_whose_init_does_more_is_made_by_it() -> None:
+    with pytest.raises(ValueError, match="not positive"):
+        replace(Positive(1), n=-1)
+    assert replace(Slotted(1, 2), n=3) == Slotted(3, 2)
+    with pytest.raises(ValueError, match="init=False"):
+        replace(Counted(1), made=3)
+
+
+def test_a_field_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match="State has no field stepp"):
+        replace(State(), stepp=5)  # type: ignore[call-arg]
+
+
+def test_it_is_much_cheaper() -> None:
+    """More than half of the driver's time went there. Both are measured beside each other: 30 times here."""
+    state = State()
+    ratios = []
+    for _ in range(5):
+        ours, plain = (timeit(lambda made=made: made(state, step=3), number=200) for made in (replace, dataclasses.replace))
+        ratios.append(plain / ours)
+    assert sorted(ratios)[2] > 5
