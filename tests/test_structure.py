@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -71,13 +72,33 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def trees_are_kept() -> Iterator[None]:
+    """Looking for garbage among them took longer than making them."""
+    gc.disable()
+    yield
+    text_of.cache_clear()
+    nodes_of.cache_clear()
+    gc.enable()
+
+
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def text_of(path: Path) -> str:
+    return path.read_text()
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file's syntax tree."""
+    return tuple(ast.walk(ast.parse(text_of(path))))
+
+
+def nodes_in(text: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(text)))
+
+
+def functions(nodes: Iterable[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
@@ -86,34 +107,71 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     return [name for name in names if name not in ("self", "cls")]
 
 
-def imported(tree: ast.AST) -> set[str]:
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
     """Top-level names of all modules that a file imports, also inside functions."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
+    return {name.split(".")[0] for name in modules(nodes)}
+
+
+def modules(nodes: Iterable[ast.AST]) -> list[str]:
+    """Whole names of the modules that a file imports, from where it stands alone."""
+    found = []
+    for node in nodes:
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.split(".")[0])
-    return names
+            found.append(node.module)
+    return found
 
 
-@pytest.mark.parametrize("path", ALL, ids=label)
-def test_sizes(path: Path) -> None:
-    text = path.read_text()
-    n_lines = sum(1 for line in text.splitlines() if line.strip())
-    assert n_lines <= MAX_FILE_LINES, f"{label(path)} has {n_lines} lines that are not blank"
-    for function in functions(tree_of(path)):
+# Each rule is one test that names all files that break it: a test for each file and rule took longer than what it looked at.
+
+
+def none_of(found: Iterable[str]) -> None:
+    wrong = list(found)
+    assert not wrong, "\n".join(wrong)
+
+
+def too_large(path: Path) -> Iterator[str]:
+    n_lines = sum(1 for line in text_of(path).splitlines() if line.strip())
+    if n_lines > MAX_FILE_LINES:
+        yield f"{label(path)} has {n_lines} lines that are not blank"
+    for function in functions(nodes_of(path)):
         where = f"{label(path)}:{function.lineno} {function.name}"
-        assert (function.end_lineno or 0) - function.lineno < MAX_FUNCTION_LINES, f"{where} is too long"
-        assert len(parameters(function)) <= MAX_PARAMETERS, f"{where} takes {len(parameters(function))} parameters"
+        if (function.end_lineno or 0) - function.lineno >= MAX_FUNCTION_LINES:
+            yield f"{where} is too long"
+        if len(parameters(function)) > MAX_PARAMETERS:
+            yield f"{where} takes {len(parameters(function))} parameters"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_words(path: Path) -> None:
-    names = [path.stem, *(node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef))]
-    for name in names:
-        found = [word for word in FORBIDDEN_WORDS if word in name.lower()]
-        assert not found, f"{label(path)}: the name {name} says nothing ({found[0]})"
+@pytest.mark.slow
+def test_sizes() -> None:
+    none_of(line for path in ALL for line in too_large(path))
+
+
+def test_the_rule_about_sizes_sees(tmp_path: Path) -> None:
+    path = tmp_path / "large.py"
+    lines = ["def f(a, b, c, d, e, f, g):", *["    a = 1"] * 80, *["x = 1"] * 430]
+    path.write_text("\n".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "ROOT", tmp_path)
+        found = list(too_large(path))
+    assert found == [
+        "large.py has 511 lines that are not blank", "large.py:1 f is too long", "large.py:1 f takes 7 parameters"
+    ]  # fmt: skip
+
+
+def test_words() -> None:
+    named = [(path, name) for path in SOURCES for name in [path.stem, *(n.name for n in classes(path))]]
+    none_of(
+        f"{label(path)}: the name {name} says nothing ({word})"
+        for path, name in named
+        for word in FORBIDDEN_WORDS
+        if word in name.lower()
+    )
+
+
+def classes(path: Path) -> Iterator[ast.ClassDef]:
+    return (node for node in nodes_of(path) if isinstance(node, ast.ClassDef))
 
 
 def pure(path: Path) -> bool:
@@ -125,23 +183,20 @@ def test_each_pure_name_is_that_of_a_package_or_a_module() -> None:
     assert set(PURE) <= found
 
 
-@pytest.mark.parametrize("path", list(filter(pure, SOURCES)), ids=label)
-def test_purity(path: Path) -> None:
-    found = imported(tree_of(path)) & IMPURE
-    assert not found, f"{label(path)} is pure and must not import {', '.join(sorted(found))}"
+def test_purity() -> None:
+    found = {path: imported(nodes_of(path)) & IMPURE for path in SOURCES if pure(path)}
+    none_of(f"{label(path)} is pure and must not import {', '.join(sorted(names))}" for path, names in found.items() if names)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_blanket_except_only_at_boundaries(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    bad = [i for i, line in enumerate(lines, 1) if line.strip().startswith("except:")]
-    assert not bad, f"{label(path)}:{bad} catches everything"
+def test_nothing_catches_everything() -> None:
+    lines = [(path, i, line) for path in SOURCES for i, line in enumerate(text_of(path).splitlines(), 1)]
+    none_of(f"{label(path)}:{i} catches everything" for path, i, line in lines if line.strip().startswith("except:"))
 
 
-def full_names(tree: ast.AST) -> dict[str, str]:
+def full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """What the names that a file imports stand for: `import pickle as p` -> p: pickle."""
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.asname: alias.name for alias in node.names if alias.asname}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -149,10 +204,10 @@ def full_names(tree: ast.AST) -> dict[str, str]:
     return names
 
 
-def unpicklers(tree: ast.AST) -> set[str]:
+def unpicklers(nodes: Sequence[ast.AST]) -> set[str]:
     """Names in a file by which bytes become objects, and so may run code."""
-    names, found = full_names(tree), set()
-    for node in ast.walk(tree):
+    names, found = full_names(nodes), set()
+    for node in nodes:
         if isinstance(node, ast.Attribute | ast.Name):
             text = ast.unparse(node)
             first, dot, rest = text.partition(".")
@@ -169,11 +224,14 @@ def unpicklers(tree: ast.AST) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_nothing_is_unpickled(path: Path) -> None:
-    allowed, _ = MAY_UNPICKLE.get(label(path), (set(), ""))
-    found = unpicklers(tree_of(path))
-    assert found == allowed, f"{label(path)}: {', '.join(sorted(found ^ allowed))}; elastic/worker/wire.py sends without pickle"
+@pytest.mark.slow
+def test_nothing_is_unpickled() -> None:
+    odd = {path: unpicklers(nodes_of(path)) ^ MAY_UNPICKLE.get(label(path), (set(), ""))[0] for path in SOURCES}
+    none_of(
+        f"{label(path)}: {', '.join(sorted(found))}; elastic/worker/wire.py sends without pickle"
+        for path, found in odd.items()
+        if found
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +250,7 @@ def test_nothing_is_unpickled(path: Path) -> None:
     ],
 )
 def test_the_rule_against_pickle_sees(text: str, found: set[str]) -> None:
-    assert unpicklers(ast.parse(text)) == found
+    assert unpicklers(nodes_in(text)) == found
 
 
 def test_imports_bring_neither_torch_nor_ray() -> None:
@@ -219,9 +277,11 @@ REASON = re.compile(r"# sleeps: \w")
 
 def sleeps(text: str) -> list[int]:
     """Lines that wait for time to pass, and do not say why."""
-    tree, lines, found = ast.parse(text), text.splitlines(), []
-    names = full_names(tree)
-    for node in ast.walk(tree):
+    if not re.search(r"sleep|\bEvent\b", text):
+        return []
+    nodes, lines, found = nodes_in(text), text.splitlines(), []
+    names = full_names(nodes)
+    for node in nodes:
         if isinstance(node, ast.Name) or isinstance(node, ast.Attribute) and node.attr in ("sleep", "wait"):
             first, dot, rest = ast.unparse(node).partition(".")
             called, bracket, more = first.partition("(")
@@ -231,11 +291,11 @@ def sleeps(text: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("path", WAIT_HERE, ids=label)
-def test_no_test_waits_for_time_to_pass(path: Path) -> None:
+@pytest.mark.slow
+def test_no_test_waits_for_time_to_pass() -> None:
     """It waits for an event, by `until` of tests/support/waiting.py; where sleeping is what is tested, a comment says so."""
-    found = sleeps(path.read_text())
-    assert not found, f"{label(path)}:{found} sleeps; wait for an event, or say why in '# sleeps: ...'"
+    found = {path: sleeps(text_of(path)) for path in WAIT_HERE}
+    none_of(f"{label(path)}:{at} sleeps; wait for an event, or say why in '# sleeps: ...'" for path, at in found.items() if at)
 
 
 @pytest.mark.parametrize(
@@ -264,14 +324,11 @@ def test_no_two_test_files_have_one_name() -> None:
     assert sorted(names) == sorted(set(names)), f"twice: {sorted({name for name in names if names.count(name) > 1})}"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=label)
-def test_no_test_file_is_imported(path: Path) -> None:
+def test_no_test_file_is_imported() -> None:
     """What several tests need stands in tests/support."""
-    found = [name for name in modules(tree_of(path)) if re.fullmatch(r"(.*\.)?(test_\w+|conftest)", name)]
-    assert not found, f"{label(path)} imports {', '.join(found)}"
-
-
-def modules(tree: ast.AST) -> list[str]:
-    """Whole names of the modules that a file imports."""
-    plain = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    return plain + [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    none_of(
+        f"{label(path)} imports {name}"
+        for path in OWN
+        for name in modules(nodes_of(path))
+        if re.fullmatch(r"(.*\.)?(test_\w+|conftest)", name)
+    )
