@@ -262,6 +262,7 @@ class _Exhaustive(_Finder):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("aim", AIMS, ids=[aim.purpose for aim in AIMS])
 @pytest.mark.parametrize(("pools", "model"), POOLS, ids=["8b", "mixed-small", "mixed-1b", "experts"])
 def test_the_best_offers_are_those_of_a_search_that_leaves_nothing_out(

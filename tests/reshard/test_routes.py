@@ -103,7 +103,7 @@ def same(some: list[State], others: list[State]) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_random_transitions(case: Case) -> None:
     model, old, new, holders, nodes = case.plain

@@ -99,6 +99,7 @@ def prepared(fault: Fault, operation: Operation, times: int) -> Fault:
     return replace(fault, match=operation.match, times=times, at=at if fault.kind == "wrong" else fault.at)
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(("fault", "operation"), cases(PASSING))
 def test_a_passing_fault_changes_nothing(
     filled: S3Storage, proxy: FaultyProxy, fault: str, operation: Operation, request: pytest.FixtureRequest

@@ -36,6 +36,7 @@ from elastic.worker.gather import Gather, Parts
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
