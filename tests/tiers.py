@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SELECTED = {
     "unit": "not e2e and not whole and not gpu", "e2e": "e2e and not whole and not gpu", "whole": "whole and not gpu"
 }  # fmt: skip
-PARALLEL = {"unit": ("-n", "2"), "e2e": ("-n", "2")}  # processes of pytest-xdist; which runs what: support/scheduling.py
+PARALLEL = dict.fromkeys(SELECTED, ("-n", "2"))  # processes of pytest-xdist; which runs what: support/scheduling.py
 TIERS = ("lint", *SELECTED)
 WHOLE_RUN = ROOT / "tests" / "whole_run.json"  # the last run of every tier, for docs/proven.md
 

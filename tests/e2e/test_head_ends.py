@@ -101,7 +101,8 @@ def test_so_does_a_script_that_is_restarted(shell: Shell, which: str) -> None:
     ended(process, which)
 
 
-@pytest.mark.parametrize("which", [pytest.param(p, marks=pytest.mark.whole) if p == "gcs" else p for p in PARTS])
+@pytest.mark.whole
+@pytest.mark.parametrize("which", PARTS)
 def test_on_a_cluster_the_workers_are_let_go_of(shell: Shell, which: str) -> None:
     with LocalCluster((str(ROOT),)) as cluster:
         for node in ("x", "y"):

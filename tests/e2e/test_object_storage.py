@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.e2e.shell import Shell, last_line
+from support.e2e.shell import PROGRAMS, Shell, last_line
 from support.storage.faulty_proxy import Fault, FaultyProxy, slow_down
 from support.waiting import until
 
 from elastic.storage.s3 import S3Storage
 
-STEPS = 60
 NODES = {
     "layout": {"4": "dp_shard=2,tp=2", "2": "dp_shard=2"},
     "pools": [{"name": "spot", "market_type": "spot", "gpus_per_node": 2, "max_nodes": 2}],
@@ -25,16 +24,16 @@ def test_a_run_in_object_storage(shell: Shell, s3: S3Storage, proxy: FaultyProxy
     proxy.faults += [slow_down("PUT .*checkpoints", 2), Fault("reset", "PUT", 2, skip=9), Fault("lost", "PUT .*journal", 2)]
     elsewhere = replace(shell, root=tmp_path / "elsewhere")
     elsewhere.root.mkdir()
-    run = f"{s3.uri}/one"
+    run, again = f"{s3.uri}/one", {**NODES, "program": str(PROGRAMS / "tiny_slow.py")}
     name = shell.job(
-        steps=100_000, storage=s3.uri, **NODES, drill=[{"at_step": 6, "kill": "any-spot"}], durable_every=20, peer_every=0
+        steps=100_000, storage=s3.uri, **again, drill=[{"at_step": 6, "kill": "any-spot"}], durable_every=20, peer_every=0
     )
     first = shell.start("run", name, "--run-name", "one")
     try:
         until(lambda: bool(s3.list("one/journal/")), "the first segment of the journal")
         until(lambda: bool(s3.list("one/checkpoints/")), "the first checkpoint")
         until(lambda: elsewhere.status(run)["step"] > 12, "the twelfth step")
-        code, _, err = elsewhere.call("run", elsewhere.job(storage=s3.uri, **NODES), "--run-name", "one")
+        code, _, err = elsewhere.call("run", elsewhere.job(storage=s3.uri, **again), "--run-name", "one")
         assert (code, err.count("\n")) == (2, 1) and f"run 'one' is driven by process {first.pid}" in err
         code, out, err = elsewhere.call("drill", run, "add=spot")
         assert code == 0, err
@@ -48,7 +47,7 @@ def test_a_run_in_object_storage(shell: Shell, s3: S3Storage, proxy: FaultyProxy
     assert stopped == shell.status("one") and (stopped["phase"], stopped["durable_step"]) == ("stopped", stopped["step"])
 
     last = stopped["step"] + 5
-    code, out, err = elsewhere.call("run", elsewhere.job(storage=s3.uri, **NODES, steps=last), "--run-name", "one", "--json")
+    code, out, err = elsewhere.call("run", elsewhere.job(storage=s3.uri, **again, steps=last), "--run-name", "one", "--json")
     assert code == 0, err
     found = last_line(out)
     assert (found["steps"], found["samples_exact"]) == (last, True)

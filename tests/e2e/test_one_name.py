@@ -16,7 +16,7 @@ from elastic.cluster.local import LocalCluster, NodeOrder
 from elastic.ledger.journal import read
 from elastic.types import NodeLost, NodePrepared, StepDone, WorkerFailed
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.whole]  # ledger/test_segments.py has the names that keep them apart
 
 
 def events(storage: Path, kind: type | tuple[type, ...]) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 WITHIN_S = 300.0  # for hangs only: far above what anything takes on a busy machine
 LOOK_S = 0.01
+SHARE = 0.2  # of a core, at most, that a look may take from what is looked at
 
 
 def until(condition: Callable[[], T], what: str | Callable[[], str], within_s: float = WITHIN_S) -> T:
@@ -24,7 +25,8 @@ def until(condition: Callable[[], T], what: str | Callable[[], str], within_s: f
         if found := condition():
             return found
         assert looked_s - began_s < within_s, f"not within {within_s:g} s: {what if isinstance(what, str) else what()}"
-        time.sleep(max(LOOK_S, time.monotonic() - looked_s))  # sleeps: here, for all; a look that is dear is taken seldom
+        took_s = time.monotonic() - looked_s
+        time.sleep(max(LOOK_S, took_s / SHARE - took_s))  # sleeps: here, for all; a look that is dear is taken seldom
 
 
 def is_waiting(thread: threading.Thread, where: str = "") -> bool:

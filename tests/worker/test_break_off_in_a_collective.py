@@ -14,7 +14,7 @@ import torch.distributed as dist
 TIMEOUT_S = 10  # of the group: for so long a rank waits that was not freed
 WITHIN_S = 5.0  # after the order; workers that take longer are ended by the driver
 N_RANKS = 3
-TRIALS = 15
+TRIALS = 10
 LATE_MOST = 2  # shut in both directions at once, a fifth of all trials is late; as it is, 1 of 180 was
 N_NUMBERS = 512  # of each rank in each message
 

@@ -16,7 +16,7 @@ import yaml
 from support.cluster.borrowed import Borrowed
 from support.places import PROGRAMS
 from support.reference import train_alone
-from support.waiting import until
+from support.waiting import SHARE, until
 
 from elastic import api
 from elastic.cluster import local
@@ -61,6 +61,16 @@ def job(folder: Path, steps: int, drill: list[dict[str, Any]], **more: Any) -> P
     return folder
 
 
+def looks(journal: Path, ended: threading.Event, every_s: float) -> Iterator[list[Line]]:
+    """The journal's lines again and again until `ended` is set; seldom where it is long: it is read from its start, beside a
+    run that wants the cores."""
+    wait_s = every_s
+    while not ended.wait(wait_s):
+        began_s = time.monotonic()
+        yield read(journal) if journal.is_file() else []
+        wait_s = max(every_s, (time.monotonic() - began_s) / SHARE)
+
+
 class Watch(threading.Thread):
     """Looks, while a run goes on, at the processes that it names: none of them may be another one under the same id."""
 
@@ -72,8 +82,7 @@ class Watch(threading.Thread):
         self.ended = threading.Event()
 
     def run(self) -> None:
-        while not self.ended.wait(0.25):
-            lines = read(self.journal) if self.journal.is_file() else []
+        for lines in looks(self.journal, self.ended, 0.25):
             for event in events(lines, NodePrepared):
                 for pid in event.pids:
                     started = _start_time(pid)
@@ -106,8 +115,7 @@ def slow_until_grown(journal: Path, slow: Path) -> Iterator[None]:
     file = Path(os.environ.setdefault(SLOW, str(slow)))
 
     def follow() -> None:
-        while not ended.wait(0.1):
-            lines = read(journal) if journal.is_file() else []
+        for lines in looks(journal, ended, 0.1):
             asked = sum("add" in e.drill or "partition" in e.drill for e in events(lines, DrillAsked))
             if asked > sum(plan.cause == "growth" for plan in plans(lines)):
                 file.touch()
