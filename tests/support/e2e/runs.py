@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -105,19 +105,23 @@ def plans(lines: list[Line]) -> list[Plan]:
     return [a.plan for line in lines if line.decision for a in line.decision.actions if isinstance(a, EnterPlan)]
 
 
+def not_grown(lines: list[Line]) -> bool:
+    """A drill has asked for a node, or cut one off, and no plan with it has been ordered yet."""
+    asked = sum("add" in e.drill or "partition" in e.drill for e in events(lines, DrillAsked))
+    return asked > sum(plan.cause == "growth" for plan in plans(lines))
+
+
 @contextmanager
-def slow_until_grown(journal: Path, slow: Path) -> Iterator[None]:
-    """From each `add` or `partition` of a drill until a plan with the new node is ordered, steps are slow: however long a node
-    takes to start on this machine, the run is still at it. `slow`: the file that the nodes' SLOW names, unless they stand
-    already."""
+def slow_until_grown(journal: Path, slow: Path, awaited: Callable[[list[Line]], bool] = not_grown) -> Iterator[None]:
+    """While the journal says that a node is awaited, steps are slow: however long a node takes to start on this machine, the run is still at it.
+    `slow`: the file that the nodes' SLOW names, unless they stand already."""
     ended = threading.Event()
     own = SLOW not in os.environ
     file = Path(os.environ.setdefault(SLOW, str(slow)))
 
     def follow() -> None:
         for lines in looks(journal, ended, 0.1):
-            asked = sum("add" in e.drill or "partition" in e.drill for e in events(lines, DrillAsked))
-            if asked > sum(plan.cause == "growth" for plan in plans(lines)):
+            if awaited(lines):
                 file.touch()
             else:
                 file.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from support.e2e.runs import events, plans, run
+from support.e2e.runs import events, plans, run, slow_until_grown
 
 from elastic.cluster.local import LocalCluster
 from elastic.ledger.journal import Line, read
@@ -43,6 +43,11 @@ class Strikes(threading.Thread):
                 size = now
                 self._look(read(self.journal))
 
+    def growth_awaited(self, lines: list[Line]) -> bool:
+        """A node was lost, and none has come in its place yet that is to be struck."""
+        causes = {plan.cause for plan in plans(lines)}
+        return "growth" in self.whom and "loss" in causes and "growth" not in causes
+
     def _look(self, lines: list[Line]) -> None:
         for plan in plans(lines):
             if plan.cause in self.whom and plan.cause not in self.struck:
@@ -67,7 +72,8 @@ def struck(
         strikes = Strikes(folder / "runs" / "run" / "journal.jsonl", whom)
         strikes.start()
         try:
-            summary, lines = run(folder, on=on)
+            with slow_until_grown(strikes.journal, folder / "slow", strikes.growth_awaited):
+                summary, lines = run(folder, on=on)
         finally:
             strikes.ended.set()
             strikes.join()
