@@ -113,8 +113,8 @@ def not_grown(lines: list[Line]) -> bool:
 
 @contextmanager
 def slow_until_grown(journal: Path, slow: Path, awaited: Callable[[list[Line]], bool] = not_grown) -> Iterator[None]:
-    """While the journal says that a node is awaited, steps are slow: however long a node takes to start on this machine, the run is still at it.
-    `slow`: the file that the nodes' SLOW names, unless they stand already."""
+    """While the journal says that a node is awaited, steps are slow: however long a node takes to start on this machine, the
+    run is still at it. `slow`: the file that the nodes' SLOW names, unless they stand already."""
     ended = threading.Event()
     own = SLOW not in os.environ
     file = Path(os.environ.setdefault(SLOW, str(slow)))
