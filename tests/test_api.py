@@ -13,8 +13,8 @@ from support.places import PROGRAMS, ROOT
 
 import elastic
 from elastic import api
-from elastic.api import checks, running
-from elastic.api.scripts import FILLED
+from elastic.api import Options, checks, running
+from elastic.api.scripts import FILLED, _ScriptRun
 from elastic.cli import main
 from elastic.cluster.claims import LEAVE_MOST_S
 from elastic.data.order import digest, digest_text, sample_ids
@@ -48,6 +48,7 @@ from elastic.types import (
     StepDone,
     Stop,
     TensorSpec,
+    WorkerFailed,
     WorkerId,
     parse_layout,
 )
@@ -438,6 +439,23 @@ def test_what_the_program_has_ended_is_begun_again_by_a_person_alone(folder: Pat
     (folder / "program.py").write_text((PROGRAMS / "tiny.py").read_text() + "CHANGED = 1\n")
     with pytest.raises(SpecError, match=r"other values: the code of its program\.py"):
         prepared(folder, run_name="r", supervised=True)._start(2, before, failed)
+
+
+def test_so_is_a_script_that_is_restarted(folder: Path) -> None:
+    file = folder / "train.py"
+    file.write_text("print('step 1: loss 1.0')")
+    spec = job_of({"name": "tiny", **FILLED}, file, "--set")
+    job = {"script": str(file), "args": [], "restarted": True}
+    begun = DriverStarted("r", 1, job, (), ModelProfile(0, 0, ()))
+    failed = WorkerFailed(WorkerId("spot-1", 0), 1, "program", "rank 0 (exit code 1): KeyError: 'x'")
+    stop = Decision((Stop("failed", "the script itself failed on rank 0"),), "")
+    before = [Line(0.0, 1, ((0.0, begun),)), Line(9.0, 1, ((9.0, failed),), stop)]
+    for options in (Options(run_name="r"), Options(run_name="r", supervised=True, allow_changed=True)):
+        _ScriptRun(file, (), spec, options)._check_same(before)
+    started = _ScriptRun(file, (), spec, Options(run_name="r", supervised=True))
+    with pytest.raises(ProgramError, match="failed by its program, which is the same: rank 0 .exit code 1.: KeyError"):
+        started._check_same(before)
+    started._check_same(before[:1])
 
 
 # ------------------------------------------------------------------------------------------------ clocks

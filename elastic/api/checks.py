@@ -21,7 +21,7 @@ from elastic.policy.state import State
 from elastic.program import Program
 from elastic.spec import JobSpec
 from elastic.storage import Storage
-from elastic.types import DriverStarted, ModelProfile, Pool, Stop
+from elastic.types import DriverStarted, ModelProfile, Pool, Stop, WorkerFailed
 
 log = logging.getLogger(__name__)
 
@@ -158,14 +158,25 @@ def check_same(before: list[Line], start: DriverStarted, meta: Mapping[str, Any]
         )
 
 
-def check_not_failed(run: str, state: State | None) -> None:
-    """Raises ProgramError where the program has ended the run, as it would again: what starts runs again (`backoffLimit` of a
-    RayJob) may not pay for that once more. A person who goes on by hand is not asked."""
-    if state is not None and state.phase == "failed" and state.fatal:
+def check_not_failed(run: str, fatal: str) -> None:
+    """Raises ProgramError where the program has ended the run (`fatal`: how), as it would again: what starts runs again
+    (`backoffLimit` of a RayJob) may not pay for that once more. A person who goes on by hand is not asked."""
+    if fatal:
         raise ProgramError(
-            f"run '{run}' has failed by its program, which is the same: {state.fatal}; after a change go on with "
+            f"run '{run}' has failed by its program, which is the same: {fatal}; after a change go on with "
             "--allow-changed, or once more as it is without --supervise"
         )
+
+
+def failed_by_itself(before: Sequence[Line]) -> str:
+    """How a script that is restarted has ended its run, by the last driver's lines; '' = it has not."""
+    why = ""
+    for _, event in (entry for line in before for entry in line.events):
+        if isinstance(event, DriverStarted):
+            why = ""
+        elif isinstance(event, WorkerFailed) and event.kind == "program":
+            why = event.error
+    return why
 
 
 def _check_same_model(run: str, old: ModelProfile, new: ModelProfile) -> None:

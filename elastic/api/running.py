@@ -321,7 +321,7 @@ class _Run:
             start = replace(start, paid_until_s=paid_until_s(before, float(state.job.get("orphan_lease_s") or 900.0), False))
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
         if self.options.supervised and not self.options.allow_changed:
-            check_not_failed(self.name, state)
+            check_not_failed(self.name, state.fatal if state is not None and state.phase == "failed" else "")
         if layouts is not None:
             model = checked(model, layouts.result(), self.program)
             start = replace(start, model=model, job={**start.job, COMPUTES_IN: model.computes_in})

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic.api.checks import check_drill, paid_until_s, taken, warn_of_clock
+from elastic.api.checks import check_drill, check_not_failed, failed_by_itself, paid_until_s, taken, warn_of_clock
 from elastic.api.running import (
     Options,
     Result,
@@ -139,7 +139,7 @@ class _ScriptRun:
         return Result(self.name, script.outcome, data, self.place.folder)
 
     def _check_same(self, before: Sequence[Line]) -> None:
-        """The run goes on with the script that it had. Raises SpecError."""
+        """The run goes on with the script that it had. Raises SpecError; ProgramError where that has failed, and nobody looks on."""
         if not before:
             return
         view = view_of(before)
@@ -150,6 +150,8 @@ class _ScriptRun:
             raise SpecError(f"run '{self.name}' is done; give another --run-name, or none, to start anew")
         if was != str(self.file) and not self.options.allow_changed:
             raise SpecError(f"run '{self.name}' was started with {was}; give another --run-name, or --allow-changed")
+        if self.options.supervised and not self.options.allow_changed:
+            check_not_failed(self.name, failed_by_itself(before))
 
     def _job(self) -> ScriptJob:
         from elastic.cluster.script_run import ScriptJob
