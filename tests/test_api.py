@@ -13,7 +13,7 @@ from support.places import PROGRAMS, ROOT
 
 import elastic
 from elastic import api
-from elastic.api import Options, checks, running
+from elastic.api import Options, checks, running, samples
 from elastic.api.scripts import FILLED, _ScriptRun
 from elastic.cli import main
 from elastic.cluster.claims import LEAVE_MOST_S
@@ -27,6 +27,7 @@ from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import Cut
 from elastic.ledger.segments import Stored
 from elastic.observe.view import view_of
+from elastic.policy.facts import digested
 from elastic.policy.state import State, fold
 from elastic.program import Program, load_program
 from elastic.spec import check_budget, drill_entry, job_data, job_of
@@ -223,7 +224,7 @@ def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path)
     assert str(aside) in start.cut and len(prepared(folder, run_name="hurt")._before()[0]) == 2
     (note,) = [note.text for note in view_of(read(place.journal)).notes if str(aside) in note.text]
     assert note.endswith(f"its journal was damaged: 1 lines before that count, the whole text is in {aside}")
-    assert one._samples_exact([Line(0.0, 2, ((0.0, start),)), Line(9.0, 2, tuple(steps([3, 4])))]) is None
+    assert samples.exact([Line(0.0, 2, ((0.0, start),)), Line(9.0, 2, tuple(steps([3, 4])))], one.spec) is None
 
 
 def test_steps_that_a_killed_driver_did_not_write_down_are_unknown_also_where_they_are_the_last(folder: Path) -> None:
@@ -231,7 +232,7 @@ def test_steps_that_a_killed_driver_did_not_write_down_are_unknown_also_where_th
     n = one.spec.steps
     before = Line(9.0, 1, ((0.0, START), *steps(list(range(1, n - 1)))))
     after = Line(20.0, 2, ((20.0, PlanEntered(2, n)),))
-    assert one._samples_exact([before, after]) is None
+    assert samples.exact([before, after], one.spec) is None
 
 
 def test_without_a_part_of_the_journal_nobody_is_attached_to(folder: Path) -> None:
@@ -304,7 +305,7 @@ def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:
 
     def exact(*events: tuple[float, object], told: int = 100, start: DriverStarted = START) -> bool | None:
         ready = Line(0.0, 1, ((0.0, start), (0.5, NodePrepared("a", (1,), told))))
-        return one._samples_exact([ready, Line(9.0, 1, tuple(events))])  # type: ignore[arg-type]
+        return samples.exact([ready, Line(9.0, 1, tuple(events))], one.spec)  # type: ignore[arg-type]
 
     assert exact(*steps([1, 2, 3, 4])) is True
     assert exact(*steps([1, 2, 3]), (3.5, PlanEntered(2, 2)), *steps([3, 4], generation=2)) is True
@@ -324,12 +325,38 @@ def test_of_steps_that_a_killed_driver_had_not_written_down_nobody_knows(folder:
     def exact(before: list[int], after: list[int], n_samples: int = 100) -> bool | None:
         ready = Line(0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)), *steps(before)))  # type: ignore[arg-type]
         again = ((9.0, PlanEntered(2, after[0] - 1)), *steps(after, generation=2, n_samples=n_samples))
-        return one._samples_exact([ready, Line(9.0, 2, again)])  # type: ignore[arg-type]
+        return samples.exact([ready, Line(9.0, 2, again)], one.spec)  # type: ignore[arg-type]
 
     assert exact([1, 2], [3, 4]) is True and exact([1, 2], [2, 3, 4]) is True
     assert exact([1, 2], [4]) is None and exact([], [3, 4]) is None
     assert exact([1, 2], [4], n_samples=90) is False
     assert exact([1, 3], [4]) is False, "within a driver all are written down"
+
+
+def test_a_checkpoints_running_digest_tells_of_steps_that_no_line_tells_of(folder: Path) -> None:
+    """Its driver was killed before it wrote them down, or the journal's end is gone."""
+    one = prepared(folder)
+    one.program = replace(one.program, dataset=None)
+
+    def stored(step: int, n_samples: int = 100) -> Copy:
+        state = State()
+        for _, event in steps(list(range(1, step + 1)), n_samples=n_samples):
+            state = replace(state, digests=digested(state.digests, event))
+        return Copy(step, "durable", 1, Layout(), samples=state.digests[step])
+
+    def exact(found: Copy, after: list[int], cut: str = "", before: tuple[int, ...] = (1,)) -> bool | None:
+        ready = Line(0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)), *steps(list(before))))
+        again = replace(START, epoch=2, durable=(found,), cut=cut)
+        entered = ((9.0, again), (9.0, PlanEntered(2, after[0] - 1)), *steps(after, generation=2))
+        lines = [*([ready] if before else []), Line(9.0, 2, ((8.9, NodePrepared("a", (1,), 100)), *entered))]
+        return samples.exact(lines, one.spec)
+
+    assert exact(stored(3), [4]) is True and exact(replace(stored(3), samples=""), [4]) is None
+    assert exact(stored(3, n_samples=90), [4]) is False, "they were others"
+    assert exact(stored(2), [4]) is None, "of step 3 it does not tell"
+    for before in ((), (1,), (1, 2)):
+        assert exact(stored(3), [4], cut="its journal was damaged", before=before) is True
+    assert exact(replace(stored(3), samples=""), [4], cut="its journal was damaged") is None
 
 
 def test_steps_that_were_rolled_back_are_not_those_that_a_killed_driver_did_not_write_down(folder: Path) -> None:
@@ -348,7 +375,7 @@ def test_steps_that_were_rolled_back_are_not_those_that_a_killed_driver_did_not_
         Line(0.5, 1, ready, first), Line(4.0, 1, ((0.6, PlanEntered(1, 0)), *undone), second), Line(8.0, 1, redone),
         Line(8.5, 2, (), third), Line(9.0, 2, after),
     ]  # fmt: skip
-    assert running.unwritten_steps(lines) == {2, 3} and one._samples_exact(lines) is None
+    assert samples.unwritten_steps(lines) == {2, 3} and samples.exact(lines, one.spec) is None
 
 
 def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ class _ScriptRun:
         return Result(self.name, script.outcome, data, self.place.folder)
 
     def _check_same(self, before: Sequence[Line]) -> None:
-        """The run goes on with the script that it had. Raises SpecError; ProgramError where that has failed, and nobody looks on."""
+        """The run goes on with the script that it had. Raises SpecError; ProgramError where it has failed, unseen."""
         if not before:
             return
         view = view_of(before)

@@ -22,6 +22,7 @@ from elastic.types import (
     Decision,
     EnterPlan,
     Event,
+    FailureKind,
     GroupRan,
     Layout,
     Node,
@@ -350,7 +351,8 @@ class Script:
             code = failed[0].code or 0
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             last = failed[0].tail.strip().splitlines()[-1:] or ["it wrote nothing to its standard error"]
-            why, kind = last[0].strip(), "process" if code == -signal.SIGKILL else "program"
+            kind: FailureKind = "process" if code == -signal.SIGKILL else "program"
+            why = last[0].strip()
             self.log.append((now_s, WorkerFailed(failed[0].worker, self.generation, kind, f"rank {rank} ({how}): {why}")))
             self.end("failed", f"the script itself failed on rank {rank} ({how}), no node was lost: {why}")
         else:

@@ -145,7 +145,9 @@ def test_who_hears_of_no_driver_stops_and_leaves_however_well_it_trains(
         poll=lambda ack, wait_s: beat,
         store_alone=lambda epoch, wait_s: calls.append((now.s, epoch)),
     )
-    monkeypatch.setattr("elastic.cluster.actors.time", SimpleNamespace(monotonic=lambda: now.s, sleep=passes, time=lambda: now.s))
+    monkeypatch.setattr(
+        "elastic.cluster.actors.time", SimpleNamespace(monotonic=lambda: now.s, sleep=passes, time=lambda: now.s)
+    )
     monkeypatch.setattr("elastic.cluster.actors.os._exit", leave)
     worker.polled_at, worker.ordered, worker.setup = 0.0, 7, replace(worker.setup, orphan_lease_s=900.0)
     with pytest.raises(Exit):
