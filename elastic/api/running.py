@@ -157,17 +157,20 @@ def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
     drill = load_drill(options.drill) if options.drill is not None else spec.drill
     if address is not None and options.drill is None:
         drill = []
-    pools, floor = spec.pools, spec.on_demand_floor
+    pools, floor, head_usd_per_h = spec.pools, spec.on_demand_floor, spec.head_usd_per_h
     if options.cluster is not None:
         cluster = _cluster_of(options.cluster, options.local, address)
         pools = [pool_of(asdict(pool), f"{options.cluster}: pool {pool.name!r}") for pool in cluster.pools]
         if cluster.on_demand_floor and "on_demand_floor" not in spec.model_fields_set:
             floor = cluster.on_demand_floor
+        if "head_usd_per_h" not in spec.model_fields_set:
+            head_usd_per_h = cluster.head_usd_per_h
     elif address is None and "pools" not in spec.model_fields_set:
         from elastic.cluster.local import visible_gpus
 
         pools = embedded_pools(len(visible_gpus()))
-    return spec.model_copy(update={"drill": drill, "pools": pools, "on_demand_floor": floor})
+    known = {"drill": drill, "pools": pools, "on_demand_floor": floor, "head_usd_per_h": head_usd_per_h}
+    return spec.model_copy(update=known)
 
 
 def _cluster_of(file: str | Path, local: bool, address: str | None) -> ClusterSpec:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from elastic.cluster.script_run import ScriptJob
 
 KEYS = (
-    "name", "pools", "min_workers", "max_workers", "max_nodes", "budget_usd", "deadline_h", "storage", "drill", "max_silence_s",
+    "name", "pools", "min_workers", "max_workers", "max_nodes", "budget_usd", "head_usd_per_h", "deadline_h", "storage",
+    "drill", "max_silence_s",
 )  # fmt: skip
 FILLED = {"steps": 1, "global_batch": 1_000_000}  # what a job must have, and nobody reads here
 RAY_TRAIN = re.compile(r"\bray\.train\b|from\s+ray\s+import\s+.*\btrain\b")

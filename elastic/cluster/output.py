@@ -136,8 +136,8 @@ def open_log(path: Path) -> int:
 
 
 def prune(folder: Path) -> None:
-    """Removes the oldest files that nobody writes any more, where they are too many or too large. One worker does so for all, once in PRUNE_EVERY_S: a look at many
-    thousands of files by as many workers would take hours."""
+    """Removes the oldest files that nobody writes any more, where they are too many or too large. One does so for all, once in
+    PRUNE_EVERY_S: a look at many thousands of files by as many workers would take hours."""
     with suppress(OSError):
         mark = os.open(folder / PRUNED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic.cluster import script_worker
+from elastic.cluster import output, script_worker
 from elastic.cluster.script_worker import ScriptLog, Supervisor
 
 
