@@ -22,7 +22,7 @@ from elastic.data.streams import N_POSITIONS
 from elastic.driver import LINE_EVERY_S, restored
 from elastic.errors import JournalDamaged, ProgramError, SpecError
 from elastic.fingerprint import fingerprint
-from elastic.ledger.journal import Journal, Line, read
+from elastic.ledger.journal import Journal, Line, built, plain, read
 from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import Cut
 from elastic.ledger.segments import Stored
@@ -375,7 +375,28 @@ def test_steps_that_were_rolled_back_are_not_those_that_a_killed_driver_did_not_
         Line(0.5, 1, ready, first), Line(4.0, 1, ((0.6, PlanEntered(1, 0)), *undone), second), Line(8.0, 1, redone),
         Line(8.5, 2, (), third), Line(9.0, 2, after),
     ]  # fmt: skip
-    assert samples.unwritten_steps(lines) == {2, 3} and samples.exact(lines, one.spec) is None
+    unwritten = samples.Unwritten()
+    for line in lines:
+        unwritten.add(line)
+    assert unwritten.steps == {2, 3} and samples.exact(lines, one.spec) is None
+
+
+def test_the_journal_is_gone_through_once_and_of_a_state_in_it_only_parts_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [Line(0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)))), Line(9.0, 1, tuple(steps([1, 2, 3, 4])))]
+    assert samples.exact(iter(lines), prepared(folder).spec) is True
+    one = prepared(folder, run_name="state")
+    start = replace(one._start(1, []), model=MODEL)
+    later = Line(5.0, 1, state=plain(fold(State(), start, 0.0)))
+    monkeypatch.setattr(checks, "built", lambda kind, data: {ModelProfile: built}[kind](kind, data))  # no whole State
+    checks.check_same([later], start, {})
+    with pytest.raises(SpecError, match="was started with other values: seed"):
+        checks.check_same(
+            [later], replace(start, job={**start.job, "fingerprint": {**start.job["fingerprint"], "seed": 9}}), {}
+        )
+    with pytest.raises(SpecError, match="was started with another model: w was"):
+        checks.check_same([later], replace(start, model=ModelProfile(1, 4, (TensorSpec("w", (2, 3), "float32"),))), {})
 
 
 def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:

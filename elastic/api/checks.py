@@ -17,7 +17,6 @@ from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.fingerprint import JOB_KEYS, KEY, batch_changed, differences
 from elastic.ledger.journal import Line, built
 from elastic.ledger.lease import Lease, Sign
-from elastic.policy.state import State
 from elastic.program import Program
 from elastic.spec import JobSpec
 from elastic.storage import Storage
@@ -139,13 +138,15 @@ def check_cp(spec: JobSpec, program: Program) -> None:
 def check_same(before: list[Line], start: DriverStarted, meta: Mapping[str, Any], allow_changed: bool = False) -> None:
     """A run goes on with the program, data and mathematics that it had; `meta`: of its newest checkpoint. Raises SpecError that
     names what differs."""
-    known: list[DriverStarted | State] = [e for line in before for _, e in line.events if isinstance(e, DriverStarted)]
-    known[:0] = [built(State, line.state) for line in before if line.state is not None]
-    was = {key: known[-1].job[key] for key in JOB_KEYS if key in known[-1].job} if known else {}
+    started = [e for line in before for _, e in line.events if isinstance(e, DriverStarted)]
+    states = [line.state for line in before if line.state is not None]  # only parts of one: the whole takes long
+    job: dict[str, Any] = started[-1].job if started else states[-1]["job"] if states else {}
+    was = {key: job[key] for key in JOB_KEYS if key in job}
     was |= meta.get(KEY) or {}
-    was |= known[-1].job.get(KEY) or {} if known else {}
-    if known and known[0].model is not None:
-        _check_same_model(start.run, known[0].model, start.model)
+    was |= job.get(KEY) or {}
+    models = [built(ModelProfile, state["model"]) for state in states[:1] if state["model"]]
+    for model in models or [event.model for event in started[:1]]:
+        _check_same_model(start.run, model, start.model)
     now = start.job.get(KEY) or start.job
     batch = batch_changed(start.run, was, now)
     if batch:

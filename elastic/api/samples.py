@@ -8,7 +8,7 @@ from functools import cache
 from elastic.data.order import NO_STEP, chained, digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS
 from elastic.ledger.journal import Line
-from elastic.observe.view import view_of
+from elastic.observe.view import View
 from elastic.spec import JobSpec
 from elastic.types import DriverStarted, NodePrepared, PlanEntered, StepDone
 
@@ -17,18 +17,24 @@ MOST_COUNTED = 2_000_000  # samples whose order is checked at the end; of longer
 
 def exact(lines: Iterable[Line], spec: JobSpec) -> bool | None:
     """None = nobody knows. Steps that no line tells of are known where a checkpoint that the run went on from has their running
-    digest."""
-    told = [e.n_samples for line in lines for _, e in line.events if isinstance(e, NodePrepared) and e.n_samples]
-    n_samples = told[-1] if told else None  # as the nodes have seen it: the data may not be here
+    digest. The journal, which may be one of months, is gone through once."""
+    view, unwritten, n_samples, starts = View(), Unwritten(), None, list[DriverStarted]()
+    for line in lines:
+        view.add(line)
+        unwritten.add(line)
+        for _, event in line.events:
+            if isinstance(event, NodePrepared) and event.n_samples:
+                n_samples = event.n_samples  # as the nodes have seen it: the data may not be here
+            elif isinstance(event, DriverStarted):
+                starts.append(event)
     if n_samples == N_POSITIONS:
         return None
-    known = {point.step: point.digest for point in view_of(lines).curve()}
-    starts = [e for line in lines for _, e in line.events if isinstance(e, DriverStarted)]
+    known = {point.step: point.digest for point in view.curve()}
     cut = any(start.cut for start in starts)
-    begun = 0 if starts and starts[0].cut else begun_at(lines)
+    begun = 0 if starts and starts[0].cut else unwritten.begun
     steps = range(begun + 1, spec.steps + 1)
     missing = {step for step in steps if step not in known}
-    if not cut and list(known) != [step for step in steps if step not in missing & unwritten_steps(lines)]:
+    if not cut and list(known) != [step for step in steps if step not in missing & unwritten.steps]:
         return False
     if n_samples is None:
         return None if known or cut else True
@@ -52,23 +58,29 @@ def exact(lines: Iterable[Line], spec: JobSpec) -> bool | None:
     return True
 
 
-def unwritten_steps(lines: Iterable[Line]) -> set[int]:
-    """Steps that a driver was killed with before it wrote them down: their copy is there, and no line tells of them."""
-    found: set[int] = set()
-    epoch, newest, generation = next((line.epoch for line in lines), 0), begun_at(lines), 0
-    for line in lines:
-        for event in (event for _, event in line.events if isinstance(event, StepDone | PlanEntered)):
-            if line.epoch > epoch:
-                found |= set(range(newest + 1, event.step + 1))
-            if isinstance(event, StepDone):
-                found.discard(event.step)
-            back = isinstance(event, PlanEntered) and event.generation > generation  # to a copy: steps after it do not count
-            epoch, newest = line.epoch, event.step if back else max(newest, event.step)
-            generation = max(generation, event.generation)
-    return found
+class Unwritten:
+    """Steps that a driver was killed with before it wrote them down: their copy is there, and no line tells of them. `begun`:
+    the step that the run began at, of a state that was imported, else 0."""
 
+    def __init__(self) -> None:
+        self.steps, self.begun = set[int](), 0
+        self._started, self._epoch, self._newest, self._generation = False, -1, 0, 0
 
-def begun_at(lines: Iterable[Line]) -> int:
-    """The step that the run began at: of a state that was imported, else 0."""
-    first = next((e for line in lines for _, e in line.events if isinstance(e, DriverStarted)), None)
-    return max((copy.step for copy in first.durable), default=0) if first is not None else 0
+    def add(self, line: Line) -> None:
+        if self._epoch < 0:
+            self._epoch = line.epoch
+        for _, event in line.events:
+            if isinstance(event, DriverStarted) and not self._started:
+                self._started = True
+                self.begun = self._newest = max((copy.step for copy in event.durable), default=0)
+            elif isinstance(event, StepDone | PlanEntered):
+                self._stepped(event, line.epoch)
+
+    def _stepped(self, event: StepDone | PlanEntered, epoch: int) -> None:
+        if epoch > self._epoch:
+            self.steps |= set(range(self._newest + 1, event.step + 1))
+        if isinstance(event, StepDone):
+            self.steps.discard(event.step)
+        back = isinstance(event, PlanEntered) and event.generation > self._generation  # to a copy: steps after it do not count
+        self._epoch, self._newest = epoch, event.step if back else max(self._newest, event.step)
+        self._generation = max(self._generation, event.generation)

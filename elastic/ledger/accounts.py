@@ -169,7 +169,7 @@ class _Books:
     # ------------------------------------------------------------------------------------------ time
 
     def advance(self, at_s: float) -> None:
-        """Book the time up to `at_s` on every machine that is paid for; of the head, which has no GPU-seconds, dollars alone."""
+        """Book the time up to `at_s` on every machine that is paid for; of the head, without GPU-seconds, dollars alone."""
         passed_s = 0.0 if self.at_s is None or self.ended else max(0.0, at_s - self.at_s)
         self.at_s = at_s if self.at_s is None else max(self.at_s, at_s)
         if not passed_s:
