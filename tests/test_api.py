@@ -375,10 +375,7 @@ def test_steps_that_were_rolled_back_are_not_those_that_a_killed_driver_did_not_
         Line(0.5, 1, ready, first), Line(4.0, 1, ((0.6, PlanEntered(1, 0)), *undone), second), Line(8.0, 1, redone),
         Line(8.5, 2, (), third), Line(9.0, 2, after),
     ]  # fmt: skip
-    unwritten = samples.Unwritten()
-    for line in lines:
-        unwritten.add(line)
-    assert unwritten.steps == {2, 3} and samples.exact(lines, one.spec) is None
+    assert samples.Unwritten.of(lines).steps == {2, 3} and samples.exact(lines, one.spec) is None
 
 
 def test_the_journal_is_gone_through_once_and_of_a_state_in_it_only_parts_are_read(

@@ -66,6 +66,13 @@ class Unwritten:
         self.steps, self.begun = set[int](), 0
         self._started, self._epoch, self._newest, self._generation = False, -1, 0, 0
 
+    @classmethod
+    def of(cls, lines: Iterable[Line]) -> Unwritten:
+        made = cls()
+        for line in lines:
+            made.add(line)
+        return made
+
     def add(self, line: Line) -> None:
         if self._epoch < 0:
             self._epoch = line.epoch
