@@ -1,16 +1,20 @@
 """Secrets in plain data and in texts: what is written to journal, checkpoints and reports has a mark in their place.
 
-A value is secret by the name it stands under (`hf_token`, `--wandb-api-key`, a password in a URI) or by its form (`hf_...`).
+A value is secret by the name it stands under (`hf_token`, `--wandb-api-key`, a password in a URI), by its form (`hf_...`), or
+since it is that of a variable with such a name in this process's environment, wherever it stands.
 Under `data` and `optimizer` names are the user's own, or those of files and tokens of text: there only URIs and forms count.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 STARS = "***"
+LEAST_LETTERS = 8  # of a secret of the environment: shorter ones may be words
 NAMES_SAY_NOTHING = ("data", "data.train", "optimizer", "settings of the optimizer")
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -68,12 +72,26 @@ def masked(value: Any, mark: Mark = stars, name: str = "", named: bool = True) -
 
 
 def masked_text(text: str, mark: Mark = stars) -> str:
-    """A text of any kind: passwords in URIs, values of options, well-known forms."""
+    """A text of any kind: secrets of the environment, passwords in URIs, values of options, well-known forms."""
+    of_environment = _of_environment()
+    if of_environment is not None:
+        text = of_environment.sub(lambda m: _marked(mark, "", m[0]), text)
     if not _MAY_HOLD.search(text):
         return text
     text = _URI.sub(lambda m: m[1] + _marked(mark, "", m[2]), text)
     text = _OPTION.sub(lambda m: m[1] + _marked(mark, m[2], m[3]) if is_secret(m[2], m[3]) else m[0], text)
     return _FORM.sub(lambda m: _marked(mark, "", m[0]), text)
+
+
+@cache
+def _of_environment() -> re.Pattern[str] | None:
+    """The secrets in it, as they were when first asked for; no paths of files that hold them."""
+    found = {
+        value
+        for name, value in os.environ.items()
+        if len(value) >= LEAST_LETTERS and not value.startswith("/") and is_secret(name, value)
+    }
+    return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True)))) if found else None
 
 
 def _arguments(texts: Sequence[str], mark: Mark) -> Iterator[str]:

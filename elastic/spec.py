@@ -132,6 +132,7 @@ class JobSpec(Strict):
     data: DataSpec = DataSpec()  # instead of the program's own datasets
     storage: str | None = None
     budget_usd: float | None = Field(None, gt=0, le=USD_MOST)
+    head_usd_per_h: float = Field(0.0, ge=0, le=USD_MOST)  # on the bill while a driver runs
     max_nodes: int | None = Field(None, gt=0, le=NODES_MOST)
     deadline_h: float | None = Field(None, gt=0, le=HOURS_MOST)  # since the run's first start
     on_demand_floor: Auto | Literal["copy"] | int = "auto"  # nodes; copy = as many as hold the state once

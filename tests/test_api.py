@@ -13,8 +13,8 @@ from support.places import PROGRAMS, ROOT
 
 import elastic
 from elastic import api
-from elastic.api import checks, running
-from elastic.api.scripts import FILLED
+from elastic.api import Options, checks, running, samples
+from elastic.api.scripts import FILLED, _ScriptRun
 from elastic.cli import main
 from elastic.cluster.claims import LEAVE_MOST_S
 from elastic.data.order import digest, digest_text, sample_ids
@@ -22,11 +22,12 @@ from elastic.data.streams import N_POSITIONS
 from elastic.driver import LINE_EVERY_S, restored
 from elastic.errors import JournalDamaged, ProgramError, SpecError
 from elastic.fingerprint import fingerprint
-from elastic.ledger.journal import Journal, Line, read
+from elastic.ledger.journal import Journal, Line, built, plain, read
 from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import Cut
 from elastic.ledger.segments import Stored
 from elastic.observe.view import view_of
+from elastic.policy.facts import digested
 from elastic.policy.state import State, fold
 from elastic.program import Program, load_program
 from elastic.spec import check_budget, drill_entry, job_data, job_of
@@ -48,6 +49,7 @@ from elastic.types import (
     StepDone,
     Stop,
     TensorSpec,
+    WorkerFailed,
     WorkerId,
     parse_layout,
 )
@@ -222,7 +224,7 @@ def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path)
     assert str(aside) in start.cut and len(prepared(folder, run_name="hurt")._before()[0]) == 2
     (note,) = [note.text for note in view_of(read(place.journal)).notes if str(aside) in note.text]
     assert note.endswith(f"its journal was damaged: 1 lines before that count, the whole text is in {aside}")
-    assert one._samples_exact([Line(0.0, 2, ((0.0, start),)), Line(9.0, 2, tuple(steps([3, 4])))]) is None
+    assert samples.exact([Line(0.0, 2, ((0.0, start),)), Line(9.0, 2, tuple(steps([3, 4])))], one.spec) is None
 
 
 def test_steps_that_a_killed_driver_did_not_write_down_are_unknown_also_where_they_are_the_last(folder: Path) -> None:
@@ -230,7 +232,7 @@ def test_steps_that_a_killed_driver_did_not_write_down_are_unknown_also_where_th
     n = one.spec.steps
     before = Line(9.0, 1, ((0.0, START), *steps(list(range(1, n - 1)))))
     after = Line(20.0, 2, ((20.0, PlanEntered(2, n)),))
-    assert one._samples_exact([before, after]) is None
+    assert samples.exact([before, after], one.spec) is None
 
 
 def test_without_a_part_of_the_journal_nobody_is_attached_to(folder: Path) -> None:
@@ -303,7 +305,7 @@ def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:
 
     def exact(*events: tuple[float, object], told: int = 100, start: DriverStarted = START) -> bool | None:
         ready = Line(0.0, 1, ((0.0, start), (0.5, NodePrepared("a", (1,), told))))
-        return one._samples_exact([ready, Line(9.0, 1, tuple(events))])  # type: ignore[arg-type]
+        return samples.exact([ready, Line(9.0, 1, tuple(events))], one.spec)  # type: ignore[arg-type]
 
     assert exact(*steps([1, 2, 3, 4])) is True
     assert exact(*steps([1, 2, 3]), (3.5, PlanEntered(2, 2)), *steps([3, 4], generation=2)) is True
@@ -323,12 +325,38 @@ def test_of_steps_that_a_killed_driver_had_not_written_down_nobody_knows(folder:
     def exact(before: list[int], after: list[int], n_samples: int = 100) -> bool | None:
         ready = Line(0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)), *steps(before)))  # type: ignore[arg-type]
         again = ((9.0, PlanEntered(2, after[0] - 1)), *steps(after, generation=2, n_samples=n_samples))
-        return one._samples_exact([ready, Line(9.0, 2, again)])  # type: ignore[arg-type]
+        return samples.exact([ready, Line(9.0, 2, again)], one.spec)  # type: ignore[arg-type]
 
     assert exact([1, 2], [3, 4]) is True and exact([1, 2], [2, 3, 4]) is True
     assert exact([1, 2], [4]) is None and exact([], [3, 4]) is None
     assert exact([1, 2], [4], n_samples=90) is False
     assert exact([1, 3], [4]) is False, "within a driver all are written down"
+
+
+def test_a_checkpoints_running_digest_tells_of_steps_that_no_line_tells_of(folder: Path) -> None:
+    """Its driver was killed before it wrote them down, or the journal's end is gone."""
+    one = prepared(folder)
+    one.program = replace(one.program, dataset=None)
+
+    def stored(step: int, n_samples: int = 100) -> Copy:
+        state = State()
+        for _, event in steps(list(range(1, step + 1)), n_samples=n_samples):
+            state = replace(state, digests=digested(state.digests, event))
+        return Copy(step, "durable", 1, Layout(), samples=state.digests[step])
+
+    def exact(found: Copy, after: list[int], cut: str = "", before: tuple[int, ...] = (1,)) -> bool | None:
+        ready = Line(0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)), *steps(list(before))))
+        again = replace(START, epoch=2, durable=(found,), cut=cut)
+        entered = ((9.0, again), (9.0, PlanEntered(2, after[0] - 1)), *steps(after, generation=2))
+        lines = [*([ready] if before else []), Line(9.0, 2, ((8.9, NodePrepared("a", (1,), 100)), *entered))]
+        return samples.exact(lines, one.spec)
+
+    assert exact(stored(3), [4]) is True and exact(replace(stored(3), samples=""), [4]) is None
+    assert exact(stored(3, n_samples=90), [4]) is False, "they were others"
+    assert exact(stored(2), [4]) is None, "of step 3 it does not tell"
+    for before in ((), (1,), (1, 2)):
+        assert exact(stored(3), [4], cut="its journal was damaged", before=before) is True
+    assert exact(replace(stored(3), samples=""), [4], cut="its journal was damaged") is None
 
 
 def test_steps_that_were_rolled_back_are_not_those_that_a_killed_driver_did_not_write_down(folder: Path) -> None:
@@ -347,7 +375,22 @@ def test_steps_that_were_rolled_back_are_not_those_that_a_killed_driver_did_not_
         Line(0.5, 1, ready, first), Line(4.0, 1, ((0.6, PlanEntered(1, 0)), *undone), second), Line(8.0, 1, redone),
         Line(8.5, 2, (), third), Line(9.0, 2, after),
     ]  # fmt: skip
-    assert running.unwritten_steps(lines) == {2, 3} and one._samples_exact(lines) is None
+    assert samples.Unwritten.of(lines).steps == {2, 3} and samples.exact(lines, one.spec) is None
+
+
+def test_the_journal_is_gone_through_once_and_of_a_state_in_it_only_parts_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [Line(0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)))), Line(9.0, 1, tuple(steps([1, 2, 3, 4])))]
+    assert samples.exact(iter(lines), prepared(folder).spec) is True
+    start = DriverStarted("state", 1, {"steps": 4, "global_batch": 8, "seed": 1}, (), MODEL)
+    later = Line(5.0, 1, state=plain(fold(State(), start, 0.0)))
+    monkeypatch.setattr(checks, "built", lambda kind, data: {ModelProfile: built}[kind](kind, data))  # no whole State
+    checks.check_same([later], start, {})
+    with pytest.raises(SpecError, match="was started with other values: seed"):
+        checks.check_same([later], replace(start, job={**start.job, "seed": 9}), {})
+    with pytest.raises(SpecError, match="was started with another model: w was"):
+        checks.check_same([later], replace(start, model=ModelProfile(1, 4, (TensorSpec("w", (2, 3), "float32"),))), {})
 
 
 def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:
@@ -438,6 +481,23 @@ def test_what_the_program_has_ended_is_begun_again_by_a_person_alone(folder: Pat
     (folder / "program.py").write_text((PROGRAMS / "tiny.py").read_text() + "CHANGED = 1\n")
     with pytest.raises(SpecError, match=r"other values: the code of its program\.py"):
         prepared(folder, run_name="r", supervised=True)._start(2, before, failed)
+
+
+def test_so_is_a_script_that_is_restarted(folder: Path) -> None:
+    file = folder / "train.py"
+    file.write_text("print('step 1: loss 1.0')")
+    spec = job_of({"name": "tiny", **FILLED}, file, "--set")
+    job = {"script": str(file), "args": [], "restarted": True}
+    begun = DriverStarted("r", 1, job, (), ModelProfile(0, 0, ()))
+    failed = WorkerFailed(WorkerId("spot-1", 0), 1, "program", "rank 0 (exit code 1): KeyError: 'x'")
+    stop = Decision((Stop("failed", "the script itself failed on rank 0"),), "")
+    before = [Line(0.0, 1, ((0.0, begun),)), Line(9.0, 1, ((9.0, failed),), stop)]
+    for options in (Options(run_name="r"), Options(run_name="r", supervised=True, allow_changed=True)):
+        _ScriptRun(file, (), spec, options)._check_same(before)
+    started = _ScriptRun(file, (), spec, Options(run_name="r", supervised=True))
+    with pytest.raises(ProgramError, match="failed by its program, which is the same: rank 0 .exit code 1.: KeyError"):
+        started._check_same(before)
+    started._check_same(before[:1])
 
 
 # ------------------------------------------------------------------------------------------------ clocks

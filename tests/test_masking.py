@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic import masking
+from elastic.ledger.run_folder import RunFolder
+from elastic.ledger.segments import Stored
 from elastic.masking import is_secret, masked, masked_text
+from elastic.observe import report
+from elastic.storage import open_storage
+from elastic.types import (
+    CopyFailed,
+    Decision,
+    DriverStarted,
+    ModelProfile,
+    NodeLost,
+    RequestFailed,
+    Silent,
+    Stop,
+    WorkerFailed,
+    WorkerId,
+)
 
 SECRET = "zq7-planted"
 
@@ -74,3 +93,35 @@ def test_texts() -> None:
         "git@host:a/b",
     ):
         assert masked_text(plain) == plain
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With planted secrets, of no known form."""
+    planted = {"HF_TOKEN": "zq7/planted+one", "MY_DB_PASSWORD": "zq7-planted-two", "RAY_AUTH_TOKEN_PATH": "/tmp/zq7-path/token"}
+    for name, value in {**planted, "SSH_KEY": "/home/zq7-file", "PIN_PASSWORD": "1234", "RUN_NAME": "zq7-a-name"}.items():
+        monkeypatch.setenv(name, value)
+    masking._of_environment.cache_clear()
+    yield
+    masking._of_environment.cache_clear()
+
+
+def test_a_secret_of_the_environment_is_masked_wherever_a_program_says_it(
+    environment: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "save_loss", lambda view, path: path.touch())  # it takes a second
+    said = "OSError: 401 for https://hub/x?q=zq7/planted+one (user zq7-a-name, key file /home/zq7-file); zq7-planted-two, 1234"
+    assert masked_text(said) == "OSError: 401 for https://hub/x?q=*** (user zq7-a-name, key file /home/zq7-file); ***, 1234"
+    events = (
+        WorkerFailed(WorkerId("n", 0), 1, "program", said), CopyFailed(1, 5, said), NodeLost("n", said),
+        Silent(WorkerId("n", 0), 1, "stepping", 1.0, said), RequestFailed("spot", "r", said),
+    )  # fmt: skip
+    start = DriverStarted("r", 1, {"args": [said], "storage": "s3://me:zq7-planted-two@host/x"}, (), ModelProfile(1, 1, ()))
+    place = RunFolder.of(open_storage(tmp_path / "r"))
+    journal = place.open_journal(1, Stored())
+    journal.append(1.0, [(1.0, event) for event in (start, *events)], Decision((Stop("failed", said),), said))
+    journal.close()
+    _, shown = report.write(place)
+    files = {file.name: file.read_bytes() for file in place.folder.rglob("*") if file.is_file()}
+    assert {"journal.jsonl", "report.json"} <= files.keys() and b"***" in files["journal.jsonl"]
+    assert [name for name, data in files.items() if b"planted" in data] == [] and "planted" not in "".join(shown)

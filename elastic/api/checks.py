@@ -17,11 +17,10 @@ from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.fingerprint import JOB_KEYS, KEY, batch_changed, differences
 from elastic.ledger.journal import Line, built
 from elastic.ledger.lease import Lease, Sign
-from elastic.policy.state import State
 from elastic.program import Program
 from elastic.spec import JobSpec
 from elastic.storage import Storage
-from elastic.types import DriverStarted, ModelProfile, Pool, Stop
+from elastic.types import DriverStarted, ModelProfile, Pool, Stop, WorkerFailed
 
 log = logging.getLogger(__name__)
 
@@ -139,13 +138,15 @@ def check_cp(spec: JobSpec, program: Program) -> None:
 def check_same(before: list[Line], start: DriverStarted, meta: Mapping[str, Any], allow_changed: bool = False) -> None:
     """A run goes on with the program, data and mathematics that it had; `meta`: of its newest checkpoint. Raises SpecError that
     names what differs."""
-    known: list[DriverStarted | State] = [e for line in before for _, e in line.events if isinstance(e, DriverStarted)]
-    known[:0] = [built(State, line.state) for line in before if line.state is not None]
-    was = {key: known[-1].job[key] for key in JOB_KEYS if key in known[-1].job} if known else {}
+    started = [e for line in before for _, e in line.events if isinstance(e, DriverStarted)]
+    states = [line.state for line in before if line.state is not None]  # only parts of one: the whole takes long
+    job: dict[str, Any] = started[-1].job if started else states[-1]["job"] if states else {}
+    was = {key: job[key] for key in JOB_KEYS if key in job}
     was |= meta.get(KEY) or {}
-    was |= known[-1].job.get(KEY) or {} if known else {}
-    if known and known[0].model is not None:
-        _check_same_model(start.run, known[0].model, start.model)
+    was |= job.get(KEY) or {}
+    models = [built(ModelProfile, state["model"]) for state in states[:1] if state["model"]]
+    for model in models or [event.model for event in started[:1]]:
+        _check_same_model(start.run, model, start.model)
     now = start.job.get(KEY) or start.job
     batch = batch_changed(start.run, was, now)
     if batch:
@@ -158,14 +159,25 @@ def check_same(before: list[Line], start: DriverStarted, meta: Mapping[str, Any]
         )
 
 
-def check_not_failed(run: str, state: State | None) -> None:
-    """Raises ProgramError where the program has ended the run, as it would again: what starts runs again (`backoffLimit` of a
-    RayJob) may not pay for that once more. A person who goes on by hand is not asked."""
-    if state is not None and state.phase == "failed" and state.fatal:
+def check_not_failed(run: str, fatal: str) -> None:
+    """Raises ProgramError where the program has ended the run (`fatal`: how), as it would again: what starts runs again
+    (`backoffLimit` of a RayJob) may not pay for that once more. A person who goes on by hand is not asked."""
+    if fatal:
         raise ProgramError(
-            f"run '{run}' has failed by its program, which is the same: {state.fatal}; after a change go on with "
+            f"run '{run}' has failed by its program, which is the same: {fatal}; after a change go on with "
             "--allow-changed, or once more as it is without --supervise"
         )
+
+
+def failed_by_itself(before: Sequence[Line]) -> str:
+    """How a script that is restarted has ended its run, by the last driver's lines; '' = it has not."""
+    why = ""
+    for _, event in (entry for line in before for entry in line.events):
+        if isinstance(event, DriverStarted):
+            why = ""
+        elif isinstance(event, WorkerFailed) and event.kind == "program":
+            why = event.error
+    return why
 
 
 def _check_same_model(run: str, old: ModelProfile, new: ModelProfile) -> None:

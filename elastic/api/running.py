@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from elastic.api import samples
 from elastic.api.checks import (
     check_cp,
     check_drill,
@@ -26,7 +27,6 @@ from elastic.api.layouts import LayoutCheck, asked_of, check_open, checked
 from elastic.api.planning.machines import known_of
 from elastic.cluster_spec import ClusterSpec, load_cluster
 from elastic.data.opening import dataset_of
-from elastic.data.order import digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS, SENTENCE
 from elastic.driver import Backend, drive, restored
 from elastic.errors import SpecError, StateLost, unwritten
@@ -38,24 +38,11 @@ from elastic.ledger.segments import Stored
 from elastic.observe import report, runs
 from elastic.observe.logs import traceback_of
 from elastic.observe.terminal import Terminal
-from elastic.observe.view import view_of
 from elastic.policy.state import ENDED, State
 from elastic.program import Program, load_program
 from elastic.spec import JobSpec, check_budget, check_fit, embedded_pools, job_of, load_drill, load_job, pool_of
 from elastic.storage import Storage, open_storage
-from elastic.types import (
-    COMPUTES_IN,
-    Copy,
-    CopyDamaged,
-    DriverStarted,
-    Layout,
-    NodePrepared,
-    Outcome,
-    PlanEntered,
-    Pool,
-    StepDone,
-    WorkerFailed,
-)
+from elastic.types import COMPUTES_IN, Copy, CopyDamaged, DriverStarted, Layout, Outcome, Pool, StepDone, WorkerFailed
 
 if TYPE_CHECKING:
     from elastic.cluster.local import LocalCluster
@@ -63,7 +50,6 @@ if TYPE_CHECKING:
 
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit`
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-MOST_COUNTED = 2_000_000  # samples whose order is checked at the end; of longer runs evenly spread steps
 
 
 @dataclass(frozen=True)
@@ -171,17 +157,20 @@ def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
     drill = load_drill(options.drill) if options.drill is not None else spec.drill
     if address is not None and options.drill is None:
         drill = []
-    pools, floor = spec.pools, spec.on_demand_floor
+    pools, floor, head_usd_per_h = spec.pools, spec.on_demand_floor, spec.head_usd_per_h
     if options.cluster is not None:
         cluster = _cluster_of(options.cluster, options.local, address)
         pools = [pool_of(asdict(pool), f"{options.cluster}: pool {pool.name!r}") for pool in cluster.pools]
         if cluster.on_demand_floor and "on_demand_floor" not in spec.model_fields_set:
             floor = cluster.on_demand_floor
+        if "head_usd_per_h" not in spec.model_fields_set:
+            head_usd_per_h = cluster.head_usd_per_h
     elif address is None and "pools" not in spec.model_fields_set:
         from elastic.cluster.local import visible_gpus
 
         pools = embedded_pools(len(visible_gpus()))
-    return spec.model_copy(update={"drill": drill, "pools": pools, "on_demand_floor": floor})
+    known = {"drill": drill, "pools": pools, "on_demand_floor": floor, "head_usd_per_h": head_usd_per_h}
+    return spec.model_copy(update=known)
 
 
 def _cluster_of(file: str | Path, local: bool, address: str | None) -> ClusterSpec:
@@ -321,7 +310,7 @@ class _Run:
             start = replace(start, paid_until_s=paid_until_s(before, float(state.job.get("orphan_lease_s") or 900.0), False))
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
         if self.options.supervised and not self.options.allow_changed:
-            check_not_failed(self.name, state)
+            check_not_failed(self.name, state.fatal if state is not None and state.phase == "failed" else "")
         if layouts is not None:
             model = checked(model, layouts.result(), self.program)
             start = replace(start, model=model, job={**start.job, COMPUTES_IN: model.computes_in})
@@ -346,6 +335,7 @@ class _Run:
         from elastic.cluster.ray_run import RayRun
 
         plans = tuple(before.plans[number] for number in sorted(before.plans)) if before and start.attached else ()
+        stored = {copy.step: copy.samples for copy in start.durable if copy.samples}
         run = RayRun(
             self.name,
             self.storage.uri,
@@ -359,6 +349,7 @@ class _Run:
             python_path=(self.spec.folder, str(Path(__file__).resolve().parents[2])),
             logs=str(self.place.logs_of_workers(self.address is None)),
             spared=self.options.spared,
+            digests={**stored, **(before.digests if before else {})},
         )
         return RayBackend(run, cluster, lease, show=self.terminal.say if self.terminal is not None else None)
 
@@ -377,7 +368,7 @@ class _Run:
             self._show_traceback(lines)
         extras: dict[str, Any] = {"launch_to_first_step_s": self._first_step_s(lines)}
         if state.phase == "succeeded":
-            extras |= {"samples_exact": self._samples_exact(lines), "sample": self._sample(state)}
+            extras |= {"samples_exact": samples.exact(lines, self.spec), "sample": self._sample(state)}
         data, shown = written_report(self.place, extras)
         if self.options.show:
             print("\n".join(["", *shown]), file=self._out())
@@ -395,28 +386,6 @@ class _Run:
         times = (at_s for line in lines for at_s, e in line.events if isinstance(e, StepDone) and at_s >= self.launched_at_s)
         first = next(times, None)
         return None if first is None else round(first - self.launched_at_s, 3)
-
-    def _samples_exact(self, lines: Iterable[Line]) -> bool | None:
-        """Whether each counted step was trained on exactly the samples that the job's order gives it; None = nobody knows."""
-        told = [e.n_samples for line in lines for _, e in line.events if isinstance(e, NodePrepared) and e.n_samples]
-        n_samples = told[-1] if told else None  # as the nodes have seen it: the data may not be here
-        if n_samples == N_POSITIONS:
-            return None
-        curve = view_of(lines).curve()
-        if any(e.cut for line in lines for _, e in line.events if isinstance(e, DriverStarted)):
-            return None
-        unwritten = unwritten_steps(lines)
-        steps = range(_begun_at(lines) + 1, self.spec.steps + 1)
-        if [point.step for point in curve] != [step for step in steps if step not in unwritten]:
-            return False
-        if n_samples is None:
-            return None if curve else True
-        every = max(1, self.spec.steps * self.spec.global_batch // MOST_COUNTED)
-        right = all(
-            point.digest == digest_text(digest(sample_ids(n_samples, self.spec.global_batch, self.spec.seed, point.step - 1)))
-            for point in curve[::every]
-        )
-        return None if right and unwritten else right
 
     def _n_samples(self) -> int:
         try:
@@ -440,33 +409,13 @@ def written_report(place: RunFolder, extras: dict[str, Any]) -> tuple[dict[str, 
         raise unwritten(error, text) from error
 
 
-def unwritten_steps(lines: Iterable[Line]) -> set[int]:
-    """Steps that a driver was killed with before it wrote them down: their copy is there, and nobody knows of their samples."""
-    found: set[int] = set()
-    epoch, newest, generation = next((line.epoch for line in lines), 0), _begun_at(lines), 0
-    for line in lines:
-        for event in (event for _, event in line.events if isinstance(event, StepDone | PlanEntered)):
-            if line.epoch > epoch:
-                found |= set(range(newest + 1, event.step + 1))
-            if isinstance(event, StepDone):
-                found.discard(event.step)
-            back = isinstance(event, PlanEntered) and event.generation > generation  # to a copy: steps after it do not count
-            epoch, newest = line.epoch, event.step if back else max(newest, event.step)
-            generation = max(generation, event.generation)
-    return found
-
-
-def _begun_at(lines: Iterable[Line]) -> int:
-    """The step that the run began at: of a state that was imported, else 0."""
-    first = next((e for line in lines for _, e in line.events if isinstance(e, DriverStarted)), None)
-    return max((copy.step for copy in first.durable), default=0) if first is not None else 0
-
-
 def _copy(found: Found) -> Copy:
     """A checkpoint as the policy knows it; how it is cut matters to nobody who reads it."""
-    return Copy(
-        found.step, "durable", found.generation, Layout(dp_shard=found.world_size), uri=found.uri, n_bytes=found.n_bytes
-    )
+    from elastic.worker.durable_format import SAMPLES
+
+    layout, said = Layout(dp_shard=found.world_size), found.meta.get(SAMPLES)
+    text = said if isinstance(said, str) else ""
+    return Copy(found.step, "durable", found.generation, layout, uri=found.uri, n_bytes=found.n_bytes, samples=text)
 
 
 def _outcome(state: State) -> Outcome:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic.api.checks import check_drill, paid_until_s, taken, warn_of_clock
+from elastic.api.checks import check_drill, check_not_failed, failed_by_itself, paid_until_s, taken, warn_of_clock
 from elastic.api.running import (
     Options,
     Result,
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from elastic.cluster.script_run import ScriptJob
 
 KEYS = (
-    "name", "pools", "min_workers", "max_workers", "max_nodes", "budget_usd", "deadline_h", "storage", "drill", "max_silence_s",
+    "name", "pools", "min_workers", "max_workers", "max_nodes", "budget_usd", "head_usd_per_h", "deadline_h", "storage",
+    "drill", "max_silence_s",
 )  # fmt: skip
 FILLED = {"steps": 1, "global_batch": 1_000_000}  # what a job must have, and nobody reads here
 RAY_TRAIN = re.compile(r"\bray\.train\b|from\s+ray\s+import\s+.*\btrain\b")
@@ -139,7 +140,7 @@ class _ScriptRun:
         return Result(self.name, script.outcome, data, self.place.folder)
 
     def _check_same(self, before: Sequence[Line]) -> None:
-        """The run goes on with the script that it had. Raises SpecError."""
+        """The run goes on with the script that it had. Raises SpecError; ProgramError where it has failed, unseen."""
         if not before:
             return
         view = view_of(before)
@@ -150,6 +151,8 @@ class _ScriptRun:
             raise SpecError(f"run '{self.name}' is done; give another --run-name, or none, to start anew")
         if was != str(self.file) and not self.options.allow_changed:
             raise SpecError(f"run '{self.name}' was started with {was}; give another --run-name, or --allow-changed")
+        if self.options.supervised and not self.options.allow_changed:
+            check_not_failed(self.name, failed_by_itself(before))
 
     def _job(self) -> ScriptJob:
         from elastic.cluster.script_run import ScriptJob

@@ -34,8 +34,8 @@ from elastic.cluster.output import last_words
 from elastic.cluster.ray_run import RayRun
 from elastic.cluster.silence import Silence, patience_s
 from elastic.errors import LostContact, SpecError
-from elastic.fingerprint import KEY
 from elastic.ledger.lease import Lease
+from elastic.policy.facts import digested
 from elastic.storage import open_storage
 from elastic.types import (
     Abort,
@@ -124,7 +124,7 @@ class RayBackend:
         folder = self.storage if outlives and not self.storage.remote else None  # embedded nodes are on this host
         self.entrance = Entrance(self.crew, folder=folder, attached=run.attach)
         verify = self.commit is None and bool(run.job.get("verify_copies"))
-        self.copies = DurableCopies(self.storage, run.epoch, {"run": run.name, KEY: run.job.get(KEY)}, self.commit, verify)
+        self.copies = DurableCopies(self.storage, run.epoch, run.meta, self.commit, verify, run.digests)
         self.gather = Gather(self.copies.commit, self._workers_of)
         self.silence = Silence(POLL_S, run.job.get("max_silence_s"), patience_s(run.job))
         self.outlook = Outlook.of(run.pools, embedded=self.cluster is not None)
@@ -359,6 +359,7 @@ class RayBackend:
     def _follow(self, event: Event) -> list[Event]:
         """What the backend itself does about a worker's message."""
         if isinstance(event, StepDone):
+            self.copies.digests = digested(self.copies.digests, event)
             self.silence.stepped(event.generation, event.step_time_s)
             return self._drilled(self.drilling.at_step(event.step, self._plan, self.now_s()))
         if isinstance(event, PlanEntered):

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -37,12 +37,14 @@ START, COMMIT, REMOVE, LAST = range(4)  # in this order
 
 class DurableCopies:
     """`meta`: goes into each marker. `write`: makes the stored parts of a copy a checkpoint; None = as durable.commit does.
-    `verify`: copies are read back, too."""
+    `verify`: copies are read back, too. `digests`: step -> running digest of the sample ids; replaced at each step."""
 
     def __init__(
-        self, storage: Storage, epoch: int, meta: dict[str, Any], write: Commit | None = None, verify: bool = False
-    ) -> None:
+        self, storage: Storage, epoch: int, meta: dict[str, Any], write: Commit | None = None, verify: bool = False,
+        digests: Mapping[int, str] | None = None,
+    ) -> None:  # fmt: skip
         self.storage, self.epoch, self.meta = storage, epoch, meta
+        self.digests: Mapping[int, str] = digests or {}
         self._write = write or self._commit_files
         self._news: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._checks = CopyChecks(self._news.put, _verify) if verify else None
@@ -126,7 +128,7 @@ class DurableCopies:
             with self._change:
                 self._open.pop((plan.generation, step), None)
         n_bytes = sum(part.n_bytes for part in shards)
-        copy = Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri, n_bytes)
+        copy = Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri, n_bytes, self.digests.get(step, ""))
         self._news.put(CopyStored(copy, max(part.seconds for part in shards), max(part.stall_s for part in shards)))
         self._below = max(step, self._below or 0)
         if self._checks is not None:
@@ -134,9 +136,11 @@ class DurableCopies:
 
     def _commit_files(self, plan: Plan, step: int, digest: int) -> str:
         from elastic.worker import durable
+        from elastic.worker.durable_format import SAMPLES
 
         cut = {"layout": asdict(plan.layout), "layers": list(plan.layers), "samples": list(plan.samples)}
-        meta = {**self.meta, **cut, "digest": str(digest), "saved_at_s": time.time()}
+        samples = {SAMPLES: text} if (text := self.digests.get(step)) else {}
+        meta = {**self.meta, **cut, **samples, "digest": str(digest), "saved_at_s": time.time()}
         return durable.commit(self.storage, step, plan.generation, len(plan.ranks), self.epoch, meta)
 
     def _remove(self, uri: str) -> None:

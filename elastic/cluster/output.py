@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 
 from elastic.ledger.run_folder import OF_NODE
 
 FILE_BYTES = 16 << 20  # then the file becomes FILE.1, in place of an older one
-FILES_KEPT = 256  # in a run's folder, and those that are written: nodes come and go for months
+FILES_KEPT, LOGS_BYTES = 256, 2 << 30  # in a run's folder, and those that are written: nodes come and go for months
 PRUNED, PRUNE_EVERY_S = ".pruned", 3600.0
 TELL_BYTES = 64 << 10  # told at once; of more only the newest part
 WORDS_BYTES = 4000  # of which the last words are taken
@@ -34,7 +35,7 @@ class Output:
         name = re.sub(r"[^A-Za-z0-9._-]", "-", worker)
         self.path = Path(folder, f"{name}-{os.getpid()}.log")
         make_folder(self.path.parent)
-        _prune(self.path.parent)
+        prune(self.path.parent)
         self._lock = threading.Lock()
         self._file = -1  # also at 1 and 2, unless the program has put something else there
         self._tells = False
@@ -134,9 +135,9 @@ def open_log(path: Path) -> int:
     return file
 
 
-def _prune(folder: Path) -> None:
-    """Removes the oldest files that nobody writes any more. One worker does so for all, once in PRUNE_EVERY_S: a look at many
-    thousands of files by as many workers would take hours."""
+def prune(folder: Path) -> None:
+    """Removes the oldest files that nobody writes any more, where they are too many or too large. One does so for all, once in
+    PRUNE_EVERY_S: a look at many thousands of files by as many workers would take hours."""
     with suppress(OSError):
         mark = os.open(folder / PRUNED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -151,11 +152,16 @@ def _prune(folder: Path) -> None:
 
 
 def _prune_all(folder: Path) -> None:
-    times: list[tuple[float, Path]] = []
+    found: list[tuple[float, int, Path]] = []
     for file in folder.glob("*.log*"):
         with suppress(FileNotFoundError):
-            times.append((file.stat().st_mtime, file))
-    for _, file in sorted(times)[: max(0, len(times) - FILES_KEPT)]:
+            state = file.stat()
+            found.append((state.st_mtime, state.st_size, file))
+    found.sort(reverse=True)
+    until = list(accumulate(n_bytes for _, n_bytes, _ in found))
+    for at, (_, _, file) in enumerate(found):
+        if at < FILES_KEPT and until[at] <= LOGS_BYTES:
+            continue
         with suppress(OSError):
             handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.cluster.actors import SESSION
+from elastic.fingerprint import KEY
 from elastic.ledger.run_folder import key_of
 from elastic.types import Plan, Pool
 
@@ -18,6 +20,7 @@ class RayRun:
     `spared`: drills leave the nodes of an existing cluster alone and take their workers only.
     `attach`: a driver was here before, its actors may live; `plans`: those that they may still run, the newest last; `step`:
     the last one of them that is written down. `logs`: a folder for what the workers print; None = where Ray puts it.
+    `digests`: step -> running digest of the sample ids, as far as earlier drivers knew them.
     """
 
     name: str
@@ -33,6 +36,12 @@ class RayRun:
     python_path: tuple[str, ...] = ()
     logs: str | None = None
     spared: bool = False
+    digests: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What each checkpoint says of it."""
+        return {"run": self.name, KEY: self.job.get(KEY)}
 
     @property
     def namespace(self) -> str:

@@ -7,6 +7,7 @@ are to be told, both in order; the driver takes them out.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,6 +22,7 @@ from elastic.types import (
     Decision,
     EnterPlan,
     Event,
+    FailureKind,
     GroupRan,
     Layout,
     Node,
@@ -37,6 +39,7 @@ from elastic.types import (
     Resume,
     StepDone,
     Stop,
+    WorkerFailed,
     WorkerId,
 )  # fmt: skip
 
@@ -340,7 +343,7 @@ class Script:
         failed = sorted((seat for seat in group.seats.values() if seat.code), key=lambda seat: seat.at_s)
         if silent:
             self._broken(f"the Ray Train workers of ranks {', '.join(map(str, silent))} are gone", since_s)
-        elif failed and failed[0].code == -9 and self.killed < MOST_KILLED:
+        elif failed and failed[0].code == -signal.SIGKILL and self.killed < MOST_KILLED:
             self.killed += 1
             self._broken(f"the script's process on {failed[0].worker} was killed from outside", since_s)
         elif failed:
@@ -348,7 +351,10 @@ class Script:
             code = failed[0].code or 0
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             last = failed[0].tail.strip().splitlines()[-1:] or ["it wrote nothing to its standard error"]
-            self.end("failed", f"the script itself failed on rank {rank} ({how}), no node was lost: {last[0].strip()}")
+            kind: FailureKind = "process" if code == -signal.SIGKILL else "program"
+            why = last[0].strip()
+            self.log.append((now_s, WorkerFailed(failed[0].worker, self.generation, kind, f"rank {rank} ({how}): {why}")))
+            self.end("failed", f"the script itself failed on rank {rank} ({how}), no node was lost: {why}")
         else:
             group.failing_s = None  # it speaks again
 

@@ -24,7 +24,7 @@ import ray
 import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 
-from elastic.cluster.output import FILE_BYTES, make_folder, open_log
+from elastic.cluster.output import FILE_BYTES, make_folder, open_log, prune
 from elastic.cluster.script_child import PARENT, QUESTIONS
 from elastic.cluster.script_words import Ended, Formed, Hello, Order, Said, Word
 
@@ -222,6 +222,7 @@ class ScriptLog:
             if self._file < 0 and time.monotonic() >= self._again_s:
                 self._again_s = time.monotonic() + LOG_AGAIN_S
                 make_folder(self._path.parent)
+                prune(self._path.parent)
                 self._file = open_log(self._path)
             if self._file >= 0:
                 os.write(self._file, line.encode(errors="replace"))

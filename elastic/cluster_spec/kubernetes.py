@@ -44,7 +44,11 @@ def spec_of(file: str, manifests: list[Mapping[str, Any]]) -> tuple[ClusterSpec,
     prices = {w.name: OwnPool(usd_per_node_h=p) for w in workers if (p := _price(w.node_config)) is not None}
     pools, sources, problems = pools_of("kubernetes", (head, *workers), Own(pools=prices))
     name = str(_mapping(manifest.get("metadata")).get("name", ""))
-    return ClusterSpec(file, name, "kubernetes", "", (), (head, *workers), pools, dict(manifest), 0, sources), problems
+    usd_per_h = _price(head.node_config) or 0.0
+    made = ClusterSpec(
+        file, name, "kubernetes", "", (), (head, *workers), pools, dict(manifest), 0, sources, head_usd_per_h=usd_per_h
+    )
+    return made, problems
 
 
 def _group(entry: Mapping[str, Any], place: Place) -> NodeType:

@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic.cluster_spec.nouns import MARKETS, ClusterSpec, NodeType, Place, Problem
 from elastic.cluster_spec.own import Own, own_section
-from elastic.cluster_spec.pools import pools_of
+from elastic.cluster_spec.pools import head_usd_per_h, pools_of
 from elastic.strict import finite
 from elastic.types import MarketType
 from elastic.types.labels import MARKET_LABEL, REGION_LABEL, ZONE_LABEL
@@ -26,8 +26,9 @@ def spec_of(file: str, data: dict[str, Any]) -> tuple[ClusterSpec, list[Problem]
     problems += _kinds(data) + _wrong_markets(node_types)
     pools, sources, more = pools_of(kind, node_types, own)
     spec = ClusterSpec(
-        file, str(data.get("cluster_name", "")), kind, region, zones, node_types, pools, data, own.on_demand_floor, sources
-    )
+        file, str(data.get("cluster_name", "")), kind, region, zones, node_types, pools, data, own.on_demand_floor, sources,
+        head_usd_per_h=head_usd_per_h(next((found for found in node_types if found.head), None), own.head_usd_per_h),
+    )  # fmt: skip
     return spec, problems + more
 
 

@@ -70,6 +70,7 @@ class ClusterSpec:
     on_demand_floor: int = 0
     prices_of: Mapping[str, str] = field(default_factory=dict)  # pool -> where its price comes from, in words
     lines: Mapping[Place, int] = field(default_factory=dict)
+    head_usd_per_h: float = 0.0  # 0 = not known, or nothing
 
     @property
     def head(self) -> NodeType | None:

@@ -43,6 +43,7 @@ class OwnPool(Strict):
 
 class Own(Strict):
     on_demand_floor: int = Field(0, ge=0, le=NODES_MOST)
+    head_usd_per_h: float | None = Field(None, ge=0, le=USD_MOST)
     pools: dict[str, OwnPool] = {}
 
 

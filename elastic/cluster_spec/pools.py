@@ -65,6 +65,13 @@ def _pool(provider: str, worker: NodeType, said: OwnPool) -> tuple[Pool | None, 
     return pool, source, problems
 
 
+def head_usd_per_h(head: NodeType | None, said: float | None) -> float:
+    """What the head costs by the hour, as the file says or the catalog knows; 0 = neither does."""
+    if head is None:
+        return said or 0.0
+    return _price(head, OwnPool(usd_per_node_h=said))[0] or 0.0
+
+
 def _price(worker: NodeType, said: OwnPool) -> tuple[float | None, str]:
     """Dollars per hour of a node and where that comes from, in words; None = not known."""
     if said.usd_per_node_h is not None:

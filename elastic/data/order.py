@@ -16,6 +16,7 @@ from math import isqrt
 from elastic.errors import SpecError
 
 ROUNDS = 8
+NO_STEP = ""  # the running digest before the first step
 HASH_BITS = 26  # 2**27 such hashes add up exactly in a float64
 _MASK = (1 << 64) - 1
 _LOW = (1 << HASH_BITS) - 1
@@ -49,6 +50,12 @@ def digest_text(pair: Sequence[int | float]) -> str:
     """A digest (or the sum of several, also as floats) as a fixed-width text."""
     one, two = (int(value) for value in pair)
     return f"{one:014x}{two:014x}"
+
+
+def chained(before: str, step: int, text: str) -> str:
+    """The running digest of the sample ids of all steps up to this one. `before`: of those before it, NO_STEP at step 1;
+    `text`: the digest of its own."""
+    return sha256(f"{before}:{step}:{text}".encode()).hexdigest()[:16]
 
 
 def permuted(n: int, seed: int, epoch: int, index: int) -> int:

@@ -148,6 +148,7 @@ class _Books:
     prepared: set[str] = field(default_factory=set)
     machines: dict[str, InstancesSeen] = field(default_factory=dict)
     usd_per_node_h: dict[str, float] = field(default_factory=dict)
+    head_usd_per_h: float = 0.0
     gpus_per_node: dict[str, int] = field(default_factory=dict)
     plan: Plan | None = None
     target: Plan | None = None
@@ -168,11 +169,12 @@ class _Books:
     # ------------------------------------------------------------------------------------------ time
 
     def advance(self, at_s: float) -> None:
-        """Book the time up to `at_s` on every machine that is paid for."""
+        """Book the time up to `at_s` on every machine that is paid for; of the head, without GPU-seconds, dollars alone."""
         passed_s = 0.0 if self.at_s is None or self.ended else max(0.0, at_s - self.at_s)
         self.at_s = at_s if self.at_s is None else max(self.at_s, at_s)
         if not passed_s:
             return
+        self.sums["other"].usd += passed_s * self.head_usd_per_h / 3600
         paid = [(node.pool, node.gpus, self._place(node)) for node in self.nodes.values()] + self._no_nodes()
         if not paid:
             self.sums["waiting_for_capacity"].add(_Amount(passed_s, wall_s=passed_s))
@@ -262,6 +264,7 @@ class _Books:
         self.ended = self.saving = self.aborted = False
         self.usd_per_node_h.update({pool.name: pool.usd_per_node_h for pool in event.pools})
         self.gpus_per_node.update({pool.name: pool.gpus_per_node for pool in event.pools})
+        self.head_usd_per_h = float(event.job.get("head_usd_per_h") or 0.0)
         self.n_steps = int(event.job.get("steps", 0))
         if self.timing.launched_at_s is None:
             self.timing.launched_at_s = at_s

@@ -6,11 +6,11 @@ Two facts count whatever their generation: what a worker still holds (Quiesced),
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from elastic.data.order import NO_STEP, chained
 from elastic.fingerprint import KEY
 from elastic.policy import hazard, layouts, limits
 from elastic.policy.ahead import HANDLERS as AHEAD
@@ -94,14 +94,14 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:
         saved = durable[0].step if durable else 0
-        digests = {step: text for step, text in state.digests.items() if step == saved}
+        text = state.digests.get(saved) or (durable[0].samples if durable else "")
         return State(
             validation=state.validation,
             **known,
             started_at_s=at_s,
             generation=generation,
             usd=state.usd,
-            digests=digests,
+            digests={saved: text} if text else {},
             distrusted=state.distrusted,
             verified=state.verified,
             wrong=state.wrong,
@@ -295,14 +295,14 @@ def _step_done(state: State, event: StepDone, at_s: float) -> State:
     plan = state.plan
     if state.aborting and event.generation in state.plans and event.step == state.step + 1:  # said late
         best = max(state.best_step, event.step)
-        state = replace(state, step=event.step, best_step=best, digests=_digested(state.digests, event))
+        state = replace(state, step=event.step, best_step=best, digests=digested(state.digests, event))
         return state if event.generation in state.distrusted else replace(state, losses=with_loss(state.losses, event))
     if plan is None or event.generation != plan.generation or event.step <= state.step:
         return state
     progress = event.step > state.retry_step
     state = replace(
         _timed(state, plan, event, at_s), step=event.step, best_step=max(state.best_step, event.step), last_step=event,
-        last_step_at_s=at_s, retries=0 if progress else state.retries, digests=_digested(state.digests, event),
+        last_step_at_s=at_s, retries=0 if progress else state.retries, digests=digested(state.digests, event),
         unseen=state.unseen.difference(plan.nodes) if state.unseen else state.unseen,
     )  # fmt: skip
     if event.skipped or math.isfinite(event.train_loss):
@@ -348,13 +348,15 @@ def _text_of(event: StepDone) -> str:
     return f"step {event.step}: train_loss is {event.train_loss} (sample digest {event.digest or 'not given'})"
 
 
-def _digested(digests: Mapping[int, str], event: StepDone) -> dict[int, str]:
+def digested(digests: Mapping[int, str], event: StepDone) -> dict[int, str]:
+    """Running digests of the sample ids, with the step's; without, where that of the step before is not known."""
     kept = dict(digests)
     if len(kept) >= KEPT_DIGESTS:
         for step in sorted(kept)[: KEPT_DIGESTS // 2]:
             del kept[step]
-    before = kept.get(event.step - 1, "" if event.step == 1 else "?")
-    kept[event.step] = hashlib.sha256(f"{before}:{event.step}:{event.digest}".encode()).hexdigest()[:16]
+    before = kept.get(event.step - 1, NO_STEP if event.step == 1 else None)
+    if before is not None:
+        kept[event.step] = chained(before, event.step, event.digest)
     return kept
 
 

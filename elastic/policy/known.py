@@ -292,10 +292,14 @@ class State:
 
     @property
     def usd_per_h(self) -> float:
-        """Of nodes, and of machines that are not nodes yet or any more."""
+        """Of nodes, of machines that are not nodes yet or any more, and of the head."""
         prices = {pool.name: pool.usd_per_node_h for pool in self.pools}
         machines = sum(prices.get(name, 0.0) * (seen.starting + seen.leaving) for name, seen in self.instances.items())
-        return sum(prices.get(node.pool, 0.0) for node in self.alive) + machines
+        return sum(prices.get(node.pool, 0.0) for node in self.alive) + machines + self.head_usd_per_h
+
+    @property
+    def head_usd_per_h(self) -> float:
+        return float(self.job.get("head_usd_per_h") or 0.0)
 
     @property
     def starting_usd_per_h(self) -> float:

@@ -45,7 +45,7 @@ def waiting(state: State, fixed: Pool, missing: int, now_s: float) -> Waiting:
     caching) with an expectation in place of the unknown length: r grows while nothing comes.
     """
     spot = [pool for pool in state.pools if pool.market_type == "spot"]
-    idle = state.usd_per_h if state.phase == "waiting" else 0.0
+    idle = state.usd_per_h - state.head_usd_per_h if state.phase == "waiting" else 0.0
     price = fixed.usd_per_gpu_h * missing
     hour = state.job.get("waiting_usd_per_h", "auto")
     if hour == "auto":

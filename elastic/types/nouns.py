@@ -358,7 +358,8 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Copy:
-    """A whole copy of the training state after `step` optimizer steps."""
+    """A whole copy of the training state after `step` optimizer steps. `samples`: the running digest of the sample ids of these
+    steps, as its marker has it; '' = it does not say."""
 
     step: int
     kind: CopyKind
@@ -367,3 +368,4 @@ class Copy:
     layers: tuple[int, ...] = ()
     uri: str = ""
     n_bytes: int = 0
+    samples: str = ""

@@ -25,6 +25,7 @@ from elastic.worker.durable_digest import hasher_for
 FOLDER = "checkpoints"
 MARKER = "commit.json"
 METADATA = ".metadata"
+SAMPLES = "sample_digest"  # in a marker's meta: the running digest of the sample ids up to its step
 VERSION = 2
 READABLE = (1, 2)
 FOLDER_NAME = re.compile(r"step-(\d{8,})\.g(\d{4,})")

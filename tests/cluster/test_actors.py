@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from support.cluster.stage import FAKE, plan
 
 from elastic.cluster import processes
-from elastic.cluster.actors import Worker, WorkerSetup
+from elastic.cluster.actors import ORPHAN_LEAVE_S, Worker, WorkerSetup
 from elastic.errors import SpecError
 from elastic.types import NodePrepared, Quiesced, StepDone, WorkerId
 from elastic.version import versions
@@ -117,3 +118,42 @@ def test_the_passport_says_whether_it_is_prepared(worker: Worker) -> None:
     assert (passport.me, passport.pid, passport.prepared) == (ME, os.getpid(), True)
     assert dict(passport.versions) == versions()
     worker.shutdown(4)
+
+
+class Exit(BaseException):
+    """In the place of the process's end."""
+
+
+@pytest.mark.parametrize("heard_at_s", [None, 500.0])
+def test_who_hears_of_no_driver_stops_and_leaves_however_well_it_trains(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, heard_at_s: float | None
+) -> None:
+    """All ranks may be cut off from a driver that lives: their collectives work, and their steps go on."""
+    now, calls = SimpleNamespace(s=0.0), list[tuple[Any, ...]]()
+    beat = SimpleNamespace(phase="stepping", messages=())
+
+    def passes(seconds: float) -> None:
+        now.s += seconds
+        if heard_at_s is not None and now.s - seconds < heard_at_s <= now.s:
+            worker.poll(3, 0, 0.0)
+
+    def leave(code: int) -> None:
+        raise Exit
+
+    worker.session = SimpleNamespace(
+        quiesce=lambda generation, save: calls.append((now.s, generation, save)),
+        poll=lambda ack, wait_s: beat,
+        store_alone=lambda epoch, wait_s: calls.append((now.s, epoch)),
+    )
+    monkeypatch.setattr(
+        "elastic.cluster.actors.time", SimpleNamespace(monotonic=lambda: now.s, sleep=passes, time=lambda: now.s)
+    )
+    monkeypatch.setattr("elastic.cluster.actors.os._exit", leave)
+    worker.polled_at, worker.ordered, worker.setup = 0.0, 7, replace(worker.setup, orphan_lease_s=900.0)
+    with pytest.raises(Exit):
+        worker._watch_driver()
+    begun_s = 900.0 + (heard_at_s or 0.0)
+    (asked_s, generation, save), (stored_s, epoch) = calls
+    assert (generation, save, epoch) == (7, True, 3)
+    assert begun_s < asked_s <= begun_s + 2 and stored_s <= asked_s + ORPHAN_LEAVE_S + 1
+    assert now.s <= begun_s + 3 + ORPHAN_LEAVE_S, "also where its training thread does not stop"

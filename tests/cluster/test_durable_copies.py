@@ -6,12 +6,14 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from support.cluster.stage import plan
 
 from elastic.cluster.copies import DurableCopies
 from elastic.storage import open_storage
-from elastic.types import CopyFailed, CopyStored, Plan, ShardStored, WorkerId
+from elastic.types import Box, CopyFailed, CopyStored, Plan, ShardStored, WorkerId
 from elastic.worker import durable
+from elastic.worker.durable_format import SAMPLES
 from elastic.worker.gather import Parts
 
 PLAN = plan(1, [WorkerId("a", 0)])
@@ -121,3 +123,18 @@ def test_closing_waits_a_bounded_time_and_holds_no_exit_up(
     slow.go.set()
     thread.join(10.0)
     assert not thread.is_alive()
+
+
+def test_a_marker_says_which_samples_its_steps_were_trained_on(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    for step in (5, 6):
+        durable.write_shard(storage, step, 1, 0, [(Box("w", (0,), (4,), "float32"), torch.arange(4.0))])
+    copies = DurableCopies(storage, 1, {}, digests={5: "0123456789abcdef"})
+    found = []
+    for step in (5, 6):  # of step 6 the loop knows none
+        copies.commit(parts(step))
+        stored = copies._news.get(timeout=60)
+        assert isinstance(stored, CopyStored)
+        found.append((stored.copy.samples, durable.find(storage)[0].meta.get(SAMPLES)))
+    copies.close()
+    assert found == [("0123456789abcdef", "0123456789abcdef"), ("", None)]

@@ -72,9 +72,19 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
         file = tmp_path / f"spot-{k}-0-{k}.log"
         file.touch()
         os.utime(file, (k, k))
-    output._prune(tmp_path)
+    output.prune(tmp_path)
     left = {int(path.name.split("-")[1]) for path in tmp_path.glob("*.log")}
     assert left == set(range(3, output.FILES_KEPT + 3))
+
+
+def test_they_go_by_their_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "LOGS_BYTES", 250)
+    for k, n_bytes in enumerate((10, 100, 100, 100, 50)):  # the newest last
+        file = tmp_path / f"spot-{k}-0-{k}.log"
+        file.write_bytes(b"x" * n_bytes)
+        os.utime(file, (k, k))
+    output.prune(tmp_path)
+    assert {int(path.name.split("-")[1]) for path in tmp_path.glob("*.log")} == {2, 3, 4}
 
 
 def test_logs_that_are_written_stay_and_one_worker_looks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,13 +94,13 @@ def test_logs_that_are_written_stay_and_one_worker_looks_for_all(tmp_path: Path,
     for k, file in enumerate(files):
         os.utime(file, (k, k))
     os.close(handles[1])
-    output._prune(tmp_path)
+    output.prune(tmp_path)
     assert [file.exists() for file in files] == [True, False, True], "the first is the oldest, and is written still"
     os.close(handles[0])
-    output._prune(tmp_path)
+    output.prune(tmp_path)
     assert files[0].exists(), "somebody has looked just now"
     os.utime(tmp_path / output.PRUNED, (1.0, 1.0))
-    output._prune(tmp_path)
+    output.prune(tmp_path)
     assert not files[0].exists()
     os.close(handles[2])
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.cluster.stage import wait_gone
 
-from elastic.api.checks import paid_until_s
+from elastic.api.checks import failed_by_itself, paid_until_s
 from elastic.cluster import script_state
 from elastic.cluster.claims import LEAVE_MOST_S
 from elastic.cluster.script_bill import ORPHAN_LEASE_S, bill_of, counted
@@ -207,6 +207,9 @@ def test_a_scripts_own_error_is_not_retried() -> None:
     )
     assert story.script.first_error().endswith("ValueError: no such column")
     assert story.orders[-1].kind == "leave"
+    assert failed_by_itself(story.lines) == "rank 1 (exit code 1): ValueError: no such column"
+    again = Line(99.0, 2, ((99.0, story.lines[0].events[0][1]),))
+    assert failed_by_itself([*story.lines, again]) == "", "somebody has started it by hand since"
 
 
 def test_a_ray_worker_that_is_gone_is_a_loss() -> None:
@@ -232,6 +235,7 @@ def test_a_process_that_was_killed_is_started_again_but_not_for_ever() -> None:
     story.wait(script_state.VERDICT_S + 1)
     assert story.script.outcome == "failed"
     assert "signal 9" in story.script.reason
+    assert failed_by_itself(story.lines) == "", "nor is that the script's fault"
 
 
 def test_a_notice_reaches_those_that_listen_and_the_others_run_until_the_end() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic.cluster import script_worker
+from elastic.cluster import output, script_worker
 from elastic.cluster.script_worker import ScriptLog, Supervisor
 
 
@@ -40,7 +40,16 @@ def test_a_scripts_log_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     log = ScriptLog(tmp_path / "logs" / "rank0.log")
     for k in range(100):
         log.write(f"line {k:03}\n")
-    files = sorted(path.name for path in (tmp_path / "logs").iterdir())
-    assert files == ["rank0.log", "rank0.log.1"] or files == ["rank0.log.1"]
-    assert all(path.stat().st_size < 120 for path in (tmp_path / "logs").iterdir())
-    assert "line 098" in "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
+    files = sorted((tmp_path / "logs").glob("rank0.log*"))
+    assert [path.name for path in files] in (["rank0.log", "rank0.log.1"], ["rank0.log.1"])
+    assert all(path.stat().st_size < 120 for path in files)
+    assert "line 098" in "".join(path.read_text() for path in files)
+
+
+def test_logs_of_groups_that_are_over_go_when_they_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "LOGS_BYTES", 250)
+    for k in range(4):
+        (tmp_path / f"{k}-rank0.log").write_bytes(b"x" * 100)
+        os.utime(tmp_path / f"{k}-rank0.log", (k, k))
+    ScriptLog(tmp_path / "9-rank0.log").write("line\n")
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == ["2-rank0.log", "3-rank0.log", "9-rank0.log"]

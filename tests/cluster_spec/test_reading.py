@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.places import ROOT
 
 from elastic.api.running import Options, adapted
 from elastic.catalog import PRICES_AT
 from elastic.cluster_spec import load_cluster, read_cluster
 from elastic.cluster_spec.reading import lines_of
 from elastic.errors import SpecError
-from elastic.spec import job_of
+from elastic.spec import JobSpec, job_of
 
 AWS = """
 cluster_name: train
@@ -200,6 +201,21 @@ def test_what_cannot_be_known_is_a_problem_and_the_rest_is_read(tmp_path: Path) 
 def test_lines_are_those_of_the_keys() -> None:
     found = lines_of("a: 1\nb:\n  - {c: 2}\n  - d: 3\n---\ne: 4\n")
     assert found == {("a",): 1, ("b",): 2, ("b", 0): 3, ("b", 0, "c"): 3, ("b", 1): 4, ("b", 1, "d"): 4, ("e",): 6}
+
+
+def test_the_heads_price(tmp_path: Path) -> None:
+    job = job_of({"steps": 1, "global_batch": 1}, tmp_path / "program.py")
+
+    def of(text: str, job: JobSpec = job) -> float:
+        return adapted(job, Options(cluster=written(tmp_path, text)), "10.0.0.1:6379").head_usd_per_h
+
+    said = AWS.replace("on_demand_floor: 1", "head_usd_per_h: 0.15")
+    assert (of(AWS), of(said), of(AWS.replace("m7i.xlarge", "m1.unheard"))) == (0.2016, 0.15, 0.0)
+    assert of(said, job_of({"steps": 1, "global_batch": 1, "head_usd_per_h": 0.5}, tmp_path / "program.py")) == 0.5
+    kuberay = (ROOT / "deploy" / "kubernetes" / "raycluster.yaml").read_text()
+    assert of(kuberay) == 0.0
+    labels = "labels: {elastic-cluster: elastic}"
+    assert of(kuberay.replace(labels, f'{labels}, annotations: {{elastic/usd-per-node-h: "0.4"}}', 1)) == 0.4
 
 
 def test_a_run_takes_the_pools_of_the_file(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from support.places import ROOT
+from support.policies import allows
 
 from elastic import api
 from elastic.cluster_spec import load_cluster
@@ -80,6 +81,59 @@ def test_instances_are_started_and_ended_by_the_clusters_tag_alone(name: str) ->
     assert passed == f"arn:aws:iam::*:role/elastic-{'worker' if name == 'head' else 'head'}"
 
 
+INSTANCE, VOLUME = "arn:aws:ec2:us-east-1:1:instance/i-1", "arn:aws:ec2:us-east-1:1:volume/v-1"
+OWN, OTHER = "REPLACE-CLUSTER", "REPLACE-CLUSTER-2"
+WANTED, THERE = "aws:RequestTag/ray-cluster-name", "aws:ResourceTag/ray-cluster-name"
+
+
+@pytest.mark.parametrize("name", ["head", "user"])
+@pytest.mark.parametrize(
+    ("action", "resource", "keys", "allowed"),
+    [
+        ("ec2:RunInstances", INSTANCE, {WANTED: OWN}, True),
+        ("ec2:RunInstances", INSTANCE, {WANTED: OTHER}, False),
+        ("ec2:RunInstances", INSTANCE, {}, False),
+        ("ec2:RunInstances", VOLUME, {}, True),
+        ("ec2:CreateTags", INSTANCE, {"ec2:CreateAction": "RunInstances", WANTED: OWN}, True),
+        (
+            "ec2:CreateTags",
+            INSTANCE,
+            {WANTED: OWN, THERE: OTHER},
+            False,
+        ),  # else a foreign one could be made one's own, and ended
+        ("ec2:CreateTags", INSTANCE, {WANTED: OWN}, False),
+        ("ec2:CreateTags", INSTANCE, {THERE: OWN}, True),
+        ("ec2:TerminateInstances", INSTANCE, {THERE: OWN}, True),
+        ("ec2:TerminateInstances", INSTANCE, {THERE: OTHER}, False),
+        ("ec2:TerminateInstances", INSTANCE, {THERE: "elastic-cheap"}, False),
+        ("ec2:TerminateInstances", INSTANCE, {}, False),
+        ("ec2:StopInstances", INSTANCE, {THERE: OWN}, False),
+        ("iam:PassRole", "arn:aws:iam::1:role/admin", {"iam:PassedToService": "ec2.amazonaws.com"}, False),
+        ("iam:PassRole", "arn:aws:iam::1:role/elastic-worker", {"iam:PassedToService": "lambda.amazonaws.com"}, False),
+    ],
+)
+def test_of_instances_only_this_clusters_may_be_started_tagged_and_ended(
+    name: str, action: str, resource: str, keys: dict[str, str], allowed: bool
+) -> None:
+    assert allows(statements(name), action, resource, keys) is allowed
+    assert not allows(statements("worker"), action, resource, keys)
+
+
+def test_of_the_bucket_only_the_prefixes() -> None:
+    bucket = "arn:aws:s3:::REPLACE-BUCKET"
+    for who, removes in (("head", True), ("worker", False), ("user", None)):
+        found = statements(who)
+        assert allows(found, "s3:PutObject", f"{bucket}/elastic/run/journal.jsonl") is (removes is not None)
+        assert allows(found, "s3:DeleteObject", f"{bucket}/elastic/run/journal.jsonl") is bool(removes)
+        assert not allows(found, "s3:PutObject", f"{bucket}/tokens/x.bin") and not allows(
+            found, "s3:GetObject", f"{bucket}-2/elastic/x"
+        )
+        assert allows(found, "s3:ListBucket", bucket, {"s3:prefix": "elastic/run/"}) is (removes is not None)
+        assert not allows(found, "s3:ListBucket", bucket, {"s3:prefix": "payroll/"}) and not allows(
+            found, "s3:ListBucket", bucket
+        )
+
+
 def test_workers_have_no_rights_on_instances_and_none_outside_their_prefixes() -> None:
     for entry in statements("worker"):
         assert all(action.startswith("s3:") for action in actions(entry))
@@ -87,10 +141,11 @@ def test_workers_have_no_rights_on_instances_and_none_outside_their_prefixes() -
 
 
 def test_the_policies_fit_the_cluster_files() -> None:
-    """Names by the pattern that the policies allow, and the profiles that deploy/iam/README.md makes."""
+    """The profiles are those that deploy/iam/README.md makes, and each file has a name of its own to put in."""
+    names = [load_cluster(file).name for file in (ROOT / "cluster_configs").glob("aws*.yaml")]
+    assert len(set(names)) == len(names) > 2
     for file in (ROOT / "cluster_configs").glob("aws*.yaml"):
         spec = load_cluster(file)
-        assert fnmatch(spec.name, "elastic-*")
         for node_type in spec.node_types:
             wanted = "elastic-head" if node_type.head else "elastic-worker"
             assert node_type.node_config["IamInstanceProfile"] == {"Name": wanted}

@@ -219,6 +219,21 @@ def test_machines_that_are_no_nodes_are_on_the_bill() -> None:
     assert state is not None and state.usd == pytest.approx(found.totals.usd) == pytest.approx(sum(found.usd.values()))
 
 
+def test_the_head_is_on_the_bill_while_a_driver_lives() -> None:
+    paid = replace(start(steps=2), job={"steps": 2, "head_usd_per_h": 36.0})
+    lines = [tick(0.0, paid), *begun()[1:], tick(17.0, step(1, 1)), tick(18.0, step(1, 2))]
+    lines += [tick(100.0, replace(paid, epoch=2)), tick(103.0), tick(104.0, orders=(Stop("succeeded", "x"),))]
+    free = [
+        replace(line, events=tuple((at_s, start(2, e.epoch) if isinstance(e, DriverStarted) else e) for at_s, e in line.events))
+        for line in lines
+    ]
+    found, before = account(lines), account(free)
+    assert found.totals.usd - before.totals.usd == pytest.approx(0.01 * (18.0 + 4.0))
+    assert found.usd["other"] - before.usd["other"] == pytest.approx(0.22) and found.gpu_seconds == before.gpu_seconds
+    state = restored(lines)
+    assert state is not None and state.usd == pytest.approx(found.totals.usd) == pytest.approx(sum(found.usd.values()))
+
+
 def test_a_driver_that_died_with_its_cluster_is_not_billed_for_the_gap() -> None:
     lines = [*begun("a"), tick(17.0, step(1, 1)), tick(18.0, step(1, 2)), tick(18.5, NodeReady(Node("y", "p", 2)))]
     lines += [tick(100.0, start(epoch=2)), tick(105.0, NodeReady(Node("a2", "p", 2))), tick(106.0, NodePrepared("a2"))]

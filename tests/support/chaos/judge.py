@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from elastic.api.running import unwritten_steps
+from elastic.api.samples import Unwritten
 from elastic.driver import restored
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Line
@@ -114,7 +114,7 @@ def events(lines: Sequence[Line], kind: type[Event]) -> list[Event]:
 def _steps(lines: Sequence[Line], expected: Undisturbed) -> Iterator[str]:
     """Each once, on its own samples, with the loss of the undisturbed run, and content that arrived as it was sent."""
     found, curve = kept(lines), {point.step: point for point in view_of(lines).curve()}
-    steps, unwritten = range(1, len(expected.losses) + 1), unwritten_steps(lines)
+    steps, unwritten = range(1, len(expected.losses) + 1), Unwritten.of(lines).steps
     for step in steps:
         if step not in found:
             if step not in unwritten:
