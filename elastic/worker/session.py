@@ -42,7 +42,7 @@ from elastic.types import (
 from elastic.worker import durable
 from elastic.worker.admission import Checks, Entry, Refused
 from elastic.worker.ahead import Ahead
-from elastic.worker.allocator import settle_allocator, settle_cuda_allocator
+from elastic.worker.allocator import rounds_pinned, settle_allocator, settle_cuda_allocator
 from elastic.worker.compiled import settle_compiler
 from elastic.worker.cut_off import CutOff, CutStorage
 from elastic.worker.device_notes import DeviceNotes
@@ -398,7 +398,8 @@ class Session:
 
     def _prepared(self) -> NodePrepared:
         sample = self._place.sample if self._place is not None else None
-        return NodePrepared(self.me.node_id, (os.getpid(),), int(self.job["n_samples"]), sample, self._admission)
+        rounded = self._place is not None and self._place.host_memory.pinned and rounds_pinned()
+        return NodePrepared(self.me.node_id, (os.getpid(),), int(self.job["n_samples"]), sample, self._admission, rounded)
 
     def _rehearse(self, place: Workplace, rehearsal: Rehearsal) -> None:
         """Its numbers are garbage, so what the program says of them is no reason to stop: the first step will be slower."""
