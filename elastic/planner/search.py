@@ -70,7 +70,8 @@ class Limits:
     (with the bytes). `on_gpus`: CUDA and NCCL take their part of these bytes. `memory`: node -> bytes per worker, where nodes
     differ. `hardware`: of nodes by their id, as far as it is known; where it is not of all of them, layouts are compared as on
     H100 nodes. `rates`: how fast each worker computes, in any one unit; where they are not there for all, the hardware says.
-    `zones`: node -> its zone, where only replicas may lie in different ones. `unusable`: layouts, in words, that do not compute what the model does, and why."""
+    `zones`: node -> its zone, where only replicas may lie in different ones. `unusable`: layouts, in words, that do not
+    compute what the model does, and why."""
 
     memory_bytes: int = 0
     infeasible: Mapping[Layout, int] | None = None
@@ -368,7 +369,7 @@ class _Search:
             needs = memory.memory_bytes(self.work, layout, step.dtype)
         elif self.model.sample is not None:
             there = int(memory.usable_bytes(there, layout, self.limits.on_gpus))
-        if there and needs > there:
+        if self.limits.memory_bytes and needs > there:
             if not self.deepens(layout):
                 raise InfeasiblePlan(f"needs {_gib(needs)} GiB per worker, there are {_gib(there)}")
             self.deal(layout, step)
