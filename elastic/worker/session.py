@@ -214,9 +214,12 @@ class Session:
             running = self._generation
             if running is None:
                 self._put(self._quiesced(generation))
+        # at once: on a GPU the abort of one generation waits for the kernels of the other
+        dropping = threading.Thread(target=self.drop_groups, args=(generation + 1,), name="drop-groups", daemon=True)
+        dropping.start()
         if running is not None and running.number <= generation:
             running.groups.abort()
-        self.drop_groups(generation + 1)
+        dropping.join()
 
     def roll_forward(self, generation: int, step: int, commit: tuple[float, ...]) -> None:
         """Apply the step of a generation that was left, by the commit that others have seen -> Quiesced, whatever was here."""
