@@ -153,11 +153,12 @@ def carry_out(place: Place, storage: str, done: tasks.Tasks, budget_s: float, on
 
 def _tasks(lab: Lab) -> list[tasks.Task]:
     from elastic.certify import fault_checks, layout_checks, main_path, move_checks, speed_checks, storage_checks, ways_in
+    from elastic.certify.gpu import gpu_checks
 
     several = lab.place.ranks > 1
     found = [storage_checks.task(lab.storage), *([fault_checks.abort_task(lab)] if several else []), layout_checks.task(lab)]
     found += [fault_checks.story_task(lab), move_checks.task(lab)] if several else []
-    found.append(speed_checks.task(lab))
+    found += [speed_checks.task(lab), *gpu_checks.tasks(lab)]
     return [*found, *([] if main_path.why_not(lab.place) else [main_path.task(lab)]), *ways_in.tasks(lab)]
 
 
@@ -168,6 +169,7 @@ def _chosen(found: list[tasks.Task], only: Sequence[str]) -> list[tasks.Task]:
 def _left_out(lab: Lab) -> list[Check]:
     """What cannot be run here."""
     from elastic.certify import main_path, ways_in
+    from elastic.certify.gpu import gpu_checks
 
     several = lab.place.ranks > 1
     out = [
@@ -175,7 +177,7 @@ def _left_out(lab: Lab) -> list[Check]:
     ]
     why = main_path.why_not(lab.place)
     out += [not_run(name, why) for name in main_path.NAMES if why]
-    out += [not_run(name, why) for name, why in ways_in.left_out(lab).items()]
+    out += [not_run(name, why) for name, why in (ways_in.left_out(lab) | gpu_checks.left_out(lab.place)).items()]
     return [*out, not_run("planner error", NO_PLANNER)]
 
 

@@ -79,6 +79,8 @@ def _trouble(event: Event) -> str | None:
             return f"wrong numbers at step {event.step}, right until step {event.good_step} ({who}): {event.reason}"
         case types.DeviceNoted():
             return f"GPU of worker {event.worker}: {event.note or 'nothing to note any more'}"
+        case types.PinningFailed():
+            return f"worker {event.worker} has no pinned host memory, its copies go through pageable memory: {event.reason}"
         case types.DigestChecked(ok=False):
             return f"generation {event.generation}: the content of the state changed on its way"
         case types.StopAsked():

@@ -28,7 +28,7 @@ STYLES = {
     "Decision": "cyan", "Notice": "yellow", "NodeLost": "red", "WorkerFailed": "red", "Silent": "red", "PlanFailed": "red",
     "DigestChecked": "bold red", "DrillAsked": "magenta", "PlanEntered": "bold green", "Evaluated": "blue",
     "SharesSet": "green", "ModelNoted": "yellow", "WrongNumbers": "bold red", "DeviceNoted": "yellow",
-    "RequestFailed": "yellow", "CopyFailed": "red", "CopyDamaged": "bold red", "StopAsked": "yellow",
+    "PinningFailed": "yellow", "RequestFailed": "yellow", "CopyFailed": "red", "CopyDamaged": "bold red", "StopAsked": "yellow",
 }  # fmt: skip
 STATUS_STYLES = {"prepared": "green", "ready": "cyan", "draining": "yellow", "quarantined": "red", "lost": "dim strike"}
 

@@ -22,6 +22,10 @@ class Chip:
     dtype: str = "bfloat16"
 
     @property
+    def on_gpu(self) -> bool:
+        return self.gpu.accelerator_type != "CPU"
+
+    @property
     def around(self) -> str:
         """The dtype of everything but the products."""
         return "bfloat16" if self.dtype in LOW else self.dtype

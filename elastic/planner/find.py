@@ -16,11 +16,11 @@ from typing import Any
 from elastic.errors import InfeasiblePlan
 from elastic.planner import balance, dollars, memory, mixed, words
 from elastic.planner.cost import Cost, Site, step_cost
-from elastic.planner.memory import Step
+from elastic.planner.memory import USABLE, Step, usable_bytes
 from elastic.planner.offers import Aim, Group, Offer, Offers, Part
 from elastic.planner.options import Space, n_options
 from elastic.planner.passes import Cache
-from elastic.planner.search import USABLE, site_of
+from elastic.planner.search import site_of
 from elastic.planner.steps import step_of
 from elastic.planner.work import Work
 from elastic.types import Layout, ModelProfile
@@ -215,8 +215,9 @@ class _Finder:
         self.n_looked_at += 1
         held = memory.parts(self.work, layout, step)
         room = site.chip.gpu.memory_bytes
-        if room and sum(held.values()) > USABLE * room:
-            self.reasons[words.family(layout)] = words.too_large(sum(held.values()), room)
+        usable = usable_bytes(room, layout, site.chip.on_gpu)
+        if room and sum(held.values()) > usable:
+            self.reasons[words.family(layout)] = words.too_large(sum(held.values()), usable, room)
             return False
         short = next((g for g in pool if 0 < g.host_memory_bytes < dollars.host_bytes(g, self.work, layout)), None)
         if layout.offload and short is not None:

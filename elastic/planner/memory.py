@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from elastic.planner.work import Work
+from elastic.reshard.communicators import CONTEXT_BYTES, running_bytes
 from elastic.types import DTYPE_BYTES, Layout, SampleProfile
 
+USABLE = 0.92  # of a GPU's memory: the rest is CUDA's, NCCL's, and lies between allocations
 WHOLE_SHARE = 10 / 34  # of a block's activations, which tp without sequence parallelism leaves whole
 
 
@@ -30,6 +32,13 @@ class Step:
     @property
     def compute_bytes(self) -> int:
         return 2 if self.dtype in ("float8", "float4") else DTYPE_BYTES[self.dtype]
+
+
+def usable_bytes(memory_bytes: int, layout: Layout, on_gpus: bool = True) -> float:
+    """Of a GPU, for what torch allocates: less than USABLE of a small one, where NCCL's communicators and CUDA's context need
+    more than the rest."""
+    beside = CONTEXT_BYTES + running_bytes(layout, layout.world_size) if on_gpus else 0
+    return min(USABLE * memory_bytes, max(0, memory_bytes - beside))
 
 
 def zero_stage(layout: Layout) -> int:

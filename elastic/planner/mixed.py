@@ -18,7 +18,7 @@ from elastic.planner.memory import Step
 from elastic.planner.offers import Group, Part
 from elastic.planner.options import Space
 from elastic.planner.passes import Cache
-from elastic.planner.search import USABLE, site_of
+from elastic.planner.search import site_of
 from elastic.planner.steps import step_of
 from elastic.types import HardwareProfile, Layout
 
@@ -54,9 +54,9 @@ class Kind:
     def memory_bytes(self) -> int:
         return self.site.chip.gpu.memory_bytes
 
-    @property
-    def room(self) -> float:
-        return USABLE * self.site.chip.gpu.memory_bytes or float("inf")
+    def room(self, layout: Layout) -> float:
+        chip = self.site.chip
+        return memory.usable_bytes(chip.gpu.memory_bytes, layout, chip.on_gpu) if chip.gpu.memory_bytes else float("inf")
 
 
 def kinds_of(job: Mapping[str, Any], pool: Sequence[Group]) -> tuple[Kind, ...]:
@@ -148,7 +148,7 @@ def _shares(
     for kind, n_rows, of in zip(kinds, rows, passes):
         step = Step(m, n_rows * m, batch, kind.site.per_node, kind.site.chip.dtype)
         held = memory.parts(cache.work, layout, step)
-        if sum(held.values()) > kind.room:
+        if sum(held.values()) > kind.room(layout):
             return None
         found = step_cost(kind.site, cache.work, layout, step, of)
         steps.append(found.step_s)
@@ -229,9 +229,9 @@ def _stages(cache: Cache, kinds: tuple[Kind, ...], stages: list[int], layout: La
         mine = tuple(layers[at : at + n])
         virtual = replace(layout, pp=max(1, round(work.n_blocks / max(mine))))  # stages as deep as its deepest
         needs = memory.parts(work, virtual, step) if work.n_blocks > max(mine) else memory.parts(work, layout, step)
-        if sum(needs.values()) > kind.room:
+        if sum(needs.values()) > kind.room(layout):
             return None
-        if (share := sum(needs.values()) / kind.room) >= fullest[0]:
+        if (share := sum(needs.values()) / kind.room(layout)) >= fullest[0]:
             fullest = share, needs, kind
         share = max(seconds[at : at + n]) / slowest
         n_gpus = n * layout.tp * layout.cp * layout.dp

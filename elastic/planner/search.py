@@ -24,7 +24,7 @@ from elastic.planner.compute import Chip
 from elastic.planner.cost import Site, bubble, step_cost
 from elastic.planner.dealing import RECOMPUTED, Dealer, Dealt, guessed
 from elastic.planner.kernels import MEASURED, generation
-from elastic.planner.memory import Step
+from elastic.planner.memory import USABLE, Step
 from elastic.planner.options import Space, cut, n_options
 from elastic.planner.steps import step_of
 from elastic.planner.work import Work
@@ -35,7 +35,6 @@ SLOWER = 0.05  # that a simpler layout may be
 IDLE = 0.1  # of a step, that unequal GPUs may wait for each other before layouts that cut more are looked at
 MOST_CUTS, MOST_REPLICAS, MOST_DROPPED, MOST_FEWER = 4, 4, 6, 8  # how many of each are looked at
 MOST_DEALT = 24  # layouts of a size whose shares among unequal GPUs are worked out
-USABLE = 0.92  # of a GPU's memory: the rest is CUDA's, NCCL's, and lies between allocations
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,11 @@ class Found(NamedTuple):
 @dataclass(frozen=True)
 class Limits:
     """What layouts must fit into: bytes per worker (the smallest node's, 0 = not known) and layouts that were found not to
-    (with the bytes). `memory`: node -> bytes per worker, where nodes differ. `hardware`: of nodes by their id, as far as it is
-    known; where it is not of all of them, layouts are compared as on H100 nodes. `rates`: how fast each worker computes, in any
-    one unit; where they are not there for all, the hardware says. `zones`: node -> its zone, where only replicas may lie in
-    different ones. `unusable`: layouts, in words, that do not compute what the model does, and why."""
+    (with the bytes). `on_gpus`: CUDA and NCCL take their part of these bytes. `memory`: node -> bytes per worker, where nodes
+    differ. `hardware`: of nodes by their id, as far as it is known; where it is not of all of them, layouts are compared as on
+    H100 nodes. `rates`: how fast each worker computes, in any one unit; where they are not there for all, the hardware says.
+    `zones`: node -> its zone, where only replicas may lie in different ones. `unusable`: layouts, in words, that do not
+    compute what the model does, and why."""
 
     memory_bytes: int = 0
     infeasible: Mapping[Layout, int] | None = None
@@ -80,6 +80,7 @@ class Limits:
     zones: Mapping[str, str] | None = None
     memory: Mapping[str, int] | None = None
     unusable: Mapping[str, str] | None = None
+    on_gpus: bool = False
 
 
 def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Node], limits: Limits | None = None) -> Choice:
@@ -367,8 +368,8 @@ class _Search:
         if exact:
             needs = memory.memory_bytes(self.work, layout, step.dtype)
         elif self.model.sample is not None:
-            there = int(USABLE * there)
-        if there and needs > there:
+            there = int(memory.usable_bytes(there, layout, self.limits.on_gpus))
+        if self.limits.memory_bytes and needs > there:
             if not self.deepens(layout):
                 raise InfeasiblePlan(f"needs {_gib(needs)} GiB per worker, there are {_gib(there)}")
             self.deal(layout, step)

@@ -7,8 +7,8 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from elastic.planner.cost import Cost
+from elastic.planner.memory import USABLE
 from elastic.planner.offers import Group
-from elastic.planner.search import USABLE
 from elastic.planner.work import Work
 from elastic.types import Layout
 
@@ -60,8 +60,8 @@ def families(found: Candidate) -> Iterator[str]:
         yield "offload"
 
 
-def too_large(needs: float, room: int) -> str:
-    return f"needs {needs / GIB:.1f} GiB per GPU, {USABLE * room / GIB:.1f} of {room / GIB:.0f} can be used"
+def too_large(needs: float, usable: float, room: int) -> str:
+    return f"needs {needs / GIB:.1f} GiB per GPU, {usable / GIB:.1f} of {room / GIB:.0f} can be used"
 
 
 def too_large_for_host(needs: float, group: Group) -> str:

@@ -1,7 +1,8 @@
 """Make before break: the process groups of an announced generation are made while the one before trains on, so that the pause
 does not hold their set-up. What is announced waits for them FORM_MOST_S at most; a notice waits no longer than its move needs.
 
-What changes the nodes meanwhile (a notice that is withdrawn, a node that is lost) drops what is being made.
+What changes the nodes meanwhile (a notice that is withdrawn, a node that is lost) drops what is being made. On GPUs the new
+communicators need memory beside those of the generation that trains: where that is not there, they are made in the pause.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from elastic.policy.known import Forming, State, standing_of
+from elastic.policy.plans import gpu_bytes, on_gpus
+from elastic.reshard.communicators import CONTEXT_BYTES, messages_bytes, running_bytes, set_up_bytes
 from elastic.types import Decision, DropGroups, EnterPlan, FormGroups, GroupsFormed, Plan
 from elastic.types.replacing import replace
 
+GIB = 2**30
 FORM_MOST_S = 60.0  # NCCL takes 0.3 to 1 s for each group in a node, 5 to 30 s for all at hundreds of ranks
 
 
@@ -40,6 +44,8 @@ def first(state: State, now_s: float, found: Decision | None) -> Decision | None
         return replace(found, actions=(DropGroups(forming.plan.generation), *found.actions), reason=text)
     if any(isinstance(action, FormGroups) for action in found.actions):
         return found
+    if forming is None and (why := too_large(state, plan)):
+        return replace(found, reason=f"{found.reason}; {why}")
     urgent, late = plan.cause == "notice", forming is not None and now_s >= _bound_s(forming)
     if forming is not None and (urgent or late or forming.ended):
         return _entered(found, forming, plan, now_s)
@@ -49,6 +55,35 @@ def first(state: State, now_s: float, found: Decision | None) -> Decision | None
         return _wait(state, forming)
     text = f"{found.reason}; its groups are made first, while generation {state.generation} trains on"
     return Decision((FormGroups(plan),), text, now_s + FORM_MOST_S)
+
+
+def begun(state: State, found: Decision) -> tuple[FormGroups, ...]:
+    """The order to make the groups of the plan that `found` would enter; none where memory does not do for them."""
+    plan = _planned(found)
+    return () if plan is None or too_large(state, plan) else (FormGroups(plan),)
+
+
+def too_large(state: State, plan: Plan) -> str:
+    """Why the groups of a coming plan are not made beside those that train, by the GPU of least memory; '' = they may be, or it
+    is not known what the running generation takes. What moves have connected since it was entered stays connected."""
+    running = state.plan
+    if running is None or not running.memory_bytes or not on_gpus(state, running.nodes):
+        return ""
+    rooms = [gpu_bytes(state, pool) for pool in state.pools_of(running.nodes)]
+    if not rooms or not all(rooms):
+        return ""
+    links = running.move.links if running.move is not None else ()
+    in_node = max(running.workers_per_node.values()) - 1 if any(a == b for a, b, _ in links) else 0
+    connected = messages_bytes(in_node, any(a != b for a, b, _ in links))
+    coming = set_up_bytes(plan.layout, len(plan.workers | plan.senders))
+    there = running_bytes(running.layout, len(running.workers | running.senders))
+    needed = running.memory_bytes + CONTEXT_BYTES + there + connected + coming
+    if needed <= min(rooms):
+        return ""
+    return (
+        f"groups of generation {plan.generation} are made in the pause: beside generation {running.generation} they would need "
+        f"{coming / GIB:.2f} GiB, {needed / GIB:.2f} in all, of a GPU's {min(rooms) / GIB:.2f}"
+    )
 
 
 def _planned(found: Decision | None) -> Plan | None:

@@ -24,11 +24,10 @@ from math import inf
 
 from elastic.planner import balance, memory
 from elastic.planner.balance import most_that
-from elastic.planner.search import USABLE
 from elastic.planner.work import Work
 from elastic.policy import hazard, limits, speeds
 from elastic.policy.known import State, Window
-from elastic.policy.plans import gpu_bytes
+from elastic.policy.plans import gpu_bytes, on_gpus
 from elastic.policy.speeds import BAND, REMEMBERED_S, Estimate
 from elastic.types import Decision, Plan, SetShares, WorkerId
 from elastic.types.replacing import replace
@@ -239,10 +238,11 @@ def rows_that_fit(state: State, plan: Plan, room_bytes: int, most: int) -> int:
         return min(most, layout.microbatch_size) if layout.microbatch_size and room_bytes else most
     work, dtype = Work.of(model), str(state.job.get("precision") or "float32")
     deepest = max(balance.blocks_at(layout, plan.layers))
+    usable = memory.usable_bytes(room_bytes, layout, on_gpus(state, plan.nodes))
 
     def fits(rows: int) -> bool:
         step = memory.Step(plan.n_microbatches, rows * plan.n_microbatches, sum(plan.samples), dtype=dtype)
-        return memory.stage_bytes(work, layout, step, deepest) <= USABLE * room_bytes
+        return memory.stage_bytes(work, layout, step, deepest) <= usable
 
     return most_that(fits, most)
 

@@ -18,7 +18,6 @@ from elastic.types import (
     Decision,
     DrainNode,
     EnterPlan,
-    FormGroups,
     Node,
     Plan,
     Quarantine,
@@ -343,8 +342,8 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
         wait = Decision((), text, near_s if now_s < near_s else act_s)
         if now_s >= form_s and ahead.missing(state):
             moved = enter(state, choice, recovery.live(state), "notice", text)
-            formed = tuple(FormGroups(action.plan) for action in moved.actions if isinstance(action, EnterPlan))
-            wait = Decision(formed, f"{text}; the groups of generation {state.generation + 1} are made now", wait.wake_at_s)
+            if formed := ahead.begun(state, moved):
+                wait = Decision(formed, f"{text}; the groups of generation {state.generation + 1} are made now", wait.wake_at_s)
         elif now_s < form_s and state.forms_ahead:
             wait = replace(wait, wake_at_s=min(form_s, wait.wake_at_s or form_s))
         return _growing(state, now_s, act_s) or wait

@@ -48,6 +48,7 @@ from elastic.types import (
     NodeWarned,
     Notice,
     NoticeWithdrawn,
+    PinningFailed,
     Plan,
     PlanEntered,
     PlanFailed,
@@ -189,6 +190,7 @@ def _node_prepared(state: State, event: NodePrepared, at_s: float) -> State:
         preparing={name: t for name, t in state.preparing.items() if name != event.node_id},
         dead=frozenset(w for w in state.dead if w.node_id != event.node_id),
         short={name: why for name, why in state.short.items() if name != event.node_id},
+        pinned_rounded=state.pinned_rounded - {event.node_id} | ({event.node_id} if event.pinned_rounded else set()),
     )
     return state if node.status == "draining" else set_status(state, event.node_id, "prepared")
 
@@ -403,6 +405,10 @@ def _price_seen(state: State, event: PriceSeen, at_s: float) -> State:
     return replace(state, pools=pools, scores={**state.scores, event.pool: event.score} if event.score else state.scores)
 
 
+def _pinning_failed(state: State, event: PinningFailed, at_s: float) -> State:
+    return replace(state, unpinned={**state.unpinned, event.worker.node_id: event.reason})
+
+
 def _stop_asked(state: State, event: StopAsked, at_s: float) -> State:
     return replace(state, stop=state.stop or StopWish(event.reason, at_s))
 
@@ -412,6 +418,7 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     NodeRefused: _node_refused, NodeWarned: _node_warned, InstancesSeen: _instances_seen,
     NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost, RequestFailed: _request_failed, PlanEntered: _plan_entered,
     PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored,
-    PriceSeen: _price_seen, Progress: _progress, StopAsked: _stop_asked, **FAILURES, **COPIES, **layouts.HANDLERS, **SPEEDS,
+    PriceSeen: _price_seen, Progress: _progress, PinningFailed: _pinning_failed,
+    StopAsked: _stop_asked, **FAILURES, **COPIES, **layouts.HANDLERS, **SPEEDS,
     **SUSPECTS, **AHEAD,
 }  # fmt: skip

@@ -176,6 +176,8 @@ class State:
     n_requests: int = 0
     history: Mapping[str, PoolSeen] = field(default_factory=dict)  # pool -> what was seen of it
     scores: Mapping[str, int] = field(default_factory=dict)  # pool -> its placement score, 1 to 10, where one is known
+    pinned_rounded: frozenset[str] = frozenset()  # nodes whose torch rounds pinned buffers up to a power of two bytes
+    unpinned: Mapping[str, str] = field(default_factory=dict)  # nodes whose host copies are in pageable memory -> why
     warned: frozenset[str] = frozenset()  # nodes that the cloud said are likelier to be taken
     born: Mapping[str, float] = field(default_factory=dict)  # nodes never prepared yet -> when they were asked for
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.search import USABLE
+from elastic.planner.memory import USABLE
 from elastic.planner.work import Work
 from elastic.policy import drain, hazard, pace
 from elastic.policy.known import Request, State

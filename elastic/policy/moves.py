@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,7 @@ from elastic.types import Move, Plan, PlanEntered, Resume, WorkerId
 from elastic.types.replacing import replace
 
 LARGE_BYTES = 8 << 20  # smaller moves say nothing of the pace
+PAGEABLE = 0.1  # of the rate to and from pinned memory: an estimate, by what tests/gpu/one_shot_rows.py expects
 SLOWEST, FASTEST = 50.0, 0.1  # of the pace, against mishaps in a measurement
 
 
@@ -30,9 +32,9 @@ class _Transition:
 
     def _parts(self) -> tuple[Any, ...]:
         s, choice, resume = self.state, self.choice, self.resume
-        into = (choice.ranks, choice.layout, choice.layers, choice.memory_bytes)
+        into = (choice.ranks, choice.layout, choice.layers, choice.memory_bytes, choice.activation_bytes)
         measured = (s.speeds, s.plan, s.timed_at_s, s.uneven_failed, s.job)
-        known = (s.nodes, s.pools, s.hardware, s.move_pace, s.model, measured)
+        known = (s.unpinned, s.nodes, s.pools, s.hardware, s.move_pace, s.model, measured)
         return (into, resume.layout, resume.layers, resume.holdings, known)
 
     def __eq__(self, other: object) -> bool:
@@ -60,10 +62,18 @@ def _forecast(asked: _Transition) -> Move:
     kinds = {pool.accelerator_type for pool in pools}
     rates = [profile.link_bytes_per_s for profile in state.hardware if profile.accelerator_type in kinds]
     wire = "cpu" if kinds <= {"CPU"} else "cuda"
-    room = Room(min(memory) if memory and all(memory) else 0, choice.memory_bytes, device_type=wire)
+    running = choice.memory_bytes + choice.activation_bytes
+    room = Room(min(memory) if memory and all(memory) else 0, running, wire, _host_bytes_per_s(state, kinds, nodes))
     pace = Pace(min(rates), state.move_pace) if rates else Pace(times=state.move_pace)
     cuts = (resume.layout, resume.layers), (choice.layout, choice.layers)
     return forecast(state.model, *cuts, holders_of(resume, everyone), nodes, (room, pace))
+
+
+def _host_bytes_per_s(state: State, kinds: set[str], nodes: Sequence[str]) -> float:
+    """Between device and host memory, of the slowest; 0 = not known."""
+    rates = [profile.host_bytes_per_s for profile in state.hardware if profile.accelerator_type in kinds]
+    share = PAGEABLE if any(name in state.unpinned for name in nodes) else 1.0
+    return share * min(rates, default=0.0)
 
 
 def placed(state: State, choice: Choice, resume: Resume) -> Choice:

@@ -137,7 +137,7 @@ def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
     by_id = {node.node_id: node for node in nodes}
     zones = {name: _zone(state, by_id.get(name)) for name in used}
     across = bool(state.job.get("copies_across_zones", False))
-    sizes = rank_bytes(state.model, choice)
+    sizes = rank_bytes(state.model, choice, rounded=bool(state.pinned_rounded & used.keys()))
     room = _room(state, choice, nodes, used)
     first = ""
     for k, buffers in [*((k, 2) for k in range(n, 0, -1)), (1, 1)]:
@@ -177,13 +177,15 @@ def _zone(state: State, node: Node | None) -> str:
     return f"{pool.region}/{pool.zone}".strip("/") if pool is not None else ""
 
 
-def rank_bytes(model: ModelProfile, choice: Choice) -> list[int]:
-    """Host bytes of each rank's boxes, at most: those of the first rank of its stage, whose chunks are the largest."""
+def rank_bytes(model: ModelProfile, choice: Choice, rounded: bool = False) -> list[int]:
+    """Host bytes of each rank's boxes, at most: those of the first rank of its stage, whose chunks are the largest.
+    `rounded`: up to a power of two, as torch allocates pinned memory unless it is told otherwise."""
     layout = choice.layout
     per_stage = [
         sum(-(-box.n_bytes // 8) * 8 for box in boxes(model, layout, choice.layers, stage_ranks(layout, stage)[0]))
         for stage in range(layout.pp)
     ]
+    per_stage = [1 << (n - 1).bit_length() if rounded and n else n for n in per_stage]
     return [per_stage[rank // (layout.world_size // layout.pp)] for rank in range(layout.world_size)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -76,7 +76,9 @@ def _searched(state: State, nodes: Sequence[Node]) -> Choice:
     zones = {node.node_id: zone_of(pools.get(node.pool)) for node in nodes}
     of_node = {node.node_id: gpu_bytes(state, pools.get(node.pool)) for node in nodes}
     memory = of_node if all(of_node.values()) else None
-    limits = replace(limits, zones=zones, memory=memory, unusable=layouts.unusable_layouts(state))
+    limits = replace(
+        limits, zones=zones, memory=memory, unusable=layouts.unusable_layouts(state), on_gpus=on_gpus(state, of_node)
+    )
     return plan_layout(layouts.usable_model(state), state.job, ordered, limits)
 
 
@@ -86,6 +88,11 @@ def gpu_bytes(state: State, pool: Pool | None) -> int:
         return pool.memory_bytes_per_gpu if pool is not None else 0
     known = (profile.memory_bytes for profile in state.hardware if profile.accelerator_type == pool.accelerator_type)
     return pool.memory_bytes_per_gpu or next(known, 0)
+
+
+def on_gpus(state: State, nodes: Iterable[str]) -> bool:
+    """Are any of these nodes known to have GPUs?"""
+    return any(pool.accelerator_type != "CPU" for pool in state.pools_of(nodes))
 
 
 def zone_of(pool: Pool | None) -> str:

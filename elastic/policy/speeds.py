@@ -258,6 +258,8 @@ def forget(state: State, node_id: str) -> State:
         state,
         speeds={worker: found for worker, found in state.speeds.items() if worker.node_id != node_id},
         device_notes={worker: note for worker, note in state.device_notes.items() if worker.node_id != node_id},
+        pinned_rounded=state.pinned_rounded - {node_id},
+        unpinned={name: why for name, why in state.unpinned.items() if name != node_id},
     )
 
 

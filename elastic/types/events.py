@@ -48,13 +48,15 @@ class NodeReady(Event):
 class NodePrepared(Event):
     """All workers of the node have imported the program and wait for a plan. `pids` are their process ids, `n_samples` is the
     length of the dataset that they have opened (0 = not told); `sample`: what one sample asks of the model, None = it could not
-    be found out; `admission`: what was found when it was let in, None = nobody looked."""
+    be found out; `admission`: what was found when it was let in, None = nobody looked. `pinned_rounded`: its torch rounds
+    pinned host buffers up to a power of two bytes."""
 
     node_id: str
     pids: tuple[int, ...] = ()
     n_samples: int = 0
     sample: SampleProfile | None = None
     admission: Admission | None = None
+    pinned_rounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -432,6 +434,15 @@ class DeviceNoted(Event):
 
     worker: WorkerId
     note: str
+
+
+@dataclass(frozen=True)
+class PinningFailed(Event):
+    """The worker could not have pinned host memory (told once in its life): its host copies are in pageable memory from now on,
+    and go to and from the GPU more slowly. `reason`: what was asked for, what the system said."""
+
+    worker: WorkerId
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ CUDA_SETTING = "expandable_segments:True"  # shards of one layout fit into the h
 # Pinned host memory: larger blocks are neither rounded up to a power of two nor kept by torch when they are freed. Buffers are
 # used again by elastic.worker.host_copy, so that torch's own cache would only hold those of earlier shard sizes.
 PINNED_SETTING = "pinned_max_cached_size_mb:64"
-SETTINGS = "PYTORCH_ALLOC_CONF"
+SETTINGS, OLD_SETTINGS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # the older name of the same
 
 
 def cuda_environment() -> dict[str, str]:
@@ -36,9 +36,15 @@ def knows_pinned_setting() -> bool:
     return header.is_file() and PINNED_SETTING.split("_mb")[0] in header.read_text()
 
 
+def rounds_pinned() -> bool:
+    """Does torch round pinned buffers up to a power of two bytes? It does unless one of its two limits for that is set."""
+    settings = os.environ.get(SETTINGS, "") + os.environ.get(OLD_SETTINGS, "")
+    return not any(key in settings for key in ("pinned_max_cached_size_mb", "pinned_max_round_threshold_mb"))
+
+
 def settle_cuda_allocator() -> None:
     """For CUDA memory that is not yet allocated; a setting of the user's own stays."""
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
+    if OLD_SETTINGS not in os.environ:
         for name, value in cuda_environment().items():
             os.environ.setdefault(name, value)
 

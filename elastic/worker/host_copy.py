@@ -6,6 +6,7 @@ the optimizer waits for that (`HostCopies.settle`). Buffers and the RNG box chan
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -19,7 +20,10 @@ from elastic.types import Box
 from elastic.worker.side_stream import SideStream, boundary, on_device, waitable
 from elastic.worker.train_state import Tensors
 
+log = logging.getLogger(__name__)
+
 CPU = torch.device("cpu")
+SAID_MOST = 200  # characters of an error
 ALIGN = 8  # each box starts at a multiple of so many bytes
 
 
@@ -90,10 +94,12 @@ class HostMemory:
     """The host buffers of a worker process. Fresh pages cost several times as much as warm ones, so buffers are used again.
 
     `pinned`: for copies from and to a GPU. Pinning takes long, so such a buffer is allocated by the thread that first needs its
-    bytes, or ahead by `reserve`."""
+    bytes, or ahead by `reserve`. Where pinned memory is not to be had (a limit of the host, of locked memory) all further
+    buffers are pageable, and `unpinned` is told why, once: copies then take longer."""
 
-    def __init__(self, pinned: bool = False) -> None:
+    def __init__(self, pinned: bool = False, unpinned: Callable[[str], None] = log.warning) -> None:
         self.pinned = pinned
+        self._pins, self._unpinned = pinned, unpinned
         self.free: list[torch.Tensor] = []
         self.lock = threading.Lock()
         self._allocating = threading.Lock()
@@ -143,7 +149,13 @@ class HostMemory:
         return self.free.pop(min(fitting, key=lambda i: self.free[i].numel())) if fitting else None
 
     def _allocate(self, n_bytes: int) -> torch.Tensor:
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self.pinned)
+        if self._pins:
+            try:
+                return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:  # of a device that is gone, too: what uses that next says so
+                self._pins = False
+                self._unpinned(f"{n_bytes / 2**30:.2f} GiB were asked for: {' '.join(str(error).split())[:SAID_MOST]}")
+        return torch.empty(n_bytes, dtype=torch.uint8)
 
     def trim(self) -> None:
         """Lets all free buffers go, but those that a lease is about to take."""

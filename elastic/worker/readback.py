@@ -17,8 +17,16 @@ Number = torch.Tensor | float
 def to_device(batch: Mapping[str, torch.Tensor], device: torch.device) -> Batch:
     """The batch on the device; for CUDA through pinned memory, so that the host does not wait for the copies."""
     if device.type == "cuda":
-        batch = {key: x.pin_memory() if x.device.type == "cpu" else x for key, x in batch.items()}
+        batch = {key: _pinned(x) if x.device.type == "cpu" else x for key, x in batch.items()}
     return {key: x.to(device, non_blocking=True) for key, x in batch.items()}
+
+
+def _pinned(x: torch.Tensor) -> torch.Tensor:
+    """As it is where no pinned memory is to be had, which HostMemory says: the host then waits for its copy."""
+    try:
+        return x.pin_memory()
+    except RuntimeError:
+        return x
 
 
 def read(values: Iterable[Number]) -> list[list[float]]:

@@ -42,7 +42,7 @@ from elastic.types import (
 from elastic.worker import durable
 from elastic.worker.admission import Checks, Entry, Refused
 from elastic.worker.ahead import Ahead
-from elastic.worker.allocator import settle_allocator, settle_cuda_allocator
+from elastic.worker.allocator import rounds_pinned, settle_allocator, settle_cuda_allocator
 from elastic.worker.compiled import settle_compiler
 from elastic.worker.cut_off import CutOff, CutStorage
 from elastic.worker.device_notes import DeviceNotes
@@ -214,9 +214,12 @@ class Session:
             running = self._generation
             if running is None:
                 self._put(self._quiesced(generation))
+        # at once: on a GPU the abort of one generation waits for the kernels of the other
+        dropping = threading.Thread(target=self.drop_groups, args=(generation + 1,), name="drop-groups", daemon=True)
+        dropping.start()
         if running is not None and running.number <= generation:
             running.groups.abort()
-        self.drop_groups(generation + 1)
+        dropping.join()
 
     def roll_forward(self, generation: int, step: int, commit: tuple[float, ...]) -> None:
         """Apply the step of a generation that was left, by the commit that others have seen -> Quiesced, whatever was here."""
@@ -398,7 +401,8 @@ class Session:
 
     def _prepared(self) -> NodePrepared:
         sample = self._place.sample if self._place is not None else None
-        return NodePrepared(self.me.node_id, (os.getpid(),), int(self.job["n_samples"]), sample, self._admission)
+        rounded = self._place is not None and self._place.host_memory.pinned and rounds_pinned()
+        return NodePrepared(self.me.node_id, (os.getpid(),), int(self.job["n_samples"]), sample, self._admission, rounded)
 
     def _rehearse(self, place: Workplace, rehearsal: Rehearsal) -> None:
         """Its numbers are garbage, so what the program says of them is no reason to stop: the first step will be slower."""

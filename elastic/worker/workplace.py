@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -15,7 +16,7 @@ from elastic.errors import StateLost
 from elastic.program import Program
 from elastic.reshard.transfers import participants
 from elastic.storage import Storage
-from elastic.types import Event, ModelProfile, Plan, SampleProfile, WorkerId
+from elastic.types import Event, ModelProfile, PinningFailed, Plan, SampleProfile, WorkerId
 from elastic.worker.allocator import trim
 from elastic.worker.extra_state import ExtraState
 from elastic.worker.faults import DeviceFaults
@@ -24,6 +25,8 @@ from elastic.worker.rendezvous import STORE_S, host_store, new_secret
 from elastic.worker.saving import Saving
 from elastic.worker.side_stream import SideStream, run_on
 from elastic.worker.train_state import Held
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from elastic.data.readers import Readers
@@ -93,10 +96,14 @@ class Workplace:
     def __post_init__(self) -> None:
         self.saving = Saving(self)
         self.extra = ExtraState(self.program.extra_state)
-        self.host_memory = HostMemory(pinned=self.device.type == "cuda")
+        self.host_memory = HostMemory(self.device.type == "cuda", self._unpinned)
         self.side = SideStream(self.device)
         submit = self.background
         self.background = lambda work, *arguments: submit(run_on(self.device, work), *arguments)
+
+    def _unpinned(self, why: str) -> None:
+        log.warning("pinned host memory is not to be had, copies go through pageable memory: %s", why)
+        self.report(PinningFailed(self.me, why))
 
     def lose_device(self) -> None:
         """After a CUDA error that stays. What is in host memory is served on: nothing here uses the device any more."""

@@ -326,24 +326,5 @@ def _rank(environment: dict[str, str | None], work: Callable[..., None], rank: i
     os._exit(0)
 
 
-# ------------------------------------------------------------------------------------------------ numbers
-
-
-def slope(values: list[float]) -> float:
-    """Per step, by least squares."""
-    n = len(values)
-    middle, mean = (n - 1) / 2, sum(values) / max(1, n)
-    below = sum((i - middle) ** 2 for i in range(n))
-    return sum((i - middle) * (value - mean) for i, value in enumerate(values)) / below if below else 0.0
-
-
-def rss_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def threads() -> int:
     return len(os.listdir("/proc/self/task"))

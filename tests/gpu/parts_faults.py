@@ -12,67 +12,16 @@ from one_shot_rows import FORK, Tell, guarded
 
 from elastic.certify import member
 from elastic.certify.crew import Crew
+from elastic.certify.gpu.real_faults import BACK, RealFaultSession
 from elastic.certify.lab import Lab
 from elastic.certify.place import Place, find
 from elastic.certify.planning import job_of, plan_of
 from elastic.certify.tasks import Limit, Tasks
 from elastic.types import Layout, Quiesced, StepDone, WorkerFailed, WorkerId
-from elastic.worker.faults import DeviceFaults
-from elastic.worker.session import Session
 
-BACK = "endless_back"  # a kernel of a backward pass
 MANY, SHORT_BLOCKS = 1_000_000, 4  # steps; blocks of the paced program
 NAMED_MOST_S = 20.0
-ENDLESS_CYCLES = 120 * 10**9  # of the GPU's clock: about a minute, longer than anything that is waited for here
 SHOWN = "abort,kill,growth,notice,reshard,step time,checkpoint"  # of certify; whether ranks can share a GPU it always asks
-
-
-class RealFaults(DeviceFaults):
-    """What a drill makes up, done to the GPU itself, once. On a CPU it is made up."""
-
-    real = ""
-    MADE_UP = {"illegal": "device_error", "endless": "stall", BACK: "stall"}
-
-    def afflict(self, kind: str, *arguments: Any) -> None:
-        import torch
-
-        if torch.cuda.is_available() and kind in self.MADE_UP:
-            self.real = kind
-        else:
-            super().afflict(self.MADE_UP.get(kind, kind), *arguments)
-
-    @property
-    def alters(self) -> bool:
-        return self.real == BACK or super().alters
-
-    def altered(self, output: Any) -> Any:
-        """A kernel of the block's backward pass: behind its gather and the mark there."""
-        if self.real == BACK and output.grad_fn is not None:
-            self.real = ""
-            output.grad_fn.register_prehook(lambda gradients: _sleep())
-        return super().altered(output)
-
-    def stand(self) -> None:
-        super().stand()
-        if self.real == BACK:
-            return
-        kind, self.real = self.real, ""
-        if kind:
-            import torch
-
-            if kind == "endless":
-                _sleep()
-                return
-            gone = torch.empty(1 << 20, device="cuda")
-            gone.untyped_storage().resize_(0)  # a kernel that writes to it has no address
-            gone.fill_(1.0)
-            torch.cuda.synchronize()
-
-
-def _sleep() -> None:
-    import torch
-
-    torch.cuda._sleep(ENDLESS_CYCLES)
 
 
 @dataclass(frozen=True)
@@ -85,11 +34,7 @@ class Stands:
     where: str
 
 
-class FaultySession(Session):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._faults = RealFaults()
-
+class FaultySession(RealFaultSession):
     def tell(self) -> None:
         beat = self.poll(0, 0.0)
         self._put(Stands(self.me, beat.arrived, beat.doing, beat.where))  # type: ignore[arg-type]

@@ -15,7 +15,10 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from one_shot_rows import FORK, Tell, guarded, rss_mib
+from one_shot_rows import FORK, Tell, guarded
+
+from elastic.certify.gpu.one_gpu import boxed, copied
+from elastic.certify.gpu.solo import device_of, rss_mib
 
 HERE = Path(__file__).resolve().parent
 GB = 10**9
@@ -26,12 +29,6 @@ PINNED = {  # the allocator's settings that are compared; `ours` is elastic's ow
     "register": f"{SEGMENTS},pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
 }
 FREE_MOST_S = 60.0
-
-
-def device_of(cpu: bool) -> Any:
-    import torch
-
-    return torch.device("cpu") if cpu else torch.device("cuda", 0)
 
 
 def timed(work: Callable[[], Any], device: Any, n: int = 3) -> float:
@@ -46,20 +43,6 @@ def timed(work: Callable[[], Any], device: Any, n: int = 3) -> float:
             torch.cuda.synchronize()
         took.append(time.perf_counter() - began)
     return median(took[1:])
-
-
-def boxed(n_bytes: int, n: int, device: Any) -> Any:
-    """`n` boxes of float32 with drawn numbers, so many bytes together, as a rank holds them."""
-    import torch
-
-    from elastic.types import Box
-
-    columns = 1024
-    rows = max(1, n_bytes // (4 * n * columns))
-    return {
-        f"model.part{i}": (Box(f"model.part{i}", (0, 0), (rows, columns), "float32"), torch.randn(rows, columns, device=device))
-        for i in range(n)
-    }
 
 
 # ------------------------------------------------------------------------------------------------ pinned memory
@@ -125,11 +108,10 @@ def _pinned(tell: Tell, cpu: bool, seconds: float) -> None:
 def _copies(tell: Tell, cpu: bool) -> None:
     """HostCopies of a shard, twice: with a buffer that has to be made, and with one that is there; a pageable copy; the way
     of a move by host memory."""
-    import torch
 
     from elastic.types import Layout
     from elastic.worker import takeover
-    from elastic.worker.host_copy import HostCopies, HostMemory
+    from elastic.worker.host_copy import HostMemory
     from elastic.worker.side_stream import SideStream
     from elastic.worker.train_state import Held
 
@@ -137,23 +119,9 @@ def _copies(tell: Tell, cpu: bool) -> None:
     tensors = boxed(1 << 20 if cpu else 14 * GB, 4 if cpu else 200, device)
     n_bytes = sum(box.n_bytes for box, _ in tensors.values())
     memory = HostMemory(pinned=not cpu)
-    host = HostCopies(memory, tensors, frozenset(), 2, device)
-    for number, name in ((1, "first_s"), (2, "")):
-        began = time.perf_counter()
-        copy = host.take(number)
-        assert copy is not None
-        there = copy.wait()
-        took_s = time.perf_counter() - began
-        tell("copy.first_s", took_s) if name else tell("copy.pinned_gb_per_s", n_bytes / GB / took_s)
-        if not name:
-            tell("copy.equal", all(torch.equal(there[fqn][1], tensor.cpu()) for fqn, (_, tensor) in list(tensors.items())[:3]))
-        copy.release()
-    host.close()
-    some = [tensor for _, tensor in tensors.values()][: 4 if cpu else 40]
-    began = time.perf_counter()
-    copies = [tensor.to("cpu") for tensor in some]
-    tell("copy.pageable_gb_per_s", sum(t.nbytes for t in copies) / GB / (time.perf_counter() - began))
-    del copies, some
+    for name, value in copied(tensors, memory, device).items():
+        if name != "gb":
+            tell(f"copy.{name}", value)
     held = Held(1, 0, 1, "live", Layout(), (1,), tensors)
     before = _allocated(cpu)
     place = SimpleNamespace(host_memory=memory, side=SideStream(device), device=device)

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from one_shot_rows import Ranks, Tell, all_bounded, open_fds, rss_mib, slope, threads
+from one_shot_rows import Ranks, Tell, all_bounded, threads
 
+from elastic.certify.gpu.solo import open_fds, rss_mib, slope
 from elastic.certify.place import NO_GPU, SHARED
 
 EACH_S, AT_ONCE = 60.0, 3

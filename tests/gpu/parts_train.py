@@ -8,11 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
@@ -20,92 +17,14 @@ from pkgutil import iter_modules
 from statistics import median
 from typing import Any
 
-from one_shot_rows import Tell, guarded, rss_mib, slope
+from one_shot_rows import Tell, guarded
+
+from elastic.certify.gpu.one_gpu import lived, make_room, out_of_memory
+from elastic.certify.gpu.one_rank_steps import Ours, Syncs, bare
+from elastic.certify.gpu.solo import MANY, Solo, device_of, plan_for, sized, slope
 
 HERE = Path(__file__).resolve().parent
-PROGRAM = HERE / "sized_program.py"
-MANY = 1_000_000  # steps: until it is told to stop
 MISSING = ("ray", "pydantic", "boto3", "tenacity", "torchao")
-
-
-def sized(size: str, global_batch: int, more: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-    """The program in that size, and a job that trains it in bfloat16."""
-    from elastic.certify.planning import job_of
-    from elastic.program import load_program
-
-    os.environ["ONE_SHOT_SIZE"] = size
-    program = load_program(PROGRAM)
-    job = job_of("one-shot", str(PROGRAM), MANY) | {"global_batch": global_batch, "n_samples": 4096}
-    return program, job | {"precision": "bfloat16", "reduce_dtype": "float32"} | (more or {})
-
-
-def device_of(cpu: bool) -> Any:
-    import torch
-
-    return torch.device("cpu") if cpu else torch.device("cuda", 0)
-
-
-class Solo:
-    """A session in this process, as its only rank."""
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        from elastic.types import NodePrepared, WorkerId
-        from elastic.worker.session import Session
-
-        self.me = WorkerId("node0", 0)
-        self.session = Session(self.me, job, tempfile.mkdtemp(prefix="one-shot-"))
-        self.events: list[tuple[float, Any]] = []
-        self._ack, self._stores = 0, []
-        self.session.prepare()
-        self.until(lambda: self.of(NodePrepared), "prepared")
-
-    def of(self, kind: Any, generation: int | None = None) -> list[Any]:
-        found = [event for _, event in self.events if isinstance(event, kind)]
-        return [e for e in found if generation in (None, getattr(e, "generation", None))]
-
-    def drain(self, wait_s: float = 0.05) -> None:
-        for number, event in self.session.poll(self._ack, wait_s).messages:
-            self._ack = number
-            self.events.append((time.monotonic(), event))
-
-    def until(self, holds: Callable[[], Any], what: str, most_s: float = 60.0, fails: bool = False) -> None:
-        from elastic.types import WorkerFailed
-
-        ends_s = time.monotonic() + most_s
-        while not holds():
-            self.drain()
-            failed = self.of(WorkerFailed)
-            if failed and not fails:
-                raise RuntimeError(f"while waiting for '{what}': {failed[0].kind}: {failed[0].error}")
-            if time.monotonic() > ends_s:
-                raise RuntimeError(f"not within {most_s:g} s: {what}")
-
-    def enter(self, plan: Any) -> None:
-        from elastic.worker.workplace import host_meeting
-
-        order, store = host_meeting(plan, "127.0.0.1", 60.0, 30.0)
-        self._stores = [*self._stores[-1:], store]
-        self.session.enter(replace(order, me=0))
-
-    def stepped(self, generation: int, n: int, most_s: float = 60.0) -> list[Any]:
-        from elastic.types import StepDone
-
-        self.until(lambda: len(self.of(StepDone, generation)) >= n, f"{n} steps of generation {generation}", most_s)
-        return self.of(StepDone, generation)
-
-    def leave(self, generation: int) -> None:
-        from elastic.types import Quiesced
-
-        self.session.quiesce(generation, False)
-        self.until(lambda: self.of(Quiesced, generation), "out of the generation", fails=True)
-        self.session.close(10.0)
-
-
-def plan_for(me: Any, number: int, n_blocks: int, cut: tuple[int, int], **more: Any) -> Any:
-    """One rank. `cut`: samples, micro-batches."""
-    from elastic.types import Layout, Plan
-
-    return Plan(number, Layout(), (me,), (cut[0],), (n_blocks,), cut[1], **more)
 
 
 # ------------------------------------------------------------------------------------------------ facts
@@ -177,138 +96,6 @@ def _first_steps(tell: Tell, cpu: bool) -> None:
 # ------------------------------------------------------------------------------------------------ step
 
 
-class Syncs:
-    """Where the host waits for the device, as torch.cuda.set_sync_debug_mode sees it."""
-
-    def __init__(self, cpu: bool) -> None:
-        self.cpu, self.places = cpu, Counter[str]()
-        self._catch = warnings.catch_warnings()
-
-    def __enter__(self) -> Syncs:
-        self._catch.__enter__()
-        warnings.simplefilter("always")
-        warnings.showwarning = self._note  # type: ignore[assignment]
-        self._mode("warn")
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._mode("default")
-        self._catch.__exit__()
-
-    def _mode(self, mode: str) -> None:
-        import torch
-
-        if not self.cpu:
-            torch.cuda.set_sync_debug_mode(mode)
-
-    def _note(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
-        if "called a synchronizing" in str(message):
-            self.places[f"{filename.rpartition('/')[2]}:{lineno}"] += 1
-
-
-class Ours:
-    """elastic's state and steps of one rank on one GPU, called one by one."""
-
-    def __init__(self, program: Any, job: dict[str, Any], device: Any, rows: int) -> None:
-        from elastic.reshard.shards import RNG
-        from elastic.types import Layout, WorkerId
-        from elastic.worker.groups import Groups
-        from elastic.worker.host_copy import HostCopies, HostMemory
-        from elastic.worker.loss_scale import profile_of
-        from elastic.worker.options import needs_fsdp
-        from elastic.worker.rendezvous import host_store
-        from elastic.worker.train_state import TrainState
-
-        self.program, self.job, self.device, self.rows = program, job, device, rows
-        profile = profile_of(program, job)
-        self.n_blocks, self.me = profile.n_blocks, WorkerId("node0", 0)
-        self.store = host_store("127.0.0.1", 30.0)
-        self.groups = Groups(1, Layout(), device, needs_fsdp(job, Layout()))
-        self.groups.join(("127.0.0.1", self.store.port), 0, 1, 60.0)
-        self.state = TrainState(program, profile, self.groups, (Layout(), (self.n_blocks,), 0), job)
-        self.state.fill_fresh(int(job["seed"]))
-        memory = HostMemory(pinned=device.type == "cuda")
-        self.host = HostCopies(memory, self.state.tensors, frozenset({RNG}), 2)
-        self.dataset = program.dataset()
-        self.stepper: Any = None
-
-    def cut(self, n_microbatches: int) -> None:
-        """Steps have so many micro-batches from now on. (One stepper: each has hooks on the blocks.)"""
-        from elastic.worker.shares import Shares
-        from elastic.worker.step import Stepper
-
-        plan = plan_for(self.me, 1, self.n_blocks, (self.rows, n_microbatches))
-        self.stepper = self.stepper or Stepper(self.program, self.job, plan, self.state, self.groups)
-        self.stepper.plan, self.stepper.shares = plan, Shares(self.job, plan)
-
-    def steps(self, n: int, copy: bool = False) -> tuple[list[float], list[float]]:
-        """Seconds and loss of each; with a host copy of each boundary."""
-        from elastic.data.loader import collate
-        from elastic.worker.step import Words
-
-        self.state.before_change = self.host.settle if copy else (lambda: None)
-        taken, times, losses, stepper = None, [], [], self.stepper
-        for _ in range(n):
-            batch = collate([self.dataset[i] for i in stepper.shares.ids(self.state.step)])
-            began = time.perf_counter()
-            commit = stepper.run([batch], Words())
-            if copy:
-                if taken is not None:
-                    taken.wait()
-                    taken.release()
-                taken = self.host.take(self.state.step)
-            times.append(time.perf_counter() - began)
-            losses.append(commit.train_loss)
-        if taken is not None:
-            taken.wait()
-            taken.release()
-        return times, losses
-
-    def close(self) -> None:
-        self.host.close()
-        self.groups.close()
-
-
-def bare(program: Any, job: dict[str, Any], device: Any, rows: int, n: int) -> tuple[list[float], list[float]]:
-    """The same model, batches and precision in a loop of plain FSDP2. Seconds and loss of each step."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    from elastic.data.loader import collate
-    from elastic.data.order import sample_ids
-
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
-    torch.manual_seed(job["seed"])
-    model = program.model()
-    torch.manual_seed(job["seed"])
-    program.init(model)
-    model.to(device)
-    mesh = init_device_mesh(device.type, (1,))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32))
-    optimizer = program.optimizer(list(model.named_parameters()))
-    dataset, times, losses = program.dataset(), [], []
-    for step in range(n):
-        batch = collate([dataset[i] for i in sample_ids(len(dataset), rows, job["seed"], step)])
-        began = time.perf_counter()
-        there = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-        loss = program.loss(model(there["input"]), there) / batch["target"].numel()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), job["clip_grad_norm"])
-        optimizer.step()
-        losses.append(float(loss.detach()))
-        times.append(time.perf_counter() - began)
-    del model, optimizer, loss, there
-    dist.destroy_process_group()
-    return times, losses
-
-
 def step(tell: Tell, cpu: bool, seconds: float) -> None:
     import torch
 
@@ -320,10 +107,7 @@ def step(tell: Tell, cpu: bool, seconds: float) -> None:
     times, plain = bare(program, job, device, rows, n)
     bare_s = median(times[warm:])
     tell("bare_s", bare_s)
-    gc.collect()
-    if not cpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    make_room(cpu)
     began = time.perf_counter()
     ours = Ours(program, job, device, rows)
     tell("fill_s", time.perf_counter() - began)
@@ -403,77 +187,21 @@ def _whole_session(tell: Tell, cpu: bool, what: tuple[Any, int], given: tuple[in
 
 
 def live(tell: Tell, cpu: bool, seconds: float) -> None:
-    from elastic.certify.planning import live as live_from
-    from elastic.types import PlanEntered
-
-    ends_s, rows = time.monotonic() + 0.7 * seconds, 8
-    _, job = sized("tiny" if cpu else "300m", rows)
-    solo = Solo(job)
-    assert solo.session.place is not None
-    n_blocks = solo.session.place.profile.n_blocks
-    seen: dict[str, list[float]] = {"rss_mib": [], "allocated_mib": [], "reserved_mib": [], "used_mib": []}
-    plan, pauses = None, []
-    for number in range(1, (4 if cpu else 50) + 1):
-        more = {"resume": live_from(plan)} if plan is not None else {}
-        began = time.monotonic()
-        plan = plan_for(solo.me, number, n_blocks, (rows, rows if not cpu else 1), **more)
-        solo.enter(plan)
-        solo.stepped(number, 1)
-        pauses.append(time.monotonic() - began)
-        solo.stepped(number, 2)
-        for key, value in _memory(cpu).items():
-            seen[key].append(value)
-        if time.monotonic() > ends_s:
-            break
-    assert plan is not None and solo.of(PlanEntered)
-    tell("n", plan.generation)
-    tell("pause_s", median(pauses[1:]))
-    for key, values in seen.items():
-        if values:
-            tell(f"{key}.slope", slope(values[len(values) // 5 :]))
+    found = lived(*(("tiny", 4) if cpu else ("300m", 50)), cpu, 0.7 * seconds)
+    tell("n", found["n"])
+    tell("pause_s", found["pause_s"])
+    for key in ("rss_mib", "allocated_mib", "reserved_mib", "used_mib"):
+        if key in found["seen"]:
+            tell(f"{key}.slope", slope(found["seen"][key]))
         else:
             tell.skip(f"{key}.slope", "there is no GPU")
-    solo.leave(plan.generation)
-    del solo
     if cpu:
         tell.skip("oom.kind", "a CPU's memory is the machine's")
         return
-    _out_of_memory(tell)
-
-
-def _memory(cpu: bool) -> dict[str, float]:
-    found = {"rss_mib": rss_mib()}
-    if not cpu:
-        import torch
-
-        free, whole = torch.cuda.mem_get_info()
-        found |= {"allocated_mib": torch.cuda.memory_allocated() / 2**20, "used_mib": (whole - free) / 2**20}
-        found["reserved_mib"] = torch.cuda.memory_reserved() / 2**20
-    return found
-
-
-def _out_of_memory(tell: Tell) -> None:
-    """A batch that no GPU has the memory for; then, live, the same one in small parts."""
-    import torch
-
-    from elastic.certify.planning import live as live_from
-    from elastic.types import Quiesced, WorkerFailed
-
-    rows = 256
-    _, job = sized("300m", rows)
-    solo = Solo(job)
-    assert solo.session.place is not None
-    n_blocks = solo.session.place.profile.n_blocks
-    first = plan_for(solo.me, 1, n_blocks, (rows, 1))
-    solo.enter(first)
-    solo.until(lambda: solo.of(Quiesced, 1), "out of memory", fails=True)
-    failed = solo.of(WorkerFailed)
-    tell("oom.kind", failed[0].kind if failed else "none")
-    solo.events = [(at, e) for at, e in solo.events if not isinstance(e, WorkerFailed)]
-    solo.enter(replace(plan_for(solo.me, 2, n_blocks, (rows, rows // 2)), resume=live_from(first)))
-    tell("oom.smaller_batch_steps", bool(solo.stepped(2, 1)))
-    tell("oom.held_gb", torch.cuda.memory_allocated() / 1e9)
-    solo.leave(2)
+    found = out_of_memory("300m", 256)
+    tell("oom.kind", found["kind"])
+    tell("oom.smaller_batch_steps", bool(found["smaller_steps"]))
+    tell("oom.held_gb", found["held_gb"])
 
 
 # ------------------------------------------------------------------------------------------------ compile
@@ -483,10 +211,8 @@ def blocks_once(cpu: bool, compiled: bool) -> tuple[float, Any, int]:
     """Seconds of the first pass there and back through two blocks, what came out, synchronizations of another pass there."""
     import torch
 
-    os.environ.setdefault("ONE_SHOT_SIZE", "tiny" if cpu else "1b")
-    sys.path.insert(0, str(HERE))
-    from sized_program import CONFIG
-
+    os.environ.setdefault("CERTIFY_SIZE", "tiny" if cpu else "1b")
+    from elastic.certify.programs.sized import CONFIG
     from elastic.models.llama import Block
     from elastic.worker.compiled import compile_blocks, settle_compiler
 
@@ -524,7 +250,7 @@ def compile(tell: Tell, cpu: bool, seconds: float) -> None:
         tell.skip("warm_s", "nothing lies in the folder")
         return
     code = "import parts_train; print(parts_train.blocks_once(False, True)[0])"
-    environment = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "ONE_SHOT_SIZE": "1b"}
+    environment = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "CERTIFY_SIZE": "1b"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stderr[-500:]
     tell("warm_s", float(done.stdout.split()[-1]))

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import one_shot
-import parts_faults
 import pytest
 import torch
-from one_shot_rows import EXPECTED, Expect, slope
+from one_shot_rows import EXPECTED, Expect
 from support.e2e.runs import MARK, processes
 from support.places import PROGRAMS, ROOT
 from support.waiting import until
 from torch import nn
 
+from elastic.certify.gpu import real_faults
+from elastic.certify.gpu.solo import slope
 from elastic.program import load_program
 from elastic.worker.device_marks import DeviceMarks
 from elastic.worker.spans import Spans
@@ -88,13 +89,13 @@ def test_a_wrong_option_is_said_in_one_line(
     assert says in told.err and told.err.count("\n") == 1 and not told.out
 
 
-@pytest.mark.parametrize(("kind", "at"), [("endless", 0), (parts_faults.BACK, 2)])
+@pytest.mark.parametrize(("kind", "at"), [("endless", 0), (real_faults.BACK, 2)])
 def test_a_kernel_without_end_lies_within_a_blocks_own_work(kind: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the gather's mark and before the block's, else nobody could be named."""
     seen: list[str] = []
     monkeypatch.setattr(DeviceMarks, "mark", lambda self, part: seen.append(part))
-    monkeypatch.setattr(parts_faults, "_sleep", lambda: seen.append("sleeps"))
-    block, faults = nn.Linear(2, 2), parts_faults.RealFaults()
+    monkeypatch.setattr(real_faults, "_sleep", lambda: seen.append("sleeps"))
+    block, faults = nn.Linear(2, 2), real_faults.RealFaults()
     spans = Spans([block], load_program(str(PROGRAMS / "tiny.py")), torch.device("cuda", 0), faults)
     spans.timing, faults.real = False, kind
     for _ in range(2):

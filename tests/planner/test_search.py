@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner import memory
+from elastic.planner.memory import USABLE, usable_bytes
 from elastic.planner.search import Limits, plan_layout
 from elastic.planner.work import Work
-from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId
+from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, SampleProfile, TensorSpec, WorkerId
 
 MODEL = ModelProfile(
     4,
@@ -133,3 +135,23 @@ def test_a_token_budget_takes_no_pipeline() -> None:
     rates = {WorkerId("n0", 0): 1.0, WorkerId("n0", 1): 1.0, WorkerId("n1", 0): 0.5}
     choice = plan_layout(MODEL, job(microbatch_tokens=64), nodes(2, 1), Limits(rates=rates))
     assert choice.layout == Layout(dp_shard=3) and choice.n_microbatches == 1 and choice.samples == (7, 6, 3)
+
+
+def test_a_small_gpu_keeps_room_for_communicators_where_8_percent_are_not_enough() -> None:
+    """512 MiB of CUDA's context; 384 for the shards' communicator and the world's each; between stages 448 more."""
+    gib = 1 << 30
+    assert usable_bytes(80 * gib, Layout(dp_shard=8)) == USABLE * 80 * gib, "6.4 GiB are left"
+    assert usable_bytes(8 * gib, Layout(dp_shard=8)) == 8 * gib - (512 + 2 * 384) * (1 << 20)
+    assert usable_bytes(8 * gib, Layout(pp=2)) == 8 * gib - (512 + 2 * 384 + 448) * (1 << 20)
+    assert usable_bytes(8 * gib, Layout(dp_shard=8), on_gpus=False) == USABLE * 8 * gib
+    assert usable_bytes(gib, Layout(pp=4, tp=4)) == 0
+
+
+def test_a_layout_is_refused_where_its_communicators_have_no_room() -> None:
+    sample = SampleProfile(0.0, (("none", 0), ("selective", 0), ("full", 0)), 0, 0)
+    known = replace(MODEL, sample=sample)
+    needs = plan_layout(known, job(), nodes(4)).memory_bytes
+    roomy, tight = (needs + (512 + 2 * 384 + spare) * (1 << 20) for spare in (64, -64))
+    assert plan_layout(known, job(), nodes(4), Limits(roomy, on_gpus=True)).layout == Layout(dp_shard=4)
+    assert plan_layout(known, job(), nodes(4), Limits(tight, on_gpus=True)).layout == Layout(), "which has none"
+    assert plan_layout(known, job(), nodes(4), Limits(tight)).layout == Layout(dp_shard=4)

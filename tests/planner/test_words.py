@@ -93,7 +93,7 @@ def test_nothing_fits_names_the_reason_and_what_would_do() -> None:
     # 16 bytes a parameter in 60 % of 73.6 GiB: 1051 / 44.2 GiB
     assert words.fewest(Work.of(LLAMA_70B.profile()), group()) == 24
     assert words.fewest(Work.of(LLAMA_8B.profile()), group(per_node=1)) == 3
-    assert words.too_large(100 * words.GIB, 80 << 30) == "needs 100.0 GiB per GPU, 73.6 of 80 can be used"
+    assert words.too_large(100 * words.GIB, 73.6 * words.GIB, 80 << 30) == "needs 100.0 GiB per GPU, 73.6 of 80 can be used"
 
 
 def test_no_nodes_are_no_plan() -> None:

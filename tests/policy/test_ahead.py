@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.policy.story import Story, orders, plan_of
+from support.policy.story import SPOT, Story, orders, plan_of
 
 from elastic.policy import ahead, moves
 from elastic.policy.drain import lead_of
@@ -20,12 +20,13 @@ from elastic.types import (
     NodeLost,
     Notice,
     NoticeWithdrawn,
+    Pool,
     WorkerId,
 )  # fmt: skip
 
 
-def story(*names: str) -> Story:
-    told = Story()
+def story(*names: str, pools: tuple[Pool, ...] = (SPOT,)) -> Story:
+    told = Story(pools)
     told.state = replace(told.state, forms_ahead=True)
     told.running(*names, steps=5)
     return told
@@ -157,3 +158,50 @@ def test_without_a_driver_that_can_nothing_is_made_ahead() -> None:
     told = Story()
     told.running("a", "b", steps=5)
     assert orders(told.nodes("c"), EnterPlan) and WorkerId("c", 0) in plan_of(told.decisions[-1]).ranks
+
+
+# ------------------------------------------------------------------------------------------ memory for both
+
+
+MIB = 1 << 20
+TWO_SETS = (512 + 2 * 2 * 384) * MIB  # CUDA's context; of two generations with sharded data each: that group's and the world's
+
+
+def on_gpus(spare_bytes: int) -> Story:
+    """Two nodes train, on GPUs with so much more than state, gradients, activations and both sets of communicators."""
+    room = TWO_SETS + spare_bytes
+    return story("a", "b", pools=(replace(SPOT, accelerator_type="H100", memory_bytes_per_gpu=room),))
+
+
+def test_groups_are_made_ahead_where_gpus_hold_the_communicators_of_both_generations() -> None:
+    told = on_gpus(64 * MIB)
+    assert told.state.plan is not None and 0 < told.state.plan.memory_bytes < 64 * MIB
+    assert orders(told.nodes("c"), FormGroups)
+
+
+def test_where_they_do_not_the_groups_are_made_in_the_pause_and_the_reason_says_so() -> None:
+    told = on_gpus(0)
+    decision = told.nodes("c")
+    assert plan_of(decision).cause == "growth" and not orders(decision, FormGroups)
+    assert "groups of generation 2 are made in the pause: beside generation 1 they would need 0.75 GiB" in decision.reason
+
+
+def test_a_notice_does_without_them_too() -> None:
+    told = story("a", "b", "c", pools=(replace(SPOT, accelerator_type="H100", memory_bytes_per_gpu=TWO_SETS),))
+    told.tick(Notice("c", told.now_s + 60))
+    decision = told.tick(after_s=55)
+    assert plan_of(decision).cause == "notice" and "are made in the pause: beside generation 1" in decision.reason
+    assert not any(orders(one, FormGroups) for one in told.decisions)
+
+
+def test_what_the_move_of_the_running_generation_has_connected_counts() -> None:
+    told = on_gpus(64 * MIB)
+    told.nodes("c")
+    told.tick(GroupsFormed(2, 1.0))
+    told.entered()
+    plan = told.state.plan
+    assert plan is not None and plan.move is not None and plan.move.n_bytes
+    coming = replace(plan, generation=3)
+    assert "0.75 GiB, 2.5" in ahead.too_large(told.state, coming), "512 MiB for peers in other nodes"
+    told.state = replace(told.state, plan=replace(plan, move=None))
+    assert not ahead.too_large(told.state, coming)

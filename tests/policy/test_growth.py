@@ -17,7 +17,8 @@ from elastic.policy import balancing, drain, moves, placement, recovery, speeds,
 from elastic.policy.decide import decide
 from elastic.policy.known import Window
 from elastic.policy.state import State, fold
-from elastic.types import Holding, Layout, Node, Plan, Pool, Quiesced, Resume, StepDone, WorkerId
+from elastic.reshard.forecast import Room
+from elastic.types import HardwareProfile, Holding, Layout, Node, Plan, Pool, Quiesced, Resume, StepDone, WorkerId
 
 GPUS = 8
 POOL = Pool("spot", "CPU", GPUS, "spot", 1.0, 0, 1000, host_memory_bytes=1 << 40)
@@ -178,3 +179,17 @@ def test_members_are_all_that_run_or_enter_or_send() -> None:
         wanted = {w for one in plans for w in one.ranks} | {h.worker for one in plans[-1:] for h in one.resume.holdings}
         assert state.members == wanted and state.member_nodes == {worker.node_id for worker in wanted}
         assert {w for w in (*old.ranks, outside) if state.takes_part(w)} == wanted
+
+
+def test_a_forecast_knows_what_steps_need_and_how_host_memory_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations of the first step too; a tenth of the rate where a node of the move has no pinned memory."""
+    rooms: list[Room] = []
+    forecast = moves.forecast
+    monkeypatch.setattr(moves, "forecast", lambda *asked: rooms.append(asked[-1][0]) or forecast(*asked))
+    state = running(2)
+    pool = replace(POOL, accelerator_type="H100", memory_bytes_per_gpu=80 << 30)
+    state = replace(state, pools=(pool,), hardware=(HardwareProfile("H100", host_bytes_per_s=5e10),))
+    asked = replace(choice(1), layout=Layout(dp_shard=GPUS), memory_bytes=5, activation_bytes=7)
+    for unpinned in ({}, {"n0": "no"}):
+        moves.predicted(replace(state, unpinned=unpinned), asked, recovery.live(state))
+    assert rooms == [Room(80 << 30, 12, "cuda", 5e10), Room(80 << 30, 12, "cuda", 5e9)]

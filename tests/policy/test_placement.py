@@ -14,7 +14,19 @@ from elastic.planner.search import plan_layout
 from elastic.policy.placement import Copies, copies, holders, keepers, node_bytes, rank_bytes
 from elastic.policy.recovery import covered
 from elastic.policy.state import State
-from elastic.types import HardwareProfile, Holding, Layout, Node, Plan, Pool, WorkerId
+from elastic.types import (
+    HardwareProfile,
+    Holding,
+    Layout,
+    Node,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    PinningFailed,
+    Plan,
+    Pool,
+    WorkerId,
+)  # fmt: skip
 
 
 def workers(gpus: list[int]) -> tuple[WorkerId, ...]:
@@ -174,3 +186,19 @@ def test_without_room_for_copies_storage_is_written_more_often() -> None:
     plan = plan_of(decision)
     assert (plan.peer_every, plan.copies_to, plan.durable_every) == (0, (), 10)
     assert "no peer copies: a would need" in decision.reason
+
+
+def test_pinned_buffers_that_are_rounded_up_need_more_host_memory() -> None:
+    exact, rounded = rank_bytes(MODEL, CHOICE), rank_bytes(MODEL, CHOICE, rounded=True)
+    assert (
+        all(n <= more < 2 * n and more & (more - 1) == 0 for n, more in zip(exact, rounded, strict=True)) and exact != rounded
+    )
+
+
+def test_a_node_says_how_it_has_pinned_memory_and_a_lost_one_is_forgotten() -> None:
+    told = Story()
+    told.tick(NodeReady(Node("a", "spot", 1)))
+    told.tick(NodePrepared("a", pinned_rounded=True), PinningFailed(WorkerId("a", 0), "16.00 GiB: no"))
+    assert (told.state.pinned_rounded, dict(told.state.unpinned)) == ({"a"}, {"a": "16.00 GiB: no"})
+    told.tick(NodeLost("a", "gone"))
+    assert (told.state.pinned_rounded, dict(told.state.unpinned)) == (frozenset(), {})

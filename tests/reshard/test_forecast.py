@@ -10,6 +10,7 @@ from support.reshard.reshard_cases import random_cut, random_model
 
 from elastic.reshard import routes
 from elastic.reshard.chunks import CHUNK_BYTES, STAGING_BYTES
+from elastic.reshard.communicators import messages_bytes, n_communicators, running_bytes, set_up_bytes
 from elastic.reshard.forecast import LEAST_S, Pace, Room, forecast
 from elastic.reshard.routes import Cut, shard_bytes
 from elastic.reshard.transfers import plan_transfers
@@ -81,7 +82,7 @@ def test_peak_on_gpus_counts_their_staging() -> None:
     two: Cut = (Layout(dp_shard=2), ())
     device = forecast(MODEL, FOUR, two, live(4), NODES, (Room(device_type="cuda"), Pace()))
     assert (device.via, device.peak_bytes) == ("device", SHARD + (1 << 30))
-    tight = Room(3 * SHARD + (1 << 30) - MIB, device_type="cuda")
+    tight = Room(3 * SHARD + (1 << 30) - MIB, device_type="cuda")  # and nothing is left for communicators
     assert forecast(MODEL, FOUR, two, live(4), NODES, (tight, Pace())).via == "host"
 
 
@@ -102,3 +103,47 @@ def test_a_side_is_cut_once_for_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch
         asked.clear()
         forecast(MODEL, (Layout(dp_shard=n), ()), (Layout(dp_shard=n - 1), ()), live(n), ["a"] * n, (Room(), Pace()))
         assert asked == {"region": 4, "placements": 2}, "of each side: all that is cut alike, and the buffers"
+
+
+# ------------------------------------------------------------------------------------------ beside torch's memory
+
+GIB = 1 << 30
+
+
+def test_a_communicator_is_counted_once_for_axes_with_the_same_ranks() -> None:
+    counts = {
+        Layout(): 0, Layout(dp_shard=8): 1, Layout(cp=2): 1, Layout(dp_shard=2, cp=2): 2, Layout(pp=2): 1, Layout(pp=4): 2,
+        Layout(pp=4, dp_replicate=2, dp_shard=2, cp=2, tp=2): 6,
+    }  # fmt: skip
+    assert {layout: n_communicators(layout) for layout in counts} == counts
+
+
+def test_bytes_of_communicators() -> None:
+    """384 MiB each, the world's too; 448 for each peer of a node that messages go to, 512 for all others together."""
+    assert set_up_bytes(Layout(dp_shard=8), 8) == 2 * 384 * MIB
+    assert set_up_bytes(Layout(), 1) == 0 and set_up_bytes(Layout(), 2) == 384 * MIB
+    assert messages_bytes(7, across=False) == 3136 * MIB and messages_bytes(0, across=True) == 512 * MIB
+    assert running_bytes(Layout(pp=4), 4) == (3 * 384 + 2 * 448) * MIB
+
+
+def test_a_move_leaves_room_for_the_communicators_that_it_uses() -> None:
+    """Four ranks in two nodes become two: rank 0 keeps its bytes and gets those of others, in its node and across."""
+    two: Cut = (Layout(dp_shard=2), ())
+    staging, context = GIB, 512 * MIB
+    rank_0 = SHARD + (2 * SHARD - 16) + staging + context + 2 * 384 * MIB + 448 * MIB
+    assert forecast(MODEL, FOUR, two, live(4), NODES, (Room(rank_0 + 512 * MIB, device_type="cuda"), Pace())).via == "device"
+    assert forecast(MODEL, FOUR, two, live(4), NODES, (Room(rank_0 - MIB, device_type="cuda"), Pace())).via == "host"
+    assert forecast(MODEL, FOUR, two, live(4), NODES, (Room(3 * SHARD + STAGING_BYTES), Pace())).via == "device", "not on gloo"
+
+
+def test_the_way_by_host_memory_takes_its_time() -> None:
+    """What leaves the device and what comes back, of the busiest one, at the rate between the two; more where not pinned."""
+    two: Cut = (Layout(dp_shard=2), ())
+    quick, slow = (
+        forecast(MODEL, FOUR, two, live(4), NODES, (Room(1, device_type="cuda", host_bytes_per_s=rate), Pace(times=2.0)))
+        for rate in (1e9, 1e8)
+    )
+    unknown = forecast(MODEL, FOUR, two, live(4), NODES, (Room(1, device_type="cuda"), Pace(times=2.0)))
+    assert (quick.via, unknown.via) == ("host", "host")
+    assert quick.seconds - unknown.seconds == pytest.approx(2 * (2 * SHARD) / 1e9)
+    assert slow.seconds - unknown.seconds == pytest.approx(10 * (quick.seconds - unknown.seconds))

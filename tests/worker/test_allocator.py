@@ -49,6 +49,16 @@ def test_cuda_is_asked_for_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -
     assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
+def test_pinned_memory_is_rounded_unless_a_limit_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    for settings, rounded in (
+        ("expandable_segments:True", True), ("pinned_max_cached_size_mb:64", False),
+        ("a:1,pinned_max_round_threshold_mb:8", False),
+    ):  # fmt: skip
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
+        assert allocator.rounds_pinned() is rounded
+
+
 def test_a_torch_that_does_not_know_the_limit_on_pinned_memory_is_not_asked_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from elastic.reshard.communicators import n_communicators
 from elastic.types import Layout
 from elastic.worker import groups
 from elastic.worker.groups import Groups, keep_names
@@ -141,3 +142,14 @@ def test_collectives_are_counted_when_they_begin() -> None:
     assert isinstance(made.arrived(), tuple)
     made.close()
     assert made.arrived() == ()
+
+
+def test_a_rank_has_as_many_communicators_as_forecasts_count() -> None:
+    for layout in (
+        Layout(dp_shard=4), Layout(cp=4), Layout(dp_shard=2, cp=2), Layout(dp_replicate=2, dp_shard=2, tp=2),
+        Layout(pp=2, tp=2), Layout(pp=4, dp_replicate=2, dp_shard=2, cp=2, tp=2),
+    ):  # fmt: skip
+        made = entered(layout)
+        used = [group for group in made._device_groups if group.size() > 1]
+        assert len(used) == n_communicators(layout) + 1, layout
+        made.close()

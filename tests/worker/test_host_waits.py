@@ -209,6 +209,19 @@ def test_a_batch_goes_to_a_gpu_through_pinned_memory_and_nobody_waits() -> None:
     assert to_device(batch, torch.device("cpu"))["input"] is batch["input"], "nothing is pinned or copied on a CPU"
 
 
+def test_a_batch_that_cannot_be_pinned_goes_there_as_it_is() -> None:
+    class OnHost:
+        device = torch.device("cpu")
+
+        def pin_memory(self) -> OnHost:
+            raise RuntimeError("CUDA error: out of memory")
+
+        def to(self, device: Any, non_blocking: bool = False) -> str:
+            return f"on {device}"
+
+    assert to_device({"input": OnHost()}, torch.device("cuda:1")) == {"input": "on cuda:1"}  # type: ignore[dict-item, comparison-overlap]
+
+
 def test_rows_are_cut_as_torch_cuts_them() -> None:
     for n_rows in range(12):
         for n in range(1, 9):

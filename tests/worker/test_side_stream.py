@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.worker.made_up_cuda import current, make_up
 
-from elastic.types import Box, Layout, WorkerId
+from elastic.types import Box, Event, Layout, PinningFailed, WorkerId
 from elastic.worker import copies as peer_copies
 from elastic.worker import generation as generations
 from elastic.worker.generation import Generation
@@ -126,6 +126,41 @@ def test_pinned_memory_is_never_allocated_on_the_training_thread(monkeypatch: py
     again = host.take(2)
     assert again is not None and again.wait()["buffer"][1].tolist() == [107, 108]
     assert memory.made == [(32, "host-copy")], "allocated by another thread, or twice"
+
+
+def test_where_pinned_memory_is_not_to_be_had_copies_are_pageable_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_up(monkeypatch)
+    asked: list[int] = []
+    plain = torch.empty
+
+    def empty(n: int, **options: Any) -> torch.Tensor:
+        if options.pop("pin_memory", False):
+            asked.append(n)
+            raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+        return plain(n, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    told: list[str] = []
+    memory = HostMemory(pinned=True, unpinned=told.append)
+    host = HostCopies(memory, state(), frozenset({"buffer"}), device=CUDA_1)
+    for step in (1, 2, 3):
+        copy = host.take(step)
+        assert copy is not None and copy.wait()["w"][1].tolist() == [0, 1, 2, 3]
+        host.settle()
+    memory.reserve([100])
+    assert asked == [32] and len(told) == 1, "asked for again, or told again"
+    assert told[0].startswith("0.00 GiB were asked for: CUDA error: out of memory CUDA kernel errors")
+
+
+def test_the_driver_hears_that_a_worker_has_no_pinned_memory(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[Event] = []
+    nothing: Any = None
+    program: Any = SimpleNamespace(extra_state={})
+    place = Workplace(
+        WorkerId("n", 0), program, nothing, {}, nothing, nothing, nothing, CUDA_1, told.append, print, nothing
+    )  # fmt: skip
+    place.host_memory._unpinned("17.00 GiB were asked for: no")
+    assert told == [PinningFailed(WorkerId("n", 0), "17.00 GiB were asked for: no")] and "17.00 GiB" in caplog.text
 
 
 def test_buffers_that_are_reserved_are_waited_for_and_used() -> None:

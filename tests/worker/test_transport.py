@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.waiting import is_waiting, until
-from support.worker.nccl_like import WRONG, NcclLike, NcclLikeTransport
+from support.worker import nccl_like
+from support.worker.nccl_like import WRONG, NcclLike, NcclLikeTransport, in_host_memory
 from support.worker.ranks import on_ranks
 
-from elastic.types import Layout
+from elastic.types import Layout, WorkerId
 from elastic.worker import transport
 from elastic.worker.groups import Groups
+from elastic.worker.session import Session
 from elastic.worker.transport import Nccl, is_collective_error
 
 TIMEOUT_S = 60.0
@@ -77,6 +80,65 @@ def test_whoever_waits_in_any_group_is_freed_and_believes_nothing(where: str) ->
     assert waited == {"world": [1, 2, 3], "fsdp": [2], "tp": [1]}[where], "nobody was aborted: this test shows nothing"
     assert max(seconds for seconds, _, _ in found) < FREED_S
     assert {said for _, _, said in found[1:]} == {"generation 1 was broken off"}
+
+
+def two_kernels_hang(rank: int, n: int, store: tuple[str, int]) -> tuple[str, float, float]:
+    """What the abort of one group alone says, and the seconds of the abort of all and of their end."""
+    of = joined(rank, n, store, Layout(dp_shard=2))
+    if rank == 0:
+        return "", 0.0, 0.0
+    for group in (of.world, axis(of, "fsdp")):
+        dist.all_reduce(torch.ones(2), group=group, async_op=True)
+    nccl_like.ENDS_S, said = 0.2, "ended"
+    try:
+        of.transport.communicator(of.world).abort()  # type: ignore[attr-defined]
+    except dist.DistBackendError as error:
+        said = str(error)
+    nccl_like.ENDS_S = 60.0
+    at = [time.monotonic()]
+    of.abort()
+    at.append(time.monotonic())
+    of.close()
+    return said, at[1] - at[0], time.monotonic() - at[1]
+
+
+@pytest.mark.e2e
+def test_groups_whose_kernels_hang_are_aborted_together() -> None:
+    """The abort of one waits for the kernels of the other, and taking them down waits for both."""
+    said, abort_s, close_s = on_ranks(two_kernels_hang, 2)[1]
+    assert "waits for kernels that do not end" in said, "it does not wait: this test shows nothing"
+    assert abort_s < transport.ABORT_MOST_S / 2 and close_s < transport.TAKE_DOWN_MOST_S / 2
+
+
+def test_groups_made_ahead_are_dropped_while_the_running_ones_are_aborted() -> None:
+    """Kernels of either keep the abort of the other."""
+    running, ahead = threading.Event(), threading.Event()
+
+    class Ahead:
+        generation = 2
+
+        def drop(self) -> None:
+            ahead.set()
+            assert running.wait(FREED_S)
+
+    session = Session(WorkerId("n", 0), {}, "")
+    session._generation = SimpleNamespace(number=1, groups=Blocks(ahead, running))  # type: ignore[assignment]
+    session._ahead = Ahead()  # type: ignore[assignment]
+    try:
+        session.abort(1)
+        assert running.is_set() and ahead.is_set()
+    finally:
+        session._generation = None
+        session.close()
+
+
+def test_what_nccl_does_not_take_is_refused() -> None:
+    kernel, host = torch.ones(2), torch.ones(2, dtype=torch.int64)
+    assert in_host_memory([host]) and not in_host_memory([kernel])
+    with pytest.raises(ValueError, match="CUDA and dense"):
+        in_host_memory([kernel, host])
+    with pytest.raises(TypeError, match="torch.int16"):
+        in_host_memory([torch.ones(2, dtype=torch.int16)])
 
 
 class Blocks:

@@ -4,8 +4,12 @@ CPU.
 - The first use of a group needs all of its ranks, and of a batch of messages too.
 - An operation returns before it is done; who waits for it is freed by `abort` of that group and by nothing else: not by the end
   of a connection, not by another group's abort. `abort` raises nothing in those that wait; the outputs hold wrong numbers.
-- After its abort a group refuses further calls. `shutdown` may raise or take long.
+- `abort` frees memory, which waits for all kernels that are on the device then, those of other groups too: aborted one after
+  the other, groups that hang wait for each other.
+- After its abort a group refuses further calls. `shutdown` waits for the group's own kernels, which `abort` ends first where
+  they hang; it may raise or take long.
 - Calls are counted when they are enqueued, and run in that order, `late_s` after it: inputs are read then.
+- Tensors of host memory are refused beside those of the device, and so are types that NCCL does not have.
 
 Numbers in host memory go through gloo as they do beside NCCL: float64, int64, bytes that are few (messages of the ranks), and
 what the threads of peer copies send; everything else counts as being on the device.
@@ -17,9 +21,10 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,14 +40,23 @@ FEW_BYTES = 4096
 COPIES = "peer-copy"  # the name of their threads
 WRONG = 7.0  # what an aborted operation leaves in its outputs
 SET_UP_S = 5.0  # that the first use waits for the other ranks; NCCL waits for TORCH_NCCL_NONBLOCKING_TIMEOUT
+ENDS_S = 60.0  # that abort and shutdown wait for kernels; then they raise, as torch does
 LOOK_S = 0.0005
+NO_TYPE = (torch.int16, torch.complex64, torch.complex128)  # of NCCL's
 
 
 def in_host_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """As elastic uses them: commits, sums, messages between ranks and peer copies are never on the device."""
+    """As elastic uses them: commits, sums, messages between ranks and peer copies are never on the device. Raises what torch
+    does where only some of them are."""
     if threading.current_thread().name == COPIES:
         return True
-    return all(t.dtype in (torch.float64, torch.int64) or (t.dtype == torch.uint8 and t.numel() <= FEW_BYTES) for t in tensors)
+    on_host = [t.dtype in (torch.float64, torch.int64) or (t.dtype == torch.uint8 and t.numel() <= FEW_BYTES) for t in tensors]
+    if len(set(on_host)) > 1:
+        raise ValueError("Tensors must be CUDA and dense: some of these are in host memory")
+    for tensor in tensors:
+        if tensor.dtype in NO_TYPE and not all(on_host):
+            raise TypeError(f"Unconvertible NCCL type {tensor.dtype}")
+    return all(on_host)
 
 
 def _flat(nested: Any) -> list[torch.Tensor]:
@@ -58,6 +72,8 @@ class DeviceWork(dist.Work):
         super().__init__()
         self.of, self.outputs = of, outputs
         self.over = threading.Event()
+        with NcclLike.lock:
+            NcclLike.on_device.add(self)
         if of.late_s:
             of.stream.do(lambda: self._begin_late(begin, time.monotonic() + of.late_s))
         else:
@@ -81,6 +97,10 @@ class DeviceWork(dist.Work):
         except RuntimeError:  # a connection has ended: a kernel does not notice, and spins on
             self.of.gone.wait()
         self.over.set()
+
+    @property
+    def ended(self) -> bool:
+        return self.over.is_set() or self.of.gone.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         while not self.over.wait(LOOK_S):
@@ -109,6 +129,8 @@ class NcclLike(dist.ProcessGroup):
     lost = False  # this process's device
     late_s = 0.0  # from the call to the beginning of an operation on the device
     before: Callable[[Any], None] | None = None  # called with each operation's process group
+    on_device: ClassVar[weakref.WeakSet[DeviceWork]] = weakref.WeakSet()
+    lock = threading.Lock()
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -132,8 +154,22 @@ class NcclLike(dist.ProcessGroup):
 
     def abort(self) -> None:
         self.gone.set()
+        self._wait_for(self._kernels())
+
+    def _kernels(self) -> list[DeviceWork]:
+        """That are on the device now, of any group."""
+        with NcclLike.lock:
+            return [work for work in NcclLike.on_device if not work.ended]
+
+    def _wait_for(self, kernels: Sequence[DeviceWork]) -> None:
+        ends_s = time.monotonic() + ENDS_S
+        while not all(work.ended for work in kernels):
+            if time.monotonic() > ends_s:
+                raise dist.DistBackendError(f"NCCL communicator waits for kernels that do not end within {ENDS_S:.0f} s")
+            time.sleep(LOOK_S)  # sleeps: as a call that waits for the device
 
     def shutdown(self) -> None:
+        self._wait_for([work for work in self._kernels() if work.of is self])
         time.sleep(self.shutdown_takes_s)  # sleeps: a slow shutdown
         if self.shutdown_raises:
             raise RuntimeError("NCCL error: remote process exited or there was a network error (put in by the test)")

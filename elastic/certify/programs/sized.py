@@ -1,4 +1,4 @@
-"""A Llama of the size that ONE_SHOT_SIZE names, with weights that are made fast and tokens that are drawn."""
+"""A Llama of the size that CERTIFY_SIZE names, with weights that are made fast and tokens that are drawn."""
 
 import os
 
@@ -13,7 +13,7 @@ SIZES = {
     "300m": LlamaConfig(vocab_size=32000, hidden=1024, n_layers=18, n_heads=16, n_kv_heads=8, ffn_hidden=2816, max_seq=2048),
     "1b": LlamaConfig(vocab_size=32000, hidden=2048, n_layers=22, n_heads=16, n_kv_heads=8, ffn_hidden=5632, max_seq=2048),
 }
-CONFIG = SIZES[os.environ.get("ONE_SHOT_SIZE", "tiny")]
+CONFIG = SIZES[os.environ.get("CERTIFY_SIZE", "tiny")]
 DRAWN = 1 << 20
 
 

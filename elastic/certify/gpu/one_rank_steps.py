@@ -1,0 +1,133 @@
+"""Steps of one rank: elastic's own called one by one, the same in plain FSDP2, and where the host waits for the device."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from elastic.certify.gpu.solo import plan_for
+from elastic.data.loader import collate
+from elastic.data.order import sample_ids
+from elastic.reshard.shards import RNG
+from elastic.types import Layout, WorkerId
+from elastic.worker.groups import Groups
+from elastic.worker.host_copy import HostCopies, HostMemory
+from elastic.worker.loss_scale import profile_of
+from elastic.worker.options import needs_fsdp
+from elastic.worker.rendezvous import host_store
+from elastic.worker.shares import Shares
+from elastic.worker.step import Stepper, Words
+from elastic.worker.train_state import TrainState
+
+
+class Syncs:
+    """Where the host waits for the device, as torch.cuda.set_sync_debug_mode sees it."""
+
+    def __init__(self, cpu: bool) -> None:
+        self.cpu, self.places = cpu, Counter[str]()
+        self._catch = warnings.catch_warnings()
+
+    def __enter__(self) -> Syncs:
+        self._catch.__enter__()
+        warnings.simplefilter("always")
+        warnings.showwarning = self._note  # type: ignore[assignment]
+        self._mode("warn")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._mode("default")
+        self._catch.__exit__(None, None, None)
+
+    def _mode(self, mode: str) -> None:
+        if not self.cpu:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def _note(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+        if "called a synchronizing" in str(message):
+            self.places[f"{filename.rpartition('/')[2]}:{lineno}"] += 1
+
+
+class Ours:
+    """elastic's state and steps of one rank on one GPU, called one by one."""
+
+    def __init__(self, program: Any, job: dict[str, Any], device: Any, rows: int) -> None:
+        self.program, self.job, self.device, self.rows = program, job, device, rows
+        profile = profile_of(program, job)
+        self.n_blocks, self.me = profile.n_blocks, WorkerId("node0", 0)
+        self.store = host_store("127.0.0.1", 30.0)
+        self.groups = Groups(1, Layout(), device, needs_fsdp(job, Layout()))
+        self.groups.join(("127.0.0.1", self.store.port), 0, 1, 60.0)
+        self.state = TrainState(program, profile, self.groups, (Layout(), (self.n_blocks,), 0), job)
+        self.state.fill_fresh(int(job["seed"]))
+        memory = HostMemory(pinned=device.type == "cuda")
+        self.host = HostCopies(memory, self.state.tensors, frozenset({RNG}), 2)
+        self.dataset = program.dataset()
+        self.stepper: Any = None
+
+    def cut(self, n_microbatches: int) -> None:
+        """Steps have so many micro-batches from now on. (One stepper: each has hooks on the blocks.)"""
+        plan = plan_for(self.me, 1, self.n_blocks, (self.rows, n_microbatches))
+        self.stepper = self.stepper or Stepper(self.program, self.job, plan, self.state, self.groups)
+        self.stepper.plan, self.stepper.shares = plan, Shares(self.job, plan)
+
+    def steps(self, n: int, copy: bool = False) -> tuple[list[float], list[float]]:
+        """Seconds and loss of each; with a host copy of each boundary."""
+        self.state.before_change = self.host.settle if copy else (lambda: None)
+        taken, times, losses, stepper = None, [], [], self.stepper
+        for _ in range(n):
+            batch = collate([self.dataset[i] for i in stepper.shares.ids(self.state.step)])
+            began = time.perf_counter()
+            commit = stepper.run([batch], Words())
+            if copy:
+                if taken is not None:
+                    taken.wait()
+                    taken.release()
+                taken = self.host.take(self.state.step)
+            times.append(time.perf_counter() - began)
+            losses.append(commit.train_loss)
+        if taken is not None:
+            taken.wait()
+            taken.release()
+        return times, losses
+
+    def close(self) -> None:
+        self.host.close()
+        self.groups.close()
+
+
+def bare(program: Any, job: dict[str, Any], device: Any, rows: int, n: int) -> tuple[list[float], list[float]]:
+    """The same model, batches and precision in a loop of plain FSDP2. Seconds and loss of each step."""
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
+    torch.manual_seed(job["seed"])
+    model = program.model()
+    torch.manual_seed(job["seed"])
+    program.init(model)
+    model.to(device)
+    mesh = init_device_mesh(device.type, (1,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32))
+    optimizer = program.optimizer(list(model.named_parameters()))
+    dataset, times, losses = program.dataset(), [], []
+    for step in range(n):
+        batch = collate([dataset[i] for i in sample_ids(len(dataset), rows, job["seed"], step)])
+        began = time.perf_counter()
+        there = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+        loss = program.loss(model(there["input"]), there) / batch["target"].numel()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), job["clip_grad_norm"])
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        times.append(time.perf_counter() - began)
+    del model, optimizer, loss, there
+    dist.destroy_process_group()
+    return times, losses
