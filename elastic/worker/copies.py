@@ -17,7 +17,7 @@ from elastic.errors import InternalError
 from elastic.reshard.shards import boxes
 from elastic.types import Box, Copy, CopyStored, ModelProfile, Plan
 from elastic.worker.copy_stream import Pace, Wire, receive_boxes, send_boxes
-from elastic.worker.host_copy import Hands, HostCopies, HostCopy, Lease, flat_bytes, flat_views
+from elastic.worker.host_copy import Flat, Hands, HostCopies, HostCopy, Lease
 from elastic.worker.train_state import Held, Tensors
 
 GAVE_UP = -float(1 << 30)  # a rank's say when its part cannot be stored: the sum over the ranks is negative
@@ -74,6 +74,7 @@ class PeerCopies:
         self.to = plan.copies_to[rank] if plan.copies_to else ()
         self.every = plan.peer_every if plan.copies_to else 0
         self.kept = kept_by(profile, plan, rank)
+        self._flat = {sender: Flat(theirs) for sender, theirs in self.kept.items()}
         self.flight: _Flight | None = None
         self.acknowledged: list[Held] = []
         self.acknowledged_step = -1
@@ -121,7 +122,7 @@ class PeerCopies:
         own = self.host.take(step)
         if own is None:
             raise InternalError(f"rank {self.rank} said that it could copy step {step}, and has no free buffer")
-        incoming = {sender: self.host.memory.lease(flat_bytes(theirs)) for sender, theirs in self.kept.items()}
+        incoming = {sender: self.host.memory.lease(theirs.n_bytes) for sender, theirs in self._flat.items()}
         if self.n_started < 2:
             self.host.memory.trim()  # what the generation before has left and this one cannot use
         flight = _Flight(self.n_started, own, incoming, began_s, Pace(self.plan.copy_bytes_per_s))
@@ -197,7 +198,7 @@ class PeerCopies:
         return [own, *self._received(flight)]
 
     def _received(self, flight: _Flight) -> list[Held]:
-        theirs = {r: flat_views(self.kept[r], lease.buffer) for r, lease in flight.incoming.items()}
+        theirs = {r: self._flat[r].views(lease.buffer) for r, lease in flight.incoming.items()}
         return [self._holds(r, flight.step, theirs[r], lease) for r, lease in flight.incoming.items()]
 
     def _holds(self, rank: int, step: int, tensors: Tensors, lease: Lease) -> Held:

@@ -29,7 +29,7 @@ from elastic.worker.dtensor_random import settle_random
 from elastic.worker.equal_results import EqualResults
 from elastic.worker.groups import Groups
 from elastic.worker.guards import MEMORY, Trip
-from elastic.worker.host_copy import HostCopies, HostCopy, Lease, flat_bytes
+from elastic.worker.host_copy import Flat, HostCopies, HostCopy, Lease
 from elastic.worker.offender import Offender, Tripped
 from elastic.worker.options import needs_fsdp
 from elastic.worker.probe import Probe
@@ -126,7 +126,7 @@ class Generation:
             return
         own = boxes(place.profile, plan.layout, plan.layers, self.rank)
         needed = (own, *kept_by(place.profile, plan, self.rank).values())
-        place.background(place.host_memory.reserve, [flat_bytes(theirs) for theirs in needed])
+        place.background(place.host_memory.reserve, [Flat(theirs).n_bytes for theirs in needed])
 
     def _probe_entry(self) -> Probed | None:
         """Does this layout compute what the one before did? Every participant is here, with all boxes of both."""
