@@ -31,6 +31,7 @@ from elastic.cluster.lookouts import drain_in_ray
 from elastic.cluster.nodes import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey
 from elastic.cluster.outlook import Outlook
 from elastic.cluster.output import last_words
+from elastic.cluster.pacing import Pacing
 from elastic.cluster.ray_run import RayRun
 from elastic.cluster.silence import Silence, patience_s
 from elastic.errors import LostContact, SpecError
@@ -76,9 +77,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SLICE_S = 0.05  # how long one look for answers waits where other news may come; each costs about as much as a step's report
-SLICE_LEAST_S = 0.001
-LOOK_S = 0.25  # between looks at the inbox, deadlines, notices and silence; while it trains, for answers too
 SENT_EACH_MOST = 64  # orders of more workers, which grow with their number, go over the object store: once to each node
 
 
@@ -101,8 +99,7 @@ class RayBackend:
     _formed: EnterOrder | None = field(init=False, default=None)  # of groups that are made ahead
     _plan: Plan | None = field(init=False, default=None)  # the newest that was ordered
     _stuck: set[int] = field(init=False, default_factory=set)
-    _looked_s: float = field(init=False, default=0.0)
-    _trains: bool = field(init=False, default=False)  # a step of the newest plan is done, and nothing was ordered since
+    _pacing: Pacing = field(init=False, default_factory=Pacing)
     _let_go: bool = field(init=False, default=False)  # another driver has the run, or is to attach to it
     _stopped: bool = field(init=False, default=False)  # a Stop is carried out
     _closed: bool = field(init=False, default=False)
@@ -164,7 +161,7 @@ class RayBackend:
 
     def execute(self, action: Action) -> None:
         """Returns at once; the outcome arrives as an event."""
-        self._trains = False
+        self._pacing.trains = False
         order = _ORDERS.get(type(action))
         if order is not None and not self._closed:
             order(self, action)
@@ -320,23 +317,15 @@ class RayBackend:
 
     def _round(self, until_s: float | None) -> list[Event]:
         events, self._early = self._early, []
-        for answer in self.crew.collect(0.0 if events else self._slice_s(until_s)):
+        expected = self.survey.suspects or self.copies.committing
+        for answer in self.crew.collect(0.0 if events else self._pacing.wait_s(self.now_s(), until_s, expected)):
             events += self._heard(answer) if isinstance(answer, Answer) else self._broke(answer)
         events += self._arrivals()
         events += self._losses()
         events += self.copies.news()
-        if self.now_s() - self._looked_s >= LOOK_S:
-            self._looked_s = self.now_s()
+        if self._pacing.looks(self.now_s()):
             events += self._look()
         return events
-
-    def _slice_s(self, until_s: float | None) -> float:
-        """An answer ends the wait. What else there may be is looked for often only where something is expected: nothing was
-        ordered since the last step, no node is suspected, no copy is being committed."""
-        if not self._trains or self.survey.suspects or self.copies.committing:
-            return SLICE_S
-        until_s = min(self._looked_s + LOOK_S, self._looked_s + LOOK_S if until_s is None else until_s)
-        return max(SLICE_LEAST_S, until_s - self.now_s())
 
     def _heard(self, answer: Answer) -> list[Event]:
         self.silence.answered(answer.worker, answer.beat)
@@ -371,7 +360,7 @@ class RayBackend:
         """What the backend itself does about a worker's message."""
         if isinstance(event, StepDone):
             self.silence.stepped(event.generation, event.step_time_s)
-            self._trains = self._plan is not None and event.generation == self._plan.generation
+            self._pacing.trains = self._plan is not None and event.generation == self._plan.generation
             return self._drilled(self.drilling.at_step(event.step, self._plan, self.now_s()))
         if isinstance(event, PlanEntered):
             self._drop_stores(event.generation - 1)

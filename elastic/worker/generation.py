@@ -33,6 +33,8 @@ from elastic.worker.host_copy import Flat, HostCopies, HostCopy, Lease
 from elastic.worker.offender import Offender, Tripped
 from elastic.worker.options import needs_fsdp
 from elastic.worker.probe import Probe
+from elastic.worker.readback import pinned
+from elastic.worker.side_stream import run_on
 from elastic.worker.standing import DEVICE
 from elastic.worker.step import Stepper, Words
 from elastic.worker.takeover import Taken, Takeover, check_digest
@@ -235,7 +237,9 @@ class Generation:
         stepper.memory = place.extra.objects.get(MEMORY)
         last = int(job["steps"])
         dataset = place.dataset.reader() if isinstance(place.dataset, Stream) else place.dataset
-        self.loader = Loader(dataset, parts_of_step, state.step, Ahead.of(job), place.readers)
+        finish = run_on(place.device, pinned) if place.device.type == "cuda" else dict
+        loader = self.loader = Loader(dataset, parts_of_step, state.step, Ahead.of(job), place.readers, finish=finish)
+        stepper.coming = lambda: loader.ready(state.step + 1)
         stop, entered_step = False, state.step
         equal = EqualResults(stepper, plan, place.faults, min(place.good_step, state.step))
         if state.step >= last:

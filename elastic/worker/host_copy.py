@@ -154,7 +154,7 @@ class HostMemory:
 
 
 class Flat:
-    """How boxes lie in one buffer: one after the other, each at a multiple of 8 bytes. Counted once; a view is then one call."""
+    """How boxes lie in one buffer: one after the other, each at a multiple of 8 bytes. Counted once; a view is one call."""
 
     def __init__(self, mine: Sequence[Box]) -> None:
         self._parts: list[tuple[Box, torch.dtype, tuple[int, ...], int]] = []  # with strides, and where it begins in bytes

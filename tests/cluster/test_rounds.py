@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from elastic.cluster.backend import LOOK_S, SLICE_LEAST_S, SLICE_S, RayBackend
+from elastic.cluster.backend import RayBackend
 from elastic.cluster.crew import Answer
+from elastic.cluster.pacing import LEAST_S, LOOK_S, SLICE_S, Pacing
 from elastic.types import Action, Event, Layout, Plan, RequestNodes, StepDone, WorkerId
 from elastic.worker.session import Beat
 
@@ -20,8 +21,8 @@ class Quiet(RayBackend):
     """On a clock of its own; its one worker answers with a step each STEP_S, and nothing else happens."""
 
     def __init__(self) -> None:
-        self.clock_s, self.n_rounds, self.n_steps, self.longest_s = 0.0, 0, 0, 0.0
-        self._early, self._closed, self._trains, self._plan, self._looked_s = [], False, False, PLAN, 0.0
+        self.clock_s, self.n_rounds, self.n_steps, self.waits_s = 0.0, 0, 0, [0.0]
+        self._early, self._closed, self._plan, self._pacing = [], False, PLAN, Pacing()
         quiet: Any = SimpleNamespace
         self.drilling = quiet(die=False, at_step=lambda *_: [])
         self.survey, self.copies = quiet(suspects=False), quiet(committing=False, news=list)
@@ -36,10 +37,10 @@ class Quiet(RayBackend):
 
     def collect(self, wait_s: float) -> list[Answer]:
         self.n_rounds += 1
+        self.waits_s.append(wait_s)
         due_s = (self.n_steps + 1) * STEP_S
         if self.clock_s + wait_s < due_s - 1e-9:
             self.clock_s += wait_s
-            self.longest_s = max(self.longest_s, wait_s)
             return []
         self.clock_s, self.n_steps = due_s, self.n_steps + 1
         done = StepDone(3, self.n_steps, 1.0, 1, STEP_S)
@@ -47,7 +48,9 @@ class Quiet(RayBackend):
 
     def _hold(self) -> None: ...
     def _arrivals(self) -> list[Event]: return []  # fmt: skip
+
     def _losses(self) -> list[Event]: return []  # fmt: skip
+
     def _look(self) -> list[Event]: return []  # fmt: skip
 
 
@@ -63,7 +66,7 @@ def test_while_it_trains_the_driver_wakes_for_answers_and_looks_only() -> None:
     backend = Quiet()
     rounds(backend)
     assert rounds(backend) <= QUIET_S / STEP_S + 1.1 * QUIET_S / LOOK_S + 1
-    assert backend.longest_s <= LOOK_S
+    assert max(backend.waits_s) <= LOOK_S + 1e-9
 
 
 @pytest.mark.parametrize("what", ["suspects", "committing", "an order"])
@@ -76,12 +79,14 @@ def test_where_something_is_expected_it_looks_often(what: str) -> None:
         backend.execute(action)
     backend._closed = False
     backend.survey.suspects, backend.copies.committing = what == "suspects", what == "committing"  # type: ignore[misc]
-    assert backend._slice_s(None) == SLICE_S
+    before = backend.n_rounds
+    backend.poll(backend.clock_s + SLICE_S)
+    assert backend.waits_s[before + 1] == SLICE_S
 
 
 def test_it_does_not_wait_beyond_the_time_that_it_is_asked_for() -> None:
-    backend = Quiet()
-    rounds(backend)
-    backend._looked_s = backend.clock_s
-    assert backend._slice_s(backend.clock_s + 0.01) == pytest.approx(0.01)
-    assert backend._slice_s(backend.clock_s - 1) == SLICE_LEAST_S
+    pacing = Pacing(trains=True)
+    assert pacing.looks(10.0) and not pacing.looks(10.2)
+    assert pacing.wait_s(10.1, None, False) == pytest.approx(LOOK_S - 0.1)
+    assert pacing.wait_s(10.1, 10.11, False) == pytest.approx(0.01)
+    assert pacing.wait_s(10.1, 9.0, False) == LEAST_S

@@ -253,7 +253,7 @@ def test_another_cadence_counts_from_the_newest_copy() -> None:
 
 
 def test_the_processor_time_that_copies_take_from_the_steps_is_their_cost() -> None:
-    """Wall times of steps on shared cores are too noisy to tell; a copy that only waits for its acknowledgement costs nothing."""
+    """Wall times on shared cores are too noisy to tell; a copy that only waits for its acknowledgement costs nothing."""
     ranks, told, n_busy = Ranks(Layout(dp_shard=2), peer_every=4), [], 0
     one = ranks.copies[0]
     ranks.lines.hold.clear()
