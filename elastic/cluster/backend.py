@@ -31,6 +31,7 @@ from elastic.cluster.lookouts import drain_in_ray
 from elastic.cluster.nodes import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey
 from elastic.cluster.outlook import Outlook
 from elastic.cluster.output import last_words
+from elastic.cluster.pacing import Pacing
 from elastic.cluster.ray_run import RayRun
 from elastic.cluster.silence import Silence, patience_s
 from elastic.errors import LostContact, SpecError
@@ -76,8 +77,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SLICE_S = 0.05  # how long one look for answers waits
-LOOK_S = 0.25  # between looks at the inbox, deadlines, notices and silence
 SENT_EACH_MOST = 64  # orders of more workers, which grow with their number, go over the object store: once to each node
 
 
@@ -100,7 +99,7 @@ class RayBackend:
     _formed: EnterOrder | None = field(init=False, default=None)  # of groups that are made ahead
     _plan: Plan | None = field(init=False, default=None)  # the newest that was ordered
     _stuck: set[int] = field(init=False, default_factory=set)
-    _looked_s: float = field(init=False, default=0.0)
+    _pacing: Pacing = field(init=False, default_factory=Pacing)
     _let_go: bool = field(init=False, default=False)  # another driver has the run, or is to attach to it
     _stopped: bool = field(init=False, default=False)  # a Stop is carried out
     _closed: bool = field(init=False, default=False)
@@ -155,13 +154,14 @@ class RayBackend:
             self._hold()
             for worker in self.crew.open_polls():
                 self.silence.called(worker)
-            events = self._round()
+            events = self._round(until_s)
             if events or (until_s is not None and self.now_s() >= until_s):
                 return events
         return []
 
     def execute(self, action: Action) -> None:
         """Returns at once; the outcome arrives as an event."""
+        self._pacing.trains = False
         order = _ORDERS.get(type(action))
         if order is not None and not self._closed:
             order(self, action)
@@ -315,15 +315,15 @@ class RayBackend:
 
     # ------------------------------------------------------------------------------------------ what comes in
 
-    def _round(self) -> list[Event]:
+    def _round(self, until_s: float | None) -> list[Event]:
         events, self._early = self._early, []
-        for answer in self.crew.collect(0.0 if events else SLICE_S):
+        expected = self.survey.suspects or self.copies.committing
+        for answer in self.crew.collect(0.0 if events else self._pacing.wait_s(self.now_s(), until_s, expected)):
             events += self._heard(answer) if isinstance(answer, Answer) else self._broke(answer)
         events += self._arrivals()
         events += self._losses()
         events += self.copies.news()
-        if self.now_s() - self._looked_s >= LOOK_S:
-            self._looked_s = self.now_s()
+        if self._pacing.looks(self.now_s()):
             events += self._look()
         return events
 
@@ -361,6 +361,7 @@ class RayBackend:
         if isinstance(event, StepDone):
             self.copies.digests = digested(self.copies.digests, event)
             self.silence.stepped(event.generation, event.step_time_s)
+            self._pacing.trains = self._plan is not None and event.generation == self._plan.generation
             return self._drilled(self.drilling.at_step(event.step, self._plan, self.now_s()))
         if isinstance(event, PlanEntered):
             self._drop_stores(event.generation - 1)

@@ -62,6 +62,11 @@ class DurableCopies:
             found.append(self._news.get())
         return found + self._overdue(time.monotonic())
 
+    @property
+    def committing(self) -> bool:
+        """Was a copy ordered to be committed, and has not come back?"""
+        return bool(self._open)
+
     def commit(self, parts: Parts) -> None:
         """All parts are stored -> CopyStored or CopyFailed; then what older, interrupted saves have left is removed."""
         with self._change:

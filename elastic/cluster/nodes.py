@@ -308,6 +308,11 @@ class Survey:
             for ray_id in ray_ids:
                 self._suspects[ray_id] = (now_s + SUSPECT_MOST_S, self._suspects.get(ray_id, (0.0, now_s))[1])
 
+    @property
+    def suspects(self) -> bool:
+        """Is any node suspected?"""
+        return bool(self._suspects)
+
     def check(self, ray_id: str) -> str:
         """Asks the node now; returns why it is gone, '' = it answers or it is not known."""
         found = self.alive.get(ray_id)

@@ -63,9 +63,10 @@ class Loader:
     """Reads the batches of the steps `first_step`, `first_step` + 1, ... ahead.
 
     dataset: map-style; with `readers` they read it, each a step at a time. parts_of_step: step -> the micro-batches that this
-    rank reads in it, each of which becomes a batch (without ids: tensors of length 0). What the dataset raises comes out of
-    `take` as ProgramError with the sample id, the end of a loader process as LoaderLost. `take` and `restart` belong to one
-    thread; `close` may come from any, and frees a `take` that waits.
+    rank reads in it, each of which becomes a batch (without ids: tensors of length 0). finish: what a batch is made into, in
+    the thread that reads it (pinned, for a GPU). What the dataset raises comes out of `take` as ProgramError with the sample
+    id, the end of a loader process as LoaderLost. `take` and `restart` belong to one thread; `close` may come from any, and
+    frees a `take` that waits.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class Loader:
         first_step: int,
         ahead: Ahead | int = 2,
         readers: Readers | None = None,
+        *,
+        finish: Callable[[Batch], Batch] = dict,
     ) -> None:
-        self._dataset, self._parts_of_step = dataset, parts_of_step
+        self._dataset, self._parts_of_step, self._finish = dataset, parts_of_step, finish
         each: tuple[Reader | None, ...] = readers.each if readers is not None else (None,)
         ahead = Ahead(ahead) if isinstance(ahead, int) else ahead
         self._steps, self._most_bytes = max(1, ahead.steps, len(each) if readers is not None else 1), ahead.most_bytes
@@ -111,6 +114,12 @@ class Loader:
             self._wanted = step + 1
             self._changed.notify_all()
         return found, time.monotonic() - start
+
+    def ready(self, step: int) -> list[Batch]:
+        """The batches of a step that was read already, without taking them; none where it was not, or could not be."""
+        with self._changed:
+            found = self._ready.get(step)
+            return found if isinstance(found, list) else []
 
     def restart(self, step: int) -> None:
         """Forgets what was read ahead and reads from `step` on: for a rank whose share of the samples has changed."""
@@ -164,8 +173,8 @@ class Loader:
         try:
             parts = self._parts_of_step(step)
             if reader is None:
-                return [batch_of(self._dataset, part, collate) for part in parts]
-            return [{key: _tensor(key, values) for key, values in batch.items()} for batch in reader.load(parts)]
+                return [self._finish(batch_of(self._dataset, part, collate)) for part in parts]
+            return [self._finish({key: _tensor(key, values) for key, values in batch.items()}) for batch in reader.load(parts)]
         except LoaderLost as error:
             return LoaderLost(f"{error} (step {step})")
         except Unread as error:

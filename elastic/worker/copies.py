@@ -17,7 +17,7 @@ from elastic.errors import InternalError
 from elastic.reshard.shards import boxes
 from elastic.types import Box, Copy, CopyStored, ModelProfile, Plan
 from elastic.worker.copy_stream import Pace, Wire, receive_boxes, send_boxes
-from elastic.worker.host_copy import Hands, HostCopies, HostCopy, Lease, flat_bytes, flat_views
+from elastic.worker.host_copy import Flat, Hands, HostCopies, HostCopy, Lease
 from elastic.worker.train_state import Held, Tensors
 
 GAVE_UP = -float(1 << 30)  # a rank's say when its part cannot be stored: the sum over the ranks is negative
@@ -58,6 +58,23 @@ class _Flight:
         return self.ended and not self.problems
 
 
+@dataclass
+class _Steps:
+    """Seconds of the newest steps: of those with a copy under way, and of the others."""
+
+    busy_s: list[float] = field(default_factory=list)
+    calm_s: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float, busy: bool) -> None:
+        kept = self.busy_s if busy else self.calm_s
+        kept.append(seconds)
+        del kept[:-TIMED_STEPS]
+
+    @property
+    def slowdown_s(self) -> float:
+        return slowdown(self.busy_s, self.calm_s)
+
+
 def kept_by(profile: ModelProfile, plan: Plan, rank: int) -> dict[int, tuple[Box, ...]]:
     """The ranks whose copies this rank keeps -> their boxes."""
     senders = [r for r, keepers in enumerate(plan.copies_to) if rank in keepers]
@@ -74,14 +91,14 @@ class PeerCopies:
         self.to = plan.copies_to[rank] if plan.copies_to else ()
         self.every = plan.peer_every if plan.copies_to else 0
         self.kept = kept_by(profile, plan, rank)
+        self._flat = {sender: Flat(theirs) for sender, theirs in self.kept.items()}
         self.flight: _Flight | None = None
         self.acknowledged: list[Held] = []
         self.acknowledged_step = -1
         self.n_started = self.n_given_up = 0
         self._next = 0
         self._hands = Hands(1 + len(self.kept), "peer-copy", host.device) if self.on else None
-        self._busy_s: list[float] = []
-        self._calm_s: list[float] = []
+        self._wall, self._cpu = _Steps(), _Steps()
 
     @property
     def on(self) -> bool:
@@ -121,7 +138,7 @@ class PeerCopies:
         own = self.host.take(step)
         if own is None:
             raise InternalError(f"rank {self.rank} said that it could copy step {step}, and has no free buffer")
-        incoming = {sender: self.host.memory.lease(flat_bytes(theirs)) for sender, theirs in self.kept.items()}
+        incoming = {sender: self.host.memory.lease(theirs.n_bytes) for sender, theirs in self._flat.items()}
         if self.n_started < 2:
             self.host.memory.trim()  # what the generation before has left and this one cannot use
         flight = _Flight(self.n_started, own, incoming, began_s, Pace(self.plan.copy_bytes_per_s))
@@ -166,13 +183,19 @@ class PeerCopies:
         if self.flight is not None:
             self.flight.stall_s += seconds
 
-    def timed(self, step_s: float, busy: bool) -> None:
-        """How long a step took, waiting for data and copies left out; `busy`: a copy was in flight."""
-        kept = self._busy_s if busy else self._calm_s
-        kept.append(step_s)
-        del kept[:-TIMED_STEPS]
-        if busy and self.flight is not None:
-            self.flight.n_steps += 1
+    def stepping(self) -> bool:
+        """A step begins; is this rank's part of a copy under way beside it? One that only waits to be acknowledged slows
+        nothing."""
+        if self.flight is None or self.flight.ended:
+            return False
+        self.flight.n_steps += 1
+        return True
+
+    def timed(self, step_s: float, cpu_s: float, busy: bool) -> None:
+        """How long a step took, waiting for data and copies left out, and the processor time of this process in it (0 where a
+        GPU computes); `busy`: what `stepping` has said of it."""
+        self._wall.add(step_s, busy)
+        self._cpu.add(cpu_s, busy)
 
     # ------------------------------------------------------------------------------------------ how it ends
 
@@ -189,7 +212,8 @@ class PeerCopies:
             return None
         self.acknowledged = self._held(flight)
         self.acknowledged_step, self.flight = flight.step, None
-        slowed_s = flight.n_steps * slowdown(self._busy_s, self._calm_s)
+        # where the steps compute on the same cores, what a copy takes of these it takes from them
+        slowed_s = flight.n_steps * max(self._wall.slowdown_s, self._cpu.slowdown_s)
         return CopyStored(self.copy(flight.step), flight.stored_s - flight.began_s, flight.stall_s, slowed_s)
 
     def _held(self, flight: _Flight) -> list[Held]:
@@ -197,7 +221,7 @@ class PeerCopies:
         return [own, *self._received(flight)]
 
     def _received(self, flight: _Flight) -> list[Held]:
-        theirs = {r: flat_views(self.kept[r], lease.buffer) for r, lease in flight.incoming.items()}
+        theirs = {r: self._flat[r].views(lease.buffer) for r, lease in flight.incoming.items()}
         return [self._holds(r, flight.step, theirs[r], lease) for r, lease in flight.incoming.items()]
 
     def _holds(self, rank: int, step: int, tensors: Tensors, lease: Lease) -> Held:

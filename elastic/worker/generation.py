@@ -29,10 +29,12 @@ from elastic.worker.dtensor_random import settle_random
 from elastic.worker.equal_results import EqualResults
 from elastic.worker.groups import Groups
 from elastic.worker.guards import MEMORY, Trip
-from elastic.worker.host_copy import HostCopies, HostCopy, Lease, flat_bytes
+from elastic.worker.host_copy import Flat, HostCopies, HostCopy, Lease
 from elastic.worker.offender import Offender, Tripped
 from elastic.worker.options import needs_fsdp
 from elastic.worker.probe import Probe
+from elastic.worker.readback import pinned
+from elastic.worker.side_stream import run_on
 from elastic.worker.standing import DEVICE
 from elastic.worker.step import Stepper, Words
 from elastic.worker.takeover import Taken, Takeover, check_digest
@@ -126,7 +128,7 @@ class Generation:
             return
         own = boxes(place.profile, plan.layout, plan.layers, self.rank)
         needed = (own, *kept_by(place.profile, plan, self.rank).values())
-        place.background(place.host_memory.reserve, [flat_bytes(theirs) for theirs in needed])
+        place.background(place.host_memory.reserve, [Flat(theirs).n_bytes for theirs in needed])
 
     def _probe_entry(self) -> Probed | None:
         """Does this layout compute what the one before did? Every participant is here, with all boxes of both."""
@@ -235,7 +237,9 @@ class Generation:
         stepper.memory = place.extra.objects.get(MEMORY)
         last = int(job["steps"])
         dataset = place.dataset.reader() if isinstance(place.dataset, Stream) else place.dataset
-        self.loader = Loader(dataset, parts_of_step, state.step, Ahead.of(job), place.readers)
+        finish = run_on(place.device, pinned) if place.device.type == "cuda" else dict
+        loader = self.loader = Loader(dataset, parts_of_step, state.step, Ahead.of(job), place.readers, finish=finish)
+        stepper.coming = lambda: loader.ready(state.step + 1)
         stop, entered_step = False, state.step
         equal = EqualResults(stepper, plan, place.faults, min(place.good_step, state.step))
         if state.step >= last:
@@ -244,23 +248,23 @@ class Generation:
         while state.step < last and not stop:
             compiles = stepper.first_step and bool(job.get("compile"))
             place.at_phase("compiling" if compiles else "stepping", state.step)
-            began = time.monotonic()
+            began, cpu_s = time.monotonic(), self._cpu_s()
             batches, data_s = self.loader.take(state.step)
             if isinstance(place.dataset, Stream):
                 place.dataset.taken(state.step)
-            busy, self._waited_s = self.copies is not None and self.copies.flight is not None, 0.0
+            busy, self._waited_s = self.copies is not None and self.copies.stepping(), 0.0
             commit = self._guarded(stepper, batches, data_s)
             self._stepped(commit)
             self._hear(stepper, state)
             if stepper.noise is not None and self.rank == 0:
                 place.report(NoiseSeen(self.number, state.step, *stepper.noise))
             place.left_at_s = time.time()
-            stop = commit.stop
+            stop, cpu_s = commit.stop, self._cpu_s() - cpu_s
             copy_s = self._waited_s + self._copies_after(commit, state)
             step_s = time.monotonic() - began
             data_s = min(max(data_s, commit.data_s), max(data_s, step_s - copy_s))  # others wait for the last one
             if self.copies is not None and state.step > entered_step + 1:
-                self.copies.timed(step_s - data_s - copy_s, busy)
+                self.copies.timed(step_s - data_s - copy_s, cpu_s, busy)
             if self.rank == 0:
                 self._report_step(commit, state, (step_s, data_s, copy_s))
             if not stop and state.step < last:
@@ -275,6 +279,10 @@ class Generation:
         if stop and state.step < last and self._probe is not None:
             self._tell_probe(self._probe.at_boundary(state.step))
         self._settle()
+
+    def _cpu_s(self) -> float:
+        """Of this process so far, where its cores are what computes."""
+        return time.process_time() if self.groups.device.type == "cpu" else 0.0
 
     def _guarded(self, stepper: Stepper, batches: list[Batch], data_s: float) -> Commit:
         try:

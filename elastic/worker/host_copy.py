@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 
@@ -164,20 +165,25 @@ class HostMemory:
                 self.free.clear()
 
 
-def flat_bytes(mine: Sequence[Box]) -> int:
-    """Size of the buffer that `flat_views` cuts up."""
-    return sum(-(-box.n_bytes // ALIGN) * ALIGN for box in mine)
+class Flat:
+    """How boxes lie in one buffer: one after the other, each at a multiple of 8 bytes. Counted once; a view is one call."""
 
+    def __init__(self, mine: Sequence[Box]) -> None:
+        self._parts: list[tuple[Box, torch.dtype, tuple[int, ...], int]] = []  # with strides, and where it begins in bytes
+        self._dtypes = {getattr(torch, box.dtype) for box in mine}
+        self.n_bytes = 0
+        for box in mine:
+            strides = tuple(prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes)))
+            self._parts.append((box, getattr(torch, box.dtype), strides, self.n_bytes))
+            self.n_bytes += -(-box.n_bytes // ALIGN) * ALIGN
 
-def flat_views(mine: Sequence[Box], buffer: torch.Tensor) -> Tensors:
-    """A view of the buffer per box, one after the other, each at a multiple of 8 bytes."""
-    views: Tensors = {}
-    at = 0
-    for box in mine:
-        part = buffer[at : at + box.n_bytes]
-        views[box.fqn] = (box, part.view(getattr(torch, box.dtype)).view(box.sizes))
-        at += -(-box.n_bytes // ALIGN) * ALIGN
-    return views
+    def views(self, buffer: torch.Tensor) -> Tensors:
+        """A view of the buffer (uint8, from the beginning of its memory, at least `n_bytes`) per box."""
+        words = {dtype: buffer[: self.n_bytes].view(dtype) for dtype in self._dtypes}
+        return {
+            box.fqn: (box, words[dtype].as_strided(box.sizes, strides, at // dtype.itemsize))
+            for box, dtype, strides, at in self._parts
+        }
 
 
 class HostCopy:
@@ -224,7 +230,7 @@ class HostCopies:
         self, memory: HostMemory, tensors: Tensors, volatile: frozenset[str], limit: int = 2, device: torch.device | None = None
     ) -> None:
         self.memory, self.live, self.volatile, self.limit = memory, tensors, volatile, limit
-        self.mine = [box for box, _ in tensors.values()]
+        self._flat = Flat([box for box, _ in tensors.values()])
         self._leases: list[weakref.ref[Lease]] = []
         self._filling: HostCopy | None = None
         self._newest: weakref.ref[HostCopy] | None = None
@@ -250,14 +256,14 @@ class HostCopies:
         if not self.available:
             return None
         self.settle()
-        lease = self.memory.lease(flat_bytes(self.mine))
+        lease = self.memory.lease(self._flat.n_bytes)
         copy = HostCopy(step, lease, {})
         self._leases.append(weakref.ref(lease))
         self._newest = weakref.ref(copy)
         if self.device.type == "cuda":  # the buffer may not be there yet, and the host need not wait
             copy.early = {fqn: self.live[fqn][1].clone() for fqn in self.volatile & self.live.keys()}
         else:
-            copy._tensors = flat_views(self.mine, lease.buffer)
+            copy._tensors = self._flat.views(lease.buffer)
             for fqn in self.volatile & self.live.keys():
                 copy._tensors[fqn][1].copy_(self.live[fqn][1])
         at = boundary(self.device)
@@ -289,7 +295,7 @@ class HostCopies:
 
     def _fill_from_device(self, copy: HostCopy, at: torch.cuda.Event) -> None:
         """On a stream of its own, behind the boundary; `filled` then means: all copies are queued."""
-        copy._tensors = flat_views(self.mine, copy.lease.buffer)
+        copy._tensors = self._flat.views(copy.lease.buffer)
         with self._side.behind(at) as stream:
             assert stream is not None
             self._copy(copy, non_blocking=True)

@@ -6,9 +6,11 @@ from pageable memory. A step does so once, in `read`, when its gradients are don
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+
+from elastic.worker.side_stream import SideStream, boundary
 
 Batch = dict[str, torch.Tensor]
 Number = torch.Tensor | float
@@ -17,8 +19,13 @@ Number = torch.Tensor | float
 def to_device(batch: Mapping[str, torch.Tensor], device: torch.device) -> Batch:
     """The batch on the device; for CUDA through pinned memory, so that the host does not wait for the copies."""
     if device.type == "cuda":
-        batch = {key: _pinned(x) if x.device.type == "cpu" else x for key, x in batch.items()}
+        batch = pinned(batch)
     return {key: x.to(device, non_blocking=True) for key, x in batch.items()}
+
+
+def pinned(batch: Mapping[str, torch.Tensor]) -> Batch:
+    """In memory that a GPU can be copied to from; what is there already stays as it is."""
+    return {key: _pinned(x) if x.device.type == "cpu" else x for key, x in batch.items()}
 
 
 def _pinned(x: torch.Tensor) -> torch.Tensor:
@@ -27,6 +34,35 @@ def _pinned(x: torch.Tensor) -> torch.Tensor:
         return x.pin_memory()
     except RuntimeError:
         return x
+
+
+class Incoming:
+    """Batches on their way to a GPU, on a stream beside the training's: those of the next step are copied while the present one
+    runs. On a CPU a batch is used as it is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._side = SideStream(device)
+        self._sent: list[tuple[Batch, Batch, torch.cuda.Event | None]] = []  # as they were given, on the device, and since when
+
+    def send(self, batches: Sequence[Batch]) -> None:
+        """These come next; whatever was sent before and not taken is let go."""
+        self._sent = []
+        with self._side.behind(None) as stream:
+            for batch in batches if stream is not None else ():
+                self._sent.append((batch, to_device(batch, self.device), boundary(self.device)))
+
+    def take(self, batch: Batch) -> Batch:
+        """The batch on the device, for the current stream, which waits for the copy; the host does not."""
+        for i, (given, there, copied) in enumerate(self._sent):
+            if given is batch and copied is not None:
+                del self._sent[i]
+                stream = torch.cuda.current_stream(self.device)
+                stream.wait_event(copied)
+                for x in there.values():
+                    x.record_stream(stream)  # its memory is the other stream's, which may not use it again before this one has
+                return there
+        return to_device(batch, self.device)
 
 
 def read(values: Iterable[Number]) -> list[list[float]]:

@@ -45,7 +45,7 @@ from elastic.worker.offender import UNNAMED, Offender, Tripped, find_offender
 from elastic.worker.options import begin_microbatch
 from elastic.worker.parallelize import local
 from elastic.worker.pipeline import Pipeline
-from elastic.worker.readback import Number, read, to_device
+from elastic.worker.readback import Incoming, Number, read
 from elastic.worker.sequence import Sequence
 from elastic.worker.shares import Shares
 from elastic.worker.spans import Spans
@@ -130,6 +130,8 @@ class Stepper:
         self._pipeline: tuple[tuple[int, int], Pipeline] | None = None  # and the rows and microbatches that it was made for
         self._staged: list[nn.Module] | None = None
         self.spans = Spans(state.models, program, self.device, faults or DeviceFaults())
+        self._incoming = Incoming(self.device)
+        self.coming: Callable[[], list[Batch]] = list  # batches of the step behind the one under way, if they are read
         self.heard: Heard | None = None  # in the newest commit
         last_stage = self.at.pp == plan.layout.pp - 1
         self.speaks = last_stage and self.at.tp == 0  # for the loss of its part of the sequences of its samples
@@ -182,11 +184,11 @@ class Stepper:
         given = list(batches)
         counting = list(valid) if valid is not None else [_n_rows(batch) for batch in given]
         if isinstance(self.program, LoopProgram):
-            return self._by_script(to_device(given[0], self.device), train, None if valid is None else counting[0])
+            return self._by_script(self._here(given, train)[0], train, None if valid is None else counting[0])
         tokens = 0
         for batch, n in zip(given, counting, strict=True):
             tokens += count_of(self.program, {k: v[:n] for k, v in batch.items()}) if n else 0
-        batches = [to_device(batch, self.device) for batch in given]
+        batches = self._here(given, train)
         scale = self.loss_scale.value if train else 1.0
         parts = [
             (batch, self._loss_on(batch, n, scale)) for batch, n in zip(map(self.sequence.cut, batches), counting, strict=True)
@@ -194,6 +196,13 @@ class Stepper:
         with self.sequence.running(blocks_here=self.has_blocks), self.cut_loss():
             loss_sum = self._passes(parts, train, n_microbatches or self.n_microbatches)
         return loss_sum if scale == 1.0 else loss_sum / scale, tokens
+
+    def _here(self, batches: Iterable[Batch], train: bool) -> list[Batch]:
+        """On the device; those of the next training step, if they were read already, are sent there meanwhile."""
+        here = [self._incoming.take(batch) for batch in batches]
+        if train:
+            self._incoming.send(self.coming())
+        return here
 
     def _loss_on(self, batch: Batch, valid: int, scale: float) -> Loss:
         """The loss of these rows of the batch, of those that count: the first `valid`."""

@@ -17,7 +17,7 @@ from elastic.worker import durable
 from elastic.worker.content import digest, digest_of
 from elastic.worker.groups import Groups
 from elastic.worker.guards import MEMORY
-from elastic.worker.host_copy import flat_bytes, flat_views
+from elastic.worker.host_copy import Flat
 from elastic.worker.side_stream import boundary, waitable
 from elastic.worker.train_state import Held, Tensors, TrainState, region
 from elastic.worker.transfer import Moved, carry_out
@@ -172,9 +172,9 @@ def device_bytes(held: Iterable[Held]) -> int:
 def _to_host(held: Held, place: Workplace) -> Held:
     """The same boxes in a leased host buffer. Their storages are given up once all of them are copied, whoever still refers to
     them; where that fails, because the host's memory runs out for one, the boxes are still where they were."""
-    boxes = [box for box, _ in held.tensors.values()]
-    lease = place.host_memory.lease(flat_bytes(boxes))
-    views = flat_views(boxes, lease.buffer)
+    flat = Flat([box for box, _ in held.tensors.values()])
+    lease = place.host_memory.lease(flat.n_bytes)
+    views = flat.views(lease.buffer)
     with torch.no_grad(), place.side.behind(boundary(place.device)) as stream:
         for fqn, (_, tensor) in held.tensors.items():
             views[fqn][1].copy_(tensor, non_blocking=stream is not None)

@@ -252,6 +252,28 @@ def test_another_cadence_counts_from_the_newest_copy() -> None:
     assert started[:2] == [newest + 5, newest + 10]
 
 
+def test_the_processor_time_that_copies_take_from_the_steps_is_their_cost() -> None:
+    """Wall times on shared cores are too noisy to tell; a copy that only waits for its acknowledgement costs nothing."""
+    ranks, told, n_busy = Ranks(Layout(dp_shard=2), peer_every=4), [], 0
+    one = ranks.copies[0]
+    ranks.lines.hold.clear()
+    ranks.start()
+    for i in range(60):
+        busy = one.stepping()
+        n_busy += busy
+        ranks.lines.hold.set()
+        ranks.wait()
+        assert not one.stepping(), "it is stored"
+        one.timed(1.0 + (i * 7 % 11) / 10, 0.2 + 0.03 * busy + 0.001 * (i % 3), busy)
+        ranks.lines.hold.clear()
+        told += [stored.slowed_s for stored in ranks.step(ready=False)[:1]]
+    ranks.lines.hold.set()
+    ranks.wait()
+    assert n_busy == len(told) == 15
+    assert told[0] == 0.0, "nobody can know yet"
+    assert told[-1] == pytest.approx(0.03, abs=0.002)
+
+
 def test_what_copies_slow_is_told_from_noise() -> None:
     calm = [1.0 + 0.01 * (i % 5) for i in range(20)]
     assert slowdown([t + 0.2 for t in calm], calm) == pytest.approx(0.2)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from support.waiting import once_waiting, until
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.errors import InternalError
 from elastic.types import Box
-from elastic.worker.host_copy import HostCopies, HostMemory, flat_bytes, flat_views
+from elastic.worker.host_copy import Flat, HostCopies, HostMemory
 from elastic.worker.train_state import Tensors
 
 
@@ -34,6 +36,16 @@ def copies(tensors: Tensors, limit: int = 2) -> HostCopies:
     return HostCopies(HostMemory(), tensors, frozenset({"buffer"}), limit)
 
 
+class Operations(TorchDispatchMode):
+    """Counts what this thread asks of torch."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += 1
+        return func(*args, **(kwargs or {}))
+
+
 class Gate:
     """Holds a copy up between the volatile boxes and the others."""
 
@@ -51,9 +63,31 @@ class Gate:
 
 def test_buffers_of_boxes_start_at_multiples_of_eight() -> None:
     mine = [box for box, _ in live().values()]
-    assert flat_bytes(mine) == 64 + 8 + 8 + 16
-    views = flat_views(mine, torch.zeros(flat_bytes(mine), dtype=torch.uint8))
-    assert all(view.data_ptr() % 8 == 0 and tuple(view.shape) == box.sizes for box, view in views.values())
+    flat = Flat(mine)
+    assert flat.n_bytes == 64 + 8 + 8 + 16
+    buffer = torch.arange(flat.n_bytes + 8, dtype=torch.uint8)
+    views, at = flat.views(buffer), 0
+    for box, view in views.values():
+        assert tuple(view.shape) == box.sizes and view.is_contiguous()
+        assert torch.equal(view.flatten().view(torch.uint8), buffer[at : at + box.n_bytes])
+        at += -(-box.n_bytes // 8) * 8
+
+
+def test_a_copy_costs_the_training_thread_one_call_per_box(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken every few steps: what is known of the boxes is counted once in a generation."""
+    n, sized = 40, Counter[str]()
+    tensors = {f"w{i}": (box(f"w{i}", 3, i + 1), torch.ones(3, i + 1)) for i in range(n)}
+    host = copies(tensors)
+    of = Box.n_elements.fget
+    assert of is not None
+    monkeypatch.setattr(Box, "n_elements", property(lambda one: sized.update([one.fqn]) or of(one)))
+    with Operations() as operations:
+        copy = host.take(1)
+    assert copy is not None
+    assert len(copy.wait()) == n
+    host.close()
+    assert not sized, "the sizes of boxes are counted again"
+    assert operations.n <= n + 10
 
 
 def test_a_copy_is_the_state_of_its_boundary_whatever_the_next_step_does(monkeypatch: pytest.MonkeyPatch) -> None:

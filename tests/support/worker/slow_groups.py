@@ -25,6 +25,14 @@ class SlowGroups(Transport):
         return super().make(store, name, ranks, me, timeout)
 
 
+class SlowestGroups(SlowGroups):
+    setup_delay_s = 10.0  # as over hundreds of ranks
+
+
+def use_slowest(device: Any = None) -> None:
+    groups.transport_of = lambda _: SlowestGroups()
+
+
 def use(device: Any = None) -> None:
     """In a worker's process: its groups take long from now on."""
     groups.transport_of = lambda _: SlowGroups()

@@ -1,0 +1,92 @@
+"""How often the driver looks for answers: a round costs about as much as the report of a step does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.cluster.backend import RayBackend
+from elastic.cluster.crew import Answer
+from elastic.cluster.pacing import LEAST_S, LOOK_S, SLICE_S, Pacing
+from elastic.types import Action, Event, Layout, Plan, RequestNodes, StepDone, WorkerId
+from elastic.worker.session import Beat
+
+PLAN = Plan(3, Layout(), (WorkerId("a", 0),), (1,), (1,))
+QUIET_S, STEP_S = 20.0, 1.0
+
+
+class Quiet(RayBackend):
+    """On a clock of its own; its one worker answers with a step each STEP_S, and nothing else happens."""
+
+    def __init__(self) -> None:
+        self.clock_s, self.n_rounds, self.n_steps, self.waits_s = 0.0, 0, 0, [0.0]
+        self._early, self._closed, self._plan, self._pacing = [], False, PLAN, Pacing()
+        quiet: Any = SimpleNamespace
+        self.drilling = quiet(die=False, at_step=lambda *_: [])
+        self.survey, self.copies = quiet(suspects=False), quiet(committing=False, news=list)
+        self.silence = quiet(called=print, answered=lambda *_: None, stepped=lambda *_: None)
+        self.gather, self.show = quiet(add=lambda worker, message, at_s: [message]), None
+        self.entrance = quiet(passed=lambda event, nodes: event, doubts=lambda *_: ())
+        self.run, self.nodes = quiet(plans=()), {}
+        self.crew: Any = quiet(open_polls=list, collect=self.collect)
+
+    def now_s(self) -> float:
+        return self.clock_s
+
+    def collect(self, wait_s: float) -> list[Answer]:
+        self.n_rounds += 1
+        self.waits_s.append(wait_s)
+        due_s = (self.n_steps + 1) * STEP_S
+        if self.clock_s + wait_s < due_s - 1e-9:
+            self.clock_s += wait_s
+            return []
+        self.clock_s, self.n_steps = due_s, self.n_steps + 1
+        done = StepDone(3, self.n_steps, 1.0, 1, STEP_S)
+        return [Answer(PLAN.ranks[0], Beat((), 3, "stepping", self.n_steps, 0, 1), (done,))]
+
+    def _hold(self) -> None: ...
+    def _arrivals(self) -> list[Event]: return []  # fmt: skip
+
+    def _losses(self) -> list[Event]: return []  # fmt: skip
+
+    def _look(self) -> list[Event]: return []  # fmt: skip
+
+
+def rounds(backend: Quiet) -> int:
+    """In QUIET_S more of the run."""
+    before, until_s = backend.n_rounds, backend.clock_s + QUIET_S
+    while backend.clock_s < until_s:
+        backend.poll(until_s)
+    return backend.n_rounds - before
+
+
+def test_while_it_trains_the_driver_wakes_for_answers_and_looks_only() -> None:
+    backend = Quiet()
+    rounds(backend)
+    assert rounds(backend) <= QUIET_S / STEP_S + 1.1 * QUIET_S / LOOK_S + 1
+    assert max(backend.waits_s) <= LOOK_S + 1e-9
+
+
+@pytest.mark.parametrize("what", ["suspects", "committing", "an order"])
+def test_where_something_is_expected_it_looks_often(what: str) -> None:
+    backend = Quiet()
+    rounds(backend)
+    expected: list[Action] = [RequestNodes("spot", 1, "one")] if what == "an order" else []
+    backend._closed = True  # nothing is there that could carry it out
+    for action in expected:
+        backend.execute(action)
+    backend._closed = False
+    backend.survey.suspects, backend.copies.committing = what == "suspects", what == "committing"  # type: ignore[misc]
+    before = backend.n_rounds
+    backend.poll(backend.clock_s + SLICE_S)
+    assert backend.waits_s[before + 1] == SLICE_S
+
+
+def test_it_does_not_wait_beyond_the_time_that_it_is_asked_for() -> None:
+    pacing = Pacing(trains=True)
+    assert pacing.looks(10.0) and not pacing.looks(10.2)
+    assert pacing.wait_s(10.1, None, False) == pytest.approx(LOOK_S - 0.1)
+    assert pacing.wait_s(10.1, 10.11, False) == pytest.approx(0.01)
+    assert pacing.wait_s(10.1, 9.0, False) == LEAST_S
