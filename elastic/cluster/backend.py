@@ -54,7 +54,7 @@ from elastic.types import (
     Notice,
     Plan,
     PlanEntered,
-    PlanFound,
+    PlansFound,
     Pool,
     Prepare,
     Quarantine,
@@ -140,7 +140,7 @@ class RayBackend:
             self._plan = plan
         if not run.attach:
             self.copies.clean()
-        self._early = [*map(PlanFound, self.before.found), *self._arrivals()]
+        self._early = [*([PlansFound(found)] if (found := self.before.found) else []), *self._arrivals()]
         self._end(self.before.elsewhere(dict(self.nodes)))
 
     # ------------------------------------------------------------------------------------------ Backend

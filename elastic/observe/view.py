@@ -30,6 +30,7 @@ from elastic.types import (
     NoticeWithdrawn,
     Plan,
     PlanEntered,
+    PlansFound,
     Pool,
     Quarantine,
     RequestNodes,
@@ -37,6 +38,7 @@ from elastic.types import (
     StepDone,
     Stop,
     StopAsked,
+    StorageSeen,
 )
 
 RECENT = 20  # steps that rates are measured over
@@ -90,6 +92,7 @@ class View:
     entered: list[tuple[float, PlanEntered]] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     reason: str = ""
+    away: StorageSeen | None = None  # storage is, as the last driver has seen it
     wanted: dict[str, int] = field(default_factory=dict)  # nodes that are asked for, per pool
     paces: Paces = field(default_factory=Paces)
     launches: Launches = field(default_factory=Launches)
@@ -234,6 +237,10 @@ class View:
                 if cause == "released":
                     self.released.add(node_id)
                 self._node(node_id, status="lost", deadline_s=None)
+            case PlansFound(plans):
+                self.planned |= {plan.generation: plan for plan in plans}
+            case StorageSeen():
+                self.away = None if event.answers else event
             case PlanEntered():
                 self.plan = self.planned.get(event.generation, self.plan)
                 self.step = event.step
@@ -262,7 +269,7 @@ class View:
         self.run, self.epoch, self.job, self.model = event.run, event.epoch, event.job, event.model
         self.pools = {pool.name: pool for pool in event.pools}
         self.started_at_s = self.started_at_s or self.at_s
-        self.wanted = {}
+        self.wanted, self.away = {}, None
         self.phase = "waiting"
         if not event.attached:
             self.nodes, self.plan = {}, None

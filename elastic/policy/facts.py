@@ -53,7 +53,7 @@ from elastic.types import (
     Plan,
     PlanEntered,
     PlanFailed,
-    PlanFound,
+    PlansFound,
     PriceSeen,
     Progress,
     Quiesce,
@@ -418,9 +418,12 @@ def _storage_seen(state: State, event: StorageSeen, at_s: float) -> State:
     return state
 
 
-def _plan_found(state: State, event: PlanFound, at_s: float) -> State:
-    """As if this driver had given the order: what the workers say of it counts from here on."""
-    return ordered_plan(state, EnterPlan(event.plan), at_s) if event.plan.generation > state.generation else state
+def _plans_found(state: State, event: PlansFound, at_s: float) -> State:
+    """As if this driver had given the orders: what the workers say of these generations counts from here on."""
+    for plan in event.plans:
+        if plan.generation > state.generation:
+            state = ordered_plan(state, EnterPlan(plan), at_s)
+    return state
 
 
 def _stop_asked(state: State, event: StopAsked, at_s: float) -> State:
@@ -433,6 +436,6 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost, RequestFailed: _request_failed, PlanEntered: _plan_entered,
     PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored,
     PriceSeen: _price_seen, Progress: _progress, StopAsked: _stop_asked, StorageSeen: _storage_seen,
-    PlanFound: _plan_found, **FAILURES, **COPIES, **layouts.HANDLERS, **SPEEDS,
+    PlansFound: _plans_found, **FAILURES, **COPIES, **layouts.HANDLERS, **SPEEDS,
     **SUSPECTS, **AHEAD,
 }  # fmt: skip

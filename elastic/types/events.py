@@ -454,11 +454,11 @@ class StorageSeen(Event):
 
 
 @dataclass(frozen=True)
-class PlanFound(Event):
-    """An attached driver has learned from the workers which plan they were given: the driver before it gave the order while
-    storage was away, and no line tells of it."""
+class PlansFound(Event):
+    """An attached driver has learned from the workers which plans they were given last, the newest last: the driver before it
+    gave these orders while storage was away, and no line tells of them."""
 
-    plan: Plan
+    plans: tuple[Plan, ...]
 
 
 @dataclass(frozen=True)

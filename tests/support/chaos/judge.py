@@ -22,6 +22,7 @@ from elastic.types import (
     NodeLost,
     NodeReady,
     PlanEntered,
+    PlansFound,
     RollForward,
     StepDone,
     Stop,
@@ -87,6 +88,7 @@ def kept(lines: Sequence[Line]) -> dict[int, StepDone]:
     found: dict[int, StepDone] = {}
     told = [event for line in lines for _, event in line.events]
     plans = {action.plan.generation: action.plan for action in actions(lines) if isinstance(action, EnterPlan)}
+    plans = {plan.generation: plan for event in events(lines, PlansFound) for plan in event.plans} | plans  # type: ignore[attr-defined]
     entered = {event.generation: event.step for event in told if isinstance(event, PlanEntered)}
     done = {(event.generation, event.step): event for event in told if isinstance(event, StepDone)}
     for action in actions(lines):  # a rank that had not seen the commit has applied it since
