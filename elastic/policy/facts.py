@@ -411,7 +411,7 @@ def _storage_seen(state: State, event: StorageSeen, at_s: float) -> State:
     stop, bad = state.stop, state.copy_failed
     if stop is not None and not stop.limit:
         stop = replace(stop, at_s=at_s)  # it has waited for this, and has all its time to save
-    state = replace(state, away=None, stop=stop)
+    state = replace(state, away=None, stop=stop, busy_at_s=at_s)  # so has the last step's copy
     if stop and state.quiescing and bad and bad.step == state.step > state.saved_step:
         text = f"the copy of step {state.step} could not be stored while storage was away"
         return failed(replace(state, copy_failed=None), Failure("infrastructure", text, at_s))

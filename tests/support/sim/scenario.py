@@ -59,7 +59,7 @@ def scenario(seed: int) -> tuple[dict[str, Any], tuple[Pool, ...], list[Fault], 
     names = [pool.name for pool in pools]
     faults += unequal(seed) + devices(seed) + wrong + liars(seed) + storage(seed, names) + drivers(seed)
     faults += partitions(seed)
-    if seed >= WEATHER_FROM:
+    if seed >= WEATHER_FROM and not wrong:  # which is found out by what a checkpoint holds, where nothing else is left
         faults += weather(seed)
     return job | layouts, tuple(pools), faults, Delays(work_s=chance.choice([1.0, 4.0]))
 
