@@ -158,8 +158,8 @@ class _Books:
     aborted: bool = False
     saving: bool = False
     n_steps: int = 0
-    stopped: bool = False  # a Stop was ordered
-    ended: bool = False  # and carried out
+    ended: bool = False
+    stopped_at_s: float = 0.0
     sums: dict[str, _Amount] = field(default_factory=lambda: {name: _Amount() for name in CATEGORIES})
     group: _Amount = field(default_factory=_Amount)
     wait: _Amount = field(default_factory=_Amount)
@@ -221,6 +221,10 @@ class _Books:
         if isinstance(event, DriverStarted):
             self._started(event, at_s)
             return
+        if self.ended:  # and what is seen still: the Stop waited for storage till now
+            self.at_s, self.ended = self.stopped_at_s, False
+            self.advance(at_s)
+            self.stopped_at_s, self.ended = at_s, True
         self.advance(at_s)
         if isinstance(event, NodeReady):
             if event.node.node_id not in self.nodes and (seen := self.machines.get(event.node.pool)):
@@ -275,7 +279,7 @@ class _Books:
             gap_s = max(0.0, at_s - self.at_s)
             self.sums["other"].add(_Amount(gap_s, wall_s=gap_s))
         self.at_s = at_s
-        self.ended = self.stopped = self.saving = self.aborted = False
+        self.ended = self.saving = self.aborted = False
         self.usd_per_node_h.update({pool.name: pool.usd_per_node_h for pool in event.pools})
         self.gpus_per_node.update({pool.name: pool.gpus_per_node for pool in event.pools})
         self.n_steps = int(event.job.get("steps", 0))
@@ -286,9 +290,6 @@ class _Books:
         if self.away_since_s is not None:
             self.away_s += max(0.0, at_s - self.away_since_s)
         self.away_since_s = None if event.answers else min(at_s, event.since_s)
-        if event.answers and self.stopped:
-            self._close_group()
-            self.ended = True
 
     def _settle_wait(self) -> None:
         """While a generation is broken off, waiting for its workers is a part of the transition."""
@@ -368,8 +369,7 @@ class _Books:
                 self.saving = True
             elif isinstance(action, Stop):
                 self._close_group()
-                self.stopped = True
-                self.ended = self.away_since_s is None  # else it is carried out when storage answers
+                self.stopped_at_s, self.ended = at_s, True
 
     def _ordered(self, plan: Plan, at_s: float) -> None:
         self.checks.ordered(plan)

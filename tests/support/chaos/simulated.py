@@ -71,6 +71,7 @@ class Outliving(SimBackend):
         self.dies_at_order: Fault | None = None
         self.n_died = 0
         self.forms_ahead = False
+        self.line_s = 0.0  # when the newest line of the journal came
         self.copied_s: dict[str, float] = {}  # checkpoint -> when it was there
 
     def true_s(self) -> float:
@@ -97,6 +98,8 @@ class Outliving(SimBackend):
         if self.happens():
             until_s = self.now_s()
         wake_s = [] if until_s is None else [until_s - self.skew_s]
+        if (written_s := self.weather.written_s(self.line_s)) > self._now_s:
+            wake_s.append(written_s)
         if (changes_s := self.weather.changes_s(self._now_s)) is not None:
             wake_s.append(changes_s)
         if self.script:
@@ -269,6 +272,7 @@ class _Kept(Memory):
     def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
         super().append(at_s, events, decision)
         self.times.append(self.backend.true_s())
+        self.backend.line_s = self.times[-1]
 
     @property
     def trouble(self) -> Exception | None:  # type: ignore[override]
