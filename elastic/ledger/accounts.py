@@ -221,7 +221,8 @@ class _Books:
         if isinstance(event, DriverStarted):
             self._started(event, at_s)
             return
-        if self.ended:  # and what is seen still: the Stop waited for storage till now
+        released = isinstance(event, NodeLost) and event.cause == "released"
+        if self.ended and not released:  # what is seen still: the Stop waited for storage till now
             self.at_s, self.ended = self.stopped_at_s, False
             self.advance(at_s)
             self.stopped_at_s, self.ended = at_s, True
