@@ -441,17 +441,18 @@ def written_report(place: RunFolder, extras: dict[str, Any]) -> tuple[dict[str, 
 
 
 def unwritten_steps(lines: Iterable[Line]) -> set[int]:
-    """Steps that a driver was killed with before it wrote them down: their copy is there, and nobody knows of their samples."""
+    """Steps that a driver was killed with before it wrote them down, or before storage took its lines: their copy is there, and
+    nobody knows of their samples."""
     found: set[int] = set()
-    epoch, newest, generation = next((line.epoch for line in lines), 0), _begun_at(lines), 0
+    first, newest, generation = next((line.epoch for line in lines), 0), _begun_at(lines), 0
     for line in lines:
         for event in (event for _, event in line.events if isinstance(event, StepDone | PlanEntered)):
-            if line.epoch > epoch:
+            if line.epoch > first:
                 found |= set(range(newest + 1, event.step + 1))
             if isinstance(event, StepDone):
                 found.discard(event.step)
             back = isinstance(event, PlanEntered) and event.generation > generation  # to a copy: steps after it do not count
-            epoch, newest = line.epoch, event.step if back else max(newest, event.step)
+            newest = event.step if back else max(newest, event.step)
             generation = max(generation, event.generation)
     return found
 

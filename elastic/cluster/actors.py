@@ -30,7 +30,7 @@ Neighbours = tuple[Any, ...]  # actors on other nodes of the run
 SESSION = "elastic.worker.session:Session"
 MAX_CONCURRENCY = 6  # one long poll, the others for orders
 STEPS_KEPT = 500  # for the next driver
-PLANS_KEPT = 3  # likewise: a plan that was not entered takes its state from the one before it
+PLANS_KEPT = 16  # likewise
 ORPHAN_LEAVE_S = 120.0  # an orphan that has not stopped by then exits as it is
 
 

@@ -190,21 +190,21 @@ class Crew:
             return ()
         asked = [worker for worker in self.workers() if self.generation(worker) == newest]
         found: dict[int, Plan] = {}
-        for plans in self._asked(asked, "newest_plans"):
+        for plans in self._asked(asked[:2], "newest_plans"):
             found |= {plan.generation: plan for plan in plans if plan.generation > generation}
         return tuple(found[number] for number in sorted(found))
 
     def replaced(self) -> str:
         """Whether a newer driver has attached to the workers, as some of them say; '' = not to any that answer."""
         try:
-            self._asked(self.workers(), "newest_plans")
+            self._asked(self.workers()[:ASKED_MOST], "passport")
         except SpecError as error:
             return str(error)
         return ""
 
     def _asked(self, workers: Sequence[WorkerId], method: str) -> list[Any]:
-        """What a few of them answer, of those that do within FENCE_MOST_S. Raises SpecError where they obey a newer driver."""
-        actors = [actor for worker in workers[:ASKED_MOST] if (actor := self.actor(worker)) is not None]
+        """What those of them answer that do within FENCE_MOST_S. Raises SpecError where they obey a newer driver."""
+        actors = [actor for worker in workers if (actor := self.actor(worker)) is not None]
         refs = [getattr(actor, method).remote(self.setup.epoch) for actor in actors]
         found = []
         for ref in ray.wait(refs, num_returns=len(refs), timeout=FENCE_MOST_S)[0] if refs else []:

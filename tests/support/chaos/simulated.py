@@ -47,7 +47,7 @@ from elastic.types import (
 )  # fmt: skip
 
 WEATHER = {*STORAGE_KINDS} - {"full"}
-PLANS_KEPT = 3  # as a worker does
+PLANS_KEPT = 16  # as a worker does
 LEASE_S = 13.0  # that a driver is certain of its run without storage
 BY_DRIVER = (Notice, NoticeWithdrawn, NodeLost, NodeReady, RequestFailed)  # found out by a driver; workers say the rest again
 
@@ -209,6 +209,8 @@ class Outliving(SimBackend):
         if not attaches:  # what has come since stands there, and nobody has prepared it
             self._out = [event for m in self._standing() for event in (NodeReady(m.node), *self._noticed(m))]
             return start
+        if lost:
+            self._without_mute(known)
         told = [event for line in lost for _, event in line.events if isinstance(event, StepDone)]  # workers say them again
         self._out = [event for event in (*told, *self._out) if not isinstance(event, BY_DRIVER) and self._can_say(event)]
         for machine in self._standing():
@@ -224,6 +226,15 @@ class Outliving(SimBackend):
             if self._answers(worker) and worker not in self._without_device:
                 self._out.append(WorkerFailed(worker, newest.plan.generation, "collective", "connection reset by peer"))  # type: ignore[union-attr]
         return replace(start, attached=before is not None)
+
+    def _without_mute(self, known: int) -> None:
+        """Workers that cannot be asked for what is not written down are ended, and with them what only they knew."""
+        for machine in self._standing():
+            if machine.hung:
+                machine.hung = False
+                self._kill({WorkerId(machine.node.node_id, k) for k in range(machine.node.gpus)})
+        newest = max((plan.generation for plan in self._plans_after(known)), default=known)
+        self._groups = {number: group for number, group in self._groups.items() if number <= newest}
 
     def _plans_after(self, generation: int) -> tuple[Plan, ...]:
         """Those that a living worker was given."""
