@@ -51,7 +51,9 @@ from elastic.types import (
     Layout,
     NodePrepared,
     Outcome,
+    Plan,
     PlanEntered,
+    PlansFound,
     Pool,
     StepDone,
     WorkerFailed,
@@ -445,8 +447,12 @@ def unwritten_steps(lines: Iterable[Line]) -> set[int]:
     nobody knows of their samples."""
     found: set[int] = set()
     first, newest, generation = next((line.epoch for line in lines), 0), _begun_at(lines), 0
+    plans = [plan for line in lines for _, event in line.events if isinstance(event, PlansFound) for plan in event.plans]
     for line in lines:
         for event in (event for _, event in line.events if isinstance(event, StepDone | PlanEntered)):
+            if isinstance(event, StepDone) and _was_redone(event, plans):
+                found.add(event.step)
+                continue
             if line.epoch > first:
                 found |= set(range(newest + 1, event.step + 1))
             if isinstance(event, StepDone):
@@ -455,6 +461,13 @@ def unwritten_steps(lines: Iterable[Line]) -> set[int]:
             newest = event.step if back else max(newest, event.step)
             generation = max(generation, event.generation)
     return found
+
+
+def _was_redone(event: StepDone, plans: Iterable[Plan]) -> bool:
+    """By a later generation of which nobody may have told so."""
+    return any(
+        event.generation < plan.generation and event.step > plan.resume.step and plan.resume.source != "live" for plan in plans
+    )
 
 
 def _begun_at(lines: Iterable[Line]) -> int:

@@ -437,7 +437,7 @@ class Generations(Machines):
         plan, step = group.plan, group.step
 
         def stored() -> None:
-            if not all(self._lives(worker) for worker in plan.ranks):
+            if self._groups.get(plan.generation) is not group or not all(self._lives(worker) for worker in plan.ranks):
                 return
             if (wait_s := self._cut_s(plan.ranks)) > 0:  # the driver writes the marker, when it has heard of all parts
                 self._after(wait_s, stored)
