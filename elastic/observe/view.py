@@ -34,6 +34,7 @@ from elastic.types import (
     Pool,
     Quarantine,
     RequestNodes,
+    Resume,
     SharesSet,
     StepDone,
     Stop,
@@ -163,11 +164,16 @@ class View:
         generation, last = max(began, default=0), self.step
         while generation in self.planned:
             resume = self.planned[generation].resume
-            first = began.get(generation, resume.step)
+            first = began.get(generation, self._left_at(resume))
             found |= {p.step: p for p in self.points if p.generation == generation and first < p.step <= last}
             generation, last = resume.generation, min(last, first)
         before = {p.step: p for p in self.points if p.step <= last}  # where these lines do not tell of its plan
         return sorted((before | found).values(), key=lambda p: p.step)
+
+    def _left_at(self, resume: Resume) -> int:
+        """The step that a generation began from, where no line tells: live memory is left later than was planned."""
+        told = [p.step for p in self.points if p.generation == resume.generation] if resume.source == "live" else []
+        return max([resume.step, *told])
 
     def add(self, line: Line) -> list[Note]:
         """Take in one line; returns what it adds to `notes`."""

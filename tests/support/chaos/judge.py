@@ -100,7 +100,8 @@ def kept(lines: Sequence[Line]) -> dict[int, StepDone]:
     while last > 0 and generation:
         found |= {step: event for (number, step), event in done.items() if number == generation and step <= last}
         resume = plans[generation].resume
-        last = min(last, entered.get(generation, resume.step))  # its driver died before it wrote anything of it down
+        left = [step for number, step in done if number == resume.generation and resume.source == "live"]
+        last = min(last, entered.get(generation, max([resume.step, *left])))  # its driver died before it wrote that down
         generation = resume.generation if resume.source != "fresh" else 0
     return found
 

@@ -252,7 +252,9 @@ class Outliving(SimBackend):
     def _can_say(self, event: Event) -> bool:
         """What a worker had to say is lost with it."""
         if isinstance(event, StepDone | PlanEntered | RanksTimed):
-            node_id = self._groups[event.generation].plan.ranks[0].node_id
+            if (group := self._groups.get(event.generation)) is None:
+                return False
+            node_id = group.plan.ranks[0].node_id
         else:
             node_id = event.worker.node_id if isinstance(event, Quiesced | WorkerFailed) else getattr(event, "node_id", "")
         return not node_id or node_id not in self._lost()
