@@ -84,6 +84,7 @@ def test_a_driver_on_another_machine_learns_the_plan_that_no_storage_took_from_t
         Fault(14.0, "storage", lasts_s=LASTS_S),
         Fault(20.0, "loss", 1),
         Fault(34.0, "driver", lasts_s=1.0, moment="torn"),
+        Fault(40.0, "loss", 0),
     )
     played = play(monkeypatch, *faults, durable_every=0)
     assert not played.wrong, played.wrong
