@@ -18,13 +18,15 @@ from elastic.errors import ElasticError, InternalError, unwritten
 from elastic.ledger.journal import Line, built
 from elastic.policy.decide import decide as decide_by_default
 from elastic.policy.state import ENDED, State, fold
-from elastic.types import Action, Decided, Decision, DriverStarted, Event, Stop, StopAsked
+from elastic.types import Action, Decided, Decision, DriverStarted, Event, Stop, StopAsked, StorageSeen
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # on a real clock, how long a signal may wait until the loop sees it
 LINE_EVERY_S = 60.0  # at least, while nodes are paid for: a driver that follows knows for how long
 LEAST_WAIT_S = 0.001  # between two looks without news
+AWAY_EVERY_S = 10.0
+TEXT_MOST = 300  # characters of what storage said
 END_MOST_S = 900.0  # unless the job's orphan_lease_s says otherwise: how long the end of a run waits for storage
 
 
@@ -32,7 +34,8 @@ class Backend(Protocol):
     """Where a run happens: carries out actions and reports facts.
 
     `virtual` (optional, default False): no real clock. `certain` (optional, default True): no other driver can have the run;
-    while it is False nothing is decided, and no action is carried out. `trouble` (optional): why it is not.
+    while it is False the run is not ended, and whatever else a replaced driver may order, nobody obeys. `trouble` (optional):
+    why it is not; `unheard_s` (optional): for how long storage has taken no word of this driver.
     """
 
     def now_s(self) -> float:
@@ -49,7 +52,8 @@ class Backend(Protocol):
 
 
 class Recorder(Protocol):
-    """What the loop needs of a journal: `ledger.journal.Journal`, or `Memory`."""
+    """What the loop needs of a journal: `ledger.journal.Journal`, or `Memory`. What is appended is kept, whatever happens, and
+    `append` waits a few seconds at most until it is where it must be."""
 
     @property
     def due_at_s(self) -> float | None:
@@ -57,7 +61,7 @@ class Recorder(Protocol):
 
     @property
     def settled(self) -> bool:
-        """What was appended is where it must be before its actions are carried out."""
+        """What was appended is where the next driver finds it."""
 
     @property
     def trouble(self) -> Exception | None:
@@ -136,9 +140,10 @@ def _loop(
     n_asked = 0
     real = not getattr(backend, "virtual", False)
     wait = _Wait(backend, journal, float(state.job.get("orphan_lease_s") or END_MOST_S))
+    storage = _Storage(backend, journal)
     while True:
         wake_at_s = None
-        if wait.for_nothing:
+        if not wait.actions:
             decision = decided(state, now_s, decide)
             due = real and now_s - line_s >= LINE_EVERY_S and state.usd_per_h > 0
             if events or decision.actions or decision.reason != said or due:
@@ -163,17 +168,44 @@ def _loop(
         now_s = backend.now_s()
         if journal.due_at_s is not None and now_s >= journal.due_at_s:
             journal.flush()
-        events = [(now_s, event) for event in found]
+        events = [(now_s, event) for event in (*storage.news(now_s), *found)]
         for _, event in events:
             state = fold(state, event, now_s)
         if n_asked > 1:
             decide = _at_once
 
 
+def _is_certain(backend: Backend) -> bool:
+    return bool(getattr(backend, "certain", True))
+
+
+@dataclass
+class _Storage:
+    """Whether storage takes what this driver writes. `since_s`: since when it does not, None = it does."""
+
+    backend: Backend
+    journal: Recorder
+    since_s: float | None = None
+    _back_s: float = float("-inf")
+
+    def news(self, now_s: float) -> list[Event]:
+        """It has gone away, or is back; weather that changes every second is told once in AWAY_EVERY_S."""
+        certain, trouble = _is_certain(self.backend), self.journal.trouble
+        if self.since_s is None and (trouble is not None or not certain) and now_s >= self._back_s + AWAY_EVERY_S:
+            unheard_s = 0.0 if certain else float(getattr(self.backend, "unheard_s", 0.0))
+            self.since_s = now_s - unheard_s
+            what = trouble or getattr(self.backend, "trouble", None) or TimeoutError("no answer")
+            return [StorageSeen(False, f"{'lease' if trouble is None else 'journal'}: {what}"[:TEXT_MOST], self.since_s)]
+        if self.since_s is not None and certain and trouble is None and self.journal.settled:
+            seen, self.since_s, self._back_s = StorageSeen(True, "", self.since_s), None, now_s
+            return [seen]
+        return []
+
+
 @dataclass
 class _Wait:
-    """Actions wait until their line is where it must be and this driver is certain to have the run; until then nothing else is
-    decided. A run that is over, or was asked to stop, waits `end_most_s` at most."""
+    """Only the end of a run waits until its line is where the next driver finds it and nobody else can have the run: at most
+    `end_most_s`, and not at all where the budget or the deadline says so."""
 
     backend: Backend
     journal: Recorder
@@ -181,32 +213,24 @@ class _Wait:
     actions: tuple[Action, ...] = ()
     _since_s: float | None = None
 
-    @property
-    def for_nothing(self) -> bool:
-        return not self.actions and self._certain
-
-    @property
-    def _certain(self) -> bool:
-        return bool(getattr(self.backend, "certain", True))
-
     def carry_out(self, state: State, now_s: float, n_asked: int) -> bool:
         """True = actions were. Raises LostContact, or StorageFailed where a disk is full, when the wait was too long."""
-        if self._certain and (self.journal.settled or self._too_long(state, now_s, n_asked)):
-            done, self.actions, self._since_s = self.actions, (), None
-            for action in done:
-                self.backend.execute(action)
-            return bool(done)
-        if self._too_long(state, now_s, n_asked):
+        ends, certain = any(isinstance(action, Stop) for action in self.actions), _is_certain(self.backend)
+        written = certain and self.journal.settled
+        over = ends or n_asked > 0 or 0 < state.steps <= state.step
+        self._since_s = (now_s if self._since_s is None else self._since_s) if over and not written else None
+        too_long = n_asked > 1 or (self._since_s is not None and now_s - self._since_s > self.end_most_s)
+        limit = state.stop is not None and state.stop.limit
+        done: tuple[Action, ...] = ()
+        if not ends or written or limit or (certain and too_long):
+            done, self.actions = self.actions, ()
+        for action in done:
+            self.backend.execute(action)
+        if too_long and not certain and not done:
             trouble = getattr(self.backend, "trouble", None) or self.journal.trouble or TimeoutError("no answer")
             text = f"run '{state.run}': ended at step {state.step} without a word of it, saved is step {state.saved_step}"
             raise unwritten(trouble, f"{text}; run it again when its storage takes writes")
-        return False
-
-    def _too_long(self, state: State, now_s: float, n_asked: int) -> bool:
-        """A run that trains on waits as long as it takes."""
-        over = state.phase in ENDED or n_asked > 0 or 0 < state.steps <= state.step
-        self._since_s = (now_s if self._since_s is None else self._since_s) if over else None
-        return n_asked > 1 or (self._since_s is not None and now_s - self._since_s > self.end_most_s)
+        return bool(done)
 
 
 def _later(wake_at_s: float | None, now_s: float) -> float | None:

@@ -19,6 +19,7 @@ from elastic.ledger.journal import Journal, Memory, read
 from elastic.policy.state import State
 from elastic.sim.replay import replay
 from elastic.types import (
+    Abort,
     Action,
     Copy,
     CopyDamaged,
@@ -27,6 +28,7 @@ from elastic.types import (
     DriverStarted,
     EnterPlan,
     Event,
+    Holding,
     Layout,
     ModelProfile,
     Node,
@@ -41,7 +43,10 @@ from elastic.types import (
     StepDone,
     Stop,
     StopAsked,
+    StorageSeen,
     TensorSpec,
+    WorkerFailed,
+    WorkerId,
 )
 
 MODEL = ModelProfile(2, 100, (TensorSpec("w", (10, 10), "float32"),))
@@ -317,32 +322,101 @@ class Away(Tiny):
         super().execute(action)
 
 
-def test_while_storage_is_away_steps_are_recorded_and_nothing_is_decided() -> None:
+class Breaks(Away):
+    """Its generation breaks at a step, while storage is away; the worker holds a copy of that step."""
+
+    def __init__(self, signs: str, at: int, **more: Any) -> None:
+        super().__init__(signs, **more)
+        self.at_step = {at: self._break}
+
+    def _break(self) -> None:
+        self.out.append(WorkerFailed(WorkerId("n", 0), self.generation, "collective", "connection reset"))
+
+    def execute(self, action: Action) -> None:
+        super().execute(action)
+        if isinstance(action, Abort):
+            held = Holding(WorkerId("n", 0), action.generation, 0, self.step, "live")
+            self.out.append(Quiesced(held.worker, action.generation, self.step, (held,)))
+
+
+def test_a_loss_while_storage_is_away_is_mended_from_memory_at_once() -> None:
     journal = Memory()
-    backend = Away("nnnnnnnn", journal=journal)
+    backend = Breaks("n" * 40, 2, journal=journal)
+    backend.trouble = TimeoutError("no answer")
     state = drive(backend, journal, start())
-    assert state.phase == "succeeded" and backend.while_away == []
-    away = [line for line in journal.lines if line.decision is None]
-    assert [e.step for line in away for _, e in line.events if isinstance(e, StepDone)] == [1, 2, 3, 4, 5]
+    assert state.phase == "succeeded" and [type(action) for action in backend.while_away] == [Abort, EnterPlan]
+    plan = backend.while_away[-1].plan  # type: ignore[attr-defined]
+    assert (plan.generation, plan.resume.source, plan.resume.step) == (2, "peer", 2)
+    seen = [event for line in journal.lines for _, event in line.events if isinstance(event, StorageSeen)]
+    assert [(event.answers, event.what) for event in seen] == [(False, "lease: no answer"), (True, "")]
     assert replay(journal.lines).identical and restored(journal.lines) == state
 
 
-def test_actions_wait_until_their_line_is_where_it_must_be() -> None:
+def test_without_a_copy_in_memory_a_loss_waits_for_storage() -> None:
+    class Forgets(Breaks):
+        def execute(self, action: Action) -> None:
+            super().execute(action)
+            self.out = [replace(e, holdings=()) if isinstance(e, Quiesced) else e for e in self.out]
+
+    journal = Memory()
+    backend = Forgets("n" * 40, 2, journal=journal)
+    state = drive(backend, journal, start(durable=(Copy(1, "durable", 1, Layout(), (2,), uri="u"),)))
+    assert state.phase == "succeeded" and [type(action) for action in backend.while_away] == [Abort]
+    waits = [line.decision.reason for line in journal.lines if line.decision and "waits to begin" in line.decision.reason]
+    assert waits == ["waits to begin from step 1 from storage: storage does not answer (lease: no answer)"]
+    assert replay(journal.lines).identical
+
+
+def test_orders_are_carried_out_though_their_line_is_not_stored_and_the_end_is_not() -> None:
     journal = Memory()
     backend = Tiny(journal)
-    polls: list[int] = []
+    at_stop: list[bool] = []
 
     def look() -> None:
-        polls.append(len(backend.actions))
-        journal.settled = len(polls) % 4 == 0
+        journal.settled = backend.step == 5 and bool(at_stop)
+        if journal.lines[-1].decision and any(isinstance(a, Stop) for a in journal.lines[-1].decision.actions):
+            at_stop.append(any(isinstance(action, Stop) for action in backend.actions))
 
     backend.on_poll = look
     journal.settled = False
     state = drive(backend, journal, start())
-    assert state.phase == "succeeded"
-    assert polls[:4] == [0, 0, 0, 0] and polls[4] == 1
-    decided = [line.decision.actions for line in journal.lines if line.decision and line.decision.actions]
-    assert [action for actions in decided for action in actions] == backend.actions, "each once, in order"
+    assert state.phase == "succeeded" and at_stop == [False, False]
+    assert [type(a).__name__ for a in backend.actions] == ["RequestNodes", "Prepare", "EnterPlan", "Stop"]
+
+
+@pytest.mark.parametrize("limit", [{"budget_usd": 1.0}, {"deadline_h": 0.01}])
+def test_a_limit_ends_the_run_within_its_bound_though_storage_is_away(limit: dict[str, float]) -> None:
+    journal = Memory()
+    backend = Away("n" * 100_000, journal=journal)
+    backend.at_step = {2: lambda: setattr(backend, "time_s", 30.0)}
+    pool = replace(POOL, usd_per_node_h=3600.0 / 30 if "budget_usd" in limit else 0.0)
+    state = drive(backend, journal, start(job=JOB | limit | {"steps": 50}, pools=(pool,)))
+    assert state.phase == "stopped" and isinstance(backend.while_away[-1], Stop)
+    assert any(isinstance(action, Quiesce) for action in backend.while_away) or state.usd >= 1.0
+    assert backend.time_s < 100.0 and replay(journal.lines).identical
+
+
+def test_a_person_s_wish_to_stop_waits_for_storage_that_what_it_ends_can_be_saved() -> None:
+    journal = Memory()
+    backend = Away("n" * 10, journal=journal, at_step={2: lambda: backend.out.append(StopAsked("enough"))})
+    state = drive(backend, journal, start(job=JOB | {"steps": 50}))
+    assert state.phase == "stopped" and state.saved_step == state.step and backend.while_away == []
+    assert any("enough: storage does not answer" in line.decision.reason for line in journal.lines if line.decision)
+    assert replay(journal.lines).identical
+
+
+def test_weather_that_changes_with_every_look_is_told_once_in_a_while() -> None:
+    journal = Memory()
+    backend = Away("ny" * 400, journal=journal)
+
+    def on() -> None:
+        backend.step = 0
+        backend.out += [StopAsked("enough")] if backend.time_s > 60 else []
+
+    backend.at_step = {1: on}
+    drive(backend, journal, start(job=JOB | {"steps": 50}))
+    seen = [event for line in journal.lines for _, event in line.events if isinstance(event, StorageSeen)]
+    assert 4 <= len(seen) <= 14
 
 
 @pytest.mark.parametrize(

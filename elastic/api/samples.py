@@ -10,7 +10,7 @@ from elastic.data.streams import N_POSITIONS
 from elastic.ledger.journal import Line
 from elastic.observe.view import View
 from elastic.spec import JobSpec
-from elastic.types import DriverStarted, NodePrepared, PlanEntered, StepDone
+from elastic.types import DriverStarted, NodePrepared, Plan, PlanEntered, PlansFound, StepDone
 
 MOST_COUNTED = 2_000_000  # samples whose order is checked at the end; of longer runs evenly spread steps
 
@@ -34,7 +34,8 @@ def exact(lines: Iterable[Line], spec: JobSpec) -> bool | None:
     begun = 0 if starts and starts[0].cut else unwritten.begun
     steps = range(begun + 1, spec.steps + 1)
     missing = {step for step in steps if step not in known}
-    if not cut and list(known) != [step for step in steps if step not in missing & unwritten.steps]:
+    untold = missing & unwritten.steps
+    if not cut and list(known) != [step for step in steps if step not in untold]:
         return False
     if n_samples is None:
         return None if known or cut else True
@@ -59,12 +60,15 @@ def exact(lines: Iterable[Line], spec: JobSpec) -> bool | None:
 
 
 class Unwritten:
-    """Steps that a driver was killed with before it wrote them down: their copy is there, and no line tells of them. `begun`:
-    the step that the run began at, of a state that was imported, else 0."""
+    """Steps that a driver was killed with before it wrote them down, or before storage took its lines: their copy is there, and
+    no line tells of them. `begun`: the step that the run began at, of a state that was imported, else 0."""
 
     def __init__(self) -> None:
-        self.steps, self.begun = set[int](), 0
-        self._started, self._epoch, self._newest, self._generation = False, -1, 0, 0
+        self.begun = 0
+        self._started = False
+        self._epoch: int | None = None  # of the first line
+        self._seen: list[tuple[int, StepDone | PlanEntered]] = []  # with the epoch of its line
+        self._found: list[Plan] = []  # that no line told of when they were entered
 
     @classmethod
     def of(cls, lines: Iterable[Line]) -> Unwritten:
@@ -74,20 +78,34 @@ class Unwritten:
         return made
 
     def add(self, line: Line) -> None:
-        if self._epoch < 0:
-            self._epoch = line.epoch
+        self._epoch = line.epoch if self._epoch is None else self._epoch
         for _, event in line.events:
             if isinstance(event, DriverStarted) and not self._started:
                 self._started = True
-                self.begun = self._newest = max((copy.step for copy in event.durable), default=0)
+                self.begun = max((copy.step for copy in event.durable), default=0)
             elif isinstance(event, StepDone | PlanEntered):
-                self._stepped(event, line.epoch)
+                self._seen.append((line.epoch, event))
+            elif isinstance(event, PlansFound):
+                self._found += event.plans
 
-    def _stepped(self, event: StepDone | PlanEntered, epoch: int) -> None:
-        if epoch > self._epoch:
-            self.steps |= set(range(self._newest + 1, event.step + 1))
-        if isinstance(event, StepDone):
-            self.steps.discard(event.step)
-        back = isinstance(event, PlanEntered) and event.generation > self._generation  # to a copy: steps after it do not count
-        self._epoch, self._newest = epoch, event.step if back else max(self._newest, event.step)
-        self._generation = max(self._generation, event.generation)
+    @property
+    def steps(self) -> set[int]:
+        found: set[int] = set()
+        newest, generation = self.begun, 0
+        for epoch, event in self._seen:
+            if isinstance(event, StepDone) and self._was_redone(event):
+                found.add(event.step)
+                continue
+            if epoch > (self._epoch or 0):
+                found |= set(range(newest + 1, event.step + 1))
+            if isinstance(event, StepDone):
+                found.discard(event.step)
+            back = isinstance(event, PlanEntered) and event.generation > generation  # to a copy: steps after it do not count
+            newest = event.step if back else max(newest, event.step)
+            generation = max(generation, event.generation)
+        return found
+
+    def _was_redone(self, event: StepDone) -> bool:
+        """By a later generation of which nobody may have told so."""
+        later = (plan for plan in self._found if event.generation < plan.generation and plan.resume.source != "live")
+        return any(event.step > plan.resume.step for plan in later)

@@ -19,7 +19,7 @@ from typing import Any
 from elastic.cluster import processes
 from elastic.cluster.output import Output
 from elastic.errors import ElasticError, SpecError
-from elastic.types import Event, NodePrepared, Quiesced, Rehearsal, StepDone, Terms, WorkerId
+from elastic.types import Event, NodePrepared, Plan, Quiesced, Rehearsal, StepDone, Terms, WorkerId
 from elastic.version import versions
 from elastic.worker.environment import settle
 
@@ -30,6 +30,7 @@ Neighbours = tuple[Any, ...]  # actors on other nodes of the run
 SESSION = "elastic.worker.session:Session"
 MAX_CONCURRENCY = 6  # one long poll, the others for orders
 STEPS_KEPT = 500  # for the next driver
+PLANS_KEPT = 16  # likewise
 ORPHAN_LEAVE_S = 120.0  # an orphan that has not stopped by then exits as it is
 
 
@@ -80,6 +81,7 @@ class Worker:
         self.lock = threading.Lock()
         self.versions = tuple(versions().items())
         self.prepared = False
+        self.plans: deque[Plan] = deque(maxlen=PLANS_KEPT)
         self.ordered, self.left = 0, 0  # newest generation that was ordered, that was left
         self.polled_at = time.monotonic()
         self.steps: deque[tuple[int, Event]] = deque(maxlen=STEPS_KEPT)
@@ -91,6 +93,11 @@ class Worker:
         self._fence(epoch)
         setup = self.setup
         return Passport(setup.me, setup.incarnation, setup.pool, os.getpid(), self.prepared, self.ordered, self.versions)
+
+    def newest_plans(self, epoch: int) -> tuple[Plan, ...]:
+        """That it was given, the newest last: a driver may have given one while storage did not take its line."""
+        self._fence(epoch)
+        return tuple(self.plans)
 
     def prepare(
         self, epoch: int, rehearsals: tuple[Rehearsal, ...] = (), terms: Terms | None = None, neighbours: Neighbours = ()
@@ -115,6 +122,7 @@ class Worker:
         self._fence(epoch)
         if order.plan.generation > self.ordered:
             self.ordered = order.plan.generation
+            self.plans.append(order.plan)
             if self.output is not None:
                 self.output.begin(*_part(self.setup.me, order.plan))
             if self.stands_back:

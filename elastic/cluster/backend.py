@@ -21,6 +21,7 @@ import ray
 from elastic.cluster import _ray_private, drills
 from elastic.cluster.actors import WorkerSetup
 from elastic.cluster.admission import Entrance
+from elastic.cluster.attached import Attached
 from elastic.cluster.autoscaler import provider_for
 from elastic.cluster.claims import Order, left_paid
 from elastic.cluster.copies import Commit, DurableCopies, holders_of
@@ -54,6 +55,7 @@ from elastic.types import (
     Notice,
     Plan,
     PlanEntered,
+    PlansFound,
     Pool,
     Prepare,
     Quarantine,
@@ -131,14 +133,14 @@ class RayBackend:
         self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else self._acquisition()
         schedule = drills.Schedule(run.job.get("drill") or (), self.storage.hasty(drills.MARK_MOST_S))
         self.drilling = Drilling(schedule, self.provider, self.crew, self.nodes, run.pools)
-        for plan in run.plans:
+        self.before = Attached(run, self.crew, outlives)
+        for plan in self.before.plans:
             self.gather.expect(plan)
             self._plan = plan
-        self._passports = self.crew.adopt(run.attach) if outlives else []
         if not run.attach:
             self.copies.clean()
-        self._early = self._arrivals()
-        self._end([passport.me for passport in self._passports if passport.me.node_id not in self.nodes])
+        self._early = [*([PlansFound(found)] if (found := self.before.found) else []), *self._arrivals()]
+        self._end(self.before.elsewhere(dict(self.nodes)))
 
     # ------------------------------------------------------------------------------------------ Backend
 
@@ -176,13 +178,18 @@ class RayBackend:
         """Why it is not certain."""
         return self.lease.trouble if self.lease is not None else None
 
+    @property
+    def unheard_s(self) -> float:
+        """For how long storage has taken no sign of life."""
+        return self.lease.unheard_s if self.lease is not None else 0.0
+
     def close(self) -> None:
         """Takes everything down after a Stop, and the embedded cluster always. Else it only lets go: workers and nodes are the
         next driver's, and without one they end by themselves."""
         if self._closed:
             return
         self._closed = True
-        replaced = self.lease is not None and self.lease.lost
+        replaced = bool(self._successor())
         self._let_go = self._let_go or replaced
         ends = self._stopped and not self._let_go
         left = left_paid(self.nodes.values(), self.run.pools, self.crew.setup.orphan_lease_s)
@@ -334,7 +341,7 @@ class RayBackend:
                 self.show(f"[rank 0] {line}")
         events: list[Event] = []
         for message in answer.messages:
-            if self._is_known(message) or (isinstance(message, NodePrepared) and answer.worker.node_id not in self.nodes):
+            if self.before.is_known(message) or (isinstance(message, NodePrepared) and answer.worker.node_id not in self.nodes):
                 continue  # written down already; or its node was lost in this very round
             for event in self.gather.add(answer.worker, message, time.monotonic()):
                 event = self._passed(event)
@@ -350,11 +357,6 @@ class RayBackend:
         except SpecError:
             self._stopped = True  # nothing was trained: no next driver has any use for these workers and nodes
             raise
-
-    def _is_known(self, message: Event) -> bool:
-        """Workers tell a new driver their newest steps again; most of them its predecessor has written down."""
-        newest = max((plan.generation for plan in self.run.plans), default=0)
-        return isinstance(message, StepDone) and message.generation <= newest and message.step <= self.run.step
 
     def _follow(self, event: Event) -> list[Event]:
         """What the backend itself does about a worker's message."""
@@ -410,25 +412,12 @@ class RayBackend:
             return [event]
         node = event.node
         self.nodes[node.node_id] = node
-        found = [p for p in self._passports if p.me.node_id == node.node_id]
-        self._passports = [p for p in self._passports if p not in found]
         self.crew.at(node.node_id, self.provider.ray_id(node.node_id) or "")
         events: list[Event] = [event]
-        for passport in found:
+        for passport in self.before.take(node.node_id):
             if passport.prepared:
                 events += self.gather.add(passport.me, NodePrepared(node.node_id, (passport.pid,)))
-        return events + self._missed(node.node_id)
-
-    def _missed(self, node_id: str) -> list[Event]:
-        """Workers that the last driver's plan names on this node and that did not outlive it."""
-        if not self.run.plans:
-            return []
-        there, outdated = self.crew.workers(node_id), self.crew.outdated
-        known = dict.fromkeys((*self.run.plans[-1].ranks, *outdated))
-        gone = [worker for worker in known if worker.node_id == node_id and worker not in there]
-        why = {worker: f"it was replaced when the driver came back: it ran {text}" for worker, text in outdated.items()}
-        lost = "it was gone when the driver came back"
-        return [WorkerFailed(worker, 0, "process", why.get(worker, lost)) for worker in gone]
+        return events + self.before.missed(node.node_id)
 
     def _losses(self) -> list[Event]:
         gone = self.survey.gone
@@ -526,7 +515,14 @@ class RayBackend:
 
     def _own(self) -> None:
         if self.lease is not None and self.lease.lost:
-            self._replaced(f"its lease (epoch {self.lease.epoch}) was taken over")
+            self._replaced(self._successor())
+
+    def _successor(self) -> str:
+        """Whether another driver has the run, and who says so; '' = nobody does. Where storage cannot tell, the workers are
+        asked: a driver that takes over attaches to them first. The embedded cluster's are this driver's alone."""
+        if self.lease is not None and self.lease.lost:
+            return f"its lease (epoch {self.lease.epoch}) was taken over"
+        return self.crew.replaced() if self.cluster is None and not self.certain and not self._let_go else ""
 
     def _replaced(self, why: str) -> None:
         self._let_go = True
@@ -554,7 +550,8 @@ class RayBackend:
 
     def _end(self, workers: Sequence[WorkerId]) -> None:
         """Kills the processes and forgets them; no event comes of it."""
-        self._own()
+        if workers and (why := self._successor()):  # no epoch holds a signal back
+            self._replaced(why)
         self.crew.end(workers)
         for worker in workers:
             self.silence.forget(worker)

@@ -21,12 +21,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.cluster.actors import MAX_CONCURRENCY, Passport, Worker, WorkerSetup
 from elastic.cluster.nodes import signal_there
 from elastic.errors import SpecError
-from elastic.types import WorkerId, version_differences
+from elastic.types import Plan, WorkerId, version_differences
 from elastic.version import versions
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5  # how long a worker without news holds a poll
+FENCE_MOST_S = 2.0  # a worker that has not answered by then says nothing of other drivers
+ASKED_MOST = 16  # workers: a driver that attaches speaks to all of them
 PASSPORT_MOST_S = 10.0
 STARTERS = 8  # actors that are made at once
 TEXT_MOST = 400
@@ -180,6 +182,38 @@ class Crew:
             self._incarnations[me] = passport.incarnation
             self._join(me, _Member(actor, "", passport.incarnation, pid=passport.pid, generation=passport.generation))
         return [passport for passport, _ in newest.values()]
+
+    def plans_after(self, generation: int) -> tuple[Plan, ...]:
+        """Plans of newer generations that the adopted workers were given, the newest last."""
+        newest = max((self.generation(worker) for worker in self.workers()), default=0)
+        if newest <= generation:
+            return ()
+        asked = [worker for worker in self.workers() if self.generation(worker) == newest]
+        found: dict[int, Plan] = {}
+        for plans in self._asked(asked[:2], "newest_plans"):
+            found |= {plan.generation: plan for plan in plans if plan.generation > generation}
+        return tuple(found[number] for number in sorted(found))
+
+    def replaced(self) -> str:
+        """Whether a newer driver has attached to the workers, as some of them say; '' = not to any that answer."""
+        try:
+            self._asked(self.workers()[:ASKED_MOST], "passport")
+        except SpecError as error:
+            return str(error)
+        return ""
+
+    def _asked(self, workers: Sequence[WorkerId], method: str) -> list[Any]:
+        """What those of them answer that do within FENCE_MOST_S. Raises SpecError where they obey a newer driver."""
+        actors = [actor for worker in workers if (actor := self.actor(worker)) is not None]
+        refs = [getattr(actor, method).remote(self.setup.epoch) for actor in actors]
+        found = []
+        for ref in ray.wait(refs, num_returns=len(refs), timeout=FENCE_MOST_S)[0] if refs else []:
+            try:
+                found.append(ray.get(ref))
+            except RayError as error:
+                if isinstance(error, SpecError):
+                    raise
+        return found
 
     def at(self, node_id: str, ray_id: str) -> None:
         """Where a node's adopted workers stand."""

@@ -31,11 +31,13 @@ from elastic.types import (
     NodeReady,
     Plan,
     PlanEntered,
+    PlansFound,
     PriceSeen,
     Quiesce,
     Quiesced,
     StepDone,
     Stop,
+    StorageSeen,
     WorkerFailed,
 )
 
@@ -83,6 +85,7 @@ class Totals:
     tokens_per_s: float = 0.0
     final_loss: float | None = None
     launch_to_first_step_s: float | None = None
+    storage_away_s: float = 0.0  # in which storage took no word of the driver
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,8 @@ class _Step:
 
 @dataclass
 class _Books:
-    """Reads the journal in order. `group` and `wait` hold time that has passed but is not yet classified."""
+    """Reads the journal in order. `group` and `wait` hold time that has passed but is not yet classified. Waiting while storage
+    is away was waiting for it, where the next plan begins from there."""
 
     at_s: float | None = None
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -156,9 +160,13 @@ class _Books:
     saving: bool = False
     n_steps: int = 0
     ended: bool = False
+    stopped_at_s: float = 0.0
     sums: dict[str, _Amount] = field(default_factory=lambda: {name: _Amount() for name in CATEGORIES})
     group: _Amount = field(default_factory=_Amount)
     wait: _Amount = field(default_factory=_Amount)
+    wait_away: _Amount = field(default_factory=_Amount)  # the same, while storage was
+    away_since_s: float | None = None
+    away_s: float = 0.0
     steps: list[_Step] = field(default_factory=list)
     carry_s: float = 0.0
     stall_s: float = 0.0
@@ -206,7 +214,7 @@ class _Books:
             return self.sums[_entering(self.target) if node.node_id in self.target.nodes_taking_part else "idle_remainder"]
         if self.plan is not None:
             return self.sums["idle_remainder"]
-        return self.wait
+        return self.wait if self.away_since_s is None else self.wait_away
 
     # ------------------------------------------------------------------------------------------ events
 
@@ -215,6 +223,11 @@ class _Books:
         if isinstance(event, DriverStarted):
             self._started(event, at_s)
             return
+        released = isinstance(event, NodeLost) and event.cause == "released"
+        if self.ended and not released:  # what is seen still: the Stop waited for storage till now
+            self.at_s, self.ended = self.stopped_at_s, False
+            self.advance(at_s)
+            self.stopped_at_s, self.ended = at_s, True
         self.advance(at_s)
         if isinstance(event, NodeReady):
             if event.node.node_id not in self.nodes and (seen := self.machines.get(event.node.pool)):
@@ -238,6 +251,11 @@ class _Books:
             self.sums["productive"].add(self.group.taken())
         elif isinstance(event, Evaluated) and self.plan is not None and event.generation == self.plan.generation:
             self._evaluated(event)
+        elif isinstance(event, PlansFound):
+            for plan in event.plans:
+                self._ordered(plan, at_s)
+        elif isinstance(event, StorageSeen):
+            self._storage(event, at_s)
         elif isinstance(event, PlanEntered):
             self._entered(event, at_s)
         elif isinstance(event, CopyStored) and event.copy.kind == "durable":
@@ -254,9 +272,12 @@ class _Books:
             self.advance(at_s if event.paid_until_s is None else min(at_s, event.paid_until_s))
         if not event.attached:
             self.sums["wasted_progress"].add(self.group.taken())
-            self.sums["waiting_for_capacity"].add(self.wait.taken())
+            for wait in (self.wait, self.wait_away):
+                self.sums["waiting_for_capacity"].add(wait.taken())
             self.nodes, self.prepared, self.plan, self.target = {}, set(), None, None
         self.machines = {}  # this driver sees them itself
+        if self.away_since_s is not None and self.at_s is not None:
+            self._storage(StorageSeen(True, "", self.away_since_s), self.at_s)
         if self.at_s is not None:
             gap_s = max(0.0, at_s - self.at_s)
             self.sums["other"].add(_Amount(gap_s, wall_s=gap_s))
@@ -269,10 +290,16 @@ class _Books:
         if self.timing.launched_at_s is None:
             self.timing.launched_at_s = at_s
 
+    def _storage(self, event: StorageSeen, at_s: float) -> None:
+        if self.away_since_s is not None:
+            self.away_s += max(0.0, at_s - self.away_since_s)
+        self.away_since_s = None if event.answers else min(at_s, event.since_s)
+
     def _settle_wait(self) -> None:
         """While a generation is broken off, waiting for its workers is a part of the transition."""
         if self.aborted:
             self.sums["reshard"].add(self.wait.taken())
+            self.sums["reshard"].add(self.wait_away.taken())
             self.timing.settled_at_s = self.at_s
 
     def _step(self, event: StepDone, at_s: float) -> None:
@@ -346,7 +373,7 @@ class _Books:
                 self.saving = True
             elif isinstance(action, Stop):
                 self._close_group()
-                self.ended = True
+                self.stopped_at_s, self.ended = at_s, True
 
     def _ordered(self, plan: Plan, at_s: float) -> None:
         self.checks.ordered(plan)
@@ -354,6 +381,8 @@ class _Books:
             self._close_group()
             self.plan = None
         self.sums["waiting_for_capacity"].add(self.wait.taken())
+        restored = plan.resume.source == "durable"
+        self.sums["checkpoint_restore" if restored else "waiting_for_capacity"].add(self.wait_away.taken())
         self.target, self.saving = plan, False
         self.timing.ordered_at_s = at_s
 
@@ -371,7 +400,8 @@ class _Books:
     def _close_group(self) -> None:
         last = bool(self.steps) and self.steps[-1].step >= self.n_steps > 0
         self.sums["checkpoint_save" if self.saving or last else "other"].add(self.group.taken())
-        self.sums["waiting_for_capacity"].add(self.wait.taken())
+        for wait in (self.wait, self.wait_away):
+            self.sums["waiting_for_capacity"].add(wait.taken())
 
     def closed(self) -> Account:
         """The account as it stands; a run that goes on has its open time in `other`."""
@@ -394,6 +424,8 @@ class _Books:
             tokens_per_s=tokens / wall_s if wall_s else 0.0,
             final_loss=self.steps[-1].train_loss if self.steps else None,
             launch_to_first_step_s=self.timing.launch_to_first_step_s,
+            storage_away_s=self.away_s
+            + (0.0 if self.away_since_s is None else max(0.0, (self.at_s or 0.0) - self.away_since_s)),
         )
         return Account(
             {name: amount.seconds for name, amount in sums.items()},

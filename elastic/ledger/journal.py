@@ -327,7 +327,7 @@ class Closing(Protocol):
 
 class Journal:
     """Appends to the journal file of a run. Before `append` returns, lines that hold actions reach the disk, and plan changes
-    the run's storage; where these do not answer, it waits 10 s at most and `settled` is False.
+    the run's storage; where these do not answer, it waits 10 s at most, once, and `settled` is False.
 
     `segments`: where the run is in object storage, they take the lines there. `parts`: closes a file that has become large.
     `last`: checksum of the line before the file's first.
@@ -394,7 +394,7 @@ class Journal:
 
     @property
     def settled(self) -> bool:
-        """The lines are where they must be before their actions may be carried out."""
+        """The lines of plan changes are where the next driver finds them."""
         return not self._file.owes and (self.segments is None or self.segments.stored(self._stored_to))
 
     @property

@@ -10,7 +10,7 @@ What stands under `lease/` and is no such object (anybody who can write there ma
 ends no run and keeps none from being taken over.
 
 A holder that cannot renew has lost nothing yet: it keeps its epoch, and is not `certain` until a renewal succeeds. The lease is
-`lost` once a newer epoch was seen.
+`lost` once a newer epoch was seen. Workers obey the newest epoch that they have seen, so whoever is not certain may order them.
 """
 
 from __future__ import annotations
@@ -115,7 +115,12 @@ class Lease:
     def certain(self) -> bool:
         """No other driver can have taken the run over yet, by this process's own clock."""
         grace_s = min(GRACE_S, self.times.renew_s)
-        return not self.lost and time.monotonic() - self._good_s <= self.times.ttl_s - grace_s
+        return not self.lost and self.unheard_s <= self.times.ttl_s - grace_s
+
+    @property
+    def unheard_s(self) -> float:
+        """Seconds since the last sign of life that was given, by this process's own clock."""
+        return time.monotonic() - self._good_s
 
     def give_up(self) -> None:
         """Another driver was heard of."""
@@ -196,9 +201,8 @@ class Lease:
         self.trouble = error
         if not self.certain and not self._said:
             self._said = True
-            away_s = time.monotonic() - self._good_s
-            text = "%s has taken no sign of life for %.0f s (%s): training goes on, nothing is decided until it does"
-            log.warning(text, self.storage.uri, away_s, error)
+            text = "%s has taken no sign of life for %.0f s (%s): training and changes of plan go on, the run's end waits"
+            log.warning(text, self.storage.uri, self.unheard_s, error)
 
     def _renewed(self) -> bool:
         """False = somebody else has the run."""

@@ -31,7 +31,7 @@ EVERY_S = 10.0
 FAN = 60  # so many segments become one object
 N_LOOKS = 5  # an object may be replaced by a larger one between list and get
 N_READERS = 8
-WAIT_S = 10.0  # the longest that a plan change waits for storage
+WAIT_S = 10.0  # the longest that a plan change waits for storage; the workers tell the next driver of a plan without line
 AGAIN_S = 2.0  # between tries
 CLOSE_MOST_S = 15.0
 GO_ON = (
@@ -324,7 +324,7 @@ class Segments:
     def _tell(self, trouble: Exception | None) -> None:
         where = f"{self._storage.uri}/{PREFIX}"
         if trouble is not None and self.trouble is None:
-            log.warning("%s: no journal can be stored (%s): training goes on, no plan is changed", where, trouble)
+            log.warning("%s: no journal can be stored (%s): training goes on", where, trouble)
         elif trouble is None and self.trouble is not None:
             log.warning("%s: the journal is stored again, and nothing is missing in it", where)
         with self._change:

@@ -56,6 +56,7 @@ def summary(view: View, books: Account) -> dict[str, Any]:
         "goodput": round(totals.goodput, 4),
         "usd": round(totals.usd, 6),
         "launch_to_first_step_s": totals.launch_to_first_step_s,
+        "storage_away_s": round(totals.storage_away_s, 3),
         "launch_to_first_step_s_by_pool": view.launches.medians(),
         "samples_exact": None,
         "data_wait": _data_wait(books),
@@ -107,7 +108,8 @@ def spent(books: Account) -> list[str]:
             share = f"{100 * gpu_s / total_s:.1f} %" if total_s else "-"
             rows.append((name, f"{gpu_s:.1f}", share, f"{books.seconds[name]:.1f} s", f"{books.usd[name]:.4f}"))
     rows.append(("sum", f"{total_s:.1f}", "", f"{sum(books.seconds.values()):.1f} s", f"{sum(books.usd.values()):.4f}"))
-    return columns(rows, right=(1, 2, 3, 4))
+    away_s = books.totals.storage_away_s
+    return columns(rows, right=(1, 2, 3, 4)) + ([f"storage took no word of the driver for {away_s:.0f} s"] if away_s else [])
 
 
 def _head(data: Mapping[str, Any]) -> list[str]:

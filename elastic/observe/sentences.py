@@ -44,6 +44,13 @@ def of(event: Event, view: View) -> str | None:
             return f"validation at step {event.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in event.metrics.items())
         case types.CopyStored(copy) if copy.kind == "durable":
             return f"durable copy of step {copy.step} ({size(copy.n_bytes)}, {event.seconds:.2f} s)"
+        case types.StorageSeen(answers=True):
+            return f"storage answers again after {duration(view.at_s - event.since_s)}"
+        case types.StorageSeen():
+            return f"storage has not answered for {max(0.0, view.at_s - event.since_s):.0f} s ({event.what}): training goes on"
+        case types.PlansFound(plans):
+            numbers = ", ".join(str(plan.generation) for plan in plans)
+            return f"generation {numbers} was found with the workers: ordered while storage was away"
         case _:
             return _trouble(event)
 

@@ -113,6 +113,7 @@ def status(view: View, holder: str = "") -> list[str]:
             for name, value in found.items()
         ),
         ("durable copy", _durable(view)),
+        *([("storage", away)] if (away := _away(view)) else []),
         *((f"no {name}", why) for name, why in view.unusable.items()),
         *(("note", text) for text in (view.model.notes if view.model else ())),
         *([("first step", f"{said} after its node was asked for")] if (said := sentence(view.launches.medians())) else []),
@@ -153,6 +154,7 @@ def status_plain(view: View, holder: str = "") -> dict[str, Any]:
         "evaluations": {str(step): metrics for step, metrics in view.evaluations.items()},
         "durable_step": view.saved_step,
         "copies_failed": view.copies_failed,
+        "storage_away_s": round(view.at_s - view.away.since_s, 1) if view.away else None,
         "launch_to_first_step_s_by_pool": view.launches.medians(),
         "eta_s": None if view.ended else view.eta_s(),
         "tokens_per_s": view.tokens_per_s(),
@@ -185,6 +187,12 @@ def why_plain(view: View, last: int = 0) -> list[dict[str, Any]]:
     """The same as data: events and decisions in order."""
     notes = view.notes[-last:] if last else view.notes
     return [{"at_s": round(n.at_s - view.started_at_s, 3), "step": n.step, "kind": n.kind, "text": n.text} for n in notes]
+
+
+def _away(view: View) -> str:
+    """'' = storage answers."""
+    seen = view.away
+    return f"does not answer since {duration(view.at_s - seen.since_s)} ({seen.what})" if seen and not view.ended else ""
 
 
 def _durable(view: View) -> str:

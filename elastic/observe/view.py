@@ -30,13 +30,16 @@ from elastic.types import (
     NoticeWithdrawn,
     Plan,
     PlanEntered,
+    PlansFound,
     Pool,
     Quarantine,
     RequestNodes,
+    Resume,
     SharesSet,
     StepDone,
     Stop,
     StopAsked,
+    StorageSeen,
 )
 
 RECENT = 20  # steps that rates are measured over
@@ -90,6 +93,7 @@ class View:
     entered: list[tuple[float, PlanEntered]] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     reason: str = ""
+    away: StorageSeen | None = None  # storage is, as the last driver has seen it
     wanted: dict[str, int] = field(default_factory=dict)  # nodes that are asked for, per pool
     paces: Paces = field(default_factory=Paces)
     launches: Launches = field(default_factory=Launches)
@@ -160,11 +164,16 @@ class View:
         generation, last = max(began, default=0), self.step
         while generation in self.planned:
             resume = self.planned[generation].resume
-            first = began.get(generation, resume.step)
+            first = began.get(generation, self._left_at(resume))
             found |= {p.step: p for p in self.points if p.generation == generation and first < p.step <= last}
             generation, last = resume.generation, min(last, first)
         before = {p.step: p for p in self.points if p.step <= last}  # where these lines do not tell of its plan
         return sorted((before | found).values(), key=lambda p: p.step)
+
+    def _left_at(self, resume: Resume) -> int:
+        """The step that a generation began from, where no line tells: live memory is left later than was planned."""
+        told = [p.step for p in self.points if p.generation == resume.generation] if resume.source == "live" else []
+        return max([resume.step, *told])
 
     def add(self, line: Line) -> list[Note]:
         """Take in one line; returns what it adds to `notes`."""
@@ -234,6 +243,10 @@ class View:
                 if cause == "released":
                     self.released.add(node_id)
                 self._node(node_id, status="lost", deadline_s=None)
+            case PlansFound(plans):
+                self.planned |= {plan.generation: plan for plan in plans}
+            case StorageSeen():
+                self.away = None if event.answers else event
             case PlanEntered():
                 self.plan = self.planned.get(event.generation, self.plan)
                 self.step = event.step
@@ -262,7 +275,7 @@ class View:
         self.run, self.epoch, self.job, self.model = event.run, event.epoch, event.job, event.model
         self.pools = {pool.name: pool for pool in event.pools}
         self.started_at_s = self.started_at_s or self.at_s
-        self.wanted = {}
+        self.wanted, self.away = {}, None
         self.phase = "waiting"
         if not event.attached:
             self.nodes, self.plan = {}, None

@@ -66,10 +66,13 @@ def decide(state: State, now_s: float) -> Decision:
         return found
     wish = _wish(state, now_s)
     if wish:
-        return together(found, Decision(wake_at_s=wish.at_s + limits.stop_most_s(state)))
+        bound_s = wish.at_s + limits.stop_most_s(state)
+        return together(found, Decision(wake_at_s=None if state.away and not wish.limit else bound_s))
+    if state.stop:
+        return _put_off(state, state.stop, found)
     if state.phase == "running" and state.step >= state.steps:
         return found
-    found = together(found, retention(state))
+    found = found if state.away else together(found, retention(state))
     look = Decision(wake_at_s=min(limits.wakes(state, now_s), default=None))
     return together(found, with_rehearsals(state, capacity(state, now_s)), look)
 
@@ -88,8 +91,22 @@ def _ending(state: State, now_s: float) -> Decision | None:
 
 
 def _wish(state: State, now_s: float) -> StopWish | None:
-    """The wish to stop, also when the budget or the time has run out since the last event."""
-    return state.stop or limits.wish(state, now_s)
+    """The wish to stop, also when the budget or the time has run out since the last event. A person's waits for storage: it
+    would end what nobody can save."""
+    if state.stop and (state.stop.limit or not state.away or state.quiescing):
+        return state.stop
+    return limits.wish(state, now_s)
+
+
+def _put_off(state: State, wish: StopWish, found: Decision) -> Decision:
+    """Nothing new is begun: what breaks meanwhile is mended, since the state is in memory alone."""
+    text = f"{wish.reason}: {away(state)}; step {state.step} is saved when it answers, saved is step {state.saved_step}"
+    return found if found.actions else Decision((), text, found.wake_at_s)
+
+
+def away(state: State) -> str:
+    """That storage is, and why."""
+    return f"storage does not answer ({state.away.what})" if state.away else ""
 
 
 def _stopping(state: State, now_s: float) -> Decision | None:
@@ -101,11 +118,15 @@ def _stopping(state: State, now_s: float) -> Decision | None:
     if state.durable_s:  # how long saving takes is known, and that much was kept for it
         bound_s = min(bound_s, max(wish.at_s, limits.spent_at_s(state, now_s)))
     saved = f"step {state.step} reached, saved is step {state.saved_step}"
+    if state.away and not wish.limit:
+        return Decision((), f"{wish.reason}; {saved}: {away(state)}")
     if now_s >= bound_s:
         return _stop("stopped", f"{wish.reason}; {saved} ({now_s - wish.at_s:.0f} s were not enough to save more)")
     if state.phase == "waiting":
         memory = recovery.from_memory(state)
         if memory and memory.step > state.saved_step and state.available:
+            if state.away:  # which goes on being paid for, but no longer than any save may take
+                return Decision((), f"{wish.reason}; {saved}: {away(state)}", bound_s)
             return None  # enter once more, to save what only memory holds
         return _stop("stopped", f"{wish.reason}; {saved}")
     if state.plan is None or state.target is not None:
@@ -219,6 +240,8 @@ def _starting(state: State, now_s: float) -> Decision | None:
         newest = recovery.newest(state)
     except ElasticError as error:
         return _stop("failed", f"{type(error).__name__}: {error}")
+    if state.away and newest.source in ("durable", "fresh"):
+        return Decision((), f"waits to begin from {from_where(newest)}: {away(state)}")
     resume = recovery.comparable(state, choice.layout, newest)
     unknown = recovery.unknown_axes(state, choice.layout, resume)
     if unknown:
@@ -296,6 +319,8 @@ def _changing(state: State, now_s: float, plan: Plan) -> Decision | None:
 def _finishing(state: State, now_s: float) -> Decision:
     """All steps are done: the copy of the last one is stored, tried again where it fails, and without it the run has failed."""
     bad = state.copy_failed
+    if state.away:
+        return Decision((), f"all {state.steps} steps are done, saved is step {state.saved_step}: {away(state)}")
     if bad is not None and bad.step >= state.steps:
         if state.copy_failures >= COPY_TRIES:
             return _stop("failed", f"the copy of the last step could not be stored in {COPY_TRIES} tries: {bad.reason}")

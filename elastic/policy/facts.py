@@ -28,6 +28,7 @@ from elastic.policy.failing import (
 )
 from elastic.policy.known import ENDED, Failure, State, StopWish
 from elastic.policy.moves import paced
+from elastic.policy.orders import ordered_plan
 from elastic.policy.retention import HANDLERS as COPIES
 from elastic.policy.speeds import HANDLERS as SPEEDS
 from elastic.policy.speeds import forget
@@ -52,12 +53,14 @@ from elastic.types import (
     Plan,
     PlanEntered,
     PlanFailed,
+    PlansFound,
     PriceSeen,
     Progress,
     Quiesce,
     RequestFailed,
     StepDone,
     StopAsked,
+    StorageSeen,
     WorkerId,
     redone_as_before,
     with_loss,
@@ -77,7 +80,8 @@ def billed(state: State, at_s: float) -> State:
     usd = state.usd + state.usd_per_h * passed_s / 3600
     node_s = state.node_s + passed_s * len(state.alive)
     state = replace(state, usd=usd, billed_at_s=at_s, node_s=node_s, history=hazard.lived(state, passed_s))
-    stop = limits.wish(state, at_s) if state.stop is None and state.phase not in ENDED else None
+    put_off = state.stop is not None and state.away is not None and not state.stop.limit
+    stop = limits.wish(state, at_s) if (state.stop is None or put_off) and state.phase not in ENDED else None
     return replace(state, stop=stop) if stop else state
 
 
@@ -125,7 +129,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
     unseen = frozenset(node.node_id for node in state.alive)
     return replace(
         state, **known, generation=generation, unseen=unseen, attached_at_s=at_s, repeat=repeat, requests={}, instances={},
-        preparing={}, releasing=frozenset(), ordered_at_s=at_s, stop=None, forming=None,
+        preparing={}, releasing=frozenset(), ordered_at_s=at_s, stop=None, forming=None, away=None,
     )  # fmt: skip
 
 
@@ -409,6 +413,27 @@ def _pinning_failed(state: State, event: PinningFailed, at_s: float) -> State:
     return replace(state, unpinned={**state.unpinned, event.worker.node_id: event.reason})
 
 
+def _storage_seen(state: State, event: StorageSeen, at_s: float) -> State:
+    if not event.answers:
+        return replace(state, away=event)
+    stop, bad = state.stop, state.copy_failed
+    if stop is not None and not stop.limit:
+        stop = replace(stop, at_s=at_s)  # it has waited for this, and has all its time to save
+    state = replace(state, away=None, stop=stop, busy_at_s=at_s)  # so has the last step's copy
+    if stop and state.quiescing and bad and bad.step == state.step > state.saved_step:
+        text = f"the copy of step {state.step} could not be stored while storage was away"
+        return failed(replace(state, copy_failed=None), Failure("infrastructure", text, at_s))
+    return state
+
+
+def _plans_found(state: State, event: PlansFound, at_s: float) -> State:
+    """As if this driver had given the orders: what the workers say of these generations counts from here on."""
+    for plan in event.plans:
+        if plan.generation > state.generation:
+            state = ordered_plan(state, EnterPlan(plan), at_s)
+    return state
+
+
 def _stop_asked(state: State, event: StopAsked, at_s: float) -> State:
     return replace(state, stop=state.stop or StopWish(event.reason, at_s))
 
@@ -418,7 +443,7 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     NodeRefused: _node_refused, NodeWarned: _node_warned, InstancesSeen: _instances_seen,
     NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost, RequestFailed: _request_failed, PlanEntered: _plan_entered,
     PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored,
-    PriceSeen: _price_seen, Progress: _progress, PinningFailed: _pinning_failed,
-    StopAsked: _stop_asked, **FAILURES, **COPIES, **layouts.HANDLERS, **SPEEDS,
+    PriceSeen: _price_seen, Progress: _progress, PinningFailed: _pinning_failed, StopAsked: _stop_asked,
+    StorageSeen: _storage_seen, PlansFound: _plans_found, **FAILURES, **COPIES, **layouts.HANDLERS, **SPEEDS,
     **SUSPECTS, **AHEAD,
 }  # fmt: skip

@@ -26,6 +26,7 @@ from elastic.types import (
     RollForward,
     SetShares,
     StepDone,
+    StorageSeen,
     WorkerId,
 )  # fmt: skip
 
@@ -113,10 +114,11 @@ class Forming:
 
 @dataclass(frozen=True)
 class StopWish:
-    """A person's or the budget's wish to stop."""
+    """A person's or the budget's wish to stop. `limit`: of the budget or the deadline, which wait for nobody."""
 
     reason: str
     at_s: float
+    limit: bool = False
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,7 @@ class State:
     silences: Mapping[str, tuple[tuple[float, str], ...]] = field(default_factory=dict)  # node -> when, and what was known
     fatal: str = ""
     stop: StopWish | None = None
+    away: StorageSeen | None = None  # storage is, as seen last
     outcome_reason: str = ""
     digests: Mapping[int, str] = field(default_factory=dict)  # step -> running digest of all sample digests up to it
     usd: float = 0.0

@@ -54,10 +54,10 @@ def _by_budget(state: State, at_s: float) -> StopWish | None:
         return None
     usd, kept_s = state.usd_at(at_s), save_s(state)
     if usd >= budget:
-        return StopWish(f"the budget of ${budget:.2f} is spent (${usd:.2f})", at_s)
+        return StopWish(f"the budget of ${budget:.2f} is spent (${usd:.2f})", at_s, limit=True)
     if usd + state.usd_per_h * kept_s / 3600 >= budget:
         text = f"the budget of ${budget:.2f} is all but spent (${usd:.2f}; the last {kept_s:.0f} s are kept for saving)"
-        return StopWish(text, at_s)
+        return StopWish(text, at_s, limit=True)
     return None
 
 
@@ -70,7 +70,7 @@ def _by_deadline(state: State, at_s: float) -> StopWish | None:
         return None  # it gets done
     hours = float(state.job["deadline_h"])
     where = f" at step {state.step} of {state.steps}" if state.steps else ""  # a script's steps are its own
-    return StopWish(f"the deadline of {hours:g} h is over{where}", at_s)
+    return StopWish(f"the deadline of {hours:g} h is over{where}", at_s, limit=True)
 
 
 def wakes(state: State, now_s: float) -> list[float]:

@@ -83,7 +83,7 @@ def _ordered_prepare(state: State, action: Prepare, at_s: float) -> State:
     return replace(state, preparing={**state.preparing, action.node_id: at_s})
 
 
-def _ordered_plan(state: State, action: EnterPlan, at_s: float) -> State:
+def ordered_plan(state: State, action: EnterPlan, at_s: float) -> State:
     plan, failure = action.plan, state.aborting.failure if state.aborting else None
     plans = {**state.plans, plan.generation: plan}
     for generation in sorted(plans)[:-KEPT_PLANS]:
@@ -150,7 +150,7 @@ def _ordered_stop(state: State, action: Stop, at_s: float) -> State:
 
 ORDERS: dict[type, Callable[[State, Any, float], State]] = {
     RequestNodes: _ordered_nodes, ReleaseNode: _ordered_release, Quarantine: _ordered_quarantine, Prepare: _ordered_prepare,
-    EnterPlan: _ordered_plan, Abort: _ordered_abort, Quiesce: _ordered_quiesce, StoreCopy: _ordered_copy, Stop: _ordered_stop,
+    EnterPlan: ordered_plan, Abort: _ordered_abort, Quiesce: _ordered_quiesce, StoreCopy: _ordered_copy, Stop: _ordered_stop,
     SetCadence: _ordered_cadence, DrainNode: _ordered_drain, RemoveCopy: ordered_removal,
     RollForward: _ordered_forward, SetShares: _ordered_shares, FormGroups: ahead.ordered, DropGroups: ahead.dropped,
 }  # fmt: skip

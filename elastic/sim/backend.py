@@ -8,11 +8,13 @@ not exist or is known to be wrong, a step applied by a commit that nobody has se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from elastic.sim.faults import Delays, Fault
 from elastic.sim.paces import Paces
 from elastic.sim.partitions import Partitions
+from elastic.sim.weather import STORAGE_KINDS
 from elastic.types import (
     Abort,
     Action,
@@ -98,8 +100,11 @@ class SimBackend(Partitions):
         if fault.kind in ("jitter", "drift"):
             self.paces.take(fault, "", 0)
             return
-        if fault.kind in ("storage", "full", "damage"):
-            self._storage_fault(fault)
+        if fault.kind == "damage":
+            self._damage(fault)
+            return
+        if fault.kind in STORAGE_KINDS:
+            self.weather.begin(replace(fault, at_s=self._now_s))
             return
         if fault.kind == "stop":
             self._tell(StopAsked("scripted"))

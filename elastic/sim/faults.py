@@ -9,6 +9,7 @@ FaultKind = Literal[
     "notice", "withdraw", "loss", "hang", "process", "error", "corrupt", "not_finite", "drought", "slow", "crash", "refuse",
     "price", "add", "stop", "throttle", "jitter", "drift", "wrong_numbers", "stall", "wrong_layout",
     "device", "return", "partition", "storage", "full", "damage", "driver", "freeze",
+    "slow_storage", "throttled", "read_only", "past",
 ]  # fmt: skip
 Moment = Literal["inside", "waiting", "torn"]
 
@@ -53,9 +54,13 @@ class Fault:
     device: of a node's first worker (or `gpu`); its process lives on and keeps the copies in host memory, nothing else.
     return: of a node, which is lost and stands again under its name `lasts_s` later. partition: neither the driver nor its
     peers reach a node for `lasts_s`; then it is back with what it holds. storage: it answers nothing for `lasts_s`;
-    what is read or written takes so much longer. full: no checkpoint is written for `lasts_s`. damage: the newest checkpoint
+    what is read or written takes so much longer. slow_storage: each answer takes `amount` seconds more for `lasts_s`.
+    throttled: it refuses nearly everything for `lasts_s`, which is asked again. read_only: it refuses each write. past: a
+    driver that comes in that time finds the journal and the checkpoints as they were when it began.
+    full: no checkpoint is written for `lasts_s`. damage: the newest checkpoint
     cannot be read any more, where an older one can; `lasting`: its marker is lost, a next driver does not find it.
-    driver: killed; another one comes `lasts_s` later, whose clock is `amount` seconds ahead; `lasting`: its nodes end with it.
+    driver: killed; another one comes `lasts_s` later, whose clock is `amount` seconds ahead; `lasting`: its nodes end with it;
+    `moment` torn: it is on another machine, where only those lines of the journal are that storage has taken.
     freeze: the driver stands still for `lasts_s`. These two take a backend that says so (tests/support/chaos).
     `moment`, of a loss, process, device, error or partition: where the step was. inside: its gradients were not summed yet.
     waiting: every survivor waits for the commit. torn: every other survivor has seen it.

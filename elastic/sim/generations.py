@@ -12,6 +12,7 @@ from elastic.sim.faults import Delays, Fault, Moment
 from elastic.sim.functions import Functions
 from elastic.sim.machines import Machines
 from elastic.sim.paces import FORWARD, Paces, step_s
+from elastic.sim.weather import Weather
 from elastic.types import (
     Abort,
     Copy,
@@ -92,7 +93,7 @@ class Generations(Machines):
         self._for_ever = False  # whenever they are done
         self.stored: dict[str, Copy] = {}  # checkpoints that are in storage, by uri, in the order in which they came
         self._damaged: set[str] = set()
-        self._away_since_s = self._away_until_s = self._full_until_s = 0.0
+        self.weather = Weather()
 
     def _running(self) -> list[Group]:
         return [group for group in self._groups.values() if group.entered and not group.ended]
@@ -220,7 +221,7 @@ class Generations(Machines):
 
     def _transition(self, group: Group) -> None:
         slow = group.plan.resume.source == "durable"
-        enter_s = self._stored_s(self.delays.restore_s) if slow else self.delays.enter_s
+        enter_s = self.weather.read_s(self._now_s, self.delays.restore_s) if slow else self.delays.enter_s
         self._after(enter_s + group.set_up_s, lambda: self._entered(group))
 
     def _set_up_s(self, plan: Plan) -> float:
@@ -242,19 +243,9 @@ class Generations(Machines):
     def _drop_groups(self, action: DropGroups) -> None:
         self._forming = None
 
-    def _stored_s(self, delay_s: float) -> float:
-        """What storage takes for what it would do in `delay_s`."""
-        return delay_s + max(0.0, self._away_until_s - self._now_s)
-
-    def _storage_fault(self, fault: Fault) -> None:
-        until_s = self._now_s + fault.lasts_s
+    def _damage(self, fault: Fault) -> None:
         readable = [uri for uri in self.stored if uri not in self._damaged]
-        if fault.kind == "storage":
-            self._away_since_s = self._away_since_s if self._now_s < self._away_until_s else self._now_s
-            self._away_until_s = max(self._away_until_s, until_s)
-        elif fault.kind == "full":
-            self._full_until_s = max(self._full_until_s, until_s)
-        elif len(readable) > 1:
+        if len(readable) > 1:
             self._damaged.add(readable[-1])
             if fault.lasting:
                 del self.stored[readable[-1]]
@@ -446,13 +437,13 @@ class Generations(Machines):
         plan, step = group.plan, group.step
 
         def stored() -> None:
-            if not all(self._lives(worker) for worker in plan.ranks):
+            if self._groups.get(plan.generation) is not group or not all(self._lives(worker) for worker in plan.ranks):
                 return
             if (wait_s := self._cut_s(plan.ranks)) > 0:  # the driver writes the marker, when it has heard of all parts
                 self._after(wait_s, stored)
                 return
-            if self._now_s < self._full_until_s:
-                self._tell(CopyFailed(plan.generation, step, "No space left on device"))
+            if why := self.weather.refusal(self._now_s):
+                self._tell(CopyFailed(plan.generation, step, why))
                 return
             uri = f"sim://step-{step:08d}.g{plan.generation:04d}"
             self.stored[uri] = Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri)
@@ -460,7 +451,7 @@ class Generations(Machines):
             self._tell(CopyStored(self.stored[uri], 1.0, 0.05))
             self._tell(CopyVerified(uri))
 
-        self._after(self._stored_s(self.delays.store_s), stored)
+        self._after(self.weather.saved_s(self._now_s, self.delays.store_s), stored)
 
     def _finish(self, group: Group) -> None:
         """All ranks leave at this boundary; the last copy is under way."""

@@ -62,6 +62,7 @@ from elastic.types.events import (
     PinningFailed,
     PlanEntered,
     PlanFailed,
+    PlansFound,
     PriceSeen,
     Probed,
     Progress,
@@ -73,6 +74,7 @@ from elastic.types.events import (
     Silent,
     StepDone,
     StopAsked,
+    StorageSeen,
     WorkerFailed,
     WrongNumbers,
 )  # fmt: skip
@@ -116,20 +118,19 @@ from elastic.types.profiles import (
 )  # fmt: skip
 
 __all__ = [
-    "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "Box", "COMPUTES_IN", "Cause", "Copy", "CopyDamaged",
-    "CopyFailed", "CopyKind", "CopyRemoved", "CopyStored", "CopyVerified", "DTYPE_BYTES", "Decided", "Decision",
-    "DeviceNoted", "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted", "DropGroups", "EnterPlan",
-    "Evaluated", "Event", "FailureKind", "FormGroups", "GroupRan", "GroupsFormed", "GroupsMade", "GuardTripped",
+    "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "Box", "COMPUTES_IN", "Cause", "Copy",
+    "CopyDamaged", "CopyFailed", "CopyKind", "CopyRemoved", "CopyStored", "CopyVerified", "DTYPE_BYTES", "Decided",
+    "Decision", "DeviceNoted", "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted", "DropGroups",
+    "EnterPlan", "Evaluated", "Event", "FailureKind", "FormGroups", "GroupRan", "GroupsFormed", "GroupsMade", "GuardTripped",
     "HardwareProfile", "Holding", "InstancesSeen", "LAYOUT_OPTIONS", "Layout", "Losses", "Mark", "MarketType", "Matmul",
     "ModelProfile", "Move", "Node", "NodeLost", "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned",
     "NoiseSeen", "Notice", "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec", "Outcome", "PinningFailed", "Plan",
-    "PlanEntered", "PlanFailed", "Pool", "Prepare", "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce", "Quiesced",
-    "RanksTimed",
-    "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume", "RollForward", "SampleProfile",
-    "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source", "StepDone", "Stop", "StopAsked", "StoreCopy",
-    "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart", "coarsest", "is_auto",
-    "layout_options", "names_of", "parse_layout", "pinned", "redone_as_before", "repeats", "tolerance",
-    "version_differences", "with_loss", "worst",
+    "PlanEntered", "PlanFailed", "PlansFound", "Pool", "Prepare", "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce",
+    "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume",
+    "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source", "StepDone",
+    "Stop", "StopAsked", "StorageSeen", "StoreCopy", "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId",
+    "WrongNumbers", "agree", "apart", "coarsest", "is_auto", "layout_options", "names_of", "parse_layout", "pinned",
+    "redone_as_before", "repeats", "tolerance", "version_differences", "with_loss", "worst",
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.types.admission import Admission
-from elastic.types.nouns import Copy, FailureKind, Holding, Node, Pool, WorkerId
+from elastic.types.nouns import Copy, FailureKind, Holding, Node, Plan, Pool, WorkerId
 from elastic.types.profiles import HardwareProfile, ModelProfile, SampleProfile
 
 
@@ -452,6 +452,24 @@ class PriceSeen(Event):
     pool: str
     usd_per_node_h: float
     score: int = 0
+
+
+@dataclass(frozen=True)
+class StorageSeen(Event):
+    """The run's storage has taken no word of the driver (no sign of life, or no journal line) since `since_s`, for the reason
+    `what`; or `answers` again, after that time."""
+
+    answers: bool
+    what: str
+    since_s: float
+
+
+@dataclass(frozen=True)
+class PlansFound(Event):
+    """An attached driver has learned from the workers which plans they were given last, the newest last: the driver before it
+    gave these orders while storage was away, and no line tells of them."""
+
+    plans: tuple[Plan, ...]
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ def test_a_prepared_worker_of_a_lost_node_is_no_news(lost: bool, monkeypatch: py
     here, gone = WorkerId("n1", 0), WorkerId("n1", 1)
     backend: Any = object.__new__(RayBackend)
     backend.nodes = {"n1": Node("n1", "spot", 1, "ready")}
-    backend.silence, backend.show, backend.run = Silence(1.0), None, SimpleNamespace(plans=(), step=0)
+    backend.silence, backend.show = Silence(1.0), None
+    backend.before = SimpleNamespace(is_known=lambda message: False)
     backend.gather = Gather(lambda parts: None, backend._workers_of)
     backend.entrance = Entrance(SimpleNamespace())  # type: ignore[arg-type]
 

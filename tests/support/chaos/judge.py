@@ -22,6 +22,7 @@ from elastic.types import (
     NodeLost,
     NodeReady,
     PlanEntered,
+    PlansFound,
     RollForward,
     StepDone,
     Stop,
@@ -87,6 +88,7 @@ def kept(lines: Sequence[Line]) -> dict[int, StepDone]:
     found: dict[int, StepDone] = {}
     told = [event for line in lines for _, event in line.events]
     plans = {action.plan.generation: action.plan for action in actions(lines) if isinstance(action, EnterPlan)}
+    plans = {plan.generation: plan for event in events(lines, PlansFound) for plan in event.plans} | plans  # type: ignore[attr-defined]
     entered = {event.generation: event.step for event in told if isinstance(event, PlanEntered)}
     done = {(event.generation, event.step): event for event in told if isinstance(event, StepDone)}
     for action in actions(lines):  # a rank that had not seen the commit has applied it since
@@ -98,7 +100,8 @@ def kept(lines: Sequence[Line]) -> dict[int, StepDone]:
     while last > 0 and generation:
         found |= {step: event for (number, step), event in done.items() if number == generation and step <= last}
         resume = plans[generation].resume
-        last = min(last, entered.get(generation, resume.step))  # its driver died before it wrote anything of it down
+        left = [step for number, step in done if number == resume.generation and resume.source == "live"]
+        last = min(last, entered.get(generation, max([resume.step, *left])))  # its driver died before it wrote that down
         generation = resume.generation if resume.source != "fresh" else 0
     return found
 

@@ -12,15 +12,18 @@ from support.chaos.judge import Undisturbed, wrong
 from support.sim.scenario import MODEL, scenario
 
 from elastic.driver import drive, restored
+from elastic.errors import LostContact
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Journal, Line, Memory, parse_line, read, write_line
 from elastic.policy.state import ENDED, State
 from elastic.sim.backend import SimBackend
 from elastic.sim.faults import Delays, Fault
 from elastic.sim.machines import Machine
+from elastic.sim.weather import REFUSALS, STORAGE_KINDS
 from elastic.types import (
     Action,
     CopyStored,
+    Decision,
     DriverStarted,
     EnterPlan,
     Event,
@@ -29,7 +32,9 @@ from elastic.types import (
     NodeReady,
     Notice,
     NoticeWithdrawn,
+    Plan,
     PlanEntered,
+    PlansFound,
     Pool,
     Prepare,
     Quiesced,
@@ -41,7 +46,8 @@ from elastic.types import (
     WorkerId,
 )  # fmt: skip
 
-FULL = "No space left on device"
+WEATHER = {*STORAGE_KINDS} - {"full"}
+PLANS_KEPT = 16  # as a worker does
 LEASE_S = 13.0  # that a driver is certain of its run without storage
 BY_DRIVER = (Notice, NoticeWithdrawn, NodeLost, NodeReady, RequestFailed)  # found out by a driver; workers say the rest again
 
@@ -65,25 +71,37 @@ class Outliving(SimBackend):
         self.dies_at_order: Fault | None = None
         self.n_died = 0
         self.forms_ahead = False
+        self.line_s = 0.0  # when the newest line of the journal came
+        self.copied_s: dict[str, float] = {}  # checkpoint -> when it was there
+
+    def true_s(self) -> float:
+        """Nobody's clock."""
+        return self._now_s
 
     def now_s(self) -> float:
         return self._now_s + self.skew_s
 
     @property
     def certain(self) -> bool:
-        return self._now_s >= self._away_until_s or self._now_s < self._away_since_s + LEASE_S
+        return self.unheard_s < LEASE_S
 
     @property
-    def answers(self) -> bool:
-        """Storage does."""
-        return self._now_s >= self._away_until_s
+    def unheard_s(self) -> float:
+        since_s = self.weather.unheard_since_s(self._now_s)
+        return 0.0 if since_s is None else self._now_s - since_s
+
+    @property
+    def trouble(self) -> Exception:
+        return OSError(self.weather.refusal(self._now_s) or "no answer")
 
     def poll(self, until_s: float | None) -> list[Event]:
         if self.happens():
             until_s = self.now_s()
         wake_s = [] if until_s is None else [until_s - self.skew_s]
-        if not self.answers:
-            wake_s.append(self._away_until_s)
+        if (written_s := self.weather.written_s(self.line_s)) > self._now_s:
+            wake_s.append(written_s)
+        if (changes_s := self.weather.changes_s(self._now_s)) is not None:
+            wake_s.append(changes_s)
         if self.script:
             wake_s.append(max(self._now_s, self.script[0].at_s))
         found = super().poll(min(wake_s, default=None))
@@ -148,6 +166,8 @@ class Outliving(SimBackend):
             if isinstance(event, NodeLost):
                 self._told_lost.discard(event.node_id)
             return
+        if commits:
+            self.copied_s[event.copy.uri] = self._now_s  # type: ignore[union-attr]
         super()._tell(event, delay_s)
         if isinstance(event, NodeReady) and self.n_died and self.dead is None:
             self._out += self._missed(event.node.node_id)
@@ -159,37 +179,69 @@ class Outliving(SimBackend):
         gone = [worker for worker in ranks if not machine.prepared or not self._lives(worker)]
         return [WorkerFailed(worker, 0, "process", "it was gone when the driver came back") for worker in gone]
 
-    def waits_for_room(self) -> None:
-        """The disk was full for so long that the run has ended."""
+    def waits_for_storage(self) -> None:
+        """It took nothing for so long that the run has ended."""
         self.n_died += 1
-        self.dead = Fault(self._now_s, "driver", lasts_s=max(0.0, self._full_until_s - self._now_s), lasting=True)
+        until_s = max(self._now_s + self.weather.full_s(self._now_s), self.weather.written_s(self._now_s))
+        self.dead = Fault(self._now_s, "driver", lasts_s=until_s - self._now_s, lasting=True)
         self._stopped_s = None
 
-    def next_driver(self, attaches: bool, is_first: bool) -> DriverStarted:
-        """`attaches`: to what lives, unless that has ended with its driver. `is_first`: the one before wrote nothing down."""
+    def comes_at_s(self) -> float:
+        """When the next driver does."""
         assert self.dead is not None
-        fault, attaches = self.dead, attaches and not self.dead.lasting
+        return self._now_s + self.dead.lasts_s
+
+    def next_driver(self, before: State | None, lost: Sequence[Line]) -> DriverStarted:
+        """`before`: what the journal tells it; `lost`: lines that are not in it."""
+        assert self.dead is not None
+        fault, known = self.dead, 0 if before is None else before.generation
+        attaches = before.phase not in ENDED if before is not None else not self._groups  # the one before wrote nothing down
+        attaches = attaches and not fault.lasting
         if not attaches:
             self._ends()
+            self._groups = {number: group for number, group in self._groups.items() if number <= known}
         self.passes(fault.lasts_s)
         self.dead, self.skew_s, self.closed = None, fault.amount, False
-        copies = tuple(reversed(self.stored.values()))
+        past_s = self.weather.past_s(self._now_s)
+        seen = [c for uri, c in self.stored.items() if past_s is None or self.copied_s[uri] <= past_s]
+        copies = tuple(reversed(seen))
         start = DriverStarted("random", 1, dict(self.job), self.pools, MODEL, durable=copies, forms_ahead=self.forms_ahead)
         if not attaches:  # what has come since stands there, and nobody has prepared it
             self._out = [event for m in self._standing() for event in (NodeReady(m.node), *self._noticed(m))]
             return start
-        self._out = [event for event in self._out if not isinstance(event, BY_DRIVER) and self._can_say(event)]
+        if lost:
+            self._without_mute(known)
+        told = [event for line in lost for _, event in line.events if isinstance(event, StepDone)]  # workers say them again
+        self._out = [event for event in (*told, *self._out) if not isinstance(event, BY_DRIVER) and self._can_say(event)]
         for machine in self._standing():
             name = machine.node.node_id
             self._out += [NodeReady(machine.node), *self._missed(name)]
             if machine.prepared and not any(worker.node_id == name for worker in self._dead):
                 self._out.append(NodePrepared(name))
             self._out += self._noticed(machine)
+        if found := self._plans_after(known):
+            self._out.insert(0, PlansFound(found))
         newest = self._groups.get(max(self._groups, default=0))
         for worker in newest.plan.ranks if newest is not None and newest.ended else ():  # each of them, if it was not told yet
             if self._answers(worker) and worker not in self._without_device:
                 self._out.append(WorkerFailed(worker, newest.plan.generation, "collective", "connection reset by peer"))  # type: ignore[union-attr]
-        return replace(start, attached=not is_first)
+        return replace(start, attached=before is not None)
+
+    def _without_mute(self, known: int) -> None:
+        """Workers that cannot be asked for what is not written down are ended, and with them what only they knew."""
+        for machine in self._standing():
+            if machine.hung:
+                machine.hung = False
+                self._kill({WorkerId(machine.node.node_id, k) for k in range(machine.node.gpus)})
+        newest = max((plan.generation for plan in self._plans_after(known)), default=known)
+        self._groups = {number: group for number, group in self._groups.items() if number <= newest}
+
+    def _plans_after(self, generation: int) -> tuple[Plan, ...]:
+        """Those that a living worker was given."""
+        given = [
+            g.plan for number, g in sorted(self._groups.items()) if number > generation and any(map(self._answers, g.members))
+        ]
+        return tuple(given[-PLANS_KEPT:])
 
     def _standing(self) -> list[Machine]:
         return [machine for name, machine in self._machines.items() if name not in self._lost()]
@@ -200,7 +252,9 @@ class Outliving(SimBackend):
     def _can_say(self, event: Event) -> bool:
         """What a worker had to say is lost with it."""
         if isinstance(event, StepDone | PlanEntered | RanksTimed):
-            node_id = self._groups[event.generation].plan.ranks[0].node_id
+            if (group := self._groups.get(event.generation)) is None:
+                return False
+            node_id = group.plan.ranks[0].node_id
         else:
             node_id = event.worker.node_id if isinstance(event, Quiesced | WorkerFailed) else getattr(event, "node_id", "")
         return not node_id or node_id not in self._lost()
@@ -221,20 +275,45 @@ class Outliving(SimBackend):
 
 
 class _Kept(Memory):
-    """A journal whose storage is the backend's."""
+    """A journal whose storage is the backend's. `times`: when each of `lines` came."""
 
-    def __init__(self, epoch: int, backend: Outliving, lines: list[Line]) -> None:
+    def __init__(self, epoch: int, backend: Outliving, lines: list[Line], times: list[float]) -> None:
         self.backend = backend
         super().__init__(epoch)
-        self.lines = lines
+        self.lines, self.times = lines, times
+
+    def append(self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None) -> None:
+        super().append(at_s, events, decision)
+        self.times.append(self.backend.true_s())
+        self.backend.line_s = self.times[-1]
+
+    @property
+    def trouble(self) -> Exception | None:  # type: ignore[override]
+        return self.backend.trouble if self.backend.weather.refusal(self.backend.true_s()).startswith("403") else None
+
+    @trouble.setter
+    def trouble(self, value: object) -> None:
+        """Memory says that there is none."""
 
     @property
     def settled(self) -> bool:  # type: ignore[override]
-        return self.backend.answers
+        return not self.times or self.backend.weather.written_s(self.times[-1]) <= self.backend.true_s()
 
     @settled.setter
     def settled(self, value: bool) -> None:
         """Memory says that it is."""
+
+    def lost(self) -> list[Line]:
+        """Takes away what the next driver does not find, where it is on another machine."""
+        dead, weather = self.backend.dead, self.backend.weather
+        if dead is None or dead.moment != "torn":
+            return []
+        past_s = weather.past_s(self.backend.comes_at_s())
+        until_s = self.backend.true_s()
+        n = sum(weather.written_s(t) <= until_s and (past_s is None or t <= past_s) for t in self.times)
+        lost = self.lines[n:]
+        del self.lines[n:], self.times[n:]
+        return lost
 
 
 @dataclass
@@ -254,24 +333,28 @@ def play(seed: int, path: Path | None = None, more: Sequence[Fault] = ()) -> Pla
     job, pools, faults, delays = scenario(seed)
     faults = [*faults, *more]
     delays = replace(delays, groups_s=(0.0, 0.3, 3.0)[seed % 3])
-    backend, lines, before = Outliving(pools, job, faults, delays), list[Line](), None
+    backend, lines, times = Outliving(pools, job, faults, delays), list[Line](), list[float]()
+    before, lost = None, list[Line]()
     backend.forms_ahead = seed % 2 == 1
     start = DriverStarted("random", 1, job, pools, MODEL, forms_ahead=backend.forms_ahead)
     while True:
         epoch = backend.n_died + 1
-        journal: Any = Journal(path, epoch) if path is not None else _Kept(epoch, backend, lines)
+        journal: Any = Journal(path, epoch) if path is not None else _Kept(epoch, backend, lines, times)
         try:
             state = drive(backend, journal, replace(start, epoch=epoch), before)
-            if state.phase == "succeeded" or FULL not in state.outcome_reason:
+            if state.phase == "succeeded" or not any(text in state.outcome_reason for text in REFUSALS.values()):
                 break
-            backend.waits_for_room()  # the run is started again when there is some, as its message says
+            backend.waits_for_storage()  # the run is started again when it takes writes, as its message says
+        except LostContact:
+            backend.waits_for_storage()
         except Died:
-            pass
+            lost = journal.lost() if path is None else []
         before = restored(read(path) if path is not None else lines)
         if before is not None and before.phase == "succeeded":  # its driver died with the last order
             state = before
             break
-        start = backend.next_driver(attaches=before is None or before.phase not in ENDED, is_first=before is None)
+        start = backend.next_driver(before, lost)
+        lost = []
     lines = read(path) if path is not None else [parse_line(write_line(line)) for line in lines]
     played = Played(seed, faults, state, backend, lines)
     played.wrong = judged(played)
@@ -281,9 +364,9 @@ def play(seed: int, path: Path | None = None, more: Sequence[Fault] = ()) -> Pla
 def judged(played: Played) -> list[str]:
     steps, kinds = int(played.backend.job["steps"]), {fault.kind for fault in played.faults}
     digests = [f"sample-{step}" for step in range(1, steps + 1)]
-    found = wrong(played.lines, Undisturbed([1.0] * steps, digests, 0.0, "corrupt" in kinds, "storage" in kinds))
+    found = wrong(played.lines, Undisturbed([1.0] * steps, digests, 0.0, "corrupt" in kinds, bool(kinds & WEATHER)))
     # An order waits for storage, and a node that it names may be known as lost by then.
-    found += [text for text in played.backend.violations if "storage" not in kinds or " uses " not in text]
+    found += [text for text in played.backend.violations if not kinds & WEATHER or " uses " not in text]
     if not played.backend.closed and not played.backend.n_died:
         found.append("its backend is not closed")
     if found or played.backend.n_died or "freeze" in kinds:

@@ -18,6 +18,9 @@ MODEL = ModelProfile(
 )
 
 
+WEATHER_FROM = 50_000  # seeds below draw what they drew before there was any
+
+
 KINDS: list[FaultKind] = [
     "notice", "notice", "notice", "withdraw", "loss", "loss", "loss", "hang", "process", "error", "drought", "add",
 ]  # fmt: skip
@@ -56,6 +59,8 @@ def scenario(seed: int) -> tuple[dict[str, Any], tuple[Pool, ...], list[Fault], 
     names = [pool.name for pool in pools]
     faults += unequal(seed) + devices(seed) + wrong + liars(seed) + storage(seed, names) + drivers(seed)
     faults += partitions(seed)
+    if seed >= WEATHER_FROM and not wrong:  # which is found out by what a checkpoint holds, where nothing else is left
+        faults += weather(seed)
     return job | layouts, tuple(pools), faults, Delays(work_s=chance.choice([1.0, 4.0]))
 
 
@@ -167,4 +172,23 @@ def partitions(seed: int) -> list[Fault]:
         faults.append(Fault(at_s, "partition", chance.randrange(8), lasts_s, moment=chance.choice(MOMENTS)))
         if chance.random() < 0.3:  # a part of the cluster
             faults.append(replace(faults[-1], at_s=at_s + chance.choice([0.0, 0.5]), which=chance.randrange(8)))
+    return faults
+
+
+def weather(seed: int) -> list[Fault]:
+    """In two of three runs: storage that is away, slow, throttled, read-only, full, or answers with the past, for seconds or
+    minutes; in most of these spells something else happens, too, perhaps the next driver comes on another machine."""
+    chance = random.Random(seed + 8000)
+    if chance.random() > 2 / 3:
+        return []
+    faults = []
+    for _ in range(chance.randint(1, 3)):
+        kind: FaultKind = chance.choice(["storage", "slow_storage", "throttled", "read_only", "past", "full"])
+        at_s, lasts_s = chance.uniform(0, 90), chance.choice([3.0, 12.0, 40.0, 150.0, 1200.0])
+        faults.append(Fault(at_s, kind, 0, lasts_s, amount=chance.choice([0.5, 4.0, 20.0])))
+        if chance.random() < 0.7:
+            also: FaultKind = chance.choice(["loss", "loss", "process", "notice", "error", "driver", "driver"])
+            later_s, moment = chance.uniform(0, min(lasts_s, 40.0)), "torn" if also == "driver" else chance.choice(MOMENTS)
+            which, back_s = chance.randrange(8), chance.choice([0.1, 5.0, 40.0])
+            faults.append(Fault(at_s + later_s, also, which, back_s, moment=moment, lasting=chance.random() < 0.3))
     return faults

@@ -1,0 +1,55 @@
+"""What the driver before has left: the workers that outlived it, and the plans that these may still run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic.cluster.actors import Passport
+from elastic.cluster.crew import Crew
+from elastic.cluster.ray_run import RayRun
+from elastic.types import Event, Plan, StepDone, WorkerFailed, WorkerId
+
+
+@dataclass
+class Attached:
+    """`plans`: those that are written down, then `found`: those that only the workers tell of, since they were ordered while
+    storage was away; the newest last."""
+
+    run: RayRun
+    crew: Crew
+    outlives: bool
+    plans: tuple[Plan, ...] = field(init=False)
+    found: tuple[Plan, ...] = field(init=False)
+    _passports: list[Passport] = field(init=False)
+    _written: int = field(init=False)  # the newest generation that is
+
+    def __post_init__(self) -> None:
+        self._passports = self.crew.adopt(self.run.attach) if self.outlives else []
+        self._written = max((plan.generation for plan in self.run.plans), default=0)
+        self.found = self.crew.plans_after(self._written)
+        self.plans = (*self.run.plans, *self.found)
+
+    def take(self, node_id: str) -> list[Passport]:
+        """Of the workers on a node that has arrived."""
+        found = [passport for passport in self._passports if passport.me.node_id == node_id]
+        self._passports = [passport for passport in self._passports if passport not in found]
+        return found
+
+    def elsewhere(self, nodes: dict[str, object]) -> list[WorkerId]:
+        """Workers on nodes that are not among these."""
+        return [passport.me for passport in self._passports if passport.me.node_id not in nodes]
+
+    def is_known(self, message: Event) -> bool:
+        """Workers tell a new driver their newest steps again; most of them its predecessor has written down."""
+        return isinstance(message, StepDone) and message.generation <= self._written and message.step <= self.run.step
+
+    def missed(self, node_id: str) -> list[Event]:
+        """Workers that the last plan names on this node and that did not outlive its driver."""
+        if not self.plans:
+            return []
+        there, outdated = self.crew.workers(node_id), self.crew.outdated
+        known = dict.fromkeys((*self.plans[-1].ranks, *outdated))
+        gone = [worker for worker in known if worker.node_id == node_id and worker not in there]
+        why = {worker: f"it was replaced when the driver came back: it ran {text}" for worker, text in outdated.items()}
+        lost = "it was gone when the driver came back"
+        return [WorkerFailed(worker, 0, "process", why.get(worker, lost)) for worker in gone]
