@@ -39,11 +39,11 @@ def waits(rank: int, n: int, store: tuple[str, int], absent: int, where: str) ->
     if rank == absent:
         return 0.0, "absent"
     at: list[float] = []
-    this = threading.current_thread()
+    this, ended = threading.current_thread(), threading.Event()  # by another rank's abort, maybe
 
     def abort() -> None:
-        until(lambda: standing([this])[0] == "others", "its wait")
-        time.sleep(0.2)  # sleeps: it waits in the kernel by then
+        until(lambda: ended.is_set() or standing([this])[0] == "others", "its wait")
+        ended.wait(0.2)  # it waits in the kernel by then
         at.append(time.monotonic())
         of.abort()
 
@@ -55,6 +55,7 @@ def waits(rank: int, n: int, store: tuple[str, int], absent: int, where: str) ->
     except (RuntimeError, ConnectionError) as error:
         how = f"freed {is_collective_error(error)}"
     free_s = time.monotonic()
+    ended.set()
     thread.join()
     of.close()
     return free_s - at[0], how
