@@ -62,7 +62,7 @@ from elastic.worker.workplace import EnterOrder
 PER_NODE = 8
 PARTS = ("moves", "decisions", "looks", "answers", "gather", "orders", "groups", "meshes")
 ALL = (64, 512, 4096, 8192)
-RANKS = {"groups": (8, 16, 32, 64, 128, 256), "meshes": (8, 16, 32, 64)}
+RANKS = {"groups": (8, 16, 32, 64, 128), "meshes": (8, 16, 32, 64)}
 SIZES = dict.fromkeys(PARTS, ALL) | {"decisions": (64, 256, 1024)} | RANKS
 SMOKE_SIZES = dict.fromkeys(PARTS, (16, 64)) | {"groups": (8, 24), "meshes": (4, 8)}
 UNITS_S = {"s": 1.0, "ms": 1e-3, "n": 1.0}  # n: of anything

@@ -22,7 +22,7 @@ from elastic.types import ModelProfile
 from elastic.worker import groups as module
 from elastic.worker.groups import Groups
 
-COMMITS = 20
+COMMITS = 5
 WORDS = 17  # numbers of a commit, and three of each rank
 
 
