@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from elastic.types import AXES, Layout
 from elastic.types import parse_layout as parse_layout
 
+MESH_MOST = 16  # ranks that all are connected with each other for control: two nodes of eight
+ROW = 8  # neighboring ranks that are, where there are more: those of a node
+
 
 @dataclass(frozen=True)
 class Coordinates:
@@ -113,3 +116,13 @@ def stage_blocks(layers: tuple[int, ...], stage: int) -> range:
     """Block indices of a stage; `layers[i]` = number of blocks of stage i."""
     start = sum(layers[:stage])
     return range(start, start + layers[stage])
+
+
+def control_tree(n: int) -> list[list[tuple[int, ...]]]:
+    """The groups in which numbers of n ranks are added up, by levels, the lowest first: rows of ROW neighbors, then rows of
+    these rows' first ranks, until MESH_MOST are left, which are one row. The last row of a level may be shorter."""
+    ranks, levels = list(range(n)), []
+    while len(ranks) > MESH_MOST:
+        levels.append([tuple(ranks[at : at + ROW]) for at in range(0, len(ranks), ROW)])
+        ranks = ranks[::ROW]
+    return [*levels, [tuple(ranks)]]

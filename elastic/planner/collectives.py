@@ -6,8 +6,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, log2
 
+from elastic.mesh import ROW, control_tree
 from elastic.planner.kernels import Kernels
 from elastic.types import HardwareProfile
+
+COMMIT_BYTES = 64  # of the all-reduce that every step ends with, in host memory over TCP
+HOST_HOP_TIMES = (
+    4.0  # a hop of it takes as many of NCCL's, for it goes through both hosts' kernels and a thread of gloo. Judged
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,27 @@ def send_s(links: Links, n_bytes: float, stride: int) -> float:
     if stride >= links.per_node:
         return n_bytes / links.between + links.between_hop_s
     return n_bytes / links.inside + links.inside_hop_s
+
+
+def commit_hops(n: int, per_node: int) -> tuple[int, int]:
+    """Messages of a commit of n ranks that wait for each other, inside nodes and between them: a row of w ranks adds up in a
+    ring, which sends the parts to its first rank (w), and takes the result by a tree (log2 w); in the highest row each rank's
+    part goes around twice (2 (w - 1))."""
+    hops, stride = [0, 0], 1
+    for rows in control_tree(n):
+        width = len(rows[0])
+        needed = 2 * (width - 1) if len(rows) == 1 else width + ceil(log2(width))
+        hops[width * stride > per_node] += needed
+        stride *= ROW
+    return hops[0], hops[1]
+
+
+def commit_s(links: Links, n: int) -> float:
+    """Seconds of the commit of n ranks, which no rank's next step begins before."""
+    if n > 1 and (known := links.measured_s("all_reduce", COMMIT_BYTES, Group(n))) is not None:
+        return known
+    inside, between = commit_hops(n, links.per_node)
+    return HOST_HOP_TIMES * (inside * links.inside_hop_s + between * links.between_hop_s)
 
 
 def under(busy_s: float, hidden_s: float, crowd: float) -> float:

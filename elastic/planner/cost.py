@@ -12,14 +12,13 @@ from functools import cached_property
 from math import ceil, log2
 
 from elastic.planner import compute
-from elastic.planner.collectives import Group, Links, exchange_s, gather_s, reduce_s, send_s, under
+from elastic.planner.collectives import Group, Links, commit_s, exchange_s, gather_s, reduce_s, send_s, under
 from elastic.planner.compute import Chip, Passes
 from elastic.planner.kernels import Kernels
 from elastic.planner.memory import Held, Step, held, zero_stage
 from elastic.planner.work import Work
 from elastic.types import Layout, SampleProfile
 
-COMMIT_BYTES = 64  # of the all-reduce that every step ends with
 GRADIENT_BYTES = 4  # of an element, as gradients are summed
 HOST_LINK_BYTES_PER_S = 2.5e10  # PCIe 4 x16, where nothing else is known
 HOST_BYTES_PER_S = 2e11  # of a host's memory, two sockets with eight channels of DDR4 at half of their peak
@@ -205,7 +204,7 @@ def step_cost(site: Site, work: Work, layout: Layout, step: Step, passes: Passes
         "bubble": (layout.pp * mean - slowest + (layout.pp - 1) * pp) * layout.pp / layout.n_stages,
         "fsdp": fsdp,
         "replicas": _replicas_s(site, work, layout, step, passes),
-        "commit": reduce_s(site.links, COMMIT_BYTES, Group(layout.world_size)),
+        "commit": commit_s(site.links, layout.world_size),
         "optimizer": 0.0 if layout.offload else optimizer_s(site, work, layout),
         "offload": offload_s(site, work, layout, m),
     }  # fmt: skip

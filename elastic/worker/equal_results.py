@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from elastic.mesh import axis_groups, coordinates
 from elastic.reshard.shards import RNG
@@ -187,10 +186,7 @@ class EqualResults:
         content = self._content(step) if layout.dp_replicate > 1 else (0, 0)
         wrong = not known_product(self.stepper.device, self.faults.spoilt)
         row = Row(loss, wrong, self._name, content, self.good_step, time.monotonic() - began, step_s)
-        table = torch.zeros(layout.world_size, len(row.numbers()), dtype=torch.float64)
-        table[self.stepper.rank] = torch.tensor(row.numbers(), dtype=torch.float64)
-        if layout.world_size > 1:
-            dist.all_reduce(table, group=self.stepper.groups.plan)
+        table = self.stepper.groups.commit.gather(torch.tensor(row.numbers(), dtype=torch.float64))
         return [Row.of(numbers) for numbers in table.tolist()]
 
     def _content(self, step: int) -> tuple[int, int]:
@@ -219,8 +215,7 @@ class EqualResults:
         layout, groups = self.plan.layout, self.stepper.groups
         source = next(rank for rank in range(layout.world_size) if coordinates(layout, rank).dp(layout) == source_dp)
         mine = {key: value[:1].cpu().clone() for key, value in batches[0].items()} if self.stepper.rank == source else None
-        assert groups.plan is not None
-        return broadcast_tensors(mine, source, groups.plan)
+        return broadcast_tensors(mine, source, groups.commit)
 
 
 def _same_kernels() -> AbstractContextManager[object]:

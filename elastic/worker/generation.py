@@ -116,7 +116,7 @@ class Generation:
         taken = takeover.run(self.state)
         if self.state is not None:
             self.state.step = int(self.state.rng[1])
-        self._barrier()
+        self.groups.control.barrier()
         self._lap("transfer")
         self._tell_probe(self._probe_entry())
         self._start(taken)
@@ -139,10 +139,7 @@ class Generation:
             if place.script is None:
                 place.extra.load(state.tensors)
             step = state.step
-        if len(self.order.participants) > 1:  # who only sends does not know the step
-            at = torch.tensor([step])
-            dist.all_reduce(at, op=dist.ReduceOp.MAX, group=self.groups.world)
-            step = int(at)
+        step = int(self.groups.control.all_reduce(torch.tensor([step]), dist.ReduceOp.MAX))  # who only sends does not know it
         place.at_phase("loading", step)
         self._probe = Probe(place, self.order, self.groups, self._built)
         try:
@@ -158,10 +155,6 @@ class Generation:
         now = time.monotonic()
         self.phases_s[phase] = round(now - self._mark, 4)
         self._mark = now
-
-    def _barrier(self) -> None:
-        if len(self.order.participants) > 1:
-            dist.all_reduce(torch.zeros(1), group=self.groups.world)
 
     def _start(self, taken: Taken) -> None:
         """Everyone has its state: tell the driver, take the first peer copy, check digests behind the next steps."""
@@ -194,6 +187,8 @@ class Generation:
         state.before_change = self._before_change
         wire = None if group is None else lambda n: GroupWire(group, n % TAGS)
         self.copies = PeerCopies(place.profile, plan, state.rank, self.host, wire)
+        if group is not None:
+            self.groups.connect(group, {*self.copies.to, *self.copies.kept})
         return self.host
 
     def _check(self, taken: Taken, after: HostCopy | None, leases: list[Lease]) -> None:

@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import combinations
@@ -31,17 +31,19 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from elastic.mesh import axis_groups, coordinates, stage_ranks
+from elastic.mesh import MESH_MOST, ROW, axis_groups, control_tree, coordinates, stage_ranks
 from elastic.types import Layout
 from elastic.worker import rendezvous, wire
+from elastic.worker.control import Control, Pairs, connect
 from elastic.worker.interfaces import interface_of
 from elastic.worker.sockets import address_of, inodes, knock, listening, shut
-from elastic.worker.transport import Pretended, Transport, enlist, forget_groups, transport_of
+from elastic.worker.transport import Host, Pretended, Transport, enlist, forget_groups, transport_of
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 LOOK_S = 0.02
+LOOK_MOST_S = 10.0  # after an abort, for pairs that connect just then
 
 Key = tuple[tuple[int, ...], tuple[str, ...], str]  # a mesh by its ranks and axes, and one of these axes
 _known_names: dict[Key, set[Any]] = {}  # the names by which cached meshes look for their group: those of every generation
@@ -77,9 +79,11 @@ def keep_names(mesh: DeviceMesh) -> bool:
 class Groups:
     """The groups of one generation as one rank sees them.
 
-    `world` spans all participants (ranks of the plan first, then workers that only send); `plan` the ranks of the plan;
-    `mesh` this rank's pipeline stage with the axes dp_replicate, fsdp (= dp_shard x cp), tp that are larger than 1; with `fsdp`
-    that axis is there in any case.
+    `world`, the default group, spans all participants (ranks of the plan first, then workers that only send); messages go over
+    it, and those of peer copies over `copies`. `control` is for numbers from all participants, `commit` for those of the plan's
+    ranks. Above MESH_MOST ranks these four have no full mesh of connections (elastic.worker.control).
+    `mesh` is this rank's pipeline stage with the axes dp_replicate, fsdp (= dp_shard x cp), tp that are larger than 1; with
+    `fsdp` that axis is there in any case.
     """
 
     def __init__(
@@ -93,11 +97,16 @@ class Groups:
         self.mesh: DeviceMesh | None = None
         self.pp: dist.ProcessGroup | None = None
         self.cp: dist.ProcessGroup | None = None  # ranks that have the parts of one sequence
-        self.plan: dist.ProcessGroup | None = None
+        self.control = self.commit = Control(0, 1, ())
         self.copies: dist.ProcessGroup | None = None
         self.tie: dist.ProcessGroup | None = None  # first and last stage of this rank's pipeline
         self._world: dist.ProcessGroup | None = None
         self._made: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []  # with their ranks, the world first
+        self._rows: list[dist.ProcessGroup] = []  # of trees: torch need not know of them
+        self._near: set[int] = set()  # the participants that this one is connected with from the start
+        self._pairs: list[Pairs] = []
+        self._listeners: list[tuple[int, Any]] = []  # family and address
+        self._secret = ""
         self._axes: list[tuple[str, int, dist.ProcessGroup]] = []  # of the mesh: name, size, this rank's group
         self._formed = self._enlisted = False
         self._device_groups: list[dist.ProcessGroup] = []  # those that tensors on the device go through, the world first
@@ -171,32 +180,56 @@ class Groups:
         self._store_port = port  # known to `abort` from here on: a connection that it shuts while it is made is made again
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was broken off before it met")
-        self._store = PrefixStore(rendezvous.place(self.generation, secret), tcp)
+        self._store, self._secret = PrefixStore(rendezvous.place(self.generation, secret), tcp), secret
         self._make_world(me, n_participants, timeout)
         if me < self.layout.world_size:
             self._make_groups(me, timeout)
-        self._share_addresses(me, n_participants)
+        self._share_addresses(me)
         if secret and n_participants > 1:
-            rendezvous.prove(secret, self.generation, self.world)
+            self.control.prove(secret, self.generation)
+        self._tell_all()
         cold = [group for group in self._device_groups if self._whole or group is not self.world]
         self.transport.warm_up([group for group in cold if group.size() > 1])
 
     def pretend(self, rank: int) -> None:
         """Groups of a layout without the other ranks: collectives return at once and move nothing. For rehearsals."""
         self.transport, self._store = Pretended(), HashStore()
-        timeout = timedelta(seconds=CONNECT_S)
-        self._make_world(rank, self.layout.world_size, timeout)
+        timeout, self._n_participants = timedelta(seconds=CONNECT_S), self.layout.world_size
+        self._make_world(rank, self._n_participants, timeout)
         self._make_groups(rank, timeout)
         self._enlist()
 
     def _make_world(self, me: int, n: int, timeout: timedelta) -> None:
-        self._world = self._of_device(self._make("0", range(n), me, timeout))
+        if n <= MESH_MOST:
+            self._world = self._make("0", range(n), me, timeout)
+            self.control = Control(me, n, (self._world,))
+        else:
+            self.control = self._tree("control", me, n, timeout)
+            self._world = self._make("0", range(n), me, timeout, self._new_pairs())
+        self._of_device(self._world)
 
-    def _make(self, name: str, ranks: Sequence[int], me: int, timeout: timedelta) -> dist.ProcessGroup:
+    def _tree(self, name: str, me: int, n: int, timeout: timedelta) -> Control:
+        assert self._store is not None
+        tree, rows = control_tree(n), []
+        for level, row in ((level, row) for level, rows in enumerate(tree) for row in rows if me in row and len(row) > 1):
+            store = PrefixStore(f"{name}/{level}/", self._store)
+            made = self.transport.host_only().make(store, str(row[0]), row, row.index(me), timeout)
+            self._near.update(row)
+            rows.append(made)
+        self._rows += rows
+        return Control(me, n, rows, highest=me in tree[-1][0])
+
+    def _new_pairs(self) -> Pairs:
+        self._pairs.append(Pairs())
+        return self._pairs[-1]
+
+    def _make(self, name: str, ranks: Sequence[int], me: int, timeout: timedelta, host: Host = "mesh") -> dist.ProcessGroup:
         assert self._store is not None
         store = PrefixStore("0/", self._store) if self._made else self._store  # below the default group's, as torch has them
-        made = self.transport.make(store, name, ranks, ranks.index(me), timeout)
+        made = self.transport.make(store, name, ranks, ranks.index(me), timeout, host)
         self._made.append((made, tuple(ranks)))
+        if not isinstance(host, Pairs):
+            self._near.update(ranks)
         return made
 
     def _make_groups(self, rank: int, timeout: timedelta) -> None:
@@ -204,15 +237,15 @@ class Groups:
         everyone = list(range(layout.world_size))
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}  # never the default group: its name means another set each time
 
-        def new(ranks: list[int]) -> dist.ProcessGroup:
+        def new(ranks: list[int], host: Host = "mesh") -> dist.ProcessGroup:
             """Its name counts the groups made before it: equal in each generation of that layout."""
             words = "_".join(map(str, [*ranks, len(self._made)]))
-            return self._make(hashlib.sha1(words.encode(), usedforsecurity=False).hexdigest(), ranks, rank, timeout)
+            return self._make(hashlib.sha1(words.encode(), usedforsecurity=False).hexdigest(), ranks, rank, timeout, host)
 
         def group(ranks: list[int]) -> dist.ProcessGroup:
             key = tuple(ranks)
             if key not in made:
-                made[key] = new(ranks)
+                made[key] = new(ranks, "mesh" if self._n_participants <= MESH_MOST else "device")
             return made[key]
 
         def on_device(ranks: list[int]) -> dist.ProcessGroup:
@@ -221,9 +254,15 @@ class Groups:
         def mine(axes: tuple[str, ...]) -> list[int]:
             return next(g for g in axis_groups(layout, axes) if rank in g)
 
-        self.plan = group(everyone)
-        if layout.world_size > 1:
-            self.copies = new(everyone)
+        if len(everyone) <= MESH_MOST:
+            made[tuple(everyone)] = new(everyone)
+            self.commit = Control(rank, len(everyone), (made[tuple(everyone)],))
+        elif self._n_participants == len(everyone):
+            self.commit = self.control
+        else:
+            self.commit = self._tree("commit", rank, len(everyone), timeout)
+        if len(everyone) > 1:
+            self.copies = new(everyone, "mesh" if len(everyone) <= MESH_MOST else self._new_pairs())
         if layout.pp > 1:
             self.pp = on_device(mine(("pp",)))
         fsdp = layout.dp_shard * layout.cp
@@ -264,7 +303,7 @@ class Groups:
     def _count(self) -> None:
         """Which groups' numbers say who has not come. Not those of a pipeline of more than two: the messages of a stage in the
         middle are more than those of the others."""
-        names = {id(group): name for name, group in (("plan", self.plan), ("tie", self.tie), ("cp", self.cp))}
+        names = {id(group): name for name, group in (("tie", self.tie), ("cp", self.cp))}
         merged = "dp_shard" if self.layout.cp == 1 else "dp_shard x cp"
         names.update({id(group): merged if axis == "fsdp" else axis for axis, _, group in self._axes})
         if self.pp is not None:
@@ -277,36 +316,58 @@ class Groups:
 
     def arrived(self) -> tuple[tuple[str, int, int], ...]:
         """Of each group that this rank is in: its axis, its first rank, and how many collectives this rank has begun there.
-        From any thread."""
+        From any thread. Of the commit's tree only the lowest row: in the others a rank comes after its whole row."""
         with suppress(RuntimeError):  # a backend that does not count
-            return tuple(
+            row = ROW if self.commit.size > MESH_MOST else self.commit.size
+            plan = ("plan", self.commit.rank // row * row, self.commit.n_begun)
+            return (plan,) * (self.commit.size > 1) + tuple(
                 (name, first, sum(backend._get_sequence_number_for_group() for backend in backends))
                 for name, first, backends in self._counted
             )
         return ()
 
-    def _share_addresses(self, me: int, n: int) -> None:
-        """Tells the others where this rank listens: by that `abort` knows the generation's connections from all others. And
-        whether its device works. Raises PeerGarbled where one says anything else."""
+    def _share_addresses(self, me: int) -> None:
+        """Tells those that this rank has a connection to where it listens: by that `abort` knows the generation's connections
+        from all others."""
         assert self._store is not None
-        mine = [address_of(at) for _, at in listening(self._before)]
-        self._store.set(f"addresses/{me}", json.dumps([self._has_device, mine]))
-        for rank, words in enumerate(self._store.multi_get([f"addresses/{i}" for i in range(n)])):
-            has_device, theirs = wire.addresses(words, rank)
+        self._listeners = listening(self._before)
+        self._store.set(f"addresses/{me}", json.dumps(self._own_words([])))
+        near = sorted(self._near)
+        for rank, words in zip(near, self._store.multi_get([f"addresses/{i}" for i in near]), strict=True):
+            self._addresses.update(wire.addresses(words, rank)[1])
+
+    def _tell_all(self) -> None:
+        """Tells all participants whether this one's device works, and where its pairs connect. Raises PeerGarbled where one
+        says anything else."""
+        mine = self._own_words([pairs.words(self.control.rank) for pairs in self._pairs])
+        for rank, words in enumerate(wire.gather_words(mine, self.control)):
+            has_device, theirs, pairs = wire.addresses(words, rank)
             self._whole = self._whole and has_device
             self._addresses.update(theirs)
+            for of, where in zip(self._pairs, pairs, strict=False):  # who only sends has fewer
+                of.know(rank, where)
+
+    def _own_words(self, pairs: list[str]) -> list[Any]:
+        return [self._has_device, [address_of(at) for _, at in self._listeners], pairs]
+
+    def connect(self, group: dist.ProcessGroup, peers: Collection[int]) -> None:
+        """Before the first messages between this rank of `world` or `copies` and these; each of them calls it for this one. In
+        a mesh they are connected."""
+        if group.size() > MESH_MOST:
+            connect(group, peers, self._secret, self.generation)
 
     def abort(self) -> None:
         """Breaks off everything that waits on this generation. Safe from another thread, and twice.
 
         gloo first: where a commit cannot come through any more, nobody applies what an aborted kernel has left (`check`). While
-        the participants still meet, connections are made all the time, and one that is made after the look would wait for
-        a peer that is gone: the look is repeated until `join` has ended, and who waits to be connected to is freed too."""
+        the participants still meet, or where pairs connect when they need it, connections are made all the time, and one that
+        is made after the look would wait for a peer that is gone: the look is repeated until `join` has ended (of pairs: until
+        this generation is closed), and who waits to be connected to is freed too."""
         self._aborted = True
         try:
             self._shut_own()
         finally:
-            if self._joining.is_set():  # before the communicators, which may keep this thread for long
+            if self._joining.is_set() or self._pairs:  # before the communicators, which may keep this thread for long
                 threading.Thread(target=self._shut_until_joined, name="abort-join", daemon=True).start()
             left = self.transport.abort(list(self._device_groups))
         if left:
@@ -320,10 +381,10 @@ class Groups:
 
     def _shut_until_joined(self) -> None:
         knocked: set[Any] = set()
-        n_aborted = len(self._device_groups)
-        while self._joining.is_set():
+        n_aborted, ends_s = len(self._device_groups), time.monotonic() + LOOK_MOST_S
+        while (joining := self._joining.is_set()) or (self._pairs and time.monotonic() < ends_s):
             self._shut_own()
-            for family, address in listening(self._before):
+            for family, address in listening(self._before) if joining else self._listeners:
                 if address not in knocked:
                     knocked.add(address)
                     knock(family, address, self._n_participants)
@@ -341,12 +402,13 @@ class Groups:
         """Takes the groups down; needs no peer."""
         if self._enlisted:
             forget_groups()
-        made, self._made = [group for group, _ in self._made], []
+        made, self._made, self._rows = [*(group for group, _ in self._made), *self._rows], [], []
         if made:
             self.transport.take_down(made)
         if self.mesh is not None:
             self.mesh._pg_registry.clear()  # cached meshes must not keep the sockets of groups that are gone
-        self.mesh = self.pp = self.cp = self.plan = self.copies = self.tie = self._world = None
-        self._counted, self._device_groups, self._axes = (), [], []
+        self.mesh = self.pp = self.cp = self.copies = self.tie = self._world = None
+        self.control = self.commit = Control(0, 1, ())
+        self._counted, self._device_groups, self._axes, self._pairs = (), [], [], []
         self._store = None
         self._formed = self._enlisted = False

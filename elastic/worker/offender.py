@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from elastic.errors import ProgramError
 from elastic.mesh import coordinates
@@ -54,19 +53,15 @@ class Tripped(ProgramError):
         return Tripped, (self.trip, self.offender)
 
 
-def find_offender(trip: Trip, mine: Row, ids: Sequence[Sequence[int]] | None, plan: Plan, at: tuple[Groups, int]) -> Offender:
+def find_offender(trip: Trip, mine: Row, ids: Sequence[Sequence[int]] | None, plan: Plan, groups: Groups) -> Offender:
     """The same on every rank: all of them have seen this commit, so all of them take part here. `ids`: samples of the
-    step, of each data-parallel rank; None = a stream's. `at`: the groups and this rank."""
-    layout, (groups, me) = plan.layout, at
-    table = torch.zeros(layout.world_size, len(mine), dtype=torch.float64)
-    table[me] = torch.tensor(mine, dtype=torch.float64)
-    if layout.world_size > 1:
-        dist.all_reduce(table, group=groups.plan)
+    step, of each data-parallel rank; None = a stream's."""
+    table = groups.commit.gather(torch.tensor(mine, dtype=torch.float64))
     rank, what = _worst(trip.guard, table.tolist(), plan)
     worker = plan.ranks[rank] if rank >= 0 else None
     if ids is None:
         return Offender(rank, worker, what, None)
-    here = [ids[coordinates(layout, rank).dp(layout)]] if rank >= 0 else ids
+    here = [ids[coordinates(plan.layout, rank).dp(plan.layout)]] if rank >= 0 else ids
     return Offender(rank, worker, what, tuple(sample for share in here for sample in share))
 
 

@@ -97,8 +97,7 @@ class Probe:
             mine = plan.probe if plan.probe is not None else loss if generation == plan.resume.generation else None
         known = -math.inf if mine is None or not math.isfinite(mine) else mine
         said = torch.tensor([known, 0.0 if self.possible else 1.0], dtype=torch.float64)
-        if len(self.order.participants) > 1:
-            dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.groups.world)
+        self.groups.control.all_reduce(said, dist.ReduceOp.MAX)
         self.possible = not bool(said[1])
         return float(said[0]) if math.isfinite(float(said[0])) else None
 
@@ -106,8 +105,7 @@ class Probe:
         """Has any rank found it wrong, and which loss? The same answer for everyone."""
         said = torch.tensor([float(bad), loss if bad and loss is not None else -math.inf], dtype=torch.float64)
         said = said.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
-        if len(self.order.participants) > 1:
-            dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.groups.world)
+        self.groups.control.all_reduce(said, dist.ReduceOp.MAX)
         return bool(said[0]), float(said[1])
 
     def _sentence(self, step: int, loss: float, expected: float) -> str:
@@ -144,6 +142,5 @@ def loss_of_one(stepper: Stepper, batch: Batch) -> float:
     first = stepper.dp == 0
     mine = [value if stepper.speaks and first else 0.0, tokens if stepper.counts and first else 0]
     sums = torch.tensor(mine, dtype=torch.float64)
-    if stepper.plan.layout.world_size > 1:
-        dist.all_reduce(sums, group=stepper.groups.plan)
+    stepper.groups.commit.all_reduce(sums)
     return float(sums[0] / sums[1].clamp(min=1))

@@ -16,17 +16,14 @@ import secrets
 import socket
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from elastic.errors import PeerGarbled
 from elastic.worker.environment import DEFAULTS
 
 log = logging.getLogger(__name__)
 os.environ.setdefault("RES_OPTIONS", DEFAULTS["RES_OPTIONS"])  # of the process that hosts a store, too
 
-SECRET_BYTES = 32
+SECRET_BYTES = PROOF_BYTES = 32
 BACKLOG = 4096
 STORE_S = 300.0  # torch's own default
 
@@ -63,21 +60,9 @@ def _listener(host: str) -> socket.socket | None:
 
 def place(generation: int, secret: str) -> str:
     """Prefix of the generation's keys in its store."""
-    return f"generation-{generation}" + (f"-{_known(secret, 'place')[:16].hex()}" if secret else "")
+    return f"generation-{generation}" + (f"-{proof(secret, 'place')[:16].hex()}" if secret else "")
 
 
-def prove(secret: str, generation: int, group: dist.ProcessGroup) -> None:
-    """Each rank of the group shows all others that it was told of this generation. Raises PeerGarbled where one cannot."""
-    me, n = group.rank(), group.size()
-    rows = [torch.empty(SECRET_BYTES, dtype=torch.uint8) for _ in range(n)]
-    mine = _known(secret, f"rank {me} of generation {generation}")
-    group.allgather([rows], [torch.frombuffer(bytearray(mine), dtype=torch.uint8)]).wait()
-    for rank, row in enumerate(rows):
-        if not hmac.compare_digest(row.numpy().tobytes(), _known(secret, f"rank {rank} of generation {generation}")):
-            raise PeerGarbled(
-                f"who came as rank {rank} of generation {generation} was not told of it: a stranger on this network"
-            )
-
-
-def _known(secret: str, what: str) -> bytes:
+def proof(secret: str, what: str) -> bytes:
+    """PROOF_BYTES that nobody can say without the secret."""
     return hmac.digest(secret.encode(), what.encode(), "sha256")

@@ -57,6 +57,8 @@ def _by_file(file: str) -> Literal["turn"] | Doing | None:
         package, _, module = file[len(HERE) :].rpartition(os.sep)
         if package == "worker" and module == "turns.py":
             return "turn"
+        if package == "worker" and module == "control.py":
+            return "others"
         if package == "worker" and module == READING:
             return "device"
         if package == "data":

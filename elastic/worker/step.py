@@ -392,7 +392,7 @@ class Stepper:
         ids = None if stream else [self.shares.ids_of(step, dp) for dp in range(n)]
         if not together:
             return Offender(-1, None, UNNAMED, None if stream else tuple(self.shares.ids(step)))
-        return find_offender(trip, mine, ids, self.plan, (self.groups, self.rank))
+        return find_offender(trip, mine, ids, self.plan, self.groups)
 
     def _done(self, commit: Commit) -> None:
         if self.trip is None:
@@ -463,9 +463,7 @@ class Stepper:
         numbers += [power_of_wait(words.data_s), self._fullness(pending)]
         numbers += [*pending.block_square_norms, *self._says(words), *pending.small]
         vector = torch.tensor(numbers, dtype=torch.float64)
-        if self.plan.layout.world_size > 1:
-            dist.all_reduce(vector, group=self.groups.plan)
-        commit = Commit(tuple(vector.tolist()))
+        commit = Commit(tuple(self.groups.commit.all_reduce(vector).tolist()))
         self._check_samples(commit)
         self.heard = self._heard(commit.vector[: len(commit.vector) - len(pending.small)])
         self._weigh(commit)
@@ -535,12 +533,11 @@ class Stepper:
                     self._evaluate_own(own, batch, n)
                 sums[0] += value if self.speaks else 0.0
                 sums[1] += tokens if self.counts else 0
-        if self.plan.layout.world_size > 1:
-            dist.all_reduce(sums, group=self.groups.plan)
+        self.groups.commit.all_reduce(sums)
         self.groups.check()
         n_tokens = float(sums[1].clamp(min=1))
-        metrics, self._metrics = self._metrics.over(self.groups.plan), None
-        found = {key: value / n_tokens for key, value in metrics.items()} | own.over(self.groups.plan).means()
+        metrics, self._metrics = self._metrics.over(self.groups.commit), None
+        found = {key: value / n_tokens for key, value in metrics.items()} | own.over(self.groups.commit).means()
         return {"validation_loss": float(sums[0]) / n_tokens} | found
 
     def _evaluate_own(self, sums: Sums, batch: Batch, valid: int) -> None:

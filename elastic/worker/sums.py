@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from elastic.errors import ProgramError
+from elastic.worker.control import Control
 from elastic.worker.wire import gather_numbers
 
 COUNT = "count"
@@ -33,12 +33,12 @@ class Sums(dict[str, float]):
             if counts:
                 self[str(name)] = self.get(str(name), 0.0) + value
 
-    def over(self, group: dist.ProcessGroup | None) -> Sums:
+    def over(self, control: Control) -> Sums:
         """The sums of all ranks together; every rank calls it, also those that have none."""
-        if group is None or dist.get_world_size(group) == 1:
+        if control.size == 1:
             return self
         out = Sums()
-        for part in gather_numbers(self, group):
+        for part in gather_numbers(self, control):
             out.add(part, "a rank")
         return out
 

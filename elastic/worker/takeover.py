@@ -109,6 +109,9 @@ class Takeover:
             return region(self.state.tensors, transfer)
 
         old_bytes = device_bytes(place.held)
+        ends = {end for t in transfers if me in (t.source, t.destination) for end in (t.source, t.destination)}
+        if self.groups.wire[1].type == "cpu":
+            self.groups.connect(self.groups.world, ends - {me})
         moved = carry_out(transfers, me, read, write, self.groups.wire)
         self.groups.check()
         given = tuple((Box(t.fqn, t.offsets, t.sizes, t.dtype), read(t)) for t in transfers if t.source == me)
@@ -123,8 +126,7 @@ class Takeover:
         live = [h.step for h in self.place.held if h.kind == "live" and h.generation == generation]
         mine = live[0] if live else -1
         seen = torch.tensor([mine, -mine if mine >= 0 else -(1 << 60)], dtype=torch.int64)
-        if len(self.order.participants) > 1:
-            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.groups.world)
+        self.groups.control.all_reduce(seen, dist.ReduceOp.MAX)
         newest, oldest = int(seen[0]), -int(seen[1])
         if newest != oldest or newest < 0:
             raise StateLost(f"the ranks of generation {generation} stopped at steps {oldest} to {newest}")
@@ -133,12 +135,8 @@ class Takeover:
     def _told(self, moved: Moved, peak_bytes: int) -> tuple[int, int]:
         """Bytes received by all, and the largest peak, the same for everyone; nobody is past this before all are there."""
         mine = torch.tensor([moved.received_bytes, peak_bytes], dtype=torch.int64)
-        n = len(self.order.participants)
-        if n == 1:
-            return moved.received_bytes, peak_bytes
-        every = [torch.empty_like(mine) for _ in range(n)]
-        dist.all_gather(every, mine, group=self.groups.world)
-        return sum(int(e[0]) for e in every), max(int(e[1]) for e in every)
+        received, peaks = self.groups.control.gather(mine).unbind(1)
+        return int(received.sum()), int(peaks.max())
 
 
 # ------------------------------------------------------------------------------------------------ memory

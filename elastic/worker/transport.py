@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,13 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_all_
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import BackendConfig, GroupName, _update_default_pg, _world
 
+from elastic.worker.control import Pairs
+
 log = logging.getLogger(__name__)
+
+# The connections of a group for tensors in host memory: each rank with each other, or those of Pairs; `device`: where another
+# backend than gloo takes the device's tensors, none.
+Host = Literal["mesh", "device"] | Pairs
 
 COLLECTIVE_WORDS = (
     "gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "rendezvous", "store",
@@ -75,19 +81,21 @@ class Transport:
 
     backend = "gloo"
 
-    def make(self, store: Store, name: str, ranks: Sequence[int], me: int, timeout: timedelta) -> dist.ProcessGroup:
-        """A group of these ranks, in which this one is the `me`-th. Waits for all of them. torch does not know of it until
-        `enlist`: its tables may still be those of another generation."""
+    def make(
+        self, store: Store, name: str, ranks: Sequence[int], me: int, timeout: timedelta, host: Host = "mesh"
+    ) -> dist.ProcessGroup:
+        """A group of these ranks, in which this one is the `me`-th. Waits for all of them, if their host memory is a `mesh`.
+        torch does not know of it until `enlist`: its tables may still be those of another generation."""
         store = PrefixStore(f"{name}/", store)
         group = dist.ProcessGroup(store, me, len(ranks))
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._connect(group, store, name, ranks, timeout)
+        self._connect(group, store, name, ranks, timeout, host)
         group._set_group_name(GroupName(name))
         group._set_group_desc("undefined")
         return group
 
-    def _connect(self, group: Any, store: Store, name: str, ranks: Sequence[int], timeout: timedelta) -> None:
-        gloo = dist.ProcessGroupGloo(PrefixStore("cpu/", store), group.rank(), group.size(), timeout=timeout)
+    def _connect(self, group: Any, store: Store, name: str, ranks: Sequence[int], timeout: timedelta, host: Host) -> None:
+        gloo = gloo_of(PrefixStore("cpu/", store), group.rank(), group.size(), timeout, host)
         gloo.options.global_ranks_in_group, gloo.options.group_name = list(ranks), GroupName(name)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
@@ -137,8 +145,9 @@ class Nccl(Transport):
     def communicator(self, group: dist.ProcessGroup) -> Any:
         return group._get_backend(self.device)
 
-    def _connect(self, group: Any, store: Store, name: str, ranks: Sequence[int], timeout: timedelta) -> None:
-        super()._connect(group, store, name, ranks, timeout)
+    def _connect(self, group: Any, store: Store, name: str, ranks: Sequence[int], timeout: timedelta, host: Host) -> None:
+        if host != "device":
+            super()._connect(group, store, name, ranks, timeout, host)
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout, options.global_ranks_in_group, options.group_name = NCCL_TIMEOUT, list(ranks), GroupName(name)
@@ -167,7 +176,8 @@ class Nccl(Transport):
             log.warning("a communicator could not be aborted: %s", error)
 
     def counters(self, group: dist.ProcessGroup) -> tuple[Any, ...]:
-        return (*super().counters(group), self.communicator(group))
+        in_host_memory = torch.device("cpu") in group._device_types
+        return (*(super().counters(group) if in_host_memory else ()), self.communicator(group))
 
     def take_down(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Its shutdown may raise, or wait for a peer that is gone: after TAKE_DOWN_MOST_S a thread is left to it."""
@@ -183,7 +193,10 @@ class Pretended(Transport):
 
     backend = "fake"
 
-    def _connect(self, group: Any, store: Store, name: str, ranks: Sequence[int], timeout: timedelta) -> None:
+    def host_only(self) -> Transport:
+        return self
+
+    def _connect(self, group: Any, store: Store, name: str, ranks: Sequence[int], timeout: timedelta, host: Host) -> None:
         import torch.testing._internal.distributed.fake_pg
         from torch._C._distributed_c10d import FakeProcessGroup
 
@@ -192,6 +205,20 @@ class Pretended(Transport):
         fake: Any = FakeProcessGroup._create_internal(group.rank(), group.size(), None)  # type: ignore[call-arg]
         for device in BackendConfig(dist.Backend(self.backend)).get_device_backend_map():
             group._register_backend(torch.device(device), custom, fake)
+
+
+def gloo_of(store: Store, rank: int, size: int, timeout: timedelta, host: Host) -> dist.ProcessGroupGloo:
+    """Of the network interfaces that GLOO_SOCKET_IFNAME names, Pairs use the first."""
+    if not isinstance(host, Pairs):
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    how: dict[str, Any] = {"interface": interface} if interface else {}
+    create = gloo.create_device if interface else gloo.create_default_device
+    options._timeout, options._threads, options._devices = timeout, 2, [create(**how, lazy_init=True)]
+    made: dist.ProcessGroupGloo = gloo(host.store, rank, size, options)
+    return made
 
 
 def _shut_down(groups: Sequence[dist.ProcessGroup]) -> None:

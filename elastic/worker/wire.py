@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import PeerGarbled, ProgramError
+from elastic.worker.control import Control
 
 WORDS_MOST = 1 << 20  # bytes from one rank: some 20,000 names with a number each
 TENSORS_MOST = 1 << 30  # bytes, of all tensors that are broadcast together
@@ -47,35 +48,33 @@ class TensorMeta(NamedTuple):
         return max(n, spanned) * self.dtype.itemsize
 
 
-def gather_numbers(mine: Mapping[str, float], group: dist.ProcessGroup) -> list[dict[str, float]]:
-    """The numbers by name of each rank of the group, in their order; every rank calls it."""
-    words = _encoded({str(name): float(value) for name, value in mine.items()})
-    n = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(n)]
-    dist.all_gather(lengths, torch.tensor([len(words)]), group=group)
-    known = [_length(int(length), rank) for rank, length in enumerate(lengths)]
-    padded = torch.zeros(max(known), dtype=torch.uint8)
+def gather_numbers(mine: Mapping[str, float], control: Control) -> list[dict[str, float]]:
+    """The numbers by name of each rank, in their order; every rank calls it."""
+    every = gather_words({str(name): float(value) for name, value in mine.items()}, control)
+    return [numbers(words, rank) for rank, words in enumerate(every)]
+
+
+def gather_words(said: Any, control: Control) -> list[bytes]:
+    """The JSON of what each rank says; every rank calls it."""
+    words = _encoded(said)
+    lengths = [_length(int(n), rank) for rank, n in enumerate(control.gather(torch.tensor(len(words))))]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(words)] = words
-    every = [torch.empty_like(padded) for _ in range(n)]
-    dist.all_gather(every, padded, group=group)
-    return [numbers(_bytes(part[:length]), rank) for rank, (part, length) in enumerate(zip(every, known, strict=True))]
+    return [_bytes(row[:n]) for row, n in zip(control.gather(padded), lengths, strict=True)]
 
 
-def broadcast_tensors(
-    mine: Mapping[str, torch.Tensor] | None, source: int, group: dist.ProcessGroup
-) -> dict[str, torch.Tensor]:
-    """The tensors of rank `source`, on the CPU; every rank of the group calls it, the others with None."""
+def broadcast_tensors(mine: Mapping[str, torch.Tensor] | None, source: int, control: Control) -> dict[str, torch.Tensor]:
+    """The tensors of rank `source`, on the CPU; every rank calls it, the others with None."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (mine or {}).items()}
     words = _encoded(_announced(tensors))
-    length = torch.tensor([len(words)])
-    dist.broadcast(length, source, group=group)
-    told = words if mine is not None else torch.empty(_length(int(length), source), dtype=torch.uint8)
-    dist.broadcast(told, source, group=group)
+    length = control.broadcast(torch.tensor([len(words)]), source)
+    room = words if mine is not None else torch.empty(_length(int(length), source), dtype=torch.uint8)
+    told = control.broadcast(room, source)
     if mine is None:
         tensors = empty_tensors(_bytes(told), source)
     for tensor in tensors.values():
         if tensor.numel():
-            dist.broadcast(tensor.view(-1).view(torch.uint8), source, group=group)
+            control.broadcast(tensor.view(-1).view(torch.uint8), source)
     return tensors
 
 
@@ -156,14 +155,15 @@ def tensor_metas(words: bytes, rank: int) -> tuple[TensorMeta | None, ...]:
     return metas
 
 
-def addresses(words: bytes, rank: int) -> tuple[bool, list[tuple[str, int]]]:
-    """Does that rank's device work, and where does it listen? Raises PeerGarbled where that is anything else."""
+def addresses(words: bytes, rank: int) -> tuple[bool, list[tuple[str, int]], list[str]]:
+    """Does that rank's device work, where does it listen, and where do its pairs connect? Raises PeerGarbled where that is
+    anything else."""
     found = _decoded(words, rank)
-    if not isinstance(found, list) or len(found) != 2 or type(found[0]) is not bool or not isinstance(found[1], list):
+    if not isinstance(found, list) or [type(part) for part in found] != [bool, list, list]:
         raise PeerGarbled(f"rank {rank} said something else than where it listens")
-    if not all(map(_is_address, found[1])):
+    if not all(map(_is_address, found[1])) or not all(isinstance(where, str) for where in found[2]):
         raise PeerGarbled(f"rank {rank} listens at something else than hosts and ports")
-    return found[0], [(host, port) for host, port in found[1]]
+    return found[0], [(host, port) for host, port in found[1]], found[2]
 
 
 def _is_address(found: Any) -> bool:

@@ -7,6 +7,7 @@
 node (`notice_ms`), the same when the move is near (`near_ms`); the first of these plans the move (`near_first_ms`).
 `answers`: what all workers of a generation say when it is over, folded into the state one by one.
 `gather`: the parts of one durable copy on their way to a commit. `orders`: what a worker is sent to enter a generation.
+`groups`, `meshes`: what a generation's groups cost each rank, as they are and as full meshes (scale_groups.py).
 
 `exponent`: of the growth over all sizes, by least squares (1 = as the cluster).
 """
@@ -27,6 +28,7 @@ from time import process_time
 from typing import Any
 
 import report
+import scale_groups
 from trial import Clock
 
 from elastic.driver import drive
@@ -58,11 +60,12 @@ from elastic.worker.gather import Gather
 from elastic.worker.workplace import EnterOrder
 
 PER_NODE = 8
-PARTS = ("moves", "decisions", "looks", "answers", "gather", "orders")
+PARTS = ("moves", "decisions", "looks", "answers", "gather", "orders", "groups", "meshes")
 ALL = (64, 512, 4096, 8192)
-SIZES = dict.fromkeys(PARTS, ALL) | {"decisions": (64, 256, 1024)}
-SMOKE_SIZES = (16, 64)
-UNITS_S = {"s": 1.0, "ms": 1e-3}
+RANKS = {"groups": (8, 16, 32, 64, 128), "meshes": (8, 16, 32, 64)}
+SIZES = dict.fromkeys(PARTS, ALL) | {"decisions": (64, 256, 1024)} | RANKS
+SMOKE_SIZES = dict.fromkeys(PARTS, (16, 64)) | {"groups": (8, 24), "meshes": (4, 8)}
+UNITS_S = {"s": 1.0, "ms": 1e-3, "n": 1.0}  # n: of anything
 LEAST_S = 1e-4  # times below that count as that
 MOST_S = 1800.0
 STEPS = 40
@@ -248,7 +251,10 @@ def orders(n: int, profile: ModelProfile) -> dict[str, float]:
     return {"order_kb": round(len(pickle.dumps(order)) / 1e3, 1)}
 
 
-MEASURES = {"moves": moves, "decisions": decisions, "looks": looks, "answers": answers, "gather": gather, "orders": orders}
+MEASURES = {
+    "moves": moves, "decisions": decisions, "looks": looks, "answers": answers, "gather": gather, "orders": orders,
+    "groups": scale_groups.groups, "meshes": scale_groups.meshes,
+}  # fmt: skip
 
 
 def measure(clock: Clock, parts: list[str], smoke: bool, profiled: bool = False) -> dict[str, Any]:
@@ -256,7 +262,7 @@ def measure(clock: Clock, parts: list[str], smoke: bool, profiled: bool = False)
     measures = MEASURES | {"decisions": partial(decisions, profiled=profiled)}
     for part in parts:
         by_size = {}
-        for n in SMOKE_SIZES if smoke else SIZES[part]:
+        for n in (SMOKE_SIZES if smoke else SIZES)[part]:
             clock.look(f"{part} {n}")
             by_size[n] = measures[part](n, profile)
         found[part] = {str(n): numbers for n, numbers in by_size.items()}

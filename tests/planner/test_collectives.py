@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.planner.pools import gpu
 
-from elastic.planner.collectives import Group, Links, exchange_s, gather_s, reduce_s, send_s, under
+from elastic.planner.collectives import Group, Links, commit_hops, commit_s, exchange_s, gather_s, reduce_s, send_s, under
 from elastic.planner.kernels import Kernels
 
 LINKS = Links(inside=1e9, between=1e8, per_node=4, inside_hop_s=1e-3, between_hop_s=1e-2)
@@ -34,6 +34,17 @@ def test_an_all_reduce_is_a_scatter_and_a_gather_with_the_hops_of_a_tree() -> No
     assert reduce_s(DRY, 8e9, Group(4)) == pytest.approx(2 * 8 * 3 / 4)
     ring = 2 * (8 * 7 / 8 / 0.4)
     assert reduce_s(LINKS, 8e9, Group(32)) == pytest.approx(ring + 2 * 3 * 1e-2)  # log2 of 8 nodes, not 7
+
+
+def test_hops_of_a_commit_grow_as_the_logarithm_of_the_ranks() -> None:
+    """Counted by hand: rows of 8, then what is left; 17 ranks are rows of 8, 8 and 1 and a row of three."""
+    sizes = (1, 8, 16, 17, 64, 1024, 8192)
+    assert [commit_hops(n, 8) for n in sizes] == [(0, 0), (14, 0), (0, 30), (11, 4), (11, 14), (11, 41), (11, 52)]
+    assert commit_hops(64, 4) == (0, 25)
+    assert commit_s(LINKS, 1) == 0.0 and commit_s(LINKS, 4) == pytest.approx(4 * 6e-3)
+    assert commit_s(Links(1e9, 1e8, 8), 1024) == pytest.approx(4 * (11 * 4e-6 + 41 * 1.2e-5))
+    measured = Links(1e9, 1e9, 8, measured=(("all_reduce", 2, 1e-3, 0.0), ("all_reduce", 4, 2e-3, 0.0)))
+    assert commit_s(measured, 4) == 2e-3
 
 
 def test_an_exchange_sends_what_is_for_others() -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.planner.pools import JOB, LLAMA_8B, LLAMA_405B, cost_on, gpu
 
 from elastic.planner import cost
-from elastic.planner.collectives import Group, gather_s, reduce_s
+from elastic.planner.collectives import Group, commit_s, gather_s, reduce_s
 from elastic.planner.cost import Site, step_cost
 from elastic.planner.memory import Step
 from elastic.planner.search import site_of
@@ -103,6 +103,11 @@ def test_gradients_of_further_microbatches_are_added_up() -> None:
         3 * LLAMA_8B.n_params * 10 / rate
     )
     assert cost.accumulate_s(SITE, WORK, Layout(dp_shard=8), 1) == 0.0
+
+
+def test_a_step_ends_with_the_commit_of_all_ranks() -> None:
+    few, many = (step_cost(SITE, WORK, Layout(dp_shard=n), STEP).parts["commit"] for n in (8, 64))
+    assert (few, many) == (commit_s(SITE.links, 8), commit_s(SITE.links, 64)) and 0 < few < many
 
 
 def test_nodes_that_wait_for_each_other() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.waiting import until
 from support.worker import slow_groups
 from support.worker.chain import job_of
@@ -145,14 +144,14 @@ def dropped(rank: int, n: int, store: tuple[str, int], like: str, when: str) -> 
     of = Groups(1, Layout(dp_shard=n), torch.device("cpu"), transport=transport())
     of.join(store, rank, n, TIMEOUT_S, "first")
     x = torch.ones(2)
-    dist.all_reduce(x, group=of.plan)
+    of.commit.all_reduce(x)
     before = left_here()
     for i in range(2):
         if when == "there":
             ahead, told = ahead_of(rank, n, store, transport(), f"secret {i}")
             until(lambda: bool(told), "groups")  # noqa: B023
             assert told[0].error == "" and left_here()[0] > before[0]
-            dist.all_reduce(x, group=of.plan)  # nobody drops before all have theirs
+            of.commit.all_reduce(x)  # nobody drops before all have theirs
             ahead.drop()
         elif rank:  # rank 0 does not come
             ahead, told = ahead_of(rank, n, store, transport(), f"secret {i}")
@@ -160,9 +159,9 @@ def dropped(rank: int, n: int, store: tuple[str, int], like: str, when: str) -> 
             began_s = time.monotonic()
             ahead.drop()
             assert not told and time.monotonic() - began_s < TIMEOUT_S / 4
-        dist.all_reduce(x, group=of.plan)
+        of.commit.all_reduce(x)
     until(lambda: all(now <= was for now, was in zip(left_here(), before, strict=True)), lambda: f"{before}: {left_here()}", 60)
-    dist.all_reduce(x, group=of.plan)
+    of.commit.all_reduce(x)
     of.close()
     return left_here()[3], x.isfinite().all().item()
 

@@ -39,6 +39,7 @@ from elastic.types import (
 )
 from elastic.worker import durable
 from elastic.worker.commit import N_WORDS, Commit, Told, step_done
+from elastic.worker.control import Control
 from elastic.worker.extra_state import ExtraState
 from elastic.worker.generation import Generation
 from elastic.worker.guards import MEMORY, Memory, Trip, deviations, judge, needs_memory, trip_of
@@ -158,7 +159,9 @@ def test_samples_of_a_stream_have_no_ids_to_name(n_samples: int, named: str) -> 
     shares: Any = Shares(job, plan)
     shares.ids = lambda step: sorted(Shares.ids(shares, step))
     told = Pending(9, {}, math.nan, 1.0)
-    stepper: Any = SimpleNamespace(job=job, plan=plan, groups=None, rank=0, _told=told, shares=shares)
+    stepper: Any = SimpleNamespace(
+        job=job, plan=plan, groups=SimpleNamespace(commit=Control(0, 1, ())), _told=told, shares=shares
+    )
     offender = Stepper.offender(stepper, Trip("not_finite", 9, "skip", "step 9: train_loss nan", ""))
     assert (offender.rank, offender.worker) == (0, WorkerId("a", 0))
     said = offender.sentence(Trip("not_finite", 9, "skip", "step 9: train_loss nan", ""))

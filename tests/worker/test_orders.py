@@ -12,7 +12,6 @@ import torch
 
 from elastic.errors import StateLost
 from elastic.types import Box, Layout, Move, Plan, Resume, WorkerId
-from elastic.worker import takeover as module
 from elastic.worker.host_copy import HostMemory
 from elastic.worker.session import Session
 from elastic.worker.side_stream import SideStream
@@ -66,18 +65,17 @@ def test_a_generation_that_is_superseded_stops_and_a_copy_is_asked_for_once(sess
 
 @pytest.mark.parametrize(("mine", "others", "step"), [(6, [6], 6), (None, [6], 6), (6, [7], None), (None, [-1], None)])
 def test_all_ranks_of_the_old_generation_have_stopped_at_one_step(
-    mine: int | None, others: list[int], step: int | None, monkeypatch: pytest.MonkeyPatch
+    mine: int | None, others: list[int], step: int | None
 ) -> None:
     """Who has no part of the old generation (None) says nothing."""
 
-    def all_reduce(seen: torch.Tensor, **how: Any) -> None:
+    def all_reduce(seen: torch.Tensor, op: Any) -> None:
         rows = [seen, *(torch.tensor([n, -n if n >= 0 else -(1 << 60)]) for n in others)]
         seen.copy_(torch.stack(rows).max(dim=0).values)
 
-    monkeypatch.setattr(module.dist, "all_reduce", all_reduce)
     held = [] if mine is None else [SimpleNamespace(kind="live", generation=2, step=mine)]
     place: Any = SimpleNamespace(held=held)
-    groups: Any = SimpleNamespace(world=None)
+    groups: Any = SimpleNamespace(control=SimpleNamespace(all_reduce=all_reduce))
     taking = Takeover(place, order(3), groups)
     if step is None:
         with pytest.raises(StateLost, match="the ranks of generation 2 stopped at steps"):

@@ -99,16 +99,18 @@ def test_only_shapes_are_taken(words: bytes) -> None:
 
 
 def test_where_a_rank_listens_arrives_as_it_was() -> None:
-    assert wire.addresses(b'[true, [["127.0.0.1", 29500], ["", 1]]]', 0) == (True, [("127.0.0.1", 29500), ("", 1)])
-    assert wire.addresses(b"[false, []]", 0) == (False, [])
+    told = wire.addresses(b'[true, [["127.0.0.1", 29500], ["", 1]], ["AAE="]]', 0)
+    assert told == (True, [("127.0.0.1", 29500), ("", 1)], ["AAE="])
+    assert wire.addresses(b"[false, [], []]", 0) == (False, [], [])
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        b"", b"\xff", b"[]", b"{}", b"[[]]", b"[1, []]", b"[true]", b"[true, {}]", b"[true, [], 0]", b'[true, ["ab"]]',
-        b'[true, [["a"]]]', b'[true, [["a", "1"]]]', b'[true, [["a", true]]]', b'[true, [[1, 1]]]', b'[true, [["a", 1, 2]]]',
-        b'[["127.0.0.1", 29500]]', b'[true, [["a", 1.5]]]', b'[true, [null]]',
+        b"", b"\xff", b"[]", b"{}", b"[[]]", b"[1, [], []]", b"[true, []]", b"[true, {}, []]", b"[true, [], 0]",
+        b'[true, ["ab"], []]', b'[true, [["a"]], []]', b'[true, [["a", "1"]], []]', b'[true, [["a", true]], []]',
+        b'[true, [[1, 1]], []]', b'[true, [["a", 1, 2]], []]', b'[["127.0.0.1", 29500]]', b'[true, [["a", 1.5]], []]',
+        b"[true, [null], []]", b"[true, [], [1]]", b"[true, [], [], []]", b"[true, [], [null]]",
     ],
 )  # fmt: skip
 def test_only_addresses_are_taken(words: bytes) -> None:

@@ -272,7 +272,7 @@ def wires() -> list[Target]:
     numbers = json.dumps({"train_loss": 2.5, "n": 3}).encode()
     tensors = json.dumps([["w", "float32", [4, 4]], ["b", "bfloat16", []]]).encode()
     metas = json.dumps([[[4, 8], [8, 1], "float32", True], None]).encode()
-    addresses = json.dumps([True, [["127.0.0.1", 29500], ["", 1]]]).encode()
+    addresses = json.dumps([True, [["127.0.0.1", 29500], ["", 1]], ["AAE="]]).encode()
     readers: dict[str, tuple[bytes, Callable[[bytes, int], Any]]] = {
         "wire-numbers": (numbers, wire.numbers),
         "wire-tensors": (tensors, wire.empty_tensors),

@@ -33,7 +33,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from elastic.worker import groups
 from elastic.worker.faults import MADE_UP, DeviceFaults
 from elastic.worker.host_copy import Hands
-from elastic.worker.transport import Nccl
+from elastic.worker.transport import Host, Nccl, gloo_of
 
 NAME = "nccllike"
 FEW_BYTES = 4096
@@ -132,10 +132,10 @@ class NcclLike(dist.ProcessGroup):
     on_device: ClassVar[weakref.WeakSet[DeviceWork]] = weakref.WeakSet()
     lock = threading.Lock()
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, host: Host) -> None:
         super().__init__(rank, size)
         self.store, self.me, self.n = store, rank, size
-        self.host = dist.ProcessGroupGloo(PrefixStore("host", store), rank, size, timeout=timeout)
+        self.host = gloo_of(PrefixStore("host", store), rank, size, timeout, host)
         self.kernels = dist.ProcessGroupGloo(PrefixStore("kernels", store), rank, size, timeout=timedelta(days=1))
         self.gone = threading.Event()
         self.set_up = False
@@ -243,6 +243,9 @@ class NcclLike(dist.ProcessGroup):
     def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
         return self._run(lambda to: to.recv(tensors, source, tag), (), tensors)
 
+    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        return self._run(lambda to: to.reduce(tensors, opts or dist.ReduceOptions()), (), tensors)
+
     def barrier(self, opts: Any = None) -> dist.Work:
         return self.host.barrier()
 
@@ -278,8 +281,10 @@ class NcclLikeTransport(Nccl):
         if NAME.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(NAME, NcclLike, devices=["cpu"])
 
-    def make(self, store: Store, name: str, ranks: Sequence[int], me: int, timeout: timedelta) -> dist.ProcessGroup:
-        group = NcclLike(PrefixStore(f"{name}/", store), me, len(ranks), timeout)
+    def make(
+        self, store: Store, name: str, ranks: Sequence[int], me: int, timeout: timedelta, host: Host = "mesh"
+    ) -> dist.ProcessGroup:
+        group = NcclLike(PrefixStore(f"{name}/", store), me, len(ranks), timeout, host)
         group._set_group_name(name)
         return group
 

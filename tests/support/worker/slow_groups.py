@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from elastic.worker import groups
-from elastic.worker.transport import Transport
+from elastic.worker.transport import Host, Transport
 
 SETUP_S = 1.0  # of each group with more than one rank
 
@@ -19,10 +19,12 @@ SETUP_S = 1.0  # of each group with more than one rank
 class SlowGroups(Transport):
     setup_delay_s = SETUP_S
 
-    def make(self, store: Store, name: str, ranks: Sequence[int], me: int, timeout: timedelta) -> dist.ProcessGroup:
+    def make(
+        self, store: Store, name: str, ranks: Sequence[int], me: int, timeout: timedelta, host: Host = "mesh"
+    ) -> dist.ProcessGroup:
         if len(ranks) > 1:
             time.sleep(self.setup_delay_s)  # sleeps: a slow set-up
-        return super().make(store, name, ranks, me, timeout)
+        return super().make(store, name, ranks, me, timeout, host)
 
 
 class SlowestGroups(SlowGroups):
