@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from elastic.reshard.chunks import chunk_bytes, sizes_of, staging_bytes
-from elastic.reshard.routes import Cut, Side, bytes_of, routes_between
+from elastic.reshard.pieces import Cut, Ints, Side, bytes_of
+from elastic.reshard.routes import routes_between
 from elastic.types import ModelProfile, Move
 
 LEAST_S = 0.02  # agreement on the step, sums, last answers
@@ -47,50 +50,52 @@ def forecast(
     """The Move of a transition from memory. Arguments as of `plan_transfers`. Raises StateLost where a part has no holder."""
     room, pace = limits
     source, target = Side(model, old), Side(model, new)
+    names = sorted(set(nodes))
+    number = {name: i for i, name in enumerate(names)}
+    node = np.array([number[name] for name in nodes], dtype=np.int64)
     sent = flows(source, target, holders, nodes)
-    own_bytes = sum(n for (sender, destination), n in sent.items() if sender == destination)
-    links: dict[tuple[str, str], int] = defaultdict(int)
-    for (sender, destination), n in sent.items():
-        if sender != destination:
-            links[nodes[sender], nodes[destination]] += n
+    senders, destinations, n_bytes = sent
+    moved = senders != destinations
+    pairs, sums = summed(node[senders[moved]] * len(names) + node[destinations[moved]], n_bytes[moved])
+    ends = np.divmod(pairs, len(names))
+    links = [(names[a], names[b], n) for a, b, n in zip(*(x.tolist() for x in (*ends, sums)), strict=True)]
     via, peak_bytes = memory(source, target, holders, (len(nodes), room))
     return Move(
         via=via,
-        n_bytes=sum(links.values()),
-        own_bytes=own_bytes,
-        links=tuple((a, b, n) for (a, b), n in sorted(links.items())),
-        seconds=LEAST_S + pace.times * _busiest_s(sent, nodes, pace.link_bytes_per_s),
+        n_bytes=int(sums.sum()),
+        own_bytes=int(n_bytes[~moved].sum()),
+        links=tuple(links),
+        seconds=LEAST_S + pace.times * _busiest_bytes(sent, node) / pace.link_bytes_per_s,
         peak_bytes=peak_bytes,
     )
 
 
-def flows(
-    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
-) -> dict[tuple[int, int], int]:
-    """Bytes from each participant to each other (and to itself)."""
-    out: dict[tuple[int, int], int] = defaultdict(int)
-    for bundle, routes in routes_between(source, target, holders, nodes):
-        for route in routes:
-            if len(route.senders) == 1:
-                out[route.senders[0], route.destination] += route.n_bytes * len(bundle.tensors)
-            else:
-                for sender in route.senders:
-                    out[sender, route.destination] += route.n_bytes
-    return dict(out)
+def flows(source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]) -> tuple[Ints, Ints, Ints]:
+    """Bytes from each participant to each other (and to itself): senders, destinations, bytes."""
+    n = len(nodes)
+    found = []
+    for routes in routes_between(source, target, holders, nodes):
+        pairs = routes.senders * n + routes.destination[:, None]
+        each = routes.n_bytes * (len(routes.bundle.tensors) // pairs.shape[1])
+        found.append(summed(pairs.ravel(), np.repeat(each, pairs.shape[1])))
+    pairs, n_bytes = summed(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    return pairs // n, pairs % n, n_bytes
 
 
-def _busiest_s(sent: Mapping[tuple[int, int], int], nodes: Sequence[str], link_bytes_per_s: float) -> float:
-    """Seconds of the busiest node or rank."""
-    busy: dict[tuple[str, object], int] = defaultdict(int)
-    for (source, destination), n in sent.items():
-        if nodes[source] != nodes[destination]:
-            busy["from node", nodes[source]] += n
-            busy["to node", nodes[destination]] += n
-        else:
-            busy["from rank", source] += n
-            if source != destination:
-                busy["to rank", destination] += n
-    return max(busy.values(), default=0) / link_bytes_per_s
+def summed(keys: Ints, amounts: Ints) -> tuple[Ints, Ints]:
+    """The distinct keys in order, and the sum of the amounts of each."""
+    distinct, at = np.unique(keys, return_inverse=True)
+    sums = np.zeros_like(distinct)
+    np.add.at(sums, at, amounts)
+    return distinct, sums
+
+
+def _busiest_bytes(sent: tuple[Ints, Ints, Ints], node: Ints) -> int:
+    """Of the busiest node, to or from other nodes, or rank within its node."""
+    senders, destinations, n_bytes = sent
+    across, own = node[senders] != node[destinations], senders == destinations
+    ways = ((node[senders], across), (node[destinations], across), (senders, ~across), (destinations, ~across & ~own))
+    return max(int(summed(ends[among], n_bytes[among])[1].max(initial=0)) for ends, among in ways)
 
 
 def memory(

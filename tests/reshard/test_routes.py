@@ -15,7 +15,8 @@ from support.reshard.optimum import least_busiest
 from support.reshard.reshard_cases import Cut, random_cut, random_model
 
 from elastic.errors import InternalError, StateLost
-from elastic.reshard.routes import Side, plan_routes, shard_bytes
+from elastic.reshard.pieces import Side, shard_bytes
+from elastic.reshard.routes import plan_routes
 from elastic.reshard.shards import boxes, meet, placements, state_specs
 from elastic.reshard.transfers import check_cover, lost_tensor, plan_transfers
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
