@@ -46,7 +46,7 @@ class Column:
 
     @property
     def sizes(self) -> Ints:
-        return np.diff(self.starts, append=self.end)
+        return np.append(self.starts[1:], self.end) - self.starts
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,9 @@ def _overlaps(old: Sequence[Column], new: Sequence[Column]) -> Parts:
             across = meet(one.across, other.across)
             if across is not None:
                 starts = np.union1d(one.starts, other.starts)
-                numbers = [side.numbers[np.searchsorted(side.starts, starts, "right") - 1] for side in (one, other)]
-                found.append(np.stack([*numbers, starts, np.diff(starts, append=one.end), np.full_like(starts, len(regions))]))
+                sizes = np.append(starts[1:], one.end) - starts
+                numbers = [side.numbers[side.starts.searchsorted(starts, "right") - 1] for side in (one, other)]
+                found.append(np.array([*numbers, starts, sizes, np.full_like(starts, len(regions))]))
                 regions.append(across)
     rows = np.concatenate(found, axis=1)
     new_numbers, old_numbers, start, size, at = rows[:, np.lexsort((rows[1], rows[0]))]

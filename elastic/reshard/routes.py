@@ -76,27 +76,28 @@ def _routes(bundle: Bundle, overlaps: Overlaps, held: Holdings) -> tuple[Routes,
     first, source, target = bundle.first, overlaps.source, overlaps.target
     parts, givers = overlaps.of(first), held.givers(bundle.old)
     numbers = target.numbers(bundle.new)
-    begin = np.searchsorted(parts.new, numbers)
-    n = np.searchsorted(parts.new, numbers, "right") - begin
-    at, destination = runs(begin, n), np.repeat(np.arange(len(numbers)), n)
-    old, row_bytes = parts.old[at], parts.row_elements[parts.across[at]] * DTYPE_BYTES[first.spec.dtype]
-    place, able = givers.able(old, destination)
+    begin = parts.new.searchsorted(numbers)
+    n = parts.new.searchsorted(numbers, "right") - begin
+    at, destination = runs(begin, n), np.arange(len(numbers)).repeat(n)
+    place, able = givers.able(parts.old[at], destination)
     if not able.all():
-        missing = np.flatnonzero(source.numbers(bundle.old) == old[np.argmin(able)])
-        raise _lost(first, source.layout, missing.tolist())
-    size, n_bytes = parts.size[at], parts.size[at] * row_bytes
-    cut = (able > 1) & (n_bytes > SPREAD_BYTES)  # in slices of a row at least
-    step = np.where(cut, np.maximum(1, SPREAD_BYTES * size // n_bytes), size)
-    slices = -(-size // step)
-    k, each = runs(np.zeros_like(slices), slices), np.repeat(np.arange(len(slices)), slices)
-    size = np.minimum(step[each], size[each] - k * step[each])
-    place, able, at = place[each], able[each], at[each]
+        missing = source.numbers(bundle.old) == parts.old[at[able.argmin()]]
+        raise _lost(first, source.layout, missing.nonzero()[0].tolist())
+    start, size = parts.start[at], parts.size[at]
+    row_bytes = parts.row_elements[parts.across[at]] * DTYPE_BYTES[first.spec.dtype]
+    several = able > 1
+    cut = several & (size * row_bytes > SPREAD_BYTES)
+    if cut.any():  # in slices of a row at least
+        step = np.where(cut, np.maximum(1, SPREAD_BYTES // row_bytes), size)
+        slices = -(-size // step)
+        k, each = runs(np.zeros_like(slices), slices), np.arange(len(slices)).repeat(slices)
+        destination, at, place, able, row_bytes = (x[each] for x in (destination, at, place, able, row_bytes))
+        start, size = start[each] + k * step[each], np.minimum(step[each], size[each] - k * step[each])
     senders = givers.who[place][:, None]
-    if (able > 1).any():
-        senders = np.repeat(senders, len(bundle.tensors), axis=1)
-    start, across = parts.start[at] + k * step[each], parts.across[at]
-    where = (bundle, destination[each], start, size, across, old[each], parts.regions)
-    return Routes(*where, size * row_bytes[each], senders, givers), place, able
+    if several.any():
+        senders = senders.repeat(len(bundle.tensors), axis=1)
+    where = (bundle, destination, start, size, parts.across[at], parts.old[at], parts.regions)
+    return Routes(*where, size * row_bytes, senders, givers), place, able
 
 
 def _spread(found: Sequence[tuple[Routes, Ints, Ints]], n_participants: int) -> None:
@@ -129,7 +130,8 @@ def _spread(found: Sequence[tuple[Routes, Ints, Ints]], n_participants: int) -> 
 
 def runs(first: Ints, n: Ints) -> Ints:
     """first[0], first[0] + 1, ... n[0] of them, then those from first[1], and so on."""
-    return np.repeat(first - (np.cumsum(n) - n), n) + np.arange(n.sum())
+    ends: Ints = np.cumsum(n, dtype=np.int64)
+    return (first - (ends - n)).repeat(n) + np.arange(ends[-1] if len(ends) else 0)
 
 
 class Holdings:
@@ -171,14 +173,15 @@ class Givers:
         asked = pieces * self._n + destinations, pieces * self._n_nodes + self._node[destinations], pieces
         first, n = np.zeros_like(pieces), np.zeros_like(pieces)
         for level, (keys, wanted) in enumerate(zip(self._keys, asked, strict=True)):
-            begin = np.searchsorted(keys, wanted)
-            first = np.where(n, first, level * len(self._ranks) + begin)
-            n = np.where(n, n, np.searchsorted(keys, wanted, "right") - begin)
+            begin = keys.searchsorted(wanted)
+            found = keys.searchsorted(wanted, "right") - begin
+            first, n = np.where(n, first, level * len(self._ranks) + begin), np.where(n, n, found)
         return first, n
 
     def holding(self, pieces: Ints, senders: Ints) -> Ints:
         """The old rank whose boxes the sender of a piece reads."""
-        return self._ranks[np.searchsorted(self._keys[0], pieces * self._n + senders)]
+        found: Ints = self._ranks[self._keys[0].searchsorted(pieces * self._n + senders)]
+        return found
 
 
 def _lost(placed: Placed, layout: Layout, ranks: Sequence[int]) -> StateLost:
