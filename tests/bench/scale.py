@@ -7,6 +7,7 @@
 node (`notice_ms`), the same when the move is near (`near_ms`); the first of these plans the move (`near_first_ms`).
 `answers`: what all workers of a generation say when it is over, folded into the state one by one.
 `gather`: the parts of one durable copy on their way to a commit. `orders`: what a worker is sent to enter a generation.
+`cluster`: a whole run with one notice on made-up workers, under the real driver loop, backend and journal (scale_cluster.py).
 
 `exponent`: of the growth over all sizes, by least squares (1 = as the cluster).
 """
@@ -27,6 +28,7 @@ from time import process_time
 from typing import Any
 
 import report
+import scale_cluster
 from trial import Clock
 
 from elastic.driver import drive
@@ -58,9 +60,9 @@ from elastic.worker.gather import Gather
 from elastic.worker.workplace import EnterOrder
 
 PER_NODE = 8
-PARTS = ("moves", "decisions", "looks", "answers", "gather", "orders")
+PARTS = ("moves", "decisions", "looks", "answers", "gather", "orders", "cluster")
 ALL = (64, 512, 4096, 8192)
-SIZES = dict.fromkeys(PARTS, ALL) | {"decisions": (64, 256, 1024)}
+SIZES = dict.fromkeys(PARTS, ALL) | {"decisions": (64, 256, 1024), "cluster": (8, *ALL)}
 SMOKE_SIZES = (16, 64)
 UNITS_S = {"s": 1.0, "ms": 1e-3}
 LEAST_S = 1e-4  # times below that count as that
@@ -248,12 +250,22 @@ def orders(n: int, profile: ModelProfile) -> dict[str, float]:
     return {"order_kb": round(len(pickle.dumps(order)) / 1e3, 1)}
 
 
-MEASURES = {"moves": moves, "decisions": decisions, "looks": looks, "answers": answers, "gather": gather, "orders": orders}
+def cluster(n: int, profile: ModelProfile, step_s: float = 1.0) -> dict[str, float]:
+    return scale_cluster.run(n, max(1, min(PER_NODE, n // 4)), profile, step_s)
+
+
+MEASURES = {
+    "moves": moves, "decisions": decisions, "looks": looks, "answers": answers, "gather": gather, "orders": orders,
+    "cluster": cluster,
+}  # fmt: skip
 
 
 def measure(clock: Clock, parts: list[str], smoke: bool, profiled: bool = False) -> dict[str, Any]:
     profile, found = model(), {}
-    measures = MEASURES | {"decisions": partial(decisions, profiled=profiled)}
+    measures = MEASURES | {
+        "decisions": partial(decisions, profiled=profiled),
+        "cluster": partial(cluster, step_s=0.1 if smoke else 1.0),
+    }
     for part in parts:
         by_size = {}
         for n in SMOKE_SIZES if smoke else SIZES[part]:
