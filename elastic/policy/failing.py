@@ -7,14 +7,13 @@ whatever the generation: it is all that a recovery can start from.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from elastic.policy import layouts
 from elastic.policy.known import Failure, State
+from elastic.policy.layered import with_entry, without_entry
 from elastic.types import DigestChecked, GuardTripped, Layout, Node, NodeStatus, Quiesced, Silent, WorkerFailed, WorkerId
 from elastic.types.replacing import replace
-
-T = TypeVar("T")
 
 ONE_SILENCE_S = 10.0  # as below, of workers that do not answer
 HARDWARE = ("ECC", "NVLink", "Xid", "hardware", "contained")  # in errors that no program can cause
@@ -253,41 +252,35 @@ def _quiesced(state: State, event: Quiesced, at_s: float) -> State:
     node, worker = state.nodes.get(event.worker.node_id), event.worker
     if node is None or node.status in ("lost", "quarantined") or worker in state.dead:
         return state
-    state = seen(_with_report(state, event), worker.node_id)
+    state, told = seen(state, worker.node_id), _told(state, event)
     if state.aborting:
         forward = state.aborting.forward
         if forward and event.pending_step == forward.step:
-            return state  # said before it had the order to apply it
-        return replace(state, aborting=replace(state.aborting, owing=state.aborting.owing - {worker}))
+            return replace(state, **told)  # said before it had the order to apply it
+        return replace(state, **told, aborting=replace(state.aborting, owing=state.aborting.owing - {worker}))
     for current in (state.plan, state.target):
         if current and event.generation == current.generation and worker not in current.workers:
-            return replace(
-                state, sent=frozenset(s for s in state.sent if s[0] == event.generation) | {(event.generation, worker)}
-            )
+            sent = frozenset(s for s in state.sent if s[0] == event.generation) | {(event.generation, worker)}
+            return replace(state, **told, sent=sent)
     plan = state.plan
     if plan is None or event.generation != plan.generation or worker not in plan.workers:
-        return state
-    state = replace(state, quiesced=state.quiesced | {worker})
+        return replace(state, **told)
+    state = replace(state, **told, quiesced=state.quiesced | {worker})
     if state.quiescing or state.target or event.step >= state.steps:
         return state
     return failed(state, Failure("infrastructure", f"worker {worker} left generation {plan.generation} unasked", at_s))
 
 
-def _with_report(state: State, event: Quiesced) -> State:
+def _told(state: State, event: Quiesced) -> dict[str, Any]:
     """What the worker holds, what the last commit gave it, and which step's gradients it keeps."""
-    worker = event.worker
-    commits, pending = state.commits, state.pending
-    if event.commit or worker in commits:
-        commits = {**commits, worker: event.commit} if event.commit else _but(commits, worker)
-    if event.pending_step >= 0 or worker in pending:
-        pending = {**pending, worker: event.pending_step} if event.pending_step >= 0 else _but(pending, worker)
-    return replace(state, holdings={**state.holdings, worker: event.holdings}, commits=commits, pending=pending)
-
-
-def _but(found: Mapping[WorkerId, T], worker: WorkerId) -> dict[WorkerId, T]:
-    left = dict(found)
-    left.pop(worker, None)
-    return left
+    worker, commits, pending = event.worker, state.commits, state.pending
+    return {
+        "holdings": with_entry(state.holdings, worker, event.holdings),
+        "commits": with_entry(commits, worker, event.commit) if event.commit else without_entry(commits, worker),
+        "pending": with_entry(pending, worker, event.pending_step)
+        if event.pending_step >= 0
+        else without_entry(pending, worker),
+    }
 
 
 def _digest_checked(state: State, event: DigestChecked, at_s: float) -> State:

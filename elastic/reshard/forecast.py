@@ -6,14 +6,17 @@ node, and for the boxes that a rank copies in its own memory, the same rate per 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from elastic.reshard.chunks import chunk_bytes, sizes_of, staging_bytes
 from elastic.reshard.communicators import CONTEXT_BYTES, messages_bytes, set_up_bytes
-from elastic.reshard.routes import Cut, Side, bytes_of, routes_between
+from elastic.reshard.pieces import Cut, Ints, Side, bytes_of
+from elastic.reshard.routes import routes_between
 from elastic.types import Layout, ModelProfile, Move
 
 LEAST_S = 0.02  # agreement on the step, sums, last answers
@@ -50,75 +53,75 @@ def forecast(
     """The Move of a transition from memory. Arguments as of `plan_transfers`. Raises StateLost where a part has no holder."""
     room, pace = limits
     source, target = Side(model, old), Side(model, new)
+    names = sorted(set(nodes))
+    number = {name: i for i, name in enumerate(names)}
+    node = np.array([number[name] for name in nodes], dtype=np.int64)
     sent = flows(source, target, holders, nodes)
-    own_bytes = sum(n for (sender, destination), n in sent.items() if sender == destination)
-    links: dict[tuple[str, str], int] = defaultdict(int)
-    for (sender, destination), n in sent.items():
-        if sender != destination:
-            links[nodes[sender], nodes[destination]] += n
-    taken = [0] * len(nodes)
-    if room.device_type != "cpu":
-        taken = beside_torch(new[0], sent, nodes)
+    senders, destinations, n_bytes = sent
+    moved = senders != destinations
+    pairs, sums = summed(node[senders[moved]] * len(names) + node[destinations[moved]], n_bytes[moved])
+    ends = np.divmod(pairs, len(names))
+    links = [(names[a], names[b], n) for a, b, n in zip(*(x.tolist() for x in (*ends, sums)), strict=True)]
+    taken = beside_torch(new[0], sent, node) if room.device_type != "cpu" else [0] * len(nodes)
     via, peak_bytes, leaving = memory(source, target, holders, (taken, room))
     host_s = 0.0
     if via == "host" and room.host_bytes_per_s:  # the old boxes leave the device, and their parts come back
-        back = Counter[int]()
-        for (sender, _), n in sent.items():
-            back[sender] += n
-        host_s = max(n + back[p] for p, n in leaving.items()) / room.host_bytes_per_s
+        back = np.bincount(senders, weights=n_bytes, minlength=len(nodes))
+        host_s = max(n + float(back[p]) for p, n in leaving.items()) / room.host_bytes_per_s
     return Move(
         via=via,
-        n_bytes=sum(links.values()),
-        own_bytes=own_bytes,
-        links=tuple((a, b, n) for (a, b), n in sorted(links.items())),
-        seconds=LEAST_S + pace.times * (_busiest_s(sent, nodes, pace.link_bytes_per_s) + host_s),
+        n_bytes=int(sums.sum()),
+        own_bytes=int(n_bytes[~moved].sum()),
+        links=tuple(links),
+        seconds=LEAST_S + pace.times * (_busiest_bytes(sent, node) / pace.link_bytes_per_s + host_s),
         peak_bytes=peak_bytes,
     )
 
 
-def flows(
-    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
-) -> dict[tuple[int, int], int]:
-    """Bytes from each participant to each other (and to itself)."""
-    out: dict[tuple[int, int], int] = defaultdict(int)
-    for bundle, routes in routes_between(source, target, holders, nodes):
-        for route in routes:
-            if len(route.senders) == 1:
-                out[route.senders[0], route.destination] += route.n_bytes * len(bundle.tensors)
-            else:
-                for sender in route.senders:
-                    out[sender, route.destination] += route.n_bytes
-    return dict(out)
+def flows(source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]) -> tuple[Ints, Ints, Ints]:
+    """Bytes from each participant to each other (and to itself): senders, destinations, bytes."""
+    n = len(nodes)
+    found = []
+    for routes in routes_between(source, target, holders, nodes):
+        pairs = routes.senders * n + routes.destination[:, None]
+        each = routes.n_bytes * (len(routes.bundle.tensors) // pairs.shape[1])
+        found.append(summed(pairs.ravel(), np.repeat(each, pairs.shape[1])))
+    pairs, n_bytes = summed(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    return pairs // n, pairs % n, n_bytes
 
 
-def _busiest_s(sent: Mapping[tuple[int, int], int], nodes: Sequence[str], link_bytes_per_s: float) -> float:
-    """Seconds of the busiest node or rank."""
-    busy: dict[tuple[str, object], int] = defaultdict(int)
-    for (source, destination), n in sent.items():
-        if nodes[source] != nodes[destination]:
-            busy["from node", nodes[source]] += n
-            busy["to node", nodes[destination]] += n
-        else:
-            busy["from rank", source] += n
-            if source != destination:
-                busy["to rank", destination] += n
-    return max(busy.values(), default=0) / link_bytes_per_s
+def summed(keys: Ints, amounts: Ints) -> tuple[Ints, Ints]:
+    """The distinct keys in order, and the sum of the amounts of each."""
+    distinct, at = np.unique(keys, return_inverse=True)
+    sums = np.zeros_like(distinct)
+    np.add.at(sums, at, amounts)
+    return distinct, sums
 
 
-def beside_torch(layout: Layout, sent: Mapping[tuple[int, int], int], nodes: Sequence[str]) -> list[int]:
+def _busiest_bytes(sent: tuple[Ints, Ints, Ints], node: Ints) -> int:
+    """Of the busiest node, to or from other nodes, or rank within its node."""
+    senders, destinations, n_bytes = sent
+    across, own = node[senders] != node[destinations], senders == destinations
+    ways = ((node[senders], across), (node[destinations], across), (senders, ~across), (destinations, ~across & ~own))
+    return max(int(summed(ends[among], n_bytes[among])[1].max(initial=0)) for ends, among in ways)
+
+
+def beside_torch(layout: Layout, sent: tuple[Ints, Ints, Ints], node: Ints) -> list[int]:
     """Of each participant, what CUDA and NCCL take on its GPU while the state moves: the coming generation's groups have been
     used once, and then who exchanges messages is connected."""
-    peers: dict[int, set[int]] = defaultdict(set)
-    for one, other in sent:
-        if one != other:
-            peers[one].add(other)
-            peers[other].add(one)
-    found = []
-    for p, node in enumerate(nodes):
-        groups = set_up_bytes(layout if p < layout.world_size else Layout(), len(nodes))
-        n_in_node = sum(nodes[other] == node for other in peers[p])
-        found.append(CONTEXT_BYTES + groups + messages_bytes(n_in_node, n_in_node < len(peers[p])))
-    return found
+    n = len(node)
+    senders, destinations, _ = sent
+    moved = senders != destinations
+    one, other = senders[moved], destinations[moved]
+    pairs = np.unique(np.concatenate([one * n + other, other * n + one]))
+    here, there = np.divmod(pairs, n)
+    peers = np.bincount(here, minlength=n)
+    in_node = np.bincount(here[node[here] == node[there]], minlength=n)
+    groups = {ranks: set_up_bytes(layout if ranks else Layout(), n) for ranks in (True, False)}
+    return [
+        CONTEXT_BYTES + groups[p < layout.world_size] + messages_bytes(near, near < all_)
+        for p, (near, all_) in enumerate(zip(in_node.tolist(), peers.tolist(), strict=True))
+    ]
 
 
 def memory(

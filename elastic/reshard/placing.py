@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from math import prod
 
-from elastic.reshard.routes import Cut, Index, Overlaps, Side, bundles
+import numpy as np
+
+from elastic.reshard.pieces import Cut, Overlaps, Side, bundles
 from elastic.reshard.shards import placements
 from elastic.types import DTYPE_BYTES, ModelProfile, WorkerId
 
@@ -54,24 +55,19 @@ def kept_bytes(model: ModelProfile, cuts: tuple[Cut, Cut], held: Sequence[Sequen
     """[new rank][worker]: bytes of the rank's boxes that the worker has already; `held[w]`: the old ranks that it has."""
     source, target = Side(model, cuts[0]), Side(model, cuts[1])
     overlaps = Overlaps(source, target)
-    out = [[0] * len(held) for _ in range(target.layout.world_size)]
+    pairs = [(worker, rank) for worker, ranks in enumerate(held) for rank in ranks]
+    workers, ranks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    out = np.zeros((len(held), target.layout.world_size), dtype=np.int64)
+    n_old, n_new = source.layout.tp * source.fsdp, target.layout.tp * target.fsdp
     for bundle in bundles(placements(model), source, target):
-        first = bundle.first
-        n = DTYPE_BYTES[first.spec.dtype] * len(bundle.tensors)
-        index_of = {rank: index for index, ranks in source.ranks(bundle.old).items() for rank in ranks}
-        has: dict[Index, list[int]] = defaultdict(list)
-        for worker, ranks in enumerate(held):
-            for index in {index_of[rank] for rank in ranks if rank in index_of}:
-                has[index].append(worker)
-        new_ranks = target.ranks(bundle.new)
-        for index, parts in overlaps.of(first).items():
-            for old_index, (_, sizes) in parts:
-                n_bytes = prod(sizes) * n
-                for rank in new_ranks[index]:
-                    row = out[rank]
-                    for worker in has.get(old_index, ()):
-                        row[worker] += n_bytes
-    return out
+        parts = overlaps.of(bundle.first)
+        n_bytes = np.zeros((n_old, n_new + 1), dtype=np.int64)  # the last one: of ranks that hold no piece
+        n_bytes[parts.old, parts.new] = parts.elements * (DTYPE_BYTES[bundle.first.spec.dtype] * len(bundle.tensors))
+        pieces = source.numbers(bundle.old)[ranks]
+        has = np.unique(np.stack([workers, pieces], axis=1)[pieces >= 0], axis=0)
+        np.add.at(out, has[:, 0], n_bytes[has[:, 1]][:, target.numbers(bundle.new)])
+    found: Matrix = out.T.tolist()
+    return found
 
 
 def _best(gain: Matrix) -> list[int]:

@@ -13,137 +13,48 @@ only these senders could send. Sets overlap otherwise where replicas, nodes and 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapreplace
-from math import prod
-from operator import itemgetter
+
+import numpy as np
 
 from elastic.errors import StateLost
-from elastic.mesh import coordinates
-from elastic.reshard.shards import Placed, Region, check_layers, meet, placements, region, stages_of
+from elastic.reshard.pieces import Bundle, Cut, Held, Ints, Overlaps, Side, bundles
+from elastic.reshard.shards import Placed, Region
 from elastic.types import DTYPE_BYTES, Layout, ModelProfile
-
-Cut = tuple[Layout, tuple[int, ...]]  # a layout and its layers per stage
-Index = tuple[int, int]  # tp and fsdp index of a piece; 0 on an axis that does not cut the tensor
-Stages = tuple[int, ...]
-_Queue = list[tuple[int, int, int]]
-Held = tuple[Stages, bool, bool]  # stages, cut by tp?, cut by fsdp?: tensors of equal value are held by the same ranks
-
-Cutting = tuple[tuple[int, ...], int | None, bool, bool]  # tensors of equal value are cut into equal pieces
 
 SPREAD_BYTES = 64 << 20  # parts that several could send are cut along dimension 0 to at most this, so that several do
 
 
 @dataclass(frozen=True)
-class Bundle:
-    """Tensors (by their place in `placements`) of equal shape, dtype and placement under both layouts."""
+class Routes:
+    """Parts of each tensor of a bundle on their way, in the order of destinations and offsets. `n_bytes`: of one tensor;
+    `senders`: [part, tensor], or [part, 1] where none has a choice; `old`: the piece of which it is a part."""
 
-    first: Placed
-    tensors: tuple[int, ...]
-    old: Held
-    new: Held
+    bundle: Bundle
+    destination: Ints
+    start: Ints
+    size: Ints
+    across: Ints
+    old: Ints
+    regions: list[Region]
+    n_bytes: Ints
+    senders: Ints
+    givers: Givers
 
-
-@dataclass
-class Route:
-    """A part of each tensor of a bundle on its way to `destination`. `senders`: of each tensor, or one for all; `held_as`:
-    sender -> the old rank whose boxes are read there."""
-
-    destination: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    n_bytes: int  # of one tensor
-    held_as: Mapping[int, int]
-    senders: list[int]
-
-    def sender(self, k: int) -> int:
-        return self.senders[k] if len(self.senders) > 1 else self.senders[0]
-
-
-@dataclass(frozen=True)
-class _Holders:
-    """Who can give a piece: `held_as`: participant -> the rank whose boxes it holds, `by_node` -> participants."""
-
-    held_as: dict[int, int] = field(default_factory=dict)
-    by_node: dict[str, list[int]] = field(default_factory=dict)
-
-    @cached_property
-    def everyone(self) -> list[int]:
-        return list(self.held_as)
-
-
-class Side:
-    """Which ranks of one layout hold a tensor, by pieces."""
-
-    def __init__(self, model: ModelProfile, cut: Cut) -> None:
-        self.model, (self.layout, self.layers) = model, cut
-        check_layers(model, *cut)
-        self.fsdp = self.layout.dp_shard * self.layout.cp
-        self.at = [coordinates(self.layout, rank) for rank in range(self.layout.world_size)]
-        self._stages: dict[tuple[int | None, ...], Stages] = {}
-        self._ranks: dict[Held, dict[Index, list[int]]] = {}
-        self._pieces: dict[Cutting, dict[Index, Region]] = {}
-
-    @cached_property
-    def state(self) -> tuple[Placed, ...]:
-        return placements(self.model)
-
-    def held(self, placed: Placed) -> Held:
-        if placed.blocks not in self._stages:
-            self._stages[placed.blocks] = stages_of(placed.blocks, self.model, self.layout, self.layers)
-        return self._stages[placed.blocks], placed.tp_cut, placed.fsdp_cut
-
-    def ranks(self, held: Held) -> dict[Index, list[int]]:
-        """Piece -> the ranks that hold it."""
-        if held not in self._ranks:
-            stages, tp_cut, fsdp_cut = held
-            out: dict[Index, list[int]] = {}
-            for rank, at in enumerate(self.at):
-                if at.pp in stages:
-                    index = (at.tp if tp_cut else 0, at.fsdp(self.layout) if fsdp_cut else 0)
-                    out.setdefault(index, []).append(rank)
-            self._ranks[held] = out
-        return self._ranks[held]
-
-    def pieces(self, placed: Placed) -> dict[Index, Region]:
-        """Piece -> its region, empty ones left out."""
-        cutting = cutting_of(placed)
-        if cutting not in self._pieces:
-            out: dict[Index, Region] = {}
-            for t in range(self.layout.tp if placed.tp_cut else 1):
-                offsets, sizes = region(placed, (t, self.layout.tp), (0, 1))
-                if 0 in sizes:
-                    continue
-                step = -(-sizes[0] // self.fsdp) if placed.fsdp_cut else 0
-                for f, start in enumerate(range(0, sizes[0], step) if step else (0,)):  # as `chunk`, the empty ones left out
-                    part = (min(step, sizes[0] - start), *sizes[1:]) if step else sizes
-                    out[t, f] = (offsets[0] + start, *offsets[1:]) if step else offsets, part
-            self._pieces[cutting] = out
-        return self._pieces[cutting]
-
-
-def cutting_of(placed: Placed) -> Cutting:
-    return placed.spec.shape, placed.spec.tp_dim, placed.tp_cut, placed.fsdp_cut
-
-
-def bundles(state: Sequence[Placed], source: Side, target: Side) -> list[Bundle]:
-    """The state in bundles, in the order of their first tensors."""
-    found: dict[tuple[object, ...], list[int]] = {}
-    for i, placed in enumerate(state):
-        spec = placed.spec
-        key = (source.held(placed), target.held(placed), spec.shape, spec.tp_dim, spec.dtype)
-        found.setdefault(key, []).append(i)
-    firsts = [(state[tensors[0]], tuple(tensors)) for tensors in found.values()]
-    return [Bundle(first, tensors, source.held(first), target.held(first)) for first, tensors in firsts]
+    def region(self, i: int) -> Region:
+        """Of part i."""
+        offsets, sizes = self.regions[self.across[i]]
+        if not self.bundle.first.spec.shape:
+            return offsets, sizes
+        return (int(self.start[i]), *offsets), (int(self.size[i]), *sizes)
 
 
 def plan_routes(
     model: ModelProfile, old: Cut, new: Cut, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
-) -> list[tuple[Bundle, list[Route]]]:
-    """The routes of each bundle, in the order of destinations and offsets; equal input gives equal output.
+) -> list[Routes]:
+    """The routes of each bundle; equal input gives equal output.
 
     `holders`: rank of the old layout -> participants that hold its boxes. `nodes`: node of each participant, ranks of the new
     layout first. Raises StateLost, naming the tensor, when a part has no holder.
@@ -151,147 +62,126 @@ def plan_routes(
     return routes_between(Side(model, old), Side(model, new), holders, nodes)
 
 
-def routes_between(
-    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]
-) -> list[tuple[Bundle, list[Route]]]:
+def routes_between(source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]) -> list[Routes]:
     """As `plan_routes`."""
-    overlaps = Overlaps(source, target)
-    sent = [0] * len(nodes)
-    shared: list[tuple[int, int, int, Route, list[int]]] = []  # parts that several could send
-    out: list[tuple[Bundle, list[Route]]] = []
-    givers: dict[Held, dict[Index, _Holders]] = {}
-    for bundle in bundles(source.state, source, target):
-        if bundle.old not in givers:
-            ranks = source.ranks(bundle.old)
-            givers[bundle.old] = {index: _holders(who, holders, nodes) for index, who in ranks.items()}
-        routes: list[Route] = []
-        for route, able in _routes(bundle, overlaps, givers[bundle.old], nodes):
-            routes.append(route)
-            if len(able) > 1:
-                shared.append((len(able), -route.n_bytes, len(shared), route, able))
-                route.senders *= len(bundle.tensors)
-            elif able[0] != route.destination:
-                sent[able[0]] += route.n_bytes * len(bundle.tensors)
-        out.append((bundle, routes))
-    queues: dict[int, _Queue] = {}  # those that can send a part are one list for all parts of a piece
-    for *_, route, able in sorted(shared, key=lambda job: job[:3]):
-        queue = queues.setdefault(id(able), [(0, k, sender) for k, sender in enumerate(able)])
-        _spread(route, queue, sent)
-    return out
+    overlaps, held = Overlaps(source, target), Holdings(source, holders, nodes)
+    found = [_routes(bundle, overlaps, held) for bundle in bundles(source.state, source, target)]
+    if any((able > 1).any() for _, _, able in found):
+        _spread(found, len(nodes))
+    return [routes for routes, _, _ in found]
 
 
-def _routes(
-    bundle: Bundle, overlaps: Overlaps, givers: Mapping[Index, _Holders], nodes: Sequence[str]
-) -> Iterator[tuple[Route, list[int]]]:
-    """Routes with those that could send them, without a choice among several yet."""
+def _routes(bundle: Bundle, overlaps: Overlaps, held: Holdings) -> tuple[Routes, Ints, Ints]:
+    """Routes, and for each the first of those that could send it, a place in the givers' `who`, and how many there are."""
     first, source, target = bundle.first, overlaps.source, overlaps.target
-    parts = overlaps.of(first)
-    item_bytes = DTYPE_BYTES[first.spec.dtype]
-    wanted = [(rank, index) for index, ranks in target.ranks(bundle.new).items() for rank in ranks]
-    for rank, index in sorted(wanted):
-        for old_index, part in parts.get(index, ()):
-            giver = givers[old_index]
-            if not giver.held_as:
-                raise _lost(first, source.layout, source.ranks(bundle.old)[old_index])
-            able = [rank] if rank in giver.held_as else giver.by_node.get(nodes[rank]) or giver.everyone
-            n_bytes = prod(part[1]) * item_bytes
-            for offsets, sizes in rows(part, n_bytes, SPREAD_BYTES) if len(able) > 1 else (part,):
-                yield Route(rank, offsets, sizes, prod(sizes) * item_bytes, giver.held_as, [able[0]]), able
+    parts, givers = overlaps.of(first), held.givers(bundle.old)
+    numbers = target.numbers(bundle.new)
+    begin = parts.new.searchsorted(numbers)
+    n = parts.new.searchsorted(numbers, "right") - begin
+    at, destination = runs(begin, n), np.arange(len(numbers)).repeat(n)
+    place, able = givers.able(parts.old[at], destination)
+    if not able.all():
+        missing = source.numbers(bundle.old) == parts.old[at[able.argmin()]]
+        raise _lost(first, source.layout, missing.nonzero()[0].tolist())
+    start, size = parts.start[at], parts.size[at]
+    row_bytes = parts.row_elements[parts.across[at]] * DTYPE_BYTES[first.spec.dtype]
+    several = able > 1
+    cut = several & (size * row_bytes > SPREAD_BYTES)
+    if cut.any():  # in slices of a row at least
+        step = np.where(cut, np.maximum(1, SPREAD_BYTES // row_bytes), size)
+        slices = -(-size // step)
+        k, each = runs(np.zeros_like(slices), slices), np.arange(len(slices)).repeat(slices)
+        destination, at, place, able, row_bytes = (x[each] for x in (destination, at, place, able, row_bytes))
+        start, size = start[each] + k * step[each], np.minimum(step[each], size[each] - k * step[each])
+    senders = givers.who[place][:, None]
+    if several.any():
+        senders = senders.repeat(len(bundle.tensors), axis=1)
+    where = (bundle, destination, start, size, parts.across[at], parts.old[at], parts.regions)
+    return Routes(*where, size * row_bytes, senders, givers), place, able
 
 
-def _spread(route: Route, queue: _Queue, sent: list[int]) -> None:
-    """Each tensor's part goes to the sender with the fewest bytes, of equal ones to the first. `queue`: a heap of bytes when
-    they were looked at, place among those that are able, sender; nobody's bytes become fewer."""
-    for k in range(len(route.senders)):
-        while (n_bytes := sent[queue[0][2]]) > queue[0][0]:
-            heapreplace(queue, (n_bytes, *queue[0][1:]))
-        sender = queue[0][2]
-        sent[sender] += route.n_bytes
-        route.senders[k] = sender
+def _spread(found: Sequence[tuple[Routes, Ints, Ints]], n_participants: int) -> None:
+    """Each tensor's part goes to the sender with the fewest bytes, of equal ones to the first; those that can send a part
+    have a heap of bytes when they were looked at, place among them, and sender: nobody's bytes become fewer."""
+    sums = np.zeros(n_participants, dtype=np.int64)
+    shared: list[tuple[int, int, int, int, int]] = []  # in order: number of senders, -bytes; bundle, part, place of the senders
+    for b, (routes, place, able) in enumerate(found):
+        alone = (able == 1) & (routes.senders[:, 0] != routes.destination)
+        np.add.at(sums, routes.senders[alone, 0], routes.n_bytes[alone] * len(routes.bundle.tensors))
+        some = np.flatnonzero(able > 1)
+        rows = (able[some], -routes.n_bytes[some], np.full_like(some, b), some, place[some])
+        shared += zip(*(row.tolist() for row in rows), strict=True)
+    shared.sort()
+    sent: list[int] = sums.tolist()
+    queues: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for n, minus_bytes, b, i, first in shared:
+        routes = found[b][0]
+        key = (id(routes.givers), first)
+        if key not in queues:
+            queues[key] = [(0, k, sender) for k, sender in enumerate(routes.givers.who[first : first + n].tolist())]
+        queue, chosen = queues[key], []
+        for _ in routes.bundle.tensors:
+            while (n_bytes := sent[queue[0][2]]) > queue[0][0]:
+                heapreplace(queue, (n_bytes, *queue[0][1:]))
+            sent[queue[0][2]] -= minus_bytes
+            chosen.append(queue[0][2])
+        routes.senders[i] = chosen
 
 
-def rows(part: Region, n_bytes: int, limit: int) -> Iterator[Region]:
-    """The region in slices along dimension 0 of at most `limit` bytes each (one row at least)."""
-    offsets, sizes = part
-    if n_bytes <= limit or not sizes or sizes[0] < 2:
-        yield part
-        return
-    step = max(1, limit * sizes[0] // n_bytes)
-    for start in range(0, sizes[0], step):
-        yield (offsets[0] + start, *offsets[1:]), (min(step, sizes[0] - start), *sizes[1:])
+def runs(first: Ints, n: Ints) -> Ints:
+    """first[0], first[0] + 1, ... n[0] of them, then those from first[1], and so on."""
+    ends: Ints = np.cumsum(n, dtype=np.int64)
+    return (first - (ends - n)).repeat(n) + np.arange(ends[-1] if len(ends) else 0)
 
 
-def shard_bytes(model: ModelProfile, cut: Cut, padded: bool = False) -> list[int]:
-    """Bytes of the training state that each rank of the layout holds. `padded`: as FSDP has them in memory, where each part of
-    a parameter that is not empty has the size of the largest."""
-    return bytes_of(Side(model, cut), padded)
+class Holdings:
+    """Which participants have which old ranks' boxes; `nodes`: of each participant."""
+
+    def __init__(self, source: Side, holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]) -> None:
+        pairs = [(rank, who) for rank in range(source.layout.world_size) for who in holders.get(rank, ())]
+        self._source = source
+        self._ranks, self._who = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        names = {name: i for i, name in enumerate(dict.fromkeys(nodes))}
+        self._node = np.array([names[name] for name in nodes], dtype=np.int64)
+        self._found: dict[Held, Givers] = {}
+
+    def givers(self, held: Held) -> Givers:
+        if held not in self._found:
+            pieces = self._source.numbers(held)[self._ranks]
+            there = pieces >= 0
+            self._found[held] = Givers(pieces[there], self._ranks[there], self._who[there], self._node)
+        return self._found[held]
 
 
-def bytes_of(side: Side, padded: bool = False) -> list[int]:
-    """As `shard_bytes`."""
-    out = [0] * side.layout.world_size
-    for bundle in bundles(side.state, side, side):
-        item_bytes = DTYPE_BYTES[bundle.first.spec.dtype] * len(bundle.tensors)
-        ranks = side.ranks(bundle.old)
-        pieces = side.pieces(bundle.first)
-        for index, (_, sizes) in pieces.items():
-            if padded and bundle.first.fsdp_cut:
-                sizes = pieces[index[0], 0][1]
-            for rank in ranks.get(index, ()):
-                out[rank] += prod(sizes) * item_bytes
-    return out
+class Givers:
+    """Who can give the pieces that tensors of one `Held` are cut into. `who`: each once for each piece by itself, then those of
+    a node, then all, in the order given."""
 
+    def __init__(self, pieces: Ints, ranks: Ints, who: Ints, node: Ints) -> None:
+        self._node, self._n_nodes, self._n = node, int(node.max(initial=0)) + 1, len(node)
+        own, first = np.unique(pieces * self._n + who, return_index=True)  # of several ranks with equal boxes the first
+        self._ranks = ranks[first]
+        given = np.sort(first)
+        pieces, everyone = pieces[given], who[given]
+        near = pieces * self._n_nodes + node[everyone]
+        by_node, by_piece = np.argsort(near, kind="stable"), np.argsort(pieces, kind="stable")
+        self._keys = own, near[by_node], pieces[by_piece]
+        self.who = np.concatenate([who[first], everyone[by_node], everyone[by_piece]])
 
-def _holders(ranks: Sequence[int], holders: Mapping[int, tuple[int, ...]], nodes: Sequence[str]) -> _Holders:
-    out = _Holders()
-    for rank in ranks:
-        for participant in holders.get(rank, ()):
-            if participant not in out.held_as:
-                out.held_as[participant] = rank
-                out.by_node.setdefault(nodes[participant], []).append(participant)
-    return out
+    def able(self, pieces: Ints, destinations: Ints) -> tuple[Ints, Ints]:
+        """Who could send each piece there: the first, as a place in `who`, and how many."""
+        asked = pieces * self._n + destinations, pieces * self._n_nodes + self._node[destinations], pieces
+        first, n = np.zeros_like(pieces), np.zeros_like(pieces)
+        for level, (keys, wanted) in enumerate(zip(self._keys, asked, strict=True)):
+            begin = keys.searchsorted(wanted)
+            found = keys.searchsorted(wanted, "right") - begin
+            first, n = np.where(n, first, level * len(self._ranks) + begin), np.where(n, n, found)
+        return first, n
 
-
-class Overlaps:
-    """Of each new piece of a tensor with the old ones, made once for all tensors that are cut alike."""
-
-    def __init__(self, source: Side, target: Side) -> None:
-        self.source, self.target = source, target
-        self._found: dict[Cutting, Mapping[Index, Sequence[tuple[Index, Region]]]] = {}
-
-    def of(self, placed: Placed) -> Mapping[Index, Sequence[tuple[Index, Region]]]:
-        cutting = cutting_of(placed)
-        if cutting not in self._found:
-            self._found[cutting] = _overlaps(self.source.pieces(placed), self.target.pieces(placed))
-        return self._found[cutting]
-
-
-def _overlaps(old: Mapping[Index, Region], new: Mapping[Index, Region]) -> dict[Index, list[tuple[Index, Region]]]:
-    """For each new piece its parts, one for each old piece that it meets, in the order of the old ones."""
-    columns: dict[Region, list[tuple[int, int, Index]]] = {}  # beyond dimension 0 -> end and place of each piece, its index
-    for place, (index, (offsets, sizes)) in enumerate(old.items()):
-        end = offsets[0] + sizes[0] if sizes else 0
-        columns.setdefault((offsets[1:], sizes[1:]), []).append((end, place, index))
-    for column in columns.values():
-        column.sort()  # pieces of a column do not meet: by their ends they are in order
-    out: dict[Index, list[tuple[Index, Region]]] = {}
-    for index, wanted in new.items():
-        met = [item for across, column in columns.items() for item in _met(wanted, across, column)]
-        out[index] = [(old_index, part) for _, old_index in sorted(met) if (part := meet(wanted, old[old_index])) is not None]
-    return out
-
-
-def _met(wanted: Region, across: Region, column: Sequence[tuple[int, int, Index]]) -> Iterator[tuple[int, Index]]:
-    """Place and index of each piece of the column that `wanted` meets."""
-    offsets, sizes = wanted
-    if meet((offsets[1:], sizes[1:]), across) is None:
-        return
-    first = bisect_right(column, offsets[0], key=itemgetter(0)) if sizes else 0
-    for i in range(first, len(column)):
-        end, place, index = column[i]
-        yield place, index
-        if sizes and end >= offsets[0] + sizes[0]:
-            return
+    def holding(self, pieces: Ints, senders: Ints) -> Ints:
+        """The old rank whose boxes the sender of a piece reads."""
+        found: Ints = self._ranks[self._keys[0].searchsorted(pieces * self._n + senders)]
+        return found
 
 
 def _lost(placed: Placed, layout: Layout, ranks: Sequence[int]) -> StateLost:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from elastic.errors import InternalError
 from elastic.mesh import replica_key
-from elastic.reshard.routes import Cut, Side, plan_routes
-from elastic.reshard.shards import meet, placements
+from elastic.reshard.pieces import Cut, Side
+from elastic.reshard.routes import Routes, plan_routes
+from elastic.reshard.shards import Region, meet, placements
 from elastic.types import Box, ModelProfile, Resume, Transfer, WorkerId
 
 
@@ -21,21 +24,25 @@ def plan_transfers(
     then of the destinations; equal input gives equal output, and what `me` gets is a part of the whole in the same order.
     Raises StateLost, naming the tensor, when a part has no holder.
     """
-    state = placements(model)
-    of_tensor: list[tuple[int, int]] = [(0, 0)] * len(state)  # tensor -> bundle, place in it
-    mine = []
-    for b, (bundle, routes) in enumerate(plan_routes(model, old, new, holders, nodes)):
-        for k, tensor in enumerate(bundle.tensors):
-            of_tensor[tensor] = (b, k)
-        mine.append([r for r in routes if me is None or r.destination == me or me in r.senders])
+    of_tensor: dict[int, list[tuple[Region, list[int]]]] = {}
+    for routes in plan_routes(model, old, new, holders, nodes):
+        of_tensor.update(_by_tensor(routes, me))
     out: list[Transfer] = []
-    for placed, (b, k) in zip(state, of_tensor, strict=True):
-        for route in mine[b]:
-            sender = route.sender(k)
-            if me is None or me in (sender, route.destination):
-                spec, at = placed.spec, (sender, route.destination, route.held_as[sender])
-                out.append(Transfer(spec.fqn, route.offsets, route.sizes, spec.dtype, *at))
+    for i, placed in enumerate(placements(model)):
+        for (offsets, sizes), way in of_tensor[i]:
+            out.append(Transfer(placed.spec.fqn, offsets, sizes, placed.spec.dtype, *way))
     return tuple(out)
+
+
+def _by_tensor(routes: Routes, me: int | None) -> Iterator[tuple[int, list[tuple[Region, list[int]]]]]:
+    """Of each tensor of the bundle: the parts of `me` and their source, destination and holding."""
+    mine = (routes.destination == me) | (routes.senders == me).any(axis=1) if me is not None else routes.size > 0
+    parts = np.flatnonzero(mine)
+    regions = [routes.region(i) for i in parts.tolist()]
+    for k, tensor in enumerate(routes.bundle.tensors):
+        senders, destination = routes.senders[parts, k if routes.senders.shape[1] > 1 else 0], routes.destination[parts]
+        ways = np.stack([senders, destination, routes.givers.holding(routes.old[parts], senders)], axis=1).tolist()
+        yield tensor, [(region, way) for region, way in zip(regions, ways, strict=True) if me is None or me in way[:2]]
 
 
 def check_cover(transfers: Iterable[Transfer], mine: Iterable[Box], me: int) -> None:
@@ -72,10 +79,10 @@ def _meeting(found: Sequence[Transfer]) -> bool:
 
 def lost_tensor(model: ModelProfile, old: Cut, ranks: Collection[int]) -> str | None:
     """Name of the first tensor of which `ranks` of the old layout together do not hold every element, else None."""
-    side, held = Side(model, old), set(ranks)
+    side, held = Side(model, old), sorted(ranks)
     for placed in placements(model):
-        holders = side.ranks(side.held(placed))
-        if any(held.isdisjoint(holders[index]) for index in side.pieces(placed)):
+        there = side.numbers(side.held(placed))[held]
+        if any(not np.isin(column.numbers, there).all() for column in side.columns(placed)):
             return placed.spec.fqn
     return None
 

@@ -27,8 +27,8 @@ from support.worker.movers import Case, Cut, Movers, checked_move, decoder
 from trial import Clock, Failed
 
 from elastic.reshard.chunks import staging_bytes
+from elastic.reshard.pieces import shard_bytes
 from elastic.reshard.placing import place
-from elastic.reshard.routes import shard_bytes
 from elastic.types import Layout, ModelProfile, WorkerId
 
 MOST_S = 420.0

@@ -8,6 +8,7 @@ node (`notice_ms`), the same when the move is near (`near_ms`); the first of the
 `answers`: what all workers of a generation say when it is over, folded into the state one by one.
 `gather`: the parts of one durable copy on their way to a commit. `orders`: what a worker is sent to enter a generation.
 `groups`, `meshes`: what a generation's groups cost each rank, as they are and as full meshes (scale_groups.py).
+`cluster`: a whole run with one notice on made-up workers, under the real driver loop, backend and journal (scale_cluster.py).
 
 `exponent`: of the growth over all sizes, by least squares (1 = as the cluster).
 """
@@ -28,6 +29,7 @@ from time import process_time
 from typing import Any
 
 import report
+import scale_cluster
 import scale_groups
 from trial import Clock
 
@@ -60,10 +62,10 @@ from elastic.worker.gather import Gather
 from elastic.worker.workplace import EnterOrder
 
 PER_NODE = 8
-PARTS = ("moves", "decisions", "looks", "answers", "gather", "orders", "groups", "meshes")
+PARTS = ("moves", "decisions", "looks", "answers", "gather", "orders", "cluster", "groups", "meshes")
 ALL = (64, 512, 4096, 8192)
 RANKS = {"groups": (8, 16, 32, 64, 128), "meshes": (8, 16, 32, 64)}
-SIZES = dict.fromkeys(PARTS, ALL) | {"decisions": (64, 256, 1024)} | RANKS
+SIZES = dict.fromkeys(PARTS, ALL) | {"decisions": (64, 256, 1024), "cluster": (8, *ALL)} | RANKS
 SMOKE_SIZES = dict.fromkeys(PARTS, (16, 64)) | {"groups": (8, 24), "meshes": (4, 8)}
 UNITS_S = {"s": 1.0, "ms": 1e-3, "n": 1.0}  # n: of anything
 LEAST_S = 1e-4  # times below that count as that
@@ -251,15 +253,22 @@ def orders(n: int, profile: ModelProfile) -> dict[str, float]:
     return {"order_kb": round(len(pickle.dumps(order)) / 1e3, 1)}
 
 
+def cluster(n: int, profile: ModelProfile, step_s: float = 1.0) -> dict[str, float]:
+    return scale_cluster.run(n, max(1, min(PER_NODE, n // 4)), profile, step_s)
+
+
 MEASURES = {
     "moves": moves, "decisions": decisions, "looks": looks, "answers": answers, "gather": gather, "orders": orders,
-    "groups": scale_groups.groups, "meshes": scale_groups.meshes,
+    "cluster": cluster, "groups": scale_groups.groups, "meshes": scale_groups.meshes,
 }  # fmt: skip
 
 
 def measure(clock: Clock, parts: list[str], smoke: bool, profiled: bool = False) -> dict[str, Any]:
     profile, found = model(), {}
-    measures = MEASURES | {"decisions": partial(decisions, profiled=profiled)}
+    measures = MEASURES | {
+        "decisions": partial(decisions, profiled=profiled),
+        "cluster": partial(cluster, step_s=0.1 if smoke else 1.0),
+    }
     for part in parts:
         by_size = {}
         for n in (SMOKE_SIZES if smoke else SIZES)[part]:

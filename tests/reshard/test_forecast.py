@@ -8,11 +8,11 @@ from random import Random
 import pytest
 from support.reshard.reshard_cases import random_cut, random_model
 
-from elastic.reshard import routes
+from elastic.reshard import pieces
 from elastic.reshard.chunks import CHUNK_BYTES, STAGING_BYTES
 from elastic.reshard.communicators import messages_bytes, n_communicators, running_bytes, set_up_bytes
 from elastic.reshard.forecast import LEAST_S, Pace, Room, forecast
-from elastic.reshard.routes import Cut, shard_bytes
+from elastic.reshard.pieces import Cut, shard_bytes
 from elastic.reshard.transfers import plan_transfers
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec
 
@@ -97,8 +97,8 @@ def test_a_side_is_cut_once_for_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch
     """How often a tensor is looked at does not depend on the number of ranks that it is cut for, nor does the state's list."""
     asked: Counter[str] = Counter()
     for name in ("region", "placements"):
-        inner = getattr(routes, name)
-        monkeypatch.setattr(routes, name, lambda *given, name=name, inner=inner: asked.update([name]) or inner(*given))
+        inner = getattr(pieces, name)
+        monkeypatch.setattr(pieces, name, lambda *given, name=name, inner=inner: asked.update([name]) or inner(*given))
     for n in (8, 64):
         asked.clear()
         forecast(MODEL, (Layout(dp_shard=n), ()), (Layout(dp_shard=n - 1), ()), live(n), ["a"] * n, (Room(), Pace()))

@@ -1,0 +1,193 @@
+"""The pieces that a layout cuts each tensor into, which rank holds which, and how those of two layouts overlap.
+
+What is known of all pieces, overlaps or ranks is an array each: thousands of ranks cost what their numbers do. Integers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic.reshard.shards import Placed, Region, check_layers, meet, placements, region, stages_of
+from elastic.types import AXES, DTYPE_BYTES, Layout, ModelProfile
+
+Ints = NDArray[np.int64]
+Cut = tuple[Layout, tuple[int, ...]]  # a layout and its layers per stage
+Stages = tuple[int, ...]
+Held = tuple[Stages, bool, bool]  # stages, cut by tp?, cut by fsdp?: tensors of equal value are held by the same ranks
+
+Cutting = tuple[tuple[int, ...], int | None, bool, bool]  # tensors of equal value are cut into equal pieces
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Tensors (by their place in `placements`) of equal shape, dtype and placement under both layouts."""
+
+    first: Placed
+    tensors: tuple[int, ...]
+    old: Held
+    new: Held
+
+
+@dataclass(frozen=True)
+class Column:
+    """Pieces of a tensor that are equal beyond dimension 0 (`across`) and follow each other along it, the last up to `end`.
+    `numbers`: tp index x fsdp + fsdp index, 0 on an axis that does not cut the tensor. A scalar is one piece, from 0 to 1."""
+
+    across: Region
+    numbers: Ints
+    starts: Ints
+    end: int
+
+    @property
+    def sizes(self) -> Ints:
+        return np.append(self.starts[1:], self.end) - self.starts
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The overlaps of the new pieces of a tensor with the old ones, in the order of both: numbers of the pieces, what it is
+    along dimension 0, and beyond it: the place in `regions`."""
+
+    new: Ints
+    old: Ints
+    start: Ints
+    size: Ints
+    across: Ints
+    regions: list[Region]
+
+    @cached_property
+    def row_elements(self) -> Ints:
+        """Of each region."""
+        return np.array([prod(sizes) for _, sizes in self.regions], dtype=np.int64)
+
+    @property
+    def elements(self) -> Ints:
+        return self.size * self.row_elements[self.across]
+
+
+class Side:
+    """Which ranks of one layout hold a tensor, by pieces."""
+
+    def __init__(self, model: ModelProfile, cut: Cut) -> None:
+        self.model, (self.layout, self.layers) = model, cut
+        check_layers(model, *cut)
+        layout = self.layout
+        self.fsdp = layout.dp_shard * layout.cp
+        at = np.unravel_index(np.arange(layout.world_size), [getattr(layout, axis) for axis in AXES])
+        self._pp, _, dp_shard, cp, self._tp = at
+        self._fsdp = dp_shard * layout.cp + cp
+        self._stages: dict[tuple[int | None, ...], Stages] = {}
+        self._numbers: dict[Held, Ints] = {}
+        self._columns: dict[Cutting, list[Column]] = {}
+
+    @cached_property
+    def state(self) -> tuple[Placed, ...]:
+        return placements(self.model)
+
+    def held(self, placed: Placed) -> Held:
+        if placed.blocks not in self._stages:
+            self._stages[placed.blocks] = stages_of(placed.blocks, self.model, self.layout, self.layers)
+        return self._stages[placed.blocks], placed.tp_cut, placed.fsdp_cut
+
+    def numbers(self, held: Held) -> Ints:
+        """[rank]: the number of the piece that it holds, -1: none."""
+        if held not in self._numbers:
+            stages, tp_cut, fsdp_cut = held
+            number = self._tp * (self.fsdp if tp_cut else 0) + (self._fsdp if fsdp_cut else 0)
+            self._numbers[held] = np.where(np.isin(self._pp, stages), number, -1)
+        return self._numbers[held]
+
+    def columns(self, placed: Placed) -> list[Column]:
+        """All pieces that are not empty."""
+        cutting = cutting_of(placed)
+        if cutting not in self._columns:
+            self._columns[cutting] = self._cut(placed)
+        return self._columns[cutting]
+
+    def _cut(self, placed: Placed) -> list[Column]:
+        found: dict[Region, Column] = {}
+        for t in range(self.layout.tp if placed.tp_cut else 1):
+            offsets, sizes = region(placed, (t, self.layout.tp), (0, 1))
+            if 0 in sizes:
+                continue
+            start, size = (offsets[0], sizes[0]) if sizes else (0, 1)
+            step = -(-size // self.fsdp) if placed.fsdp_cut else size  # as `chunk`
+            starts = np.arange(start, start + size, step)
+            numbers, across = t * self.fsdp + np.arange(len(starts)), (offsets[1:], sizes[1:])
+            if across in found:  # tp cuts along dimension 0 too
+                before = found[across]
+                numbers, starts = np.append(before.numbers, numbers), np.append(before.starts, starts)
+            found[across] = Column(across, numbers, starts, start + size)
+        return list(found.values())
+
+
+def cutting_of(placed: Placed) -> Cutting:
+    return placed.spec.shape, placed.spec.tp_dim, placed.tp_cut, placed.fsdp_cut
+
+
+def bundles(state: Sequence[Placed], source: Side, target: Side) -> list[Bundle]:
+    """The state in bundles, in the order of their first tensors."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for i, placed in enumerate(state):
+        spec = placed.spec
+        key = (source.held(placed), target.held(placed), spec.shape, spec.tp_dim, spec.dtype)
+        found.setdefault(key, []).append(i)
+    firsts = [(state[tensors[0]], tuple(tensors)) for tensors in found.values()]
+    return [Bundle(first, tensors, source.held(first), target.held(first)) for first, tensors in firsts]
+
+
+class Overlaps:
+    """Of each new piece of a tensor with the old ones, made once for all tensors that are cut alike."""
+
+    def __init__(self, source: Side, target: Side) -> None:
+        self.source, self.target = source, target
+        self._found: dict[Cutting, Parts] = {}
+
+    def of(self, placed: Placed) -> Parts:
+        cutting = cutting_of(placed)
+        if cutting not in self._found:
+            self._found[cutting] = _overlaps(self.source.columns(placed), self.target.columns(placed))
+        return self._found[cutting]
+
+
+def _overlaps(old: Sequence[Column], new: Sequence[Column]) -> Parts:
+    regions: list[Region] = []
+    found = [np.empty((5, 0), dtype=np.int64)]
+    for one in new:
+        for other in old:
+            across = meet(one.across, other.across)
+            if across is not None:
+                starts = np.union1d(one.starts, other.starts)
+                sizes = np.append(starts[1:], one.end) - starts
+                numbers = [side.numbers[side.starts.searchsorted(starts, "right") - 1] for side in (one, other)]
+                found.append(np.array([*numbers, starts, sizes, np.full_like(starts, len(regions))]))
+                regions.append(across)
+    rows = np.concatenate(found, axis=1)
+    new_numbers, old_numbers, start, size, at = rows[:, np.lexsort((rows[1], rows[0]))]
+    return Parts(new_numbers, old_numbers, start, size, at, regions)
+
+
+def shard_bytes(model: ModelProfile, cut: Cut, padded: bool = False) -> list[int]:
+    """Bytes of the training state that each rank of the layout holds. `padded`: as FSDP has them in memory, where each part of
+    a parameter that is not empty has the size of the largest."""
+    return bytes_of(Side(model, cut), padded)
+
+
+def bytes_of(side: Side, padded: bool = False) -> list[int]:
+    """As `shard_bytes`."""
+    out = np.zeros(side.layout.world_size, dtype=np.int64)
+    for bundle in bundles(side.state, side, side):
+        item_bytes = DTYPE_BYTES[bundle.first.spec.dtype] * len(bundle.tensors)
+        of_piece = np.zeros(side.layout.tp * side.fsdp + 1, dtype=np.int64)  # the last one: of -1
+        for column in side.columns(bundle.first):
+            of_piece[column.numbers] = column.sizes * (prod(column.across[1]) * item_bytes)
+            if padded and bundle.first.fsdp_cut:
+                of_piece[column.numbers] = of_piece[column.numbers - column.numbers % side.fsdp]
+        out += of_piece[side.numbers(bundle.old)]
+    return [int(n) for n in out]
