@@ -277,6 +277,7 @@ def test_a_driver_that_ends_without_its_run_says_what_stays_paid(
     """Neither where it gives everything back nor where another driver has it."""
     held: Any = MagicMock(spec=RayBackend, _closed=False, _let_go=False, _stopped=stopped, cluster=None, _connected=False)
     held.lease = SimpleNamespace(lost=replaced, release=lambda: None)
+    held._successor = lambda: "its lease was taken over" if replaced else ""
     held.nodes = {name: Node(name, pool) for name, pool in (("s-2", "spot"), ("s-1", "spot"), ("own-1", "own"))}
     held.run = SimpleNamespace(pools=(replace(SPOT, usd_per_node_h=6.0), Pool("own")))
     held.crew = MagicMock(setup=SimpleNamespace(orphan_lease_s=900.0))

@@ -25,11 +25,12 @@ class Quiet(RayBackend):
         self._early, self._closed, self._plan, self._pacing = [], False, PLAN, Pacing()
         quiet: Any = SimpleNamespace
         self.drilling = quiet(die=False, at_step=lambda *_: [])
-        self.survey, self.copies = quiet(suspects=False), quiet(committing=False, news=list)
+        self.survey, self.copies = quiet(suspects=False), quiet(committing=False, news=list, digests={})
         self.silence = quiet(called=print, answered=lambda *_: None, stepped=lambda *_: None)
         self.gather, self.show = quiet(add=lambda worker, message, at_s: [message]), None
         self.entrance = quiet(passed=lambda event, nodes: event, doubts=lambda *_: ())
         self.run, self.nodes = quiet(plans=()), {}
+        self.before: Any = quiet(is_known=lambda message: False)
         self.crew: Any = quiet(open_polls=list, collect=self.collect)
 
     def now_s(self) -> float:

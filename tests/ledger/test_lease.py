@@ -216,12 +216,12 @@ def test_a_holder_that_cannot_renew_is_not_certain_before_others_may_take_over_a
     clock.now_s += 0.99
     assert not lease.certain and not lease.lost and lease.sign == last
     clock.now_s += 3600.0
-    until(lambda: "training goes on, nothing is decided" in caplog.text, "the word of the outage")
+    until(lambda: "training and changes of plan go on, the run's end waits" in caplog.text, "the word of the outage")
     proxy.faults.clear()
     until(lambda: lease.certain, "certainty")
     assert lease.epoch == last.epoch and lease.sign.n > last.n and not lease.lost
     until(lambda: "answers again" in caplog.text, "the word that it is back")
-    assert caplog.text.count("training goes on") == 1 and caplog.text.count("answers again") == 1
+    assert caplog.text.count("changes of plan go on") == 1 and caplog.text.count("answers again") == 1
     lease.release()
     after = newest(s3)
     assert after is not None and (after.epoch, after.released) == (last.epoch, True)

@@ -17,6 +17,7 @@ from elastic.types import Layout, Plan, Quiesced, StepDone, WorkerFailed, Worker
 from elastic.worker.copies import PeerCopies
 from elastic.worker.faults import MADE_UP
 from elastic.worker.generation import Generation
+from elastic.worker.host_copy import Flat
 
 VICTIM = 1
 
@@ -105,7 +106,7 @@ def test_of_a_lost_device_only_what_lies_in_host_memory_is_taken_along() -> None
     copies.plan = plan(1, Layout(dp_shard=2), [WorkerId("a", 0), WorkerId("b", 0)], 12)
     lease: Any = SimpleNamespace(buffer=torch.empty(0, dtype=torch.uint8))
     copies.flight = SimpleNamespace(stored=True, step=4, own=None, incoming={1: lease})  # type: ignore[assignment]
-    copies.kept = {1: []}
+    copies.kept, copies._flat = {1: []}, {1: Flat([])}
     generation = Generation.__new__(Generation)
     generation.state, generation.copies, generation.device_lost = None, copies, False
     generation.place = SimpleNamespace(held=[device, host, moved], lose_device=lambda: None)  # type: ignore[assignment]
