@@ -234,6 +234,7 @@ class Survey:
     draining: dict[str, float] = {}
     gone: dict[str, str] = {}
     head_lost = ""
+    suspects = False
 
     def __init__(self, *_: Any) -> None: ...
     def suspect(self, _: Any) -> None: ...
