@@ -33,11 +33,11 @@ def test_a_run_in_object_storage(shell: Shell, s3: S3Storage, proxy: FaultyProxy
         until(lambda: bool(s3.list("one/journal/")), "the first segment of the journal")
         until(lambda: bool(s3.list("one/checkpoints/")), "the first checkpoint")
         until(lambda: elsewhere.status(run)["step"] > 12, "the twelfth step")
-        code, _, err = elsewhere.call("run", elsewhere.job(storage=s3.uri, **again), "--run-name", "one")
+        code, _, err = elsewhere.here("run", elsewhere.job(storage=s3.uri, **again), "--run-name", "one")
         assert (code, err.count("\n")) == (2, 1) and f"run 'one' is driven by process {first.pid}" in err
-        code, out, err = elsewhere.call("drill", run, "add=spot")
+        code, out, err = elsewhere.here("drill", run, "add=spot")
         assert code == 0, err
-        assert shell.call("stop", "one", "--reason", "enough for today")[0] == 0  # its folder knows where the run is
+        assert shell.here("stop", "one", "--reason", "enough for today")[0] == 0  # its folder knows where the run is
         out, err = first.communicate(timeout=300)
     finally:
         first.kill()

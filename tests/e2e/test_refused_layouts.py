@@ -14,6 +14,7 @@ from elastic.types import Probed, WorkerFailed, agree
 
 
 @pytest.mark.e2e
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("program", "layout", "said"),
     [

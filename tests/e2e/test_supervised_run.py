@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from support.e2e.shell import Shell, last_line
+from support.e2e.shell import PROGRAMS, Shell, last_line
 from support.waiting import until
 
 from elastic.cluster import processes
@@ -16,7 +16,7 @@ from elastic.storage import open_storage
 
 @pytest.mark.e2e
 def test_a_driver_that_is_killed_is_started_again(shell: Shell) -> None:
-    name = shell.job(steps=300, layout="dp_shard=1", durable_every=20)
+    name = shell.job(steps=60, layout="dp_shard=1", durable_every=10, program=str(PROGRAMS / "tiny_slow.py"))
     folder = shell.root / "elastic_runs" / "one"
     process = shell.start("run", name, "--run-name", "one", "--json", "--supervise")
     try:
@@ -31,6 +31,6 @@ def test_a_driver_that_is_killed_is_started_again(shell: Shell) -> None:
     assert process.returncode == 0, err
     assert "the driver was killed by SIGKILL; it is started again in 5 s" in err
     found = last_line(out)
-    assert found["steps"] == 300
+    assert found["steps"] == 60
     assert found["samples_exact"] is True, "also where a copy was there of steps that the killed driver had not written down"
     assert shell.status("one")["phase"] == "succeeded"

@@ -105,6 +105,7 @@ def test_a_kernel_without_end_lies_within_a_blocks_own_work(kind: str, at: int, 
 
 
 @pytest.mark.e2e
+@pytest.mark.whole  # most of its parts: certify/test_gpu_checks.py
 @pytest.mark.timeout(2 * MOST_S)
 def test_the_dry_run_goes_through_every_part(tmp_path: Path) -> None:
     mark = f"{os.getpid()}-{time.monotonic_ns()}"

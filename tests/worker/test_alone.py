@@ -282,6 +282,7 @@ def test_it_is_refused_to_others_meanwhile_and_ends_where_it_was_taken_over(
 
 
 @pytest.mark.e2e
+@pytest.mark.whole  # two of them: the next tests above
 def test_of_three_ways_in_at_once_one_has_the_run(tmp_path: Path) -> None:
     folder = job(tmp_path, program=str(SLOW), steps=400, durable_every=10)
     run_folder = open_storage(folder / "runs" / "tiny")

@@ -54,8 +54,7 @@ def when_nobody_gets_on(pool: Pool, victim: WorkerId) -> dict[WorkerId, At]:
     return {worker: At(beat.arrived, beat.doing, beat.where) for worker, beat in beats.items()}
 
 
-@pytest.mark.e2e
-@pytest.mark.sampled(1)
+@pytest.mark.whole  # cluster/test_missing.py has the arithmetic, e2e/test_stories.py a rank that does not come
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_rank_that_does_not_come_is_told_apart(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     job = {"program": str(PROGRAM), "steps": 1_000_000, "global_batch": 8, "seed": 3}
