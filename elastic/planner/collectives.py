@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil, log2
 
@@ -110,6 +111,7 @@ def send_s(links: Links, n_bytes: float, stride: int) -> float:
     return n_bytes / links.inside + links.inside_hop_s
 
 
+@lru_cache(1024)
 def commit_hops(n: int, per_node: int) -> tuple[int, int]:
     """Messages of a commit of n ranks that wait for each other, inside nodes and between them: a row of w ranks adds up in a
     ring, which sends the parts to its first rank (w), and takes the result by a tree (log2 w); in the highest row each rank's
