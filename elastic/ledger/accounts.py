@@ -272,8 +272,7 @@ class _Books:
             self.advance(at_s if event.paid_until_s is None else min(at_s, event.paid_until_s))
         if not event.attached:
             self.sums["wasted_progress"].add(self.group.taken())
-            for wait in (self.wait, self.wait_away):
-                self.sums["waiting_for_capacity"].add(wait.taken())
+            self._waited("waiting_for_capacity")
             self.nodes, self.prepared, self.plan, self.target = {}, set(), None, None
         self.machines = {}  # this driver sees them itself
         if self.away_since_s is not None and self.at_s is not None:
@@ -298,8 +297,7 @@ class _Books:
     def _settle_wait(self) -> None:
         """While a generation is broken off, waiting for its workers is a part of the transition."""
         if self.aborted:
-            self.sums["reshard"].add(self.wait.taken())
-            self.sums["reshard"].add(self.wait_away.taken())
+            self._waited("reshard")
             self.timing.settled_at_s = self.at_s
 
     def _step(self, event: StepDone, at_s: float) -> None:
@@ -400,8 +398,12 @@ class _Books:
     def _close_group(self) -> None:
         last = bool(self.steps) and self.steps[-1].step >= self.n_steps > 0
         self.sums["checkpoint_save" if self.saving or last else "other"].add(self.group.taken())
+        self._waited("waiting_for_capacity")
+
+    def _waited(self, category: str) -> None:
+        """What was waited for, whether storage was away or not."""
         for wait in (self.wait, self.wait_away):
-            self.sums["waiting_for_capacity"].add(wait.taken())
+            self.sums[category].add(wait.taken())
 
     def closed(self) -> Account:
         """The account as it stands; a run that goes on has its open time in `other`."""

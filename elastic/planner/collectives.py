@@ -12,9 +12,8 @@ from elastic.planner.kernels import Kernels
 from elastic.types import HardwareProfile
 
 COMMIT_BYTES = 64  # of the all-reduce that every step ends with, in host memory over TCP
-HOST_HOP_TIMES = (
-    4.0  # a hop of it takes as many of NCCL's, for it goes through both hosts' kernels and a thread of gloo. Judged
-)
+# A hop of it takes as many of NCCL's, for it goes through both hosts' kernels and a thread of gloo. Judged, not measured.
+HOST_HOP_TIMES = 4.0
 
 
 @dataclass(frozen=True)

@@ -229,9 +229,10 @@ def _stages(cache: Cache, kinds: tuple[Kind, ...], stages: list[int], layout: La
         mine = tuple(layers[at : at + n])
         virtual = replace(layout, pp=max(1, round(work.n_blocks / max(mine))))  # stages as deep as its deepest
         needs = memory.parts(work, virtual, step) if work.n_blocks > max(mine) else memory.parts(work, layout, step)
-        if sum(needs.values()) > kind.room(layout):
+        room = kind.room(layout)
+        if sum(needs.values()) > room:
             return None
-        if (share := sum(needs.values()) / kind.room(layout)) >= fullest[0]:
+        if (share := sum(needs.values()) / room) >= fullest[0]:
             fullest = share, needs, kind
         share = max(seconds[at : at + n]) / slowest
         n_gpus = n * layout.tp * layout.cp * layout.dp
