@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic.errors import PeerGarbled
+from elastic.worker.doing import doing
 from elastic.worker.rendezvous import PROOF_BYTES, proof
 
 HELLO_TAG = 1 << 20  # no message of the ranks has it
@@ -40,6 +41,10 @@ class Control:
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """In place; of a tensor in host memory."""
         self.n_begun += 1
+        with doing("others"):
+            return self._reduced(tensor, op)
+
+    def _reduced(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         up, down = dist.ReduceOptions(), dist.BroadcastOptions()
         up.reduceOp, up.rootRank, down.rootRank = dist.ReduceOp(op), 0, 0
         for row in self._below:
@@ -110,8 +115,9 @@ def connect(group: dist.ProcessGroup, peers: Collection[int], secret: str, gener
     for peer in sorted(peers):
         theirs = torch.zeros(PROOF_BYTES, dtype=torch.uint8)
         mine = _shown(secret, f"from {me} to {peer} in generation {generation}")
-        for work in (group.send([mine], peer, HELLO_TAG), group.recv([theirs], peer, HELLO_TAG)):
-            work.wait()
+        with doing("others"):
+            for work in (group.send([mine], peer, HELLO_TAG), group.recv([theirs], peer, HELLO_TAG)):
+                work.wait()
         if not hmac.compare_digest(theirs.numpy().tobytes(), proof(secret, f"from {peer} to {me} in generation {generation}")):
             raise PeerGarbled(f"who came as rank {peer} of generation {generation} was not told of it: a stranger")
 

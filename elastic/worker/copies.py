@@ -17,6 +17,7 @@ from elastic.errors import InternalError
 from elastic.reshard.shards import boxes
 from elastic.types import Box, Copy, CopyStored, ModelProfile, Plan
 from elastic.worker.copy_stream import Pace, Wire, receive_boxes, send_boxes
+from elastic.worker.doing import doing
 from elastic.worker.host_copy import Flat, Hands, HostCopies, HostCopy, Lease
 from elastic.worker.train_state import Held, Tensors
 
@@ -131,6 +132,7 @@ class PeerCopies:
 
     # ------------------------------------------------------------------------------------------ a copy
 
+    @doing("copying")
     def start(self, step: int) -> None:
         """Takes the copy of this boundary and sends it, all in the background. Called by all ranks at the same step."""
         assert self.wire is not None
@@ -228,6 +230,7 @@ class PeerCopies:
         plan = self.plan
         return Held(plan.generation, rank, step, "peer", plan.layout, plan.layers, tensors, lease=lease)
 
+    @doing("copying")
     def drop(self) -> None:
         """Gives up the copy in flight, at a boundary at which all ranks do; both ends of a stream stop after the same chunk."""
         flight, self.flight = self.flight, None

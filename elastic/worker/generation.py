@@ -25,6 +25,7 @@ from elastic.worker.calls import count_of
 from elastic.worker.commit import Commit, step_done
 from elastic.worker.copies import PeerCopies, kept_by
 from elastic.worker.copy_stream import GroupWire
+from elastic.worker.doing import DEVICE, doing
 from elastic.worker.dtensor_random import settle_random
 from elastic.worker.equal_results import EqualResults
 from elastic.worker.groups import Groups
@@ -35,7 +36,6 @@ from elastic.worker.options import needs_fsdp
 from elastic.worker.probe import Probe
 from elastic.worker.readback import pinned
 from elastic.worker.side_stream import run_on
-from elastic.worker.standing import DEVICE
 from elastic.worker.step import Stepper, Words
 from elastic.worker.takeover import Taken, Takeover, check_digest
 from elastic.worker.train_state import TrainState
@@ -216,7 +216,9 @@ class Generation:
         stepper = self.stepper = self._built
         assert stepper is not None
         if stepper.loss_scale.on:
-            tokens = count_of(place.program, collate([place.dataset[0]]))
+            with doing("batch"):
+                first = collate([place.dataset[0]])
+            tokens = count_of(place.program, first)
             stepper.loss_scale.begin(tokens * int(job["global_batch"]))
 
         stepper.read_by(place.dataset)
@@ -244,7 +246,8 @@ class Generation:
             compiles = stepper.first_step and bool(job.get("compile"))
             place.at_phase("compiling" if compiles else "stepping", state.step)
             began, cpu_s = time.monotonic(), self._cpu_s()
-            batches, data_s = self.loader.take(state.step)
+            with doing("batch"):
+                batches, data_s = self.loader.take(state.step)
             if isinstance(place.dataset, Stream):
                 place.dataset.taken(state.step)
             busy, self._waited_s = self.copies is not None and self.copies.stepping(), 0.0

@@ -18,6 +18,7 @@ import torch
 
 from elastic.errors import InternalError
 from elastic.types import Box
+from elastic.worker.doing import doing
 from elastic.worker.side_stream import SideStream, boundary, on_device, waitable
 from elastic.worker.train_state import Tensors
 
@@ -247,6 +248,7 @@ class HostCopies:
         self._leases = [ref for ref in self._leases if (lease := ref()) is not None and lease.in_use]
         return self._leases
 
+    @doing("copying")
     def take(self, step: int) -> HostCopy | None:
         """Starts the copy of this boundary, or gives the one that was started already; the caller releases it when it has read
         it. None: every buffer is still being read; the caller does without."""
@@ -301,6 +303,7 @@ class HostCopies:
             self._copy(copy, non_blocking=True)
             copy.on_device = waitable(stream)
 
+    @doing("copying")
     def settle(self) -> float:
         """Before the live tensors change: waits until the copy under way has read them. Returns the seconds waited."""
         copy, self._filling = self._filling, None

@@ -25,6 +25,7 @@ from elastic.data.streams import Stream
 from elastic.errors import ElasticError
 from elastic.program import Program
 from elastic.types import Probed, agree, tolerance
+from elastic.worker.doing import doing
 from elastic.worker.evaluation import drawing, evaluating
 from elastic.worker.loop_program import LoopProgram
 
@@ -123,7 +124,7 @@ class Probe:
         place = self.place
         budget = budget_of(place.job, place.dataset, stepper.sequence.multiple)
         part = budget.of_one(0, 1) if budget is not None else Microbatch((0,))
-        with drawing(int(place.job["seed"])):
+        with drawing(int(place.job["seed"])), doing("batch"):
             return collate([item_of(place.dataset, 0, part.length)])
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from elastic.worker.doing import doing
 from elastic.worker.side_stream import SideStream, boundary
 
 Batch = dict[str, torch.Tensor]
@@ -76,7 +77,8 @@ def read(values: Iterable[Number]) -> list[list[float]]:
             places.setdefault(value.device, []).append(i)
     for there in places.values():
         flat = [values[i].detach().double().flatten() for i in there]  # type: ignore[union-attr]
-        numbers = iter(torch.cat(flat).tolist())
+        with doing("device"):
+            numbers = iter(torch.cat(flat).tolist())
         for i, part in zip(there, flat, strict=True):
             found[i] = [next(numbers) for _ in range(part.numel())]
     return found

@@ -19,6 +19,7 @@ from elastic.reshard.shards import owned_boxes, state_specs
 from elastic.types import DTYPE_BYTES, CopyFailed, ModelProfile, Plan, ShardStored
 from elastic.worker import durable
 from elastic.worker.content import digest
+from elastic.worker.doing import doing
 from elastic.worker.durable_space import check_space
 from elastic.worker.train_state import Tensors, TrainState
 
@@ -70,6 +71,7 @@ class Saving:
         self.kept: Kept | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable-copy")
 
+    @doing("copying")
     def save(self, plan: Plan, state: TrainState, copy: Boundary | None = None, must: bool = False) -> None:
         """Starts a durable copy of this boundary from `copy` (else from a snapshot taken now), which it releases.
 

@@ -46,6 +46,7 @@ from elastic.worker.allocator import rounds_pinned, settle_allocator, settle_cud
 from elastic.worker.compiled import settle_compiler
 from elastic.worker.cut_off import CutOff, CutStorage
 from elastic.worker.device_notes import DeviceNotes
+from elastic.worker.doing import Doing
 from elastic.worker.durable import Damaged
 from elastic.worker.failures import device_lost, is_assert, kind_of, print_error, text_of
 from elastic.worker.faults import DeviceFaults
@@ -58,7 +59,7 @@ from elastic.worker.probe import LayoutDiffers
 from elastic.worker.rehearsal import rehearse, rehearse_plan
 from elastic.worker.sample_profile import sample_profile
 from elastic.worker.script import Script, Source
-from elastic.worker.standing import Doing, standing
+from elastic.worker.stall_site import stall_site
 from elastic.worker.workplace import EnterOrder, Workplace, live_step
 
 log = logging.getLogger(__name__)
@@ -239,7 +240,7 @@ class Session:
             still, self._polled = self._progress == self._polled, self._progress
         if running is None:
             return Beat(messages, 0, *at)
-        doing: tuple[Doing, str] = standing(self._at_work()) if still else ("", "")
+        doing: tuple[Doing, str] = stall_site(self._at_work()) if still else ("", "")
         return Beat(messages, running.number, *at, (), running.arrived(), *doing)
 
     def _at_work(self) -> list[threading.Thread]:

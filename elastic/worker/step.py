@@ -34,6 +34,7 @@ from elastic.worker.calls import (
     rows_in,
 )
 from elastic.worker.commit import N_WORDS, Commit, power_of_tokens, power_of_wait
+from elastic.worker.doing import doing
 from elastic.worker.evaluation import modes_kept
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.groups import Groups
@@ -526,7 +527,8 @@ class Stepper:
                 batches, valid = [], []
                 for part in self.shares.cut_of(ids[start : start + per_call], self.state.step, budget)[self.dp]:
                     rows = [*part.ids, *[0] * (least - len(part.ids))]
-                    batches.append(collate([item_of(dataset, i, part.length) for i in rows]))
+                    with doing("batch"):
+                        batches.append(collate([item_of(dataset, i, part.length) for i in rows]))
                     valid.append(len(part.ids))
                 value, tokens = self.forward_backward(batches, train=False, valid=valid)
                 for batch, n in zip(batches, valid, strict=True):

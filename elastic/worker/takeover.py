@@ -15,6 +15,7 @@ from elastic.reshard.transfers import check_cover, holders_of, plan_transfers
 from elastic.types import Box, DigestPart, TensorSpec, Transfer
 from elastic.worker import durable
 from elastic.worker.content import digest, digest_of
+from elastic.worker.doing import doing
 from elastic.worker.groups import Groups
 from elastic.worker.guards import MEMORY
 from elastic.worker.host_copy import Flat
@@ -74,6 +75,7 @@ class Takeover:
             return Taken()
         return self._from_storage() if source == "durable" else self._from_memory()
 
+    @doing("copying")
     def _from_storage(self) -> Taken:
         assert self.state is not None
         checkpoint = durable.open_checkpoint(self.order.plan.resume.uri)

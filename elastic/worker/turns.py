@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from elastic.worker.doing import doing
 from elastic.worker.readback import Number
 
 
@@ -33,6 +34,7 @@ class Turns:
         self._word: Word | None = None
         self._answers: list[Any] = []
 
+    @doing("handoff")
     def say(self, word: Word) -> Any:
         """In the script's thread: hands over; returns the answer."""
         with self._changed:
@@ -41,6 +43,7 @@ class Turns:
             self._changed.wait_for(lambda: bool(self._answers))
             return self._answers.pop()
 
+    @doing("handoff")
     def hear(self, wait_s: float | None = None) -> Word | None:
         """In the training thread: the word that is not answered yet; None = there was none within `wait_s`."""
         with self._changed:

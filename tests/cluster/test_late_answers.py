@@ -15,8 +15,8 @@ from elastic.cluster.crew import Answer, Broken
 from elastic.cluster.missing import Arrived
 from elastic.cluster.silence import Silence, patience_s
 from elastic.types import Event, Layout, Node, NodeLost, NodePrepared, Plan, WorkerFailed, WorkerId
+from elastic.worker.doing import Doing
 from elastic.worker.gather import Gather
-from elastic.worker.standing import Doing
 
 
 @dataclass

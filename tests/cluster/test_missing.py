@@ -9,7 +9,7 @@ import pytest
 from elastic.cluster.missing import At, missing
 from elastic.cluster.silence import Silence, patience_s
 from elastic.types import Layout, Plan, Silent, WorkerId
-from elastic.worker.standing import DEVICE, Doing
+from elastic.worker.doing import DEVICE, Doing
 
 RANKS = tuple(WorkerId(f"n{i}", 0) for i in range(4))
 A, B, C, D = RANKS

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from elastic.cluster.missing import Arrived
 from elastic.cluster.silence import Silence
 from elastic.types import WorkerId
-from elastic.worker.standing import Doing
+from elastic.worker.doing import Doing
 
 A, B = WorkerId("a", 0), WorkerId("b", 0)
 

@@ -20,7 +20,7 @@ from support.worker.worker_pool import Pool
 from elastic.types import Layout
 from elastic.worker.control import Control
 from elastic.worker.groups import Groups
-from elastic.worker.standing import standing
+from elastic.worker.stall_site import stall_site
 from elastic.worker.transport import Transport, is_collective_error
 
 pytestmark = pytest.mark.e2e
@@ -44,7 +44,7 @@ def waits(rank: int, n: int, store: tuple[str, int], absent: int, where: str, li
     this, ended = threading.current_thread(), threading.Event()  # by another rank's abort, maybe
 
     def abort() -> None:
-        until(lambda: ended.is_set() or standing([this])[0] == "others", "its wait")
+        until(lambda: ended.is_set() or stall_site([this])[0] == "others", "its wait")
         ended.wait(0.2)  # it waits in the kernel by then
         at.append(time.monotonic())
         of.abort()

@@ -19,13 +19,13 @@ from elastic.program import load_program
 from elastic.types import Layout, WorkerId
 from elastic.worker import device_marks
 from elastic.worker.device_marks import DeviceMarks
+from elastic.worker.doing import DEVICE
 from elastic.worker.faults import DeviceFaults
 from elastic.worker.generation import Generation
 from elastic.worker.loss_scale import profile_of
 from elastic.worker.options import Options
 from elastic.worker.parallelize import parallelize
 from elastic.worker.spans import Spans
-from elastic.worker.standing import DEVICE
 
 PROGRAM = load_program(str(PROGRAMS / "tiny.py"))
 A, B, C = (WorkerId(f"n{i}", 0) for i in range(3))

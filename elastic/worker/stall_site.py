@@ -1,0 +1,58 @@
+"""Where a worker that makes no progress has stalled: what its threads are doing, and in which line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import Literal
+
+from elastic.worker.doing import Doing, Said, said
+
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+FRAMES_MOST = 200
+
+
+def stall_site(threads: Iterable[threading.Thread]) -> tuple[Doing, str]:
+    """What the first of the threads that is at work does, and in which line: of the program, where it is in one. A thread that
+    has handed over to another (a script's) is not at work."""
+    frames = sys._current_frames()
+    for thread in threads:
+        frame = frames.get(thread.ident or 0)
+        if frame is not None and (found := _site(frame, said(thread.ident or 0))) is not None:
+            return found
+    return "", ""
+
+
+def _site(frame: FrameType | None, said_in: dict[FrameType, Said]) -> tuple[Doing, str] | None:
+    """None: it waits for its turn. From the innermost frame outwards: torch's own files say whether they wait for other ranks
+    or compile; ours count for what was said around them, else for work of this rank, as a program's do; Python's own files say
+    nothing."""
+    ours = ""
+    for _ in range(FRAMES_MOST):
+        if frame is None:
+            break
+        file = frame.f_code.co_filename
+        line = f"{os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if (what := said_in.get(frame)) is not None:
+            return None if what == "handoff" else (what, ours or line)
+        if file.startswith(HERE):
+            ours = ours or line
+        elif (found := _outside(file)) is not None:
+            return ("own", ours) if ours else (found, line)
+        frame = frame.f_back
+    return ("own", ours) if ours else ("", "")
+
+
+def _outside(file: str) -> Literal["own", "others", "compiling"] | None:
+    """What a frame in a file that is not ours says."""
+    if "/torch/" in file:
+        if "/torch/distributed/" in file:
+            return "others"
+        return "compiling" if "/torch/_dynamo/" in file or "/torch/_inductor/" in file else None
+    in_python = file.startswith(STANDARD) and "site-packages" not in file
+    return None if in_python or file.startswith("<") else "own"

@@ -1,0 +1,121 @@
+"""Where a worker that makes no progress has stalled."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.waiting import until
+
+import elastic
+from elastic.worker.doing import Doing, Said, doing, said
+from elastic.worker.stall_site import stall_site
+from elastic.worker.turns import Turns
+
+BODY = """
+def wait(event, told):
+    told.set()
+    event.wait()
+
+def within(block, call, *rest):
+    with block:
+        call(*rest)
+"""
+
+
+def in_file(file: str, name: str = "wait") -> Callable[..., None]:
+    """A function that waits, or calls another in a block, as if it stood in that file."""
+    names: dict[str, Callable[..., None]] = {}
+    exec(compile(BODY, file, "exec"), names)
+    return names[name]
+
+
+@contextmanager
+def thread_in(work: Callable[..., None], *before: Any) -> Iterator[threading.Thread]:
+    event, told = threading.Event(), threading.Event()
+    thread = threading.Thread(target=work, args=(*before, event, told))
+    thread.start()
+    assert told.wait(60)
+    try:
+        yield thread
+    finally:
+        event.set()
+        thread.join()
+
+
+TORCH = str(Path(torch.__file__).parent)
+OURS = str(Path(elastic.__file__).parent)
+STORAGE = f"{OURS}/storage/local.py"
+SCRIPT = "/home/somebody/train.py"
+
+
+@pytest.mark.parametrize(
+    ("file", "found"),
+    [
+        (f"{TORCH}/distributed/distributed_c10d.py", "others"),
+        (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "others"),
+        (f"{TORCH}/_inductor/compile_fx.py", "compiling"),
+        (f"{OURS}/worker/step.py", "own"),
+        (f"{OURS}/data/loader.py", "own"),
+        (SCRIPT, "own"),
+    ],
+)
+def test_where_nothing_was_said_torch_tells_and_the_rest_is_work_of_this_rank(file: str, found: Doing) -> None:
+    with thread_in(in_file(file)) as thread:
+        assert stall_site([thread]) == (found, f"{Path(file).name}:4 in wait")
+
+
+@pytest.mark.parametrize("what", ["others", "device", "batch", "copying"])
+def test_what_was_said_holds_for_all_that_the_block_calls(what: Said) -> None:
+    with thread_in(in_file(STORAGE, "within"), doing(what), in_file(STORAGE)) as thread:
+        assert stall_site([thread]) == (what, "local.py:4 in wait")
+    assert said(thread.ident or 0) == {}
+
+
+def test_a_function_can_say_it_of_itself() -> None:
+    with thread_in(doing("copying")(in_file(STORAGE))) as thread:
+        assert stall_site([thread]) == ("copying", "local.py:4 in wait")
+
+
+def test_the_innermost_counts() -> None:
+    work = in_file(STORAGE, "within")
+    with thread_in(work, doing("copying"), work, doing("batch"), in_file(STORAGE)) as thread:
+        assert stall_site([thread])[0] == "batch"
+
+
+@pytest.mark.parametrize(("file", "found"), [(f"{TORCH}/distributed/distributed_c10d.py", "others"), (SCRIPT, "own")])
+def test_other_ranks_and_the_program_within_a_block_are_seen(file: str, found: Doing) -> None:
+    """A dataset of the user's, say, that waits for something of its own."""
+    with thread_in(in_file(STORAGE, "within"), doing("batch"), in_file(file)) as thread:
+        assert stall_site([thread]) == (found, f"{Path(file).name}:4 in wait")
+
+
+def test_those_files_are_there() -> None:
+    """Where torch waits for other ranks and where it compiles."""
+    for name in ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "torch._inductor", "torch._dynamo"):
+        assert importlib.util.find_spec(name) is not None
+
+
+def test_a_script_is_at_work_while_the_training_thread_waits_for_it() -> None:
+    turns = Turns()
+    hearing = threading.Thread(target=turns.hear)
+    hearing.start()
+    try:
+        with thread_in(in_file(SCRIPT)) as script:
+            until(lambda: stall_site([hearing]) == ("", ""), "the wait for the script")
+            assert stall_site([hearing, script]) == ("own", "train.py:4 in wait")
+    finally:
+        turns._word = object()  # type: ignore[assignment]
+        with turns._changed:
+            turns._changed.notify_all()
+        hearing.join()
+
+
+def test_a_thread_that_is_gone_stands_nowhere() -> None:
+    assert stall_site([threading.Thread()]) == ("", "")
