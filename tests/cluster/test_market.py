@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,7 @@ def aws(endpoint: AwsEndpoint, clients: dict[tuple[str, str], Any], monkeypatch:
         monkeypatch.setattr(aws_prices, "wait_random_exponential", lambda **_: lambda state: 0.01)
         monkeypatch.setattr(aws_prices, "READ_S", 60.0)  # the machine may be busy
         yield endpoint
+    until(lambda: not any(thread.name == "market" for thread in threading.enumerate()), "the last question of this test's tickers")
 
 
 def test_spot_prices_by_zone_and_the_median_of_a_region(aws: AwsEndpoint) -> None:

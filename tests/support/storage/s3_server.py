@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,7 @@ def _moto(patch: pytest.MonkeyPatch) -> Iterator[int]:
 
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     patch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", PART_BYTES)
+    _one_write_at_a_time(patch)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -51,6 +54,20 @@ def _moto(patch: pytest.MonkeyPatch) -> Iterator[int]:
         yield port
     finally:
         server.stop()
+
+
+def _one_write_at_a_time(patch: pytest.MonkeyPatch) -> None:
+    """moto looks whether an object is there, then writes it; another thread may come between. S3 does both as one."""
+    from moto.s3.responses import S3Response
+
+    writing = threading.RLock()
+    for name in ("put_object", "_key_response_post"):
+
+        def write(self: Any, *args: Any, _write: Any = getattr(S3Response, name), **kwargs: Any) -> Any:
+            with writing:
+                return _write(self, *args, **kwargs)
+
+        patch.setattr(S3Response, name, write)
 
 
 def make_bucket() -> None:
