@@ -12,9 +12,9 @@ from elastic.version import __version__
 
 if TYPE_CHECKING:
     from elastic.api import ElasticTrainer, Options, Result, run
-    from elastic.cluster.ray_train import train_loop
+    from elastic.cluster.ray_train.train_types import train_loop
     from elastic.models.attention import attention, positions
-    from elastic.worker.loop import loop
+    from elastic.worker.loop.loop import loop
 
 __all__ = [
     "ElasticError", "ElasticTrainer", "InfeasiblePlan", "InternalError", "Layout", "NoCapacity", "Options", "Plan", "Pool",
@@ -34,11 +34,11 @@ def __getattr__(name: str) -> Any:
 
         return getattr(attention, name)
     if name == "loop":
-        from elastic.worker.loop import loop
+        from elastic.worker.loop.loop import loop
 
         return loop
     if name == "train_loop":
-        from elastic.cluster.ray_train import train_loop
+        from elastic.cluster.ray_train.train_types import train_loop
 
         return train_loop
     raise AttributeError(f"module 'elastic' has no attribute '{name}'")

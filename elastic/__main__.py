@@ -1,6 +1,6 @@
 """`python -m elastic` is `elastic`."""
 
-from elastic.cli import main
+from elastic.cli.command_line import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from elastic.errors import ElasticError, InternalError, unwritten
 from elastic.ledger.journal import Line, built
 from elastic.policy.decide import decide as decide_by_default
-from elastic.policy.state import ENDED, State, fold
+from elastic.policy.state.fold import ENDED, State, fold
 from elastic.types import Action, Decided, Decision, DriverStarted, Event, Stop, StopAsked, StorageSeen
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
+from pathlib import Path
 
 __version__ = "0.1.0"
+PACKAGE = Path(__file__).resolve().parent  # the folder of this package
 
 
 def versions() -> dict[str, str]:

@@ -16,7 +16,7 @@ import pytest
 from elastic.driver import LINE_EVERY_S, drive, restored, stop_signals
 from elastic.errors import LostContact, StateLost, StorageFull
 from elastic.ledger.journal import Journal, Memory, read
-from elastic.policy.state import State
+from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
 from elastic.types import (
     Abort,

@@ -19,8 +19,8 @@ KNOWN = {
     ("tests/e2e/test_run.py", "Secret Keyword"),
     ("tests/ledger/test_journal.py", "Secret Keyword"),
     ("tests/support/cluster/aws_hosts.py", "Secret Keyword"),
-    ("tests/test_fingerprint.py", "Secret Keyword"),
-    ("tests/test_masking.py", "Secret Keyword"),
+    ("tests/config/test_fingerprint.py", "Secret Keyword"),
+    ("tests/config/test_masking.py", "Secret Keyword"),
 }
 
 

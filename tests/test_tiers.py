@@ -97,9 +97,9 @@ def test_a_record_keeps_the_last_values_and_forgets_tests_that_are_no_more(tmp_p
     here = "tests/test_tiers.py::test_what_is_recorded"
     assert is_there(here) and is_there("tests/test_tiers.py::*") and is_there(f"{here}[a::b]")
     assert not is_there("tests/test_tiers.py::test_that_never_was") and not is_there("tests/test_none.py::*")
-    known = {here: [1.0, 2.0, 3.0], "tests/test_tiers.py::test_that_never_was": [1.0], "tests/test_spec.py::*": [5.0]}
+    known = {here: [1.0, 2.0, 3.0], "tests/test_tiers.py::test_that_never_was": [1.0], "tests/config/test_job.py::*": [5.0]}
     found = merged(known, {here: 9.0})
-    assert found == {here: [2.0, 3.0, 9.0], "tests/test_spec.py::*": [5.0]}
+    assert found == {here: [2.0, 3.0, 9.0], "tests/config/test_job.py::*": [5.0]}
     write(tmp_path / "kept.csv", found)
     assert read(tmp_path / "kept.csv") == found
     assert (tmp_path / "kept.csv").read_text().splitlines()[2] == f"{here},3.00,2.00,3.00,9.00"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic import catalog
-from elastic.cluster_spec import ClusterSpec, Problem, problems_of, read_cluster
+from elastic.config.clusters import ClusterSpec, Problem, problems_of, read_cluster
+from elastic.config.job import check_fit, job_data, job_of, unlimited
 from elastic.errors import SpecError
-from elastic.spec import check_fit, job_data, job_of, unlimited
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class ClusterCheck:
 def check_cluster(file: str | Path, job: str | Path | None = None) -> ClusterCheck:
     """Of a cluster file; with the folder of a job also whether that can run there. Asks no cloud. Raises
     SpecError where it is no cluster file at all, or no job."""
-    from elastic.cluster._ray_private import launcher_problem
-    from elastic.cluster.ec2_model import node_config_problems
+    from elastic.cluster.prices.ec2_model import node_config_problems
+    from elastic.cluster.ray._ray_private import launcher_problem
 
     spec, problems = read_cluster(file)
     if spec.provider != "kubernetes":

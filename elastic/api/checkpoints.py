@@ -6,19 +6,19 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastic.api.orders import holder
-from elastic.api.running import check_run_name
-from elastic.api.ways import loaded
+from elastic.api.control import holder
+from elastic.api.running.entry import loaded
+from elastic.api.running.run import check_run_name
+from elastic.config.job import JobSpec
 from elastic.errors import SpecError
-from elastic.observe import runs
+from elastic.observe import find_runs
 from elastic.program import Program, load_program
-from elastic.spec import JobSpec
 from elastic.storage import Storage, open_storage
 
 
 def checkpoints(run: Storage) -> tuple[list[dict[str, Any]], list[str]]:
     """Checkpoints, newest first, those not committed too, and what is wrong with markers that are not whole."""
-    from elastic.worker.checkpoints import listed
+    from elastic.worker.checkpoint.checkpoint_verbs import listed
 
     problems: list[str] = []
     now_s = time.time()
@@ -29,18 +29,18 @@ def checkpoints(run: Storage) -> tuple[list[dict[str, Any]], list[str]]:
 
 def verify(run: Storage) -> list[dict[str, Any]]:
     """Reads every byte of every committed checkpoint: its step, URI and what is wrong with it."""
-    from elastic.worker import durable
+    from elastic.worker.checkpoint import checkpoint_index
 
     problems: list[str] = []
-    found = durable.find(run, problems)
-    checked = [{"step": item.step, "uri": item.uri, "problems": durable.verify(item.uri)} for item in found]
+    found = checkpoint_index.find(run, problems)
+    checked = [{"step": item.step, "uri": item.uri, "problems": checkpoint_index.verify(item.uri)} for item in found]
     return checked + [{"step": None, "uri": run.uri, "problems": [problem]} for problem in problems]
 
 
 def export(run: Storage, step: int | None, to: str, job: str | None = None, merged: bool = False) -> dict[str, Any]:
     """The weights of a checkpoint (default: the newest) as safetensors in the folder `to`; with what the program of the folder
     `job` puts beside them (config.json, a tokenizer). Adapters alone, or `merged` into the weights. Raises SpecError."""
-    from elastic.worker import checkpoints
+    from elastic.worker.checkpoint import checkpoint_verbs as checkpoints
 
     if job is None:
         if merged:
@@ -67,16 +67,16 @@ def import_state(order: Import) -> dict[str, Any]:
     check_run_name(order.into)
     if order.at_step is not None and order.at_step >= spec.steps:
         raise SpecError(f"--at-step {order.at_step}: the job ends at step {spec.steps}")
-    run = open_storage(f"{runs.storage_uri(order.storage or spec.storage)}/{order.into}")
+    run = open_storage(f"{find_runs.storage_uri(order.storage or spec.storage)}/{order.into}")
     return import_into(order, spec, run, program)
 
 
 def import_into(order: Import, spec: JobSpec, run: Storage, program: Program | None = None) -> dict[str, Any]:
     """The same for a job that was read. Raises SpecError when the state there is that of the job's last step already."""
-    from elastic.worker import checkpoints
-    from elastic.worker.job_program import with_job
-    from elastic.worker.loss_scale import fresh_scale, profile_of
-    from elastic.worker.model_profile import fresh_buffers
+    from elastic.worker.checkpoint import checkpoint_verbs as checkpoints
+    from elastic.worker.program.job_program import with_job
+    from elastic.worker.program.model_profile import fresh_buffers
+    from elastic.worker.step.loss_scale import fresh_scale, profile_of
 
     job = spec.plain()
     program = with_job(program or load_program(spec.program), job)
@@ -90,7 +90,7 @@ def import_into(order: Import, spec: JobSpec, run: Storage, program: Program | N
 
 def remove(run: Storage, step: int, force: bool) -> list[str]:
     """Removes the checkpoints of a step; returns their URIs. Raises SpecError for the only good one, or a live run's newest."""
-    from elastic.worker import checkpoints
+    from elastic.worker.checkpoint import checkpoint_verbs as checkpoints
 
     newest = max((item.step for item in checkpoints.listed(run) if item.committed), default=-1)
     if step >= newest and not force and holder(run):

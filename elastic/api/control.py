@@ -6,17 +6,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from elastic.api.checks import check_market
-from elastic.drill_spec import NODE_WORD, NODE_WORDS, DrillSpec
+from elastic.api.running.start_checks import check_market
+from elastic.catalog.bounded_yaml import yaml_of
+from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
+from elastic.config.job import drill_entry
 from elastic.errors import SpecError
 from elastic.ledger.holder import Machine, started
 from elastic.ledger.lease import newest
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe import runs
-from elastic.observe.view import View
-from elastic.spec import drill_entry
+from elastic.observe import find_runs
+from elastic.observe.run_view import View
 from elastic.storage import Storage
-from elastic.strict import yaml_of
 
 
 def holder(run: Storage) -> str:
@@ -32,7 +32,7 @@ def holder(run: Storage) -> str:
 def stop(run: Storage, reason: str) -> None:
     """Ask a live run to save its state and stop. Raises SpecError when nobody drives it."""
     _held(run)
-    runs.order(run, {"stop": reason})
+    find_runs.order(run, {"stop": reason})
 
 
 def drill(run: Storage, words: Sequence[str]) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def drill(run: Storage, words: Sequence[str]) -> dict[str, Any]:
         data[key] = (value.split(",") if "," in value else value) if nodes else yaml_of(value, f"drill: {key}")
     entry = drill_entry(data)
     _held(run)
-    _check_nodes(runs.view(RunFolder.of(run)), entry)
-    runs.order(run, {"drill": entry.plain()})
+    _check_nodes(find_runs.view(RunFolder.of(run)), entry)
+    find_runs.order(run, {"drill": entry.plain()})
     return entry.plain()
 
 
@@ -65,7 +65,7 @@ def _check_nodes(view: View, entry: DrillSpec) -> None:
 
 def _held(run: Storage) -> None:
     """Raises SpecError where nobody drives the run who takes orders."""
-    view, who = runs.view(place := RunFolder.of(run)), holder(run)
+    view, who = find_runs.view(place := RunFolder.of(run)), holder(run)
     if not who:
         raise SpecError(f"run '{place.name}' is not running ({view.phase} at step {view.step})")
     sign = newest(run)

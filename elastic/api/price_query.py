@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic import catalog
-from elastic.catalog import finding
-from elastic.catalog.rows import suggestion
-from elastic.cluster_spec import load_cluster
+from elastic.catalog import gpu_names
+from elastic.catalog.schema import suggestion
+from elastic.config.clusters import load_cluster
 from elastic.errors import SpecError
 from elastic.types import Pool
 
@@ -49,7 +49,7 @@ def prices(cluster: str | Path | None = None, wanted: Wanted = Wanted()) -> Pric
         return Prices(tuple(_chosen((row for found in known.values() for row in _of_table(found)), wanted)))
     if wanted.own:
         raise SpecError(f"--catalog is for the table alone; for the pools of a cluster file set {catalog.VARIABLE}")
-    from elastic.cluster.market import Market
+    from elastic.cluster.prices.market import Market
 
     market, spec = Market(), load_cluster(cluster)
     _check(wanted, known.values(), spec.pools)
@@ -109,7 +109,7 @@ def _hardware_of_pool(pool: Pool, found: catalog.InstanceType | None) -> dict[st
     known = _hardware(found)
     if pool.accelerator_type == "CPU":
         return {**known, "gpus": "-"}
-    same = finding.matching(pool.accelerator_type, catalog.chips())
+    same = gpu_names.matching(pool.accelerator_type, catalog.chips())
     chip = known["chip"] or (same[0].name if same else "")
     memory = pool.memory_bytes_per_gpu or known["gpu_memory_bytes"]
     return {**known, "gpus": f"{pool.gpus_per_node} {pool.accelerator_type}", "chip": chip, "gpu_memory_bytes": memory}

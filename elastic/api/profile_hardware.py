@@ -10,17 +10,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic.api.running import Options, adapted, default_storage, ray_address
+from elastic.api.running.run import Options, adapted, default_storage, ray_address
+from elastic.config.hardware import check_writable, path_of, write_hardware
+from elastic.config.job import JobSpec, load_job
 from elastic.errors import SpecError
-from elastic.hardware_file import check_writable, path_of, write_hardware
-from elastic.observe import runs
-from elastic.observe.tables import columns
+from elastic.observe import find_runs
+from elastic.observe.run_tables import columns
 from elastic.program import load_program
-from elastic.spec import JobSpec, load_job
 from elastic.types import HardwareProfile
 
 if TYPE_CHECKING:
-    from elastic.worker.measure import Wanted
+    from elastic.worker.profile.measure import Wanted
 
 START_S = 15.0  # until the measuring processes have loaded torch
 LEAST_S = 20
@@ -41,7 +41,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Profiled:
-    """`found`: all numbers, as `elastic.worker.measure` tells them."""
+    """`found`: all numbers, as `elastic.worker.profile.measure` tells them."""
 
     path: Path
     about: Mapping[str, Any]
@@ -78,12 +78,12 @@ def profile(job: str | Path, wishes: Wishes | None = None) -> tuple[Profiled, ..
     address = ray_address(Options(local=wishes.local))
     program = load_program(spec.program)
 
-    from elastic.worker.measure import Wanted, accelerator_here
-    from elastic.worker.profiling import model_profile_of, samples_of
+    from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
+    from elastic.worker.profile.measure import Wanted, accelerator_here
 
     kind = _kind(spec, accelerator_here())
     check_writable(_path(wishes, kind))
-    plain, uri = spec.plain(), runs.storage_uri(spec.storage or default_storage())
+    plain, uri = spec.plain(), find_runs.storage_uri(spec.storage or default_storage())
     wanted = Wanted(
         model_profile_of(program, plain), spec.precision, spec.global_batch, wishes.seconds - START_S, uri, job=plain,
         some=samples_of(program, plain, MANY),
@@ -97,20 +97,20 @@ def profile(job: str | Path, wishes: Wishes | None = None) -> tuple[Profiled, ..
 
 
 def _here(wanted: Wanted, kind: str) -> dict[str, dict[str, Any]]:
-    from elastic.worker import measure
+    from elastic.worker.profile import measure
 
     return {kind: measure.measure(wanted) | {"host": socket.gethostname()}}
 
 
 def _there(address: str, wanted: Wanted, spec: JobSpec) -> dict[str, dict[str, Any]]:
-    from elastic.cluster.measured_nodes import measured
+    from elastic.cluster.workers.measured_nodes import measured
 
     return measured(address, wanted, [pool.accelerator_type for pool in spec.pools])
 
 
 def _kept(path: Path, kind: str, found: dict[str, Any], spec: JobSpec, uri: str) -> Profiled:
     """Writes the file of one kind."""
-    from elastic.worker.measure import hardware_of
+    from elastic.worker.profile.measure import hardware_of
 
     about = {
         "job": spec.name, "host": found.pop("host"), "at": datetime.now(UTC).isoformat(timespec="seconds"),

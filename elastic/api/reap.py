@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic import catalog
-from elastic.cluster_spec import read_cluster
+from elastic.config.clusters import read_cluster
 from elastic.errors import SpecError
 
 if TYPE_CHECKING:
-    from elastic.cluster.reap import Instance
+    from elastic.cluster.nodes.leaked_instances import Instance
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Reaped:
 
 def reap(file: str | Path, yes: bool = False, alive: bool = False) -> Reaped:
     """`yes`: end them. `alive`: also where the cluster's head runs. Raises SpecError, CloudFailed."""
-    from elastic.cluster.reap import Reaper
+    from elastic.cluster.nodes.leaked_instances import Reaper
 
     spec, _ = read_cluster(file)
     if spec.provider != "aws":

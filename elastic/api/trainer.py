@@ -1,4 +1,4 @@
-"""ElasticTrainer: a job in the words of Ray Train. `elastic.cluster.ray_train` translates its types."""
+"""ElasticTrainer: a job in the words of Ray Train. `elastic.cluster.ray_train.train_types` translates its types."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic.api.running import RUN_NAME, Options, Result, file_of, ray_address, run_job
-from elastic.api.stored import Import, import_into
-from elastic.api.ways import run_file
-from elastic.data_spec import DataSpec
+from elastic.api.checkpoints import Import, import_into
+from elastic.api.running.entry import run_file
+from elastic.api.running.run import RUN_NAME, Options, Result, file_of, ray_address, run_job
+from elastic.config.data_section import DataSpec
+from elastic.config.job import JobSpec, PoolSpec, job_data, job_of
+from elastic.config.script import enters_loop
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe import runs
-from elastic.observe.view import view_of
+from elastic.observe import find_runs
+from elastic.observe.run_view import view_of
 from elastic.program import Program
-from elastic.script import enters_loop
-from elastic.spec import JobSpec, PoolSpec, job_data, job_of
 from elastic.storage import Storage, open_storage
 from elastic.types import Evaluated
 
@@ -58,11 +58,11 @@ class ElasticTrainer:
 
     def __post_init__(self) -> None:
         _refuse_in_an_import()
-        from elastic.cluster import ray_train
+        from elastic.cluster.ray_train import train_types
 
         self._train = _train_function(self.program, self.train_loop_config)
         self._configs = (self.scaling_config is not None, self.run_config is not None)
-        self._wanted = ray_train.wanted(self.scaling_config, self.run_config)
+        self._wanted = train_types.wanted(self.scaling_config, self.run_config)
         self._data, self._file = _job_of(self.program, self.job or {})
         if self.datasets and self._data.get("data"):
             raise SpecError("datasets and job['data'] both say what the run reads: two ways at once; give one")
@@ -75,17 +75,17 @@ class ElasticTrainer:
 
         Uses the Ray cluster that this process is connected to, else $RAY_ADDRESS, else an embedded one on this machine.
         """
-        from elastic.cluster import ray_train
+        from elastic.cluster.ray_train import train_types
 
         if self._train is not None and _in_a_script_of_ours():
             self._train()  # in the driver it ends where the loop is entered, in a worker here: the Result is the driver's
             raise SystemExit(0)
-        with ray_train.connected(ray_address(Options())) as address:
+        with train_types.connected(ray_address(Options())) as address:
             data = self._job(address is not None)
             name = self._wanted.run_name if self._configs[1] else str(data["name"])
             if not RUN_NAME.fullmatch(name):
                 raise SpecError(f"RunConfig(name='{name}'): letters, digits, '.', '_' and '-' only")
-            run = open_storage(f"{runs.storage_uri(data.get('storage'))}/{name}")
+            run = open_storage(f"{find_runs.storage_uri(data.get('storage'))}/{name}")
             options = Options(
                 run_name=name, local=address is None, address=address, no_budget=self.no_budget, show=self._wanted.show
             )
@@ -97,40 +97,40 @@ class ElasticTrainer:
 
     def _job(self, on_cluster: bool) -> dict[str, Any]:
         """The job's keys with those of the configurations. Raises SpecError where the two disagree."""
-        from elastic.cluster import ray_train
+        from elastic.cluster.ray_train import train_types
 
         data = dict(self._data)
         _agree(data, _said(self._wanted.job, self._configs))
         if self._configs[0] and "pools" not in data:
-            data["pools"] = ray_train.pools(self._wanted, on_cluster)
+            data["pools"] = train_types.pools(self._wanted, on_cluster)
         elif self._configs[0]:
             kinds = [str(dict(pool).get("accelerator_type", PoolSpec(name="any").accelerator_type)) for pool in data["pools"]]
-            ray_train.check_pools(self._wanted, kinds)
+            train_types.check_pools(self._wanted, kinds)
         return data
 
     def _prepared(self, spec: JobSpec, run: Storage) -> JobSpec:
         """Data and state from elsewhere are in the run's storage."""
-        from elastic.cluster import ray_rows, ray_train
+        from elastic.cluster.ray_train import dataset_rows, train_types
 
         if self.datasets:
-            spec = spec.model_copy(update={"data": DataSpec.model_validate(ray_rows.materialise(self.datasets, run))})
+            spec = spec.model_copy(update={"data": DataSpec.model_validate(dataset_rows.materialise(self.datasets, run))})
         if self.resume_from_checkpoint is not None:
 
             def use(source: str) -> None:
                 import_into(Import(source, run.uri, "", at_step=None), spec, run)
 
             if not _has_copies(run):
-                ray_train.read_checkpoint(self.resume_from_checkpoint, use)
+                train_types.read_checkpoint(self.resume_from_checkpoint, use)
         return spec
 
     def _told(self, result: Result, run: Storage) -> ray.train.Result:
-        from elastic.cluster import ray_train
-        from elastic.worker import durable
+        from elastic.cluster.ray_train import train_types
+        from elastic.worker.checkpoint import checkpoint_index
 
         error = result.reason if result.outcome == "failed" else ""
-        copies = [(item.uri, item.step) for item in durable.find(run)]
+        copies = [(item.uri, item.step) for item in checkpoint_index.find(run)]
         rows = _rows(RunFolder.of(run).lines())
-        told = ray_train.result_of(ray_train.Told(str(run.uri), result.summary, rows, copies, error))
+        told = train_types.result_of(train_types.Told(str(run.uri), result.summary, rows, copies, error))
         if told.error is not None:
             raise told.error
         return told
@@ -160,7 +160,7 @@ def _train_function(program: Any, config: Mapping[str, Any] | None) -> Callable[
 
 
 def _in_a_script_of_ours() -> bool:
-    from elastic.worker.loop import here
+    from elastic.worker.loop.loop import here
 
     return here.host is not None
 
@@ -202,9 +202,9 @@ def _said(wanted: Mapping[str, Any], configs: tuple[bool, bool]) -> dict[str, An
 
 def _agree(data: dict[str, Any], said: Mapping[str, Any]) -> None:
     """Adds what the configurations say; where that is a default, the job may say otherwise. Raises SpecError for two ways."""
-    from elastic.cluster import ray_train
+    from elastic.cluster.ray_train import train_types
 
-    defaults = ray_train.wanted(None, None).job
+    defaults = train_types.wanted(None, None).job
     for key, value in said.items():
         if key not in data:
             data[key] = value
@@ -213,9 +213,9 @@ def _agree(data: dict[str, Any], said: Mapping[str, Any]) -> None:
 
 
 def _has_copies(run: Storage) -> bool:
-    from elastic.worker import durable
+    from elastic.worker.checkpoint import checkpoint_index
 
-    return bool(durable.find(run))
+    return bool(checkpoint_index.find(run))
 
 
 def _rows(lines: Iterable[Line]) -> list[dict[str, Any]]:

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
-from elastic.catalog import finding
-from elastic.catalog.nouns import DTYPES, GIB, MIB, REFERENCE_REGIONS, Chip, InstanceType, Quote, cpu_chip
+from elastic.catalog import gpu_names
+from elastic.catalog.chips import DTYPES, GIB, MIB, REFERENCE_REGIONS, Chip, InstanceType, Quote, cpu_chip
 from elastic.catalog.tables import VARIABLE, Catalog, read
 
 PRICES_AT = date(2026, 11, 22)  # when the table was put together; older rows say so in `at`
@@ -39,13 +39,13 @@ def chip(name: str) -> Chip | None:
 
 def find_chip(name: str, own: Sequence[str | Path] = ()) -> Chip:
     """By any usual spelling. Raises SpecError with the nearest names."""
-    return finding.find(name, read(own).chips)
+    return gpu_names.find(name, read(own).chips)
 
 
 def find_chips(name: str, own: Sequence[str | Path] = ()) -> tuple[Chip, ...]:
     """All that a spelling fits, as `h100` does each form of it. Raises SpecError where none is."""
     known = read(own).chips
-    return finding.matching(name, known) or (finding.find(name, known),)
+    return gpu_names.matching(name, known) or (gpu_names.find(name, known),)
 
 
 def nearest(name: str, cloud: str = "") -> str:

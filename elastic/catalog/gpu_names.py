@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 
-from elastic.catalog.nouns import GIB, Chip
+from elastic.catalog.chips import GIB, Chip
 from elastic.errors import SpecError
 
 NOISE = {"nvidia", "amd", "tesla", "geforce", "instinct", "generation", "oam", "gpu", "hbm2", "hbm3", "hbm3e", "tensor", "core"}

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from elastic.catalog.finding import find
-from elastic.catalog.nouns import GIB, MIB, Chip, InstanceType, Quote
-from elastic.catalog.rows import ChipRow, InstanceRow, OwnFile, PriceRow, checked, suggestion
+from elastic.catalog.bounded_yaml import read_yaml
+from elastic.catalog.chips import GIB, MIB, Chip, InstanceType, Quote
+from elastic.catalog.gpu_names import find
+from elastic.catalog.schema import ChipRow, InstanceRow, OwnFile, PriceRow, checked, suggestion
 from elastic.errors import SpecError
-from elastic.strict import read_yaml
 
 VARIABLE = "ELASTIC_CATALOG"  # own files, with os.pathsep between them
 Rows = dict[str, dict[str, Any]]

@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic.certify import cluster_place, tasks
-from elastic.certify.place import NO_RAY, Place, find
+from elastic.certify import tasks
+from elastic.certify.harness import cluster_place
+from elastic.certify.harness.place import NO_RAY, Place, find
 from elastic.certify.result import Check, Report, not_run, place_lines
 from elastic.errors import SpecError
 from elastic.storage import open_storage
 
 if TYPE_CHECKING:
-    from elastic.certify.lab import Lab
+    from elastic.certify.harness.lab import Lab
 
 ABOUT = "try on this machine, or on the Ray cluster at $RAY_ADDRESS, what elastic promises: pass or fail, with numbers"
 MINUTES = 5.0
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Returns the exit code. Raises SpecError."""
     if given.job:
-        from elastic.certify.job_check import certify_job
+        from elastic.certify.checks.job_check import certify_job
 
         return certify_job(given.job, given.json)
     only = tuple(name.strip() for name in given.only.split(",") if name.strip())
@@ -110,12 +111,12 @@ def _place(options: Options) -> Iterator[Place]:
     if not address:
         yield find(options.gpus, options.no_ray)
         return
-    from elastic.cluster import outposts
+    from elastic.cluster.workers import remote_processes
 
     try:
         yield cluster_place.find(address, options.gpus)
     finally:
-        outposts.disconnect()
+        remote_processes.disconnect()
 
 
 def _check(options: Options) -> None:
@@ -130,8 +131,8 @@ def _check(options: Options) -> None:
 def carry_out(place: Place, storage: str, done: tasks.Tasks, budget_s: float, only: Sequence[str] = ()) -> None:
     """All tasks that this place has, in an order in which the cheap and the telling come first. `only`: with a check whose name
     begins so. Raises SpecError for a name that none has."""
-    from elastic.certify import shared_gpu
-    from elastic.certify.lab import Lab
+    from elastic.certify.checks import shared_gpu
+    from elastic.certify.harness.lab import Lab
 
     limit = tasks.Limit.after(budget_s)
     with Lab(place, storage=storage) as lab:
@@ -152,7 +153,15 @@ def carry_out(place: Place, storage: str, done: tasks.Tasks, budget_s: float, on
 
 
 def _tasks(lab: Lab) -> list[tasks.Task]:
-    from elastic.certify import fault_checks, layout_checks, main_path, move_checks, speed_checks, storage_checks, ways_in
+    from elastic.certify.checks import (
+        fault_checks,
+        layout_checks,
+        main_path,
+        move_checks,
+        speed_checks,
+        storage_checks,
+        ways_in,
+    )
     from elastic.certify.gpu import gpu_checks
 
     several = lab.place.ranks > 1
@@ -168,7 +177,7 @@ def _chosen(found: list[tasks.Task], only: Sequence[str]) -> list[tasks.Task]:
 
 def _left_out(lab: Lab) -> list[Check]:
     """What cannot be run here."""
-    from elastic.certify import main_path, ways_in
+    from elastic.certify.checks import main_path, ways_in
     from elastic.certify.gpu import gpu_checks
 
     several = lab.place.ranks > 1

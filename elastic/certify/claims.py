@@ -31,38 +31,54 @@ CLAIMS = (
     Claim(
         "goes-on",
         ("main path: kill", "main path: growth", "main path: notice", "kill", "growth", "notice"),
-        ("tests/e2e/test_stories.py", "tests/worker/test_peer_recovery.py"),
+        ("tests/e2e/test_stories.py", "tests/worker/session/test_peer_recovery.py"),
     ),
     Claim(
         "same-curve",
         ("layout *", "main path: samples", "main path: kill"),
-        ("tests/worker/test_chain.py", "tests/e2e/test_stories.py"),
+        ("tests/worker/session/test_chain.py", "tests/e2e/test_stories.py"),
     ),
     Claim(
         "same-function",
         ("layout *",),
-        ("tests/foreign/test_foreign_layouts.py", "tests/worker/test_probe.py", "tests/worker/test_foreign_chains.py"),
+        (
+            "tests/foreign/test_foreign_layouts.py",
+            "tests/worker/session/test_layout_probe.py",
+            "tests/worker/equivalence/test_foreign_chains.py",
+        ),
     ),
     Claim("replayed", ("main path: replay",), ("tests/sim/test_replay.py", "tests/e2e/test_stories.py")),
-    Claim("bad-input", (), ("tests/e2e/test_bad_input.py", "tests/test_spec.py")),
-    Claim("verified-checkpoints", ("checkpoint",), ("tests/worker/test_durable.py", "tests/worker/test_durable_faults.py")),
-    Claim("script-live", ("loop script: notice",), ("tests/e2e/test_scripts_made_elastic.py", "tests/worker/test_loop.py")),
-    Claim("script-restarted", ("plain script: kill",), ("tests/e2e/test_script.py", "tests/cluster/test_script_run.py")),
-    Claim("torchrun", ("torchrun",), ("tests/worker/test_alone.py",)),
-    Claim("ray-train", ("Ray Train",), ("tests/e2e/test_elastic_trainer.py", "tests/cluster/test_ray_train_types.py")),
+    Claim("bad-input", (), ("tests/e2e/test_bad_input.py", "tests/config/test_job.py")),
+    Claim(
+        "verified-checkpoints",
+        ("checkpoint",),
+        ("tests/worker/checkpoint/test_checkpoint_writer.py", "tests/worker/checkpoint/test_durable_faults.py"),
+    ),
+    Claim(
+        "script-live", ("loop script: notice",), ("tests/e2e/test_scripts_made_elastic.py", "tests/worker/loop/test_loop.py")
+    ),
+    Claim(
+        "script-restarted", ("plain script: kill",), ("tests/e2e/test_script.py", "tests/cluster/ray_train/test_script_run.py")
+    ),
+    Claim("torchrun", ("torchrun",), ("tests/worker/standalone/test_standalone_run.py",)),
+    Claim(
+        "ray-train", ("Ray Train",), ("tests/e2e/test_elastic_trainer.py", "tests/cluster/ray_train/test_ray_train_types.py")
+    ),
     Claim("race", (), ("tests/bench/race.py", "tests/bench/test_race.py")),
-    Claim("driver-loss", ("driver loss",), ("tests/e2e/test_driver_loss.py", "tests/cluster/test_attach.py")),
+    Claim("driver-loss", ("driver loss",), ("tests/e2e/test_driver_loss.py", "tests/cluster/backend/test_attach.py")),
     Claim(
         "pauses",
         ("main path: kill", "main path: growth", "main path: notice"),
         ("tests/bench/recovery.py",),
         ("pause_s", "pause_vs_start"),
     ),
-    Claim("hang", ("abort *",), ("tests/e2e/test_stories.py", "tests/worker/test_groups.py"), ("freed_s",)),
-    Claim("unequal", (), ("tests/bench/unequal.py", "tests/sim/test_unequal_speeds.py", "tests/worker/test_shares_set.py")),
-    Claim("sick", (), ("tests/bench/sickness.py", "tests/e2e/test_stories.py", "tests/worker/test_equal_results.py")),
+    Claim("hang", ("abort *",), ("tests/e2e/test_stories.py", "tests/worker/process_groups/test_groups.py"), ("freed_s",)),
+    Claim(
+        "unequal", (), ("tests/bench/unequal.py", "tests/sim/test_unequal_speeds.py", "tests/worker/step/test_shares_set.py")
+    ),
+    Claim("sick", (), ("tests/bench/sickness.py", "tests/e2e/test_stories.py", "tests/worker/step/test_sdc_check.py")),
     Claim("checkpoint-speed", ("checkpoint",), ("tests/bench/checkpoint.py",), ("save_vs_plain", "load_vs_plain")),
-    Claim("move-speed", ("reshard",), ("tests/bench/reshard.py", "tests/worker/test_transfer.py"), ("rate_vs_bare",)),
+    Claim("move-speed", ("reshard",), ("tests/bench/reshard.py", "tests/worker/state/test_transfer.py"), ("rate_vs_bare",)),
     Claim(
         "object-storage",
         ("object storage",),

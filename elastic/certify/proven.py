@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.certify.claims import Claim, stated
-from elastic.certify.place import Kind
+from elastic.certify.harness.place import Kind
 from elastic.certify.result import Check, Report, shown
 from elastic.certify.tasks import HERE
 from elastic.errors import SpecError

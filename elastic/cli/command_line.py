@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from elastic import __version__, api
-from elastic.api.planning import command as planning
-from elastic.api.supervise import command_of, supervised
-from elastic.certify import command as certify
+from elastic.api.running.supervise import command_of, supervised
+from elastic.certify import certify_command as certify
+from elastic.cli import plan as planning
 from elastic.errors import ElasticError, SpecError
-from elastic.observe import doctor, logs, pricelist, report, runs, tables
+from elastic.observe import doctor, find_runs, logs, report, run_tables
+from elastic.observe.plans import price_list
 
 EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
 RUN = "run name (or how it begins, or the job's name: its newest run), its folder or its URI"
@@ -259,31 +260,38 @@ def _plan(given: argparse.Namespace) -> int:
 
 
 def _ls(given: argparse.Namespace) -> int:
-    rows = [tables.Row(runs.view(run), api.holder(run.storage), runs.age_s(run)) for _, run in runs.all_runs(given.storage)]
-    _show(given, [row.plain() for row in rows], tables.ls(rows) if rows else [f"no runs in {runs.storage_uri(given.storage)}"])
+    rows = [
+        run_tables.Row(find_runs.view(run), api.holder(run.storage), find_runs.age_s(run))
+        for _, run in find_runs.all_runs(given.storage)
+    ]
+    _show(
+        given,
+        [row.plain() for row in rows],
+        run_tables.ls(rows) if rows else [f"no runs in {find_runs.storage_uri(given.storage)}"],
+    )
     return 0
 
 
 def _status(given: argparse.Namespace) -> int:
-    run = runs.open_run(given.run, given.storage)
-    view, holder = runs.view(run), api.holder(run.storage)
-    _show(given, tables.status_plain(view, holder), tables.status(view, holder))
+    run = find_runs.open_run(given.run, given.storage)
+    view, holder = find_runs.view(run), api.holder(run.storage)
+    _show(given, run_tables.status_plain(view, holder), run_tables.status(view, holder))
     return 0
 
 
 def _why(given: argparse.Namespace) -> int:
-    view = runs.view(runs.open_run(given.run, given.storage))
-    _show(given, tables.why_plain(view, given.last), tables.why(view, given.last))
+    view = find_runs.view(find_runs.open_run(given.run, given.storage))
+    _show(given, run_tables.why_plain(view, given.last), run_tables.why(view, given.last))
     return 0
 
 
 def _ledger(given: argparse.Namespace) -> int:
-    _show(given, *report.ledger(runs.lines_of(runs.open_run(given.run, given.storage))))
+    _show(given, *report.ledger(find_runs.lines_of(find_runs.open_run(given.run, given.storage))))
     return 0
 
 
 def _report(given: argparse.Namespace) -> int:
-    data, lines = report.write(runs.open_run(given.run, given.storage))
+    data, lines = report.write(find_runs.open_run(given.run, given.storage))
     _show(given, data, lines)
     return 0
 
@@ -291,7 +299,7 @@ def _report(given: argparse.Namespace) -> int:
 def _replay(given: argparse.Namespace) -> int:
     from elastic.sim.replay import replay
 
-    found = replay(runs.lines_of(runs.open_run(given.run, given.storage)))
+    found = replay(find_runs.lines_of(find_runs.open_run(given.run, given.storage)))
     data: dict[str, Any] = {"decisions": found.n_decisions, "identical": found.identical}
     lines = [f"{found.n_decisions} decisions taken again: {'all identical' if found.identical else 'NOT identical'}"]
     if found.first_difference is not None:
@@ -303,18 +311,18 @@ def _replay(given: argparse.Namespace) -> int:
 
 
 def _logs(given: argparse.Namespace) -> int:
-    found = logs.logs(runs.open_run(given.run, given.storage), given.last, given.worker)
+    found = logs.logs(find_runs.open_run(given.run, given.storage), given.last, given.worker)
     _show(given, [log.plain() for log in found], logs.shown(found))
     return 0
 
 
 def _doctor(given: argparse.Namespace) -> int:
     if given.run:
-        checks = doctor.run_troubles(runs.view(runs.open_run(given.run, given.storage)))
+        checks = doctor.run_troubles(find_runs.view(find_runs.open_run(given.run, given.storage)))
     else:
-        checks = doctor.machine(runs.storage_uri(given.storage))
+        checks = doctor.machine(find_runs.storage_uri(given.storage))
     rows = [(check.verdict, check.name, check.found + (f"  ({check.hint})" if check.hint else "")) for check in checks]
-    _show(given, [check.plain() for check in checks], tables.columns(rows))
+    _show(given, [check.plain() for check in checks], run_tables.columns(rows))
     return 1 if any(check.verdict == "bad" for check in checks) else 0
 
 
@@ -322,30 +330,30 @@ def _doctor(given: argparse.Namespace) -> int:
 
 
 def _stop(given: argparse.Namespace) -> int:
-    run = runs.open_run(given.run, given.storage)
+    run = find_runs.open_run(given.run, given.storage)
     api.stop(run.storage, given.reason)
     _show(given, {"run": run.name, "asked": "stop"}, [f"run {run.name} is asked to stop: elastic status {given.run}"])
     return 0
 
 
 def _drill(given: argparse.Namespace) -> int:
-    run = runs.open_run(given.run, given.storage)
+    run = find_runs.open_run(given.run, given.storage)
     entry = api.drill(run.storage, given.entry)
     _show(given, {"run": run.name, "drill": entry}, [f"run {run.name} is told: {entry}"])
     return 0
 
 
 def _checkpoint_ls(given: argparse.Namespace) -> int:
-    found, problems = api.checkpoints(runs.open_storage_of(given.run, given.storage))
+    found, problems = api.checkpoints(find_runs.open_storage_of(given.run, given.storage))
     rows: list[tuple[str, ...]] = [("STEP", "GENERATION", "COMMITTED", "LAYOUT", "RANKS", "SIZE", "AGE", "URI")]
-    rows += [tables.checkpoint(item) for item in found]
-    lines = tables.columns(rows, right=(0, 1, 4, 5, 6)) if found else ["no committed checkpoint"]
+    rows += [run_tables.checkpoint(item) for item in found]
+    lines = run_tables.columns(rows, right=(0, 1, 4, 5, 6)) if found else ["no committed checkpoint"]
     _show(given, {"checkpoints": found, "problems": problems}, lines + problems)
     return 0
 
 
 def _checkpoint_verify(given: argparse.Namespace) -> int:
-    found = api.verify(runs.open_storage_of(given.run, given.storage))
+    found = api.verify(find_runs.open_storage_of(given.run, given.storage))
     bad = [item for item in found if item["problems"]]
     lines = [f"step {c['step']}: {'; '.join(c['problems']) or 'every byte is as it was written'}" for c in found]
     _show(given, found, lines or ["no committed checkpoint"])
@@ -353,7 +361,7 @@ def _checkpoint_verify(given: argparse.Namespace) -> int:
 
 
 def _checkpoint_export(given: argparse.Namespace) -> int:
-    done = api.export(runs.open_storage_of(given.run, given.storage), given.step, given.to, given.job, given.merged)
+    done = api.export(find_runs.open_storage_of(given.run, given.storage), given.step, given.to, given.job, given.merged)
     _show(given, done, [f"step {done['step']}: {done['tensors']} tensors in {', '.join(done['files'])} under {done['to']}"])
     return 0
 
@@ -370,7 +378,7 @@ def _checkpoint_import(given: argparse.Namespace) -> int:
 
 
 def _checkpoint_rm(given: argparse.Namespace) -> int:
-    gone = api.remove(runs.open_storage_of(given.run, given.storage, exact=True), given.step, given.force)
+    gone = api.remove(find_runs.open_storage_of(given.run, given.storage, exact=True), given.step, given.force)
     _show(given, {"removed": gone}, [f"removed {uri}" for uri in gone])
     return 0
 
@@ -382,27 +390,27 @@ def _prices(given: argparse.Namespace) -> int:
     wanted = api.Wanted(given.gpu, given.cloud, given.region, tuple(given.catalog))
     if given.chips:
         rows = api.gpus(wanted)
-        _show(given, {"chips": rows}, pricelist.chips(rows))
+        _show(given, {"chips": rows}, price_list.chips(rows))
         return 0
     found = api.prices(given.cluster, wanted)
-    _show(given, found.plain(), [*pricelist.prices(found.rows), *found.problems, f"table of {found.plain()['table_at']}"])
+    _show(given, found.plain(), [*price_list.prices(found.rows), *found.problems, f"table of {found.plain()['table_at']}"])
     return 0
 
 
 def _cluster_check(given: argparse.Namespace) -> int:
     found = api.check_cluster(given.file, given.job)
-    rows: list[tuple[str, ...]] = [tables.POOLS]
-    rows += [tables.pool(pool, found.spec.prices_of.get(pool.name, "")) for pool in found.spec.pools]
+    rows: list[tuple[str, ...]] = [run_tables.POOLS]
+    rows += [run_tables.pool(pool, found.spec.prices_of.get(pool.name, "")) for pool in found.spec.pools]
     n_errors = sum(not problem.warning for problem in found.problems)
     verdict = f"{given.file}: {n_errors} errors, {len(found.problems) - n_errors} warnings"
-    _show(given, found.plain(), [*found.lines(), *tables.columns(rows, right=(3, 4, 5, 6)), verdict])
+    _show(given, found.plain(), [*found.lines(), *run_tables.columns(rows, right=(3, 4, 5, 6)), verdict])
     return 0 if found.ok else 2
 
 
 def _cluster_reap(given: argparse.Namespace) -> int:
     found = api.reap(given.file, given.yes, given.alive)
-    rows: list[tuple[str, ...]] = [tables.MACHINES, *(tuple(i.plain().values()) for i in found.instances)]
-    _show(given, found.plain(), [*(tables.columns(rows) if found.instances else []), found.verdict()])
+    rows: list[tuple[str, ...]] = [run_tables.MACHINES, *(tuple(i.plain().values()) for i in found.instances)]
+    _show(given, found.plain(), [*(run_tables.columns(rows) if found.instances else []), found.verdict()])
     return 1 if found.left else 0
 
 

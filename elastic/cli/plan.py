@@ -12,12 +12,13 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.text import Text
 
-from elastic.api.planning import answers, machines, scoring, sizing, subjects
-from elastic.api.planning.amounts import Asked, gpus_of, hours_of, tokens_of
-from elastic.api.planning.machines import Machines
-from elastic.api.planning.subjects import Subject
+from elastic.api.planning import model_source, plan_nodes, scoring, sizing
+from elastic.api.planning import query as answers
+from elastic.api.planning.model_source import Subject
+from elastic.api.planning.plan_nodes import Machines
+from elastic.api.planning.quantities import Asked, gpus_of, hours_of, tokens_of
 from elastic.errors import SpecError
-from elastic.observe import plan_bars, plans
+from elastic.observe.plans import plan_bars, plan_tables
 from elastic.planner.offers import Aim, Purpose
 
 ABOUT = "which layout, how fast, how many dollars: a job on its pools, or a model on GPUs, before anything is started"
@@ -105,15 +106,15 @@ def answer(given: argparse.Namespace) -> Answer:
     if given.what_if:
         choices = [(text, _machines(gpus_of(text, "--what-if"), given.cloud)) for text in given.what_if]
         data = answers.what_if(query, choices)
-        return Answer(data, plans.what_if(data))
+        return Answer(data, plan_tables.what_if(data))
     if given.scaling:
         one = _one(asked, given.cloud) if asked else _of_files(given, subject)[0]
         data = answers.scaling(query, one, given.efficiency, asked[0].n_gpus if asked else 0)
-        return Answer(data, plans.scaling(data))
+        return Answer(data, plan_tables.scaling(data))
     if query.aim.deadline_h and (not _has_nodes(given, asked)):
-        kinds = [machines.of_asked(each, given.cloud) for each in asked or gpus_of(KINDS)]
+        kinds = [plan_nodes.of_asked(each, given.cloud) for each in asked or gpus_of(KINDS)]
         data = sizing.capacity(query, kinds)
-        return Answer(data, plans.capacity(data))
+        return Answer(data, plan_tables.capacity(data))
     return _plan(given, query, _counted(asked, given.cloud) if asked else _of_files(given, subject))
 
 
@@ -122,14 +123,14 @@ def _scored(given: argparse.Namespace) -> Answer:
         raise SpecError(f"plan: {'JOB' if given.job else '--model'} and --score are two questions; ask one of them")
     found = scoring.scored(given.score)
     data = found.plain()
-    return Answer(data, plans.scored(data, found.table()))
+    return Answer(data, plan_tables.scored(data, found.table()))
 
 
 def _plan(given: argparse.Namespace, query: answers.Query, found: tuple[Machines, ...]) -> Answer:
     data = answers.plan(query, found)
     if given.explain and given.explain > len(data["offers"]):
         raise SpecError(f"--explain {given.explain}: there are {len(data['offers'])} offers; --top N shows more")
-    lines = plans.plan(data)
+    lines = plan_tables.plan(data)
     if given.explain:
         width = min(100, shutil.get_terminal_size().columns)
         lines += ["", *_colored(plan_bars.explain(data, given.explain, width))]
@@ -190,11 +191,11 @@ def _check(given: argparse.Namespace) -> None:
 
 def _subject(given: argparse.Namespace) -> Subject:
     if given.model:
-        found = subjects.of_model(given.model, given.batch or 0, given.precision or "bfloat16")
+        found = model_source.of_model(given.model, given.batch or 0, given.precision or "bfloat16")
     else:
         overrides = [f"global_batch={given.batch}"] if given.batch else []
         overrides += [f"precision={given.precision}"] if given.precision else []
-        found = subjects.of_job(given.job, [*given.overrides, *overrides], given.check)
+        found = model_source.of_job(given.job, [*given.overrides, *overrides], given.check)
     return found.with_layout(given.layout)
 
 
@@ -220,7 +221,7 @@ def _has_nodes(given: argparse.Namespace, asked: Sequence[Asked]) -> bool:
 def _one(asked: Sequence[Asked], cloud: str) -> Machines:
     if len(asked) > 1:
         raise SpecError("--scaling looks at one kind of GPU; give one: --gpus H100")
-    return machines.of_asked(asked[0], cloud)
+    return plan_nodes.of_asked(asked[0], cloud)
 
 
 def _counted(asked: Sequence[Asked], cloud: str) -> tuple[Machines, ...]:
@@ -234,8 +235,8 @@ def _machines(asked: Sequence[Asked], cloud: str) -> tuple[Machines, ...]:
     for each in asked:
         if not each.n_gpus:
             raise SpecError(f"{each.text}: how many? as in {each.kind}:64")
-    return tuple(machines.of_asked(each, cloud) for each in asked)
+    return tuple(plan_nodes.of_asked(each, cloud) for each in asked)
 
 
 def _of_files(given: argparse.Namespace, subject: Subject) -> tuple[Machines, ...]:
-    return subjects.machines_of(subject, given.cluster, machines.nodes_of(given.nodes))
+    return model_source.machines_of(subject, given.cluster, plan_nodes.nodes_of(given.nodes))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from elastic.strict import NODES_MOST, SECONDS_MOST, STEPS_MOST, Strict
+from elastic.config.strict import NODES_MOST, SECONDS_MOST, STEPS_MOST, Strict
 
 ON_NODES = ("notice", "kill", "hang", "slow", "stall", "corrupt", "device_error", "partition")
 ON_WORKERS = ("slow", "stall", "corrupt", "device_error")  # worked by the workers themselves

@@ -12,8 +12,8 @@ from hashlib import scrypt, sha256
 from pathlib import Path
 from typing import Any
 
-from elastic.masking import STARS, masked
-from elastic.optimisation import decay
+from elastic.config.masking import STARS, masked
+from elastic.config.optimization import decay
 from elastic.types import ModelProfile
 
 JOB_KEYS = (

@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from elastic.data_spec import DataSpec, SourceSpec
-from elastic.drill_spec import DrillSpec
-from elastic.errors import SpecError
-from elastic.optimisation import OWNERS, Guards, LrScaling, LrSchedule, NoiseScale, OptimizerKey, problem
-from elastic.strict import (
+from elastic.catalog.bounded_yaml import read_yaml, yaml_of
+from elastic.config.data_section import DataSpec, SourceSpec
+from elastic.config.drill import DrillSpec
+from elastic.config.optimization import OWNERS, Guards, LrScaling, LrSchedule, NoiseScale, OptimizerKey, problem
+from elastic.config.strict import (
     BYTES_MOST,
     GB_MOST,
     HOURS_MOST,
@@ -29,10 +29,9 @@ from elastic.strict import (
     TIME_MOST_S,
     USD_MOST,
     Strict,
-    read_yaml,
     shown_of,
-    yaml_of,
 )
+from elastic.errors import SpecError
 from elastic.types import Layout, MarketType, Pool, is_auto, parse_layout, pinned
 
 Auto = Literal["auto"]

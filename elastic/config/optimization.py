@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, RootModel, Tag, model_validator
 
-from elastic.strict import NODES_MOST, NORM_MOST, STEPS_MOST, Strict
+from elastic.config.strict import NODES_MOST, NORM_MOST, STEPS_MOST, Strict
 
 Do = Literal["skip", "rollback", "stop"]
 EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")

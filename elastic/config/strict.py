@@ -1,21 +1,14 @@
-"""What all that people write goes through: YAML of bounded size, models in which unknown keys are errors, finite numbers, and
-none that is larger than anybody can mean.
+"""What all that people write goes through: models in which unknown keys are errors, finite numbers, and none that is larger than
+anybody can mean. (Files of YAML: catalog/bounded_yaml.py.)
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict
 
-from elastic.errors import SpecError
-
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's where it was built in: ten times as fast
-DEPTH_MOST = 100  # of lists and keys in YAML
-VALUES_MOST = 1_000_000  # in YAML, those behind aliases counted each time
 SHOWN_MOST = 80  # characters of a wrong value
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of what names folders, actors and labels
@@ -53,55 +46,3 @@ def shown_of(value: str | float) -> str:
     except ValueError:  # an integer of more digits than Python prints
         return "an integer of thousands of digits"
     return text if len(text) <= SHOWN_MOST else f"{text[:SHOWN_MOST]}... of {len(text)} characters"
-
-
-def read_yaml(path: Path, shown: str) -> Any:
-    """Raises SpecError with the file as `shown` and the line."""
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{shown}: cannot be read: {error}") from error
-    return yaml_of(text, shown)
-
-
-def yaml_of(text: str, shown: str, several: bool = False) -> Any:
-    """`several`: a list of its documents. Raises SpecError that begins with `shown`, with the line where that is known."""
-    try:
-        if _depth(text) > DEPTH_MOST:  # libyaml builds what is nested by recursion, to the end of the stack
-            raise SpecError(f"{shown}: lists or keys are nested more than {DEPTH_MOST} deep in it")
-        found = list(yaml.load_all(text, Loader=YAML_LOADER)) if several else yaml.load(text, Loader=YAML_LOADER)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = f", line {mark.line + 1}" if mark else ""
-        raise SpecError(f"{shown}{at}: not YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}") from error
-    except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as error:  # too many digits, `!!timestamp 1`
-        raise SpecError(f"{shown}: not YAML: {' '.join(str(error).split())[:SHOWN_MOST]}") from error
-    if not _countable(found):
-        raise SpecError(f"{shown}: it holds more than {VALUES_MOST:,} values, those behind aliases counted each time")
-    return found
-
-
-def _depth(text: str) -> int:
-    """How deep lists and keys are nested in it; not looked at further than is too deep."""
-    depth, most = 0, 0
-    for event in yaml.parse(text, Loader=YAML_LOADER):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        most = max(most, depth)
-        if most > DEPTH_MOST:
-            break
-    return most
-
-
-def _countable(data: Any) -> bool:
-    """Small lists that hold each other through aliases can stand for more values than any memory has, or hold themselves."""
-    n, left = 0, [data]
-    while left:
-        value = left.pop()
-        n += 1
-        if isinstance(value, dict):
-            left += value.values()
-        elif isinstance(value, list | tuple | set):
-            left += value
-        if n + len(left) > VALUES_MOST:
-            return False
-    return True

@@ -8,41 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from elastic.data.batches import Unread, batch_of, check_shapes, collated, stack_arrays
+from elastic.data.batches import Unread, batch_of
 from elastic.data.budget import Microbatch
-from elastic.data.readers import LoaderLost, Reader, Readers
-from elastic.errors import InternalError, ProgramError
-
-Batch = dict[str, Tensor]
-
-
-def collate(items: Sequence[Mapping[str, Any]]) -> Batch:
-    """Stacks items (dicts of tensors, arrays or numbers, equal in keys and shapes) along a new first dimension.
-
-    Raises ProgramError naming the key and the shapes that differ.
-    """
-    return collated(items, _stack)
-
-
-def _stack(key: str, values: list[Any]) -> Tensor:
-    check_shapes(key, values)
-    if all(isinstance(value, Tensor) for value in values):
-        return torch.stack(values)
-    if any(isinstance(value, Tensor) for value in values):
-        return torch.stack([torch.as_tensor(value) for value in values])
-    return _tensor(key, stack_arrays(key, values))
-
-
-def _tensor(key: str, values: Any) -> Tensor:
-    if isinstance(values, Tensor):
-        return values
-    try:
-        return torch.from_numpy(values)
-    except TypeError as error:
-        raise ProgramError(f"'{key}' of an item cannot become a tensor: {error}") from error
+from elastic.data.collate import Batch, collate, tensor_of
+from elastic.data.loader_processes import LoaderLost, Reader, Readers
+from elastic.errors import InternalError
 
 
 @dataclass(frozen=True)
@@ -174,7 +144,9 @@ class Loader:
             parts = self._parts_of_step(step)
             if reader is None:
                 return [self._finish(batch_of(self._dataset, part, collate)) for part in parts]
-            return [self._finish({key: _tensor(key, values) for key, values in batch.items()}) for batch in reader.load(parts)]
+            return [
+                self._finish({key: tensor_of(key, values) for key, values in batch.items()}) for batch in reader.load(parts)
+            ]
         except LoaderLost as error:
             return LoaderLost(f"{error} (step {step})")
         except Unread as error:

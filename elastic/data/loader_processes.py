@@ -1,6 +1,6 @@
 """Loader processes: each opens the job's data for itself, and reads the batches that it is asked for.
 
-A process ends when its parent does: its pipe then has no other end. `python -m elastic.data.readers FD` is the process.
+A process ends when its parent does: its pipe then has no other end. `python -m elastic.data.loader_processes FD` is the process.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Reader:
         ours, theirs = Pipe()
         paths = [path for path in sys.path if path]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", "elastic.data.readers", str(theirs.fileno())]
+        command = [sys.executable, "-m", "elastic.data.loader_processes", str(theirs.fileno())]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment)
         theirs.close()
         ours.send_bytes(pickle.dumps(self._recipe, 5))
@@ -137,7 +137,7 @@ def readers_of(job: Mapping[str, Any]) -> Readers | None:
 
 def _dataset(recipe: Recipe) -> Any:
     """Without torch where the job names its data."""
-    from elastic.data.opening import dataset_of
+    from elastic.data.open_datasets import dataset_of
     from elastic.program import Program, load_program
 
     if (recipe.job.get("data") or {}).get("train"):
@@ -152,7 +152,7 @@ def _nothing(*arguments: Any) -> None:
 def _collate(items: list[Any]) -> dict[str, Any]:
     if "torch" not in sys.modules:
         return collated(items, stack_arrays)
-    from elastic.data.loader import collate
+    from elastic.data.collate import collate
 
     found: dict[str, Any] = {}
     for key, value in collate(items).items():
@@ -199,6 +199,6 @@ def main(fd: int) -> None:
 
 
 if __name__ == "__main__":
-    from elastic.data import readers  # this file once more, under its own name: classes are looked up there
+    from elastic.data import loader_processes
 
-    readers.main(int(sys.argv[1]))
+    loader_processes.main(int(sys.argv[1]))

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.data.budget import check_lengths
-from elastic.data.cache import Cache
-from elastic.data.corpus import Corpus, FileBytes, TokenFiles, Tokenised, n_tokens
-from elastic.data.files import Files, files_at
 from elastic.data.mixture import Mixture
 from elastic.data.packing import Cut, Documents, Padded, Whole, Windows
-from elastic.data.parquet import Rows
-from elastic.data.records import Columns, HuggingFace, Jsonl, Parquet, Records
-from elastic.data.sources import split_files
+from elastic.data.sources.block_cache import Cache
+from elastic.data.sources.corpus import Corpus, FileBytes, TokenFiles, Tokenised, n_tokens
+from elastic.data.sources.files import Files, files_at
+from elastic.data.sources.parquet import Rows
+from elastic.data.sources.records import Columns, HuggingFace, Jsonl, Parquet, Records
+from elastic.data.sources.text_folder import split_files
+from elastic.data.sources.tokenizers import tokenizer_of
 from elastic.data.streams import Stream, is_stream
-from elastic.data.tokenizers import tokenizer_of
-from elastic.data_spec import DataSpec, SourceSpec
 from elastic.errors import SpecError
 from elastic.program import Program
 from elastic.storage import open_storage

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.data.cache import Cache
-from elastic.data.corpus import Corpus, n_tokens
 from elastic.data.progress import gets_on
+from elastic.data.sources.block_cache import Cache
+from elastic.data.sources.corpus import Corpus, n_tokens
 from elastic.errors import SpecError
 
 NO_TARGET = -100

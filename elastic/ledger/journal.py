@@ -29,10 +29,10 @@ from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
 from elastic import types
+from elastic.config.masking import masked, masked_text
 from elastic.errors import InternalError, JournalDamaged, SpecError
-from elastic.ledger.appending import Appender
+from elastic.ledger.append_file import Appender
 from elastic.ledger.segments import GO_ON, Segments
-from elastic.masking import masked, masked_text
 from elastic.types import Decision, EnterPlan, Event, RollForward, StepDone, Stop
 
 T = TypeVar("T")

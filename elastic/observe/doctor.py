@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from elastic.errors import StorageFailed, StorageRefused
-from elastic.observe.sentences import size
-from elastic.observe.view import View
+from elastic.observe.event_messages import size
+from elastic.observe.run_view import View
 from elastic.storage import Storage, open_storage
 
 Verdict = Literal["ok", "look", "bad"]

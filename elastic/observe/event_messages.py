@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from elastic import types
-from elastic.types import Event
-
-if TYPE_CHECKING:
-    from elastic.observe.view import View
+from elastic.types import Event, Node, Plan
 
 
-def of(event: Event, view: View) -> str | None:
+class Known(Protocol):
+    """What a message may speak of: nodes and plans by name, and the time (run_view.View)."""
+
+    nodes: dict[str, Node]
+    planned: dict[int, Plan]
+    at_s: float
+
+
+def of(event: Event, view: Known) -> str | None:
     """`view` is as it was before the event."""
     match event:
         case types.DriverStarted():
@@ -102,7 +107,7 @@ def _in_step(step: int) -> str:
     return f" in step {step}" if step else ""
 
 
-def _entered(event: types.PlanEntered, view: View) -> str:
+def _entered(event: types.PlanEntered, view: Known) -> str:
     plan = view.planned.get(event.generation)
     if plan is None:
         return f"generation {event.generation} entered at step {event.step}"
@@ -125,7 +130,7 @@ def _names(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def node_name(node_id: str, view: View) -> str:
+def node_name(node_id: str, view: Known) -> str:
     node = view.nodes.get(node_id)
     return f"node {node_id}" + (f" ({node.pool})" if node else "")
 

@@ -14,7 +14,7 @@ from typing import Any
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import DEFAULT_STORAGE, JOURNAL, RunFolder
-from elastic.observe.view import View, view_of
+from elastic.observe.run_view import View, view_of
 from elastic.storage import Storage, open_storage
 
 __all__ = [

@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from elastic.observe.view import View
+from elastic.observe.run_view import View
 from elastic.types import Plan
 
 COLORS = {

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from elastic.mesh import coordinates
-from elastic.rank_times import times_slower, unlike_stages
 from elastic.types import (
     Decision,
     DeviceNoted,
@@ -21,6 +19,8 @@ from elastic.types import (
     RanksTimed,
     WorkerId,
 )
+from elastic.types.grid import coordinates
+from elastic.types.rank_timing import times_slower, unlike_stages
 
 SLOW = 0.8  # of the speed of the faster ones: worth a line
 ALIKE = 0.05

@@ -9,14 +9,14 @@ from typing import Any
 
 from elastic.ledger.accounts import Account, Transition, account
 from elastic.ledger.journal import Line
-from elastic.ledger.launches import launches, sentence
+from elastic.ledger.launch_times import launches, sentence
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe.noise import advice, estimate
-from elastic.observe.plot import save_loss
-from elastic.observe.sentences import size
+from elastic.observe.event_messages import size
+from elastic.observe.loss_plot import save_loss
+from elastic.observe.noise_advice import advice, estimate
+from elastic.observe.run_tables import columns
+from elastic.observe.run_view import View, view_of
 from elastic.observe.step_times import shown, step_times
-from elastic.observe.tables import columns
-from elastic.observe.view import View, view_of
 
 FILE, PLOT = "report.json", "loss.png"
 EXTRAS = ("launch_to_first_step_s", "samples_exact", "sample")  # known to the driver only: kept when a report is written again

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.ledger.launches import sentence
-from elastic.observe import paces
-from elastic.observe.grid import draw, letters
-from elastic.observe.sentences import duration, n_of, size
-from elastic.observe.view import View
+from elastic.ledger.launch_times import sentence
+from elastic.observe import node_speeds
+from elastic.observe.event_messages import duration, n_of, size
+from elastic.observe.plans.layout_drawing import draw, letters
+from elastic.observe.run_view import View
 from elastic.types import Pool
 
 
@@ -135,7 +135,10 @@ def nodes(view: View) -> list[str]:
     rows = []
     for node in view.nodes.values():
         market = view.pools[node.pool].market_type if node.pool in view.pools else "-"
-        speed, n = paces.shown(view.paces.of_node(view.nodes, node.node_id)), paces.samples_of(view.plan, node.node_id)
+        speed, n = (
+            node_speeds.shown(view.paces.of_node(view.nodes, node.node_id)),
+            node_speeds.samples_of(view.plan, node.node_id),
+        )
         rows.append((names[node.node_id], node.node_id, node.pool, market, node.gpus, speed, n or "-", view.status(node)))
     whys = {name: why for name in view.nodes if (why := view.paces.why(view.nodes, name))}
     return [*columns([head, *rows]), *(f"{names[name]} {name}: {why}" for name, why in whys.items())]
@@ -164,7 +167,7 @@ def status_plain(view: View, holder: str = "") -> dict[str, Any]:
         "nodes": [
             {
                 "node_id": n.node_id, "pool": n.pool, "workers": n.gpus, "status": view.status(n), "deadline_s": n.deadline_s,
-                "speeds": view.paces.of_node(view.nodes, n.node_id), "samples": paces.samples_of(view.plan, n.node_id),
+                "speeds": view.paces.of_node(view.nodes, n.node_id), "samples": node_speeds.samples_of(view.plan, n.node_id),
                 "why": view.paces.why(view.nodes, n.node_id),
             }
             for n in view.nodes.values()

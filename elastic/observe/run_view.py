@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any, BinaryIO
 
 from elastic.ledger.journal import Line, parse_line
-from elastic.ledger.launches import Launches
-from elastic.observe import sentences
-from elastic.observe.paces import Paces
+from elastic.ledger.launch_times import Launches
+from elastic.observe import event_messages
+from elastic.observe.node_speeds import Paces
 from elastic.types import (
     CopyStored,
     Decision,
@@ -183,12 +183,12 @@ class View:
         self.launches.add(line)
         for at_s, event in line.events:
             self.at_s = at_s
-            text = sentences.of(event, self)
+            text = event_messages.of(event, self)
             self._fold(event)
             if text:
                 self.notes.append(Note(at_s, self.step, type(event).__name__, text))
             if isinstance(event, DriverStarted) and not event.attached:
-                self.notes += [Note(at_s, self.step, "ModelNoted", text) for text in sentences.of_model(event.model)]
+                self.notes += [Note(at_s, self.step, "ModelNoted", text) for text in event_messages.of_model(event.model)]
         self.at_s = max(self.at_s, line.at_s)
         if line.decision is not None:
             self._decided(line.decision, line.at_s)

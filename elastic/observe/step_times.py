@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from elastic.ledger.journal import Line
-from elastic.observe.tables import columns
+from elastic.observe.run_tables import columns
 from elastic.types import EnterPlan, StepDone
 
 LEAST = 3  # steps behind a generation's first one, which also builds and compiles

@@ -14,10 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic.observe import paces
-from elastic.observe.grid import draw, letters
-from elastic.observe.sentences import duration, n_of
-from elastic.observe.view import Note, Tail, View
+from elastic.observe import node_speeds
+from elastic.observe.event_messages import duration, n_of
+from elastic.observe.plans.layout_drawing import draw, letters
+from elastic.observe.run_view import Note, Tail, View
 
 LOOK_S = 0.25
 PLAIN_EVERY_S = 5.0  # between two progress lines where there is no terminal
@@ -166,7 +166,10 @@ def _nodes(view: View) -> RenderableType:
         pool = view.pools.get(node.pool)
         left = f" {max(0.0, node.deadline_s - view.at_s):.0f} s" if node.deadline_s is not None else ""
         status = Text(view.status(node) + left, style=STATUS_STYLES.get(node.status, ""))
-        speed, n = paces.shown(view.paces.of_node(view.nodes, node.node_id)), paces.samples_of(view.plan, node.node_id)
+        speed, n = (
+            node_speeds.shown(view.paces.of_node(view.nodes, node.node_id)),
+            node_speeds.samples_of(view.plan, node.node_id),
+        )
         kind = (node.pool, pool.market_type if pool else "-", str(node.gpus))
         table.add_row(*(Text(cell) for cell in (names[node.node_id], node.node_id, *kind, speed, str(n or "-"))), status)
     for name, count in view.wanted.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elastic.planner.cost.model_cost import Work
 from elastic.planner.offers import Group
-from elastic.planner.work import Work
 from elastic.types import Layout
 
 ZONE_USD_PER_GB = 0.02  # between zones of a region, both ends (AWS EC2 on-demand pricing, data transfer, 0.01 each way)

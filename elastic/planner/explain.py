@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING
 
-from elastic.planner.cost import Cost
-from elastic.planner.memory import USABLE
-from elastic.planner.offers import Group
-from elastic.planner.work import Work
+from elastic.planner.cost.memory import USABLE
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.step_cost import Cost
+from elastic.planner.offers import Candidate, Group
 from elastic.types import Layout
-
-if TYPE_CHECKING:
-    from elastic.planner.find import Candidate
 
 GIB = 2**30
 TOLD = {

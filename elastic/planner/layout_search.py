@@ -4,8 +4,8 @@ As many workers as possible. Among layouts of that size those that cut the model
 cp; plain data-parallel sharding cuts nothing): memory, or a batch smaller than the number of workers, must ask for more. Among
 those, a layout that is simpler than the fastest and at most SLOWER slower is taken. A tp x cp group never leaves its node, nor
 a replica its zone. Fewer workers are taken where that is clearly faster: without the slow ones, where these compute hardly
-more than nothing, or where all of them together would need to cut more. Which worker is which rank: placing.py; unequal shares
-and stages: uneven.py.
+more than nothing, or where all of them together would need to cut more. Which worker is which rank: rank_placement.py; unequal shares
+and stages: hetero_split.py.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import balance, memory, nominal, placing
-from elastic.planner.compute import Chip
-from elastic.planner.cost import Site, bubble, step_cost
-from elastic.planner.dealing import RECOMPUTED, Dealer, Dealt, guessed
-from elastic.planner.kernels import MEASURED, generation
-from elastic.planner.memory import USABLE, Step
-from elastic.planner.options import Space, cut, n_options
-from elastic.planner.steps import step_of
-from elastic.planner.work import Work
+from elastic.planner.cost import default_hardware, memory
+from elastic.planner.cost.compute import Chip
+from elastic.planner.cost.kernels import MEASURED, generation
+from elastic.planner.cost.memory import USABLE, Step
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.step_cost import Site, bubble, step_cost
+from elastic.planner.hetero import balance, rank_placement
+from elastic.planner.hetero.hetero_assign import RECOMPUTED, Dealer, Dealt, guessed
+from elastic.planner.layout_space import Space, cut, n_options
+from elastic.planner.step_split import step_of
 from elastic.types import AUTO, HardwareProfile, Layout, ModelProfile, Node, WorkerId, is_auto, parse_layout
 
 SHOWN = 6  # rejections that an error message names
@@ -127,8 +128,8 @@ class _Search:
         self.per_node = min((node.gpus for node in self.nodes), default=1)
         known = self.limits.hardware or {}
         self.known = bool(self.nodes) and all(node.node_id in known for node in self.nodes)
-        kinds = [known[node.node_id] if self.known else nominal.NOMINAL for node in self.nodes]
-        sites = {kind: site_of(self.job, kind, self.per_node) for kind in dict.fromkeys(kinds or [nominal.NOMINAL])}
+        kinds = [known[node.node_id] if self.known else default_hardware.NOMINAL for node in self.nodes]
+        sites = {kind: site_of(self.job, kind, self.per_node) for kind in dict.fromkeys(kinds or [default_hardware.NOMINAL])}
         self.site = min(sites.values(), key=rate)
         by_kind = {node.node_id: rate(sites[kind]) for node, kind in zip(self.nodes, kinds)}
         workers = [WorkerId(node.node_id, k) for node in self.nodes for k in range(node.gpus)]
@@ -136,8 +137,8 @@ class _Search:
         all_known = all(worker in measured for worker in workers)
         rates = {worker: measured[worker] if all_known else by_kind[worker.node_id] for worker in workers}
         slowest = [rates[worker] for worker in workers if by_kind[worker.node_id] == rate(self.site)]
-        zones = {} if self.job.get("across_zones") else placing.named_zones(self.nodes, self.limits.zones)
-        self.place = placing.Site(self.nodes, rates, placing.kinds_of(rates, self.memory()), zones)
+        zones = {} if self.job.get("across_zones") else rank_placement.named_zones(self.nodes, self.limits.zones)
+        self.place = rank_placement.Site(self.nodes, rates, rank_placement.kinds_of(rates, self.memory()), zones)
         usable = USABLE if self.model.sample is not None else 1.0
         room = {name: int(usable * n_bytes) for name, n_bytes in self.memory().items()}
         most, rows = int(self.job.get("max_workers") or 0), int(self.job.get("microbatch_size") or 0)
@@ -245,7 +246,7 @@ class _Search:
         """Numbers of workers that may be faster, and how little they must cut to be: without the slow ones, and where fewer
         need not be cut so far."""
         world, least = found.layout.world_size, int(self.job.get("min_workers") or 1)
-        kinds = sorted(placing.kinds_of(self.place.rates).values())
+        kinds = sorted(rank_placement.kinds_of(self.place.rates).values())
         steps = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
         rates = sorted(self.place.rates.values(), reverse=True)
         work = int(self.job["global_batch"]) * self.work.n_blocks / (1 + SLOWER) / max(1e-300, found.dealt.busy_s)
@@ -412,7 +413,7 @@ def site_of(job: Mapping[str, Any], gpu: HardwareProfile, per_node: int, world: 
     """What the job's layouts run on: `elastic`'s own worker, in the job's precision. `world`: workers of the layout, all of
     which compute on this machine's cores where the profile says what that costs."""
     dtype = "float8" if job.get("float8") else str(job.get("precision") or "float32")
-    gpu = nominal.among(gpu, max(per_node, world))
+    gpu = default_hardware.among(gpu, max(per_node, world))
     if gpu.crowded_passes:
         return Site(Chip(gpu, MEASURED, dtype), max(per_node, world))
     return Site(Chip(gpu, generation("fsdp2", gpu.arch, bool(job.get("compile"))), dtype), per_node)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import balance
+from elastic.planner.hetero import balance
 from elastic.types import Layout, ModelProfile, Node, pinned
 
 MOST_VIRTUAL = 4  # pipeline stages per rank

@@ -14,15 +14,17 @@ from itertools import combinations
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import balance, dollars, memory, mixed, words
-from elastic.planner.cost import Cost, Site, step_cost
-from elastic.planner.memory import USABLE, Step, usable_bytes
-from elastic.planner.offers import Aim, Group, Offer, Offers, Part
-from elastic.planner.options import Space, n_options
-from elastic.planner.passes import Cache
-from elastic.planner.search import site_of
-from elastic.planner.steps import step_of
-from elastic.planner.work import Work
+from elastic.planner import dollars, explain
+from elastic.planner.cost import memory
+from elastic.planner.cost.block_cost_cache import Cache
+from elastic.planner.cost.memory import USABLE, usable_bytes
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.step_cost import Site, step_cost
+from elastic.planner.hetero import balance, hetero_offers
+from elastic.planner.layout_search import site_of
+from elastic.planner.layout_space import Space, n_options
+from elastic.planner.offers import Aim, Candidate, Group, Offer, Offers, Part
+from elastic.planner.step_split import step_of
 from elastic.types import Layout, ModelProfile
 
 PER_OPTION = 0.01  # that a layout must be better for each axis or option that it has more: predictions are no better
@@ -32,24 +34,6 @@ INF = float("inf")
 ROUNDED = 1e-9  # of a bound that is as good as the offer
 LATE = 1e12  # USD per hour that make an offer behind the deadline worse than any other
 SMALLEST_SHARE = 8  # nodes are halved down to this part of them where fewer may be cheaper
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout on some groups, costed."""
-
-    groups: tuple[Group, ...]
-    layout: Layout
-    step: Step
-    cost: Cost
-    memory: Mapping[str, float]
-    parts: tuple[Part, ...]
-    lone_s: float  # of a step on as many GPUs that never wait for each other
-    room_bytes: int = 0  # of the GPU that `memory` is of
-
-    @property
-    def usd_per_h(self) -> float:
-        return sum(group.usd_per_h for group in self.groups)
 
 
 def find_offers(model: ModelProfile, job: Mapping[str, Any], groups: Sequence[Group], aim: Aim | None = None) -> Offers:
@@ -62,7 +46,7 @@ def find_offers(model: ModelProfile, job: Mapping[str, Any], groups: Sequence[Gr
         finder.look(pool)
     if not finder.kept:
         finder.reasons = {f"no {axis}": why for axis, why in model.closed.items()} | finder.reasons
-        raise InfeasiblePlan(words.nowhere(finder.work, groups, finder.reasons))
+        raise InfeasiblePlan(explain.nowhere(finder.work, groups, finder.reasons))
     return finder.offers()
 
 
@@ -108,7 +92,7 @@ class _Finder:
         if len({group.hardware for group in pool}) == 1:
             self.equal(pool)
         else:
-            for found in mixed.layouts(self.cache, self.job, pool, lambda: self.limit_s(pool)):
+            for found in hetero_offers.layouts(self.cache, self.job, pool, lambda: self.limit_s(pool)):
                 self.n_looked_at += 1
                 self.take(
                     Candidate(
@@ -142,11 +126,11 @@ class _Finder:
         found = False
         for shape in space.shapes(world):
             if shape.tp * shape.cp > site.per_node:
-                self.reasons.setdefault(words.family(shape), words.leaves_node(shape, site.per_node))
+                self.reasons.setdefault(explain.family(shape), explain.leaves_node(shape, site.per_node))
                 continue
             eps = self.eps(shape, job)
             if self.bound(site, replace(shape, ep=eps[-1])) > self.limit_s(pool):
-                self.reasons.setdefault(words.family(shape), "its computation alone takes longer than the offers shown")
+                self.reasons.setdefault(explain.family(shape), "its computation alone takes longer than the offers shown")
                 found = True
                 continue
             for kind in space.kinds(shape):
@@ -208,7 +192,7 @@ class _Finder:
         try:
             step = step_of(self.model, job, layout, site.per_node)
         except InfeasiblePlan as error:
-            self.reasons.setdefault(words.family(layout), str(error))
+            self.reasons.setdefault(explain.family(layout), str(error))
             return False
         if step.n_microbatches < layout.pp:
             return False
@@ -217,16 +201,18 @@ class _Finder:
         room = site.chip.gpu.memory_bytes
         usable = usable_bytes(room, layout, site.chip.on_gpu)
         if room and sum(held.values()) > usable:
-            self.reasons[words.family(layout)] = words.too_large(sum(held.values()), usable, room)
+            self.reasons[explain.family(layout)] = explain.too_large(sum(held.values()), usable, room)
             return False
         short = next((g for g in pool if 0 < g.host_memory_bytes < dollars.host_bytes(g, self.work, layout)), None)
         if layout.offload and short is not None:
-            self.reasons[words.family(layout)] = words.too_large_for_host(dollars.host_bytes(short, self.work, layout), short)
+            self.reasons[explain.family(layout)] = explain.too_large_for_host(
+                dollars.host_bytes(short, self.work, layout), short
+            )
             return False
         found = step_cost(site, self.work, layout, step, self.cache.block_s(site, layout, step.n_rows))
         parts = tuple(
             Part(group.pool, n, step.largest_share, (self.work.n_blocks,), 1 - found.parts["bubble"] / found.step_s)
-            for group, n in mixed.taken(pool, layout.world_size)
+            for group, n in hetero_offers.taken(pool, layout.world_size)
         )
         self.take(Candidate(pool, layout, step, found, held, parts, self.cache.lone_s(site, step, layout.world_size), room))
         return True
@@ -239,7 +225,7 @@ class _Finder:
             self.kept[key], self._values[key] = found, value
             if len(self.kept) >= self.aim.n_best and value[0] < self._worst:
                 self._worst = nsmallest(self.aim.n_best, (self._values[key][0] for key in self.kept))[-1]
-        for name in words.families(found):
+        for name in explain.families(found):
             if name not in self.families or value < self._values[name]:
                 self.families[name], self._values[name] = found, value
 
@@ -271,9 +257,9 @@ class _Finder:
     def offers(self) -> Offers:
         ranked = sorted(self.kept.values(), key=self.value)
         best = tuple(self.offer(found, ranked[0]) for found in ranked[: self.aim.n_best])
-        shown = {words.family(offer.layout) for offer in best}
+        shown = {explain.family(offer.layout) for offer in best}
         slower = {
-            name: words.slower(found.cost, ranked[0].cost)
+            name: explain.slower(found.cost, ranked[0].cost)
             for name, found in self.families.items()
             if name not in shown and found is not ranked[0]
         }
@@ -287,7 +273,7 @@ class _Finder:
         copies = dollars.copying(found.groups, self.work, found.layout, step_s)
         lasting_s, per_step = self.lasting_s(found), found.step.global_batch * max(1, sample.tokens)
         usd_per_h, hours = self.usd_per_h(found, lasting_s), self.hours(lasting_s)
-        flop_per_s = sum(mixed.peak_of(found.groups, part.pool, self.job) * part.n_gpus for part in found.parts)
+        flop_per_s = sum(hetero_offers.peak_of(found.groups, part.pool, self.job) * part.n_gpus for part in found.parts)
         return Offer(
             layout=found.layout,
             parts=found.parts,
@@ -310,6 +296,6 @@ class _Finder:
             moved_s=copies.moved_s,
             hours=hours,
             usd=hours * usd_per_h,
-            why=words.why(found, best),
-            warnings=words.warnings(found, self.batch),
+            why=explain.why(found, best),
+            warnings=explain.warnings(found, self.batch),
         )

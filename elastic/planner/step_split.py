@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import balance
-from elastic.planner.memory import Step
+from elastic.planner.cost.memory import Step
+from elastic.planner.hetero import balance
 from elastic.types import Layout, ModelProfile
 
 
@@ -42,7 +42,7 @@ def step_of(model: ModelProfile, job: Mapping[str, Any], layout: Layout, per_nod
 
 
 def _check_sequence(model: ModelProfile, layout: Layout) -> None:
-    """As elastic/worker/sequence.py and elastic/models/attention.py cut it. Raises InfeasiblePlan."""
+    """As elastic/worker/parallel/context_parallel.py and elastic/models/attention.py cut it. Raises InfeasiblePlan."""
     sample = model.sample
     if sample is None:
         return

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from elastic.errors import ElasticError, InfeasiblePlan
-from elastic.planner.search import Choice
-from elastic.policy import ahead, balancing, cadence, drain, hazard, limits, moves, rearranging, recovery, retries, suspects
-from elastic.policy.capacity import capacity, missing_capacity, potential, together
-from elastic.policy.known import ENDED, State, StopWish
-from elastic.policy.leaving import back_to_spot
+from elastic.planner.layout_search import Choice
+from elastic.policy import forming_groups, transition_cost
+from elastic.policy.copies import cadence, recovery
+from elastic.policy.copies.retention import COPY_TRIES, COPY_WAIT_S, removal, retention
+from elastic.policy.faults import corruption, retries
 from elastic.policy.plans import choice_of, count, enter, from_where, with_rehearsals
-from elastic.policy.retention import COPY_TRIES, COPY_WAIT_S, removal, retention
+from elastic.policy.pools import drain, hazard, limits
+from elastic.policy.pools.capacity import capacity, missing_capacity, potential, together
+from elastic.policy.pools.release import back_to_spot
+from elastic.policy.speed import relayout, share_rebalance
+from elastic.policy.state.state import ENDED, State, StopWish
 from elastic.types import (
     Abort,
     Cause,
@@ -49,7 +53,7 @@ def decide(state: State, now_s: float) -> Decision:
     for rule in (
         _ending,
         _breaking_off,
-        suspects.put_aside,
+        corruption.put_aside,
         _waiting_for_survivors,
         _rolling_forward,
         _stopping,
@@ -299,9 +303,9 @@ def _running(state: State, now_s: float) -> Decision | None:
     if state.step >= state.steps:
         return _finishing(state, now_s)
     leaving = [node for name in plan.nodes if (node := state.nodes.get(name)) and node.status == "draining"]
-    if not leaving and (wait := ahead.waiting(state, now_s)):
+    if not leaving and (wait := forming_groups.waiting(state, now_s)):
         return wait
-    return ahead.first(state, now_s, _with_notice(state, now_s, leaving) if leaving else _changing(state, now_s, plan))
+    return forming_groups.first(state, now_s, _with_notice(state, now_s, leaving) if leaving else _changing(state, now_s, plan))
 
 
 def _changing(state: State, now_s: float, plan: Plan) -> Decision | None:
@@ -310,7 +314,7 @@ def _changing(state: State, now_s: float, plan: Plan) -> Decision | None:
         done = state.quiesced >= plan.workers
         return Decision((Abort(state.generation),), "the notice was withdrawn: goes on") if done else Decision()
     more = back_to_spot(state, now_s) or _growing(state, now_s)
-    more = more or balancing.shares(state, now_s) or rearranging.rearranged(state, now_s)
+    more = more or share_rebalance.shares(state, now_s) or relayout.rearranged(state, now_s)
     return (
         more if more is not None and more.actions else together(more or Decision(), cadence.adjust(state, now_s) or Decision())
     )
@@ -358,16 +362,16 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
     near_s = deadline_s - drain.NEAR * lead.seconds
     if near_s <= now_s < act_s:
         live = recovery.live(state)
-        move = moves.predicted(state, moves.placed(state, choice, live), live)
+        move = transition_cost.predicted(state, transition_cost.placed(state, choice, live), live)
         lead = drain.lead_of(state, move.seconds if move else 0.0)
         act_s = deadline_s - lead.seconds
     if now_s < act_s:
         text = f"{names} will be taken: trains on until {lead.seconds:.1f} s before ({lead})"
-        form_s = act_s - ahead.FORM_MOST_S
+        form_s = act_s - forming_groups.FORM_MOST_S
         wait = Decision((), text, near_s if now_s < near_s else act_s)
-        if now_s >= form_s and ahead.missing(state):
+        if now_s >= form_s and forming_groups.missing(state):
             moved = enter(state, choice, recovery.live(state), "notice", text)
-            if formed := ahead.begun(state, moved):
+            if formed := forming_groups.begun(state, moved):
                 wait = Decision(formed, f"{text}; the groups of generation {state.generation + 1} are made now", wait.wake_at_s)
         elif now_s < form_s and state.forms_ahead:
             wait = replace(wait, wake_at_s=min(form_s, wait.wake_at_s or form_s))

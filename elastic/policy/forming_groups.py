@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.policy.known import Forming, State, standing_of
 from elastic.policy.plans import gpu_bytes, on_gpus
+from elastic.policy.state.state import Forming, State, standing_of
 from elastic.reshard.communicators import CONTEXT_BYTES, messages_bytes, running_bytes, set_up_bytes
 from elastic.types import Decision, DropGroups, EnterPlan, FormGroups, GroupsFormed, Plan
 from elastic.types.replacing import replace

@@ -8,9 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.search import Choice, Limits, plan_layout
-from elastic.policy import cadence, layouts, moves, placement, speeds
-from elastic.policy.known import State
+from elastic.planner.layout_search import Choice, Limits, plan_layout
+from elastic.policy import transition_cost
+from elastic.policy.copies import cadence, replica_placement
+from elastic.policy.faults import refused_layouts
+from elastic.policy.speed import speeds
+from elastic.policy.state.state import State
 from elastic.types import (
     Action,
     Cause,
@@ -77,9 +80,9 @@ def _searched(state: State, nodes: Sequence[Node]) -> Choice:
     of_node = {node.node_id: gpu_bytes(state, pools.get(node.pool)) for node in nodes}
     memory = of_node if all(of_node.values()) else None
     limits = replace(
-        limits, zones=zones, memory=memory, unusable=layouts.unusable_layouts(state), on_gpus=on_gpus(state, of_node)
+        limits, zones=zones, memory=memory, unusable=refused_layouts.unusable_layouts(state), on_gpus=on_gpus(state, of_node)
     )
-    return plan_layout(layouts.usable_model(state), state.job, ordered, limits)
+    return plan_layout(refused_layouts.usable_model(state), state.job, ordered, limits)
 
 
 def gpu_bytes(state: State, pool: Pool | None) -> int:
@@ -142,12 +145,12 @@ def _rehearsal(choice: Choice, node: Node) -> Rehearsal:
 
 
 def enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) -> Decision:
-    choice = moves.placed(state, choice, resume)
+    choice = transition_cost.placed(state, choice, resume)
     used = {worker.node_id for worker in choice.ranks}
     nodes = [node for node in state.nodes.values() if node.node_id in used]
     prices = {pool.name: pool.usd_per_node_h for pool in state.pools}
-    copies = placement.copies(state, choice, nodes)
-    move = moves.predicted(state, choice, resume)
+    copies = replica_placement.copies(state, choice, nodes)
+    move = transition_cost.predicted(state, choice, resume)
     plan = Plan(
         generation=state.generation + 1,
         layout=choice.layout,
@@ -169,7 +172,7 @@ def enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) 
         usd_per_h=sum(prices.get(node.pool, 0.0) for node in nodes),
         rolled_back=state.rolled_back,
         unusable=tuple(state.unusable.items()),
-        probe=layouts.probe_of(state, resume),
+        probe=refused_layouts.probe_of(state, resume),
     )
     actions: tuple[Action, ...] = (EnterPlan(plan),)
     where = f"{count(len(choice.ranks), 'worker')} of {count(len(nodes), 'node')}"
@@ -177,7 +180,7 @@ def enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) 
     text = (
         f"{why}; generation {plan.generation}: {choice.layout} on {where}, "
         f"${plan.usd_per_h:.2f}/h, {_every('peer', plan.peer_every)}, {_every('durable', plan.durable_every)}{expected}"
-    ) + "".join(f"; {more}" for more in (_instead(choice), moves.told(move), copies.note) if more)
+    ) + "".join(f"; {more}" for more in (_instead(choice), transition_cost.told(move), copies.note) if more)
     return Decision(actions, text)
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from elastic.planner.search import Choice
-from elastic.policy import speeds
-from elastic.policy.known import State
-from elastic.reshard.forecast import LEAST_S, Pace, Room, forecast
-from elastic.reshard.placing import MOST_WORKERS, place
+from elastic.planner.layout_search import Choice
+from elastic.policy.speed import speeds
+from elastic.policy.state.state import State
+from elastic.reshard.rank_reuse import MOST_WORKERS, place
+from elastic.reshard.transfer_forecast import LEAST_S, Pace, Room, forecast
 from elastic.reshard.transfers import holders_of, participants
 from elastic.types import Move, Plan, PlanEntered, Resume, WorkerId
 from elastic.types.replacing import replace

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from elastic.errors import SpecError
-from elastic.mesh import coordinates
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
+from elastic.types.grid import coordinates
 
 RNG = "elastic.rng"
 LOSS_SCALE = "elastic.loss_scale"

@@ -132,7 +132,7 @@ def memory(
 
     device: the old shard stays, next to it the new one and the staging buffers, and then all that the first steps need. host:
     the old shard has left before the new one is made, so that only what it was larger by counts. Gradients that a step which
-    was broken off has left are gone by then (see elastic.worker.session).
+    was broken off has left are gone by then (see elastic.worker.session.session).
     """
     taken, room = place
     n_participants = len(taken)

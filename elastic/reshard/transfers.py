@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from elastic.errors import InternalError
-from elastic.mesh import replica_key
 from elastic.reshard.pieces import Cut, Side
 from elastic.reshard.routes import Routes, plan_routes
 from elastic.reshard.shards import Region, meet, placements
 from elastic.types import Box, ModelProfile, Resume, Transfer, WorkerId
+from elastic.types.grid import replica_key
 
 
 def plan_transfers(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import pi, sin
 
-from elastic.planner.balance import busy_s
-from elastic.sim.faults import Fault
+from elastic.planner.hetero.balance import busy_s
+from elastic.sim.scripted_faults import Fault
 from elastic.types import Plan, WorkerId
 
 FORWARD = 1 / 3  # of the work of a pass there and back: what is timed

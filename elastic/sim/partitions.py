@@ -6,8 +6,8 @@ had to say is heard. Unless the driver has ended them meanwhile: they obey that 
 
 from __future__ import annotations
 
-from elastic.sim.faults import Fault
-from elastic.sim.generations import Generations, Group
+from elastic.sim.scripted_faults import Fault
+from elastic.sim.sim_generations import Generations, Group
 from elastic.types import (
     EnterPlan,
     Event,

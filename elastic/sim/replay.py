@@ -9,7 +9,7 @@ from elastic.driver import Decide, decided
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
 from elastic.policy.decide import decide as decide_by_default
-from elastic.policy.state import State, fold
+from elastic.policy.state.fold import State, fold
 from elastic.types import Decided, Decision, DriverStarted
 
 

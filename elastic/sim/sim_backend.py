@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from elastic.sim.faults import Delays, Fault
-from elastic.sim.paces import Paces
+from elastic.sim.gpu_speeds import Paces
 from elastic.sim.partitions import Partitions
+from elastic.sim.scripted_faults import Delays, Fault
 from elastic.sim.weather import STORAGE_KINDS
 from elastic.types import (
     Abort,

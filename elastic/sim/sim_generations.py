@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic.mesh import axes_of, replica_key
-from elastic.rank_times import RankTimes
-from elastic.sim.faults import Delays, Fault, Moment
 from elastic.sim.functions import Functions
-from elastic.sim.machines import Machines
-from elastic.sim.paces import FORWARD, Paces, step_s
+from elastic.sim.gpu_speeds import FORWARD, Paces, step_s
+from elastic.sim.scripted_faults import Delays, Fault, Moment
+from elastic.sim.sim_nodes import Machines
 from elastic.sim.weather import Weather
 from elastic.types import (
     Abort,
@@ -43,6 +41,8 @@ from elastic.types import (
     WorkerId,
     WrongNumbers,
 )  # fmt: skip
+from elastic.types.grid import axes_of, replica_key
+from elastic.types.rank_timing import RankTimes
 
 AHEAD = 2  # steps that ranks have read ahead when other shares are set
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.sim.clock import Clock
-from elastic.sim.faults import Delays, Fault, Moment
+from elastic.sim.scripted_faults import Delays, Fault, Moment
 from elastic.types import (
     DrainNode,
     Holding,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic.sim.faults import Fault
+from elastic.sim.scripted_faults import Fault
 
 STORAGE_KINDS = ("storage", "slow_storage", "throttled", "read_only", "full", "past")
 PATIENCE_S = 120.0  # what is refused in passing is asked for again for so long

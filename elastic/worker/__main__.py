@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from elastic.worker.environment import settle
+from elastic.worker.process.environment import settle
 
 EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
 EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where), 3 stopped by a signal, state
@@ -65,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace, asked: threading.Event) -> int:
-    from elastic.spec import load_job
-    from elastic.worker.alone import Alone, Wishes
-    from elastic.worker.alone_lines import Lines
+    from elastic.config.job import load_job
+    from elastic.worker.standalone.progress_lines import Lines
+    from elastic.worker.standalone.standalone_run import Alone, Wishes
 
     spec = load_job(given.job, given.overrides)
     lines = Lines(spec.steps, max(1, given.every), sys.stderr if given.json else sys.stdout, spec.global_batch)

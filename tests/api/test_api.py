@@ -13,24 +13,26 @@ from support.places import PROGRAMS, ROOT
 
 import elastic
 from elastic import api
-from elastic.api import Options, checks, running, samples
-from elastic.api.scripts import FILLED, _ScriptRun
-from elastic.cli import main
-from elastic.cluster.claims import LEAVE_MOST_S
+from elastic.api import Options
+from elastic.api.running import run as running
+from elastic.api.running import sample_check, start_checks
+from elastic.api.running.restarted_script import FILLED, _ScriptRun
+from elastic.cli.command_line import main
+from elastic.cluster.nodes.demand import LEAVE_MOST_S
+from elastic.config.fingerprint import fingerprint
+from elastic.config.job import check_budget, drill_entry, job_data, job_of
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS
 from elastic.driver import LINE_EVERY_S, restored
 from elastic.errors import JournalDamaged, ProgramError, SpecError
-from elastic.fingerprint import fingerprint
 from elastic.ledger.journal import Journal, Line, built, plain, read
 from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import Cut
 from elastic.ledger.segments import Stored
-from elastic.observe.view import view_of
-from elastic.policy.facts import digested
-from elastic.policy.state import State, fold
+from elastic.observe.run_view import view_of
+from elastic.policy.state.event_handlers import digested
+from elastic.policy.state.fold import State, fold
 from elastic.program import Program, load_program
-from elastic.spec import check_budget, drill_entry, job_data, job_of
 from elastic.storage import open_storage
 from elastic.types import (
     Copy,
@@ -53,7 +55,7 @@ from elastic.types import (
     WorkerId,
     parse_layout,
 )
-from elastic.worker.durable_format import Marker, encode_marker
+from elastic.worker.checkpoint.checkpoint_format import Marker, encode_marker
 
 PROGRAM = """
 import elastic
@@ -151,14 +153,14 @@ def test_a_drill_names_nodes_that_there_can_be(entry: dict[str, object], said: s
     wrong = drill_entry({"at_step": 5, **entry})
     good = drill_entry({"at_step": 1, "kill": ["spot-2", "od-1", "any-spot", "partner", "rank:2", "any"]})
     with pytest.raises(SpecError, match=said):
-        checks.check_drill([good, wrong], (spot, on_demand), embedded=True)
-    checks.check_drill([good], (spot, on_demand), embedded=True)
+        start_checks.check_drill([good, wrong], (spot, on_demand), embedded=True)
+    start_checks.check_drill([good], (spot, on_demand), embedded=True)
     if "rank" not in said:
-        checks.check_drill([wrong], (spot, on_demand), embedded=False)
+        start_checks.check_drill([wrong], (spot, on_demand), embedded=False)
     with pytest.raises(SpecError, match=r"'any-spot', but no pool is of the spot market \(od is on-demand\); take any"):
-        checks.check_drill([drill_entry({"at_step": 1, "kill": "any-spot"})], (on_demand,), embedded=False)
+        start_checks.check_drill([drill_entry({"at_step": 1, "kill": "any-spot"})], (on_demand,), embedded=False)
     more = [drill_entry({"at_step": 1, "add": "spot"}), drill_entry({"at_step": 2, "kill": "spot-3"})]
-    checks.check_drill(more, (spot, on_demand), embedded=True)
+    start_checks.check_drill(more, (spot, on_demand), embedded=True)
 
 
 def test_a_run_that_is_done_is_not_run_again(folder: Path) -> None:
@@ -224,7 +226,7 @@ def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path)
     assert str(aside) in start.cut and len(prepared(folder, run_name="hurt")._before()[0]) == 2
     (note,) = [note.text for note in view_of(read(place.journal)).notes if str(aside) in note.text]
     assert note.endswith(f"its journal was damaged: 1 lines before that count, the whole text is in {aside}")
-    assert samples.exact([Line(0.0, 2, ((0.0, start),)), Line(9.0, 2, tuple(steps([3, 4])))], one.spec) is None
+    assert sample_check.exact([Line(0.0, 2, ((0.0, start),)), Line(9.0, 2, tuple(steps([3, 4])))], one.spec) is None
 
 
 def test_steps_that_a_killed_driver_did_not_write_down_are_unknown_also_where_they_are_the_last(folder: Path) -> None:
@@ -232,7 +234,7 @@ def test_steps_that_a_killed_driver_did_not_write_down_are_unknown_also_where_th
     n = one.spec.steps
     before = Line(9.0, 1, ((0.0, START), *steps(list(range(1, n - 1)))))
     after = Line(20.0, 2, ((20.0, PlanEntered(2, n)),))
-    assert samples.exact([before, after], one.spec) is None
+    assert sample_check.exact([before, after], one.spec) is None
 
 
 def test_without_a_part_of_the_journal_nobody_is_attached_to(folder: Path) -> None:
@@ -258,10 +260,10 @@ def test_without_a_part_of_the_journal_nobody_is_attached_to(folder: Path) -> No
 )
 def test_a_run_goes_on_as_it_began(change: dict[str, object], said: str) -> None:
     before = [Line(0.0, 1, ((0.0, START),))]
-    checks.check_same(before, replace(START, epoch=2, job={**START.job, "steps": 9}), {})
-    checks.check_same([], replace(START, **change), {})
+    start_checks.check_same(before, replace(START, epoch=2, job={**START.job, "steps": 9}), {})
+    start_checks.check_same([], replace(START, **change), {})
     with pytest.raises(SpecError, match=said):
-        checks.check_same(before, replace(START, **change), {})
+        start_checks.check_same(before, replace(START, **change), {})
 
 
 def test_a_changed_program_is_refused_unless_it_is_accepted() -> None:
@@ -269,14 +271,14 @@ def test_a_changed_program_is_refused_unless_it_is_accepted() -> None:
         return replace(START, job={**START.job, "fingerprint": {"program": code, "seed": 3}})
 
     before = [Line(0.0, 1, ((0.0, started("a")),))]
-    checks.check_same(before, started("a"), {})
+    start_checks.check_same(before, started("a"), {})
     with pytest.raises(SpecError, match=r"other values: the code of its program\.py; .* --allow-changed"):
-        checks.check_same(before, started("b"), {})
-    checks.check_same(before, started("b"), {}, allow_changed=True)
+        start_checks.check_same(before, started("b"), {})
+    start_checks.check_same(before, started("b"), {}, allow_changed=True)
     accepted = [*before, Line(1.0, 2, ((1.0, started("b")),))]
-    checks.check_same(accepted, started("b"), {})
+    start_checks.check_same(accepted, started("b"), {})
     with pytest.raises(SpecError, match="program"):  # without a journal, its newest checkpoint knows
-        checks.check_same([], started("b"), {"fingerprint": {"program": "a"}})
+        start_checks.check_same([], started("b"), {"fingerprint": {"program": "a"}})
 
 
 def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder: Path) -> None:
@@ -290,13 +292,13 @@ def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder
     journal.close()
     before = read(folder / "journal.jsonl")
     for meta in ({}, {"fingerprint": started("--hf-token", "hf_1", "--lr", "3").job["fingerprint"]}):
-        checks.check_same(before, started("--hf-token", "hf_1", "--lr", "3"), meta)
-        checks.check_same([], started("--hf-token", "hf_1", "--lr", "3"), meta)
+        start_checks.check_same(before, started("--hf-token", "hf_1", "--lr", "3"), meta)
+        start_checks.check_same([], started("--hf-token", "hf_1", "--lr", "3"), meta)
     for other in (started("--hf-token", "hf_2", "--lr", "3"), started("--hf-token", "hf_1", "--lr", "4")):
         with pytest.raises(SpecError, match="was started with other values: args"):
-            checks.check_same(before, other, {})
+            start_checks.check_same(before, other, {})
     with pytest.raises(SpecError, match=r"data\.train .*/data/x\.bin.*/data/y\.bin"):
-        checks.check_same(before, started("--hf-token", "hf_1", "--lr", "3", tokens="/data/y.bin"), {})
+        start_checks.check_same(before, started("--hf-token", "hf_1", "--lr", "3", tokens="/data/y.bin"), {})
 
 
 def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:
@@ -305,7 +307,7 @@ def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:
 
     def exact(*events: tuple[float, object], told: int = 100, start: DriverStarted = START) -> bool | None:
         ready = Line(0.0, 1, ((0.0, start), (0.5, NodePrepared("a", (1,), told))))
-        return samples.exact([ready, Line(9.0, 1, tuple(events))], one.spec)  # type: ignore[arg-type]
+        return sample_check.exact([ready, Line(9.0, 1, tuple(events))], one.spec)  # type: ignore[arg-type]
 
     assert exact(*steps([1, 2, 3, 4])) is True
     assert exact(*steps([1, 2, 3]), (3.5, PlanEntered(2, 2)), *steps([3, 4], generation=2)) is True
@@ -325,7 +327,7 @@ def test_of_steps_that_a_killed_driver_had_not_written_down_nobody_knows(folder:
     def exact(before: list[int], after: list[int], n_samples: int = 100) -> bool | None:
         ready = Line(0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)), *steps(before)))  # type: ignore[arg-type]
         again = ((9.0, PlanEntered(2, after[0] - 1)), *steps(after, generation=2, n_samples=n_samples))
-        return samples.exact([ready, Line(9.0, 2, again)], one.spec)  # type: ignore[arg-type]
+        return sample_check.exact([ready, Line(9.0, 2, again)], one.spec)  # type: ignore[arg-type]
 
     assert exact([1, 2], [3, 4]) is True and exact([1, 2], [2, 3, 4]) is True
     assert exact([1, 2], [4]) is None and exact([], [3, 4]) is None
@@ -349,7 +351,7 @@ def test_a_checkpoints_running_digest_tells_of_steps_that_no_line_tells_of(folde
         again = replace(START, epoch=2, durable=(found,), cut=cut)
         entered = ((9.0, again), (9.0, PlanEntered(2, after[0] - 1)), *steps(after, generation=2))
         lines = [*([ready] if before else []), Line(9.0, 2, ((8.9, NodePrepared("a", (1,), 100)), *entered))]
-        return samples.exact(lines, one.spec)
+        return sample_check.exact(lines, one.spec)
 
     assert exact(stored(3), [4]) is True and exact(replace(stored(3), samples=""), [4]) is None
     assert exact(stored(3, n_samples=90), [4]) is False, "they were others"
@@ -375,22 +377,22 @@ def test_steps_that_were_rolled_back_are_not_those_that_a_killed_driver_did_not_
         Line(0.5, 1, ready, first), Line(4.0, 1, ((0.6, PlanEntered(1, 0)), *undone), second), Line(8.0, 1, redone),
         Line(8.5, 2, (), third), Line(9.0, 2, after),
     ]  # fmt: skip
-    assert samples.Unwritten.of(lines).steps == {2, 3} and samples.exact(lines, one.spec) is None
+    assert sample_check.Unwritten.of(lines).steps == {2, 3} and sample_check.exact(lines, one.spec) is None
 
 
 def test_the_journal_is_gone_through_once_and_of_a_state_in_it_only_parts_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = [Line(0.0, 1, ((0.0, START), (0.5, NodePrepared("a", (1,), 100)))), Line(9.0, 1, tuple(steps([1, 2, 3, 4])))]
-    assert samples.exact(iter(lines), prepared(folder).spec) is True
+    assert sample_check.exact(iter(lines), prepared(folder).spec) is True
     start = DriverStarted("state", 1, {"steps": 4, "global_batch": 8, "seed": 1}, (), MODEL)
     later = Line(5.0, 1, state=plain(fold(State(), start, 0.0)))
-    monkeypatch.setattr(checks, "built", lambda kind, data: {ModelProfile: built}[kind](kind, data))  # no whole State
-    checks.check_same([later], start, {})
+    monkeypatch.setattr(start_checks, "built", lambda kind, data: {ModelProfile: built}[kind](kind, data))  # no whole State
+    start_checks.check_same([later], start, {})
     with pytest.raises(SpecError, match="was started with other values: seed"):
-        checks.check_same([later], replace(start, job={**start.job, "seed": 9}), {})
+        start_checks.check_same([later], replace(start, job={**start.job, "seed": 9}), {})
     with pytest.raises(SpecError, match="was started with another model: w was"):
-        checks.check_same([later], replace(start, model=ModelProfile(1, 4, (TensorSpec("w", (2, 3), "float32"),))), {})
+        start_checks.check_same([later], replace(start, model=ModelProfile(1, 4, (TensorSpec("w", (2, 3), "float32"),))), {})
 
 
 def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:
@@ -405,7 +407,7 @@ def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:
 def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
     def check(layout: str, profile: ModelProfile) -> None:
         spec: Any = SimpleNamespace(least_layouts=lambda: [parse_layout(layout)], script="")
-        checks.check_layouts(spec, profile)
+        start_checks.check_layouts(spec, profile)
 
     plain = ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=1)
     with pytest.raises(SpecError, match="tp=2, but tp must divide 1 for this model; give Program.tp"):
@@ -512,7 +514,7 @@ def test_a_clock_that_is_not_the_storages_is_told(
     """Ahead of the true time it would spend the deadline unseen."""
     storage = open_storage(str(folder / "runs"))
     monkeypatch.setattr(storage, "modified_s", lambda key: time.time() + off_s)
-    checks.taken(storage, "r").release()
+    start_checks.taken(storage, "r").release()
     assert (told in caplog.text) if told else ("clock" not in caplog.text)
 
 

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.places import PROGRAMS
 
-from elastic.api import Options, profiling, running
-from elastic.cli import main
+from elastic.api import Options, profile_hardware
+from elastic.api.running import run
+from elastic.cli.command_line import main
+from elastic.config.hardware import PLACE, path_of, read_hardware
 from elastic.errors import SpecError
-from elastic.hardware_file import PLACE, path_of, read_hardware
-from elastic.worker import measure as measuring
-from elastic.worker.measure import Wanted
+from elastic.worker.profile import measure as measuring
+from elastic.worker.profile.measure import Wanted
 
 PROGRAM = f"""
 from elastic.program import load_program
-program = load_program({str(Path(__file__).parent / "programs" / "tiny.py")!r})
+program = load_program({str(PROGRAMS / "tiny.py")!r})
 """
 FOUND: dict[str, Any] = {
     "chip": "Some CPU", "cores": 2, "threads": 1, "torch": "2.13", "cpu_share": 0.5, "processes": [1, 2], "dtypes": ["float32"],
@@ -66,7 +68,7 @@ def test_it_prints_what_it_found_and_leaves_it_where_a_run_looks(
     assert asked[0].samples == 8 and asked[0].seconds == 45 and asked[0].model.sample is not None
     assert len(asked[0].some) == 16 and asked[0].job is not None and asked[0].job["global_batch"] == 8
     assert asked[0].storage == str(Path("elastic_runs").absolute())
-    started = running._Run(running._job("tiny", None, Options()), Options())._start(1, [])
+    started = run._Run(run._job("tiny", None, Options()), Options())._start(1, [])
     assert started.hardware == (read_hardware(path),)
     assert started.hardware[0].crowded == ((1, 3e10), (2, 2e10))
     about = json.loads(path.read_text())
@@ -84,7 +86,7 @@ def test_json_and_another_place(asked: list[Wanted], capsys: pytest.CaptureFixtu
 
 
 def test_no_profile_no_hardware(asked: list[Wanted]) -> None:
-    assert running._Run(running._job("tiny", None, Options()), Options())._start(1, []).hardware == ()
+    assert run._Run(run._job("tiny", None, Options()), Options())._start(1, []).hardware == ()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_a_bad_file_stops_a_run_before_it_begins(asked: list[Wanted]) -> None:
     path_of("CPU").parent.mkdir()
     path_of("CPU").write_text("{}")
     with pytest.raises(SpecError, match="not a hardware profile"):
-        running._Run(running._job("tiny", None, Options()), Options())._start(1, [])
+        run._Run(run._job("tiny", None, Options()), Options())._start(1, [])
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,6 @@ def test_a_file_is_named_as_the_pools_name_their_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with open("tiny/job.yaml", "a") as job:
         job.write(pools)
-    spec = running._job("tiny", None, Options())
-    assert profiling._kind(spec, "H100") == kind
-    assert profiling._kind(spec, "CPU") == "CPU"
+    spec = run._job("tiny", None, Options())
+    assert profile_hardware._kind(spec, "H100") == kind
+    assert profile_hardware._kind(spec, "CPU") == "CPU"

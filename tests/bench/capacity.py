@@ -27,10 +27,10 @@ from support.e2e.runs import job
 from support.e2e.soak import Seen
 
 from elastic import api
-from elastic.cluster import _ray_private
-from elastic.cluster.backend import RayBackend
-from elastic.cluster.local import LocalCluster, NodeOrder
-from elastic.cluster.ray_run import RayRun
+from elastic.cluster.backend.ray_backend import RayBackend
+from elastic.cluster.backend.ray_run import RayRun
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
+from elastic.cluster.ray import _ray_private
 from elastic.ledger.journal import read
 from elastic.storage import open_storage
 from elastic.types import Abort, Action, DrainNode, Event, NodeReady, Notice, Pool, Prepare, ReleaseNode

@@ -30,7 +30,7 @@ from trial import PROGRAM, ROOT, Clock, Failed, running
 
 from elastic.storage import Storage, open_storage
 from elastic.types import Box, CopyFailed, CopyStored, StepDone
-from elastic.worker import durable, durable_load
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_reader, checkpoint_writer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -109,12 +109,12 @@ def read_raw(path: Path, parts: Sequence[memoryview], threads: int) -> None:
 
 
 def save(storage: Storage, step: int, items: Items) -> str:
-    durable.write_shard(storage, step, 1, 0, items)
-    return durable.commit(storage, step, 1, 1, 1, {})
+    checkpoint_writer.write_shard(storage, step, 1, 0, items)
+    return checkpoint_writer.commit(storage, step, 1, 1, 1, {})
 
 
 def load(uri: str, items: Items) -> None:
-    durable.open_checkpoint(uri).fill(items)
+    checkpoint_index.open_checkpoint(uri).fill(items)
 
 
 def digests(items: Items) -> list[int]:
@@ -143,7 +143,7 @@ def on_disk(clock: Clock, root: Path, size: Size) -> dict[str, Any]:
         for name, what in order if step % 2 else order[::-1]:  # neither always finds the disk as the other left it
             note(name, what)
         note("raw_load", lambda: read_raw(root / "raw", parts, 1))
-        note("raw_load_threads", lambda: read_raw(root / "raw", parts, durable_load.THREADS))
+        note("raw_load_threads", lambda: read_raw(root / "raw", parts, checkpoint_reader.THREADS))
         for _, tensor in items:
             tensor.zero_()
         note("load", partial(load, uri, items))

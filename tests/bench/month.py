@@ -26,9 +26,9 @@ from elastic.driver import drive
 from elastic.ledger import parts
 from elastic.ledger.run_folder import RunFolder
 from elastic.policy.decide import decide
-from elastic.policy.state import State
-from elastic.sim.backend import SimBackend
-from elastic.sim.faults import Delays, Fault
+from elastic.policy.state.fold import State
+from elastic.sim.scripted_faults import Delays, Fault
+from elastic.sim.sim_backend import SimBackend
 from elastic.storage import LocalStorage
 from elastic.types import Decision, DriverStarted, Event, ModelProfile, OptimizerSpec, Pool, StepDone, TensorSpec
 
@@ -60,7 +60,7 @@ print(time.monotonic() - began_s, state.step)
 """
 COMMAND = """
 import contextlib, io, resource, sys
-from elastic.cli import main
+from elastic.cli.command_line import main
 with contextlib.redirect_stdout(io.StringIO()):
     code = main(sys.argv[1:])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, code)

@@ -18,14 +18,15 @@ from support.worker.movers import CPU, Case, Cut, Mover, empty_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
-from elastic.mesh import coordinates
 from elastic.reshard.chunks import CHUNK_BYTES
 from elastic.reshard.pieces import shard_bytes
 from elastic.reshard.shards import boxes, placements, stages_of
 from elastic.reshard.transfers import check_cover
 from elastic.types import Transfer
-from elastic.worker.train_state import Tensors, region
-from elastic.worker.transfer import carry_out
+from elastic.types.grid import coordinates
+from elastic.worker.state.host_copy import Tensors
+from elastic.worker.state.train_state import region
+from elastic.worker.state.transfer import carry_out
 
 PAGE_BYTES = 4096
 

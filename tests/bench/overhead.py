@@ -27,7 +27,7 @@ from figures import Block
 from report import finish, options
 from trial import LOOK_S, PROGRAM, ROOT, Clock, Failed, Tree, Trial, running
 
-from elastic.cluster import processes
+from elastic.cluster.ray import processes
 
 MOST_S, PAIRS = 1800.0, 32
 BATCH = 8

@@ -15,11 +15,11 @@ import report
 from trial import Clock
 
 from elastic import catalog
-from elastic.planner import compute, hardware
-from elastic.planner.decoder import Decoder
-from elastic.planner.find import find_offers
+from elastic.planner.cost import catalog_hardware, compute
+from elastic.planner.layout_search import Limits, plan_layout
+from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, Group
-from elastic.planner.search import Limits, plan_layout
+from elastic.planner.published.decoder import Decoder
 from elastic.types import Node
 
 MODELS = {"8b": Decoder(32, 4096, 32, 8, 14336, 128256, 8192), "70b": Decoder(80, 8192, 64, 8, 28672, 128256, 8192)}
@@ -30,7 +30,7 @@ MOST_S = 600.0
 
 
 def group(chip: str, n_nodes: int) -> Group:
-    return Group(chip, hardware.profile(catalog.find_chip(chip)), n_nodes, 8, usd_per_node_h=30.0)
+    return Group(chip, catalog_hardware.profile(catalog.find_chip(chip)), n_nodes, 8, usd_per_node_h=30.0)
 
 
 def searched_s(groups: list[Group], model: Decoder, aim: Aim) -> float:
@@ -47,7 +47,7 @@ def searched_s(groups: list[Group], model: Decoder, aim: Aim) -> float:
 
 def run_s(model: Decoder, kinds: tuple[tuple[str, int], ...]) -> float:
     """What a run's own choice of a layout takes on nodes of several kinds."""
-    known = {name: hardware.profile(catalog.find_chip(name)) for name, _ in kinds}
+    known = {name: catalog_hardware.profile(catalog.find_chip(name)) for name, _ in kinds}
     nodes = [Node(f"{name}-{i}", name, 8) for name, n in kinds for i in range(n)]
     memory = {node.node_id: known[node.pool].memory_bytes for node in nodes}
     limits = Limits(min(memory.values()), hardware={node.node_id: known[node.pool] for node in nodes}, memory=memory)

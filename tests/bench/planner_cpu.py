@@ -24,12 +24,12 @@ from typing import Any
 from report import finish, options
 from trial import Clock
 
-from elastic.api.planning import subjects
-from elastic.hardware_file import read_hardware
-from elastic.planner.cost import step_cost
-from elastic.planner.search import site_of
-from elastic.planner.steps import step_of
-from elastic.planner.work import Work
+from elastic.api.planning import model_source
+from elastic.config.hardware import read_hardware
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.step_cost import step_cost
+from elastic.planner.layout_search import site_of
+from elastic.planner.step_split import step_of
 from elastic.types import HardwareProfile, parse_layout
 
 JOB = Path(__file__).resolve().parents[2] / "jobs" / "quickstart"
@@ -78,7 +78,7 @@ def measured(folder: Path, layout: str, turn: int, step_tokens: int, size: Size)
 
 
 def measure(clock: Clock, rounds: int, size: Size) -> dict[str, Any]:
-    subject = subjects.of_job(str(JOB))
+    subject = model_source.of_job(str(JOB))
     took: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""Fits the constants of elastic/planner/kernels.csv to published measurements: coordinate descent on log errors.
+"""Fits the constants of elastic/planner/cost/kernels.csv to published measurements: coordinate descent on log errors.
 
 Half of the weight goes to rows, half to sources, so that no long table outvotes the others; large errors count up to a bound,
 and a constant that the rows say little of stays near where it began. `--half`: fits one half of the sources and scores the
@@ -19,14 +19,14 @@ from statistics import median
 
 import report
 
-from elastic.planner import compute
-from elastic.planner.kernels import PARENT, UNFUSED, Kernels
-from elastic.planner.published import Case, cases
-from elastic.planner.score import quantile
+from elastic.planner.cost import compute
+from elastic.planner.cost.kernels import PARENT, UNFUSED, Kernels
+from elastic.planner.published.measurements import Case, cases
+from elastic.planner.published.score import quantile
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("ELASTIC_SHARED") or ROOT.parent / "shared")
-KERNELS = ROOT / "elastic" / "planner" / "kernels.csv"
+KERNELS = ROOT / "elastic" / "planner" / "cost" / "kernels.csv"
 PARTS = ("all", "half")
 ROUNDS, FIRST_STEP = 8, 0.25
 MOST = 1.2  # of a log error, that counts
@@ -79,7 +79,7 @@ def start(found: Sequence[Case]) -> dict[Key, float]:
 
 
 def kernels(constants: Mapping[Key, float], software: str, arch: str) -> Kernels:
-    """As elastic/planner/kernels.py reads them."""
+    """As elastic/planner/cost/kernels.py reads them."""
     lines = [("", ""), (family(software), ""), (software, ""), (family(software), arch)]
     own = {name: v for line in lines for (of, on, name), v in constants.items() if (of, on) == line}
     return Kernels(fused_attention=software not in UNFUSED, **own)
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.parser(__doc__)
     parser.add_argument("--shared", type=Path, default=SHARED, help=f"folder with planner/public.csv (default {SHARED})")
     parser.add_argument("--half", action="store_true", help="fit on one half of the sources, score on the other; both ways")
-    parser.add_argument("--write", action="store_true", help="write elastic/planner/kernels.csv")
+    parser.add_argument("--write", action="store_true", help="write elastic/planner/cost/kernels.csv")
     given = parser.parse_args(arguments)
     given.parts = PARTS[given.half :][:1]
     if not given.smoke and not (path := given.shared / "planner" / "public.csv").exists():

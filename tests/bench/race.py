@@ -27,8 +27,8 @@ from race_contenders import JOB, ROOT, Contender, Length, contender
 from race_figures import TITLES, Done, Race
 from trial import LEFT_OUT, LOOK_S, Clock, Failed, Tree
 
-from elastic.cluster import processes
-from elastic.cluster.own_token import ON_THIS_MACHINE
+from elastic.cluster.local.cluster_token import ON_THIS_MACHINE
+from elastic.cluster.ray import processes
 
 SCRIPT = Path(__file__).resolve()
 SAMPLE_S = 0.1  # a step of four workers sleeps three times so long

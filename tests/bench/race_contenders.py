@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from race_figures import Done, finished
 from trial import LEFT_OUT, ROOT, Clock, Failed, Trial
 
-from elastic.cluster import processes
-from elastic.cluster.local import HOST
+from elastic.cluster.local.local_cluster import HOST
+from elastic.cluster.ray import processes
 from elastic.types import EnterPlan, NodeLost, NodeReady, StepDone
 
 JOB = Path(__file__).resolve().parent / "race_job"

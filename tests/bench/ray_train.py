@@ -23,8 +23,8 @@ import report
 from ray_train_figures import WORLDS
 from trial import LEFT_OUT, LOOK_S, ROOT, Clock, Failed, Tree
 
-from elastic.cluster import processes
-from elastic.cluster.own_token import ON_THIS_MACHINE
+from elastic.cluster.local.cluster_token import ON_THIS_MACHINE
+from elastic.cluster.ray import processes
 
 MOST_S = 240.0  # of one cause; 100 to 150 on a machine with nothing else to do
 END_S = 15.0  # beyond that, for the process to take its run down

@@ -26,7 +26,7 @@ from ray_train_figures import PIDS, SAVE_EVERY, STEPS
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.data import default_collate
 
-from elastic.cluster._ray_private import connect
+from elastic.cluster.ray._ray_private import connect
 from elastic.program import Program, load_program
 
 BATCH = 4  # one sample per worker, as in the published measurement

@@ -19,8 +19,8 @@ from ray.core.generated import autoscaler_pb2
 from ray_train_figures import PIDS, SAVE_EVERY, STEPS, Change, Done, Length
 from trial import LOOK_S, PROGRAM, Clock, Failed
 
-from elastic.cluster import processes
-from elastic.cluster.local import HOST, STORE_BYTES
+from elastic.cluster.local.local_cluster import HOST, STORE_BYTES
+from elastic.cluster.ray import processes
 
 JOB = Path(__file__).resolve().parent / "ray_train_job.py"
 MIDDLE = range(SAVE_EVERY // 2 - 1, SAVE_EVERY // 2 + 2)  # the event comes half-way between two checkpoints

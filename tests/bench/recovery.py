@@ -79,7 +79,7 @@ SMOKE = Size(2, 1, 3, {"1 MB": (64, 2), "3 MB": (96, 2)}, DRILLS[:2], 0.02)
 SIZED_PROGRAM = """
 from dataclasses import replace
 
-from elastic.data.sources import LEFT_OUT, TextFolder, python_stdlib_folder
+from elastic.data.sources.text_folder import LEFT_OUT, TextFolder, python_stdlib_folder
 from elastic.models.llama import Llama, LlamaConfig
 from elastic.program import load_program
 

@@ -28,7 +28,7 @@ from trial import Clock, Failed
 
 from elastic.reshard.chunks import staging_bytes
 from elastic.reshard.pieces import shard_bytes
-from elastic.reshard.placing import place
+from elastic.reshard.rank_reuse import place
 from elastic.types import Layout, ModelProfile, WorkerId
 
 MOST_S = 420.0

@@ -33,16 +33,17 @@ import scale_cluster
 import scale_groups
 from trial import Clock
 
+from elastic.cluster.backend.aggregate import Gather
 from elastic.driver import drive
 from elastic.ledger.journal import Memory
-from elastic.planner import known_decoders
+from elastic.planner.published import known_decoders
 from elastic.policy.decide import decide
-from elastic.policy.drain import NEAR, lead_of
-from elastic.policy.state import Aborting, Failure, State, fold
-from elastic.reshard.forecast import Pace, Room, forecast
+from elastic.policy.pools.drain import NEAR, lead_of
+from elastic.policy.state.fold import Aborting, Failure, State, fold
+from elastic.reshard.transfer_forecast import Pace, Room, forecast
 from elastic.reshard.transfers import plan_transfers
-from elastic.sim.backend import SimBackend
-from elastic.sim.faults import Delays, Fault
+from elastic.sim.scripted_faults import Delays, Fault
+from elastic.sim.sim_backend import SimBackend
 from elastic.types import (
     Decision,
     DriverStarted,
@@ -58,8 +59,7 @@ from elastic.types import (
     StepDone,
     WorkerId,
 )
-from elastic.worker.gather import Gather
-from elastic.worker.workplace import EnterOrder
+from elastic.worker.session.workplace import EnterOrder
 
 PER_NODE = 8
 PARTS = ("moves", "decisions", "looks", "answers", "gather", "orders", "cluster", "groups", "meshes")

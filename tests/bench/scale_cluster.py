@@ -20,14 +20,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from elastic.cluster import admission, backend, crew
-from elastic.cluster.backend import RayBackend
-from elastic.cluster.local import NodeOrder
-from elastic.cluster.ray_run import RayRun
+from elastic.cluster.backend import ray_backend
+from elastic.cluster.backend.ray_backend import RayBackend
+from elastic.cluster.backend.ray_run import RayRun
+from elastic.cluster.local.local_cluster import NodeOrder
+from elastic.cluster.workers import admission_links, worker_group
 from elastic.driver import drive
 from elastic.ledger.journal import Journal
 from elastic.policy.decide import decide
-from elastic.policy.state import State
+from elastic.policy.state.fold import State
 from elastic.types import (
     Action,
     Decision,
@@ -247,9 +248,13 @@ class Survey:
 @contextmanager
 def made_up(step_s: float) -> Iterator[MadeUpCluster]:
     cluster = MadeUpCluster(step_s)
-    ends = patch.object(crew, "_kill", lambda actor: None)
-    with patch.object(backend, "ray", cluster), patch.object(crew, "ray", cluster), patch.object(admission, "ray", cluster):
-        with patch.object(backend, "Survey", Survey), ends:
+    ends = patch.object(worker_group, "_kill", lambda actor: None)
+    with (
+        patch.object(ray_backend, "ray", cluster),
+        patch.object(worker_group, "ray", cluster),
+        patch.object(admission_links, "ray", cluster),
+    ):
+        with patch.object(ray_backend, "Survey", Survey), ends:
             yield cluster
 
 

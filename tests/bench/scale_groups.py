@@ -17,10 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from support.worker.thread_ranks import joined
 
-from elastic import mesh
-from elastic.types import ModelProfile
-from elastic.worker import groups as module
-from elastic.worker.groups import Groups
+from elastic.types import ModelProfile, grid
+from elastic.worker.process_groups import groups as module
+from elastic.worker.process_groups.groups import Groups
 
 COMMITS = 5
 WORDS = 17  # numbers of a commit, and three of each rank
@@ -51,7 +50,7 @@ def groups(n: int, profile: ModelProfile) -> dict[str, float]:
 
 
 def meshes(n: int, profile: ModelProfile) -> dict[str, float]:
-    with mock.patch.object(mesh, "MESH_MOST", n), mock.patch.object(module, "MESH_MOST", n):
+    with mock.patch.object(grid, "MESH_MOST", n), mock.patch.object(module, "MESH_MOST", n):
         return {f"mesh_{name}": value for name, value in groups(n, profile).items()}
 
 

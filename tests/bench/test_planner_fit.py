@@ -9,8 +9,8 @@ import planner_fit
 import pytest
 from planner_fit import errors, figures, fit, halves, kernels, loss, made_up, start, touched, write
 
-from elastic.planner.kernels import SOFTWARE, _table, generation
-from elastic.planner.published import Case
+from elastic.planner.cost.kernels import SOFTWARE, _table, generation
+from elastic.planner.published.measurements import Case
 
 
 @pytest.fixture(name="made")

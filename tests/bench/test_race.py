@@ -16,7 +16,7 @@ from race_contenders import contender
 from race_figures import Done, Race, counted, figures, finished, groups, idle_s, node_seconds, pace, table
 from trial import Clock, Failed
 
-from elastic.cluster import processes
+from elastic.cluster.ray import processes
 
 
 def steps(group: int, world: int, which: range, first_s: float, step_s: float) -> list[Done]:

@@ -25,7 +25,7 @@ from support.e2e.runs import MARK, processes
 from support.places import ROOT
 from support.waiting import until
 
-from elastic.cluster.processes import command, send
+from elastic.cluster.ray.processes import command, send
 
 HERE = Path(__file__).resolve().parent
 PAGE = ROOT / "docs" / "benchmarks.md"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic import api
-from elastic.cluster import processes
+from elastic.cluster.ray import processes
 from elastic.ledger.journal import Line, read
 from elastic.storage import open_storage
 

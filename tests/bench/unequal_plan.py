@@ -1,6 +1,6 @@
 """1,000 GPUs of three kinds, by the cost model: one plan over all of them against equal shares, and against leaving kinds out.
 
-Every number is what `elastic plan` predicts (find_offers, and planner/mixed.py for several kinds): nothing is trained.
+Every number is what `elastic plan` predicts (find_offers, and planner/hetero/hetero_offers.py for several kinds): nothing is trained.
 `unequal`: what it answers for all three kinds, of which it may leave nodes out; `all_kinds`: the best that uses each kind.
 `equal`: at most what equal shares and stages over all give: 1,000 GPUs of the kind that is slowest for the model, with the
 slowest links, in the layout that suits them. `dropped`: the best over two kinds or one. `sum_of_kinds`: what each kind gives in
@@ -19,9 +19,10 @@ import report
 from trial import Clock
 
 from elastic import catalog
-from elastic.planner import hardware, known_decoders
-from elastic.planner.find import find_offers
+from elastic.planner.cost import catalog_hardware
+from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, Group, Offer
+from elastic.planner.published import known_decoders
 from elastic.types import ModelProfile
 
 Kinds = tuple[tuple[str, int, int], ...]
@@ -35,7 +36,7 @@ MOST_S = 600.0
 
 
 def groups(kinds: Kinds = KINDS) -> tuple[Group, ...]:
-    return tuple(Group(name, hardware.profile(catalog.find_chip(name)), n, size) for name, n, size in kinds)
+    return tuple(Group(name, catalog_hardware.profile(catalog.find_chip(name)), n, size) for name, n, size in kinds)
 
 
 def n_gpus(of: tuple[Group, ...]) -> int:

@@ -13,12 +13,14 @@ import pytest
 from support.places import ROOT
 from support.waiting import until
 
-from elastic import cli
-from elastic.certify import command, place, shared_gpu
-from elastic.certify.lab import Lab
-from elastic.certify.place import Place, find
+from elastic.certify import certify_command
+from elastic.certify.checks import shared_gpu
+from elastic.certify.harness import place
+from elastic.certify.harness.lab import Lab
+from elastic.certify.harness.place import Place, find
 from elastic.certify.result import Check, Report
 from elastic.certify.tasks import Failed, Limit, OutOfTime, Tasks
+from elastic.cli import command_line
 from elastic.errors import SpecError
 
 BLOCKED = """
@@ -46,7 +48,7 @@ SEEN = [("0", "NVIDIA X"), ("1", "NVIDIA X"), ("2", "NVIDIA X")]
     ],
 )
 def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
-    for run in (lambda: cli.main(["certify", *words]), lambda: command.main(words)):
+    for run in (lambda: command_line.main(["certify", *words]), lambda: certify_command.main(words)):
         assert run() == 2
         shown = capsys.readouterr()
         assert said in shown.err
@@ -56,7 +58,8 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
 
 @pytest.mark.e2e
 def test_it_needs_neither_ray_nor_pydantic() -> None:
-    names = [f"elastic.certify.{file.stem}" for file in (ROOT / "elastic" / "certify").glob("*.py") if file.stem[0] != "_"]
+    files = (ROOT / "elastic" / "certify").rglob("*.py")
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if file.stem[0] != "_"]
     assert len(names) > 15
     done = subprocess.run([sys.executable, "-c", BLOCKED, *names], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -95,11 +98,11 @@ Last error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000
 
 def test_where_nccl_refuses_its_message_is_kept_and_one_rank_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*arguments: object) -> dict:
-        raise Failed(f"elastic.certify.shared_gpu failed: {REFUSAL}")
+        raise Failed(f"elastic.certify.checks.shared_gpu failed: {REFUSAL}")
 
     monkeypatch.setattr(shared_gpu.bare_runs, "run", refuse)
     done = Tasks(lambda check: None)
-    command.carry_out(Place("one-gpu", 4, ("0",)), str(tmp_path), done, budget_s=1.0)  # too little for anything else
+    certify_command.carry_out(Place("one-gpu", 4, ("0",)), str(tmp_path), done, budget_s=1.0)  # too little for anything else
     found = {check.name: check for check in done.checks}
     assert "needs about" in found["ranks share one GPU"].why  # with so little time it is not even asked
     done = Tasks(lambda check: None)
@@ -127,14 +130,14 @@ def test_a_sum_that_is_wrong_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_some_checks(tmp_path: Path) -> None:
     done = Tasks(lambda check: None)
-    command.carry_out(Place("cpu-gloo", 2), str(tmp_path), done, 0.0, ("kill", "planner"))
+    certify_command.carry_out(Place("cpu-gloo", 2), str(tmp_path), done, 0.0, ("kill", "planner"))
     assert [check.name for check in done.checks] == ["kill", "growth", "notice", "planner error"]
 
 
 def test_with_hardly_any_time_nothing_is_run_and_that_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "out.json"
     words = ["certify", "--minutes", "0.001", "--no-ray", "--json", "--storage", str(tmp_path / "s"), "--out", str(out)]
-    assert cli.main(words) == 1
+    assert command_line.main(words) == 1
     data = json.loads(capsys.readouterr().out)
     assert data == json.loads(out.read_text())
     assert data["verdicts"]["pass"] == data["verdicts"]["fail"] == 0
@@ -188,11 +191,11 @@ def below(mark: str) -> list[int]:
 
 def test_in_a_folder_the_file_has_the_name_of_the_place(tmp_path: Path) -> None:
     report = Report(Place("one-gpu", 4, ray=True).plain("s3://b/p"), (), 1.0, 1.0)
-    assert command._file(tmp_path, report) == tmp_path / "one-gpu.json"
+    assert certify_command._file(tmp_path, report) == tmp_path / "one-gpu.json"
     assert report.place["storage"] == "s3"
     without = Report(Place("cpu-gloo", 4).plain("/srv/runs"), (), 1.0, 1.0)
-    assert command._file(tmp_path, without) == tmp_path / "cpu-gloo-no-ray.json"
-    assert command._file(tmp_path / "x.json", without) == tmp_path / "x.json"
+    assert certify_command._file(tmp_path, without) == tmp_path / "cpu-gloo-no-ray.json"
+    assert certify_command._file(tmp_path / "x.json", without) == tmp_path / "x.json"
     assert without.place["storage"] == "a local folder"
 
 

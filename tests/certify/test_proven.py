@@ -59,8 +59,8 @@ def test_every_claim_is_stated_once_and_has_tests_that_are_there() -> None:
 
 
 def test_every_check_that_a_claim_names_is_one() -> None:
-    from elastic.certify import ways_in
-    from elastic.certify.main_path import NAMES
+    from elastic.certify.checks import ways_in
+    from elastic.certify.checks.main_path import NAMES
 
     ways = {ways_in.LIVE, ways_in.RESTARTED, ways_in.TORCHRUN, ways_in.RAY_TRAIN, ways_in.DRIVER, ways_in.OBJECTS}
     names = {*NAMES, *ways, "kill", "growth", "notice", "checkpoint", "reshard", "step time", "groups", "layout *", "abort *"}

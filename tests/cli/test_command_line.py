@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from elastic.api import orders
-from elastic.cli import main
+from elastic.api import control
+from elastic.cli.command_line import main
 from elastic.driver import drive
 from elastic.ledger.journal import Journal
 from elastic.ledger.lease import Lease
-from elastic.observe import runs
-from elastic.sim.backend import SimBackend
-from elastic.sim.faults import Delays, Fault
+from elastic.observe import find_runs
+from elastic.sim.scripted_faults import Delays, Fault
+from elastic.sim.sim_backend import SimBackend
 from elastic.storage import LocalStorage
 from elastic.types import DriverStarted, ModelProfile, OptimizerSpec, Pool, TensorSpec
 
@@ -46,12 +46,12 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orders, "holder", lambda run: "somebody")
+    monkeypatch.setattr(control, "holder", lambda run: "somebody")
 
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orders, "holder", lambda run: "")
+    monkeypatch.setattr(control, "holder", lambda run: "")
 
 
 def called(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -135,7 +135,7 @@ def test_orders_reach_the_inbox(storage: Path, capsys: pytest.CaptureFixture[str
 def test_a_run_by_the_name_of_its_job_or_by_how_it_begins(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def named(word: str) -> str:
         code, out, err = called(capsys, "status", word, "--json")
-        return err if code else str(runs.open_run(word).name)
+        return err if code else str(find_runs.open_run(word).name)
 
     for name in ("tiny-20250101-000000", "tiny-20250102-000000", "tiny-3-20250103-000000"):
         (storage / name).mkdir()

@@ -12,7 +12,7 @@ from support.cluster.borrowed import Borrowed
 from support.cluster.stage import FAKE, Stage
 from support.places import TESTS
 
-from elastic.cluster.local import LocalCluster
+from elastic.cluster.local.local_cluster import LocalCluster
 from elastic.types import Pool, Stop
 
 SPOT = Pool("spot", market_type="spot", gpus_per_node=1, max_nodes=3, notice_s=5.0)
@@ -20,7 +20,7 @@ SPOT = Pool("spot", market_type="spot", gpus_per_node=1, max_nodes=3, notice_s=5
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    from elastic.cluster import _ray_private
+    from elastic.cluster.ray import _ray_private
 
     with LocalCluster() as local:
         local.connect("tests")
@@ -31,7 +31,7 @@ def cluster() -> Iterator[LocalCluster]:
 @pytest.fixture
 def stage(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., Stage]]:
     """Makes backends with the fake session; `embedded=False`: on the same nodes as on an existing cluster."""
-    from elastic.cluster.backend import RayBackend, RayRun
+    from elastic.cluster.backend.ray_backend import RayBackend, RayRun
 
     opened: list[Any] = []
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic.config.script import enters_loop, script_file
 from elastic.errors import SpecError
-from elastic.script import enters_loop, script_file
 
 
 def script(folder: Path, text: str) -> Path:

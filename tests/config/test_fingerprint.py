@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from elastic.fingerprint import differences, fingerprint
-from elastic.optimisation import LrSchedule
+from elastic.config.fingerprint import differences, fingerprint
+from elastic.config.optimization import LrSchedule
 from elastic.types import ModelProfile, OptimizerSpec, TensorSpec
 
 MODEL = ModelProfile(1, 6, (TensorSpec("w", (2, 3), "float32"),), (OptimizerSpec(("exp_avg",)),))

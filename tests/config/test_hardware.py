@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic.config.hardware import PLACE, check_writable, known_hardware, path_of, read_hardware, write_hardware
 from elastic.errors import SpecError
-from elastic.hardware_file import PLACE, check_writable, known_hardware, path_of, read_hardware, write_hardware
 from elastic.ledger.journal import decode, encode
 from elastic.types import DriverStarted, HardwareProfile, ModelProfile
 

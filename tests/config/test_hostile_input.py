@@ -14,12 +14,12 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from elastic.data_spec import SourceSpec
-from elastic.drill_spec import DrillSpec
+from elastic.catalog.bounded_yaml import VALUES_MOST, yaml_of
+from elastic.config.data_section import SourceSpec
+from elastic.config.drill import DrillSpec
+from elastic.config.job import JobSpec, PoolSpec, check_budget, check_fit, drill_entry, job_of, load_job
+from elastic.config.optimization import OWNERS
 from elastic.errors import SpecError
-from elastic.optimisation import OWNERS
-from elastic.spec import JobSpec, PoolSpec, check_budget, check_fit, drill_entry, job_of, load_job
-from elastic.strict import VALUES_MOST, yaml_of
 
 HOSTILE: list[Any] = [
     math.inf, -math.inf, math.nan, -0.0, 5e-324, 1e-300, 1e300, -1e300, 1.7976931348623157e308, 0, -1, 1, 2, 0.5, 2**31, 2**53,

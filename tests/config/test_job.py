@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic.config.job import JobSpec, check_fit, drill_entry, embedded_pools, layout_for, load_drill, load_job
 from elastic.errors import SpecError
-from elastic.spec import JobSpec, check_fit, drill_entry, embedded_pools, layout_for, load_drill, load_job
 from elastic.types import Layout, Pool
 
 GOOD = "steps: 10\nglobal_batch: 8\n"

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from elastic.api.checks import check_layouts
+from elastic.api.running.start_checks import check_layouts
+from elastic.config.job import check_fit, job_of, layout_for
 from elastic.errors import InfeasiblePlan, SpecError
-from elastic.planner.search import plan_layout
-from elastic.spec import check_fit, job_of, layout_for
+from elastic.planner.layout_search import plan_layout
 from elastic.types import Layout, ModelProfile, Node, Pool, parse_layout
-from elastic.worker.fixed import layout_of
+from elastic.worker.equivalence.static_plan import layout_of
 
 MODEL = ModelProfile(n_blocks=4, n_params=10, specs=(), tp_limit=2)
 NODES = [Node("a", "p", 4)]

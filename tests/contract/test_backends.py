@@ -11,8 +11,8 @@ import pytest
 from support.places import ROOT
 
 from elastic.driver import Backend
-from elastic.sim.backend import SimBackend
-from elastic.sim.faults import Fault
+from elastic.sim.scripted_faults import Fault
+from elastic.sim.sim_backend import SimBackend
 from elastic.types import (
     Abort,
     Action,
@@ -57,8 +57,8 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
     if request.param == "simulator":
         yield SimBackend((POOL,), JOB)
         return
-    from elastic.cluster.backend import RayBackend, RayRun
-    from elastic.cluster.local import LocalCluster
+    from elastic.cluster.backend.ray_backend import RayBackend, RayRun
+    from elastic.cluster.local.local_cluster import LocalCluster
 
     with LocalCluster((str(ROOT),)) as cluster:
         made = RayBackend(RayRun("contract", str(tmp_path), JOB, (POOL,), python_path=(str(ROOT),)), cluster)

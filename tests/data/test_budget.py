@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic.data.batches import batch_of, filled
 from elastic.data.budget import Microbatch, TokenBudget, check_lengths, deal, pad_share, split
-from elastic.data.loader import collate
+from elastic.data.collate import collate
 from elastic.errors import ProgramError, SpecError
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=60)

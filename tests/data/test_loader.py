@@ -13,7 +13,8 @@ import torch
 from support.waiting import is_waiting, once_waiting, until
 
 from elastic.data.budget import Microbatch
-from elastic.data.loader import Loader, collate
+from elastic.data.collate import collate
+from elastic.data.loader import Loader
 from elastic.errors import InternalError, ProgramError
 
 

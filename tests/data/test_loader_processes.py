@@ -19,9 +19,9 @@ from support.waiting import is_waiting, once_waiting, until
 
 from elastic.data.budget import Microbatch
 from elastic.data.loader import Ahead, Loader
-from elastic.data.opening import dataset_of
+from elastic.data.loader_processes import LoaderLost, Reader, Readers, Recipe, readers_of
+from elastic.data.open_datasets import dataset_of
 from elastic.data.order import sample_ids
-from elastic.data.readers import LoaderLost, Reader, Readers, Recipe, readers_of
 from elastic.errors import ProgramError
 from elastic.program import Program
 
@@ -115,7 +115,7 @@ def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
     """Though the dataset hangs, and the parent is killed."""
     (tmp_path / "hang").touch()
     code = (
-        "import sys; from elastic.data.readers import *\n"
+        "import sys; from elastic.data.loader_processes import *\n"
         "reader = Reader(Recipe({'folder': '.', 'program': sys.argv[1], 'data': {}}))\n"
         "print(reader.pid, flush=True); reader.load([Microbatch([1])])"
     )

@@ -13,13 +13,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from elastic.data.opening import Sets, dataset_of, validation_of
-from elastic.data.parquet import write_rows
+from elastic.config.data_section import DataSpec
+from elastic.config.job import job_of
+from elastic.data.open_datasets import Sets, dataset_of, validation_of
 from elastic.data.progress import heard_by
-from elastic.data_spec import DataSpec
+from elastic.data.sources.parquet import write_rows
 from elastic.errors import SpecError
 from elastic.program import Program
-from elastic.spec import job_of
 from elastic.storage import Storage, open_storage
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizer files need the library")
@@ -119,7 +119,7 @@ def test_text_is_tokenised_once(place: Path, monkeypatch: pytest.MonkeyPatch, ow
         first = tokens(opened(place, train=source))
     kept = sorted((own_cache / "built").iterdir())
     assert heard, "it said that it gets on"
-    monkeypatch.setattr("elastic.data.tokenizers.TokenizerFile.encode", None)
+    monkeypatch.setattr("elastic.data.sources.tokenizers.TokenizerFile.encode", None)
     assert tokens(opened(place, train=source)) == first
     assert tokens(opened(place, train={**source, "seq": 2, "pack": "cut"}))[: len(first)] == first
     assert sorted((own_cache / "built").iterdir()) == kept

@@ -10,7 +10,7 @@ import pytest
 
 from elastic.data.budget import Microbatch
 from elastic.data.loader import Loader
-from elastic.data.opening import dataset_of
+from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, Stream, with_stream
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program

@@ -19,7 +19,7 @@ from support.places import ROOT
 from support.policies import allows
 
 from elastic import api
-from elastic.cluster_spec import load_cluster
+from elastic.config.clusters import load_cluster
 
 DEPLOY = ROOT / "deploy"
 SHARED = Path(os.environ.get("ELASTIC_SHARED", ROOT.parent / "shared"))
@@ -332,7 +332,7 @@ def test_the_images_install_commands_run_in_a_fresh_environment(tmp_path: Path) 
         [tmp_path / "venv" / "bin" / "elastic", "--version"], capture_output=True, text=True, check=True
     ).stdout
     assert said.startswith("elastic ")
-    text = "import sys, torch, ray, elastic.cluster.backend; print(sys.prefix, torch.__version__, elastic.__file__)"
+    text = "import sys, torch, ray, elastic.cluster.backend.ray_backend; print(sys.prefix, torch.__version__, elastic.__file__)"
     done = [str(tmp_path / "venv" / "bin" / "python"), "-c", text]
     prefix, torch_version, file = subprocess.run(done, cwd="/", capture_output=True, text=True, check=True).stdout.split()
     assert prefix == str(tmp_path / "venv") and file.startswith(prefix), "installed there, not found in this checkout"

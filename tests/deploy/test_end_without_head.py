@@ -16,7 +16,7 @@ from support.e2e.shell import children
 from support.places import ROOT
 from support.waiting import until
 
-from elastic.cluster import processes
+from elastic.cluster.ray import processes
 
 SCRIPT = ROOT / "deploy" / "end_without_head.sh"
 

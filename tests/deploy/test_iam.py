@@ -9,12 +9,12 @@ import torch
 from botocore.client import BaseClient
 from support.places import ROOT
 
-from elastic.cluster.copies import DurableCopies
+from elastic.cluster.backend.aggregate import Parts
+from elastic.cluster.backend.checkpoint_commit import DurableCopies
 from elastic.storage.s3 import S3Storage
 from elastic.storage.s3_calls import ACTIONS
 from elastic.types import Box, CopyRemoved, CopyStored, Layout, Plan, ShardStored, WorkerId
-from elastic.worker import durable
-from elastic.worker.gather import Parts
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 
 PLAN = Plan(1, Layout(), (WorkerId("a", 0),), (8,), (4,))
 ITEMS = [(Box("w", (0,), (64,), "float32"), torch.arange(64.0))]
@@ -51,9 +51,9 @@ def refused(who: str, calls: set[tuple[str, str]]) -> list[str]:
 
 @pytest.mark.slow
 def test_a_worker_saves_and_loads_and_may_remove_nothing(s3: S3Storage, asked: set[tuple[str, str]], small_parts: int) -> None:
-    durable.write_shard(s3, 5, 1, 0, ITEMS)
-    uri = durable.commit(s3, 5, 1, 1, 1, {})  # the lowest living rank does, where there is no driver
-    assert durable.verify(uri) == []
+    checkpoint_writer.write_shard(s3, 5, 1, 0, ITEMS)
+    uri = checkpoint_writer.commit(s3, 5, 1, 1, 1, {})  # the lowest living rank does, where there is no driver
+    assert checkpoint_index.verify(uri) == []
     assert refused("worker", asked) == [] and len(asked) >= 3
     s3.delete_folder("checkpoints/step-00000005.g0001")
     assert refused("worker", asked) == ["s3:DeleteObject"] and refused("head", asked) == []
@@ -61,7 +61,7 @@ def test_a_worker_saves_and_loads_and_may_remove_nothing(s3: S3Storage, asked: s
 
 def test_a_driver_commits_removes_and_cleans_up(s3: S3Storage, asked: set[tuple[str, str]]) -> None:
     for step in (5, 10):
-        durable.write_shard(s3, step, 1, 0, ITEMS)
+        checkpoint_writer.write_shard(s3, step, 1, 0, ITEMS)
     copies = DurableCopies(s3, 1, {})
     copies.commit(Parts(PLAN, 5, {0: ShardStored(1, 5, 0, 8, 0.1, 0.0, 1)}))
     stored = copies._news.get(timeout=60)

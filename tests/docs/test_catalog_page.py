@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from support.places import ROOT
 
-from elastic import catalog, cli
-from elastic.catalog.rows import ChipRow, InstanceRow, PriceRow
+from elastic import catalog
+from elastic.catalog.schema import ChipRow, InstanceRow, PriceRow
+from elastic.cli import command_line
 
 PAGE = (ROOT / "docs" / "catalog.md").read_text()
 
@@ -50,7 +51,7 @@ def test_the_commands_of_the_page_are_taken(capsys: pytest.CaptureFixture[str]) 
     assert len(commands) == 5 and all(words[0] == "prices" for words in commands)
     for words in commands:
         if "--cluster" not in words:  # asks AWS
-            assert cli.main(words) == 0
+            assert command_line.main(words) == 0
     assert "Standard_ND96isr_H100_v5" in capsys.readouterr().out
 
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from support.places import ROOT
 
-from elastic import cli
-from elastic.cluster_spec.own import Own, OwnPool, own_section
+from elastic.cli import command_line
+from elastic.config.clusters.elastic_section import Own, OwnPool, own_section
 
 PAGE = (ROOT / "docs" / "clusters.md").read_text()
 
@@ -41,4 +41,4 @@ def test_the_commands_of_this_package_are_there() -> None:
     lines += [line.rstrip("\\").split() for line in PAGE.splitlines() if line.startswith("    elastic run")]
     assert len(lines) >= 2
     for words in lines:
-        assert cli.parser().parse_args(words[1:]).handler
+        assert command_line.parser().parse_args(words[1:]).handler

@@ -17,12 +17,12 @@ from support.docs.pages import block, text_of
 from support.places import ROOT
 from support.reference import train_alone
 
+from elastic.config.data_section import KINDS, PACKS, DataSpec
+from elastic.config.job import JobSpec, load_job
 from elastic.data.budget import budget_of, pad_share
-from elastic.data.opening import Sets, dataset_of, validation_of
+from elastic.data.open_datasets import Sets, dataset_of, validation_of
 from elastic.data.order import sample_ids
-from elastic.data_spec import KINDS, PACKS, DataSpec
 from elastic.program import load_program
-from elastic.spec import JobSpec, load_job
 
 PAGE = text_of("data.md")
 

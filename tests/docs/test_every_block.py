@@ -15,10 +15,11 @@ from support.docs.pages import Block, blocks, commands, pages, text_of
 from support.places import ROOT, TESTS
 from torch.distributed.run import get_args_parser
 
-from elastic import catalog, cli
-from elastic.cluster_spec.own import own_section
-from elastic.drill_spec import DrillSpec
-from elastic.spec import load_job
+from elastic import catalog
+from elastic.cli import command_line
+from elastic.config.clusters.elastic_section import own_section
+from elastic.config.drill import DrillSpec
+from elastic.config.job import load_job
 from elastic.worker import __main__ as worker
 
 SLOW = ("--within 3w --gpus H100,", "jobs/gpt2_124m", "--scaling", "--what-if")  # sessions above half a second
@@ -35,7 +36,7 @@ OTHERS = {
         "120 min": "sim/test_capacity_page.py::test_the_example_of_the_page",
         "mix  ": "sim/test_mix_runs.py::test_the_mix_meets_deadlines_that_spot_misses_for_less_than_on_demand",
     },
-    "checkpoints.md": {"import torch, torch.distributed": "worker/test_pages_trained.py::test_plain_dcp_loads_a_copy"},
+    "checkpoints.md": {"import torch, torch.distributed": "worker/session/test_pages_trained.py::test_plain_dcp_loads_a_copy"},
     "data.md": {
         "mkdir -p notes": "docs/test_data_page.py::test_the_job_of_the_page_trains",
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
@@ -52,21 +53,21 @@ OTHERS = {
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
     },
     "loop.md": {
-        "import torch": "worker/test_pages_trained.py::test_the_loop_of_the_page_in_its_layouts",
+        "import torch": "worker/session/test_pages_trained.py::test_the_loop_of_the_page_in_its_layouts",
         "+import elastic": "docs/test_ways_in.py::test_the_diff_at_the_end_is_that_of_the_files",
     },
     "models.md": {
-        "program = elastic.Program(..., weights": "worker/test_pages_trained.py::test_weights_of_a_folder_in_its_layouts",
+        "program = elastic.Program(..., weights": "worker/session/test_pages_trained.py::test_weights_of_a_folder_in_its_layouts",
         "from elastic.models.lora": (
             "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts"
         ),
     },
     "network.md": {"group=$(aws": NOT_RUN + "it makes a security group in an account of AWS"},
     "notices.md": {
-        "env: [{name": NOT_RUN + "a part of a pod; what its hook writes is read in cluster/test_probes.py",
-        "trap ": "cluster/test_probes.py::test_a_trap_on_sigterm_writes_the_file",
+        "env: [{name": NOT_RUN + "a part of a pod; what its hook writes is read in cluster/notices/test_sources.py",
+        "trap ": "cluster/notices/test_sources.py::test_a_trap_on_sigterm_writes_the_file",
     },
-    "optimisation.md": {"def optimizers": "worker/test_pages_trained.py::test_two_optimizers_in_their_layouts"},
+    "optimisation.md": {"def optimizers": "worker/session/test_pages_trained.py::test_two_optimizers_in_their_layouts"},
     "program.md": {
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
         "layout 'pp=2': no pp": "docs/test_ways_in.py::test_what_the_page_warns_of_is_refused_as_it_says",
@@ -133,7 +134,7 @@ def test_a_command_prints_what_stands_below_it(
     first, _, printed = block.text.partition("\n")
     words = shlex.split(first.removeprefix("$ "))
     assert words[0] == "elastic"
-    assert cli.main(words[1:]) == (2 if printed.startswith("elastic: ") else 0)
+    assert command_line.main(words[1:]) == (2 if printed.startswith("elastic: ") else 0)
     out, err = capsys.readouterr()
     assert (err + out).rstrip() == printed.rstrip()
 
@@ -160,7 +161,7 @@ def taken(words: list[str]) -> None:
     if words[0] == "elastic":
         cut = words.index("--") if "--" in words else len(words)
         numbered = ["1" if word == "N" else word for word in words[1:cut]]
-        assert cli.parser().parse_args(numbered).handler
+        assert command_line.parser().parse_args(numbered).handler
     elif words[0] == "worker":
         assert worker.parser().parse_args(words[1:])
     elif words[0] == "make":
@@ -218,7 +219,7 @@ def test_json_is_json(block: Block) -> None:
 def test_commands_inside_of_sentences_are_there(page: str) -> None:
     """`elastic verb --option` between backticks."""
     text = re.sub(r"^ *```.*?^ *```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
-    verbs = cli.parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    verbs = command_line.parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
     for span in re.findall(r"`(elastic [a-z][^`]*)`", text):
         words = span.split()
         named = words[1].rstrip(",").split("|")

@@ -14,8 +14,8 @@ import pytest
 from support.docs.pages import block, text_of
 from support.places import ROOT
 
-from elastic.planner.search import Limits, plan_layout
-from elastic.spec import load_job
+from elastic.config.job import load_job
+from elastic.planner.layout_search import Limits, plan_layout
 from elastic.types import AXES, LAYOUT_OPTIONS, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, parse_layout
 
 PAGE = text_of("layouts.md")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.places import ROOT
 
-from elastic.spec import JobSpec
+from elastic.config.job import JobSpec
 from elastic.types import LAYOUT_OPTIONS
 
 PAGE = (ROOT / "docs" / "memory.md").read_text()

@@ -11,14 +11,14 @@ import pytest
 import torch
 from support.places import ROOT
 
+from elastic.config.job import load_job
+from elastic.config.optimization import Guards
 from elastic.errors import ElasticError
-from elastic.optimisation import Guards
 from elastic.program import load_program
-from elastic.spec import load_job
-from elastic.worker.guards import MEMORY
-from elastic.worker.job_program import with_job
-from elastic.worker.model_profile import trace
-from elastic.worker.optimizers import JobOptimizer
+from elastic.worker.program.guards import MEMORY
+from elastic.worker.program.job_program import with_job
+from elastic.worker.program.model_profile import trace
+from elastic.worker.program.optimizers import JobOptimizer
 
 TEXT = (ROOT / "docs" / "optimisation.md").read_text()
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)

@@ -17,7 +17,7 @@ import pytest
 from support.docs.pages import block, blocks
 from support.places import ROOT
 
-from elastic.spec import load_job
+from elastic.config.job import load_job
 
 MOST_S = 300.0
 JOB = "steps: 4\nglobal_batch: 12\n"
@@ -114,7 +114,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         asked.append({"job": load_job(folder).plain() | {"folder": str(folder), "drill": []}, "axes": axes})
     out = tmp_path_factory.mktemp("layouts") / "found"
     done = subprocess.run(
-        [sys.executable, "-m", "elastic.worker.layout_check", str(out)], input=json.dumps(asked), text=True, timeout=MOST_S,
+        [sys.executable, "-m", "elastic.worker.equivalence.layout_check", str(out)], input=json.dumps(asked), text=True, timeout=MOST_S,
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "ELASTIC_CACHE": str(out.parent / "cache")}, capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -6,8 +6,8 @@ import re
 
 from support.places import ROOT
 
-from elastic.planner.kernels import SOFTWARE, _table
-from elastic.planner.words import TOLD
+from elastic.planner.cost.kernels import SOFTWARE, _table
+from elastic.planner.explain import TOLD
 
 PAGE = (ROOT / "docs" / "planner-model.md").read_text()
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from support.places import ROOT
 
-from elastic.api import scripts
-from elastic.cluster.script_state import START_S
-from elastic.script import enters_loop
+from elastic.api.running import restarted_script
+from elastic.cluster.ray_train.script_state import START_S
+from elastic.config.script import enters_loop
 
 PAGE = (ROOT / "docs" / "script.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -37,7 +37,7 @@ def test_the_script_needs_no_change(tmp_path: Path) -> None:
 def test_the_page_names_the_keys_and_the_bound() -> None:
     listed = re.search(r"may\s+set\s+(.*?)\.\s+Other\s+keys", PAGE, re.DOTALL)
     assert listed is not None
-    assert set(re.findall(r"`(\w+)`", listed[1])) == set(scripts.KEYS)
+    assert set(re.findall(r"`(\w+)`", listed[1])) == set(restarted_script.KEYS)
     assert f"within {START_S:.0f} s" in PAGE
 
 

@@ -7,9 +7,10 @@ import re
 import yaml
 from support.places import ROOT
 
-from elastic.drill_spec import DrillSpec
-from elastic.policy import balancing, rearranging, retries, speeds
-from elastic.spec import JobSpec
+from elastic.config.drill import DrillSpec
+from elastic.config.job import JobSpec
+from elastic.policy.faults import retries
+from elastic.policy.speed import relayout, share_rebalance, speeds
 
 PAGE = (ROOT / "docs" / "unequal.md").read_text()
 
@@ -36,10 +37,13 @@ def test_the_keys_and_their_defaults() -> None:
 
 
 def test_the_numbers() -> None:
-    assert (balancing.SURE, balancing.LASTING, balancing.LASTING_S, speeds.BAND) == (0.03, 0.03, 900.0, 0.1)
+    assert (share_rebalance.SURE, share_rebalance.LASTING, share_rebalance.LASTING_S, speeds.BAND) == (0.03, 0.03, 900.0, 0.1)
     assert "still has 3 % less to do" in PAGE and "over the last 15\nminutes" in PAGE and "10 % for clocks and heat" in PAGE
-    assert (balancing.FEW, balancing.ENOUGH) == (16, 24) and "fewer\nthan 16 steps is made exact once when 24" in PAGE
-    assert (rearranging.MUCH, rearranging.REPLACE_AFTER_S, rearranging.MOVES_MOST) == (3.0, 60.0, 3)
+    assert (share_rebalance.FEW, share_rebalance.ENOUGH) == (
+        16,
+        24,
+    ) and "fewer\nthan 16 steps is made exact once when 24" in PAGE
+    assert (relayout.MUCH, relayout.REPLACE_AFTER_S, relayout.MOVES_MOST) == (3.0, 60.0, 3)
     assert "more than 3 times slower for a minute" in PAGE and "At most\nthree such moves" in PAGE
     assert (retries.SILENT_MOST, retries.PROCESS_MOST, speeds.WARM_UP_STEPS) == (2, 3, 4)
     assert "stand still three times within an hour" in PAGE and "fail four times" in PAGE and "of the first four" in PAGE

@@ -13,10 +13,10 @@ from support.loop_reference import train_script_alone
 from support.places import ROOT, TESTS
 from support.reference import train_alone
 
+from elastic.config.job import load_job
 from elastic.program import load_program
-from elastic.spec import load_job
-from elastic.worker.model_profile import trace
-from elastic.worker.structure import structure_of
+from elastic.worker.equivalence.structure import structure_of
+from elastic.worker.program.model_profile import trace
 
 MOST_CHANGED = 15
 

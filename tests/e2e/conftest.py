@@ -14,7 +14,7 @@ from support.e2e.shell import Shell, children
 from support.places import ROOT
 from support.waiting import until
 
-from elastic.cluster.local import LocalCluster
+from elastic.cluster.local.local_cluster import LocalCluster
 
 
 @pytest.fixture(scope="session")

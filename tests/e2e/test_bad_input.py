@@ -17,7 +17,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 CORPUS = """
 import elastic
-from elastic.data.sources import TextFolder
+from elastic.data.sources.text_folder import TextFolder
 from pathlib import Path
 TINY = {tiny!r}
 exec(compile(Path(TINY).read_text(), TINY, "exec"))

@@ -15,13 +15,13 @@ from support.e2e.shell import PROGRAMS, Shell, last_line
 from support.places import ROOT
 from support.waiting import until
 
-from elastic.cluster import processes
-from elastic.cluster.local import LocalCluster, NodeOrder
-from elastic.cluster.ray_run import namespace_of
+from elastic.cluster.backend.ray_run import namespace_of
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
+from elastic.cluster.ray import processes
 from elastic.ledger.journal import read
 from elastic.storage import open_storage
 from elastic.types import CopyStored, NodePrepared, PlanEntered, StepDone
-from elastic.worker import durable
+from elastic.worker.checkpoint import checkpoint_index
 
 pytestmark = pytest.mark.e2e
 
@@ -48,7 +48,7 @@ def test_embedded_the_next_driver_resumes_from_the_newest_durable_copy(shell: Sh
     pids = [pid for e in events(shell, "again", NodePrepared) for pid in e.pids]
     assert pids
     until(lambda: not any(processes.started(pid) for pid in pids), "the end of the workers of the killed driver")
-    newest = durable.find(open_storage(str(shell.root / "elastic_runs" / "again")))[0].step
+    newest = checkpoint_index.find(open_storage(str(shell.root / "elastic_runs" / "again")))[0].step
     assert newest in (10, 20)
     code, out, err = shell.call("run", name, "--run-name", "again", "--json")
     assert code == 0, err
@@ -138,12 +138,12 @@ def test_without_a_driver_the_workers_save_and_leave(on_cluster: Shell) -> None:
     first, pids = start_and_wait(shell, name, "orphan", 10)
     kill_driver(first)
     storage = open_storage(str(shell.root / "elastic_runs" / "orphan"))
-    assert durable.find(storage) == []
+    assert checkpoint_index.find(storage) == []
     until(lambda: not any(processes.started(pid) for pid in pids), "the end of the orphaned workers")
-    found = durable.find(storage)
+    found = checkpoint_index.find(storage)
     assert len(found) == 1
     assert found[0].meta["orphan"] is True
-    assert durable.open_checkpoint(found[0].uri).verify() == []
+    assert checkpoint_index.open_checkpoint(found[0].uri).verify() == []
     assert found[0].step >= max(e.step for e in events(shell, "orphan", StepDone))
     assert not names_in(shell, namespace_of(storage.uri)), "an actor of ours is left"
 

@@ -14,9 +14,9 @@ from support.e2e.shell import PROGRAMS, Shell, last_line
 from support.places import ROOT
 from support.waiting import until
 
-from elastic.cluster import processes
-from elastic.cluster.local import LocalCluster, NodeOrder
-from elastic.cluster.nodes import RECONNECT
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
+from elastic.cluster.nodes.providers import RECONNECT
+from elastic.cluster.ray import processes
 from elastic.errors import LostContact
 from elastic.ledger.journal import read
 from elastic.types import NodePrepared, NodeReady, StepDone

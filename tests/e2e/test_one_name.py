@@ -11,8 +11,8 @@ from support.e2e.shell import PROGRAMS, Shell, last_line
 from support.places import ROOT
 from support.waiting import until
 
-from elastic.cluster import processes
-from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
+from elastic.cluster.ray import processes
 from elastic.ledger.journal import read
 from elastic.types import NodeLost, NodePrepared, StepDone, WorkerFailed
 

@@ -34,7 +34,7 @@ def test_it_is_refused_in_one_line(tmp_path: Path, program: str, layout: str, sa
 
 
 @pytest.mark.e2e
-@pytest.mark.whole  # its halves: tests/worker/test_probe.py and tests/sim/test_wrong_layouts.py
+@pytest.mark.whole  # its halves: tests/worker/session/test_layout_probe.py and tests/sim/test_wrong_layouts.py
 def test_a_transition_into_such_a_layout_is_taken_back(tmp_path: Path) -> None:
     """A notice leads from sharding into a pipeline that computes something else: no step of it counts, none is lost."""
     drill = [{"at_step": 10, "wrong_layout": True}, {"at_step": 14, "notice": "any-spot", "deadline_s": SOON_S}]

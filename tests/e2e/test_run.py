@@ -130,7 +130,7 @@ def test_a_program_that_fails_ends_the_run_at_once(shell: Shell) -> None:
     assert code == 0 and "ValueError: this loss is not written yet" in out
 
 
-@pytest.mark.whole  # what is masked where: tests/test_masking.py; that such a run is resumed: tests/test_api.py
+@pytest.mark.whole  # what is masked where: tests/config/test_masking.py; that such a run is resumed: tests/api/test_api.py
 def test_a_secret_argument_of_a_script_is_in_no_file_and_the_run_is_resumed(shell: Shell) -> None:
     secret = "zq7-planted"
     text = (PROGRAMS / "loop_tiny.py").read_text().replace("Path(__file__).parent", repr(PROGRAMS.as_posix()))
@@ -150,7 +150,7 @@ def test_a_secret_argument_of_a_script_is_in_no_file_and_the_run_is_resumed(shel
     assert (code, err.count("\n")) == (2, 1) and "was started with other values: args (" in err and "zq" not in err
 
 
-@pytest.mark.whole  # each part by itself: tests/ledger/test_journal.py, tests/test_api.py
+@pytest.mark.whole  # each part by itself: tests/ledger/test_journal.py, tests/api/test_api.py
 def test_a_damaged_journal_and_marker_are_told_and_the_run_goes_on_from_the_copy_before(shell: Shell) -> None:
     name = shell.job(steps=6, durable_every=3, layout="dp_shard=1")
     code, _, err = shell.call("run", name, "--run-name", "hurt", "--json")

@@ -23,7 +23,7 @@ from support.places import ROOT
 from support.waiting import until
 
 from elastic import api
-from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
 from elastic.ledger.journal import read
 
 pytestmark = pytest.mark.e2e

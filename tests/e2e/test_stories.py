@@ -19,7 +19,7 @@ from support.e2e.runs import (
 )  # fmt: skip
 from support.e2e.strikes import FOUR_NODES, newcomer, sender, struck
 
-from elastic.cluster.local import LocalCluster
+from elastic.cluster.local.local_cluster import LocalCluster
 from elastic.ledger.journal import Line
 from elastic.sim.replay import replay
 from elastic.types import Abort, DrillAsked, NodePrepared, Quarantine, Silent, StepDone, WorkerFailed, WrongNumbers

@@ -9,7 +9,7 @@ import pytest
 from support.e2e.shell import PROGRAMS, Shell, last_line
 from support.waiting import until
 
-from elastic.cluster import processes
+from elastic.cluster.ray import processes
 from elastic.ledger.lease import newest
 from elastic.storage import open_storage
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from support.foreign import subjects
 
-from elastic.data.loader import collate
+from elastic.data.collate import collate
 from elastic.program import load_program
-from elastic.worker.calls import call_model, loss_of
+from elastic.worker.program.calls import call_model, loss_of
 
 
 @pytest.mark.parametrize("name", subjects.names())

@@ -16,7 +16,7 @@ from support.places import ROOT
 
 JOB = {"steps": 10, "global_batch": 4, "seed": 1, "n_samples": 64}
 WHOLE = ""
-NOT_ADDED_UP = "from elastic.worker.step import Stepper; Stepper._add_tied = lambda self, gradients: None"
+NOT_ADDED_UP = "from elastic.worker.step.optimizer_step import Stepper; Stepper._add_tied = lambda self, gradients: None"
 NOT_TIED = """
 from torch import nn
 from elastic.worker import parallelize, train_state
@@ -44,7 +44,7 @@ LARGE = "from elastic.worker import layout_values; layout_values.WHOLE_MOST_PARA
 def found_with(broken: str, name: str, axes: list[str], tmp_path: Path, most_s: float = 300.0) -> dict[str, Any]:
     """What the check says of a program after `broken` was run in its process."""
     asked = {"job": JOB | {"program": str(subjects.path_of(name))}, "tps": [2], "axes": axes, "most_s": most_s}
-    code = f"{broken}\nimport sys\nfrom elastic.worker.layout_check import main\nsys.exit(main([sys.argv[1]]))\n"
+    code = f"{broken}\nimport sys\nfrom elastic.worker.equivalence.layout_check import main\nsys.exit(main([sys.argv[1]]))\n"
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "found")], input=json.dumps(asked), text=True, timeout=300, cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,

@@ -25,7 +25,7 @@ for place in (HERE.parent, HERE.parents[1], HERE):  # tests, the repository, thi
     if str(place) not in sys.path:
         sys.path.insert(0, str(place))
 
-from elastic.worker import allocator, environment  # noqa: E402 - neither imports torch
+from elastic.worker.process import allocator, environment
 
 SECONDS = 540.0
 LEAST_S = 8.0  # a part is not begun with less
@@ -129,7 +129,7 @@ def settle() -> None:
     environment.settle()
     for name, value in allocator.cuda_environment().items():
         os.environ.setdefault(name, value)
-    for name in ("torch", "elastic.worker.groups", "elastic.worker.session"):
+    for name in ("torch", "elastic.worker.process_groups.groups", "elastic.worker.session.session"):
         with suppress(ImportError):  # said by the part `facts`; no process that forks may use CUDA
             import_module(name)
 

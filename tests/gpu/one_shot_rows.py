@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from elastic.cluster.processes import die_with_parent, end_tree
+from elastic.cluster.ray.processes import die_with_parent, end_tree
 
 TEXT_MOST = 600
 SKIPPED = "skipped"

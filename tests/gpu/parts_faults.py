@@ -10,12 +10,12 @@ from typing import Any
 
 from one_shot_rows import FORK, Tell, guarded
 
-from elastic.certify import member
-from elastic.certify.crew import Crew
 from elastic.certify.gpu.real_faults import BACK, RealFaultSession
-from elastic.certify.lab import Lab
-from elastic.certify.place import Place, find
-from elastic.certify.planning import job_of, plan_of
+from elastic.certify.harness import member
+from elastic.certify.harness.lab import Lab
+from elastic.certify.harness.layouts_tried import job_of, plan_of
+from elastic.certify.harness.place import Place, find
+from elastic.certify.harness.worker_pool import Crew
 from elastic.certify.tasks import Limit, Tasks
 from elastic.types import Layout, Quiesced, StepDone, WorkerFailed, WorkerId
 
@@ -42,7 +42,7 @@ class FaultySession(RealFaultSession):
 
 def _open(lab: Lab, crew: Crew) -> Any:
     """Both train, with peer copies."""
-    from elastic.certify.alone import program_file
+    from elastic.certify.reference.one_process import program_file
 
     crew.open(job_of("faults", program_file("paced"), MANY), lab.run_folder())
     plan = plan_of(1, Layout(dp_shard=2), crew.workers, SHORT_BLOCKS, peer_every=2)
@@ -52,7 +52,7 @@ def _open(lab: Lab, crew: Crew) -> Any:
 
 
 def _sticky(tell: Tell, lab: Lab, crew: Crew) -> None:
-    from elastic.certify.fault_checks import _from_memory
+    from elastic.certify.checks.fault_checks import _from_memory
 
     plan = _open(lab, crew)
     lost, other = plan.ranks[1], plan.ranks[0]
@@ -82,8 +82,8 @@ def _sticky(tell: Tell, lab: Lab, crew: Crew) -> None:
 
 def _endless(tell: Tell, name: str, lab: Lab, crew: Crew) -> None:
     """`name`: of the fault, and of its rows."""
-    from elastic.certify.fault_checks import _quiet
-    from elastic.cluster.missing import At, missing
+    from elastic.certify.checks.fault_checks import _quiet
+    from elastic.cluster.workers.absent_ranks import At, missing
 
     plan = _open(lab, crew)
     hangs, other = plan.ranks[1], plan.ranks[0]
@@ -138,7 +138,7 @@ def certify(tell: Tell, cpu: bool, seconds: float) -> None:
     """Its checks for one GPU, each told as it is done."""
     import tempfile
 
-    from elastic.certify.command import carry_out
+    from elastic.certify.certify_command import carry_out
 
     def told(check: Any) -> None:
         tell(check.name, f"{check.verdict} {check.why}".strip())

@@ -52,8 +52,8 @@ def pin(sizes: list[int], cpu: bool) -> dict[str, dict[str, float]]:
     """For each size: seconds to take such a buffer, what the host's free memory lost by it, and still lacks without it."""
     import gc
 
-    from elastic.worker.free_memory import free_host_bytes
-    from elastic.worker.host_copy import HostMemory
+    from elastic.worker.process.free_memory import free_host_bytes
+    from elastic.worker.state.host_copy import HostMemory
 
     if not cpu:
         import torch
@@ -80,7 +80,7 @@ def pin(sizes: list[int], cpu: bool) -> dict[str, dict[str, float]]:
 
 
 def _pinned(tell: Tell, cpu: bool, seconds: float) -> None:
-    from elastic.worker.allocator import cuda_environment
+    from elastic.worker.process.allocator import cuda_environment
 
     sizes = [1 << 20] if cpu else [13 * GB, 17 * GB]
     for name, setting in PINNED.items():
@@ -110,10 +110,10 @@ def _copies(tell: Tell, cpu: bool) -> None:
     of a move by host memory."""
 
     from elastic.types import Layout
-    from elastic.worker import takeover
-    from elastic.worker.host_copy import HostMemory
-    from elastic.worker.side_stream import SideStream
-    from elastic.worker.train_state import Held
+    from elastic.worker.process.side_stream import SideStream
+    from elastic.worker.session import takeover
+    from elastic.worker.state.host_copy import HostMemory
+    from elastic.worker.state.train_state import Held
 
     device = device_of(cpu)
     tensors = boxed(1 << 20 if cpu else 14 * GB, 4 if cpu else 200, device)
@@ -159,7 +159,7 @@ def _killed(tell: Tell) -> None:
     process.start()
     assert mine.poll(40.0), "nobody has taken 60 GB"
     mine.recv()
-    from elastic.worker.free_memory import free_gpu_bytes
+    from elastic.worker.process.free_memory import free_gpu_bytes
 
     device = torch.device("cuda", 0)
     before = free_gpu_bytes(device)
@@ -182,24 +182,24 @@ def memory(tell: Tell, cpu: bool, seconds: float) -> None:
 
 
 def digest(tell: Tell, cpu: bool, seconds: float) -> None:
-    from elastic.worker import content
+    from elastic.worker.state import content_digest
 
     device = device_of(cpu)
     tensors = boxed(1 << 20 if cpu else 4 * GB, 2 if cpu else 40, device)
     n_bytes = sum(box.n_bytes for box, _ in tensors.values())
     shapes = {fqn: box.sizes for fqn, (box, _) in tensors.items()}
-    own, found = content.DEVICE_BLOCK, set()
+    own, found = content_digest.DEVICE_BLOCK, set()
     for power in (17, 24, 26):
-        content.DEVICE_BLOCK = 1 << power
-        found.add(content.digest(tensors, shapes, list(tensors)))
-        took_s = timed(lambda: content.digest(tensors, shapes, list(tensors)), device, 2)
+        content_digest.DEVICE_BLOCK = 1 << power
+        found.add(content_digest.digest(tensors, shapes, list(tensors)))
+        took_s = timed(lambda: content_digest.digest(tensors, shapes, list(tensors)), device, 2)
         tell(f"block_2_{power}_s_per_gb", took_s / (n_bytes / GB))
-    content.DEVICE_BLOCK = own
+    content_digest.DEVICE_BLOCK = own
     one = list(tensors)[:1]
     on_cpu = {fqn: (tensors[fqn][0], tensors[fqn][1].cpu()) for fqn in one}
-    equal = content.digest(on_cpu, shapes, one) == content.digest(tensors, shapes, one)
+    equal = content_digest.digest(on_cpu, shapes, one) == content_digest.digest(tensors, shapes, one)
     tell("equal", equal and len(found) == 1)
-    again = partial(content.digest, tensors, shapes, list(tensors))
+    again = partial(content_digest.digest, tensors, shapes, list(tensors))
     guarded(tell, partial(_beside_matmuls, tell, cpu, again), partial(_sums, tell, cpu), partial(_packs, tell, cpu))
 
 
@@ -209,7 +209,7 @@ def _beside_matmuls(tell: Tell, cpu: bool, work: Callable[[], Any]) -> None:
 
     import torch
 
-    from elastic.worker.side_stream import SideStream, boundary
+    from elastic.worker.process.side_stream import SideStream, boundary
 
     device, n = device_of(cpu), 64 if cpu else 8192
     left = torch.randn(n, n, device=device, dtype=torch.float32 if cpu else torch.bfloat16)
@@ -244,7 +244,7 @@ def _beside_matmuls(tell: Tell, cpu: bool, work: Callable[[], Any]) -> None:
 def _sums(tell: Tell, cpu: bool) -> None:
     import torch
 
-    from elastic.worker.transfer import sum_into
+    from elastic.worker.state.transfer import sum_into
 
     device = device_of(cpu)
     for name, n_bytes in (("256k", 1 << 18), ("2m", 1 << 21), ("64m", 1 << 26)):
@@ -264,7 +264,7 @@ def _packs(tell: Tell, cpu: bool) -> None:
 
     from elastic.reshard.chunks import padded
     from elastic.types import Transfer
-    from elastic.worker.transfer import pack
+    from elastic.worker.state.transfer import pack
 
     device, n = device_of(cpu), 20 if cpu else 2000
     held = {f"piece{i}": torch.randn(4096, device=device) for i in range(n)}

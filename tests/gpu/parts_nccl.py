@@ -14,7 +14,7 @@ from typing import Any
 from one_shot_rows import Ranks, Tell, all_bounded, threads
 
 from elastic.certify.gpu.solo import open_fds, rss_mib, slope
-from elastic.certify.place import NO_GPU, SHARED
+from elastic.certify.harness.place import NO_GPU, SHARED
 
 EACH_S, AT_ONCE = 60.0, 3
 HANG_S, WAIT_S, FREED_MOST_S = 1.0, 5.0, 20.0
@@ -35,7 +35,7 @@ def transport(cpu: bool, cold: bool = False) -> Any:
     """elastic's own; on a CPU its stand-in. `cold`: groups are not used when they are made."""
     import torch
 
-    from elastic.worker.transport import Nccl
+    from elastic.worker.process_groups.transport import Nccl
 
     made: type[Any] = Nccl
     if cpu:
@@ -49,7 +49,7 @@ def joined(number: int, layout: Any, at: tuple[int, int, int], over: Any, pid: i
     """The groups of a generation. `at`: rank, ranks, port of the store; `pid` keeps the places of cases apart."""
     import torch
 
-    from elastic.worker.groups import Groups
+    from elastic.worker.process_groups.groups import Groups
 
     rank, n, port = at
     device = torch.device("cuda", 0) if over.device.type == "cuda" else over.device
@@ -62,7 +62,7 @@ def joined(number: int, layout: Any, at: tuple[int, int, int], over: Any, pid: i
 
 def store() -> Any:
     """Hosted by this process; of no other threads than its own."""
-    from elastic.worker.rendezvous import host_store
+    from elastic.worker.process_groups.rendezvous import host_store
 
     return host_store("127.0.0.1", 120.0)
 

@@ -36,7 +36,7 @@ def facts(tell: Tell, cpu: bool, seconds: float) -> None:
     import torch
 
     import elastic.worker
-    from elastic.worker.allocator import knows_pinned_setting
+    from elastic.worker.process.allocator import knows_pinned_setting
 
     for name in ("torch", "numpy", "xxhash", *MISSING):
         with suppress(metadata.PackageNotFoundError):
@@ -79,8 +79,8 @@ def _of_the_gpu(tell: Tell, torch: Any) -> None:
 
 def _first_steps(tell: Tell, cpu: bool) -> None:
     """Three steps of certify's small program at dp_shard=1, as in one process on the CPU."""
-    from elastic.certify.alone import losses, program_file
-    from elastic.certify.planning import GLOBAL_BATCH, N_BLOCKS, job_of
+    from elastic.certify.harness.layouts_tried import GLOBAL_BATCH, N_BLOCKS, job_of
+    from elastic.certify.reference.one_process import losses, program_file
     from elastic.certify.tasks import Limit
 
     job = job_of("first", program_file("small"), MANY)
@@ -214,7 +214,7 @@ def blocks_once(cpu: bool, compiled: bool) -> tuple[float, Any, int]:
     os.environ.setdefault("CERTIFY_SIZE", "tiny" if cpu else "1b")
     from elastic.certify.programs.sized import CONFIG
     from elastic.models.llama import Block
-    from elastic.worker.compiled import compile_blocks, settle_compiler
+    from elastic.worker.parallel.compiled import compile_blocks, settle_compiler
 
     device = device_of(cpu)
     settle_compiler(device)

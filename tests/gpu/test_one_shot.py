@@ -22,8 +22,8 @@ from torch import nn
 from elastic.certify.gpu import real_faults
 from elastic.certify.gpu.solo import slope
 from elastic.program import load_program
-from elastic.worker.device_marks import DeviceMarks
-from elastic.worker.spans import Spans
+from elastic.worker.step.block_timing import Spans
+from elastic.worker.step.device_marks import DeviceMarks
 
 HERE = Path(__file__).resolve().parent
 MOST_S = 300.0  # for hangs only
@@ -105,7 +105,7 @@ def test_a_kernel_without_end_lies_within_a_blocks_own_work(kind: str, at: int, 
 
 
 @pytest.mark.e2e
-@pytest.mark.whole  # most of its parts: certify/test_gpu_checks.py
+@pytest.mark.whole  # most of its parts: certify/gpu/test_gpu_checks.py
 @pytest.mark.timeout(2 * MOST_S)
 def test_the_dry_run_goes_through_every_part(tmp_path: Path) -> None:
     mark = f"{os.getpid()}-{time.monotonic_ns()}"

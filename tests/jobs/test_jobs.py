@@ -6,13 +6,13 @@ import pytest
 import torch
 from support.places import ROOT
 
-from elastic.api.checks import check_layouts
-from elastic.planner.search import plan_layout
+from elastic.api.running.start_checks import check_layouts
+from elastic.config.job import check_fit, load_job
+from elastic.planner.layout_search import plan_layout
 from elastic.program import load_program
 from elastic.reshard.shards import boxes, reread_boxes
-from elastic.spec import check_fit, load_job
 from elastic.types import Node, parse_layout
-from elastic.worker.model_profile import build_meta, trace
+from elastic.worker.program.model_profile import build_meta, trace
 
 JOBS = ROOT / "jobs"
 # name -> parameters, tp limit, pipeline stages possible

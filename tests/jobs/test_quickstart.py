@@ -7,8 +7,8 @@ import torch
 from support.places import ROOT
 from support.reference import build, collate, count_tokens, evaluate, train
 
+from elastic.config.job import JobSpec, check_fit, load_job
 from elastic.program import Program, load_program
-from elastic.spec import JobSpec, check_fit, load_job
 from elastic.types import parse_layout
 
 FOLDER = ROOT / "jobs" / "quickstart"

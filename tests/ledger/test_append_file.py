@@ -13,7 +13,7 @@ import pytest
 from support.waiting import until
 
 from elastic.errors import LostContact, StorageFull
-from elastic.ledger import appending
+from elastic.ledger import append_file
 from elastic.ledger.journal import Journal, read
 from elastic.types import Abort, Decision, NodeLost
 
@@ -26,8 +26,8 @@ class Disk:
         self.answers = threading.Event()
         self.answers.set()
         own = {"write": self.write, "fsync": self.fsync}
-        monkeypatch.setattr(appending, "os", SimpleNamespace(**(vars(os) | own)))
-        monkeypatch.setattr(appending, "AGAIN_S", 0.01)
+        monkeypatch.setattr(append_file, "os", SimpleNamespace(**(vars(os) | own)))
+        monkeypatch.setattr(append_file, "AGAIN_S", 0.01)
 
     def write(self, fd: int, data: bytes) -> int:
         assert self.answers.wait(60)
@@ -87,8 +87,8 @@ def test_a_disk_that_is_full_to_the_end_is_one_line(disk: Disk, tmp_path: Path) 
 
 
 def test_a_silent_file_system_holds_nobody_up_for_long(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appending, "WAIT_S", 0.2)
-    monkeypatch.setattr(appending, "CLOSE_MOST_S", 0.2)
+    monkeypatch.setattr(append_file, "WAIT_S", 0.2)
+    monkeypatch.setattr(append_file, "CLOSE_MOST_S", 0.2)
     journal = Journal(tmp_path / "j", 1)
     disk.answers.clear()
     begun_s = time.monotonic()
@@ -106,7 +106,7 @@ def test_a_silent_file_system_holds_nobody_up_for_long(disk: Disk, tmp_path: Pat
 
 
 def test_memory_is_bounded(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appending, "MOST_BYTES", 2000)
+    monkeypatch.setattr(append_file, "MOST_BYTES", 2000)
     journal = Journal(tmp_path / "j", 1)
     disk.free = 0
     with pytest.raises(StorageFull, match="lines wait to be written, and memory holds no more: .*No space left"):

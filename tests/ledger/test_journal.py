@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from support.observe.small_run import lines as small_run
 
+from elastic.config.job import JobSpec
 from elastic.errors import InternalError, SpecError
 from elastic.ledger import journal as journal_of
 from elastic.ledger.journal import CLASSES, Journal, Line, decode, encode, parse_line, read, sift, write_line
-from elastic.spec import JobSpec
 from elastic.types import (
     Abort,
     Action,

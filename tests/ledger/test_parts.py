@@ -19,9 +19,9 @@ from elastic.ledger.accounts import account
 from elastic.ledger.journal import CLOSED, Journal, Line, Memory, built, plain, read_text
 from elastic.ledger.parts import PREFIX, Parts, pack, unpack
 from elastic.ledger.run_folder import JOURNAL, RunFolder
-from elastic.policy.state import State
-from elastic.sim.backend import SimBackend
+from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
+from elastic.sim.sim_backend import SimBackend
 from elastic.storage import LocalStorage, Storage
 from elastic.types import DriverStarted, NodeLost
 

@@ -1,5 +1,5 @@
 """Attention over a cut sequence against softmax(q k^T) v written out in float64. The ranks are threads with collectives of
-their own; what gloo does with it is shown by tests/worker/test_axes.py."""
+their own; what gloo does with it is shown by tests/worker/parallel/test_axes.py."""
 
 from __future__ import annotations
 

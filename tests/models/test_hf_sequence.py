@@ -1,5 +1,5 @@
 """Models of transformers over cut sequences: what a batch becomes before it is cut, which attention runs, what is refused. That
-they train as one process does is shown by tests/worker/test_hf_layouts.py."""
+they train as one process does is shown by tests/worker/parallel/test_hf_layouts.py."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from support.places import PROGRAMS
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from support.models.small_hf import made, small
 
-from elastic.data.loader import collate
+from elastic.data.collate import collate
 from elastic.errors import ProgramError, SpecError
 from elastic.models.attention import SequenceShard, over
 from elastic.models.huggingface import before_cut, causal_lm, count, keywords
 from elastic.program import Program, load_program
-from elastic.worker.calls import call_model
-from elastic.worker.sequence import check_calls, check_loss, cut
+from elastic.worker.parallel.context_parallel import check_calls, check_loss, cut
+from elastic.worker.program.calls import call_model
 
 NO_DROPS = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 IDS = {"input_ids": torch.arange(8)[None]}

@@ -18,8 +18,8 @@ from elastic.errors import SpecError
 from elastic.models.blocks import blocks_of
 from elastic.models.huggingface import causal_lm, count, loss_sum, tp_hints
 from elastic.program import Program, load_program
-from elastic.worker.calls import call_model
-from elastic.worker.model_profile import build_meta, trace
+from elastic.worker.program.calls import call_model
+from elastic.worker.program.model_profile import build_meta, trace
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from elastic.models.lora import lora
 from elastic.program import Program, load_program
 from elastic.reshard.shards import boxes, reread_boxes
 from elastic.types import Layout
-from elastic.worker.model_profile import trace
+from elastic.worker.program.model_profile import trace
 
 
 @pytest.fixture(scope="module")

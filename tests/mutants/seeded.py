@@ -40,8 +40,12 @@ FOLDERS = {
     "elastic/ledger": ("tests/ledger", "tests/sim", "tests/observe"),
     "elastic/data": ("tests/data",),
     "elastic/storage": ("tests/storage", "tests/ledger"),
-    "elastic/cluster_spec": ("tests/cluster_spec",),
-    "elastic/spec.py": ("tests/test_spec.py", "tests/test_layout_options.py", "tests/test_cli.py"),
+    "elastic/config/clusters": ("tests/cluster_spec",),
+    "elastic/config/job.py": (
+        "tests/config/test_job.py",
+        "tests/config/test_layout_options.py",
+        "tests/cli/test_command_line.py",
+    ),
     "elastic/driver.py": ("tests/test_driver.py", "tests/sim"),
 }
 
@@ -75,7 +79,7 @@ class Fault:
 
     @property
     def part(self) -> str:
-        """`elastic/policy/drain.py` -> `policy`; `elastic/data/order.py` -> `data.order`; `elastic/spec.py` -> `spec`."""
+        """`elastic/policy/pools/drain.py` -> `policy`; `elastic/data/order.py` -> `data.order`; `elastic/config/job.py` -> `spec`."""
         names = Path(self.file).with_suffix("").parts[1:]
         return "data.order" if names == ("data", "order") else names[0]
 

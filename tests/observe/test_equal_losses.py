@@ -11,10 +11,10 @@ from support.observe.small_run import PLANS, lines, step, tick
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Journal, Line, parse_line, write_line
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe import report, runs
-from elastic.observe.tables import status, status_plain, why
+from elastic.observe import find_runs, report
+from elastic.observe.run_tables import status, status_plain, why
+from elastic.observe.run_view import view_of
 from elastic.observe.terminal import plain_note
-from elastic.observe.view import view_of
 from elastic.storage import open_storage
 from elastic.types import (
     DigestChecked,
@@ -132,7 +132,7 @@ def test_why_status_and_report_say_what_is_closed(tmp_path: Path) -> None:
     assert sum(NOTE in line for line in told) == 1 and sum("no cp for this model" in line for line in told) == 1
     assert any(WHY in line for line in told)
     assert any(NOTE in plain_note(view, note) for note in view.notes)
-    journal = Journal(tmp_path / runs.JOURNAL, 1)
+    journal = Journal(tmp_path / find_runs.JOURNAL, 1)
     for line in all_lines:
         journal.append(line.at_s, line.events, line.decision)
     journal.close()

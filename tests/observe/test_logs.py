@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.observe.small_run import lines
 
-from elastic.cli import main
+from elastic.cli.command_line import main
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal
 from elastic.ledger.run_folder import RunFolder

@@ -9,8 +9,8 @@ from support.observe.small_run import PLANS, lines, tick, workers
 
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import parse_line, write_line
-from elastic.observe import tables
-from elastic.observe.view import View, view_of
+from elastic.observe import run_tables
+from elastic.observe.run_view import View, view_of
 from elastic.types import (
     DeviceNoted,
     Event,
@@ -38,18 +38,18 @@ def timed(**unit_s: tuple[float, float]) -> RanksTimed:
 
 def test_speeds_and_samples_of_each_node() -> None:
     view = view_with(timed(a=(1.0, 1.0), b=(1.0, 2.0), c=(7.0, 7.0)), SharesSet(1, (2, 1, 2, 0, 2, 1), 9))
-    rows = [line.split() for line in tables.nodes(view)]
+    rows = [line.split() for line in run_tables.nodes(view)]
     assert rows[0][-3:] == ["SPEED", "SAMPLES", "STATUS"]
     assert [row[5:7] for row in rows[1:4:2]] == [["1.00", "3"], ["1.00", "3"]], "c is alone in its pool"
     assert rows[2][5:8] == ["1.00", "0.50", "2"]
     assert " ".join(rows[4]) == "B b: 2 times slower than the faster ones of its pool on GPU 1 only" and len(rows) == 5
-    plain = {node["node_id"]: node for node in tables.status_plain(view)["nodes"]}
+    plain = {node["node_id"]: node for node in run_tables.status_plain(view)["nodes"]}
     assert plain["b"]["speeds"] == [1.0, 0.5] and plain["b"]["samples"] == 2 and "on GPU 1 only" in plain["b"]["why"]
     assert plain["a"]["why"] == ""
 
 
 def test_before_anything_is_measured() -> None:
-    rows = [line.split() for line in tables.nodes(view_with())]
+    rows = [line.split() for line in run_tables.nodes(view_with())]
     assert [row[5] for row in rows[1:]] == ["-", "-", "-"]
 
 
@@ -62,7 +62,7 @@ def test_why_a_node_is_slow_or_was_put_aside() -> None:
     view.add(tick(6, DeviceNoted(A1, ""), actions=(Quarantine("a", "too slow: ..."),), reason="a is left"))
     assert view.paces.why(view.nodes, "a") == "put aside: too slow: ..."
     view.add(tick(7, NodeLost("a", "released")))
-    assert view.paces.of_node(view.nodes, "a") == [] and "put aside" in "\n".join(tables.status(view))
+    assert view.paces.of_node(view.nodes, "a") == [] and "put aside" in "\n".join(run_tables.status(view))
 
 
 def test_the_new_events_as_sentences() -> None:

@@ -10,7 +10,7 @@ from support.observe.small_run import lines
 
 from elastic.ledger.journal import Journal
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe import report, runs
+from elastic.observe import find_runs, report
 from elastic.storage import open_storage
 from elastic.types import StepDone
 
@@ -25,7 +25,7 @@ TRANSITION_KEYS = {
 
 
 def stored(folder: Path) -> RunFolder:
-    journal = Journal(folder / runs.JOURNAL, 1)
+    journal = Journal(folder / find_runs.JOURNAL, 1)
     for line in lines():
         journal.append(line.at_s, line.events, line.decision)
     journal.close()
@@ -53,7 +53,7 @@ def test_report(tmp_path: Path) -> None:
 
 
 def test_what_was_filled_up_is_told(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / runs.JOURNAL, 1)
+    journal = Journal(tmp_path / find_runs.JOURNAL, 1)
     for line in lines():
         events = [
             replace(e, pad_share=0.1 + 0.1 * (e.step % 2), imbalance=1.25) if isinstance(e, StepDone) else e
@@ -92,15 +92,15 @@ def test_categories_sum_to_the_paid_time() -> None:
 def test_runs_are_found_by_name_folder_and_storage(tmp_path: Path, monkeypatch) -> None:
     stored(tmp_path / "elastic_runs" / "one")
     monkeypatch.chdir(tmp_path)
-    assert runs.open_run("one").uri == runs.open_run(str(tmp_path / "elastic_runs" / "one")).uri
-    assert [name for name, _ in runs.all_runs()] == ["one"]
+    assert find_runs.open_run("one").uri == find_runs.open_run(str(tmp_path / "elastic_runs" / "one")).uri
+    assert [name for name, _ in find_runs.all_runs()] == ["one"]
     monkeypatch.setenv("ELASTIC_STORAGE", str(tmp_path / "elsewhere"))
-    assert runs.all_runs() == []
-    assert runs.open_run("one", str(tmp_path / "elastic_runs")).name == "one"
+    assert find_runs.all_runs() == []
+    assert find_runs.open_run("one", str(tmp_path / "elastic_runs")).name == "one"
 
 
 def test_orders_lie_in_the_inbox_in_their_order(tmp_path: Path) -> None:
     run = stored(tmp_path)
     for n in range(5):
-        runs.order(run.storage, {"stop": str(n)})
+        find_runs.order(run.storage, {"stop": str(n)})
     assert [json.loads(run.storage.get(key))["stop"] for key in run.storage.list("inbox/")] == ["0", "1", "2", "3", "4"]

@@ -11,12 +11,12 @@ from support.waiting import until
 
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Journal, Line, write_line
-from elastic.observe import doctor, report, tables
-from elastic.observe.grid import draw, letters
-from elastic.observe.plot import save_loss
-from elastic.observe.sentences import drill, duration, first_line, size
+from elastic.observe import doctor, report, run_tables
+from elastic.observe.event_messages import drill, duration, first_line, size
+from elastic.observe.loss_plot import save_loss
+from elastic.observe.plans.layout_drawing import draw, letters
+from elastic.observe.run_view import Tail, view_of
 from elastic.observe.terminal import Terminal, progress_line, render
-from elastic.observe.view import Tail, view_of
 from elastic.types import (
     Copy,
     CopyStored,
@@ -122,8 +122,8 @@ def test_a_node_that_was_given_back_is_not_lost() -> None:
     ]
     view = view_of(before)
     assert [view.status(view.nodes[name]) for name in "ab"] == ["released", "prepared"]
-    assert [row.split()[-1] for row in tables.nodes(view)[1:]] == ["released", "prepared", "prepared"]
-    assert tables.status_plain(view)["nodes"][0]["status"] == "released"
+    assert [row.split()[-1] for row in run_tables.nodes(view)[1:]] == ["released", "prepared", "prepared"]
+    assert run_tables.status_plain(view)["nodes"][0]["status"] == "released"
     assert view.notes[-1].text == "pool spot has no other node now: 2 of 2 in use"
     view = view_of([*before, tick(3.4, NodeReady(view.nodes["a"])), tick(3.5, NodeLost("a", "its process is gone"))])
     assert view.status(view.nodes["a"]) == "lost"
@@ -246,8 +246,8 @@ def test_a_script_has_no_last_step() -> None:
     job = {"name": "train", "script": "/train.py", "restarted": True, "pools": JOB.get("pools")}
     view = view_of([tick(0, DriverStarted("train-1", 1, job, POOLS, ModelProfile(0, 0, ()))), step(1, 250, 1)])
     assert doctor.run_troubles(view)[0].found == "running at step 250"
-    assert [line.split()[1:] for line in tables.status(view) if line.startswith("step ")] == [["250"]]
-    assert tables.ls([tables.Row(view)])[1].split()[2] == "250"
+    assert [line.split()[1:] for line in run_tables.status(view) if line.startswith("step ")] == [["250"]]
+    assert run_tables.ls([run_tables.Row(view)])[1].split()[2] == "250"
 
 
 def test_doctor_of_the_machine(tmp_path: Path) -> None:

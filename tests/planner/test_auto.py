@@ -11,17 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import mesh
-from elastic.api.checks import check_layouts
+from elastic.api.running.start_checks import check_layouts
+from elastic.config.job import check_fit, job_of
 from elastic.errors import InfeasiblePlan
 from elastic.models.attention import SequenceShard
-from elastic.planner import collectives, compute, cost, hardware, memory
-from elastic.planner.search import Choice, Limits, plan_layout, site_of
-from elastic.planner.work import Work
+from elastic.planner.cost import catalog_hardware, collectives, compute, memory, step_cost
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.layout_search import Choice, Limits, plan_layout, site_of
 from elastic.reshard.shards import check_layers
-from elastic.spec import check_fit, job_of
-from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, Pool, Resume, SampleProfile, parse_layout
-from elastic.worker.fixed import plan_of
+from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, Pool, Resume, SampleProfile, grid, parse_layout
+from elastic.worker.equivalence.static_plan import plan_of
 
 GPU = 80 << 30
 PER_TOKEN = {"none": 55, "selective": 25, "full": 2}  # bytes per hidden element in bfloat16, of a block of Llama 3 as traced
@@ -177,7 +176,7 @@ def test_microbatches_in_flight() -> None:
     interleaved = Layout(pp=4, schedule="interleaved1f1b")
     assert [memory.in_flight(layout, 8) for layout in (Layout(), Layout(pp=4), Layout(pp=4, schedule="gpipe"))] == [1, 4, 8]
     assert memory.in_flight(interleaved, 8) == 5.5  # L (1 + (p - 1) / (p v)) of Korthikanti et al., in stages of L / p
-    assert cost.bubble(interleaved, 8) == cost.bubble(Layout(pp=4), 8) / 2 == 3 / 16
+    assert step_cost.bubble(interleaved, 8) == step_cost.bubble(Layout(pp=4), 8) / 2 == 3 / 16
 
 
 def test_the_stage_that_keeps_most_is_the_first_unless_the_last_has_the_logits() -> None:
@@ -200,19 +199,19 @@ def test_rings() -> None:
 
 
 def test_gathered_keys_and_values_of_cp() -> None:
-    sample, site = eight_b().sample, site_of({"precision": "bfloat16"}, hardware.NOMINAL, 8)
+    sample, site = eight_b().sample, site_of({"precision": "bfloat16"}, catalog_hardware.NOMINAL, 8)
     assert sample is not None
     step = memory.Step(1, 1, 1, dtype="bfloat16")
     bytes_moved = 8192 * 2 * 1024 * 7 / 8 * (2 + 2 + 4)  # keys and values forward, backward, gradients in float32
     expected = bytes_moved / site.links.inside + 3 * 7 * site.links.inside_hop_s
-    assert cost.cp_s(site, sample, Layout(cp=8), step) == pytest.approx(expected)
+    assert step_cost.cp_s(site, sample, Layout(cp=8), step) == pytest.approx(expected)
 
 
 def test_gathered_parameters_by_stage() -> None:
-    site, work = site_of({"precision": "bfloat16"}, hardware.NOMINAL, 8), Work.of(eight_b())
+    site, work = site_of({"precision": "bfloat16"}, catalog_hardware.NOMINAL, 8), Work.of(eight_b())
     step = memory.Step(4, 4, 32, dtype="bfloat16")
     idle = compute.Passes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # nothing to hide under
-    three, two, one = (cost._fsdp_s(site, work, Layout(dp_shard=8, zero_stage=stage), step, idle) for stage in (3, 2, 1))
+    three, two, one = (step_cost._fsdp_s(site, work, Layout(dp_shard=8, zero_stage=stage), step, idle) for stage in (3, 2, 1))
     # per block, in units of a gather in bfloat16 (gradients in float32 are two): 8 + 8, 4 + 8, 1 + 2; of one block more each
     # microbatch nothing is hidden
     assert two / three == pytest.approx(12 / 16, rel=0.05) and one / three == pytest.approx(3 / 16, rel=0.05)
@@ -280,8 +279,8 @@ def test_what_is_chosen_passes_the_checks_of_those_who_run_it(
     check_layers(model, layout, found.layers)
     assert (plan.layers, plan.n_microbatches) == (found.layers, found.n_microbatches)
     assert sum(found.samples) == batch and all(n and n % found.n_microbatches == 0 for n in found.samples)
-    assert mesh.fills_rounds(layout, found.n_microbatches)
-    for group in mesh.axis_groups(layout, ("cp", "tp")):
+    assert grid.fills_rounds(layout, found.n_microbatches)
+    for group in grid.axis_groups(layout, ("cp", "tp")):
         assert len({found.ranks[rank].node_id for rank in group}) == 1
     if model.sample is not None:
         row = torch.empty(1, model.sample.sequence, device="meta")

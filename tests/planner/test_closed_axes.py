@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 from support.planner.pools import JOB, LLAMA_8B, LLAMA_70B, group
 
-from elastic.api.checks import check_layouts
-from elastic.api.planning.amounts import gpus_of
-from elastic.api.planning.answers import notes_of
-from elastic.api.planning.contradictions import check
-from elastic.api.planning.machines import of_asked
-from elastic.api.planning.subjects import of_model
+from elastic.api.planning.conflicts import check
+from elastic.api.planning.model_source import of_model
+from elastic.api.planning.plan_nodes import of_asked
+from elastic.api.planning.quantities import gpus_of
+from elastic.api.planning.query import notes_of
+from elastic.api.running.start_checks import check_layouts
+from elastic.config.job import job_of
 from elastic.errors import InfeasiblePlan, SpecError
-from elastic.planner.find import find_offers
+from elastic.planner.layout_search import Limits, plan_layout
+from elastic.planner.layout_space import Space
+from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim
-from elastic.planner.options import Space
-from elastic.planner.search import Limits, plan_layout
-from elastic.spec import job_of
 from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, TensorSpec
-from elastic.worker.fixed import plan_of
+from elastic.worker.equivalence.static_plan import plan_of
 
 WHY = "layers.0 is used again by layers.3; give each its own weights"
 MODEL = ModelProfile(

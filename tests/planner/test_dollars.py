@@ -6,8 +6,8 @@ import pytest
 from support.planner.pools import LLAMA_8B, best, group
 
 from elastic.planner import dollars
+from elastic.planner.cost.model_cost import Work
 from elastic.planner.offers import Aim
-from elastic.planner.work import Work
 from elastic.types import Layout
 
 WORK = Work.of(LLAMA_8B.profile())

@@ -6,11 +6,11 @@ import pytest
 from support.planner.pools import JOB, LLAMA_8B, LLAMA_70B, LLAMA_405B, SMALL, best, group
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import words
-from elastic.planner.cost import Cost
-from elastic.planner.find import Candidate, find_offers
-from elastic.planner.memory import Step
-from elastic.planner.work import Work
+from elastic.planner import explain
+from elastic.planner.cost.memory import Step
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.step_cost import Cost
+from elastic.planner.offer_search import Candidate, find_offers
 from elastic.types import Layout
 
 BUSY = {"products": 6.0, "attention": 1.0, "moved": 1.0, "optimizer": 0.0}
@@ -19,11 +19,11 @@ BUSY = {"products": 6.0, "attention": 1.0, "moved": 1.0, "optimizer": 0.0}
 def candidate(layout: Layout = Layout(dp_shard=8), n_nodes: int = 1, used: float = 10.0, **parts: float) -> Candidate:  # noqa: B008
     step = Step(1, 8, 64, 8)
     cost = Cost(BUSY | parts)
-    return Candidate((group(n_nodes=n_nodes),), layout, step, cost, {"parameters": used * words.GIB}, (), 1.0, 80 << 30)
+    return Candidate((group(n_nodes=n_nodes),), layout, step, cost, {"parameters": used * explain.GIB}, (), 1.0, 80 << 30)
 
 
 def test_every_part_of_a_step_has_a_name() -> None:
-    assert set(best(SMALL, group()).seconds) == set(words.TOLD)
+    assert set(best(SMALL, group()).seconds) == set(explain.TOLD)
 
 
 @pytest.mark.parametrize(
@@ -36,51 +36,51 @@ def test_every_part_of_a_step_has_a_name() -> None:
     ],
 )
 def test_families(layout: Layout, name: str) -> None:
-    assert words.family(layout) == name
+    assert explain.family(layout) == name
 
 
 def test_a_layout_is_in_the_family_of_each_of_its_options() -> None:
     found = candidate(Layout(dp_shard=8, zero_stage=2, activation_checkpointing="full", offload=True))
-    assert list(words.families(found)) == ["plain sharding", "zero_stage=2", "activation_checkpointing=full", "offload"]
-    assert list(words.families(candidate(Layout(pp=2, dp_shard=4, schedule="interleaved1f1b")))) == [
+    assert list(explain.families(found)) == ["plain sharding", "zero_stage=2", "activation_checkpointing=full", "offload"]
+    assert list(explain.families(candidate(Layout(pp=2, dp_shard=4, schedule="interleaved1f1b")))) == [
         "pp",
         "interleaved pipelines",
     ]
-    assert "gpipe pipelines" in words.families(candidate(Layout(pp=2, schedule="gpipe", zero_stage=1)))
+    assert "gpipe pipelines" in explain.families(candidate(Layout(pp=2, schedule="gpipe", zero_stage=1)))
 
 
 def test_what_others_lose_against_the_first() -> None:
     first = candidate(tp=1.0)
-    assert words.why(candidate(tp=2.8), first) == "20% slower than the first: collectives of tp takes 20% of its step more"
-    assert words.why(candidate(tp=1.04), first) == "as fast as the first within 1%"
-    assert words.why(candidate(tp=0.1), first) == "10% faster than the first"
-    mixed_up = words.slower(Cost(BUSY | {"tp": 0.5, "bubble": 2.3}), first.cost)
+    assert explain.why(candidate(tp=2.8), first) == "20% slower than the first: collectives of tp takes 20% of its step more"
+    assert explain.why(candidate(tp=1.04), first) == "as fast as the first within 1%"
+    assert explain.why(candidate(tp=0.1), first) == "10% faster than the first"
+    mixed_up = explain.slower(Cost(BUSY | {"tp": 0.5, "bubble": 2.3}), first.cost)
     assert mixed_up == "20% slower than the first: the pipeline's bubble takes 26% of its step more"
 
 
 def test_what_the_first_spends_its_step_on() -> None:
     first = candidate(fsdp=2.0)
-    assert words.why(first, first) == (
+    assert explain.why(first, first) == (
         "80% of a step is computation that must be done; most of the rest is gathering and scattering shards (20%)"
     )
     pure = candidate(fsdp=0.0)
-    assert words.why(pure, pure) == "100% of a step is computation that must be done"
+    assert explain.why(pure, pure) == "100% of a step is computation that must be done"
 
 
 def test_warnings() -> None:
-    assert words.warnings(candidate(), 64) == ()
-    assert words.leaves_node(Layout(tp=8, cp=2), 8) == "tp x cp = 16 would leave its node of 8 GPUs"
-    assert words.warnings(candidate(used=70.0), 64) == ("memory is tight: 70.0 of 73.6 GiB that can be used",)
-    assert words.warnings(candidate(bubble=2.0), 64) == ("20% of a step goes into the pipeline's bubble",)
-    assert words.warnings(candidate(optimizer=2.0), 64) == (
+    assert explain.warnings(candidate(), 64) == ()
+    assert explain.leaves_node(Layout(tp=8, cp=2), 8) == "tp x cp = 16 would leave its node of 8 GPUs"
+    assert explain.warnings(candidate(used=70.0), 64) == ("memory is tight: 70.0 of 73.6 GiB that can be used",)
+    assert explain.warnings(candidate(bubble=2.0), 64) == ("20% of a step goes into the pipeline's bubble",)
+    assert explain.warnings(candidate(optimizer=2.0), 64) == (
         "the optimizer takes longer than it should: the batch is small for so many GPUs",
     )
 
 
 def test_idle_gpus_are_explained() -> None:
-    (said,) = words.warnings(candidate(Layout(dp_shard=4)), 4)
+    (said,) = explain.warnings(candidate(Layout(dp_shard=4)), 4)
     assert said == "4 of 8 GPUs stay idle: a step of 4 samples feeds 4 data-parallel ranks"
-    assert words.warnings(candidate(Layout(tp=3, dp_shard=2)), 64) == (
+    assert explain.warnings(candidate(Layout(tp=3, dp_shard=2)), 64) == (
         "2 of 8 GPUs stay idle: they are no multiple of tp x cp x pp = 3",
     )
 
@@ -91,9 +91,11 @@ def test_nothing_fits_names_the_reason_and_what_would_do() -> None:
     with pytest.raises(InfeasiblePlan, match=said):
         find_offers(LLAMA_70B.profile(), job, [group()])
     # 16 bytes a parameter in 60 % of 73.6 GiB: 1051 / 44.2 GiB
-    assert words.fewest(Work.of(LLAMA_70B.profile()), group()) == 24
-    assert words.fewest(Work.of(LLAMA_8B.profile()), group(per_node=1)) == 3
-    assert words.too_large(100 * words.GIB, 73.6 * words.GIB, 80 << 30) == "needs 100.0 GiB per GPU, 73.6 of 80 can be used"
+    assert explain.fewest(Work.of(LLAMA_70B.profile()), group()) == 24
+    assert explain.fewest(Work.of(LLAMA_8B.profile()), group(per_node=1)) == 3
+    assert (
+        explain.too_large(100 * explain.GIB, 73.6 * explain.GIB, 80 << 30) == "needs 100.0 GiB per GPU, 73.6 of 80 can be used"
+    )
 
 
 def test_no_nodes_are_no_plan() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import memory
-from elastic.planner.memory import USABLE, usable_bytes
-from elastic.planner.search import Limits, plan_layout
-from elastic.planner.work import Work
+from elastic.planner.cost import memory
+from elastic.planner.cost.memory import USABLE, usable_bytes
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.layout_search import Limits, plan_layout
 from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, SampleProfile, TensorSpec, WorkerId
 
 MODEL = ModelProfile(

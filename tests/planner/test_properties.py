@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from support.planner.pools import JOB, LLAMA_8B, SMALL, best, cost_on, gpu, group
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import memory, mixed
-from elastic.planner.cost import step_cost
-from elastic.planner.decoder import Decoder
-from elastic.planner.find import PER_OPTION, _Finder, find_offers
-from elastic.planner.memory import Step
+from elastic.planner.cost import memory
+from elastic.planner.cost.memory import Step
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.step_cost import step_cost
+from elastic.planner.hetero import hetero_offers
+from elastic.planner.layout_search import site_of
+from elastic.planner.layout_space import n_options
+from elastic.planner.offer_search import PER_OPTION, _Finder, find_offers
 from elastic.planner.offers import Aim, Group, Offer, Offers
-from elastic.planner.options import n_options
-from elastic.planner.search import site_of
-from elastic.planner.work import Work
+from elastic.planner.published.decoder import Decoder
 from elastic.types import HardwareProfile, Layout
 
 CHIPS = ("H100-80GB-SXM", "A100-80GB-SXM", "H200-141GB-SXM", "L40S-48GB", "B200-180GB-SXM", "V100-32GB-SXM2")
@@ -221,7 +222,7 @@ def test_rows_are_dealt_out_wholly_and_the_slowest_is_within_a_row_of_the_best_s
 ) -> None:
     ranks, speeds = [n for n, _ in some], [speed for _, speed in some]
     assume(n_rows >= sum(ranks))
-    found = mixed.rows_of(n_rows, ranks, speeds)
+    found = hetero_offers.rows_of(n_rows, ranks, speeds)
     assert all(found) and sum(n * most for n, most in zip(ranks, found)) >= n_rows
     order = sorted(range(len(some)), key=lambda k: speeds[k])
     assert all(found[slow] <= found[fast] + 1 for slow, fast in zip(order, order[1:]))
@@ -232,8 +233,8 @@ def test_rows_are_dealt_out_wholly_and_the_slowest_is_within_a_row_of_the_best_s
 
 
 def test_faster_gpus_have_more_rows() -> None:
-    assert mixed.rows_of(12, [1, 1], [2.0, 1.0]) == [8, 4]
-    assert mixed.rows_of(13, [2, 2], [2.0, 1.0]) == [5, 2]
+    assert hetero_offers.rows_of(12, [1, 1], [2.0, 1.0]) == [8, 4]
+    assert hetero_offers.rows_of(13, [2, 2], [2.0, 1.0]) == [5, 2]
 
 
 # ------------------------------------------------------------------------------------------ nothing is lost by leaving out

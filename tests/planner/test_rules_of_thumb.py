@@ -10,8 +10,8 @@ import pytest
 from support.planner.pools import LLAMA_70B, LLAMA_405B, best, cost_on, gpu, group
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.decoder import Decoder
 from elastic.planner.offers import Offer
+from elastic.planner.published.decoder import Decoder
 from elastic.types import Layout, ModelProfile
 
 GPT_1B = Decoder(24, 2048, 16, 16, 8192, 50257, 2048, gated=False)

@@ -6,7 +6,7 @@ import pytest
 from support.policy.story import SPOT, Story, orders, plan_of
 
 from elastic.policy.decide import QUIESCED_MOST_S, decide
-from elastic.policy.state import fold
+from elastic.policy.state.fold import fold
 from elastic.types import (
     Abort,
     Copy,

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from support.policy.story import Story
 
-from elastic.planner import hardware
-from elastic.planner.decoder import Decoder
-from elastic.planner.search import Limits, plan_layout
+from elastic.planner.cost import catalog_hardware
+from elastic.planner.layout_search import Limits, plan_layout
+from elastic.planner.published.decoder import Decoder
 from elastic.types import Node, NodeLost
 
 SMALL = Decoder(4, 256, 4, 4, 1024, 1024, 128).profile()
-CPU = replace(hardware.NOMINAL, accelerator_type="CPU", memory_bytes=0)
+CPU = replace(catalog_hardware.NOMINAL, accelerator_type="CPU", memory_bytes=0)
 
 
 def test_the_first_plan_is_timed_by_the_model_where_the_hardware_is_known() -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from support.policy.story import SPOT, Story, orders, plan_of
 
-from elastic.policy import ahead, moves
-from elastic.policy.drain import lead_of
-from elastic.policy.state import fold
+from elastic.policy import forming_groups, transition_cost
+from elastic.policy.pools.drain import lead_of
+from elastic.policy.state.fold import fold
 from elastic.types import (
     Abort,
     DriverStarted,
@@ -52,7 +52,7 @@ def test_growth_waits_for_its_groups_and_says_what_they_took() -> None:
 def test_ranks_keep_the_order_that_the_groups_were_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     told = growing()
     (made,) = [order.plan for decision in told.decisions for order in orders(decision, FormGroups)]
-    monkeypatch.setattr(moves, "placed", lambda state, choice, resume: replace(choice, ranks=choice.ranks[::-1]))
+    monkeypatch.setattr(transition_cost, "placed", lambda state, choice, resume: replace(choice, ranks=choice.ranks[::-1]))
     entered = plan_of(told.tick(GroupsFormed(2, 1.0)))
     assert (entered.ranks, entered.samples, entered.copies_to) == (made.ranks, made.samples, made.copies_to)
     assert "made ahead" in told.decisions[-1].reason
@@ -60,7 +60,7 @@ def test_ranks_keep_the_order_that_the_groups_were_made_for(monkeypatch: pytest.
 
 def test_growth_does_not_wait_for_ever() -> None:
     told = growing()
-    decision = told.tick(after_s=ahead.FORM_MOST_S + 1)
+    decision = told.tick(after_s=forming_groups.FORM_MOST_S + 1)
     assert plan_of(decision).cause == "growth" and "made in the pause: not there after" in decision.reason
 
 
@@ -202,6 +202,6 @@ def test_what_the_move_of_the_running_generation_has_connected_counts() -> None:
     plan = told.state.plan
     assert plan is not None and plan.move is not None and plan.move.n_bytes
     coming = replace(plan, generation=3)
-    assert "0.75 GiB, 2.5" in ahead.too_large(told.state, coming), "512 MiB for peers in other nodes"
+    assert "0.75 GiB, 2.5" in forming_groups.too_large(told.state, coming), "512 MiB for peers in other nodes"
     told.state = replace(told.state, plan=replace(plan, move=None))
-    assert not ahead.too_large(told.state, coming)
+    assert not forming_groups.too_large(told.state, coming)

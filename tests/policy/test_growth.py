@@ -12,12 +12,16 @@ from support.counting import calls, growth, operations
 from support.policy.story import MODEL, job
 
 from elastic.ledger.accounts import _Books
-from elastic.planner.search import Choice
-from elastic.policy import balancing, drain, moves, placement, recovery, speeds, suspects
+from elastic.planner.layout_search import Choice
+from elastic.policy import transition_cost
+from elastic.policy.copies import recovery, replica_placement
 from elastic.policy.decide import decide
-from elastic.policy.known import Window
-from elastic.policy.state import State, fold
-from elastic.reshard.forecast import Room
+from elastic.policy.faults import corruption
+from elastic.policy.pools import drain
+from elastic.policy.speed import share_rebalance, speeds
+from elastic.policy.state.fold import State, fold
+from elastic.policy.state.state import Window
+from elastic.reshard.transfer_forecast import Room
 from elastic.types import HardwareProfile, Holding, Layout, Node, Plan, Pool, Quiesced, Resume, StepDone, WorkerId
 
 GPUS = 8
@@ -60,18 +64,18 @@ def a_lead(n: int) -> Work:
 
 def who_is_blamed(n: int) -> Work:
     state = running(n)
-    return lambda: suspects._blamed(state, plan(n), [WorkerId("n1", 0)])
+    return lambda: corruption._blamed(state, plan(n), [WorkerId("n1", 0)])
 
 
 def who_is_slow(n: int) -> Work:
     state = running(n)
-    return lambda: (balancing.slow_ones(state, plan(n), 10.0), speeds.rates(state, state.available))
+    return lambda: (share_rebalance.slow_ones(state, plan(n), 10.0), speeds.rates(state, state.available))
 
 
 def who_keeps_copies(n: int) -> Work:
     state, chosen = running(n), choice(n)
     nodes = list(state.nodes.values())
-    return lambda: placement.copies(state, chosen, nodes)
+    return lambda: replica_placement.copies(state, chosen, nodes)
 
 
 def the_bill(n: int) -> Work:
@@ -126,8 +130,8 @@ def test_a_look_with_a_notice_pending_grows_with_the_cluster_and_forecasts_the_m
 ) -> None:
     """Between `near` and the moment of the transition each step is looked at, and the move is the same."""
     forecasts: list[object] = []
-    forecast = moves.forecast
-    monkeypatch.setattr(moves, "forecast", lambda *asked: forecasts.append(asked) or forecast(*asked))
+    forecast = transition_cost.forecast
+    monkeypatch.setattr(transition_cost, "forecast", lambda *asked: forecasts.append(asked) or forecast(*asked))
     looked = {}
     for n in (4, 16):
         forecasts.clear()
@@ -147,11 +151,14 @@ def test_a_look_with_a_notice_pending_grows_with_the_cluster_and_forecasts_the_m
 def test_another_move_is_forecast_anew() -> None:
     state = running(8)
     left = replace(choice(7), layout=Layout(dp_shard=7 * GPUS))
-    first = moves.predicted(state, left, recovery.live(state))
-    assert first is not None and moves.predicted(replace(state, step=9), left, recovery.live(replace(state, step=9))) is first
-    slower = moves.predicted(replace(state, move_pace=3.0), left, recovery.live(state))
+    first = transition_cost.predicted(state, left, recovery.live(state))
+    assert (
+        first is not None
+        and transition_cost.predicted(replace(state, step=9), left, recovery.live(replace(state, step=9))) is first
+    )
+    slower = transition_cost.predicted(replace(state, move_pace=3.0), left, recovery.live(state))
     assert slower is not None and slower.seconds > first.seconds
-    fewer = moves.predicted(state, replace(choice(6), layout=Layout(dp_shard=6 * GPUS)), recovery.live(state))
+    fewer = transition_cost.predicted(state, replace(choice(6), layout=Layout(dp_shard=6 * GPUS)), recovery.live(state))
     assert fewer is not None and fewer.links != first.links
 
 
@@ -184,12 +191,12 @@ def test_members_are_all_that_run_or_enter_or_send() -> None:
 def test_a_forecast_knows_what_steps_need_and_how_host_memory_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations of the first step too; a tenth of the rate where a node of the move has no pinned memory."""
     rooms: list[Room] = []
-    forecast = moves.forecast
-    monkeypatch.setattr(moves, "forecast", lambda *asked: rooms.append(asked[-1][0]) or forecast(*asked))
+    forecast = transition_cost.forecast
+    monkeypatch.setattr(transition_cost, "forecast", lambda *asked: rooms.append(asked[-1][0]) or forecast(*asked))
     state = running(2)
     pool = replace(POOL, accelerator_type="H100", memory_bytes_per_gpu=80 << 30)
     state = replace(state, pools=(pool,), hardware=(HardwareProfile("H100", host_bytes_per_s=5e10),))
     asked = replace(choice(1), layout=Layout(dp_shard=GPUS), memory_bytes=5, activation_bytes=7)
     for unpinned in ({}, {"n0": "no"}):
-        moves.predicted(replace(state, unpinned=unpinned), asked, recovery.live(state))
+        transition_cost.predicted(replace(state, unpinned=unpinned), asked, recovery.live(state))
     assert rooms == [Room(80 << 30, 12, "cuda", 5e10), Room(80 << 30, 12, "cuda", 5e9)]

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from support.policy.story import SPOT, Story
 
-from elastic import mesh
-from elastic.policy import moves
+from elastic.policy import transition_cost
 from elastic.policy.plans import choice_of, zone_of
-from elastic.types import Holding, Layout, Node, Pool, Resume, WorkerId
+from elastic.types import Holding, Layout, Node, Pool, Resume, WorkerId, grid
 
 EAST = replace(SPOT, name="a", region="r", zone="r-a", gpus_per_node=2)
 WEST = replace(SPOT, name="b", region="r", zone="r-b", gpus_per_node=2)
@@ -53,10 +52,10 @@ def test_who_has_the_bytes_does_not_bring_zones_together() -> None:
     old = [WorkerId(name, k) for name in ("y", "v", "x", "z") for k in range(2)]
     holdings = tuple(Holding(worker, 1, rank, 3, "peer") for rank, worker in enumerate(old))
     resume = Resume("peer", 3, 1, Layout(dp_shard=8), (4,), holdings)
-    placed = moves.placed(state, choice, resume)
+    placed = transition_cost.placed(state, choice, resume)
     zones = {node.node_id: node.pool for node in nodes}
     for found in (choice, placed):
-        for group in mesh.axis_groups(found.layout, ("dp_shard",)):
+        for group in grid.axis_groups(found.layout, ("dp_shard",)):
             assert len({zones[found.ranks[rank].node_id] for rank in group}) == 1
     assert sorted(placed.ranks) == sorted(choice.ranks)
 

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 from support.reshard.reshard_cases import random_cut, random_model
 
-from elastic.reshard.forecast import Pace, Room, forecast
-from elastic.reshard.placing import _assigned, kept_bytes, place
+from elastic.reshard.rank_reuse import _assigned, kept_bytes, place
+from elastic.reshard.transfer_forecast import Pace, Room, forecast
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, WorkerId
 
 MODEL = ModelProfile(

@@ -9,9 +9,9 @@ import torch
 from support.reshard.reshard_cases import all_elements, elements, random_cut, random_model
 
 from elastic.errors import SpecError
-from elastic.mesh import coordinates
 from elastic.reshard.shards import boxes, chunk, owned_boxes, state_specs
 from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, TensorSpec
+from elastic.types.grid import coordinates
 
 
 def model_of(*specs: TensorSpec, n_blocks: int = 2) -> ModelProfile:

@@ -11,8 +11,8 @@ from support.reshard.reshard_cases import random_cut, random_model
 from elastic.reshard import pieces
 from elastic.reshard.chunks import CHUNK_BYTES, STAGING_BYTES
 from elastic.reshard.communicators import messages_bytes, n_communicators, running_bytes, set_up_bytes
-from elastic.reshard.forecast import LEAST_S, Pace, Room, forecast
 from elastic.reshard.pieces import Cut, shard_bytes
+from elastic.reshard.transfer_forecast import LEAST_S, Pace, Room, forecast
 from elastic.reshard.transfers import plan_transfers
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec
 

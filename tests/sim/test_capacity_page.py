@@ -8,7 +8,7 @@ from dataclasses import replace
 from support.places import ROOT
 from support.sim.market import SLOW, play
 
-from elastic.sim.faults import Fault
+from elastic.sim.scripted_faults import Fault
 
 PAGE = ROOT / "docs" / "capacity.md"
 

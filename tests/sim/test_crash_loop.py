@@ -10,10 +10,10 @@ import pytest
 from support.sim.market import FIXED, SLOW, SPOT, play
 
 from elastic.ledger.journal import Line
-from elastic.observe import tables
-from elastic.observe.view import view_of
-from elastic.sim.faults import Fault, FaultKind
+from elastic.observe import run_tables
+from elastic.observe.run_view import view_of
 from elastic.sim.replay import replay
+from elastic.sim.scripted_faults import Fault, FaultKind
 from elastic.types import NodeLost, RequestNodes
 
 HOUR_S = 3600.0
@@ -40,7 +40,7 @@ def test_a_pool_of_bad_nodes_is_asked_ever_later_and_taken_up_again_when_it_is_w
     assert all(longer > 1.2 * wait for wait, longer in zip(waits, waits[1:])), waits
     assert asked(run.journal.lines, "spot")[-1][1] == 3, "all the others, once one has started"
     ill = [line for line in run.journal.lines if line.at_s < 2 * HOUR_S]
-    said = "\n".join(tables.status(view_of(ill)))
+    said = "\n".join(run_tables.status(view_of(ill)))
     assert f"starts in a row ended before a node was prepared (the last one: {WHY[kind]})" in said
     assert "asked again after" in said
     told = [note.text for note in view_of(ill).notes if note.kind == "NodeRefused"]
@@ -60,4 +60,4 @@ def test_the_next_pool_does_the_work_meanwhile(kind: FaultKind) -> None:
     assert asked(run.journal.lines, "fixed") and sum(n for _, n in asked(run.journal.lines, "spot")) <= 20
     found = view_of(run.journal.lines).launches.medians()
     assert set(found) == {"fixed"} and found["fixed"]["median_s"] >= SLOW.boot_s + SLOW.prepare_s
-    assert f"first step    fixed {found['fixed']['median_s']:.1f} s" in "\n".join(tables.status(view_of(run.journal.lines)))
+    assert f"first step    fixed {found['fixed']['median_s']:.1f} s" in "\n".join(run_tables.status(view_of(run.journal.lines)))

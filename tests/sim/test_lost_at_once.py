@@ -11,7 +11,7 @@ from support.sim.scenario import MODEL
 
 from elastic.driver import drive
 from elastic.ledger.journal import Memory
-from elastic.sim.backend import Delays, Fault, SimBackend
+from elastic.sim.sim_backend import Delays, Fault, SimBackend
 from elastic.types import CopyStored, DriverStarted, EnterPlan, Pool, SetCadence, StepDone
 
 pytestmark = pytest.mark.slow

@@ -6,10 +6,10 @@ import pytest
 
 from elastic.driver import drive
 from elastic.ledger.journal import Memory
-from elastic.policy.state import State
-from elastic.sim.backend import SimBackend
-from elastic.sim.faults import Delays, Fault
+from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
+from elastic.sim.scripted_faults import Delays, Fault
+from elastic.sim.sim_backend import SimBackend
 from elastic.types import DriverStarted, EnterPlan, ModelProfile, OptimizerSpec, PlanEntered, Pool, StepDone, TensorSpec
 
 MODEL = ModelProfile(

@@ -10,9 +10,9 @@ import pytest
 from support.docs.pages import text_of
 from support.sim.market import FIXED, SLOW, SPOT, Run, play, weather
 
-from elastic.policy import limits
-from elastic.sim.faults import Fault
+from elastic.policy.pools import limits
 from elastic.sim.replay import replay
+from elastic.sim.scripted_faults import Fault
 from elastic.types import RequestNodes, Stop
 
 N_RUNS, N_BATCHES = 200, 20

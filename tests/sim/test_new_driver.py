@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.chaos.simulated import play
 
-from elastic.sim.faults import Fault
+from elastic.sim.scripted_faults import Fault
 from elastic.types import DriverStarted
 
 pytestmark = pytest.mark.slow

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from elastic.driver import drive
 from elastic.ledger.journal import Memory
-from elastic.policy import drain
-from elastic.policy.state import State, fold
-from elastic.sim.backend import SimBackend
-from elastic.sim.faults import Delays, Fault
+from elastic.policy.pools import drain
+from elastic.policy.state.fold import State, fold
 from elastic.sim.replay import replay
+from elastic.sim.scripted_faults import Delays, Fault
+from elastic.sim.sim_backend import SimBackend
 from elastic.types import (
     Decided,
     DriverStarted,

@@ -12,10 +12,10 @@ from elastic.errors import InternalError
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Memory
 from elastic.policy.decide import decide
-from elastic.policy.state import State
-from elastic.sim.backend import SimBackend
-from elastic.sim.faults import Fault
+from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
+from elastic.sim.scripted_faults import Fault
+from elastic.sim.sim_backend import SimBackend
 from elastic.types import (
     Decision,
     DriverStarted,

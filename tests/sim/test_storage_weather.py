@@ -8,10 +8,10 @@ import pytest
 from support.chaos import simulated
 from support.sim.scenario import MODEL
 
-from elastic.observe import sentences
-from elastic.observe.tables import status
-from elastic.observe.view import view_of
-from elastic.sim.faults import Delays, Fault, FaultKind
+from elastic.observe import event_messages
+from elastic.observe.run_tables import status
+from elastic.observe.run_view import view_of
+from elastic.sim.scripted_faults import Delays, Fault, FaultKind
 from elastic.sim.weather import STORAGE_KINDS
 from elastic.types import EnterPlan, PlansFound, Pool, StepDone, Stop, StorageSeen
 
@@ -75,7 +75,7 @@ def test_a_loss_costs_no_time_while_storage_is_away_and_everybody_is_told(monkey
     i = next(i for i, line in enumerate(beside.lines) if any(isinstance(e, StorageSeen) for _, e in line.events))
     during = view_of(beside.lines[: i + 1])
     assert any(re.search("does not answer since 0:1.*no answer", row) for row in status(during)), status(during)
-    assert sentences.of(seen[0], during) is not None  # type: ignore[arg-type]
+    assert event_messages.of(seen[0], during) is not None  # type: ignore[arg-type]
 
 
 def test_a_driver_on_another_machine_learns_the_plan_that_no_storage_took_from_the_workers(

@@ -9,10 +9,10 @@ import pytest
 from elastic.driver import drive
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Memory, parse_line, write_line
-from elastic.policy.state import State
-from elastic.sim.backend import SimBackend
-from elastic.sim.faults import Fault
+from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
+from elastic.sim.scripted_faults import Fault
+from elastic.sim.sim_backend import SimBackend
 from elastic.types import DriverStarted, EnterPlan, ModelProfile, OptimizerSpec, Plan, Pool, Probed, StepDone, TensorSpec
 
 MODEL = ModelProfile(

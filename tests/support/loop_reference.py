@@ -13,10 +13,10 @@ import torch
 from support.reference import collate
 
 from elastic.data.order import sample_ids
-from elastic.worker.commit import Commit
-from elastic.worker.extra_state import ExtraState
-from elastic.worker.optimizers import by_name
-from elastic.worker.script import Script, Source
+from elastic.worker.loop.script_host import Script, Source
+from elastic.worker.program.commit import Commit
+from elastic.worker.program.extra_state import ExtraState
+from elastic.worker.program.optimizers import by_name
 
 
 def train_script_alone(file: Path, args: Sequence[str], seed: int, steps: int) -> list[float]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from elastic.rank_times import RankTimes, times_slower, unlike_stages
 from elastic.types import Layout, ModelProfile, Plan, RanksTimed, Resume, TensorSpec, WorkerId
+from elastic.types.rank_timing import RankTimes, times_slower, unlike_stages
 
 
 def told(unit_s: Callable[[int], Sequence[float]], n: int, step_s: float = 2.0) -> list[RanksTimed]:

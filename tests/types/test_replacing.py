@@ -9,7 +9,7 @@ from timeit import timeit
 
 import pytest
 
-from elastic.policy.known import State
+from elastic.policy.state.state import State
 from elastic.types import Node
 from elastic.types.replacing import replace
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic.api.planning.machines import Machines
-from elastic.api.planning.subjects import Subject
+from elastic.api.planning.model_source import Subject
+from elastic.api.planning.plan_nodes import Machines
 from elastic.errors import InfeasiblePlan, SpecError
-from elastic.planner import balance
+from elastic.planner.hetero import balance
 from elastic.types import AXES, LAYOUT_OPTIONS, Layout, is_auto, parse_layout, pinned
 from elastic.types.nouns import AUTO
 

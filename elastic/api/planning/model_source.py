@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic.api.layouts import LayoutCheck, asked_of, checked
-from elastic.api.made_up_data import made_up_data
-from elastic.api.planning.machines import Machines, of_pool, with_counts
-from elastic.api.ways import loaded
-from elastic.cluster_spec import load_cluster
+from elastic.api.planning.plan_nodes import Machines, of_pool, with_counts
+from elastic.api.running.entry import loaded
+from elastic.api.running.layout_question import LayoutCheck, asked_of, checked
+from elastic.api.running.made_up_data import made_up_data
+from elastic.config.clusters import load_cluster
+from elastic.config.job import JobSpec, job_data, unlimited
 from elastic.errors import SpecError
-from elastic.planner import known_decoders
-from elastic.planner.find import EP
-from elastic.planner.work import Work
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.offer_search import EP
+from elastic.planner.published import known_decoders
 from elastic.program import Program
-from elastic.spec import JobSpec, job_data, unlimited
 from elastic.types import ModelProfile, Pool
 
 MUCH = 2.0  # times the published batch
@@ -101,7 +101,7 @@ def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> S
     data, where = job_data(folder, overrides)
     if "script" not in data and not (Path(folder) / str(data.get("program", "program.py"))).is_file():
         raise SpecError(f"{folder}: it has no program.py, which says what is trained; or plan a model by its sizes: --model 8b")
-    from elastic.worker.profiling import model_profile_of, samples_of
+    from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
 
     spec, program = loaded(folder, overrides)
     pools = tuple(pool.pool() for pool in spec.pools)
@@ -130,7 +130,7 @@ def _closed(
     """With what the program's structure, or a comparison of small copies, says against an axis."""
     if comparison:
         return checked(model, comparison.result(), program)
-    from elastic.worker.profiling import structure_of_job
+    from elastic.worker.equivalence.job_numbers import structure_of_job
 
     return structure_of_job(program, job).close(model) if not spec.script else model
 

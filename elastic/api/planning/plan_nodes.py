@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from elastic import catalog
-from elastic.api.planning.amounts import Asked
-from elastic.catalog.rows import suggestion
+from elastic.api.planning.quantities import Asked
+from elastic.catalog.schema import suggestion
+from elastic.config.hardware import known_hardware, path_of
 from elastic.errors import SpecError
-from elastic.hardware_file import known_hardware, path_of
-from elastic.planner import hardware
+from elastic.planner.cost import catalog_hardware
 from elastic.planner.offers import Group
-from elastic.policy.hazard import RECLAIMS_PER_NODE_H
+from elastic.policy.pools.hazard import RECLAIMS_PER_NODE_H
 from elastic.types import HardwareProfile, Pool
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def _hardware(pool: Pool, known: catalog.InstanceType | None) -> tuple[HardwareP
         return GUESSED, "guessed", note
     chip = _chip(pool, known)
     network = known.network_bytes_per_s_per_gpu * 8e-9 if known and known.network_gbps else 0.0
-    gpu = hardware.profile(chip, network)
+    gpu = catalog_hardware.profile(chip, network)
     if pool.memory_bytes_per_gpu:
         gpu = replace(gpu, memory_bytes=pool.memory_bytes_per_gpu)
     if measured is not None:

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import get_args
 
+from elastic.config.strict import HOURS_MOST
 from elastic.errors import SpecError
-from elastic.strict import HOURS_MOST
 from elastic.types import MarketType
 
 TOKENS = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)([kmbt]?)")

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic import catalog
-from elastic.api.planning import contradictions
-from elastic.api.planning.machines import Machines
-from elastic.api.planning.subjects import OWN_POOLS, Subject
+from elastic.api.planning import conflicts
+from elastic.api.planning.model_source import OWN_POOLS, Subject
+from elastic.api.planning.plan_nodes import Machines
 from elastic.errors import InfeasiblePlan
-from elastic.observe import plans
-from elastic.planner import words
-from elastic.planner.find import find_offers
+from elastic.observe.plans import plan_tables
+from elastic.planner import explain
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, Group, Offer, Offers
-from elastic.planner.work import Work
 from elastic.types import Layout, ModelProfile, is_auto
 from elastic.types.nouns import AUTO
 
@@ -35,14 +35,14 @@ class Query:
 
     def offers(self, machines: Sequence[Machines]) -> Offers:
         """Raises InfeasiblePlan."""
-        groups = [each.group for each in contradictions.needed(self.subject, machines)]
-        n_gpus, why = contradictions.n_gpus_of(machines), ""
+        groups = [each.group for each in conflicts.needed(self.subject, machines)]
+        n_gpus, why = conflicts.n_gpus_of(machines), ""
         if self.subject.literal:
             try:
-                return self._found(contradictions.pinning(self.subject, n_gpus, literal=True), groups)
+                return self._found(conflicts.pinning(self.subject, n_gpus, literal=True), groups)
             except InfeasiblePlan as error:
                 why = str(error)
-        found = self._found(contradictions.pinning(self.subject, n_gpus), groups)
+        found = self._found(conflicts.pinning(self.subject, n_gpus), groups)
         return replace(found, rejected={"as it is written": why, **found.rejected}) if why else found
 
     def _found(self, job: Mapping[str, Any], groups: Sequence[Group]) -> Offers:
@@ -61,15 +61,15 @@ def _in_host_memory(found: Offers, groups: Sequence[Group], subject: Subject) ->
     work, room = Work.of(subject.model), [group for group in groups if group.host_memory_bytes]
     needs = {offer.layout: _offloaded_bytes(work, offer.layout) for offer in found.best if offer.layout.offload}
     small = {
-        layout: f"offload needs {n_bytes * group.gpus_per_node / words.GIB:,.0f} GiB of a node's own memory, "
-        f"{group.host_memory_bytes / words.GIB:,.0f} are there"
+        layout: f"offload needs {n_bytes * group.gpus_per_node / explain.GIB:,.0f} GiB of a node's own memory, "
+        f"{group.host_memory_bytes / explain.GIB:,.0f} are there"
         for group in room
         for layout, n_bytes in needs.items()
         if n_bytes * group.gpus_per_node > group.host_memory_bytes
     }
     fitting = tuple(offer for offer in found.best if offer.layout not in small)
     if found.best and not fitting:
-        raise InfeasiblePlan(words.nowhere(work, groups, {"the leanest": next(iter(small.values()))}))
+        raise InfeasiblePlan(explain.nowhere(work, groups, {"the leanest": next(iter(small.values()))}))
     left_out = {"with offload": next(iter(small.values()))} if small else {}
     return replace(found, best=fitting, rejected={**found.rejected, **left_out})
 
@@ -81,11 +81,11 @@ def _offloaded_bytes(work: Work, layout: Layout) -> float:
 
 def plan(query: Query, machines: Sequence[Machines]) -> dict[str, Any]:
     """The offers for these nodes, the best first. Raises SpecError, InfeasiblePlan."""
-    contradictions.check(query.subject, machines)
+    conflicts.check(query.subject, machines)
     found = query.offers(machines)
-    idle = contradictions.idle(query.subject, machines)
+    idle = conflicts.idle(query.subject, machines)
     _check_deadline(query, found, machines)
-    n_gpus = contradictions.n_gpus_of(machines)
+    n_gpus = conflicts.n_gpus_of(machines)
     return {
         **query.plain(),
         "pools": [each.plain() for each in machines],
@@ -101,7 +101,7 @@ def plan(query: Query, machines: Sequence[Machines]) -> dict[str, Any]:
 
 def _freer(query: Query, found: Offers, machines: Sequence[Machines]) -> list[str]:
     """What a free choice would be, where the layout that is asked for is slower than that."""
-    if is_auto(contradictions.wanted(query.subject, contradictions.n_gpus_of(machines))):
+    if is_auto(conflicts.wanted(query.subject, conflicts.n_gpus_of(machines))):
         return []
     best = replace(query, subject=query.subject.with_layout(AUTO)).offers(machines).best[0]
     less = 1 - best.step_s / found.best[0].step_s
@@ -118,7 +118,7 @@ def _check_deadline(query: Query, found: Offers, machines: Sequence[Machines]) -
     if fastest > aim.deadline_h:
         pools = " + ".join(_pool_words(each) for each in machines)
         raise InfeasiblePlan(
-            f"{plans.count(aim.tokens)} tokens within {plans.hours(aim.deadline_h)}: {pools} need {plans.hours(fastest)}; take "
+            f"{plan_tables.count(aim.tokens)} tokens within {plan_tables.hours(aim.deadline_h)}: {pools} need {plan_tables.hours(fastest)}; take "
             "more nodes (with --gpus KIND alone, --within says how many), fewer tokens or more time"
         )
 
@@ -177,7 +177,7 @@ def what_if(query: Query, choices: Sequence[tuple[str, tuple[Machines, ...]]]) -
     """The best offer on each of several sets of nodes. Raises InfeasiblePlan where nothing fits on any of them."""
     rows = []
     for name, machines in choices:
-        contradictions.check(query.subject, machines, f"--what-if {name}: layout")
+        conflicts.check(query.subject, machines, f"--what-if {name}: layout")
         rows.append(row_of(name, machines, query))
     if all(row["layout"] is None for row in rows):
         raise InfeasiblePlan("; ".join(f"{row['choice']}: {row['why_not']}" for row in rows))
@@ -193,7 +193,7 @@ def what_if(query: Query, choices: Sequence[tuple[str, tuple[Machines, ...]]]) -
 
 
 def row_of(name: str, machines: Sequence[Machines], query: Query) -> dict[str, Any]:
-    row: dict[str, Any] = {"choice": name, "n_gpus": contradictions.n_gpus_of(machines), "why_not": ""}
+    row: dict[str, Any] = {"choice": name, "n_gpus": conflicts.n_gpus_of(machines), "why_not": ""}
     try:
         offer = query.offers(machines).best[0]
     except InfeasiblePlan as error:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from elastic import catalog
 from elastic.errors import SpecError
-from elastic.planner.published import COLUMNS
-from elastic.planner.score import Score, score
+from elastic.planner.published.measurements import COLUMNS
+from elastic.planner.published.score import Score, score
 
 MEASURED = "tokens_per_s_per_gpu"
 

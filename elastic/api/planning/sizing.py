@@ -7,10 +7,10 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from elastic.api.planning.answers import MOST_GPUS, Query, notes_of, row_of
-from elastic.api.planning.machines import Machines
+from elastic.api.planning.plan_nodes import Machines
+from elastic.api.planning.query import MOST_GPUS, Query, notes_of, row_of
 from elastic.errors import SpecError
-from elastic.observe import plans
+from elastic.observe.plans import plan_tables
 
 MOST_NEAR = 6  # round numbers of nodes that are tried below the one that was found
 
@@ -90,12 +90,12 @@ def _fewest(low: int, high: int, enough: Callable[[int], bool]) -> int:
 
 def _impossible(query: Query, rows: Sequence[dict[str, Any]]) -> str:
     told = [
-        f"{row['n_gpus']:,} x {row['kind']} take {plans.hours(row['hours'])}"
+        f"{row['n_gpus']:,} x {row['kind']} take {plan_tables.hours(row['hours'])}"
         if row["hours"]
         else f"{row['kind']}: {row['why_not']}"
         for row in rows
     ]
     return (
-        f"{plans.count(query.aim.tokens)} tokens within {plans.hours(query.aim.deadline_h)} exclude each other at a step of "
+        f"{plan_tables.count(query.aim.tokens)} tokens within {plan_tables.hours(query.aim.deadline_h)} exclude each other at a step of "
         f"{query.subject.step_tokens:,} tokens: {'; '.join(told)}; take more time, fewer tokens or a larger --batch"
     )

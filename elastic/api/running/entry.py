@@ -1,4 +1,6 @@
-"""run_script(): a script instead of a Program; changed live where it enters `elastic.loop`, started anew where it does not."""
+"""run(): a job, its program or its script, to the end. run_script(): a script instead of a Program; changed live where it enters
+`elastic.loop`, started anew where it does not.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,26 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO
 
-from elastic.api import scripts
-from elastic.api.running import Options, Result, run_job
+from elastic.api.running import restarted_script
+from elastic.api.running.run import Options, Result, job_given, run_job
+from elastic.config.job import JobSpec, job_data, job_of, load_job, overridden
+from elastic.config.script import enters_loop, script_file
 from elastic.errors import SpecError
 from elastic.program import Program, load_program
-from elastic.script import enters_loop, script_file
-from elastic.spec import JobSpec, job_data, job_of, load_job, overridden
+
+
+def run(
+    program: str | Path | Program, job: str | Path | Mapping[str, Any] | None = None, options: Options | None = None
+) -> Result:
+    """Run a job to its end.
+
+    `program`: a job folder; or a Program that stands in a file as `program` (workers import that file), with `job` as a
+    mapping of the keys of job.yaml or as a job folder. Raises SpecError where the input is wrong.
+    """
+    options = options or Options()
+    if not isinstance(program, Program) and job is None:
+        return run_folder(program, options)
+    return run_job(job_given(program, job, options), options)
 
 
 def run_script(
@@ -36,7 +52,7 @@ def run_script(
 def run_file(file: Path, args: Sequence[str], data: Mapping[str, Any], where: str, options: Options) -> Result:
     """The same with the job's keys as they were read."""
     if not enters_loop(file):
-        return scripts.run_restarting(file, args, data, where, options)
+        return restarted_script.run_restarting(file, args, data, where, options)
     spec, program = _loop_job(file, args, data, where, options.stream)
     return run_job(spec, options, program)
 
@@ -78,7 +94,7 @@ def _loop_job(
     file: Path, args: Sequence[str], data: Mapping[str, Any], where: str, stream: TextIO | None = None
 ) -> tuple[JobSpec, Program]:
     """Runs the script up to its loop, in this process; what it prints goes to `stream`."""
-    from elastic.worker.script import capture
+    from elastic.worker.loop.script_host import capture
 
     with redirect_stdout(stream or sys.stdout):
         program = capture(file, args, _seed(data))

@@ -1,6 +1,6 @@
 """Which layouts compute what a job's program does: asked of a process of its own before a run, kept by what the program is.
 
-The process (elastic/worker/layout_check.py) starts beside everything else that a run starts; what it has found is kept in the
+The process (elastic/worker/equivalence/layout_check.py) starts beside everything else that a run starts; what it has found is kept in the
 user's cache folder and holds for as long as no file of the program, no version and no key of the job that matters has changed.
 """
 
@@ -20,16 +20,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
-from elastic.api.made_up_data import with_made_up_data
+from elastic.api.running.made_up_data import with_made_up_data
+from elastic.config.fingerprint import digest_of_file
+from elastic.config.job import JobSpec
 from elastic.errors import SpecError
-from elastic.fingerprint import digest_of_file
-from elastic.mesh import axes_of
 from elastic.program import Program
-from elastic.spec import JobSpec
 from elastic.types import AUTO, ModelProfile, Pool, parse_layout, pinned
+from elastic.types.grid import axes_of
+from elastic.version import PACKAGE
 
 if TYPE_CHECKING:
-    from elastic.worker.layout_check import Verdict
+    from elastic.worker.equivalence.layout_check import Verdict
 
 PLACE = "ELASTIC_LAYOUTS"  # names the folder where answers are kept, instead of one in the user's cache
 MOST_S = 90.0  # for all of it
@@ -84,12 +85,12 @@ class LayoutCheck:
         here = Path(self._folder.name)
         (here / "data").mkdir()
         (here / "asked").write_text(json.dumps({**asked, "job": with_made_up_data(asked["job"], here / "data")}))
-        paths = [asked["job"]["folder"], str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+        paths = [asked["job"]["folder"], str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
         own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment = {**os.environ, **own}
         with open(here / "asked") as question, open(here / "said", "w") as said:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "elastic.worker.layout_check", str(here / "found")],
+                [sys.executable, "-m", "elastic.worker.equivalence.layout_check", str(here / "found")],
                 stdin=question, stdout=said, stderr=said, env=environment, start_new_session=True,
             )  # fmt: skip
 
@@ -103,7 +104,7 @@ class LayoutCheck:
             self.close()
 
     def _answered(self, asked: Mapping[str, Any], most_s: float) -> Verdict:
-        from elastic.worker.layout_check import Verdict
+        from elastic.worker.equivalence.layout_check import Verdict
 
         assert self._process is not None and self._folder is not None
         try:
@@ -133,7 +134,7 @@ class LayoutCheck:
 
 
 def _answer(folder: Path) -> Verdict | str:
-    from elastic.worker.layout_check import Verdict
+    from elastic.worker.equivalence.layout_check import Verdict
 
     try:
         data = json.loads((folder / "found").read_text().splitlines()[0])
@@ -183,9 +184,8 @@ def _key(asked: Mapping[str, Any]) -> str:
 @cache
 def _code() -> str:
     """Of what computes: an answer of other code is none."""
-    package = Path(__file__).resolve().parents[1]
-    files = sorted(file for folder in ("worker", "models", "data") for file in (package / folder).glob("*.py"))
-    return hashlib.sha256("".join(map(digest_of_file, (*files, package / "mesh.py"))).encode()).hexdigest()[:16]
+    files = sorted(file for folder in ("worker", "models", "data") for file in (PACKAGE / folder).rglob("*.py"))
+    return hashlib.sha256("".join(map(digest_of_file, (*files, PACKAGE / "types" / "grid.py"))).encode()).hexdigest()[:16]
 
 
 def _version(package: str) -> str:
@@ -208,7 +208,7 @@ def _kept(asked: Mapping[str, Any]) -> Verdict | None:
         text = _file(asked).read_text()
     except OSError:
         return None
-    from elastic.worker.layout_check import Verdict  # torch comes with it
+    from elastic.worker.equivalence.layout_check import Verdict  # torch comes with it
 
     try:
         found = Verdict.of(json.loads(text))

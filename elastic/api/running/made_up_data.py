@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from elastic.data_spec import KINDS
+from elastic.config.data_section import KINDS
 
 
 def with_made_up_data(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:

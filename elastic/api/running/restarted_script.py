@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic.api.checks import check_drill, check_not_failed, failed_by_itself, paid_until_s, taken, warn_of_clock
-from elastic.api.running import (
+from elastic.api.running.run import (
     Options,
     Result,
     adapted,
@@ -22,19 +21,20 @@ from elastic.api.running import (
     taken_over,
     written_report,
 )
+from elastic.api.running.start_checks import check_drill, check_not_failed, failed_by_itself, paid_until_s, taken, warn_of_clock
+from elastic.config.job import JobSpec, check_budget, check_fit, job_of
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe import runs
+from elastic.observe import find_runs
+from elastic.observe.run_view import View, view_of
 from elastic.observe.terminal import plain_note
-from elastic.observe.view import View, view_of
-from elastic.policy.state import State
-from elastic.spec import JobSpec, check_budget, check_fit, job_of
+from elastic.policy.state.fold import State
 from elastic.storage import open_storage
 from elastic.types import Decision, DriverStarted, Event, ModelProfile, Pool
 
 if TYPE_CHECKING:
-    from elastic.cluster.script_run import ScriptJob
+    from elastic.cluster.ray_train.script_job import ScriptJob
 
 KEYS = (
     "name", "pools", "min_workers", "max_workers", "max_nodes", "budget_usd", "head_usd_per_h", "deadline_h", "storage",
@@ -107,12 +107,12 @@ class _ScriptRun:
         check_drill(spec.drill, self.pools, embedded=self.address is None)
         self.name = options.run_name or f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         check_run_name(self.name)
-        self.place = RunFolder.of(open_storage(f"{runs.storage_uri(spec.storage or default_storage())}/{self.name}"))
+        self.place = RunFolder.of(open_storage(f"{find_runs.storage_uri(spec.storage or default_storage())}/{self.name}"))
 
     def to_the_end(self) -> Result:
-        from elastic.cluster.local import LocalCluster
-        from elastic.cluster.script_bill import bill_of
-        from elastic.cluster.script_run import ScriptRun
+        from elastic.cluster.local.local_cluster import LocalCluster
+        from elastic.cluster.ray_train.script_bill import bill_of
+        from elastic.cluster.ray_train.script_run import ScriptRun
 
         with ExitStack() as stack:
             lease = taken(self.place.storage, self.name)
@@ -155,8 +155,8 @@ class _ScriptRun:
             check_not_failed(self.name, failed_by_itself(before))
 
     def _job(self) -> ScriptJob:
-        from elastic.cluster.script_run import ScriptJob
-        from elastic.cluster.script_state import START_S, Needs
+        from elastic.cluster.ray_train.script_job import ScriptJob
+        from elastic.cluster.ray_train.script_state import START_S, Needs
 
         spec = self.spec
         most = spec.max_workers or sum(pool.max_nodes * pool.gpus_per_node for pool in self.pools)
@@ -169,7 +169,7 @@ class _ScriptRun:
         )  # fmt: skip
 
     def _start(self, epoch: int, before: Sequence[Line], cut: str) -> DriverStarted:
-        from elastic.cluster.script_bill import ORPHAN_LEASE_S
+        from elastic.cluster.ray_train.script_bill import ORPHAN_LEASE_S
 
         kept = {key: value for key, value in self.spec.plain().items() if key in KEYS}
         job = kept | {"script": str(self.file), "args": list(self.args), "restarted": True}

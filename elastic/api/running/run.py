@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from elastic.api import samples
-from elastic.api.checks import (
+from elastic.api.planning.plan_nodes import known_of
+from elastic.api.running import sample_check
+from elastic.api.running.layout_question import LayoutCheck, asked_of, check_open, checked
+from elastic.api.running.start_checks import (
     check_cp,
     check_drill,
     check_layouts,
@@ -23,30 +25,29 @@ from elastic.api.checks import (
     taken,
     warn_of_clock,
 )
-from elastic.api.layouts import LayoutCheck, asked_of, check_open, checked
-from elastic.api.planning.machines import known_of
-from elastic.cluster_spec import ClusterSpec, load_cluster
-from elastic.data.opening import dataset_of
+from elastic.config.clusters import ClusterSpec, load_cluster
+from elastic.config.fingerprint import KEY, fingerprint
+from elastic.config.job import JobSpec, check_budget, check_fit, embedded_pools, job_of, load_drill, load_job, pool_of
+from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, SENTENCE
 from elastic.driver import Backend, drive, restored
 from elastic.errors import SpecError, StateLost, unwritten
-from elastic.fingerprint import KEY, fingerprint
 from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import Cut, RunFolder
 from elastic.ledger.segments import Stored
-from elastic.observe import report, runs
+from elastic.observe import find_runs, report
 from elastic.observe.logs import traceback_of
 from elastic.observe.terminal import Terminal
-from elastic.policy.state import ENDED, State
+from elastic.policy.state.fold import ENDED, State
 from elastic.program import Program, load_program
-from elastic.spec import JobSpec, check_budget, check_fit, embedded_pools, job_of, load_drill, load_job, pool_of
 from elastic.storage import Storage, open_storage
 from elastic.types import COMPUTES_IN, Copy, CopyDamaged, DriverStarted, Layout, Outcome, Pool, StepDone, WorkerFailed
+from elastic.version import PACKAGE
 
 if TYPE_CHECKING:
-    from elastic.cluster.local import LocalCluster
-    from elastic.worker.durable import Found
+    from elastic.cluster.local.local_cluster import LocalCluster
+    from elastic.worker.checkpoint.checkpoint_index import Found
 
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit`
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -101,23 +102,6 @@ class Result:
         return float(self.summary["usd"])
 
 
-def run(
-    program: str | Path | Program, job: str | Path | Mapping[str, Any] | None = None, options: Options | None = None
-) -> Result:
-    """Run a job to its end.
-
-    `program`: a job folder; or a Program that stands in a file as `program` (workers import that file), with `job` as a
-    mapping of the keys of job.yaml or as a job folder. Raises SpecError where the input is wrong.
-    """
-    options = options or Options()
-    if not isinstance(program, Program) and job is None:
-        from elastic.api.ways import run_folder
-
-        return run_folder(program, options)
-    spec = _job(program, job, options)
-    return _Run(spec, options).to_the_end()
-
-
 def run_job(spec: JobSpec, options: Options, program: Program | None = None) -> Result:
     """Run a checked job to its end; `program`: as it was loaded already. Raises SpecError."""
     return _Run(spec, options, program).to_the_end()
@@ -136,7 +120,7 @@ def ray_address(options: Options) -> str | None:
         return None
     address = options.address or os.environ.get("RAY_ADDRESS") or ("auto" if os.environ.get(SUBMITTED) else None)
     if address is not None:
-        from elastic.cluster.address import check_reachable
+        from elastic.cluster.ray.address import check_reachable
 
         check_reachable(address)
     return address
@@ -166,7 +150,7 @@ def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
         if "head_usd_per_h" not in spec.model_fields_set:
             head_usd_per_h = cluster.head_usd_per_h
     elif address is None and "pools" not in spec.model_fields_set:
-        from elastic.cluster.local import visible_gpus
+        from elastic.cluster.local.local_cluster import visible_gpus
 
         pools = embedded_pools(len(visible_gpus()))
     known = {"drill": drill, "pools": pools, "on_demand_floor": floor, "head_usd_per_h": head_usd_per_h}
@@ -184,7 +168,7 @@ def _cluster_of(file: str | Path, local: bool, address: str | None) -> ClusterSp
     return cluster
 
 
-def _job(program: str | Path | Program, job: str | Path | Mapping[str, Any] | None, options: Options) -> JobSpec:
+def job_given(program: str | Path | Program, job: str | Path | Mapping[str, Any] | None, options: Options) -> JobSpec:
     if not isinstance(program, Program):
         if job is not None:
             raise SpecError(f"run('{program}', job=...): a job folder has its own job.yaml; give job only with a Program")
@@ -235,7 +219,7 @@ class _Run:
         check_run_name(name)
         self.name = name
         self.program = program or load_program(spec.program)
-        self.place = RunFolder.of(open_storage(f"{runs.storage_uri(spec.storage or default_storage())}/{name}"))
+        self.place = RunFolder.of(open_storage(f"{find_runs.storage_uri(spec.storage or default_storage())}/{name}"))
         self.storage: Storage = self.place.storage
         self.terminal = Terminal(self.place.journal, options.stream) if options.show else None
         self._cut: Cut | None = None
@@ -280,16 +264,16 @@ class _Run:
     def _start(
         self, epoch: int, before: list[Line], state: State | None = None, layouts: LayoutCheck | None = None
     ) -> DriverStarted:
-        from elastic.worker import durable
-        from elastic.worker.durable_format import MARKER
-        from elastic.worker.loss_scale import profile_of
+        from elastic.worker.checkpoint import checkpoint_index
+        from elastic.worker.checkpoint.checkpoint_format import MARKER
+        from elastic.worker.step.loss_scale import profile_of
 
         n_samples = self._n_samples() if self.address is None else None  # an unreadable corpus is found here, once
         if n_samples == N_POSITIONS and self.options.show:
             print(SENTENCE, file=self._out())
         job, problems = self.spec.plain(), list[str]()
         model = profile_of(self.program, job)
-        found = durable.find(self.storage, problems)
+        found = checkpoint_index.find(self.storage, problems)
         if problems and not found:
             raise StateLost(f"{problems[0]}; no other checkpoint is whole: mend it, or remove it with elastic checkpoint rm")
         self._damaged = [CopyDamaged(problem.partition(f"/{MARKER}:")[0], problem) for problem in problems]
@@ -324,15 +308,15 @@ class _Run:
         """The embedded cluster; None where there is a Ray address."""
         if self.address is not None:
             return None
-        from elastic.cluster.local import LocalCluster
+        from elastic.cluster.local.local_cluster import LocalCluster
 
         cluster = LocalCluster((self.spec.folder,))
         stack.callback(cluster.close)
         return cluster
 
     def _backend(self, start: DriverStarted, before: State | None, cluster: LocalCluster | None, lease: Lease) -> Backend:
-        from elastic.cluster.backend import RayBackend
-        from elastic.cluster.ray_run import RayRun
+        from elastic.cluster.backend.ray_backend import RayBackend
+        from elastic.cluster.backend.ray_run import RayRun
 
         plans = tuple(before.plans[number] for number in sorted(before.plans)) if before and start.attached else ()
         stored = {copy.step: copy.samples for copy in start.durable if copy.samples}
@@ -346,7 +330,7 @@ class _Run:
             attach=start.attached,
             plans=plans,
             step=before.step if before and start.attached else 0,
-            python_path=(self.spec.folder, str(Path(__file__).resolve().parents[2])),
+            python_path=(self.spec.folder, str(PACKAGE.parent)),
             logs=str(self.place.logs_of_workers(self.address is None)),
             spared=self.options.spared,
             digests={**stored, **(before.digests if before else {})},
@@ -368,7 +352,7 @@ class _Run:
             self._show_traceback(lines)
         extras: dict[str, Any] = {"launch_to_first_step_s": self._first_step_s(lines)}
         if state.phase == "succeeded":
-            extras |= {"samples_exact": samples.exact(lines, self.spec), "sample": self._sample(state)}
+            extras |= {"samples_exact": sample_check.exact(lines, self.spec), "sample": self._sample(state)}
         data, shown = written_report(self.place, extras)
         if self.options.show:
             print("\n".join(["", *shown]), file=self._out())
@@ -395,7 +379,7 @@ class _Run:
 
     def _sample(self, state: State) -> str | None:
         """What the program shows of the finished model."""
-        from elastic.worker.finished import sample_text
+        from elastic.worker.checkpoint.finished_model import sample_text
 
         return sample_text(self.program, state.durable[0].uri) if state.durable else None
 
@@ -411,7 +395,7 @@ def written_report(place: RunFolder, extras: dict[str, Any]) -> tuple[dict[str, 
 
 def _copy(found: Found) -> Copy:
     """A checkpoint as the policy knows it; how it is cut matters to nobody who reads it."""
-    from elastic.worker.durable_format import SAMPLES
+    from elastic.worker.checkpoint.checkpoint_format import SAMPLES
 
     layout, said = Layout(dp_shard=found.world_size), found.meta.get(SAMPLES)
     text = said if isinstance(said, str) else ""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
+from elastic.config.job import JobSpec
 from elastic.data.order import NO_STEP, chained, digest, digest_text, sample_ids
 from elastic.data.streams import N_POSITIONS
 from elastic.ledger.journal import Line
-from elastic.observe.view import View
-from elastic.spec import JobSpec
+from elastic.observe.run_view import View
 from elastic.types import DriverStarted, NodePrepared, Plan, PlanEntered, PlansFound, StepDone
 
 MOST_COUNTED = 2_000_000  # samples whose order is checked at the end; of longer runs evenly spread steps

@@ -8,17 +8,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
+from elastic.config.fingerprint import JOB_KEYS, KEY, batch_changed, differences
+from elastic.config.job import JobSpec
 from elastic.data.batches import item_of
 from elastic.data.budget import budget_of
-from elastic.data.opening import dataset_of
-from elastic.drill_spec import NODE_WORD, NODE_WORDS, DrillSpec
+from elastic.data.open_datasets import dataset_of
 from elastic.driver import LINE_EVERY_S
 from elastic.errors import ElasticError, ProgramError, SpecError
-from elastic.fingerprint import JOB_KEYS, KEY, batch_changed, differences
 from elastic.ledger.journal import Line, built
 from elastic.ledger.lease import Lease, Sign
 from elastic.program import Program
-from elastic.spec import JobSpec
 from elastic.storage import Storage
 from elastic.types import DriverStarted, ModelProfile, Pool, Stop, WorkerFailed
 
@@ -43,7 +43,7 @@ def taken(storage: Storage, run: str) -> Lease:
 def paid_until_s(before: Sequence[Line], orphan_lease_s: float, embedded: bool) -> float | None:
     """Until when the nodes of a driver that is gone may have been paid for: it may have lived until a line was due, its workers
     leave after their lease. One that has ended the run has given them back. None = there was no driver."""
-    from elastic.cluster.claims import LEAVE_MOST_S
+    from elastic.cluster.nodes.demand import LEAVE_MOST_S
 
     if not before:
         return None
@@ -126,8 +126,8 @@ def check_cp(spec: JobSpec, program: Program) -> None:
     cp = max(layout.cp for layout in spec.least_layouts())
     if cp == 1:
         return
-    from elastic.data.loader import collate
-    from elastic.worker.sequence import check_calls
+    from elastic.data.collate import collate
+    from elastic.worker.parallel.context_parallel import check_calls
 
     dataset = dataset_of(program, spec.plain())
     budget = budget_of(spec.plain(), dataset, 2 * cp)

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from elastic.certify.alone import losses, program_file, worst_difference
-from elastic.certify.crew import Crew
-from elastic.certify.lab import Lab
-from elastic.certify.planning import N_BLOCKS, job_of, layouts, live, plan_of
+from elastic.certify.harness.lab import Lab
+from elastic.certify.harness.layouts_tried import N_BLOCKS, job_of, layouts, live, plan_of
+from elastic.certify.harness.worker_pool import Crew
+from elastic.certify.reference.one_process import losses, program_file, worst_difference
 from elastic.certify.result import Bound, Check, judge
 from elastic.certify.tasks import Failed, Limit, Task
-from elastic.policy.recovery import covered
+from elastic.policy.copies.recovery import covered
 from elastic.types import (
     CopyStored,
     DigestPart,

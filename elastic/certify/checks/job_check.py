@@ -15,9 +15,9 @@ def certify_job(folder: str, as_json: bool) -> int:
     """Prints a row for each axis. Returns the exit code: 1 where the job names a layout that does not compute the same.
 
     Raises SpecError, and ProgramError for what the program itself raises."""
-    from elastic.api.layouts import AXES, LayoutCheck, asked_of
-    from elastic.mesh import axes_of
-    from elastic.spec import load_job
+    from elastic.api.running.layout_question import AXES, LayoutCheck, asked_of
+    from elastic.config.job import load_job
+    from elastic.types.grid import axes_of
 
     spec = load_job(folder)
     pools = tuple(pool.pool() for pool in spec.pools)

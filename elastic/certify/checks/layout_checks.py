@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from elastic.certify.alone import losses, program_file, worst_difference
-from elastic.certify.crew import Crew
-from elastic.certify.lab import Lab
-from elastic.certify.planning import N_BLOCKS, all_layouts, job_of, plan_of
+from elastic.certify.harness.lab import Lab
+from elastic.certify.harness.layouts_tried import N_BLOCKS, all_layouts, job_of, plan_of
+from elastic.certify.harness.worker_pool import Crew
+from elastic.certify.reference.one_process import losses, program_file, worst_difference
 from elastic.certify.result import Bound, Check, failed, judge, not_run
 from elastic.certify.tasks import Failed, Limit, OutOfTime, Task
 from elastic.types import Layout, PlanEntered, StepDone
@@ -16,7 +16,7 @@ from elastic.types import Layout, PlanEntered, StepDone
 STEPS = 4
 LOSS = Bound(
     "worst_loss_difference",
-    "tests/worker/test_chain.py holds 1e-4 (absolute, float32) over 30 steps: sums in another order",
+    "tests/worker/session/test_chain.py holds 1e-4 (absolute, float32) over 30 steps: sums in another order",
     most=1e-4,
 )
 LATE_STORE_S, MESH_64_S, TIMES = 0.7, 10.5, 3.0

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic.certify import child, cluster_place
-from elastic.certify.alone import losses, program_file, worst_difference
-from elastic.certify.fault_checks import CONTENT, LOSS, NONE_LOST
-from elastic.certify.lab import Lab
-from elastic.certify.place import Place
-from elastic.certify.planning import GLOBAL_BATCH
+from elastic.certify.checks.fault_checks import CONTENT, LOSS, NONE_LOST
+from elastic.certify.harness import child, cluster_place
+from elastic.certify.harness.lab import Lab
+from elastic.certify.harness.layouts_tried import GLOBAL_BATCH
+from elastic.certify.harness.place import Place
+from elastic.certify.reference.one_process import losses, program_file, worst_difference
 from elastic.certify.result import Bound, Check, judge
 from elastic.certify.tasks import Failed, Limit, Task
 from elastic.data.order import digest, digest_text, sample_ids
@@ -269,7 +269,7 @@ class Trial:
 
     def end(self) -> list[int | str]:
         """Ends the run, whatever it does; the pids, and on a cluster the actors, that did not end by themselves."""
-        from elastic.cluster import processes
+        from elastic.cluster.ray import processes
 
         if self.process is None:
             return []
@@ -286,13 +286,13 @@ class Trial:
     def _actors_left(self, end_s: float) -> list[str]:
         if not self.where.connected:
             return []
-        from elastic.cluster import outposts
-        from elastic.cluster.ray_run import namespace_of
+        from elastic.cluster.backend.ray_run import namespace_of
+        from elastic.cluster.workers import remote_processes
 
         namespace = namespace_of(self.run.uri)
-        while (left := outposts.actors_left(namespace)) and time.monotonic() < end_s:
+        while (left := remote_processes.actors_left(namespace)) and time.monotonic() < end_s:
             time.sleep(0.1)
-        outposts.end_actors(namespace)
+        remote_processes.end_actors(namespace)
         return left
 
     # ------------------------------------------------------------------------------------------ the run
@@ -302,7 +302,7 @@ class Trial:
         job.mkdir(parents=True, exist_ok=True)
         (job / "job.yaml").write_text(json.dumps(self.job))  # JSON is YAML
         with (self.folder / "out.log").open("w") as out, (self.folder / "err.log").open("w") as err:
-            words = ["elastic.certify.main_path_process", str(job), self.where.name, self.where.address]
+            words = ["elastic.certify.checks.main_path_process", str(job), self.where.name, self.where.address]
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True,
                 env=child.environment_of(self.where.environment), start_new_session=True,
@@ -348,7 +348,7 @@ class Trial:
         return " ".join((self.folder / "err.log").read_text(errors="replace")[-1200:].split())
 
     def _look_at_processes(self) -> None:
-        from elastic.cluster import processes
+        from elastic.cluster.ray import processes
 
         if self.process is not None:
             for pid in (self.process.pid, *processes.descendants(self.process.pid)):

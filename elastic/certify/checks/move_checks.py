@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from elastic.certify.alone import program_file
-from elastic.certify.bare_runs import wire
-from elastic.certify.fault_checks import MANY, digests_agree, leave
-from elastic.certify.lab import Lab
-from elastic.certify.planning import job_of, layouts, live, plan_of
+from elastic.certify.checks.fault_checks import MANY, digests_agree, leave
+from elastic.certify.harness.lab import Lab
+from elastic.certify.harness.layouts_tried import job_of, layouts, live, plan_of
+from elastic.certify.reference.bare_runs import wire
+from elastic.certify.reference.one_process import program_file
 from elastic.certify.result import Bound, Check, judge
 from elastic.certify.tasks import Failed, Limit, Task
 from elastic.types import DigestPart, Layout, Plan

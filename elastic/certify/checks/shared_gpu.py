@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 
-from elastic.certify import bare_runs
-from elastic.certify.lab import Lab
+from elastic.certify.harness.lab import Lab
+from elastic.certify.reference import bare_runs
 from elastic.certify.result import Bound, Check, judge
 from elastic.certify.tasks import Failed, Limit, Refused, Task
 
@@ -24,7 +24,7 @@ def task(lab: Lab) -> Task:
 
 def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
     try:
-        found = bare_runs.run(lab.place, ("elastic.certify.shared_gpu",), limit, MOST_S)
+        found = bare_runs.run(lab.place, ("elastic.certify.checks.shared_gpu",), limit, MOST_S)
     except Failed as error:
         raise Refused(f"NCCL refuses {lab.place.ranks} ranks on one GPU ({ADVICE}): {message(str(error))}") from error
     yield judge("ranks share one GPU", found | {"ranks": lab.place.ranks}, [SUM])
@@ -43,7 +43,7 @@ def main() -> None:
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from elastic.certify.bare import part
+    from elastic.certify.reference.bare_torch import part
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0, timedelta(seconds=MOST_S))

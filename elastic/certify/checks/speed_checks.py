@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
-from elastic.certify import bare_runs
-from elastic.certify.alone import program_file
-from elastic.certify.fault_checks import MANY, leave
-from elastic.certify.lab import Lab
-from elastic.certify.move_checks import LARGE_BLOCKS
-from elastic.certify.place import Place
-from elastic.certify.planning import job_of, plan_of
+from elastic.certify.checks.fault_checks import MANY, leave
+from elastic.certify.checks.move_checks import LARGE_BLOCKS
+from elastic.certify.harness.lab import Lab
+from elastic.certify.harness.layouts_tried import job_of, plan_of
+from elastic.certify.harness.place import Place
+from elastic.certify.reference import bare_runs
+from elastic.certify.reference.one_process import program_file
 from elastic.certify.result import Bound, Check, judge
 from elastic.certify.tasks import Limit, Task
 from elastic.types import Layout

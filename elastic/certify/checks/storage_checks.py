@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from elastic.certify.lab import remove
+from elastic.certify.harness.lab import remove
 from elastic.certify.result import Bound, Check, judge
 from elastic.certify.tasks import Failed, Limit, Task
 from elastic.storage import Storage, open_storage
 from elastic.types import Box
-from elastic.worker import durable
+from elastic.worker.checkpoint import checkpoint_format, checkpoint_index, checkpoint_writer
 
 RANKS, COLUMNS = 2, 4096  # each rank has two float32 tensors
 ROWS, ROWS_REMOTE, ROWS_LEAST = 4096, 1024, 128  # 268 MB in all, 67 MB to remote storage, 8 MB where it is slow
@@ -59,10 +59,10 @@ def checkpoint(storage: Storage, limit: Limit, rows: int) -> Check:
     limit.look("a checkpoint is written")
     save_s = _seconds(lambda: _save(storage, shards))
     limit.look("the checkpoint is verified")
-    problems, found = list[str](), durable.find(storage)
+    problems, found = list[str](), checkpoint_index.find(storage)
     if not found:
         raise Failed(f"{storage.uri}: the checkpoint that was just committed is not there")
-    verify_s = _seconds(lambda: problems.extend(durable.verify(found[0].uri)))
+    verify_s = _seconds(lambda: problems.extend(checkpoint_index.verify(found[0].uri)))
     limit.look("the checkpoint is read")
     plain_load_s = _seconds(lambda: _read_plain(storage, n_bytes))
     equal, load_s, why = _load(found[0].uri, shards)
@@ -90,8 +90,8 @@ def _seconds(what: Callable[[], object]) -> float:
 
 def _save(storage: Storage, shards: list[Items]) -> None:
     for rank, items in enumerate(shards):
-        durable.write_shard(storage, 1, 1, rank, items)
-    durable.commit(storage, 1, 1, len(shards), 1, {})
+        checkpoint_writer.write_shard(storage, 1, 1, rank, items)
+    checkpoint_writer.commit(storage, 1, 1, len(shards), 1, {})
 
 
 def _load(uri: str, shards: list[Items]) -> tuple[int, float, str]:
@@ -99,8 +99,8 @@ def _load(uri: str, shards: list[Items]) -> tuple[int, float, str]:
     out = [(box, torch.ones_like(tensor)) for items in shards for box, tensor in items]
     began = time.perf_counter()
     try:
-        durable.open_checkpoint(uri).fill(out)
-    except durable.Damaged as error:
+        checkpoint_index.open_checkpoint(uri).fill(out)
+    except checkpoint_format.Damaged as error:
         return 0, max(1e-9, time.perf_counter() - began), str(error)
     seconds = time.perf_counter() - began
     wanted = [tensor for items in shards for _, tensor in items]

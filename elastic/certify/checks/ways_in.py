@@ -16,20 +16,20 @@ from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic.certify import child, cluster_place
-from elastic.certify.alone import losses, program_file, worst_difference
-from elastic.certify.fault_checks import CONTENT, LOSS, NONE_LOST
-from elastic.certify.lab import Lab
-from elastic.certify.main_path import SAMPLES, TRAINS, Trial, Where, replayed, wrong_samples
-from elastic.certify.place import Place
-from elastic.certify.planning import GLOBAL_BATCH
+from elastic.certify.checks.fault_checks import CONTENT, LOSS, NONE_LOST
+from elastic.certify.checks.main_path import SAMPLES, TRAINS, Trial, Where, replayed, wrong_samples
+from elastic.certify.harness import child, cluster_place
+from elastic.certify.harness.lab import Lab
+from elastic.certify.harness.layouts_tried import GLOBAL_BATCH
+from elastic.certify.harness.place import Place
+from elastic.certify.reference.one_process import losses, program_file, worst_difference
 from elastic.certify.result import Bound, Check, judge
 from elastic.certify.tasks import Failed, Limit, Task
 from elastic.ledger.run_folder import RunFolder
 from elastic.storage import Storage
 
 if TYPE_CHECKING:
-    from elastic.cluster.local import LocalCluster
+    from elastic.cluster.local.local_cluster import LocalCluster
 
 LIVE, RESTARTED, TORCHRUN, RAY_TRAIN = "loop script: notice", "plain script: kill", "torchrun", "Ray Train"
 DRIVER, OBJECTS = "driver loss", "object storage"
@@ -110,7 +110,7 @@ def why_no_train(place: Place) -> str:
 @contextmanager
 def _own_cluster() -> Iterator[LocalCluster]:
     """As if somebody else had started it: what uses it is given its address. CPU nodes of one worker, for any pool."""
-    from elastic.cluster.local import LocalCluster, NodeOrder
+    from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
 
     with LocalCluster(environments=True) as cluster:
         starting = [cluster.add(NodeOrder(f"own-{i}", 1, {"elastic-node": f"own-{i}"})) for i in range(OWN_NODES)]
@@ -182,10 +182,10 @@ def _live(summary: Mapping[str, Any], worst: float) -> Check:
 
 def _objects(run: Storage) -> Check:
     """What the storage alone has of the run: its checkpoints, and a journal that is replayed without this host's folder."""
-    from elastic.worker import durable
+    from elastic.worker.checkpoint import checkpoint_index
 
-    found = durable.find(run)
-    problems = [problem for item in found for problem in durable.verify(item.uri)]
+    found = checkpoint_index.find(run)
+    problems = [problem for item in found for problem in checkpoint_index.verify(item.uri)]
     place = RunFolder.of(run)
     shutil.rmtree(place.folder, ignore_errors=True)
     again = replayed(place.lines())
@@ -209,11 +209,11 @@ def _torchrun(lab: Lab, limit: Limit) -> Iterator[Check]:
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
     words = [*start, "-m", "elastic.worker", str(folder), "--storage", str(folder / "runs"), "--json"]
     text = child.run([sys.executable, *words], child.Setting(folder, own), limit, "torchrun")
-    from elastic.worker import durable
+    from elastic.worker.checkpoint import checkpoint_index
 
     last = child.last_json(text)
     alone = losses("unpaced", job, STEPS, limit)
-    problems = durable.verify(last["checkpoint"])
+    problems = checkpoint_index.verify(last["checkpoint"])
     figures = {
         "steps": last["steps"], "ranks": n, "worst_loss_difference": abs(last["final_loss"] - alone[-1]),
         "damaged_files": len(problems),

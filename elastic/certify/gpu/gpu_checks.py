@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from elastic.certify import bare_runs
-from elastic.certify.lab import Lab
-from elastic.certify.place import Place
+from elastic.certify.harness.lab import Lab
+from elastic.certify.harness.place import Place
+from elastic.certify.reference import bare_runs
 from elastic.certify.result import Bound, Check, judge
 from elastic.certify.tasks import Limit, Task
 

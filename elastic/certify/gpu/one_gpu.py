@@ -19,12 +19,11 @@ import torch
 from elastic.certify.gpu.one_rank_steps import Ours, Syncs, bare
 from elastic.certify.gpu.real_faults import RealFaultSession
 from elastic.certify.gpu.solo import Solo, device_of, memory_mib, open_fds, plan_for, sized, slope
-from elastic.certify.planning import live
+from elastic.certify.harness.layouts_tried import live
 from elastic.types import Box, Quiesced, WorkerFailed
-from elastic.worker import environment
-from elastic.worker.allocator import settle_cuda_allocator
-from elastic.worker.host_copy import HostCopies, HostMemory
-from elastic.worker.train_state import Tensors
+from elastic.worker.process import environment
+from elastic.worker.process.allocator import settle_cuda_allocator
+from elastic.worker.state.host_copy import HostCopies, HostMemory, Tensors
 
 GB = 10**9
 GENERATIONS, DRY_GENERATIONS = 50, 5

@@ -14,18 +14,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from elastic.certify.gpu.solo import plan_for
-from elastic.data.loader import collate
+from elastic.data.collate import collate
 from elastic.data.order import sample_ids
 from elastic.reshard.shards import RNG
 from elastic.types import Layout, WorkerId
-from elastic.worker.groups import Groups
-from elastic.worker.host_copy import HostCopies, HostMemory
-from elastic.worker.loss_scale import profile_of
-from elastic.worker.options import needs_fsdp
-from elastic.worker.rendezvous import host_store
-from elastic.worker.shares import Shares
-from elastic.worker.step import Stepper, Words
-from elastic.worker.train_state import TrainState
+from elastic.worker.parallel.model_options import needs_fsdp
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.process_groups.rendezvous import host_store
+from elastic.worker.state.host_copy import HostCopies, HostMemory
+from elastic.worker.state.train_state import TrainState
+from elastic.worker.step.batch_shares import Shares
+from elastic.worker.step.loss_scale import profile_of
+from elastic.worker.step.optimizer_step import Stepper, Words
 
 
 class Syncs:

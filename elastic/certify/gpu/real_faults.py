@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from elastic.worker.faults import DeviceFaults
-from elastic.worker.session import Session
+from elastic.worker.process.fault_injection import DeviceFaults
+from elastic.worker.session.session import Session
 
 BACK = "endless_back"  # a kernel of a backward pass
 ENDLESS_CYCLES = 120 * 10**9  # of the GPU's clock: about a minute, longer than anything that is waited for here

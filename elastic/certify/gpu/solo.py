@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from elastic.certify.alone import program_file
-from elastic.certify.planning import job_of
+from elastic.certify.harness.layouts_tried import job_of
+from elastic.certify.reference.one_process import program_file
 from elastic.program import load_program
 from elastic.types import Layout, NodePrepared, Plan, Quiesced, StepDone, WorkerFailed, WorkerId
-from elastic.worker.session import Session
-from elastic.worker.workplace import host_meeting
+from elastic.worker.session.session import Session
+from elastic.worker.session.workplace import host_meeting
 
 MANY = 1_000_000  # steps: until it is told to stop
 

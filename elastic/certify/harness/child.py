@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.certify.tasks import Failed, Limit
-from elastic.cluster.processes import die_with_parent
+from elastic.cluster.ray.processes import die_with_parent
 
 LEFT_OUT = ("RAY_ADDRESS", "ELASTIC_STORAGE", "RAY_JOB_CONFIG_JSON_ENV_VAR")  # that a check sets itself
 ALWAYS = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -56,7 +56,7 @@ def run(words: Sequence[str], setting: Setting, limit: Limit, what: str) -> str:
 
 def _end(process: subprocess.Popen[str]) -> None:
     """With all that it started."""
-    from elastic.cluster import processes
+    from elastic.cluster.ray import processes
 
     if process.poll() is None:
         processes.end_tree(process.pid)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from importlib import util
 from typing import TYPE_CHECKING, Any
 
-from elastic.certify.place import CPU_RANKS, MOST_RANKS, Place
+from elastic.certify.harness.place import CPU_RANKS, MOST_RANKS, Place
 from elastic.errors import SpecError
-from elastic.types.labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS
+from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS
 
 if TYPE_CHECKING:
-    from elastic.cluster.nodes import RayNode
-    from elastic.cluster.outposts import Seat
+    from elastic.cluster.nodes.providers import RayNode
+    from elastic.cluster.workers.remote_processes import Seat
 
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit`
 NOTICE_S = 20
@@ -29,9 +29,9 @@ def address() -> str:
 
 def find(address: str, gpus: int | None) -> Place:
     """Connects to the cluster. `gpus`: how many to use, 0 = the CPU; without GPUs: how many processes. Raises SpecError."""
-    from elastic.cluster import outposts
+    from elastic.cluster.workers import remote_processes
 
-    return place_of(address, outposts.connect(address), gpus)
+    return place_of(address, remote_processes.connect(address), gpus)
 
 
 def place_of(address: str, nodes: Sequence[RayNode], gpus: int | None) -> Place:
@@ -70,7 +70,7 @@ def name_of(node: RayNode) -> str:
 
 
 def _seat(node: RayNode, on_gpu: bool) -> Seat:
-    from elastic.cluster.outposts import Seat
+    from elastic.cluster.workers.remote_processes import Seat
 
     return Seat(node.ray_id, name_of(node), node.address, on_gpu)
 
@@ -96,8 +96,8 @@ def world(place: Place) -> int:
     """How many ranks a job on these pools has; 0 = the place is no cluster."""
     if not place.address:
         return 0
-    from elastic.cluster.nodes import pool_of, workers_of
-    from elastic.spec import PoolSpec
+    from elastic.cluster.nodes.providers import pool_of, workers_of
+    from elastic.config.job import PoolSpec
 
     found = [PoolSpec(**pool).pool() for pool in pools(place)]
     chosen = [(node, pool_of(node, found)) for node in place.nodes]

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic.certify.crew import Crew
-from elastic.certify.member import LocalMember, Member
-from elastic.certify.place import Place
+from elastic.certify.harness.member import LocalMember, Member
+from elastic.certify.harness.place import Place
+from elastic.certify.harness.worker_pool import Crew
+from elastic.certify.harness.worker_process import SESSION
 from elastic.certify.tasks import Limit, OutOfTime
-from elastic.certify.worker_process import SESSION
 from elastic.ledger.run_folder import RunFolder
 from elastic.storage import Storage, open_storage
 
 if TYPE_CHECKING:
-    from elastic.cluster.outposts import Hands
+    from elastic.cluster.workers.remote_processes import Hands
 
-SERVED = "elastic.certify.worker_process:Served"
+SERVED = "elastic.certify.harness.worker_process:Served"
 
 
 def remove(storage: Storage) -> None:
@@ -75,17 +75,17 @@ class Lab:
         environments = self.place.environments()
         if not self.place.address:
             return Crew(len(environments), lambda i: LocalMember(environments[i], self.session), limit=limit)
-        from elastic.cluster import outposts
+        from elastic.cluster.workers import remote_processes
 
         if self._hands is None:
-            self._hands = outposts.Hands(self.place.seats)
+            self._hands = remote_processes.Hands(self.place.seats)
         hands, seats = self._hands, self.place.seats
 
         def start(i: int) -> Member:
-            order = outposts.Order(SERVED, (self.session,), environments[i])
-            return outposts.Outpost(seats[i], hands, order)
+            order = remote_processes.Order(SERVED, (self.session,), environments[i])
+            return remote_processes.Outpost(seats[i], hands, order)
 
-        return Crew(len(seats), start, outposts.own_address(), limit)
+        return Crew(len(seats), start, remote_processes.own_address(), limit)
 
     def make_room(self) -> None:
         """For other processes on the same GPUs: Ray gives a GPU to one at a time."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from elastic.planner.balance import microbatches, shares, stage_layers
-from elastic.policy.placement import keepers
+from elastic.planner.hetero.balance import microbatches, shares, stage_layers
+from elastic.policy.copies.replica_placement import keepers
 from elastic.types import Holding, Layout, Plan, Resume, WorkerId
 
 N_BLOCKS, TP_LIMIT, GLOBAL_BATCH = 8, 8, 48  # of programs/small.py

@@ -1,4 +1,4 @@
-"""One worker of a crew, as the crew sees it: a process of this host, or (elastic.cluster.outposts) an actor on some node."""
+"""One worker of a crew, as the crew sees it: a process of this host, or (elastic.cluster.workers.remote_processes) an actor on some node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from elastic.certify.worker_process import serve
+from elastic.certify.harness.worker_process import serve
 
 
 class Member(Protocol):

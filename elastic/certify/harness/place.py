@@ -16,8 +16,8 @@ from elastic.certify.tasks import HERE
 from elastic.errors import SpecError
 
 if TYPE_CHECKING:
-    from elastic.cluster.nodes import RayNode
-    from elastic.cluster.outposts import Seat
+    from elastic.cluster.nodes.providers import RayNode
+    from elastic.cluster.workers.remote_processes import Seat
 
 Kind = Literal["cpu-gloo", "one-gpu", "several-gpus"]
 CPU_RANKS, SHARED_RANKS = 4, 4

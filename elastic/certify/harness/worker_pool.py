@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait as wait_for
 from typing import Any, TypeVar
 
-from elastic.certify.member import Member
+from elastic.certify.harness.member import Member
 from elastic.certify.tasks import Failed, Limit, Refused
 from elastic.types import Event, NodePrepared, Plan, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
-from elastic.worker.workplace import host_meeting
+from elastic.worker.session.workplace import host_meeting
 
-MOST_S = 60.0  # for anything that is waited for; a worker's bound in elastic.cluster.silence
+MOST_S = 60.0  # for anything that is waited for; a worker's bound in elastic.cluster.workers.liveness
 MEETS_S = 30.0  # that a worker waits for another at the store of a generation
 PLACED_S = 60.0  # for a place on a node of a cluster
 LOOK_S = 0.02

@@ -9,10 +9,10 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from elastic.cluster.processes import die_with_parent
-from elastic.worker.environment import settle
+from elastic.cluster.ray.processes import die_with_parent
+from elastic.worker.process.environment import settle
 
-SESSION = "elastic.worker.session:Session"
+SESSION = "elastic.worker.session.session:Session"
 POLL_S = 0.5
 
 

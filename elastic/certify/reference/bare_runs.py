@@ -1,4 +1,4 @@
-"""Starts bare.py, or another module, in one process per rank, as torchrun would, and reads what rank 0 printed."""
+"""Starts bare_torch.py, or another module, in one process per rank, as torchrun would, and reads what rank 0 printed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import tempfile
 import time
 from typing import Any
 
-from elastic.certify.place import Place, free_port
+from elastic.certify.harness.place import Place, free_port
 from elastic.certify.tasks import Failed, Limit
-from elastic.cluster.processes import die_with_parent
+from elastic.cluster.ray.processes import die_with_parent
 
 MOST_S = 90.0
 WIRE_BYTES = 16 << 20
@@ -21,12 +21,12 @@ TAIL = 1500
 
 def wire(place: Place, limit: Limit) -> float:
     """GB/s of bare messages between all ranks at once."""
-    return float(run(place, ("elastic.certify.bare", "wire", str(WIRE_BYTES)), limit)["gb_per_s"])
+    return float(run(place, ("elastic.certify.reference.bare_torch", "wire", str(WIRE_BYTES)), limit)["gb_per_s"])
 
 
 def train(place: Place, n_steps: int, limit: Limit) -> list[float]:
     """Seconds of each step of the plain loop."""
-    return [float(s) for s in run(place, ("elastic.certify.bare", "train", str(n_steps)), limit)["step_s"]]
+    return [float(s) for s in run(place, ("elastic.certify.reference.bare_torch", "train", str(n_steps)), limit)["step_s"]]
 
 
 def run(place: Place, module: tuple[str, ...], limit: Limit, most_s: float = MOST_S) -> dict[str, Any]:
@@ -70,17 +70,19 @@ def _result(module: tuple[str, ...], text: str, failed: bool) -> dict[str, Any]:
 
 def _on_cluster(place: Place, module: tuple[str, ...], limit: Limit, most_s: float) -> dict[str, Any]:
     """At the seats of the place."""
-    from elastic.cluster import outposts
+    from elastic.cluster.workers import remote_processes
 
     seats = place.seats[: place.ranks]
-    port = outposts.free_port(seats[0])
+    port = remote_processes.free_port(seats[0])
     environments = tuple(
         {"OMP_NUM_THREADS": "1", **own, **_rank(rank, len(seats), seats[0].host, port)}
         for rank, own in enumerate(place.environments())
     )
     what = " ".join(module)
     try:
-        ended = outposts.run(seats, outposts.Errand(("-m", *module), environments, most_s), lambda: limit.look(what))
+        ended = remote_processes.run(
+            seats, remote_processes.Errand(("-m", *module), environments, most_s), lambda: limit.look(what)
+        )
     except TimeoutError as error:
         raise Failed(str(error)) from error
     return _result(module, "\n".join(text for _, text in ended), any(code for code, _ in ended))

@@ -1,6 +1,6 @@
 """The same model as anybody would write it: torchrun's environment, plain FSDP2, no elastic.worker; and bare messages.
 
-`python -m elastic.certify.bare train STEPS` or `... wire BYTES`, one process per rank with RANK, WORLD_SIZE, MASTER_ADDR and
+`python -m elastic.certify.reference.bare_torch train STEPS` or `... wire BYTES`, one process per rank with RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT. Rank 0 prints one JSON line: {"step_s": [...], "losses": [...]} or {"gb_per_s": ...}.
 """
 
@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import default_collate
 
-from elastic.certify.alone import program_file
-from elastic.certify.planning import GLOBAL_BATCH
+from elastic.certify.harness.layouts_tried import GLOBAL_BATCH
+from elastic.certify.reference.one_process import program_file
 from elastic.program import load_program
 
 MESSAGE_BYTES = 4 << 20

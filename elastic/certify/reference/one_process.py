@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +10,9 @@ import torch
 from elastic.certify.tasks import Limit
 from elastic.data.order import sample_ids
 from elastic.program import load_program
+from elastic.version import PACKAGE
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = PACKAGE / "certify" / "programs"
 
 
 def program_file(name: str) -> str:

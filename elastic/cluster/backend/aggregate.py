@@ -20,7 +20,7 @@ from elastic.types import (
     WorkerId,
     worst,
 )
-from elastic.worker.commit import Told
+from elastic.worker.program.commit import Told
 
 OPEN_COPIES = 4  # durable copies whose parts are waited for; of older ones the rest will not come
 LATE_LEAST_S, LATE_FACTOR = 10.0, 3.0  # a part is late after 3 x the time that the slowest of the others took

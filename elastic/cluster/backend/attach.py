@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic.cluster.actors import Passport
-from elastic.cluster.crew import Crew
-from elastic.cluster.ray_run import RayRun
+from elastic.cluster.backend.ray_run import RayRun
+from elastic.cluster.workers.worker_actor import Passport
+from elastic.cluster.workers.worker_group import Crew
 from elastic.types import Event, Plan, StepDone, WorkerFailed, WorkerId
 
 

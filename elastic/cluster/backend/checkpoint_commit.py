@@ -16,14 +16,14 @@ from dataclasses import asdict, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from elastic.cluster.copy_checks import CopyChecks, Paced
+from elastic.cluster.backend.checkpoint_checks import CopyChecks, Paced
 from elastic.errors import ElasticError
-from elastic.mesh import coordinates, rank_of
 from elastic.storage import Storage
 from elastic.types import Copy, CopyFailed, CopyRemoved, CopyStored, Event, Plan, WorkerId
+from elastic.types.grid import coordinates, rank_of
 
 if TYPE_CHECKING:
-    from elastic.worker.gather import Parts
+    from elastic.cluster.backend.aggregate import Parts
 
 log = logging.getLogger(__name__)
 
@@ -140,20 +140,20 @@ class DurableCopies:
             self._checks.check(copy)
 
     def _commit_files(self, plan: Plan, step: int, digest: int) -> str:
-        from elastic.worker import durable
-        from elastic.worker.durable_format import SAMPLES
+        from elastic.worker.checkpoint import checkpoint_writer
+        from elastic.worker.checkpoint.checkpoint_format import SAMPLES
 
         cut = {"layout": asdict(plan.layout), "layers": list(plan.layers), "samples": list(plan.samples)}
         samples = {SAMPLES: text} if (text := self.digests.get(step)) else {}
         meta = {**self.meta, **cut, **samples, "digest": str(digest), "saved_at_s": time.time()}
-        return durable.commit(self.storage, step, plan.generation, len(plan.ranks), self.epoch, meta)
+        return checkpoint_writer.commit(self.storage, step, plan.generation, len(plan.ranks), self.epoch, meta)
 
     def _remove(self, uri: str) -> None:
-        from elastic.worker import durable
+        from elastic.worker.checkpoint import checkpoint_index
 
         for left in reversed(range(REMOVE_TRIES)):
             try:
-                durable.remove_copy(self.storage, uri, self.epoch)
+                checkpoint_index.remove_copy(self.storage, uri, self.epoch)
             except Exception as error:  # noqa: BLE001 - tried again
                 log.warning("%s was not removed: %s", uri, error)
                 time.sleep(REMOVE_WAIT_S if left else 0.0)
@@ -162,10 +162,10 @@ class DurableCopies:
                 return
 
     def _clean(self, below_step: int | None) -> None:
-        from elastic.worker import durable
+        from elastic.worker.checkpoint import checkpoint_index
 
         try:
-            for folder in durable.clean(self.storage, self.epoch, below_step):
+            for folder in checkpoint_index.clean(self.storage, self.epoch, below_step):
                 log.info("%s: left by an interrupted save, removed", folder)
             self.storage.clean_unfinished(UNFINISHED_AT_START_S if below_step is None else UNFINISHED_S)
         except Exception as error:  # noqa: BLE001 - tried again after the next copy
@@ -173,9 +173,9 @@ class DurableCopies:
 
 
 def _verify(uri: str, paced: Paced) -> list[str]:
-    from elastic.worker import durable
+    from elastic.worker.checkpoint import checkpoint_index
 
-    return durable.verify(uri, paced=paced)
+    return checkpoint_index.verify(uri, paced=paced)
 
 
 def holders_of(parts: Parts, rank: int) -> list[WorkerId]:

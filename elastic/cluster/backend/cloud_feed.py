@@ -6,10 +6,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elastic.cluster.lookouts import Lookouts, OwnLookout
-from elastic.cluster.market import Ticker
-from elastic.cluster.notices import Notices
-from elastic.cluster.probes.watch import Report
+from elastic.cluster.notices.merged_notices import Notices
+from elastic.cluster.notices.notice_watchers import Lookouts, OwnLookout
+from elastic.cluster.notices.sources.watch import Report
+from elastic.cluster.prices.market import Ticker
 from elastic.types import Event, Node, Pool
 
 log = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from elastic.cluster import drills
-from elastic.cluster.nodes import NodeProvider
-from elastic.cluster.notices import DRILL
-from elastic.drill_spec import ON_NODES, ON_WORKERS, PARTITION_S, SIDES
+from elastic.cluster.backend import drills
+from elastic.cluster.nodes.providers import NodeProvider
+from elastic.cluster.notices.merged_notices import DRILL
+from elastic.config.drill import ON_NODES, ON_WORKERS, PARTITION_S, SIDES
 from elastic.errors import SpecError
 from elastic.types import DrillAsked, Event, Node, Notice, Plan, Pool, WorkerId
 

@@ -12,9 +12,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from elastic.cluster.boundary import Boundary
+from elastic.cluster.ray.thread_boundary import Boundary
+from elastic.config.job import drill_entry
 from elastic.errors import SpecError, StorageRefused
-from elastic.spec import drill_entry
 from elastic.storage import Storage
 from elastic.types import MarketType, Plan
 

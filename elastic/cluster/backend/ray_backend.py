@@ -18,26 +18,27 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 
-from elastic.cluster import _ray_private, drills
-from elastic.cluster.actors import WorkerSetup
-from elastic.cluster.admission import Entrance
-from elastic.cluster.attached import Attached
-from elastic.cluster.autoscaler import provider_for
-from elastic.cluster.claims import Order, left_paid
-from elastic.cluster.copies import Commit, DurableCopies, holders_of
-from elastic.cluster.crew import POLL_S, Answer, Berth, Broken, Crew
-from elastic.cluster.drilling import Drilling
-from elastic.cluster.local import LAST_WORDS, LocalCluster
-from elastic.cluster.lookouts import drain_in_ray
-from elastic.cluster.nodes import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey
-from elastic.cluster.outlook import Outlook
-from elastic.cluster.output import last_words
-from elastic.cluster.pacing import Pacing
-from elastic.cluster.ray_run import RayRun
-from elastic.cluster.silence import Silence, patience_s
+from elastic.cluster.backend import drills
+from elastic.cluster.backend.attach import Attached
+from elastic.cluster.backend.checkpoint_commit import Commit, DurableCopies, holders_of
+from elastic.cluster.backend.cloud_feed import Outlook
+from elastic.cluster.backend.drill_runner import Drilling
+from elastic.cluster.backend.ray_run import RayRun
+from elastic.cluster.local.local_cluster import LAST_WORDS, LocalCluster
+from elastic.cluster.nodes.autoscaler import provider_for
+from elastic.cluster.nodes.demand import Order, left_paid
+from elastic.cluster.nodes.providers import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey
+from elastic.cluster.notices.notice_watchers import drain_in_ray
+from elastic.cluster.ray import _ray_private
+from elastic.cluster.workers.admission_links import Entrance
+from elastic.cluster.workers.liveness import Silence, patience_s
+from elastic.cluster.workers.output import last_words
+from elastic.cluster.workers.poll_pacing import Pacing
+from elastic.cluster.workers.worker_actor import WorkerSetup
+from elastic.cluster.workers.worker_group import POLL_S, Answer, Berth, Broken, Crew
 from elastic.errors import LostContact, SpecError
 from elastic.ledger.lease import Lease
-from elastic.policy.facts import digested
+from elastic.policy.state.event_handlers import digested
 from elastic.storage import open_storage
 from elastic.types import (
     Abort,
@@ -75,7 +76,7 @@ from elastic.types import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from elastic.worker.workplace import EnterOrder
+    from elastic.worker.session.workplace import EnterOrder
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class RayBackend:
     _closed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        from elastic.worker.gather import Gather
+        from elastic.cluster.backend.aggregate import Gather
 
         threading.Thread(target=importlib.import_module, args=("torch.distributed",), daemon=True).start()
         run = self.run
@@ -279,7 +280,7 @@ class RayBackend:
         self.crew.call_all("drop_groups", action.generation)
 
     def _meeting(self, plan: Plan) -> EnterOrder:
-        from elastic.worker.workplace import host_meeting
+        from elastic.worker.session.workplace import host_meeting
 
         timeout_s = self.silence.timeout_s(plan.predicted_step_time_s)
         order, self._stores[plan.generation] = host_meeting(plan, ray.util.get_node_ip_address(), timeout_s)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.cluster.actors import SESSION
-from elastic.fingerprint import KEY
+from elastic.cluster.workers.worker_actor import SESSION
+from elastic.config.fingerprint import KEY
 from elastic.ledger.run_folder import key_of
 from elastic.types import Plan, Pool
 

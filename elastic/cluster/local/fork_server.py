@@ -1,7 +1,7 @@
 """Workers of the embedded cluster as forks of one process that has imported torch and elastic already.
 
 Four workers on one machine would import the same for 4 s of CPU each, on cores that others train on; and a worker that is
-replaced would take that long to come. `python -m elastic.cluster.fork_server FOLDER` imports once, then forks when asked
+replaced would take that long to come. `python -m elastic.cluster.local.fork_server FOLDER` imports once, then forks when asked
 (by fork_client.py, which Ray starts in the place of a worker): the fork takes over the client's arguments, environment, working
 folder and open files, and becomes a Ray worker as any other. It imports no ray: Ray reads its environment when it is loaded.
 
@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic.cluster import processes
-from elastic.worker.environment import settle
+from elastic.cluster.ray import processes
+from elastic.worker.process.environment import settle
 
 log = logging.getLogger(__name__)
 
 SOCKET, FORKS = "fork-server", "forks"  # in the cluster's folder; FORKS holds a file per client, with the pid of its fork
-PRELOADED = ("elastic.worker.session", "elastic.worker.job_program")
+PRELOADED = ("elastic.worker.session.session", "elastic.worker.program.job_program")
 REQUEST_MOST = 1 << 20
 N_FILES = 3  # standard input, output and error go over
 

@@ -1,6 +1,6 @@
 """The embedded cluster: several real Ray nodes on this machine, gone with the driver.
 
-`LocalCluster` is the driver's side. It starts the keeper (keeper.py), which starts this module as the cluster process; the two
+`LocalCluster` is the driver's side. It starts the keeper (supervisor.py), which starts this module as the cluster process; the two
 speak JSON lines. Nodes stand on loopback, in a folder of their own, with a token of their own, and know nothing of other Ray
 clusters here.
 """
@@ -24,8 +24,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from elastic.cluster import fork_server, own_token, processes
+from elastic.cluster.local import cluster_token, fork_server
+from elastic.cluster.ray import processes
 from elastic.errors import InternalError
+from elastic.version import PACKAGE
 
 HOST = "127.0.0.1"  # by this very name Ray listens on loopback only; for any other address on all interfaces
 START_MOST_S = 120.0
@@ -79,7 +81,7 @@ class LocalCluster:
         self._ended = False
         self._connected: ExitStack | None = None
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "elastic.cluster.keeper"],
+            [sys.executable, "-m", "elastic.cluster.local.supervisor"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True,
             env=_environment(python_path) | ({ENVIRONMENTS: "1"} if environments else {}),
         )  # fmt: skip
@@ -109,22 +111,22 @@ class LocalCluster:
     @property
     def environment(self) -> dict[str, str]:
         """Of other processes that are to connect to it: where its token is."""
-        return own_token.environment(self.folder)
+        return cluster_token.environment(self.folder)
 
     @contextmanager
     def introduced(self) -> Iterator[None]:
         """Meanwhile this process, whose environment is then `environment`, may connect to the cluster by its address."""
-        from elastic.cluster._ray_private import read_environment_again
+        from elastic.cluster.ray._ray_private import read_environment_again
 
         with ExitStack() as stack:
             stack.callback(read_environment_again)
-            stack.enter_context(own_token.replaced(self.environment))
+            stack.enter_context(cluster_token.replaced(self.environment))
             read_environment_again()
             yield
 
     def connect(self, namespace: str) -> None:
         """ray.init; this process is introduced until `disconnect`."""
-        from elastic.cluster import _ray_private
+        from elastic.cluster.ray import _ray_private
 
         with ExitStack() as stack:
             stack.enter_context(self.introduced())
@@ -221,9 +223,8 @@ class LocalCluster:
 
 def _environment(python_path: Sequence[str]) -> dict[str, str]:
     """Of the keeper, and so of all nodes and workers."""
-    package = str(Path(__file__).resolve().parents[2])
-    path = [*python_path, package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", own_token.INSTEAD)}
+    path = [*python_path, str(PACKAGE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", cluster_token.INSTEAD)}
     return {**WORKER_ENVIRONMENT, **inherited, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
 
 
@@ -238,7 +239,7 @@ class _Nodes:
         Path(folder, "ray").mkdir()
         from ray.cluster_utils import Cluster
 
-        from elastic.cluster._ray_private import lean_python
+        from elastic.cluster.ray._ray_private import lean_python
 
         self.folder, self.out = folder, out
         self.python = sys.executable

@@ -1,6 +1,6 @@
 """The keeper of the embedded cluster: ends every process of it when the driver ends, however that comes about.
 
-`python -m elastic.cluster.keeper` starts `elastic.cluster.local` and adopts whatever that leaves behind. It imports no ray and
+`python -m elastic.cluster.local.supervisor` starts `elastic.cluster.local.local_cluster` and adopts whatever that leaves behind. It imports no ray and
 does nothing but wait: for end of file on its input (the driver has closed it or is gone), for a new parent (the driver was
 killed), for SIGTERM, or for the end of the cluster process. Then it kills all processes below it and removes their folder.
 The cluster process does the same when the keeper itself is killed. It stands in a session of its own: Ctrl-C does not reach it.
@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 
-from elastic.cluster import own_token, processes
+from elastic.cluster.local import cluster_token
+from elastic.cluster.ray import processes
 
 LOOK_S = 0.1
 SOCKET_PATH_MOST = 40  # bytes of the folder's name: paths of sockets below it must stay under 108
@@ -30,10 +31,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.adopt_orphans()
     folder = new_folder()
-    own_token.write(folder)
+    cluster_token.write(folder)
     cluster = subprocess.Popen(
-        [sys.executable, "-m", "elastic.cluster.local", folder, str(os.getpid())],
-        env={**os.environ, **own_token.environment(folder)},
+        [sys.executable, "-m", "elastic.cluster.local.local_cluster", folder, str(os.getpid())],
+        env={**os.environ, **cluster_token.environment(folder)},
     )
     try:
         wait(cluster.pid, parent, asked)

@@ -18,11 +18,11 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.cluster import _ray_private
-from elastic.cluster.boundary import Boundary
-from elastic.cluster.claims import Order
-from elastic.cluster.nodes import ClusterNodes, NodeProvider, RayNode, living
-from elastic.cluster.watcher import NAME, NAMESPACE, Report, Watcher
+from elastic.cluster.nodes.autoscaler_agent import NAME, NAMESPACE, Report, Watcher
+from elastic.cluster.nodes.demand import Order
+from elastic.cluster.nodes.providers import ClusterNodes, NodeProvider, RayNode, living
+from elastic.cluster.ray import _ray_private
+from elastic.cluster.ray.thread_boundary import Boundary
 from elastic.types import Event, InstancesSeen, RequestFailed
 
 log = logging.getLogger(__name__)

@@ -21,11 +21,11 @@ import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
-from elastic.cluster import _ray_private
-from elastic.cluster.boundary import Boundary
-from elastic.cluster.claims import Claims, Order, Seen
-from elastic.cluster.node_types import Bundle, Monitor, NodeType, bundle_of, monitor_here, read_types, type_of
-from elastic.cluster.nodes import RayNode, living, pool_of
+from elastic.cluster.nodes.demand import Claims, Order, Seen
+from elastic.cluster.nodes.node_types import Bundle, Monitor, NodeType, bundle_of, monitor_here, read_types, type_of
+from elastic.cluster.nodes.providers import RayNode, living, pool_of
+from elastic.cluster.ray import _ray_private
+from elastic.cluster.ray.thread_boundary import Boundary
 from elastic.types import Pool
 
 log = logging.getLogger(__name__)

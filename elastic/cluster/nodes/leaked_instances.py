@@ -11,7 +11,7 @@ import boto3
 from botocore import exceptions as aws
 from botocore.config import Config
 
-from elastic.cluster.aws_errors import EXPIRED, NO_CREDENTIALS, NO_LOGIN, REFUSED, THROTTLED, UNKNOWN, code_of
+from elastic.cluster.prices.aws_errors import EXPIRED, NO_CREDENTIALS, NO_LOGIN, REFUSED, THROTTLED, UNKNOWN, code_of
 from elastic.errors import CloudFailed, SpecError
 
 T = TypeVar("T")

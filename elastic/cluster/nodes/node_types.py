@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from elastic.cluster import processes
+from elastic.cluster.ray import processes
 from elastic.types import Pool
-from elastic.types.labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
+from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
 
 MONITOR = "/autoscaler/v2/monitor.py"
 

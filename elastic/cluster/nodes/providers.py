@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.cluster import _ray_private, processes
-from elastic.cluster.boundary import Boundary
-from elastic.cluster.local import LocalCluster, NodeOrder, visible_gpus
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder, visible_gpus
+from elastic.cluster.ray import _ray_private, processes
+from elastic.cluster.ray.thread_boundary import Boundary
 from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
-from elastic.types.labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
+from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from elastic.cluster.probes.watch import Report
+from elastic.cluster.notices.sources.watch import Report
 from elastic.types import Event, Node, NodeWarned, Notice, NoticeWithdrawn, Pool
 
 SAME_S = 1.0  # deadlines that differ by less are the same

@@ -17,10 +17,10 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.cluster import _ray_private, processes
-from elastic.cluster.boundary import Boundary
-from elastic.cluster.probes.detect import Place, sources_of
-from elastic.cluster.probes.watch import Report, Watch
+from elastic.cluster.notices.sources.detect import Place, sources_of
+from elastic.cluster.notices.sources.watch import Report, Watch
+from elastic.cluster.ray import _ray_private, processes
+from elastic.cluster.ray.thread_boundary import Boundary
 
 log = logging.getLogger(__name__)
 

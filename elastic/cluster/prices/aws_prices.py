@@ -19,7 +19,7 @@ from botocore import exceptions as aws
 from botocore.config import Config
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
 
-from elastic.cluster.aws_errors import EXPIRED, NO_CREDENTIALS, NO_LOGIN, PASSING, REFUSED, THROTTLED, UNKNOWN, code_of
+from elastic.cluster.prices.aws_errors import EXPIRED, NO_CREDENTIALS, NO_LOGIN, PASSING, REFUSED, THROTTLED, UNKNOWN, code_of
 
 T = TypeVar("T")
 

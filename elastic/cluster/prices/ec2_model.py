@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from elastic.cluster_spec import ClusterSpec, Problem
+from elastic.config.clusters import ClusterSpec, Problem
 
 # Keys of a node_config that are Ray's, and those of RunInstances that Ray itself fills in.
 RAYS_KEYS = ("SubnetIds",)

@@ -16,8 +16,8 @@ from statistics import median
 from typing import Any
 
 from elastic import catalog
-from elastic.cluster.aws_prices import AwsPrices, NoAnswer, NoCredentials
-from elastic.cluster.boundary import Boundary
+from elastic.cluster.prices.aws_prices import AwsPrices, NoAnswer, NoCredentials
+from elastic.cluster.ray.thread_boundary import Boundary
 from elastic.types import Event, Pool, PriceSeen
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Every private Ray name that this package uses, each with a compatibility test (tests/cluster/test_ray_private.py)."""
+"""Every private Ray name that this package uses, each with a compatibility test (tests/cluster/ray/test_ray_private.py)."""
 
 from __future__ import annotations
 

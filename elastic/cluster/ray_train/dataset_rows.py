@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic.data.parquet import INDEX, read_index, with_rows, write_rows
+from elastic.data.sources.parquet import INDEX, read_index, with_rows, write_rows
 from elastic.errors import SpecError
 from elastic.storage import Storage, open_storage
 

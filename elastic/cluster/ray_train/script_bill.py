@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic.ledger.journal import Line
-from elastic.policy.facts import billed
-from elastic.policy.state import State, fold
+from elastic.policy.state.event_handlers import billed
+from elastic.policy.state.fold import State, fold
 from elastic.types import DriverStarted, Event, InstancesSeen, NodeLost, NodeReady, PriceSeen
 
 ORPHAN_LEASE_S = 120.0  # the groups end with their driver: this is only for what it asked of an autoscaler

@@ -1,4 +1,4 @@
-"""`python -m elastic.cluster.script_child SCRIPT ARGS`: becomes the user's script, and ends when its supervisor ends.
+"""`python -m elastic.cluster.ray_train.script_child SCRIPT ARGS`: becomes the user's script, and ends when its supervisor ends.
 
 A script that asks `ray.train.get_preemption_info()` is run in this process, where that question goes to its supervisor, a
 worker of Ray Train; any other one replaces this process (exec).
@@ -29,7 +29,7 @@ def main() -> None:
     descriptor = os.environ.pop(QUESTIONS, None)
     if descriptor is None:
         os.execv(sys.executable, [sys.executable, "-u", script, *arguments])
-    from elastic.cluster._ray_private import answer_preemption_info
+    from elastic.cluster.ray._ray_private import answer_preemption_info
 
     answer_preemption_info(asker(socket.socket(fileno=int(descriptor))))
     sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(os.path.abspath(script))

@@ -4,12 +4,11 @@ time, with all that it has started, where a thread of the driver that waits in R
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
-if TYPE_CHECKING:
-    from elastic.cluster.script_run import ScriptJob
+from elastic.cluster.ray_train.script_job import ScriptJob
 
 RESIZE_S = 60.0  # Ray Train's own look for more nodes; the driver restarts the group much earlier
 SETTINGS = {  # of Ray Train, unless the user has set them
@@ -27,7 +26,7 @@ class Trainer:
 
     def __init__(self, environment: dict[str, str]) -> None:
         os.environ.update(environment)
-        from elastic.cluster import script_trainer
+        from elastic.cluster.ray_train import script_trainer
 
         self._trainer = script_trainer.trainer
 

@@ -15,22 +15,23 @@ from typing import Any, NoReturn
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.cluster import _ray_private, drills
-from elastic.cluster.autoscaler import provider_for
-from elastic.cluster.claims import Order
-from elastic.cluster.drilling import Drilling
-from elastic.cluster.local import LocalCluster
-from elastic.cluster.nodes import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey, signal_there
-from elastic.cluster.outlook import Outlook
-from elastic.cluster.ray_run import namespace_of
-from elastic.cluster.script_bill import ORPHAN_LEASE_S, counted
-from elastic.cluster.script_fit import Fit
-from elastic.cluster.script_state import Needs, Script, lines_of, some
-from elastic.cluster.script_words import Board, Hello, Said, Word
+from elastic.cluster.backend import drills
+from elastic.cluster.backend.cloud_feed import Outlook
+from elastic.cluster.backend.drill_runner import Drilling
+from elastic.cluster.local.local_cluster import LocalCluster
+from elastic.cluster.nodes.autoscaler import provider_for
+from elastic.cluster.nodes.demand import Order
+from elastic.cluster.nodes.providers import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey, signal_there
+from elastic.cluster.ray import _ray_private
+from elastic.cluster.ray_train.script_bill import ORPHAN_LEASE_S, counted
+from elastic.cluster.ray_train.script_fit import Fit
+from elastic.cluster.ray_train.script_job import ScriptJob
+from elastic.cluster.ray_train.script_messages import Board, Hello, Said, Word
+from elastic.cluster.ray_train.script_state import Script, lines_of, some
 from elastic.driver import LINE_EVERY_S, Recorder, stop_signals
 from elastic.errors import LostContact
 from elastic.ledger.lease import Lease
-from elastic.policy.state import State
+from elastic.policy.state.fold import State
 from elastic.storage import open_storage
 from elastic.types import (
     Decision,
@@ -53,32 +54,6 @@ FIRST_NODES_S = 60.0  # how long the first group waits for nodes that were asked
 BACKOFF_S, BACKOFF_MOST_S = 30.0, 600.0
 END_S = 15.0  # for Ray Train to end
 LEAVE_S = 3.0  # for the supervisors of a run that was stopped or has failed
-
-
-@dataclass(frozen=True)
-class ScriptJob:
-    """What to run. `uri`: the run's folder. `logs`: where each rank's output goes. `ray_storage`: Ray Train's own folder."""
-
-    name: str
-    file: str
-    args: tuple[str, ...]
-    cwd: str
-    asks_ray: bool
-    needs: Needs
-    uri: str
-    logs: str
-    ray_storage: str
-    address: str = ""
-    drill: tuple[Mapping[str, Any], ...] = ()
-    max_nodes: int | None = None
-
-    @property
-    def namespace(self) -> str:
-        return namespace_of(self.uri)
-
-    @property
-    def uses_gpus(self) -> bool:
-        return any(pool.accelerator_type != "CPU" for pool in self.needs.pools)
 
 
 @dataclass
@@ -368,7 +343,7 @@ class ScriptRun:
             return
         if len(self.script.workers()) < self.job.needs.min_workers:
             return
-        from elastic.cluster.script_worker import Orders
+        from elastic.cluster.ray_train.script_worker import Orders
 
         self.script.expect("start")
         self.script.expected_s = now_s

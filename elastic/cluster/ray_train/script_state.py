@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from elastic.cluster.script_bill import counted
-from elastic.cluster.script_words import Ended, Formed, Hello, Order, Said, Word
-from elastic.policy.facts import billed
-from elastic.policy.state import State
+from elastic.cluster.ray_train.script_bill import counted
+from elastic.cluster.ray_train.script_messages import Ended, Formed, Hello, Order, Said, Word
+from elastic.policy.state.event_handlers import billed
+from elastic.policy.state.fold import State
 from elastic.types import (
     Abort,
     Cause,

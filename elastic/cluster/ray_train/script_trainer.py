@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.train.backend import Backend, BackendConfig
 
-if TYPE_CHECKING:
-    from elastic.cluster.script_run import ScriptJob
+from elastic.cluster.ray_train.script_job import ScriptJob
 
 
 class ScriptBackend(Backend):
@@ -29,7 +28,7 @@ def trainer(job: ScriptJob, settings: dict[str, Any], resize_s: float) -> Any:
     import ray.train
     from ray.train.torch import TorchTrainer
 
-    from elastic.cluster.script_worker import supervise
+    from elastic.cluster.ray_train.script_worker import supervise
 
     config: Any = ScriptConfig()
     scaling: dict[str, Any] = {

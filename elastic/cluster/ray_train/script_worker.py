@@ -24,9 +24,9 @@ import ray
 import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 
-from elastic.cluster.output import FILE_BYTES, make_folder, open_log, prune
-from elastic.cluster.script_child import PARENT, QUESTIONS
-from elastic.cluster.script_words import Ended, Formed, Hello, Order, Said, Word
+from elastic.cluster.ray_train.script_child import PARENT, QUESTIONS
+from elastic.cluster.ray_train.script_messages import Ended, Formed, Hello, Order, Said, Word
+from elastic.cluster.workers.output import FILE_BYTES, make_folder, open_log, prune
 
 BOARD_MOST_S = 120.0  # without an answer of the driver's board
 LOG_AGAIN_S = 10.0  # after a log could not be opened
@@ -134,7 +134,7 @@ class Supervisor:
             threading.Thread(target=answer, args=(mine,), name="questions", daemon=True).start()
         file, cwd = here(self.orders.file, self.orders.cwd)
         child = subprocess.Popen(
-            [sys.executable, "-m", "elastic.cluster.script_child", file, *self.orders.args],
+            [sys.executable, "-m", "elastic.cluster.ray_train.script_child", file, *self.orders.args],
             cwd=cwd, env=environment, pass_fds=theirs,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
         )  # fmt: skip

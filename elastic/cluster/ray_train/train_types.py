@@ -18,7 +18,7 @@ import ray
 import ray.train
 
 from elastic.errors import SpecError
-from elastic.types.labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS
+from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS
 
 POOL = "workers"  # where the job names none
 DEPRECATED = "DEPRECATED"
@@ -246,8 +246,8 @@ def train_loop(config: Mapping[str, Any]) -> dict[str, Any]:
     copies, of which each worker group goes on), run_name. Every durable copy is reported, with the metrics of its step; the
     summary of the run is returned. Raises SpecError, ProgramError; anything else that ends a rank is a RuntimeError.
     """
-    from elastic.spec import load_job
-    from elastic.worker.alone import Alone, Wishes
+    from elastic.config.job import load_job
+    from elastic.worker.standalone.standalone_run import Alone, Wishes
 
     given = dict(config)
     unknown = sorted(set(given) - {"job", "layout", "set", "storage", "run_name"})

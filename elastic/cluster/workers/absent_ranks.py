@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic.types import WorkerId
-from elastic.worker.doing import DEVICE, PATIENT, Doing
+from elastic.worker.process.doing import DEVICE, PATIENT, Doing
 
 Arrived = tuple[tuple[str, int, int], ...]
 

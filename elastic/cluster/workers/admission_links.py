@@ -1,5 +1,5 @@
 """Nodes are let in: who may be asked as a neighbour, and what the run's versions are. The checks are the workers' own
-(elastic.worker.admission); here is what needs Ray.
+(elastic.worker.profile.node_checks); here is what needs Ray.
 """
 
 from __future__ import annotations
@@ -9,13 +9,9 @@ import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-import ray
-from ray.exceptions import GetTimeoutError, RayError
-
-from elastic.cluster.crew import Crew
+from elastic.cluster.workers.worker_group import Crew
 from elastic.errors import SpecError
 from elastic.storage import Storage
 from elastic.types import (
@@ -33,7 +29,6 @@ from elastic.types import (
     version_differences,
 )
 from elastic.version import versions
-from elastic.worker.link import Door, listen
 
 log = logging.getLogger(__name__)
 
@@ -153,26 +148,3 @@ class Entrance:
         if self.folder is not None and self._mark:
             with suppress(OSError):
                 self.folder.delete(f"{PLACE}/{self._mark}")
-
-
-def entry(terms: Terms, neighbours: tuple[Any, ...]) -> Any:
-    """In the worker's process: what its session is given."""
-    from elastic.worker.admission import Entry
-
-    return Entry(terms, partial(doors, neighbours))
-
-
-def doors(neighbours: Iterable[Any]) -> list[Door]:
-    """Where these actors listen; one that does not answer is left out: it may be ending, and says nothing of this node."""
-    found = []
-    for ref in [actor.hear.remote() for actor in neighbours]:
-        try:
-            found.append(ray.get(ref, timeout=HEAR_MOST_S))
-        except (RayError, GetTimeoutError, OSError) as error:
-            log.info("a neighbour does not answer: %s", error)
-    return found
-
-
-def open_door(node_id: str) -> Door:
-    """At the address by which the others know this node."""
-    return listen(node_id, ray.util.get_node_ip_address())

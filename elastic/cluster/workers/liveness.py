@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import Any, Protocol
 
-from elastic.cluster.missing import Arrived, At, missing
+from elastic.cluster.workers.absent_ranks import Arrived, At, missing
 from elastic.types import Plan, Silent, WorkerId
-from elastic.worker.doing import PATIENT, Doing
+from elastic.worker.process.doing import PATIENT, Doing
 
 STEPPING_LEAST_S, STEP_TIMES = 1.0, 5.0
 LATE_TIMES, LATE_HALF_S = 4.0, 15.0  # of the machine's lateness, half of which is forgotten in this time

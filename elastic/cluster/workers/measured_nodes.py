@@ -10,11 +10,11 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.cluster import outposts
-from elastic.cluster.nodes import RayNode
+from elastic.cluster.nodes.providers import RayNode
+from elastic.cluster.workers import remote_processes
 from elastic.errors import CloudFailed, ElasticError, NoCapacity
-from elastic.types.labels import ACCELERATOR_LABEL
-from elastic.worker.measure import Wanted, accelerator_here, measure
+from elastic.types.node_labels import ACCELERATOR_LABEL
+from elastic.worker.profile.measure import Wanted, accelerator_here, measure
 
 WAIT_S = 120.0  # beyond the time that measuring takes: for GPUs that others use, and for Ray's worker to start
 
@@ -23,12 +23,12 @@ def measured(address: str, wanted: Wanted, kinds: Sequence[str] = ()) -> dict[st
     """Kind of accelerator -> what was found there, with `host`. `kinds`: only these, where the cluster has them. Raises
     SpecError where the cluster cannot be reached, NoCapacity where a node's GPUs do not come free."""
     try:
-        chosen = _chosen(outposts.connect(address), kinds)
+        chosen = _chosen(remote_processes.connect(address), kinds)
         tasks = {kind: _task(node, wanted) for kind, node in chosen.items()}
         end = time.monotonic() + wanted.seconds + WAIT_S
         return dict(_result(*item, chosen[item[0]], end) for item in tasks.items())
     finally:
-        outposts.disconnect()  # ends the tasks of this driver, and with them their processes
+        remote_processes.disconnect()  # ends the tasks of this driver, and with them their processes
 
 
 def _chosen(nodes: Sequence[RayNode], kinds: Sequence[str]) -> dict[str, RayNode]:

@@ -22,10 +22,10 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.cluster import _ray_private, processes
-from elastic.cluster.address import check_reachable, unreachable
-from elastic.cluster.nodes import RayNode, living
-from elastic.worker.environment import settle
+from elastic.cluster.nodes.providers import RayNode, living
+from elastic.cluster.ray import _ray_private, processes
+from elastic.cluster.ray.address import check_reachable, unreachable
+from elastic.worker.process.environment import settle
 
 NAMESPACE = "elastic-outposts"
 POLL_S = 0.5

@@ -16,18 +16,18 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic.cluster import processes
-from elastic.cluster.output import Output
+from elastic.cluster.ray import processes
+from elastic.cluster.workers.output import Output
 from elastic.errors import ElasticError, SpecError
 from elastic.types import Event, NodePrepared, Plan, Quiesced, Rehearsal, StepDone, Terms, WorkerId
 from elastic.version import versions
-from elastic.worker.environment import settle
+from elastic.worker.process.environment import settle
 
 log = logging.getLogger(__name__)
 
 Neighbours = tuple[Any, ...]  # actors on other nodes of the run
 
-SESSION = "elastic.worker.session:Session"
+SESSION = "elastic.worker.session.session:Session"
 MAX_CONCURRENCY = 6  # one long poll, the others for orders
 STEPS_KEPT = 500  # for the next driver
 PLANS_KEPT = 16  # likewise
@@ -107,13 +107,13 @@ class Worker:
         if terms is None:
             self.session.prepare(rehearsals)
             return
-        from elastic.cluster.admission import entry
+        from elastic.cluster.workers.neighbor_links import entry
 
         self.session.prepare(rehearsals, entry(terms, neighbours))
 
     def hear(self) -> Any:
         """A neighbour that is being let in measures its link to here: a Door. That is no word of the driver."""
-        from elastic.cluster.admission import open_door
+        from elastic.cluster.workers.neighbor_links import open_door
 
         return open_door(self.setup.me.node_id)
 

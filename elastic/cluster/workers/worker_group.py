@@ -18,8 +18,8 @@ import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.cluster.actors import MAX_CONCURRENCY, Passport, Worker, WorkerSetup
-from elastic.cluster.nodes import signal_there
+from elastic.cluster.nodes.providers import signal_there
+from elastic.cluster.workers.worker_actor import MAX_CONCURRENCY, Passport, Worker, WorkerSetup
 from elastic.errors import SpecError
 from elastic.types import Plan, WorkerId, version_differences
 from elastic.version import versions

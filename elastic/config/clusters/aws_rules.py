@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic import catalog
-from elastic.cluster_spec.nouns import ClusterSpec, NodeType, Problem
+from elastic.config.clusters.cluster_file import ClusterSpec, NodeType, Problem
 
 EFA_KINDS = ("efa", "efa-only")
 

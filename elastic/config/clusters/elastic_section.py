@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from elastic.cluster_spec.nouns import Place, Problem
-from elastic.strict import NODES_MOST, SECONDS_MOST, USD_MOST, Strict
+from elastic.config.clusters.cluster_file import Place, Problem
+from elastic.config.strict import NODES_MOST, SECONDS_MOST, USD_MOST, Strict
 from elastic.types import MarketType
 
 PLACE: Place = ("metadata", "elastic")

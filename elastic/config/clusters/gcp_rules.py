@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic.cluster_spec.nouns import ClusterSpec, Problem
+from elastic.config.clusters.cluster_file import ClusterSpec, Problem
 
 
 def project(spec: ClusterSpec) -> Iterator[Problem]:

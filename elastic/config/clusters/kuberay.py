@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic.cluster_spec.nouns import MARKETS, ClusterSpec, NodeType, Place, Problem
-from elastic.cluster_spec.own import Own, OwnPool
-from elastic.cluster_spec.pools import pools_of
-from elastic.strict import USD_MOST, finite, yaml_of
+from elastic.catalog.bounded_yaml import yaml_of
+from elastic.config.clusters.cluster_file import MARKETS, ClusterSpec, NodeType, Place, Problem
+from elastic.config.clusters.elastic_section import Own, OwnPool
+from elastic.config.clusters.pools import pools_of
+from elastic.config.strict import USD_MOST, finite
 from elastic.types import MarketType
-from elastic.types.labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
+from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
 KINDS = ("RayCluster", "RayJob")
 GPU_KEYS = ("nvidia.com/gpu", "amd.com/gpu")

@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 
-from elastic.cluster_spec import kubernetes, launcher
-from elastic.cluster_spec.nouns import ClusterSpec, Place, Problem
+from elastic.catalog.bounded_yaml import YAML_LOADER, read_yaml
+from elastic.config.clusters import kuberay, ray_launcher
+from elastic.config.clusters.cluster_file import ClusterSpec, Place, Problem
 from elastic.errors import SpecError
-from elastic.strict import YAML_LOADER, read_yaml
 
-KIND = re.compile(rf"^kind: *['\"]?({'|'.join(kubernetes.KINDS)})", re.MULTILINE)
+KIND = re.compile(rf"^kind: *['\"]?({'|'.join(kuberay.KINDS)})", re.MULTILINE)
 
 
 def load_cluster(file: str | Path) -> ClusterSpec:
@@ -35,16 +35,16 @@ def read_cluster(file: str | Path) -> tuple[ClusterSpec, list[Problem]]:
     if not path.is_file():
         raise SpecError(f"{file}: no such file; a cluster file is what `ray up` takes (cluster_configs/ has some)")
     text = text_of(path, str(file))
-    documents = kubernetes.documents(text, str(file)) if KIND.search(text) else []
+    documents = kuberay.documents(text, str(file)) if KIND.search(text) else []
     if documents:
-        spec, problems = kubernetes.spec_of(str(file), documents)
+        spec, problems = kuberay.spec_of(str(file), documents)
     else:
         data = read_yaml(path, str(file))
         if not isinstance(data, dict) or "provider" not in data:
             raise SpecError(
                 f"{file}: no cluster file: it has no key 'provider', as those that `ray up` takes, and no RayCluster"
             )
-        spec, problems = launcher.spec_of(str(file), data)
+        spec, problems = ray_launcher.spec_of(str(file), data)
     return dataclasses.replace(spec, lines=lines_of(text)), problems
 
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 
 from elastic import catalog
-from elastic.cluster_spec.nouns import CLOUDS, NodeType, Problem
-from elastic.cluster_spec.own import PLACE, Own, OwnPool
+from elastic.config.clusters.cluster_file import CLOUDS, NodeType, Problem
+from elastic.config.clusters.elastic_section import PLACE, Own, OwnPool
 from elastic.types import Pool
-from elastic.types.labels import ACCELERATOR_LABEL
+from elastic.types.node_labels import ACCELERATOR_LABEL
 
 # Seconds between a spot notice and the end: AWS 2 minutes, Google Cloud and Azure 30 s, as their documents say.
 NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0, "kubernetes": 30.0}

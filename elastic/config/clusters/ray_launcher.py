@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic.cluster_spec.nouns import MARKETS, ClusterSpec, NodeType, Place, Problem
-from elastic.cluster_spec.own import Own, own_section
-from elastic.cluster_spec.pools import head_usd_per_h, pools_of
-from elastic.strict import finite
+from elastic.config.clusters.cluster_file import MARKETS, ClusterSpec, NodeType, Place, Problem
+from elastic.config.clusters.elastic_section import Own, own_section
+from elastic.config.clusters.pools import head_usd_per_h, pools_of
+from elastic.config.strict import finite
 from elastic.types import MarketType
-from elastic.types.labels import MARKET_LABEL, REGION_LABEL, ZONE_LABEL
+from elastic.types.node_labels import MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
 TYPES: Place = ("available_node_types",)
 LOCAL_TYPE = "local.cluster.node"  # what Ray calls the one node type of provider `local`

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from elastic import catalog
-from elastic.cluster_spec import aws_rules, gcp_rules, kubernetes_rules
-from elastic.cluster_spec.nouns import CLOUDS, MARKETS, ClusterSpec, NodeType, Place, Problem
-from elastic.cluster_spec.own import PLACE
-from elastic.types.labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
+from elastic.config.clusters import aws_rules, gcp_rules, kuberay_rules
+from elastic.config.clusters.cluster_file import CLOUDS, MARKETS, ClusterSpec, NodeType, Place, Problem
+from elastic.config.clusters.elastic_section import PLACE
+from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
 Rule = Callable[[ClusterSpec], Iterator[Problem]]
 # Syntax of Kubernetes, which Ray's labels follow (ray/_private/label_utils.py).
@@ -29,7 +29,7 @@ def problems_of(spec: ClusterSpec) -> list[Problem]:
     """All that is wrong in the file, errors and warnings together."""
     rules: list[Rule] = [_head, _labels, _hardware, _markets, _floor, _prices, _placeholders]
     if spec.provider == "kubernetes":
-        rules += [*kubernetes_rules.RULES]
+        rules += [*kuberay_rules.RULES]
     else:
         rules += [_commands, _object_store, _orphans]
     rules += {"aws": aws_rules.RULES, "gcp": gcp_rules.RULES}.get(spec.provider, ())

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.data.cache import Cache
-from elastic.data.files import CHUNK_BYTES, Files
 from elastic.data.progress import gets_on
+from elastic.data.sources.block_cache import Cache
+from elastic.data.sources.files import CHUNK_BYTES, Files
 from elastic.errors import SpecError
 
 LOG = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from elastic.data.cache import Cache, Remote
 from elastic.data.progress import gets_on
-from elastic.data.ranged import Ranged
+from elastic.data.sources.block_cache import Cache, Remote
+from elastic.data.sources.ranged_file import Ranged
 from elastic.errors import SpecError
 from elastic.storage import Storage, open_storage
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.data.ranged import Ranged
+from elastic.data.sources.ranged_file import Ranged
 from elastic.errors import SpecError
 from elastic.storage import Storage
 from elastic.types import DTYPE_BYTES

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.data.cache import Cache
-from elastic.data.files import Files, files_at
+from elastic.data.sources.block_cache import Cache
+from elastic.data.sources.files import Files, files_at
 from elastic.errors import SpecError
 
 KEPT_BYTES = 256 << 20  # of decoded row groups or batches, the last used ones; one may be larger

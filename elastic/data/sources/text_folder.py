@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.data.corpus import FileBytes, n_tokens
-from elastic.data.files import LEFT_OUT, Files, files_at, find_files
 from elastic.data.packing import Windows
+from elastic.data.sources.corpus import FileBytes, n_tokens
+from elastic.data.sources.files import LEFT_OUT, Files, files_at, find_files
 from elastic.errors import SpecError
 
 __all__ = ["LEFT_OUT", "SPLITS", "TextFolder", "find_files", "in_validation", "python_stdlib_folder", "split_files"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from string import ascii_uppercase
 
-from elastic.mesh import stage_ranks, stages_at
 from elastic.types import Plan
+from elastic.types.grid import stage_ranks, stages_at
 
 
 def letters(nodes: list[str]) -> dict[str, str]:

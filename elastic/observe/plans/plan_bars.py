@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from elastic.observe.plans import GIB, hours, seconds, size, usd
+from elastic.observe.plans.plan_tables import GIB, hours, seconds, size, usd
 
 # part -> letter, colour, what it is
 TIME = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
-from elastic.observe.tables import columns
+from elastic.observe.run_tables import columns
 
 GIB, MIB = 2**30, 2**20
 WIDTH = 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from elastic.observe.tables import columns, dollars
+from elastic.observe.run_tables import columns, dollars
 
 INSTANCES = (
     "TYPE", "CLOUD", "GPUS", "MEMORY", "LINK", "NETWORK", "REGION", "ON DEMAND", "SPOT USD/H", "USD/GPU-H", "SPOT", "AVAILABLE",

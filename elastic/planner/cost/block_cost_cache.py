@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from elastic.planner import compute
-from elastic.planner.compute import Passes
-from elastic.planner.cost import Site, optimizer_s
-from elastic.planner.memory import Step
-from elastic.planner.work import Work
+from elastic.planner.cost import compute
+from elastic.planner.cost.compute import Passes
+from elastic.planner.cost.memory import Step
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.step_cost import Site, optimizer_s
 from elastic.types import Layout
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic import catalog
-from elastic.planner.nominal import NOMINAL, among
+from elastic.planner.cost.default_hardware import NOMINAL, among
 from elastic.types import HardwareProfile
 
 __all__ = ["NOMINAL", "among", "profile", "together"]

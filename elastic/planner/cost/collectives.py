@@ -7,9 +7,9 @@ from functools import lru_cache
 from itertools import pairwise
 from math import ceil, log2
 
-from elastic.mesh import ROW, control_tree
-from elastic.planner.kernels import Kernels
+from elastic.planner.cost.kernels import Kernels
 from elastic.types import HardwareProfile
+from elastic.types.grid import ROW, control_tree
 
 COMMIT_BYTES = 64  # of the all-reduce that every step ends with, in host memory over TCP
 # A hop of it takes as many of NCCL's, for it goes through both hosts' kernels and a thread of gloo. Judged, not measured.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
-from elastic.planner.kernels import TILE, Kernels
-from elastic.planner.memory import WHOLE_SHARE
+from elastic.planner.cost.kernels import TILE, Kernels
+from elastic.planner.cost.memory import WHOLE_SHARE
 from elastic.types import DTYPE_BYTES, Attention, HardwareProfile, Layout, Matmul, SampleProfile
 
 LOW = {"float8": 1.0, "float4": 0.5}  # bytes of an element

@@ -98,7 +98,7 @@ def generation(software: str, arch: str, compiled: bool = False) -> Kernels:
 def _table() -> Mapping[tuple[str, str], Mapping[str, float]]:
     """kernels.csv by software and architecture; empty = all of them."""
     found: dict[tuple[str, str], dict[str, float]] = {}
-    with (files(__package__ or "elastic.planner") / "kernels.csv").open(encoding="utf-8") as opened:
+    with (files(__package__ or "elastic.planner.cost") / "kernels.csv").open(encoding="utf-8") as opened:
         for row in csv.DictReader(opened):
             found.setdefault((row["software"], row["arch"]), {})[row["constant"]] = float(row["value"])
     return found

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
-from elastic.planner.work import Work
+from elastic.planner.cost.model_cost import Work
 from elastic.reshard.communicators import CONTEXT_BYTES, running_bytes
 from elastic.types import DTYPE_BYTES, Layout, SampleProfile
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, log2
 
-from elastic.planner import compute
-from elastic.planner.collectives import Group, Links, commit_s, exchange_s, gather_s, reduce_s, send_s, under
-from elastic.planner.compute import Chip, Passes
-from elastic.planner.kernels import Kernels
-from elastic.planner.memory import Held, Step, held, zero_stage
-from elastic.planner.work import Work
+from elastic.planner.cost import compute
+from elastic.planner.cost.collectives import Group, Links, commit_s, exchange_s, gather_s, reduce_s, send_s, under
+from elastic.planner.cost.compute import Chip, Passes
+from elastic.planner.cost.kernels import Kernels
+from elastic.planner.cost.memory import Held, Step, held, zero_stage
+from elastic.planner.cost.model_cost import Work
 from elastic.types import Layout, SampleProfile
 
 GRADIENT_BYTES = 4  # of an element, as gradients are summed

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from heapq import heapify, heappop, heapreplace
 
-from elastic import mesh
 from elastic.errors import InfeasiblePlan
-from elastic.types import Layout
+from elastic.types import Layout, grid
 
 
 def shares(n_units: int, speeds: Sequence[float], unit: int = 1, most: Sequence[int] = ()) -> tuple[int, ...]:
@@ -49,7 +48,7 @@ def stage_layers(n_blocks: int, n_stages: int) -> tuple[int, ...]:
 
 def blocks_at(layout: Layout, layers: Sequence[int]) -> list[int]:
     """Blocks of each place of the pp axis, over all of its stages."""
-    return [sum(layers[stage] for stage in mesh.stages_at(layout, p)) for p in range(layout.pp)]
+    return [sum(layers[stage] for stage in grid.stages_at(layout, p)) for p in range(layout.pp)]
 
 
 def busy_s(layout: Layout, samples: Sequence[int], layers: Sequence[int], n_microbatches: int, rates: Sequence[float]) -> float:
@@ -73,7 +72,7 @@ def microbatches(global_batch: int, layout: Layout) -> int:
     With a microbatch size: the fewest whose largest share fits into it. Else 1 without pp; with pp the largest divisor that
     is at most 2 pp (from pp on the pipeline is full) and leaves each data-parallel rank a sample per microbatch.
     """
-    found = [d for d in divisors(global_batch) if global_batch // d >= layout.dp and mesh.fills_rounds(layout, d)]
+    found = [d for d in divisors(global_batch) if global_batch // d >= layout.dp and grid.fills_rounds(layout, d)]
     if not found:
         raise InfeasiblePlan(f"a global batch of {global_batch} samples cannot feed {layout.dp} data-parallel ranks")
     if layout.microbatch_size:

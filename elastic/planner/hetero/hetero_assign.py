@@ -12,13 +12,14 @@ from heapq import nlargest
 from itertools import islice
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import compute, memory, placing
-from elastic.planner.balance import most_that
-from elastic.planner.cost import Site, step_cost
-from elastic.planner.memory import Step
-from elastic.planner.placing import Slot
-from elastic.planner.uneven import Split, Task, split
-from elastic.planner.work import Work
+from elastic.planner.cost import compute, memory
+from elastic.planner.cost.memory import Step
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.step_cost import Site, step_cost
+from elastic.planner.hetero import rank_placement
+from elastic.planner.hetero.balance import most_that
+from elastic.planner.hetero.hetero_split import Split, Task, split
+from elastic.planner.hetero.rank_placement import Slot
 from elastic.types import Layout, WorkerId
 
 COMPUTED = ("products", "attention", "moved", "recomputed", "tp", "cp", "ep")
@@ -54,7 +55,7 @@ class Dealer:
 
     work: Work
     site: Site
-    place: placing.Site
+    place: rank_placement.Site
     reference: float
     room: Mapping[str, int]
     max_workers: int = 0

@@ -12,14 +12,16 @@ from math import gcd
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import balance, compute, cost, memory
-from elastic.planner.cost import Cost, Site, step_cost
-from elastic.planner.memory import Step
+from elastic.planner.cost import compute, memory
+from elastic.planner.cost import step_cost as cost
+from elastic.planner.cost.block_cost_cache import Cache
+from elastic.planner.cost.memory import Step
+from elastic.planner.cost.step_cost import Cost, Site, step_cost
+from elastic.planner.hetero import balance
+from elastic.planner.layout_search import site_of
+from elastic.planner.layout_space import Space
 from elastic.planner.offers import Group, Part
-from elastic.planner.options import Space
-from elastic.planner.passes import Cache
-from elastic.planner.search import site_of
-from elastic.planner.steps import step_of
+from elastic.planner.step_split import step_of
 from elastic.types import HardwareProfile, Layout
 
 MODES = ("none", "selective", "full")

@@ -14,7 +14,7 @@ from itertools import combinations, islice
 from math import comb
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import balance
+from elastic.planner.hetero import balance
 from elastic.types import Layout
 
 WORTH = 0.01  # of a step, that other than even stages must gain

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from elastic.errors import SpecError
-from elastic.planner.decoder import Decoder
+from elastic.planner.published.decoder import Decoder
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")  # what a decoder of one's own must say
 MORE = ("head_dim", "experts", "active", "window", "gated", "tied")

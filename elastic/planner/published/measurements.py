@@ -15,13 +15,13 @@ from itertools import product
 
 from elastic import catalog
 from elastic.errors import SpecError
-from elastic.planner import hardware
-from elastic.planner.compute import Chip
-from elastic.planner.cost import Cost, Site, step_cost
-from elastic.planner.decoder import Decoder
-from elastic.planner.kernels import LOGIT_BYTES, UNFUSED, Kernels, generation
-from elastic.planner.memory import Step, parts
-from elastic.planner.work import Work
+from elastic.planner.cost import catalog_hardware
+from elastic.planner.cost.compute import Chip
+from elastic.planner.cost.kernels import LOGIT_BYTES, UNFUSED, Kernels, generation
+from elastic.planner.cost.memory import Step, parts
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.step_cost import Cost, Site, step_cost
+from elastic.planner.published.decoder import Decoder
 from elastic.types import Layout
 
 COLUMNS = ("model", "params_b", "hidden", "gpu", "gpus", "tp", "pp")  # without these a row says too little
@@ -85,7 +85,7 @@ def _case(row: Mapping[str, str], seqs: Mapping[str, int]) -> Case:
     decoder = decoder_of(row, seq, dtype, software)
     layout = layout_of(row)
     batch, m = _batch(row, layout)
-    per_node = hardware.together(chip, _int(row, "gpus_per_node") or 8)
+    per_node = catalog_hardware.together(chip, _int(row, "gpus_per_node") or 8)
     step = Step(m, m * layout.microbatch_size, batch, per_node, dtype)
     profile = decoder.profile()
     if software in UNFUSED and profile.sample is not None:
@@ -102,7 +102,7 @@ def _case(row: Mapping[str, str], seqs: Mapping[str, int]) -> Case:
         layout=layout,
         step=step,
         work=work,
-        site=Site(Chip(hardware.profile(chip), generation(software, chip.arch), dtype), per_node),
+        site=Site(Chip(catalog_hardware.profile(chip), generation(software, chip.arch), dtype), per_node),
         tokens=seq,
         tokens_per_s=_float(row, "tokens_per_s_per_gpu"),
         memory_bytes=_float(row, "mem_gib_per_gpu") * 2**30,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from elastic.planner.memory import USABLE
-from elastic.planner.published import Case, cases
+from elastic.planner.cost.memory import USABLE
+from elastic.planner.published.measurements import Case, cases
 
 NEAR = 1.05  # of the best measured layout: a choice within that is a good one
 LEAST_RANKED = 4  # measurements of a source whose order is compared

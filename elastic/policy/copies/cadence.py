@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, sqrt
 
-from elastic.policy.hazard import losses_per_h
-from elastic.policy.known import State
-from elastic.policy.placement import Copies
+from elastic.policy.copies.replica_placement import Copies
+from elastic.policy.pools.hazard import losses_per_h
+from elastic.policy.state.state import State
 from elastic.types import Decision, Node, SetCadence
 
 PEER_SHARE = 0.01  # of the step time
 PEER_UNMEASURED = 5
-BURST_BYTES = 8 << 20  # go unpaced (elastic/worker/copy_stream.py)
+BURST_BYTES = 8 << 20  # go unpaced (elastic/worker/state/replica_stream.py)
 DURABLE_LEAST, DURABLE_UNMEASURED, DURABLE_ALONE, DURABLE_COPIES = 20, 20, 10, 4
 STALL_UNMEASURED_S = 0.5
 CHANGE_FACTOR = 1.5  # another cadence is ordered when the best one differs by more

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from elastic.errors import StateLost
-from elastic.mesh import replica_key
-from elastic.policy import layouts
-from elastic.policy.known import State
-from elastic.policy.suspects import spoilt
+from elastic.policy.faults import refused_layouts
+from elastic.policy.faults.corruption import spoilt
+from elastic.policy.state.state import State
 from elastic.types import Copy, Holding, Layout, Plan, Resume, RollForward
+from elastic.types.grid import replica_key
 from elastic.types.replacing import replace
 
 COMPARED_S = 60.0  # of steps that are done again so that a layout can be compared with the one before
@@ -107,7 +107,7 @@ def newest(state: State) -> Resume:
 def _unproven(state: State, layout: Layout, old: Layout) -> tuple[str, ...]:
     """Axes that the copy's layout had not, and that were not compared before the run began."""
     proven = state.model.proven if state.model is not None else ()
-    return tuple(axis for axis in layouts.new_axes(layout, old) if axis not in proven)
+    return tuple(axis for axis in refused_layouts.new_axes(layout, old) if axis not in proven)
 
 
 def comparable(state: State, layout: Layout, resume: Resume) -> Resume:
@@ -116,12 +116,12 @@ def comparable(state: State, layout: Layout, resume: Resume) -> Resume:
     costs more than COMPARED_S, or there is none: the same copy."""
     if not state.probes or resume.layout is None or not _unproven(state, layout, resume.layout):
         return resume
-    if layouts.comparable(state, resume.step):
+    if refused_layouts.comparable(state, resume.step):
         return resume
     memory, durable = _below(state, resume.step)
     found = [copy for copy in (memory, _stored(durable) if durable else None) if copy]
     older = max(found, key=lambda copy: copy.step, default=None)
-    if older is None or not layouts.comparable(state, older.step):
+    if older is None or not refused_layouts.comparable(state, older.step):
         return resume
     return older if (resume.step - older.step) * state.step_time_s <= COMPARED_S else resume
 
@@ -129,7 +129,7 @@ def comparable(state: State, layout: Layout, resume: Resume) -> Resume:
 def unknown_axes(state: State, layout: Layout, resume: Resume) -> dict[str, str]:
     """Axes that cut the model or its sequences, and that the copy's layout had not, where nothing would tell whether they
     compute the same; and that."""
-    if not state.probes or resume.layout is None or layouts.comparable(state, resume.step):
+    if not state.probes or resume.layout is None or refused_layouts.comparable(state, resume.step):
         return {}
     axes = [axis for axis in _unproven(state, layout, resume.layout) if axis != "dp"]
     why = f"nothing is known at step {resume.step} that would tell whether it computes the same as {resume.layout}"

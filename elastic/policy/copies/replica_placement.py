@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from elastic.mesh import replica_key, stage_ranks
-from elastic.planner.search import Choice
-from elastic.policy.known import State
+from elastic.planner.layout_search import Choice
+from elastic.policy.state.state import State
 from elastic.reshard.shards import boxes
 from elastic.types import HardwareProfile, Layout, ModelProfile, Node, WorkerId
+from elastic.types.grid import replica_key, stage_ranks
 
 Keepers = tuple[tuple[int, ...], ...]
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from elastic.policy.known import State
+from elastic.policy.state.state import State
 from elastic.types import Copy, CopyDamaged, CopyFailed, CopyRemoved, CopyVerified, Decision, Evaluated, RemoveCopy
 from elastic.types.replacing import replace
 

@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from elastic.mesh import replica_key
-from elastic.policy.failing import failed
-from elastic.policy.known import Failure, State
-from elastic.policy.layouts import until
+from elastic.policy.faults.failures import failed
+from elastic.policy.faults.refused_layouts import until
+from elastic.policy.state.state import Failure, State
 from elastic.types import (
     Action,
     Copy,
@@ -31,6 +30,7 @@ from elastic.types import (
     WorkerId,
     WrongNumbers,
 )
+from elastic.types.grid import replica_key
 from elastic.types.replacing import replace
 
 

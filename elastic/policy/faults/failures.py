@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elastic.policy import layouts
-from elastic.policy.known import Failure, State
-from elastic.policy.layered import with_entry, without_entry
+from elastic.policy.faults import refused_layouts
+from elastic.policy.state.layered import with_entry, without_entry
+from elastic.policy.state.state import Failure, State
 from elastic.types import DigestChecked, GuardTripped, Layout, Node, NodeStatus, Quiesced, Silent, WorkerFailed, WorkerId
 from elastic.types.replacing import replace
 
@@ -291,7 +291,7 @@ def _digest_checked(state: State, event: DigestChecked, at_s: float) -> State:
     state, bad = _distrusted(state, event.generation)
     began = min((state.plans[number].resume.step for number in bad if number in state.plans), default=0)
     losses = {step: loss for step, loss in state.losses.items() if loss[2] not in bad}
-    state = replace(state, losses=losses, probes=layouts.until(state.probes, began - 1))
+    state = replace(state, losses=losses, probes=refused_layouts.until(state.probes, began - 1))
     text = f"the content of generation {event.generation} differs from what was sent ({event.n_bytes} bytes compared)"
     if len(bad) > 1:
         text += f"; distrusted with it: {', '.join(str(number) for number in sorted(bad)[1:])}"
@@ -318,8 +318,8 @@ def computes_else(state: State, generation: int, step: int, said: str, at_s: flo
     plan = state.plans.get(generation)
     if plan is None or generation in state.distrusted:
         return state
-    old = than or layouts.before(state, plan)
-    names = layouts.closed_by(plan.layout, old)
+    old = than or refused_layouts.before(state, plan)
+    names = refused_layouts.closed_by(plan.layout, old)
     entered = state.plan is not None and state.plan.generation == generation
     began = state.entered_step if entered else plan.resume.step if plan.resume.source != "live" else state.step
     what = f"generation {generation}, {plan.layout}, computes something else than {old or 'before'}"
@@ -330,11 +330,11 @@ def computes_else(state: State, generation: int, step: int, said: str, at_s: flo
         state,
         unusable={**dict.fromkeys(names, why), **state.unusable},
         astray={**state.astray, **(dict.fromkeys(bad, began) if entered else {})},
-        probes=layouts.until(state.probes, began - 1 if entered else began),
+        probes=refused_layouts.until(state.probes, began - 1 if entered else began),
         spoilt=tuple(dict.fromkeys((*state.spoilt, *(copy.uri for copy in durable if copy.generation in bad)))),
         rollbacks=state.rollbacks + (not names),
     )
-    failure = Failure("rollback", f"{why}; {layouts.in_words(names)}", at_s)
+    failure = Failure("rollback", f"{why}; {refused_layouts.in_words(names)}", at_s)
     if state.aborting:
         heard_late = state.aborting.failure.cause == "infrastructure"  # of one that heard its peers leave
         return replace(state, aborting=replace(state.aborting, failure=failure)) if heard_late else state

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elastic.policy import recovery
-from elastic.policy.known import State
+from elastic.policy.copies import recovery
+from elastic.policy.state.state import State
 from elastic.types import Action, Decision, Node, Quarantine, ReleaseNode
 from elastic.types.replacing import replace
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elastic.policy.known import State
+from elastic.policy.state.state import State
 from elastic.types import Layout, ModelProfile, Plan, Probed, Resume, StepDone, agree, repeats, tolerance
 from elastic.types.replacing import replace
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.policy.known import State
-from elastic.policy.layouts import unusable_layouts
+from elastic.policy.faults.refused_layouts import unusable_layouts
+from elastic.policy.state.state import State
 
 INFRASTRUCTURE_MOST = 5  # in a row without progress
 PROCESS_MOST = 3  # replacements per node and hour

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from math import ceil, inf
 
-from elastic.planner.search import most_workers
-from elastic.policy import drain, faulty, limits, mix
-from elastic.policy.known import Backoff, Request, State
-from elastic.policy.leaving import leaving
-from elastic.policy.rearranging import left_for
-from elastic.policy.retries import worn_out
+from elastic.planner.layout_search import most_workers
+from elastic.policy.faults import faulty_devices
+from elastic.policy.faults.retries import worn_out
+from elastic.policy.pools import drain, limits, pool_allocation
+from elastic.policy.pools.release import leaving
+from elastic.policy.speed.relayout import left_for
+from elastic.policy.state.state import Backoff, Request, State
 from elastic.types import Action, Decision, Node, Prepare, Quarantine, ReleaseNode, RequestNodes
 
 PREPARE_MOST_S = 600.0  # since its preparation was asked for, or has got on last
@@ -75,15 +76,15 @@ def _release(state: State, now_s: float) -> Decision:
         needed |= {node.node_id for node in drain.kept(state, now_s)}
         needed |= {worker.node_id for worker in state.holdings}
         needed |= {worker.node_id for worker in state.aborting.owing} if state.aborting else set()
-        needed -= faulty.not_waited_for(state, now_s)
-        wake_at_s = min(faulty.wakes(state, now_s), default=None)
+        needed -= faulty_devices.not_waited_for(state, now_s)
+        wake_at_s = min(faulty_devices.wakes(state, now_s), default=None)
     done = [n for n in state.nodes.values() if n.status == "draining" and n.node_id not in needed | state.releasing]
     if not done:
         return Decision(wake_at_s=wake_at_s)
-    bad = faulty.reasons(state, done)
+    bad = faulty_devices.reasons(state, done)
     well = [node for node in done if node.node_id not in bad]
     rest = _released(state, well, now_s, wake_at_s) if well else Decision(wake_at_s=wake_at_s)
-    return together(faulty.quarantined(bad), rest)
+    return together(faulty_devices.quarantined(bad), rest)
 
 
 def _released(state: State, done: list[Node], now_s: float, wake_at_s: float | None) -> Decision:
@@ -105,7 +106,7 @@ def _still_leaving(state: State) -> set[str]:
 
 def _request(state: State, now_s: float) -> Decision:
     """Fill the pools as the mix wants it, up to the job's bounds, what its layout can use, and what the budget bears."""
-    wanted, need = mix.wants(state, now_s)
+    wanted, need = pool_allocation.wants(state, now_s)
     book = _Book(state, now_s)
     for request in state.requests.values():
         book.withdraw(request)
@@ -125,8 +126,8 @@ class _Book:
         self.wakes: list[float] = []
         self.closed: set[str] = set()
         pools = {pool.name: pool for pool in state.pools}
-        self.have = {name: mix.asked(state, name, now_s) for name in pools}
-        counted = mix.there(state)
+        self.have = {name: pool_allocation.asked(state, name, now_s) for name in pools}
+        counted = pool_allocation.there(state)
         bound, most = state.job.get("max_nodes"), most_workers(state.job)
         n_coming = sum(self.have.values())
         self.nodes: float = inf if bound is None else int(bound) - len(state.alive) - n_coming  # all that is paid for counts
@@ -135,11 +136,11 @@ class _Book:
         self.usd_per_h = sum(pools[name].usd_per_node_h * n for name, n in self.have.items())
         for node in counted:
             self.have[node.pool] = self.have.get(node.pool, 0) + 1
-        self.stand_in = mix.stand_in_workers(state, now_s)
+        self.stand_in = pool_allocation.stand_in_workers(state, now_s)
 
     def withdraw(self, request: Request) -> None:
         """A request that nobody answers is taken back: the pool counts as one that said no."""
-        at_s = request.at_s + mix.patience_s(self.state, request.pool)
+        at_s = request.at_s + pool_allocation.patience_s(self.state, request.pool)
         if self.now_s < at_s:
             self.wakes.append(at_s)
             return
@@ -149,7 +150,7 @@ class _Book:
             f"pool {request.pool} has not answered for {self.now_s - request.at_s:.0f} s: not waited for any more"
         )
 
-    def ask(self, want: mix.Want) -> None:
+    def ask(self, want: pool_allocation.Want) -> None:
         pool, state = want.pool, self.state
         have, gpus = self.have[pool.name], max(1, pool.gpus_per_node)
         workers = self.workers + (self.stand_in if pool.market_type != "on-demand" else 0)
@@ -177,9 +178,9 @@ class _Book:
     def _starting(self, pool: str) -> int:
         """Nodes that are not prepared yet, or still to come. Of a pool whose nodes die at start one at a time is tried."""
         ready = sum(node.pool == pool and node.status in ("pending", "ready") for node in self.state.nodes.values())
-        return ready + mix.asked(self.state, pool, self.now_s)
+        return ready + pool_allocation.asked(self.state, pool, self.now_s)
 
-    def _order(self, want: mix.Want, n: int, have: int) -> None:
+    def _order(self, want: pool_allocation.Want, n: int, have: int) -> None:
         pool = want.pool
         request_id = f"{pool.name}-{self.state.n_requests + sum(a.count > 0 for a in self.actions) + 1}"
         self.actions.append(RequestNodes(pool.name, n, request_id))
@@ -195,7 +196,7 @@ def potential(state: State) -> tuple[Node, ...]:
     """The nodes there are and all that the pools could still give: if no plan fits them, none ever will."""
     nodes = [node for node in state.alive if node.status not in ("quarantined", "draining")]
     bound = state.job.get("max_nodes")
-    for pool in mix.by_price(state):
+    for pool in pool_allocation.by_price(state):
         missing = pool.max_nodes - sum(node.pool == pool.name for node in nodes)
         room = missing if bound is None else min(missing, int(bound) - len(nodes))
         nodes += [Node(f"{pool.name}?{k}", pool.name, pool.gpus_per_node) for k in range(max(0, room))]

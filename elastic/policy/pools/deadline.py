@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, inf
 
-from elastic.policy import drain, hazard, limits
-from elastic.policy.known import State
+from elastic.policy.pools import drain, hazard, limits
+from elastic.policy.state.state import State
 from elastic.types import Pool
 
 LOOK_S = 60.0  # how often time alone is looked at

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from elastic.policy.known import State
+from elastic.policy.state.state import State
 from elastic.types import DTYPE_BYTES, HardwareProfile, Node, Plan
 
 PRIOR_PAUSE_S = 5.0  # before the run has seen a live transition

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from elastic.policy.known import Backoff, PoolSeen, State
+from elastic.policy.state.state import Backoff, PoolSeen, State
 from elastic.types import Node, Pool
 from elastic.types.replacing import replace
 

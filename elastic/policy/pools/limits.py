@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import floor
 
-from elastic.policy import hazard
-from elastic.policy.known import State, StopWish
+from elastic.policy.pools import hazard
+from elastic.policy.state.state import State, StopWish
 from elastic.types import Pool
 
 STOP_MOST_S = 60.0  # at least, for saving after a wish to stop

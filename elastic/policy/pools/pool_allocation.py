@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from math import ceil
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.memory import USABLE
-from elastic.planner.work import Work
-from elastic.policy import drain, hazard, pace
-from elastic.policy.known import Request, State
+from elastic.planner.cost.memory import USABLE
+from elastic.planner.cost.model_cost import Work
 from elastic.policy.plans import choice_of
+from elastic.policy.pools import deadline, drain, hazard
+from elastic.policy.state.state import Request, State
 from elastic.types import Layout, Node, Pool, is_auto, parse_layout, pinned
 
 ORDER = {"owned": 0, "reserved": 1, "spot": 2, "on-demand": 3}
@@ -260,7 +260,7 @@ def _for_minimum(state: State, fixed: list[Pool], now_s: float) -> Need:
     wakes = tuple(at_s for at_s in ask_s if at_s > now_s)
     if missing <= cheap_workers(state, now_s) - cheap_workers(state) or _can_be_asked(state, now_s):
         return Need(kept.workers, kept.why, wakes)  # they may come yet
-    worth = pace.waiting(state, fixed[0], missing, now_s)
+    worth = deadline.waiting(state, fixed[0], missing, now_s)
     if worth.falls_back:
         return Need(missing, worth.why)
     return Need(kept.workers, kept.why, (*wakes, worth.look_s), worth.why)
@@ -299,7 +299,7 @@ def _missing(state: State, fixed: list[Pool], workers: int) -> int:
 def _for_deadline(state: State, fixed: list[Pool], now_s: float) -> Need:
     """Progress is below what the deadline needs."""
     floor = floor_workers(state, fixed)
-    found = pace.needed(state, fixed[0], _steady_workers(state, fixed), now_s)
+    found = deadline.needed(state, fixed[0], _steady_workers(state, fixed), now_s)
     if found is None:
         return Need()
     steady = [p.name for p in state.pools if p.market_type in ("owned", "reserved")]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from math import inf
 
 from elastic.errors import InfeasiblePlan
-from elastic.policy import drain, hazard, mix, recovery
-from elastic.policy.known import State
+from elastic.policy.copies import recovery
 from elastic.policy.plans import choice_of, enter
+from elastic.policy.pools import drain, hazard, pool_allocation
+from elastic.policy.state.state import State
 from elastic.types import Decision, DrainNode, Node, Pool, ReleaseNode
 
 SETTLE_S = 2.0  # for nodes that are being prepared, after the last one was
@@ -29,7 +30,7 @@ def _told(state: State, ending: list[DrainNode], now_s: float) -> str:
 
 
 def _ends(state: State, now_s: float) -> list[float]:
-    times = [p.ends_at_s - mix.notice_of_end_s(state, p) for p in state.pools if p.ends_at_s is not None]
+    times = [p.ends_at_s - pool_allocation.notice_of_end_s(state, p) for p in state.pools if p.ends_at_s is not None]
     return [at_s for at_s in times if at_s > now_s]
 
 
@@ -40,7 +41,7 @@ def _ending(state: State, now_s: float) -> list[DrainNode]:
         pool = state.pool(node.pool)
         if pool is None or pool.ends_at_s is None or node.status not in ("ready", "prepared"):
             continue
-        if now_s >= pool.ends_at_s - mix.notice_of_end_s(state, pool):
+        if now_s >= pool.ends_at_s - pool_allocation.notice_of_end_s(state, pool):
             found.append(DrainNode(node.node_id))
     return found
 
@@ -50,7 +51,7 @@ def _surplus(state: State, now_s: float) -> tuple[list[ReleaseNode], list[str]]:
     if state.phase not in ("running", "entering"):
         return _above_bound(state)
     above, texts = _above_bound(state)
-    if not mix.cheapest(state):
+    if not pool_allocation.cheapest(state):
         return above, texts
     gone = {order.node_id for order in above}
     spare = [node for node in _spare(state, now_s) if node.node_id not in gone]
@@ -88,7 +89,7 @@ def _spare(state: State, now_s: float) -> list[Node]:
 
 
 def _fixed(state: State) -> dict[str, Pool]:
-    return {pool.name: pool for pool in mix.on_demand(state)}
+    return {pool.name: pool for pool in pool_allocation.on_demand(state)}
 
 
 def _beyond(state: State, nodes: list[Node], now_s: float) -> list[Node]:
@@ -97,8 +98,8 @@ def _beyond(state: State, nodes: list[Node], now_s: float) -> list[Node]:
     pools = list(fixed.values())
     if len(pools) == len(state.pools):
         return []
-    wanted = mix.floor_workers(state, pools) + mix.fall_back(state, now_s).workers
-    room = mix.on_demand_workers(state, pools) - wanted
+    wanted = pool_allocation.floor_workers(state, pools) + pool_allocation.fall_back(state, now_s).workers
+    room = pool_allocation.on_demand_workers(state, pools) - wanted
     found = []
     for node in sorted(nodes, key=lambda node: -fixed[node.pool].usd_per_gpu_h):
         if node.gpus <= room:
@@ -114,7 +115,7 @@ def back_to_spot(state: State, now_s: float) -> Decision | None:
     """On-demand nodes of the plan are left when others do their work, and the move pays for itself: one transition that takes
     in the new nodes and leaves these; the state moves from live memory."""
     plan = state.plan
-    if plan is None or not mix.cheapest(state) or state.steps - state.step <= 1:
+    if plan is None or not pool_allocation.cheapest(state) or state.steps - state.step <= 1:
         return None
     fixed = _fixed(state)
     used = [node for name in plan.nodes if (node := state.nodes.get(name)) and node.pool in fixed and node.status == "prepared"]
@@ -123,7 +124,7 @@ def back_to_spot(state: State, now_s: float) -> Decision | None:
     go = _beyond(state, used, now_s)
     gone = {node.node_id for node in go}
     stay = [node for node in state.available if node.node_id not in gone]
-    if not go or sum(node.gpus for node in stay) < mix.least_workers(state):
+    if not go or sum(node.gpus for node in stay) < pool_allocation.least_workers(state):
         return None
     why = pays(state, go, stay)
     if not why:

@@ -1,6 +1,6 @@
 """Another arrangement of the nodes for their measured speeds, and leaving a node that is not worth its place.
 
-This costs a transition, so besides doubt (see balancing.py; here both sides may be off, hence twice BAND) its price counts:
+This costs a transition, so besides doubt (see share_rebalance.py; here both sides may be off, hence twice BAND) its price counts:
 
 - It must pay over the expected stay: what is gained until the next expected loss, or the end, is more than WORTH times the
   pause.
@@ -18,13 +18,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import balance
-from elastic.planner.search import Choice
-from elastic.policy import balancing, drain, hazard, limits, moves, recovery, speeds
-from elastic.policy.balancing import compute_s, load_of, slow_ones, stay_s
-from elastic.policy.known import State
+from elastic.planner.hetero import balance
+from elastic.planner.layout_search import Choice
+from elastic.policy import transition_cost
+from elastic.policy.copies import recovery
 from elastic.policy.plans import choice_of, enter
-from elastic.policy.speeds import BAND, Estimate
+from elastic.policy.pools import drain, hazard, limits
+from elastic.policy.speed import share_rebalance, speeds
+from elastic.policy.speed.share_rebalance import compute_s, load_of, slow_ones, stay_s
+from elastic.policy.speed.speeds import BAND, Estimate
+from elastic.policy.state.state import State
 from elastic.types import Decision, DrainNode, Node, Plan, WorkerId
 from elastic.types.replacing import replace
 
@@ -39,7 +42,12 @@ STALE_S = 60.0  # what is measured is told each half minute; without that the ru
 def rearranged(state: State, now_s: float) -> Decision | None:
     """A new generation for the speeds that there are, where it pays; a wait until it would."""
     plan = state.plan
-    if plan is None or not balancing.followed(state) or balancing.ordered(state, now_s) or now_s > state.timed_at_s + STALE_S:
+    if (
+        plan is None
+        or not share_rebalance.followed(state)
+        or share_rebalance.ordered(state, now_s)
+        or now_s > state.timed_at_s + STALE_S
+    ):
         return None
     if len(speeds.recent(state.stages_moved, now_s)) >= MOVES_MOST or (now_s != state.timed_at_s and _alike(state, plan)):
         return None
@@ -73,7 +81,7 @@ def _even_s(state: State, plan: Plan, units: Mapping[WorkerId, Estimate]) -> flo
     mean = sum(1 / units[worker].unit_s for worker in plan.ranks) / len(plan.ranks)
     even = {worker: Estimate(1 / mean, 0.0, 1, 0.0) for worker in plan.ranks}
     load = load_of(plan, even)
-    return load.busy_s(balancing.dealt(state, plan, load))
+    return load.busy_s(share_rebalance.dealt(state, plan, load))
 
 
 def _price_s(state: State) -> float:
@@ -126,14 +134,14 @@ def _entered(state: State, found: tuple[Choice, float], now: tuple[float, float]
     units = speeds.estimates(state)
     error = max(units[worker].error for worker in plan.ranks)
     sure = 1 - left * (1 + 2 * BAND + error)
-    if gain < GAIN or sure < balancing.SURE:
+    if gain < GAIN or sure < share_rebalance.SURE:
         return None
     lost_s = (now_s - since_s) * gain * share
     price_s = _price_s(state)
     if now_s < (worth_s := since_s + price_s / (gain * share)):
         return Decision(wake_at_s=worth_s)
     resume = recovery.live(state)
-    move = moves.predicted(state, moves.placed(state, choice, resume), resume)
+    move = transition_cost.predicted(state, transition_cost.placed(state, choice, resume), resume)
     pause_s = max(drain.lead_of(state).pause_s, move.seconds if move else 0.0)
     gained_s = gain * share * stay_s(state)
     if gained_s < drain.WORTH * pause_s:

@@ -22,13 +22,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from elastic.planner import balance, memory
-from elastic.planner.balance import most_that
-from elastic.planner.work import Work
-from elastic.policy import hazard, limits, speeds
-from elastic.policy.known import State, Window
+from elastic.planner.cost import memory
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.hetero import balance
+from elastic.planner.hetero.balance import most_that
 from elastic.policy.plans import gpu_bytes, on_gpus
-from elastic.policy.speeds import BAND, REMEMBERED_S, Estimate
+from elastic.policy.pools import hazard, limits
+from elastic.policy.speed import speeds
+from elastic.policy.speed.speeds import BAND, REMEMBERED_S, Estimate
+from elastic.policy.state.state import State, Window
 from elastic.types import Decision, Plan, SetShares, WorkerId
 from elastic.types.replacing import replace
 

@@ -13,11 +13,10 @@ from math import log, sqrt
 from statistics import median
 from typing import Any
 
-from elastic import rank_times
-from elastic.planner import nominal
-from elastic.planner.search import rate, site_of
-from elastic.policy.known import Moved, State, Window
-from elastic.types import DeviceNoted, Node, RanksTimed, SharesSet, WorkerId
+from elastic.planner.cost import default_hardware
+from elastic.planner.layout_search import rate, site_of
+from elastic.policy.state.state import Moved, State, Window
+from elastic.types import DeviceNoted, Node, RanksTimed, SharesSet, WorkerId, rank_timing
 from elastic.types.replacing import replace
 
 WARM_UP_STEPS = 4  # after a transition; a report that hardly goes beyond them is not believed
@@ -122,7 +121,9 @@ def _by_hardware(state: State) -> dict[str, float]:
     """What GPUs of each pool whose kind is known compute, by the cost model."""
     kinds = {profile.accelerator_type: profile for profile in state.hardware}
     return {
-        pool.name: rate(site_of(state.job, nominal.among(kinds[pool.accelerator_type], pool.gpus_per_node), pool.gpus_per_node))
+        pool.name: rate(
+            site_of(state.job, default_hardware.among(kinds[pool.accelerator_type], pool.gpus_per_node), pool.gpus_per_node)
+        )
         for pool in state.pools
         if pool.accelerator_type in kinds
     }
@@ -148,7 +149,7 @@ def times_slower(state: State) -> dict[WorkerId, float]:
         return node.pool if node else ""
 
     units = {worker: found.unit_s for worker, found in estimates(state).items()}
-    return rank_times.times_slower(units, pool_of, rank_times.unlike_stages(state.model, state.plan))
+    return rank_timing.times_slower(units, pool_of, rank_timing.unlike_stages(state.model, state.plan))
 
 
 def of_nodes(slower: Mapping[WorkerId, float], node_ids: Iterable[str]) -> dict[str, float]:

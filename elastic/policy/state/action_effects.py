@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elastic.policy import ahead, hazard
-from elastic.policy.failing import process_failed, set_status, without, without_faults
-from elastic.policy.known import Aborting, Failure, Request, State
-from elastic.policy.retention import ordered_removal
-from elastic.policy.speeds import remembered
+from elastic.policy import forming_groups
+from elastic.policy.copies.retention import ordered_removal
+from elastic.policy.faults.failures import process_failed, set_status, without, without_faults
+from elastic.policy.pools import hazard
+from elastic.policy.speed.speeds import remembered
+from elastic.policy.state.state import Aborting, Failure, Request, State
 from elastic.types import (
     Abort,
     DrainNode,
@@ -152,5 +153,5 @@ ORDERS: dict[type, Callable[[State, Any, float], State]] = {
     RequestNodes: _ordered_nodes, ReleaseNode: _ordered_release, Quarantine: _ordered_quarantine, Prepare: _ordered_prepare,
     EnterPlan: ordered_plan, Abort: _ordered_abort, Quiesce: _ordered_quiesce, StoreCopy: _ordered_copy, Stop: _ordered_stop,
     SetCadence: _ordered_cadence, DrainNode: _ordered_drain, RemoveCopy: ordered_removal,
-    RollForward: _ordered_forward, SetShares: _ordered_shares, FormGroups: ahead.ordered, DropGroups: ahead.dropped,
+    RollForward: _ordered_forward, SetShares: _ordered_shares, FormGroups: forming_groups.ordered, DropGroups: forming_groups.dropped,
 }  # fmt: skip

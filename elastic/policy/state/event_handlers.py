@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from elastic.config.fingerprint import KEY
 from elastic.data.order import NO_STEP, chained
-from elastic.fingerprint import KEY
-from elastic.policy import hazard, layouts, limits
-from elastic.policy.ahead import HANDLERS as AHEAD
-from elastic.policy.failing import (
+from elastic.policy.copies.retention import HANDLERS as COPIES
+from elastic.policy.faults import refused_layouts
+from elastic.policy.faults.corruption import HANDLERS as SUSPECTS
+from elastic.policy.faults.corruption import spoilt, without_copies
+from elastic.policy.faults.failures import (
     FAILURES,
     computes_else,
     failed,
@@ -26,14 +28,13 @@ from elastic.policy.failing import (
     without,
     without_faults,
 )
-from elastic.policy.known import ENDED, Failure, State, StopWish
-from elastic.policy.moves import paced
-from elastic.policy.orders import ordered_plan
-from elastic.policy.retention import HANDLERS as COPIES
-from elastic.policy.speeds import HANDLERS as SPEEDS
-from elastic.policy.speeds import forget
-from elastic.policy.suspects import HANDLERS as SUSPECTS
-from elastic.policy.suspects import spoilt, without_copies
+from elastic.policy.forming_groups import HANDLERS as AHEAD
+from elastic.policy.pools import hazard, limits
+from elastic.policy.speed.speeds import HANDLERS as SPEEDS
+from elastic.policy.speed.speeds import forget
+from elastic.policy.state.action_effects import ordered_plan
+from elastic.policy.state.state import ENDED, Failure, State, StopWish
+from elastic.policy.transition_cost import paced
 from elastic.types import (
     Abort,
     Copy,
@@ -279,7 +280,7 @@ def _plan_entered(state: State, event: PlanEntered, at_s: float) -> State:
         replace(
             state, phase="running", plan=target, target=None, failure=failure, step=event.step, entered_step=event.step,
             entered_at_s=at_s, holdings={}, commits={}, pending={}, quiesced=frozenset(),
-            digests=digests, probes=layouts.until(state.probes, event.step), peer=None, below_step=None, last_step=None,
+            digests=digests, probes=refused_layouts.until(state.probes, event.step), peer=None, below_step=None, last_step=None,
             shares_ordered=None,
             n_copies_timed=0, move_pace=paced(state, target, event),
         ),
@@ -318,17 +319,17 @@ def _step_done(state: State, event: StepDone, at_s: float) -> State:
 
 def _compared(state: State, plan: Plan, event: StepDone, at_s: float) -> State:
     """With the step's loss. Where it was done before and had another one, the layout computes something else, or steps of this
-    model do not repeat (see layouts.py)."""
-    if plan.generation in state.distrusted or not layouts.repeatable(state):
+    model do not repeat (see refused_layouts.py)."""
+    if plan.generation in state.distrusted or not refused_layouts.repeatable(state):
         return state
     same = redone_as_before(state.losses, event, event.step - state.entered_step, state.job)
     if same is not False:
         return replace(state, losses=with_loss(state.losses, event))
     before, _, generation = state.losses[event.step]
-    old = state.plans[generation].layout if generation in state.plans else layouts.before(state, plan)
-    if not layouts.new_axes(plan.layout, old):
-        return layouts.without_repeats(state, event)
-    said = f"its train_loss is {event.train_loss:.6g} now that it is {layouts.REDONE}, it was {before:.6g}"
+    old = state.plans[generation].layout if generation in state.plans else refused_layouts.before(state, plan)
+    if not refused_layouts.new_axes(plan.layout, old):
+        return refused_layouts.without_repeats(state, event)
+    said = f"its train_loss is {event.train_loss:.6g} now that it is {refused_layouts.REDONE}, it was {before:.6g}"
     return computes_else(state, plan.generation, event.step, said, at_s, old)
 
 
@@ -444,6 +445,6 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost, RequestFailed: _request_failed, PlanEntered: _plan_entered,
     PlanFailed: _plan_failed, StepDone: _step_done, CopyStored: _copy_stored,
     PriceSeen: _price_seen, Progress: _progress, PinningFailed: _pinning_failed, StopAsked: _stop_asked,
-    StorageSeen: _storage_seen, PlansFound: _plans_found, **FAILURES, **COPIES, **layouts.HANDLERS, **SPEEDS,
+    StorageSeen: _storage_seen, PlansFound: _plans_found, **FAILURES, **COPIES, **refused_layouts.HANDLERS, **SPEEDS,
     **SUSPECTS, **AHEAD,
 }  # fmt: skip

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from elastic.policy.facts import HANDLERS, billed
-from elastic.policy.known import ENDED as ENDED
-from elastic.policy.known import Aborting as Aborting
-from elastic.policy.known import Backoff as Backoff
-from elastic.policy.known import Failure as Failure
-from elastic.policy.known import Phase as Phase
-from elastic.policy.known import PoolSeen as PoolSeen
-from elastic.policy.known import Request as Request
-from elastic.policy.known import State as State
-from elastic.policy.known import StopWish as StopWish
-from elastic.policy.orders import ORDERS
+from elastic.policy.state.action_effects import ORDERS
+from elastic.policy.state.event_handlers import HANDLERS, billed
+from elastic.policy.state.state import ENDED as ENDED
+from elastic.policy.state.state import Aborting as Aborting
+from elastic.policy.state.state import Backoff as Backoff
+from elastic.policy.state.state import Failure as Failure
+from elastic.policy.state.state import Phase as Phase
+from elastic.policy.state.state import PoolSeen as PoolSeen
+from elastic.policy.state.state import Request as Request
+from elastic.policy.state.state import State as State
+from elastic.policy.state.state import StopWish as StopWish
 from elastic.types import Decided, DriverStarted, Event
 
 

@@ -1,4 +1,4 @@
-"""What the driver knows: State and its parts. Built only by `fold` (state.py)."""
+"""What the driver knows: State and its parts. Built only by `fold` (fold.py)."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ class State:
     blamed: Mapping[str, str] = field(default_factory=dict)  # nodes that have -> what; put aside by the next decision
     below_step: int | None = None  # recover only to copies of less than this step (NaN)
     infeasible: Mapping[Layout, int] = field(default_factory=dict)  # layout -> measured bytes
-    unusable: Mapping[str, str] = field(default_factory=dict)  # pp, tp, cp, dp or `layout ...` -> why (see layouts.py)
+    unusable: Mapping[str, str] = field(default_factory=dict)  # pp, tp, cp, dp or `layout ...` -> why (see refused_layouts.py)
     astray: Mapping[int, int] = field(default_factory=dict)  # generations of such layouts -> the step that they began from
     probes: Mapping[int, float] = field(default_factory=dict)  # step -> loss of the probe sample
     losses: Losses = field(default_factory=dict)  # step -> train_loss when it was done first, digest of its sample ids

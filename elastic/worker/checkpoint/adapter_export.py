@@ -11,10 +11,10 @@ from elastic.errors import SpecError
 from elastic.models.lora import BASE, DOWN, UP, base_name, peft_name
 from elastic.program import Program
 from elastic.types import Box, TensorSpec
-from elastic.worker.durable_load import Checkpoint
-from elastic.worker.model_profile import trace
-from elastic.worker.safetensor_files import Parts, Shapes
-from elastic.worker.weights import WeightFiles, found_names
+from elastic.worker.checkpoint.checkpoint_reader import Checkpoint
+from elastic.worker.program.model_profile import trace
+from elastic.worker.program.safetensor_files import Parts, Shapes
+from elastic.worker.program.weights import WeightFiles, found_names
 
 MODEL = "model."
 ROWS_BYTES = 16 << 20

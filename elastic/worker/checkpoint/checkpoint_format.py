@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from elastic.errors import ElasticError, StateLost
 from elastic.types import DTYPE_BYTES, Box
-from elastic.worker.durable_digest import hasher_for
+from elastic.worker.checkpoint.blob import hasher_for
 
 FOLDER = "checkpoints"
 MARKER = "commit.json"

@@ -1,4 +1,4 @@
-"""Finding, checking and reading durable checkpoints; see durable_format.py for the files."""
+"""Finding, checking and reading durable checkpoints; see checkpoint_format.py for the files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from elastic.errors import SpecError, StorageDamaged
 from elastic.ledger import lease
 from elastic.storage import Storage, open_storage
-from elastic.worker.durable_format import (
+from elastic.worker.checkpoint.checkpoint_format import (
     FOLDER,
     FOLDER_NAME,
     MARKER,
@@ -24,7 +24,7 @@ from elastic.worker.durable_format import (
     manifest_name,
     shard_name,
 )
-from elastic.worker.durable_load import Checkpoint, check_size
+from elastic.worker.checkpoint.checkpoint_reader import Checkpoint, check_size
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reading an open checkpoint: what a rank needs, straight to where it belongs; see durable_format.py for the files.
+"""Reading an open checkpoint: what a rank needs, straight to where it belongs; see checkpoint_format.py for the files.
 
 Blobs are read in a few threads. One that fills a contiguous part of its destination is read right into it; others, and runs of
 small ones, go through scratch memory, of which all threads together take one chunk at most.
@@ -22,9 +22,8 @@ from elastic.errors import SpecError, StorageDamaged
 from elastic.reshard.shards import Region, meet
 from elastic.storage import Sizes, Storage
 from elastic.types import Box, TensorSpec
-from elastic.worker.durable_blob import check_head, decode_blob
-from elastic.worker.durable_digest import Hasher, hasher_for
-from elastic.worker.durable_format import MARKER, Damaged, Entry, FileNote, Manifest, Marker, shard_name
+from elastic.worker.checkpoint.blob import Hasher, check_head, decode_blob, hasher_for
+from elastic.worker.checkpoint.checkpoint_format import MARKER, Damaged, Entry, FileNote, Manifest, Marker, shard_name
 
 SCRATCH_BYTES = 64 << 20  # of all threads together; a single larger blob still gets its size
 RUN_BYTES = 8 << 20  # small blobs that lie together are read at once, up to this much

@@ -11,20 +11,35 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from elastic.errors import ElasticError, StateLost
-from elastic.mesh import replica_key
 from elastic.reshard.shards import owned_boxes, state_specs
-from elastic.types import DTYPE_BYTES, CopyFailed, ModelProfile, Plan, ShardStored
-from elastic.worker import durable
-from elastic.worker.content import digest
-from elastic.worker.doing import doing
-from elastic.worker.durable_space import check_space
-from elastic.worker.train_state import Tensors, TrainState
+from elastic.storage import Storage
+from elastic.types import DTYPE_BYTES, CopyFailed, Event, ModelProfile, Plan, ShardStored, WorkerId
+from elastic.types.grid import replica_key
+from elastic.worker.checkpoint import checkpoint_writer
+from elastic.worker.checkpoint.disk_space import check_space
+from elastic.worker.process.doing import doing
+from elastic.worker.state.content_digest import digest
+from elastic.worker.state.host_copy import Tensors
+from elastic.worker.state.train_state import Held, TrainState
 
-if TYPE_CHECKING:
-    from elastic.worker.workplace import Workplace
+
+class Holder(Protocol):
+    """The worker whose state is saved (session.workplace)."""
+
+    me: WorkerId
+    job: dict[str, Any]
+    profile: ModelProfile
+    storage: Storage
+    held: list[Held]
+
+    @property
+    def report(self) -> Callable[[Event], None]: ...
+
+    @property
+    def at_phase(self) -> Callable[[str, int], None]: ...
 
 
 class Boundary(Protocol):
@@ -64,7 +79,7 @@ class Kept:
 class Saving:
     """The durable copies of a worker. `writing`: the newest one; `of`: its plan, step and rank."""
 
-    def __init__(self, place: Workplace) -> None:
+    def __init__(self, place: Holder) -> None:
         self.place = place
         self.writing: Future[Any] | None = None
         self.of: tuple[Plan, int, int] | None = None
@@ -148,7 +163,7 @@ class Saving:
         quota_gb = place.job.get("storage_quota_gb")
         own_bytes = sum(box.n_bytes for box, _ in mine.values())
         check_space(place.storage, (step, number), (own_bytes, state_bytes(profile)), quota_gb)
-        n_bytes = durable.write_shard(place.storage, step, number, rank, list(mine.values()))
+        n_bytes = checkpoint_writer.write_shard(place.storage, step, number, rank, list(mine.values()))
         shapes = {spec.fqn: spec.shape for spec in state_specs(profile)}
         content = digest(mine, shapes, mine)
         place.report(ShardStored(number, step, rank, n_bytes, time.monotonic() - began, stall_s, content))

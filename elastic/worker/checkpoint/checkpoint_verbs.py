@@ -20,12 +20,12 @@ from elastic.program import Program
 from elastic.reshard.shards import EXTRA, LOSS_SCALE, RNG, first_values, state_specs
 from elastic.storage import Storage, open_storage
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
-from elastic.worker import durable
-from elastic.worker.adapter_export import AdapterExport
-from elastic.worker.durable_format import FOLDER, FOLDER_NAME, MARKER, METADATA
-from elastic.worker.durable_plain import open_plain
-from elastic.worker.durable_read import newest_epoch
-from elastic.worker.safetensor_files import FILE_BYTES, SafetensorFiles, write_files
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.checkpoint.adapter_export import AdapterExport
+from elastic.worker.checkpoint.checkpoint_format import FOLDER, FOLDER_NAME, MARKER, METADATA
+from elastic.worker.checkpoint.checkpoint_index import newest_epoch
+from elastic.worker.checkpoint.foreign_dcp import open_plain
+from elastic.worker.program.safetensor_files import FILE_BYTES, SafetensorFiles, write_files
 
 PART_BYTES = 64 << 20  # so much of a tensor is in memory at a time
 MODEL = "model."
@@ -50,7 +50,7 @@ def listed(run: Storage, problems: list[str] | None = None) -> list[Listed]:
     """Newest first; what is wrong with markers goes into `problems`."""
     out = [
         Listed(f.step, f.generation, True, f.uri, f.n_bytes, _layout(f.meta), f.world_size, _number(f.meta.get("saved_at_s")))
-        for f in durable.find(run, problems)
+        for f in checkpoint_index.find(run, problems)
     ]
     known = {item.uri for item in out}
     sizes: dict[str, int] = {}
@@ -65,9 +65,9 @@ def listed(run: Storage, problems: list[str] | None = None) -> list[Listed]:
     return sorted(out, key=lambda item: (item.step, item.generation), reverse=True)
 
 
-def chosen(run: Storage, step: int | None) -> durable.Found:
+def chosen(run: Storage, step: int | None) -> checkpoint_index.Found:
     """The newest committed copy, or the newest of that step. Raises SpecError that names the steps there are."""
-    found = durable.find(run)
+    found = checkpoint_index.find(run)
     for item in found:
         if step is None or item.step == step:
             return item
@@ -81,7 +81,7 @@ def chosen(run: Storage, step: int | None) -> durable.Found:
 def export(run: Storage, step: int | None, to: Storage, file_bytes: int | None = None) -> dict[str, Any]:
     """Writes the weights and buffers of a copy as safetensors, under the program's own names. Every byte read is checked."""
     item = chosen(run, step)
-    checkpoint = durable.open_checkpoint(item.uri)
+    checkpoint = checkpoint_index.open_checkpoint(item.uri)
     shapes = {fqn.removeprefix(MODEL): about for fqn, about in sorted(checkpoint.tensors.items()) if fqn.startswith(MODEL)}
 
     def parts(name: str) -> Iterator[Tensor]:
@@ -101,7 +101,7 @@ def export_for(run: Storage, step: int | None, to: Storage, program: Program, me
             raise SpecError("--merged: this job's program has no adapters")
         return _with_files(export(run, step, to), to, beside)
     item = chosen(run, step)
-    trained = AdapterExport(durable.open_checkpoint(item.uri), program)
+    trained = AdapterExport(checkpoint_index.open_checkpoint(item.uri), program)
     try:
         if merged:
             files = write_files(to, *trained.merged())
@@ -173,18 +173,18 @@ def import_state(source: str, run: Storage, wanted: Wanted) -> dict[str, Any]:
     Moments are taken over where they are there, else they begin at 0. Raises SpecError naming the tensor that is missing or of
     another shape.
     """
-    if durable.find(run):
+    if checkpoint_index.find(run):
         raise SpecError(f"{run.uri}: this run has checkpoints already; import into a new run")
     tensors, close = _open_source(source)
     try:
         matched = match(tensors, wanted)
         step = _step(tensors, wanted, matched)
         items = _items(tensors, replace(wanted, at_step=step), matched)
-        n_bytes = durable.write_shard(run, step, 0, 0, items)
+        n_bytes = checkpoint_writer.write_shard(run, step, 0, 0, items)
     finally:
         close()
     meta = {"layout": asdict(Layout()), "layers": [], "imported_from": source}
-    uri = durable.commit(run, step, 0, 1, newest_epoch(run), meta)
+    uri = checkpoint_writer.commit(run, step, 0, 1, newest_epoch(run), meta)
     moments = sum(fqn.startswith("optim.") for fqn in matched.names)
     return {
         "uri": uri, "step": step, "n_bytes": n_bytes, "weights": len(matched.names) - moments, "moments": moments,
@@ -207,7 +207,7 @@ def _step(tensors: Tensors, wanted: Wanted, matched: Matched) -> int:
 def _open_source(source: str) -> tuple[Tensors, Any]:
     path = Path(source)
     if (path / MARKER).is_file():
-        return durable.open_checkpoint(source), lambda: None  # our own
+        return checkpoint_index.open_checkpoint(source), lambda: None  # our own
     if "://" in source or (path / METADATA).is_file():
         return open_plain(source), lambda: None
     if not path.exists():
@@ -332,11 +332,11 @@ def remove(run: Storage, step: int, force: bool = False) -> list[str]:
         steps = ", ".join(str(item.step) for item in listed(run)) or "none"
         raise SpecError(f"{run.uri}: no checkpoint of step {step}; steps there: {steps}")
     if not force and any(item.committed for item in items):
-        others = [item for item in durable.find(run) if item.step != step]
-        if not any(not durable.verify(item.uri, deep=False) for item in others):
+        others = [item for item in checkpoint_index.find(run) if item.step != step]
+        if not any(not checkpoint_index.verify(item.uri, deep=False) for item in others):
             raise SpecError(f"{run.uri}: step {step} is the only good checkpoint of this run; --force removes it all the same")
     for item in items:
-        durable.remove(item.uri)
+        checkpoint_index.remove(item.uri)
     return [item.uri for item in items]
 
 

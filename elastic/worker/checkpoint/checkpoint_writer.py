@@ -1,6 +1,6 @@
 """Durable checkpoints: every rank writes its boxes, then one commit marker makes them a checkpoint.
 
-No process group is used. The files are those of durable_format.py. The reader takes its own JSON index and the tensors' memory
+No process group is used. The files are those of checkpoint_format.py. The reader takes its own JSON index and the tensors' memory
 where it lies in the blobs: nothing in a checkpoint is ever executed.
 """
 
@@ -23,15 +23,13 @@ from elastic.errors import InternalError
 from elastic.reshard.shards import meet
 from elastic.storage import Sizes, Storage
 from elastic.types import Box
-from elastic.worker import durable_dcp
-from elastic.worker.durable_blob import alone
-from elastic.worker.durable_digest import Xxh3
-from elastic.worker.durable_format import (
+from elastic.worker.checkpoint import dcp_index
+from elastic.worker.checkpoint.blob import Xxh3, alone
+from elastic.worker.checkpoint.checkpoint_format import (
     MARKER,
     METADATA,
     Damaged,
     Entry,
-    Fenced,
     FileNote,
     Manifest,
     Marker,
@@ -44,24 +42,7 @@ from elastic.worker.durable_format import (
     root_of,
     shard_name,
 )
-from elastic.worker.durable_load import Checkpoint
-from elastic.worker.durable_read import (
-    Found,
-    check_epoch,
-    clean,
-    find,
-    find_valid,
-    open_checkpoint,
-    read_marker,
-    remove,
-    remove_copy,
-    verify,
-)
-
-__all__ = [
-    "Checkpoint", "Damaged", "Fenced", "Found", "clean", "commit", "find", "find_valid", "open_checkpoint", "remove",
-    "remove_copy", "verify", "write_shard",
-]  # fmt: skip
+from elastic.worker.checkpoint.checkpoint_index import check_epoch, read_marker
 
 CHUNK_BYTES = 16 << 20  # a box is written in blobs of at most this size, cut along dimension 0
 PIECE_BYTES = 1 << 20  # written, then hashed while it is in the cache
@@ -105,7 +86,7 @@ def commit(storage: Storage, step: int, generation: int, world_size: int, epoch:
     notes = [note_of(manifest_name(rank), text) for rank, text in enumerate(texts)]
     sizes = storage.sizes(f"{folder}/")  # one question for all files, however many ranks there are
     notes += [_shard_note(storage, folder, manifest, sizes) for manifest in manifests]
-    index = durable_dcp.metadata(manifests, _shapes(folder, manifests))
+    index = dcp_index.metadata(manifests, _shapes(folder, manifests))
     plain = json.loads(json.dumps(meta))
     marker = Marker(step, generation, epoch, world_size, plain, (*notes, note_of(METADATA, index)))
     known = read_marker(storage, folder)

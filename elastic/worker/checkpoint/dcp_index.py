@@ -1,7 +1,7 @@
-"""DCP's index (`.metadata`), so that torch.distributed.checkpoint.load reads what durable.py wrote.
+"""DCP's index (`.metadata`), so that torch.distributed.checkpoint.load reads what checkpoint_writer.py wrote.
 
 The one private name of torch that checkpoints need, `_StorageInfo`, is here: DCP's FileSystemReader expects it in the index.
-tests/worker/test_durable.py loads through DCP and fails when it changes.
+tests/worker/checkpoint/test_checkpoint_writer.py loads through DCP and fails when it changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from elastic.worker.durable_format import Entry, Manifest, shard_name
+from elastic.worker.checkpoint.checkpoint_format import Entry, Manifest, shard_name
 
 OPTIM = "optim."
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from elastic.errors import ElasticError
 from elastic.storage import Storage
-from elastic.worker.durable_format import MARKER, folder_of
-from elastic.worker.durable_read import find
+from elastic.worker.checkpoint.checkpoint_format import MARKER, folder_of
+from elastic.worker.checkpoint.checkpoint_index import find
 
 GB = 1e9
 OVERHEAD = 1.02  # indexes and the framing of blobs

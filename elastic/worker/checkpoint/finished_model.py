@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from elastic.errors import StateLost
 from elastic.program import Program
 from elastic.types import Box
-from elastic.worker.durable import open_checkpoint
-from elastic.worker.model_profile import trace
-from elastic.worker.weights import fill
+from elastic.worker.checkpoint.checkpoint_index import open_checkpoint
+from elastic.worker.program.model_profile import trace
+from elastic.worker.program.weights import fill
 
 
 def load_model(program: Program, uri: str) -> nn.Module:

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 from elastic.errors import SpecError
 from elastic.storage import Storage, open_storage
 from elastic.types import DTYPE_BYTES, Box
-from elastic.worker.durable_digest import UNCHECKED
-from elastic.worker.durable_format import METADATA, Damaged, Entry, Marker
-from elastic.worker.durable_load import Checkpoint
-from elastic.worker.safetensor_files import NAME_MOST
+from elastic.worker.checkpoint.blob import UNCHECKED
+from elastic.worker.checkpoint.checkpoint_format import METADATA, Damaged, Entry, Marker
+from elastic.worker.checkpoint.checkpoint_reader import Checkpoint
+from elastic.worker.program.safetensor_files import NAME_MOST
 
 NO_PICKLE = (
     pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError, MemoryError,

@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.program import Program
 from elastic.types import coarsest
-from elastic.worker.calls import inputs_of, keywords_of
-from elastic.worker.sequence import tensors_in
+from elastic.version import PACKAGE
+from elastic.worker.parallel.context_parallel import tensors_in
+from elastic.worker.program.calls import inputs_of, keywords_of
 
 Batch = dict[str, Tensor]
 Labels = frozenset[str]
@@ -35,7 +36,7 @@ FAR = 100_000  # a value that Python asks for, in passes that try what large one
 MORE_OPERATIONS = 10_000  # than a pass before had: a loop over such a value
 NONE: Labels = frozenset()
 INSTALLED = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
-INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+INTERNAL = (str(Path(torch.__file__).parent), str(PACKAGE / "worker"))
 # their outputs have the shape of what they are given, and nothing of its values
 SHAPE_ONLY = frozenset(
     f"{kind}{how}" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint") for how in ("_like", "")

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.data.budget import budget_of
-from elastic.data.opening import dataset_of
+from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import with_stream
 from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.program import Program
 from elastic.types import ModelProfile
-from elastic.worker.job_program import with_job
-from elastic.worker.layout_values import batch_of
-from elastic.worker.loss_scale import profile_of
-from elastic.worker.sample_profile import traced_sample
-from elastic.worker.structure import Structure, structure_of
+from elastic.worker.equivalence.layout_values import batch_of
+from elastic.worker.equivalence.structure import Structure, structure_of
+from elastic.worker.profile.sample_profile import traced_sample
+from elastic.worker.program.job_program import with_job
+from elastic.worker.step.loss_scale import profile_of
 
 
 def model_profile_of(program: Program, job: Mapping[str, Any]) -> ModelProfile:

@@ -1,6 +1,6 @@
-"""`python -m elastic.worker.layout_check OUT < ASKED`: which layouts compute what a program does.
+"""`python -m elastic.worker.equivalence.layout_check OUT < ASKED`: which layouts compute what a program does.
 
-A process of its own, without a GPU and beside whatever else starts; what it finds is kept (elastic/api/layouts.py). First the
+A process of its own, without a GPU and beside whatever else starts; what it finds is kept (elastic/api/running/layout_question.py). First the
 structure (structure.py), without values and of any size; then, for each axis that it leaves open, loss and gradients of a small
 copy in two real processes (layout_values.py).
 """
@@ -22,21 +22,30 @@ from typing import Any
 
 import torch
 
+from elastic.config.fingerprint import digest_of_file
 from elastic.data.budget import budget_of
-from elastic.data.opening import dataset_of
+from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import with_stream
 from elastic.errors import ElasticError
-from elastic.fingerprint import digest_of_file
 from elastic.program import Program, load_program
 from elastic.types import Layout, ModelProfile
-from elastic.worker.forward_trace import Batch
-from elastic.worker.job_program import with_job
-from elastic.worker.layout_values import FAMILIES, Copy, TooLarge, batch_of, check_rows, compare, job_of_copy, shortened
-from elastic.worker.model_profile import trace
-from elastic.worker.sequence import check_calls, check_possible
-from elastic.worker.structure import Structure, structure_of, told
+from elastic.version import PACKAGE
+from elastic.worker.equivalence.forward_trace import Batch
+from elastic.worker.equivalence.layout_values import (
+    FAMILIES,
+    Copy,
+    TooLarge,
+    batch_of,
+    check_rows,
+    compare,
+    job_of_copy,
+    shortened,
+)
+from elastic.worker.equivalence.structure import Structure, structure_of, told
+from elastic.worker.parallel.context_parallel import check_calls, check_possible
+from elastic.worker.program.job_program import with_job
+from elastic.worker.program.model_profile import trace
 
-PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = tuple(f"{path}{os.sep}" for path in (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], PACKAGE))
 SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
 READS_MOST = 10_000

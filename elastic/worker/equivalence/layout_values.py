@@ -21,28 +21,36 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastic.data.loader import collate
+from elastic.data.collate import collate
 from elastic.errors import ElasticError, ProgramError
-from elastic.mesh import coordinates
 from elastic.models.attention import over
 from elastic.program import Program
 from elastic.types import Layout, ModelProfile, Plan, WorkerId
-from elastic.worker.calls import call_model, loss_of
-from elastic.worker.fewer import converted, fill, first_positions, kept_blocks, perturb, positions, spread_samples
-from elastic.worker.fixed import even
-from elastic.worker.forward_trace import Batch, python_random
-from elastic.worker.free_memory import free_host_bytes
-from elastic.worker.groups import Groups
-from elastic.worker.model_profile import block_names, build_meta, trace
-from elastic.worker.pipeline import PassThrough
-from elastic.worker.rendezvous import host_store, new_secret
-from elastic.worker.sequence import before_cut, tensors_in
-from elastic.worker.step import Stepper
-from elastic.worker.still import Still, draws_left, quiet
-from elastic.worker.structure import told
-from elastic.worker.train_state import TrainState
-from elastic.worker.transport import is_collective_error
-from elastic.worker.weights import cut
+from elastic.types.grid import coordinates
+from elastic.worker.equivalence.forward_trace import Batch, python_random
+from elastic.worker.equivalence.no_randomness import Still, draws_left, quiet
+from elastic.worker.equivalence.small_copy import (
+    converted,
+    fill,
+    first_positions,
+    kept_blocks,
+    perturb,
+    positions,
+    spread_samples,
+)
+from elastic.worker.equivalence.static_plan import even
+from elastic.worker.equivalence.structure import told
+from elastic.worker.parallel.context_parallel import before_cut, tensors_in
+from elastic.worker.parallel.pipeline import PassThrough
+from elastic.worker.process.free_memory import free_host_bytes
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.process_groups.rendezvous import host_store, new_secret
+from elastic.worker.process_groups.transport import is_collective_error
+from elastic.worker.program.calls import call_model, loss_of
+from elastic.worker.program.model_profile import block_names, build_meta, trace
+from elastic.worker.program.weights import cut
+from elastic.worker.state.train_state import TrainState
+from elastic.worker.step.optimizer_step import Stepper
 
 FAMILIES = {"dp": Layout(dp_shard=2), "tp": Layout(tp=2), "pp": Layout(pp=2), "cp": Layout(cp=2)}  # cp's takes longest
 ROWS = 4  # samples of the batch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic.worker.forward_trace import eager_flex_attention
+from elastic.worker.equivalence.forward_trace import eager_flex_attention
 
 # positions of the probability of dropout among the arguments
 DROPOUT_AT = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from elastic.worker.forward_trace import Batch
+from elastic.worker.equivalence.forward_trace import Batch
 
 TRIED = 16  # samples that are looked at for unequal ones
 PERTURBED = 0.05  # standard deviation of what is added to each weight, of its own or of 1

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from elastic.config.job import JobSpec
 from elastic.data.budget import KEY as BUDGET
 from elastic.errors import SpecError
-from elastic.mesh import fills_rounds
-from elastic.spec import JobSpec
 from elastic.types import Layout, ModelProfile, Plan, Resume, WorkerId, parse_layout, pinned
+from elastic.types.grid import fills_rounds
 
 
 def layout_of(spec: JobSpec, world_size: int, asked: str | None = None) -> Layout:

@@ -21,9 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from elastic.errors import ElasticError
 from elastic.program import Program
 from elastic.types import ModelProfile, coarsest
-from elastic.worker.calls import inputs_of, keywords_of
-from elastic.worker.fixed import even
-from elastic.worker.forward_trace import (
+from elastic.worker.equivalence.forward_trace import (
     FAR,
     INPUT,
     INTERNAL,
@@ -38,9 +36,11 @@ from elastic.worker.forward_trace import (
     follow,
     shape_of,
 )  # fmt: skip
-from elastic.worker.model_profile import block_names, build_meta
-from elastic.worker.pipeline import cut_stage
-from elastic.worker.sequence import tensors_in
+from elastic.worker.equivalence.static_plan import even
+from elastic.worker.parallel.context_parallel import tensors_in
+from elastic.worker.parallel.pipeline import cut_stage
+from elastic.worker.program.calls import inputs_of, keywords_of
+from elastic.worker.program.model_profile import block_names, build_meta
 
 STAGES = 3  # tried: a first one, one in the middle, a last one
 REAL_MOST_PARAMETERS = 100_000_000  # of a model that is followed with values where it cannot be without

@@ -6,8 +6,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from elastic.worker.doing import doing
-from elastic.worker.readback import Number
+from elastic.worker.process.doing import doing
+from elastic.worker.process.readback import Number
 
 
 @dataclass(frozen=True)

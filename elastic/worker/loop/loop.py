@@ -25,10 +25,12 @@ from torch import nn
 
 from elastic.errors import ProgramError, SpecError
 from elastic.models.blocks import blocks_of
-from elastic.worker.calls import count_of, count_there
-from elastic.worker.loop_loss import is_mean
-from elastic.worker.loop_model import LoopModel
-from elastic.worker.loop_program import (
+from elastic.worker.loop.handoff import Turns, Word
+from elastic.worker.loop.loop_model import LoopModel
+from elastic.worker.loop.loss_reduction import is_mean
+from elastic.worker.process.readback import Number, join_default_stream
+from elastic.worker.program.calls import count_of, count_there
+from elastic.worker.program.loop_program import (
     GROUPS,
     WHERE,
     LoopProgram,
@@ -40,9 +42,7 @@ from elastic.worker.loop_program import (
     module_factory,
     no_loss,
 )
-from elastic.worker.optimizers import by_name
-from elastic.worker.readback import Number, join_default_stream
-from elastic.worker.turns import Turns, Word
+from elastic.worker.program.optimizers import by_name
 
 NO_HOST = (
     "elastic.loop was entered outside of `elastic run --script FILE`: start the script with that; a program.py has no loop, it "

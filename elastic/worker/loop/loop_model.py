@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic.errors import ProgramError
-from elastic.worker.transport import is_collective_error
+from elastic.worker.process_groups.transport import is_collective_error
 
 
 class BrokenOff(ConnectionAbortedError):

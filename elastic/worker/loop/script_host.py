@@ -21,18 +21,19 @@ import numpy as np
 import torch
 
 from elastic.errors import ElasticError, ProgramError, SpecError
-from elastic.worker.commit import Commit
-from elastic.worker.job_program import with_job
-from elastic.worker.loop import Offer, Outcome, Run, here
-from elastic.worker.loop_program import LoopProgram, rebind
-from elastic.worker.readback import Number
-from elastic.worker.train_state import TrainState
-from elastic.worker.transport import is_collective_error
-from elastic.worker.turns import Turns, Word
+from elastic.worker.loop.handoff import Turns, Word
+from elastic.worker.loop.loop import Offer, Outcome, Run, here
+from elastic.worker.process.readback import Number
+from elastic.worker.process_groups.transport import is_collective_error
+from elastic.worker.program.commit import Commit
+from elastic.worker.program.job_program import with_job
+from elastic.worker.program.loop_program import LoopProgram, rebind
+from elastic.worker.state.train_state import TrainState
 
 if TYPE_CHECKING:
+    from elastic.program import Program
     from elastic.types import Plan
-    from elastic.worker.workplace import Workplace
+    from elastic.worker.program.extra_state import ExtraState
 
 log = logging.getLogger(__name__)
 
@@ -221,16 +222,17 @@ class Script:
                 self.finished = False
                 self.turns.answer(AGAIN)
 
-    def begin(self, place: Workplace, plan: Plan, state: TrainState) -> None:
-        """A generation begins: its state goes to the script's own objects."""
+    def begin(self, plan: Plan, state: TrainState, job: dict[str, Any], extra: ExtraState) -> Program:
+        """A generation begins: its state goes to the script's own objects. Returns the program that they make."""
         run = self._stand(state.step)
-        place.program = with_job(run.program, place.job)
-        place.extra.objects = dict(place.program.extra_state)
+        program = with_job(run.program, job)
+        extra.objects = dict(program.extra_state)
         rebind(run.optimizer, state.optimizers.each)
-        place.extra.load(state.tensors)
+        extra.load(state.tensors)
         run.model.attach(state.model)
-        run.rank, run.world_size, run.steps = state.rank, plan.layout.world_size, int(place.job["steps"])
+        run.rank, run.world_size, run.steps = state.rank, plan.layout.world_size, int(job["steps"])
         run.step_index = state.step
+        return program
 
     def compute(self, batch: Mapping[str, torch.Tensor], step: int, epoch: int) -> tuple[Number, Number]:
         """One pass through the loop's body up to run.step(): loss sum and tokens of this rank, scalar tensors where they are

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from elastic.errors import ElasticError, ProgramError, SpecError
-from elastic.mesh import Coordinates
 from elastic.models.attention import Seen, SequenceShard, over
 from elastic.program import Program
 from elastic.types import AUTO, Layout, is_auto, parse_layout, pinned
-from elastic.worker.calls import call_model, inputs_of, loss_of
-from elastic.worker.groups import Groups
-from elastic.worker.model_profile import build_meta
+from elastic.types.grid import Coordinates
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program.calls import call_model, inputs_of, loss_of
+from elastic.worker.program.model_profile import build_meta
 
 Batch = dict[str, torch.Tensor]
 PARTS_AGREE = 1e-3  # relative difference between the loss of a sequence and the sum over its parts

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-# Private: what torch itself sets, see tests/worker/test_dtensor_random.py.
+# Private: what torch itself sets, see tests/worker/parallel/test_dtensor_random.py.
 from torch.distributed.tensor import _random
 
 
 def settle_random(mesh: DeviceMesh | None) -> None:
-    """Without a collective: each step seeds its ranks (elastic.worker.step.seed), those of one tp group equally."""
+    """Without a collective: each step seeds its ranks (elastic.worker.step.optimizer_step.seed), those of one tp group equally."""
     if mesh is not None and mesh.device_type == "cuda":
         _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)

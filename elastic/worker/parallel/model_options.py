@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
-from elastic.mesh import coordinates
 from elastic.types import Layout
-from elastic.worker.checkpointing import checkpoint_blocks
-from elastic.worker.compiled import compile_blocks
-from elastic.worker.float8 import use_float8
+from elastic.types.grid import coordinates
+from elastic.worker.parallel.activation_checkpointing import checkpoint_blocks
+from elastic.worker.parallel.compiled import compile_blocks
+from elastic.worker.parallel.float8 import use_float8
 
 
 def needs_fsdp(job: Mapping[str, Any], layout: Layout) -> bool:

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 
 from elastic.program import Program
 from elastic.types import ModelProfile
-from elastic.worker.model_profile import block_names, tp_styles
-from elastic.worker.options import Options
+from elastic.worker.parallel.model_options import Options
+from elastic.worker.program.model_profile import block_names, tp_styles
 
 
 def parallelize(

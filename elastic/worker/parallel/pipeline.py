@@ -11,11 +11,11 @@ from torch.distributed import ProcessGroup, get_global_rank
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, _utils
 
 from elastic.errors import PeerGarbled, ProgramError
-from elastic.mesh import stage_blocks, stages_at
 from elastic.program import Program
 from elastic.types import Layout, ModelProfile
-from elastic.worker import wire
-from elastic.worker.model_profile import block_names
+from elastic.types.grid import stage_blocks, stages_at
+from elastic.worker.process_groups import wire
+from elastic.worker.program.model_profile import block_names
 
 
 class PassThrough(nn.Module):

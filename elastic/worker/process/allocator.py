@@ -16,7 +16,7 @@ KEEP_BYTES = 64 << 20
 
 CUDA_SETTING = "expandable_segments:True"  # shards of one layout fit into the holes that those of another left
 # Pinned host memory: larger blocks are neither rounded up to a power of two nor kept by torch when they are freed. Buffers are
-# used again by elastic.worker.host_copy, so that torch's own cache would only hold those of earlier shard sizes.
+# used again by elastic.worker.state.host_copy, so that torch's own cache would only hold those of earlier shard sizes.
 PINNED_SETTING = "pinned_max_cached_size_mb:64"
 SETTINGS, OLD_SETTINGS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # the older name of the same
 

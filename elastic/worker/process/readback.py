@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from elastic.worker.doing import doing
-from elastic.worker.side_stream import SideStream, boundary
+from elastic.worker.process.doing import doing
+from elastic.worker.process.side_stream import SideStream, boundary
 
 Batch = dict[str, torch.Tensor]
 Number = torch.Tensor | float

@@ -1,6 +1,6 @@
 """What all ranks of a generation say to each other: a few numbers at a time, without a connection from each rank to each other.
 
-Sums over all ranks go up a tree of small groups (elastic.mesh.control_tree) and their result down again. Up to MESH_MOST ranks
+Sums over all ranks go up a tree of small groups (elastic.types.grid.control_tree) and their result down again. Up to MESH_MOST ranks
 that is one all-reduce in one group, whose order of sums stays what it is. In a larger tree a rank has O(log N) connections, and
 a sum takes O(log N) hops: each row adds up at its first rank, the highest row gives every rank in it the result, and each row
 takes it from its first rank. All ranks have the same bits, since each gets a copy of one sum; and nobody has a result that some
@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic.errors import PeerGarbled
-from elastic.worker.doing import doing
-from elastic.worker.rendezvous import PROOF_BYTES, proof
+from elastic.worker.process.doing import doing
+from elastic.worker.process_groups.rendezvous import PROOF_BYTES, proof
 
 HELLO_TAG = 1 << 20  # no message of the ranks has it
 

@@ -3,7 +3,7 @@
 They are made without torch's tables of groups, of which a process has one set (`form`), and put into them when the generation
 before has left (`join`): so they can be made while that one trains. All groups hang on one TCPStore that the driver's side
 hosts. On gloo a blocked collective is freed by shutting the generation's own connected sockets (`abort`); what NCCL needs
-besides is in elastic.worker.transport.
+besides is in elastic.worker.process_groups.transport.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from elastic.mesh import MESH_MOST, ROW, axis_groups, control_tree, coordinates, stage_ranks
 from elastic.types import Layout
-from elastic.worker import rendezvous, wire
-from elastic.worker.control import Control, Pairs, connect
-from elastic.worker.interfaces import interface_of
-from elastic.worker.sockets import address_of, inodes, knock, listening, shut
-from elastic.worker.transport import Host, Pretended, Transport, enlist, forget_groups, transport_of
+from elastic.types.grid import MESH_MOST, ROW, axis_groups, control_tree, coordinates, stage_ranks
+from elastic.worker.process_groups import rendezvous, wire
+from elastic.worker.process_groups.control_tree import Control, Pairs, connect
+from elastic.worker.process_groups.network_interfaces import interface_of
+from elastic.worker.process_groups.sockets import address_of, inodes, knock, listening, shut
+from elastic.worker.process_groups.transport import Host, Pretended, Transport, enlist, forget_groups, transport_of
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Groups:
 
     `world`, the default group, spans all participants (ranks of the plan first, then workers that only send); messages go over
     it, and those of peer copies over `copies`. `control` is for numbers from all participants, `commit` for those of the plan's
-    ranks. Above MESH_MOST ranks these four have no full mesh of connections (elastic.worker.control).
+    ranks. Above MESH_MOST ranks these four have no full mesh of connections (elastic.worker.process_groups.control_tree).
     `mesh` is this rank's pipeline stage with the axes dp_replicate, fsdp (= dp_shard x cp), tp that are larger than 1; with
     `fsdp` that axis is there in any case.
     """

@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from elastic.worker.environment import DEFAULTS
+from elastic.worker.process.environment import DEFAULTS
 
 log = logging.getLogger(__name__)
 os.environ.setdefault("RES_OPTIONS", DEFAULTS["RES_OPTIONS"])  # of the process that hosts a store, too

@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_all_
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import BackendConfig, GroupName, _update_default_pg, _world
 
-from elastic.worker.control import Pairs
+from elastic.version import PACKAGE
+from elastic.worker.process_groups.control_tree import Pairs
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,7 @@ COLLECTIVE_WORDS = (
     "gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "rendezvous", "store",
     "process group", "timed out waiting", "timeout", "peer closed", "wait for", "connectfullmesh",
 )  # fmt: skip
-PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
-OURS = (PACKAGE, f"{Path(torch.__file__).resolve().parent}{os.sep}")
+OURS = (f"{PACKAGE}{os.sep}", f"{Path(torch.__file__).resolve().parent}{os.sep}")
 PYTHON, INSTALLED = (f"{sysconfig.get_paths()[kind]}{os.sep}" for kind in ("stdlib", "purelib"))
 ABORT_MOST_S = 10.0  # for all communicators of a generation, which are aborted at once
 TAKE_DOWN_MOST_S = 10.0
@@ -77,7 +77,7 @@ def _of_python(file: str) -> bool:
 
 
 class Transport:
-    """gloo: connections are made with the group, and shutting them frees who waits (elastic.worker.sockets)."""
+    """gloo: connections are made with the group, and shutting them frees who waits (elastic.worker.process_groups.sockets)."""
 
     backend = "gloo"
 

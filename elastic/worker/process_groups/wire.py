@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import PeerGarbled, ProgramError
-from elastic.worker.control import Control
+from elastic.worker.process_groups.control_tree import Control
 
 WORDS_MOST = 1 << 20  # bytes from one rank: some 20,000 names with a number each
 TENSORS_MOST = 1 << 30  # bytes, of all tensors that are broadcast together

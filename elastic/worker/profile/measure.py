@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from elastic.data.loader import collate
+from elastic.data.collate import collate
 from elastic.errors import InternalError, SpecError
 from elastic.types import HardwareProfile, ModelProfile
-from elastic.worker import measuring
-from elastic.worker.free_memory import free_gpu_bytes, free_host_bytes
+from elastic.version import PACKAGE
+from elastic.worker.process.free_memory import free_gpu_bytes, free_host_bytes
+from elastic.worker.profile import measure_process
 
 SIZES = (1, 2, 4, 6)  # processes at once on a CPU
 PROCESS_BYTES = 600 << 20  # of host memory, of one of them
@@ -122,10 +123,10 @@ def _sizes(n_gpus: int) -> tuple[int, ...]:
 
 def _started(folder: Path, rank: int) -> subprocess.Popen[bytes]:
     environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
     with (folder / f"log-{rank}").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", measuring.__name__, str(folder), str(rank)],
+            [sys.executable, "-m", measure_process.__name__, str(folder), str(rank)],
             stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
         )  # fmt: skip
 

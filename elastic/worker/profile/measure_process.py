@@ -1,4 +1,4 @@
-"""One of the processes that `measure` starts: python -m elastic.worker.measuring FOLDER RANK.
+"""One of the processes that `measure` starts: python -m elastic.worker.profile.measure_process FOLDER RANK.
 
 Rank 0 is timed alone while the others wait; then all of them compute at once, as many as a node may have; then they talk.
 What was found is in FOLDER/found.json. A process ends with the one that started it: its standard input is closed then.
@@ -53,8 +53,8 @@ class _Member:
         import torch
         import torch.distributed as dist
 
-        from elastic.worker.measured_groups import Among
-        from elastic.worker.measured_ops import Limits, fitting
+        from elastic.worker.profile.measured_groups import Among
+        from elastic.worker.profile.measured_ops import Limits, fitting
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as workers do
         on_gpu = asked["device"] == "cuda"
@@ -84,8 +84,8 @@ class _Member:
     # ------------------------------------------------------------------------------------------ one process
 
     def _alone(self) -> dict[str, Any]:
-        from elastic.worker import measured_ops as ops
-        from elastic.worker.timings import medians_s
+        from elastic.worker.profile import measured_ops as ops
+        from elastic.worker.profile.timings import medians_s
 
         large = Matmul(*3 * (self.limits.large,))
         calls = {f"large {name}": ops.product(large, dtype, self.device) for name, dtype in self.dtypes.items()}
@@ -110,7 +110,7 @@ class _Member:
         return self._named(rates) | {"cpu_share": cpu_share} | self._stored(0.2 * ALONE * self.asked["seconds"])
 
     def _ordinary(self) -> tuple[Callable[[], object], int]:
-        from elastic.worker.measured_ops import ordinary
+        from elastic.worker.profile.measured_ops import ordinary
 
         n_elements = min(self.asked["hidden_elements"] * self.asked["times"], self.limits.n_bytes // 16)
         width = min(max(16, self.asked["width"]), n_elements)
@@ -132,8 +132,8 @@ class _Member:
         return found | ({"attention_flop_per_s": rates["attention"]} if "attention" in rates else {})
 
     def _stored(self, for_s: float) -> dict[str, Any]:
-        from elastic.worker.measured_ops import stored
-        from elastic.worker.timings import medians_s
+        from elastic.worker.profile.measured_ops import stored
+        from elastic.worker.profile.timings import medians_s
 
         if not self.asked["storage"]:
             return {}
@@ -148,8 +148,8 @@ class _Member:
 
     def _crowded(self, for_s: float) -> list[dict[str, Any]]:
         """For 1, 2 ... processes that compute at once: what each of them reaches in the job's products, and in the rest."""
-        from elastic.worker.measured_ops import mixed
-        from elastic.worker.timings import LEAST, MOST
+        from elastic.worker.profile.measured_ops import mixed
+        from elastic.worker.profile.timings import LEAST, MOST
 
         works: dict[str, tuple[Callable[[], object], float]] = {"bytes_per_s": self._ordinary()}
         if self.passes is not None:
@@ -206,8 +206,8 @@ class _Member:
         import torch
 
         from elastic.program import load_program
-        from elastic.worker.calls import call_model, loss_of
-        from elastic.worker.job_program import with_job
+        from elastic.worker.program.calls import call_model, loss_of
+        from elastic.worker.program.job_program import with_job
 
         program = with_job(load_program(self.asked["program"]["program"]), self.asked["program"])
         model = program.model().to(device=self.device, dtype=self.dtype)

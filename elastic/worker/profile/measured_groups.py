@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic.worker.timings import LEAST, MOST, fitted
+from elastic.worker.profile.timings import LEAST, MOST, fitted
 
 SIZES = (1 << 12, 1 << 17, 1 << 20, 1 << 23)  # bytes of the whole tensor
 GPU_SIZES = (1 << 12, 1 << 20, 1 << 25, 1 << 28)

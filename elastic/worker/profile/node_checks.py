@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from elastic import version
-from elastic.fingerprint import differences
+from elastic.config.fingerprint import differences
 from elastic.storage import open_storage
 from elastic.types import Admission, Mark, Terms, apart, version_differences
-from elastic.worker.device_notes import memory_holders
-from elastic.worker.free_memory import free_gpu_bytes, free_host_bytes
-from elastic.worker.link import Door, Link, measure
+from elastic.worker.process.free_memory import free_gpu_bytes, free_host_bytes
+from elastic.worker.process.gpu_health import memory_holders
+from elastic.worker.profile.link_probe import Door, Link, measure
 
 log = logging.getLogger(__name__)
 

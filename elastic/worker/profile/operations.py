@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from elastic.types import Attention, Matmul
-from elastic.worker.sequence import tensors_in
+from elastic.worker.parallel.context_parallel import tensors_in
 
 OPERANDS = {
     "mm": 0,

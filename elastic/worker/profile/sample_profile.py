@@ -21,17 +21,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic.data.loader import collate
+from elastic.data.collate import collate
 from elastic.errors import ElasticError
 from elastic.models.attention import Seen, over
 from elastic.program import Program
 from elastic.types import SampleProfile
-from elastic.worker.calls import call_model, count_of, loss_of
-from elastic.worker.checkpointing import kept_ops
-from elastic.worker.loop_program import LoopProgram
-from elastic.worker.model_profile import block_names, build_meta, cut_dims
-from elastic.worker.operations import operations_of
-from elastic.worker.sequence import before_cut, check_sum, sequence_length, tensors_in
+from elastic.worker.parallel.activation_checkpointing import kept_ops
+from elastic.worker.parallel.context_parallel import before_cut, check_sum, sequence_length, tensors_in
+from elastic.worker.profile.operations import operations_of
+from elastic.worker.program.calls import call_model, count_of, loss_of
+from elastic.worker.program.loop_program import LoopProgram
+from elastic.worker.program.model_profile import block_names, build_meta, cut_dims
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from torch import nn
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
 from elastic.types import OptimizerSpec, TensorSpec
-from elastic.worker.loop_program import Settings
-from elastic.worker.optimizers import JobOptimizer, Optimizers, by_name, line_of, shown
+from elastic.worker.program.loop_program import Settings
+from elastic.worker.program.optimizers import JobOptimizer, Optimizers, by_name, line_of, shown
 
 DRY_STEPS = 3
 ONLY = "only element-wise optimizers (AdamW, SGD, RMSprop ...) can be cut over ranks"

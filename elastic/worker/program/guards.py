@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 
+from elastic.config.optimization import GUARDS
 from elastic.errors import SpecError
-from elastic.optimisation import GUARDS
 from elastic.program import Program
-from elastic.worker.commit import Commit
+from elastic.worker.program.commit import Commit
 
 MEMORY = "guards"  # name of the memory among the extra state
 MAD_TO_SIGMA = 1.4826  # median absolute deviation of a normal distribution -> its standard deviation

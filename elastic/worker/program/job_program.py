@@ -8,9 +8,9 @@ from typing import Any
 
 from elastic.errors import SpecError
 from elastic.program import Program
-from elastic.worker.guards import with_memory
-from elastic.worker.optimizers import JobOptimizer
-from elastic.worker.schedules import scale, schedule
+from elastic.worker.program.guards import with_memory
+from elastic.worker.program.optimizers import JobOptimizer
+from elastic.worker.program.schedules import scale, schedule
 
 
 def with_job(program: Program, job: Mapping[str, Any]) -> Program:

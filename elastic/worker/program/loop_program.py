@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
-from elastic.worker.optimizers import Optimizer, by_name
+from elastic.worker.program.optimizers import Optimizer, by_name
 
 GROUPS = "param_groups"  # the name of the optimizers' settings among the extra state
 WHERE = "elastic.loop(optimizer=...)"

@@ -13,9 +13,9 @@ from torch import nn
 from elastic.errors import ProgramError
 from elastic.program import Program
 from elastic.types import ModelProfile, TensorSpec
-from elastic.worker.element_wise import what_they_keep, with_kept
-from elastic.worker.extra_state import ExtraState
-from elastic.worker.weights import check_weights
+from elastic.worker.program.element_wise import what_they_keep, with_kept
+from elastic.worker.program.extra_state import ExtraState
+from elastic.worker.program.weights import check_weights
 
 # tensor-parallel style -> dimension that is cut, per parameter name
 CUT = {

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elastic.optimisation import decay
+from elastic.config.optimization import decay
 
 Factor = Callable[[int], float]
 

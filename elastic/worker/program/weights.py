@@ -22,7 +22,7 @@ from torch import Tensor
 from elastic.errors import SpecError
 from elastic.program import Program, Weights
 from elastic.types import DTYPE_BYTES, Box, TensorSpec
-from elastic.worker.safetensor_files import DTYPES, SafetensorFiles, safetensor_paths
+from elastic.worker.program.safetensor_files import DTYPES, SafetensorFiles, safetensor_paths
 
 CHUNK_BYTES = 16 << 20
 RUN_BYTES = 4096  # shorter pieces of a row are not read one by one: whole rows are, and cut in memory

@@ -13,33 +13,34 @@ import torch
 import torch.distributed as dist
 
 from elastic.data.budget import Microbatch
-from elastic.data.loader import Ahead, Batch, Loader, collate
-from elastic.data.opening import Sets
+from elastic.data.collate import Batch, collate
+from elastic.data.loader import Ahead, Loader
+from elastic.data.open_datasets import Sets
 from elastic.data.streams import Stream
 from elastic.errors import InternalError
-from elastic.mesh import axes_of, rank_of
-from elastic.rank_times import RankTimes
 from elastic.reshard.shards import RNG, boxes
 from elastic.types import Evaluated, GuardTripped, NoiseSeen, Plan, PlanEntered, Probed, SharesSet
-from elastic.worker.calls import count_of
-from elastic.worker.commit import Commit, step_done
-from elastic.worker.copies import PeerCopies, kept_by
-from elastic.worker.copy_stream import GroupWire
-from elastic.worker.doing import DEVICE, doing
-from elastic.worker.dtensor_random import settle_random
-from elastic.worker.equal_results import EqualResults
-from elastic.worker.groups import Groups
-from elastic.worker.guards import MEMORY, Trip
-from elastic.worker.host_copy import Flat, HostCopies, HostCopy, Lease
-from elastic.worker.offender import Offender, Tripped
-from elastic.worker.options import needs_fsdp
-from elastic.worker.probe import Probe
-from elastic.worker.readback import pinned
-from elastic.worker.side_stream import run_on
-from elastic.worker.step import Stepper, Words
-from elastic.worker.takeover import Taken, Takeover, check_digest
-from elastic.worker.train_state import TrainState
-from elastic.worker.workplace import EnterOrder, Workplace
+from elastic.types.grid import axes_of, rank_of
+from elastic.types.rank_timing import RankTimes
+from elastic.worker.parallel.dtensor_random import settle_random
+from elastic.worker.parallel.model_options import needs_fsdp
+from elastic.worker.process.doing import DEVICE, doing
+from elastic.worker.process.readback import pinned
+from elastic.worker.process.side_stream import run_on
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program.calls import count_of
+from elastic.worker.program.commit import Commit, step_done
+from elastic.worker.program.guards import MEMORY, Trip
+from elastic.worker.session.layout_probe import Probe
+from elastic.worker.session.takeover import Taken, Takeover, check_digest
+from elastic.worker.session.workplace import EnterOrder, Workplace
+from elastic.worker.state.host_copy import Flat, HostCopies, HostCopy, Lease
+from elastic.worker.state.peer_replicas import PeerCopies, kept_by
+from elastic.worker.state.replica_stream import GroupWire
+from elastic.worker.state.train_state import TrainState
+from elastic.worker.step.faulty_rank import Offender, Tripped
+from elastic.worker.step.optimizer_step import Stepper, Words
+from elastic.worker.step.sdc_check import EqualResults
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ class Generation:
 
         if place.script is not None:
             stepper.script = place.script
-            place.script.begin(place, plan, state)
+            place.program = place.script.begin(plan, state, job, place.extra)
         stepper.memory = place.extra.objects.get(MEMORY)
         last = int(job["steps"])
         dataset = place.dataset.reader() if isinstance(place.dataset, Stream) else place.dataset

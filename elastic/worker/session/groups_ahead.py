@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 
 from elastic.types import GroupsMade
-from elastic.worker.failures import text_of
-from elastic.worker.groups import Groups
-from elastic.worker.side_stream import SideStream, on_device
-from elastic.worker.workplace import EnterOrder
+from elastic.worker.process.side_stream import SideStream, on_device
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.session.worker_errors import text_of
+from elastic.worker.session.workplace import EnterOrder
 
 log = logging.getLogger(__name__)
 

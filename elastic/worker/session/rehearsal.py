@@ -15,20 +15,20 @@ from torch import nn
 
 from elastic.data.batches import item_of
 from elastic.data.budget import Microbatch, budget_of
-from elastic.data.loader import collate
+from elastic.data.collate import collate
 from elastic.errors import ProgramError
-from elastic.mesh import stage_blocks, stages_at
 from elastic.types import Plan, Rehearsal, agree
-from elastic.worker.calls import call_model, inputs_of, keywords_of, loss_of
-from elastic.worker.evaluation import drawing
-from elastic.worker.groups import Groups
-from elastic.worker.model_profile import block_names, build_meta
-from elastic.worker.options import needs_fsdp
-from elastic.worker.sequence import check_calls, check_loss, check_possible, largest_cp
-from elastic.worker.step import Stepper
-from elastic.worker.train_state import TrainState
-from elastic.worker.transfer import warm_staging
-from elastic.worker.workplace import Workplace
+from elastic.types.grid import stage_blocks, stages_at
+from elastic.worker.parallel.context_parallel import check_calls, check_loss, check_possible, largest_cp
+from elastic.worker.parallel.model_options import needs_fsdp
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program.calls import call_model, inputs_of, keywords_of, loss_of
+from elastic.worker.program.model_profile import block_names, build_meta
+from elastic.worker.session.workplace import Workplace
+from elastic.worker.state.train_state import TrainState
+from elastic.worker.state.transfer import warm_staging
+from elastic.worker.step.evaluation import drawing
+from elastic.worker.step.optimizer_step import Stepper
 
 log = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from elastic.data.opening import dataset_of, validation_of
+from elastic.config.fingerprint import KEY, fingerprint
+from elastic.data.loader_processes import readers_of
+from elastic.data.open_datasets import dataset_of, validation_of
 from elastic.data.progress import heard_by
-from elastic.data.readers import readers_of
 from elastic.data.streams import with_stream
 from elastic.errors import StateLost
-from elastic.fingerprint import KEY, fingerprint
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import (
@@ -39,28 +39,28 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )
-from elastic.worker import durable
-from elastic.worker.admission import Checks, Entry, Refused
-from elastic.worker.ahead import Ahead
-from elastic.worker.allocator import rounds_pinned, settle_allocator, settle_cuda_allocator
-from elastic.worker.compiled import settle_compiler
-from elastic.worker.cut_off import CutOff, CutStorage
-from elastic.worker.device_notes import DeviceNotes
-from elastic.worker.doing import Doing
-from elastic.worker.durable import Damaged
-from elastic.worker.failures import device_lost, is_assert, kind_of, print_error, text_of
-from elastic.worker.faults import DeviceFaults
-from elastic.worker.float8 import check_float8
-from elastic.worker.generation import Generation, groups_of
-from elastic.worker.job_program import with_job
-from elastic.worker.loss_scale import profile_of
-from elastic.worker.offender import Tripped
-from elastic.worker.probe import LayoutDiffers
-from elastic.worker.rehearsal import rehearse, rehearse_plan
-from elastic.worker.sample_profile import sample_profile
-from elastic.worker.script import Script, Source
-from elastic.worker.stall_site import stall_site
-from elastic.worker.workplace import EnterOrder, Workplace, live_step
+from elastic.worker.checkpoint import checkpoint_writer
+from elastic.worker.checkpoint.checkpoint_format import Damaged
+from elastic.worker.loop.script_host import Script, Source
+from elastic.worker.parallel.compiled import settle_compiler
+from elastic.worker.parallel.float8 import check_float8
+from elastic.worker.process.allocator import rounds_pinned, settle_allocator, settle_cuda_allocator
+from elastic.worker.process.cut_off import CutOff, CutStorage
+from elastic.worker.process.doing import Doing
+from elastic.worker.process.fault_injection import DeviceFaults
+from elastic.worker.process.gpu_health import DeviceNotes
+from elastic.worker.profile.node_checks import Checks, Entry, Refused
+from elastic.worker.profile.sample_profile import sample_profile
+from elastic.worker.program.job_program import with_job
+from elastic.worker.session.generation import Generation, groups_of
+from elastic.worker.session.groups_ahead import Ahead
+from elastic.worker.session.layout_probe import LayoutDiffers
+from elastic.worker.session.rehearsal import rehearse, rehearse_plan
+from elastic.worker.session.stall_site import stall_site
+from elastic.worker.session.worker_errors import device_lost, is_assert, kind_of, print_error, text_of
+from elastic.worker.session.workplace import EnterOrder, Workplace, live_step
+from elastic.worker.step.faulty_rank import Tripped
+from elastic.worker.step.loss_scale import profile_of
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ class Session:
         meta = {"layout": asdict(plan.layout), "layers": list(plan.layers), "samples": list(plan.samples), "orphan": True}
         while rank == 0:
             try:
-                return durable.commit(place.storage, step, plan.generation, len(plan.ranks), epoch, meta)
+                return checkpoint_writer.commit(place.storage, step, plan.generation, len(plan.ranks), epoch, meta)
             except StateLost:  # the parts of other ranks are still being written
                 if time.monotonic() > deadline:
                     raise

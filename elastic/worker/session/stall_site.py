@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Literal
 
-from elastic.worker.doing import Doing, Said, said
+from elastic.version import PACKAGE
+from elastic.worker.process.doing import Doing, Said, said
 
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+HERE = f"{PACKAGE}{os.sep}"
 STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 FRAMES_MOST = 200
 

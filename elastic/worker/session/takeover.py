@@ -13,16 +13,16 @@ from elastic.errors import StateLost
 from elastic.reshard.shards import EXTRA, LOSS_SCALE, owned_boxes, state_specs
 from elastic.reshard.transfers import check_cover, holders_of, plan_transfers
 from elastic.types import Box, DigestPart, TensorSpec, Transfer
-from elastic.worker import durable
-from elastic.worker.content import digest, digest_of
-from elastic.worker.doing import doing
-from elastic.worker.groups import Groups
-from elastic.worker.guards import MEMORY
-from elastic.worker.host_copy import Flat
-from elastic.worker.side_stream import boundary, waitable
-from elastic.worker.train_state import Held, Tensors, TrainState, region
-from elastic.worker.transfer import Moved, carry_out
-from elastic.worker.workplace import EnterOrder, Workplace
+from elastic.worker.checkpoint import checkpoint_index
+from elastic.worker.process.doing import doing
+from elastic.worker.process.side_stream import boundary, waitable
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program.guards import MEMORY
+from elastic.worker.session.workplace import EnterOrder, Workplace
+from elastic.worker.state.content_digest import digest, digest_of
+from elastic.worker.state.host_copy import Flat, Tensors
+from elastic.worker.state.train_state import Held, TrainState, region
+from elastic.worker.state.transfer import Moved, carry_out
 
 OF_THE_JOB = (EXTRA + MEMORY, EXTRA + STATE, LOSS_SCALE)  # boxes that follow from how the job is run, not from its model
 
@@ -78,7 +78,7 @@ class Takeover:
     @doing("copying")
     def _from_storage(self) -> Taken:
         assert self.state is not None
-        checkpoint = durable.open_checkpoint(self.order.plan.resume.uri)
+        checkpoint = checkpoint_index.open_checkpoint(self.order.plan.resume.uri)
         specs, tensors = {spec.fqn: spec for spec in state_specs(self.place.profile)}, self.state.tensors
         anew = differing(specs, checkpoint.tensors, isinstance(self.place.dataset, Stream))
         self.place.extra.fresh({fqn: held for fqn, held in tensors.items() if fqn in anew})

@@ -8,6 +8,7 @@ a device-side assert (an index out of range in a kernel), which is the program's
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
@@ -16,12 +17,13 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from elastic.config.masking import masked_text
 from elastic.errors import ElasticError, InternalError, PeerGarbled, ProgramError, SpecError, StateLost, StorageFailed
-from elastic.masking import masked_text
 from elastic.types import FailureKind
-from elastic.worker.offender import Tripped
-from elastic.worker.probe import LayoutDiffers
-from elastic.worker.transport import PACKAGE, is_collective_error
+from elastic.version import PACKAGE
+from elastic.worker.process_groups.transport import is_collective_error
+from elastic.worker.session.layout_probe import LayoutDiffers
+from elastic.worker.step.faulty_rank import Tripped
 
 CUDA_ERROR = re.compile(r"(?:CUDA|HIP)(?: driver)? error: ([^\n]*)")  # torch adds lines of advice, which name other errors
 ASSERT, MEMORY = "device-side assert", ("out of memory", "_STATUS_ALLOC_FAILED")
@@ -88,7 +90,7 @@ def print_error(error: BaseException) -> None:
     """The traceback of an error of the program, to standard error, without secrets. What ours say in one line is all."""
     if kind_of(error) == "program" and (not isinstance(error, ElasticError) or error.__cause__ is not None):
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(f"{PACKAGE}{os.sep}"):
             trace = trace.tb_next
         text = "".join(
             traceback.format_exception(type(error), error, trace or error.__traceback__)

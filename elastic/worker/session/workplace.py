@@ -17,20 +17,20 @@ from elastic.program import Program
 from elastic.reshard.transfers import participants
 from elastic.storage import Storage
 from elastic.types import Event, ModelProfile, PinningFailed, Plan, SampleProfile, WorkerId
-from elastic.worker.allocator import trim
-from elastic.worker.extra_state import ExtraState
-from elastic.worker.faults import DeviceFaults
-from elastic.worker.host_copy import HostMemory
-from elastic.worker.rendezvous import STORE_S, host_store, new_secret
-from elastic.worker.saving import Saving
-from elastic.worker.side_stream import SideStream, run_on
-from elastic.worker.train_state import Held
+from elastic.worker.checkpoint.checkpoint_saver import Saving
+from elastic.worker.process.allocator import trim
+from elastic.worker.process.fault_injection import DeviceFaults
+from elastic.worker.process.side_stream import SideStream, run_on
+from elastic.worker.process_groups.rendezvous import STORE_S, host_store, new_secret
+from elastic.worker.program.extra_state import ExtraState
+from elastic.worker.state.host_copy import HostMemory
+from elastic.worker.state.train_state import Held
 
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from elastic.data.readers import Readers
-    from elastic.worker.script import Script
+    from elastic.data.loader_processes import Readers
+    from elastic.worker.loop.script_host import Script
 
 
 @dataclass(frozen=True)

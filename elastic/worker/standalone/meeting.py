@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from elastic.errors import SpecError
-from elastic.worker.rendezvous import host_store
+from elastic.worker.process_groups.rendezvous import host_store
 
 ADDRESS = "elastic/address"
 LOOPBACK = "127.0.0.1"

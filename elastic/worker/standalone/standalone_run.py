@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from elastic.config.fingerprint import KEY, batch_changed, differences, fingerprint
+from elastic.config.job import JobSpec
 from elastic.data.budget import budget_of
 from elastic.errors import ElasticError, LostContact, SpecError
-from elastic.fingerprint import KEY, batch_changed, differences, fingerprint
 from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import DEFAULT_STORAGE
-from elastic.spec import JobSpec
 from elastic.storage import Storage, open_storage
 from elastic.types import (
     CopyDamaged,
@@ -43,14 +43,14 @@ from elastic.types import (
     WorkerId,
     WrongNumbers,
 )
-from elastic.worker import durable
-from elastic.worker.driverless_copies import Copies, Stored
-from elastic.worker.fixed import layout_of, plan_of
-from elastic.worker.layout_values import batch_of
-from elastic.worker.meeting import Meeting, Started, meet
-from elastic.worker.session import Session
-from elastic.worker.structure import structure_of
-from elastic.worker.workplace import EnterOrder, Workplace
+from elastic.worker.checkpoint import checkpoint_index
+from elastic.worker.equivalence.layout_values import batch_of
+from elastic.worker.equivalence.static_plan import layout_of, plan_of
+from elastic.worker.equivalence.structure import structure_of
+from elastic.worker.session.session import Session
+from elastic.worker.session.workplace import EnterOrder, Workplace
+from elastic.worker.standalone.meeting import Meeting, Started, meet
+from elastic.worker.standalone.static_checkpoints import Copies, Stored
 
 TICK_S = 0.1
 TIMEOUT_S = 300.0  # of the meeting and of the groups: the last resort
@@ -238,17 +238,17 @@ class Alone:
         driven by somebody else."""
         self._taken()
         problems: list[str] = []
-        found = durable.find(self.storage, problems)
+        found = checkpoint_index.find(self.storage, problems)
         for problem in problems:
             self.wishes.hear(problem)
         generation = max((item.generation for item in found), default=0) + 1 + self.me.attempt
         epoch = max([self._taken(), *(item.epoch for item in found)])
-        durable.clean(self.storage, epoch)  # what an interrupted save has left
+        checkpoint_index.clean(self.storage, epoch)  # what an interrupted save has left
         left = [item for item in found if item.uri not in passed]
         if not left and (found or problems):
             raise SpecError(f"{self.storage.uri}: no checkpoint there is whole; mend one, or give another --run-name")
         for item in left:
-            wrong = durable.verify(item.uri, deep=False)
+            wrong = checkpoint_index.verify(item.uri, deep=False)
             if wrong:
                 self.wishes.hear(f"{wrong[0]}; the copy before it is taken")
                 continue

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from elastic.config.job import JobSpec
 from elastic.errors import ElasticError
-from elastic.spec import JobSpec
 from elastic.storage import Storage
 from elastic.types import CopyFailed, Plan, ShardStored
-from elastic.worker import durable
-from elastic.worker.meeting import Meeting
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.standalone.meeting import Meeting
 
 LOOK_S = 0.02
 
@@ -99,7 +99,7 @@ class Copies:
         plan = self.plan
         cut = {"layout": asdict(plan.layout), "layers": list(plan.layers), "samples": list(plan.samples)}
         meta = {**self.meta, **cut, "digest": str(digest), "saved_at_s": time.time()}
-        uri = durable.commit(self.storage, step, plan.generation, len(plan.ranks), self.epoch, meta)
+        uri = checkpoint_writer.commit(self.storage, step, plan.generation, len(plan.ranks), self.epoch, meta)
         self.newest = Stored(step, uri, {**metrics, "step": step})
         self._validation[step] = float(metrics.get("validation_loss", math.inf))
         self.meeting.tell(f"copy/{plan.generation}/{self._committed}", json.dumps(asdict(self.newest)))
@@ -108,7 +108,7 @@ class Copies:
 
     def _remove_old(self) -> None:
         """keep_last, keep_every, keep_best and storage_quota_gb, as on a cluster."""
-        found, spec = durable.find(self.storage), self.spec
+        found, spec = checkpoint_index.find(self.storage), self.spec
         best = sorted((item for item in found if math.isfinite(self._loss(item.step))), key=lambda item: self._loss(item.step))
         every = [item for item in found if spec.keep_every and item.step % spec.keep_every == 0]
         wanted = list(dict.fromkeys(item.uri for item in [*found[: spec.keep_last], *best[: spec.keep_best], *every]))
@@ -116,7 +116,7 @@ class Copies:
             wanted = wanted[: max(1, int(spec.storage_quota_gb * 1e9 / (1.02 * found[0].n_bytes)) - 1)]
         for item in found:
             if item.uri not in wanted:
-                durable.remove_copy(self.storage, item.uri, self.epoch)
+                checkpoint_index.remove_copy(self.storage, item.uri, self.epoch)
 
     def _loss(self, step: int) -> float:
         return self._validation.get(step, math.inf)

@@ -18,12 +18,12 @@ import torch
 
 from elastic.errors import InternalError
 from elastic.types import Box
-from elastic.worker.doing import doing
-from elastic.worker.side_stream import SideStream, boundary, on_device, waitable
-from elastic.worker.train_state import Tensors
+from elastic.worker.process.doing import doing
+from elastic.worker.process.side_stream import SideStream, boundary, on_device, waitable
 
 log = logging.getLogger(__name__)
 
+Tensors = dict[str, tuple[Box, torch.Tensor]]  # by the name of the logical tensor
 CPU = torch.device("cpu")
 SAID_MOST = 200  # characters of an error
 ALIGN = 8  # each box starts at a multiple of so many bytes

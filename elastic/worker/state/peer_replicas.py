@@ -16,10 +16,10 @@ from statistics import median
 from elastic.errors import InternalError
 from elastic.reshard.shards import boxes
 from elastic.types import Box, Copy, CopyStored, ModelProfile, Plan
-from elastic.worker.copy_stream import Pace, Wire, receive_boxes, send_boxes
-from elastic.worker.doing import doing
-from elastic.worker.host_copy import Flat, Hands, HostCopies, HostCopy, Lease
-from elastic.worker.train_state import Held, Tensors
+from elastic.worker.process.doing import doing
+from elastic.worker.state.host_copy import Flat, Hands, HostCopies, HostCopy, Lease, Tensors
+from elastic.worker.state.replica_stream import Pace, Wire, receive_boxes, send_boxes
+from elastic.worker.state.train_state import Held
 
 GAVE_UP = -float(1 << 30)  # a rank's say when its part cannot be stored: the sum over the ranks is negative
 TIMED_STEPS = 64

@@ -8,31 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from elastic.errors import InternalError, ProgramError
-from elastic.mesh import coordinates, replica_key, stages_at
 from elastic.program import Program
 from elastic.reshard.shards import RNG, boxes, first_values, owned_boxes, reread_boxes
 from elastic.types import Box, Holding, Layout, ModelProfile, Transfer, WorkerId
-from elastic.worker.buffers import StepBuffers
-from elastic.worker.content import digest as digest
-from elastic.worker.groups import Groups
-from elastic.worker.model_profile import build_meta, fresh_buffers, tp_styles
-from elastic.worker.optimizers import Optimizers
-from elastic.worker.options import Options, to_empty
-from elastic.worker.parallelize import WHOLE, local, parallelize, tie_again
-from elastic.worker.pipeline import cut_stage
-from elastic.worker.readback import square_norms
-from elastic.worker.weights import cut, fill
-
-if TYPE_CHECKING:
-    from elastic.worker.host_copy import Lease
-
-Tensors = dict[str, tuple[Box, torch.Tensor]]
+from elastic.types.grid import coordinates, replica_key, stages_at
+from elastic.worker.parallel.model_options import Options, to_empty
+from elastic.worker.parallel.parallelize import WHOLE, local, parallelize, tie_again
+from elastic.worker.parallel.pipeline import cut_stage
+from elastic.worker.process.readback import square_norms
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program.model_profile import build_meta, fresh_buffers, tp_styles
+from elastic.worker.program.optimizers import Optimizers
+from elastic.worker.program.weights import cut, fill
+from elastic.worker.state.buffers import StepBuffers
+from elastic.worker.state.content_digest import digest as digest
+from elastic.worker.state.host_copy import Lease, Tensors
 
 
 def region(tensors: Mapping[str, tuple[Box, torch.Tensor]], transfer: Transfer) -> torch.Tensor:

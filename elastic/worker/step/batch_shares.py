@@ -8,9 +8,9 @@ from typing import Any
 
 from elastic.data.budget import Cut, Microbatch, TokenBudget, pad_share
 from elastic.data.order import sample_ids, share
-from elastic.mesh import each_microbatches
 from elastic.types import Plan
-from elastic.worker.local_gradients import parts_of
+from elastic.types.grid import each_microbatches
+from elastic.worker.step.gradient_noise import parts_of
 
 STEPS_KEPT = 32  # cuts of steps that are read ahead
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from elastic.program import Program
-from elastic.worker.device_marks import DeviceMarks
-from elastic.worker.faults import FORWARD, DeviceFaults
-from elastic.worker.model_profile import block_names
-from elastic.worker.sequence import tensors_in
+from elastic.worker.parallel.context_parallel import tensors_in
+from elastic.worker.process.fault_injection import FORWARD, DeviceFaults
+from elastic.worker.program.model_profile import block_names
+from elastic.worker.step.device_marks import DeviceMarks
 
 Mark = float | torch.cuda.Event
 FIRST, EVERY = 8, 8  # steps of a generation that are timed on a GPU: as many first ones, then every such

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from elastic.errors import ProgramError
-from elastic.mesh import coordinates
 from elastic.types import Plan, WorkerId
-from elastic.worker.groups import Groups
-from elastic.worker.guards import Trip
+from elastic.types.grid import coordinates
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program.guards import Trip
 
 NAMED_SAMPLES_MOST = 16
 UNNAMED = "which rank it was is not known, the generation broke off before the ranks had compared"

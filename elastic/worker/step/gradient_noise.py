@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.mesh import each_microbatches
 from elastic.types import ModelProfile, Plan
+from elastic.types.grid import each_microbatches
 
 MARK = "_elastic_watched"
 

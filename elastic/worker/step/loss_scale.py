@@ -18,8 +18,8 @@ import torch
 from elastic.program import Program
 from elastic.reshard.shards import LOSS_SCALE
 from elastic.types import ModelProfile, TensorSpec
-from elastic.worker.job_program import with_job
-from elastic.worker.model_profile import trace
+from elastic.worker.program.job_program import with_job
+from elastic.worker.program.model_profile import trace
 
 FIRST, LARGEST, SMALLEST = 2.0**16, 2.0**24, 2.0**-24  # powers of two: scaling rounds nothing
 GROWTH_STEPS = 2000  # good steps after which it is doubled

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,19 @@ from elastic.data.budget import TokenBudget, budget_of
 from elastic.data.order import digest
 from elastic.data.streams import N_POSITIONS
 from elastic.errors import InternalError, ProgramError
-from elastic.mesh import coordinates, stages_at
 from elastic.program import Program
 from elastic.reshard.shards import LOSS_SCALE
 from elastic.types import Plan
-from elastic.worker.calls import (
+from elastic.types.grid import coordinates, stages_at
+from elastic.worker.parallel.context_parallel import Sequence
+from elastic.worker.parallel.model_options import begin_microbatch
+from elastic.worker.parallel.parallelize import local
+from elastic.worker.parallel.pipeline import Pipeline
+from elastic.worker.process.doing import doing
+from elastic.worker.process.fault_injection import DeviceFaults
+from elastic.worker.process.readback import Incoming, Number, read
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program.calls import (
     call_model,
     count_of,
     count_there,
@@ -33,33 +41,30 @@ from elastic.worker.calls import (
     loss_of,
     rows_in,
 )
-from elastic.worker.commit import N_WORDS, Commit, power_of_tokens, power_of_wait
-from elastic.worker.doing import doing
-from elastic.worker.evaluation import modes_kept
-from elastic.worker.faults import DeviceFaults
-from elastic.worker.groups import Groups
-from elastic.worker.guards import Memory, Trip, judge, rules_of, trip_of
-from elastic.worker.local_gradients import LocalGradients, cannot, noise
-from elastic.worker.loop_program import LoopProgram
-from elastic.worker.loss_scale import LossScale
-from elastic.worker.offender import UNNAMED, Offender, Tripped, find_offender
-from elastic.worker.options import begin_microbatch
-from elastic.worker.parallelize import local
-from elastic.worker.pipeline import Pipeline
-from elastic.worker.readback import Incoming, Number, read
-from elastic.worker.sequence import Sequence
-from elastic.worker.shares import Shares
-from elastic.worker.spans import Spans
-from elastic.worker.sums import Sums
-from elastic.worker.train_state import TrainState
-
-if TYPE_CHECKING:
-    from elastic.worker.script import Script
+from elastic.worker.program.commit import N_WORDS, Commit, power_of_tokens, power_of_wait
+from elastic.worker.program.guards import Memory, Trip, judge, rules_of, trip_of
+from elastic.worker.program.loop_program import LoopProgram
+from elastic.worker.state.train_state import TrainState
+from elastic.worker.step.batch_shares import Shares
+from elastic.worker.step.block_timing import Spans
+from elastic.worker.step.evaluation import modes_kept
+from elastic.worker.step.faulty_rank import UNNAMED, Offender, Tripped, find_offender
+from elastic.worker.step.gradient_noise import LocalGradients, cannot, noise
+from elastic.worker.step.loss_scale import LossScale
+from elastic.worker.step.sums import Sums
 
 Batch = dict[str, torch.Tensor]
 Gradients = dict[str, torch.Tensor]
 Loss = Callable[[Any, range], torch.Tensor]  # of a model's output and the numbers of its rows
 CLIP_EPSILON = 1e-6
+
+
+class BatchScript(Protocol):
+    """A user's loop that computes the gradients of a step (loop.script_host)."""
+
+    clip_grad_norm: float | None
+
+    def compute(self, batch: Batch, step: int, epoch: int) -> tuple[Number, Number]: ...
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class Stepper:
         self.pending: Pending | None = None
         box = state.tensors.get(LOSS_SCALE)
         self.loss_scale = LossScale(box[1] if box is not None else None)
-        self.script: Script | None = None  # whose loop computes the gradients
+        self.script: BatchScript | None = None  # whose loop computes the gradients
         self.clip_grad_norm: float | None = job.get("clip_grad_norm")
         self.tokens_per_sample = 0.0  # of the step before, on average over all ranks
         self.imbalance = 0.0  # of the step before: the same of the rank that had the most, over that

@@ -20,15 +20,15 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.mesh import axis_groups, coordinates
 from elastic.reshard.shards import RNG
 from elastic.types import Layout, NumbersChecked, Plan, WrongNumbers
-from elastic.worker.content import digest
-from elastic.worker.evaluation import evaluating
-from elastic.worker.faults import DeviceFaults
-from elastic.worker.loop_program import LoopProgram
-from elastic.worker.step import Batch, Stepper
-from elastic.worker.wire import broadcast_tensors
+from elastic.types.grid import axis_groups, coordinates
+from elastic.worker.process.fault_injection import DeviceFaults
+from elastic.worker.process_groups.wire import broadcast_tensors
+from elastic.worker.program.loop_program import LoopProgram
+from elastic.worker.state.content_digest import digest
+from elastic.worker.step.evaluation import evaluating
+from elastic.worker.step.optimizer_step import Batch, Stepper
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ class EqualResults:
         if isinstance(stepper.program, LoopProgram) or stepper.groups.pp is not None:  # a schedule begins anew after it
             return math.nan
         one = self._same_sample(batches, next(dp for dp, n in enumerate(samples) if n))
-        with evaluating(stepper), _same_kernels():
+        with evaluating(stepper.state, stepper.job, stepper.device), _same_kernels():
             value, _ = stepper.forward_backward([one, one], train=False, valid=[1, 1])
         return value
 

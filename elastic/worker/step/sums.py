@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from elastic.errors import ProgramError
-from elastic.worker.control import Control
-from elastic.worker.wire import gather_numbers
+from elastic.worker.process_groups.control_tree import Control
+from elastic.worker.process_groups.wire import gather_numbers
 
 COUNT = "count"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from support.places import PROGRAMS
 
-from elastic.api.planning.subjects import Subject, machines_of, made_up_data, of_job, of_model
-from elastic.data.opening import dataset_of
+from elastic.api.planning.model_source import Subject, machines_of, made_up_data, of_job, of_model
+from elastic.config.hardware import PLACE
+from elastic.data.open_datasets import dataset_of
 from elastic.errors import SpecError
-from elastic.hardware_file import PLACE
 from elastic.program import load_program
 
 

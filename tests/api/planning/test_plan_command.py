@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from elastic.api.planning.amounts import gpus_of
-from elastic.api.planning.answers import Query
-from elastic.api.planning.machines import of_asked
-from elastic.api.planning.subjects import of_model
-from elastic.cli import main
-from elastic.hardware_file import PLACE
+from elastic.api.planning.model_source import of_model
+from elastic.api.planning.plan_nodes import of_asked
+from elastic.api.planning.quantities import gpus_of
+from elastic.api.planning.query import Query
+from elastic.cli.command_line import main
+from elastic.config.hardware import PLACE
 from elastic.planner.offers import Aim
 
 SMALL = ("--model", "gpt2-124m", "--top", "2")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from elastic import catalog
-from elastic.api.planning.amounts import gpus_of
-from elastic.api.planning.machines import GUESSED, Machines, known_of, nodes_of, of_asked, of_pool, with_counts
+from elastic.api.planning.plan_nodes import GUESSED, Machines, known_of, nodes_of, of_asked, of_pool, with_counts
+from elastic.api.planning.quantities import gpus_of
+from elastic.config.hardware import PLACE, path_of, write_hardware
 from elastic.errors import SpecError
-from elastic.hardware_file import PLACE, path_of, write_hardware
-from elastic.policy.hazard import RECLAIMS_PER_NODE_H
+from elastic.policy.pools.hazard import RECLAIMS_PER_NODE_H
 from elastic.types import HardwareProfile, Pool
 
 

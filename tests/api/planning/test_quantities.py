@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.api.planning.amounts import Asked, gpus_of, hours_of, tokens_of
+from elastic.api.planning.quantities import Asked, gpus_of, hours_of, tokens_of
 from elastic.errors import SpecError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli import main
+from elastic.cli.command_line import main
 
 HEAD = (
     "id,model,params_b,layers,hidden,heads,kv_heads,ffn,vocab,seq_len,gpu,gpus,dp_shard,tp,pp,micro_batch,global_batch,"

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from elastic.api.planning import answers, sizing
-from elastic.api.planning.answers import Query
-from elastic.api.planning.machines import Machines, of_pool
-from elastic.api.planning.subjects import Subject, of_model
+from elastic.api.planning import query as answers
+from elastic.api.planning import sizing
+from elastic.api.planning.model_source import Subject, of_model
+from elastic.api.planning.plan_nodes import Machines, of_pool
+from elastic.api.planning.query import Query
 from elastic.errors import InfeasiblePlan, SpecError
-from elastic.planner.memory import Step
+from elastic.planner.cost.memory import Step
 from elastic.planner.offers import Aim, Group, Offer, Offers
 from elastic.types import Layout, ModelProfile, Pool
 

@@ -11,14 +11,14 @@ import pytest
 from support.places import FOREIGN
 from support.waiting import until
 
-from elastic.api.layouts import PLACE, LayoutCheck, asked_of, check_open, checked
+from elastic.api.running.layout_question import PLACE, LayoutCheck, asked_of, check_open, checked
+from elastic.config.job import JobSpec, job_of
 from elastic.errors import SpecError
 from elastic.program import load_program
-from elastic.spec import JobSpec, job_of
 from elastic.types import Pool
-from elastic.worker.layout_check import Verdict
-from elastic.worker.model_profile import trace
-from elastic.worker.structure import Structure
+from elastic.worker.equivalence.layout_check import Verdict
+from elastic.worker.equivalence.structure import Structure
+from elastic.worker.program.model_profile import trace
 
 POOLS = (Pool("p", gpus_per_node=2, max_nodes=2),)
 
@@ -125,7 +125,7 @@ def test_closing_it_early_leaves_nothing(program: Path) -> None:
     check = LayoutCheck(asked(program))
     assert check._process is not None and check._folder is not None
     pid, folder = check._process.pid, Path(check._folder.name)
-    until(lambda: "elastic.worker.layout_check" in psutil.Process(pid).cmdline(), "the process that compares")
+    until(lambda: "elastic.worker.equivalence.layout_check" in psutil.Process(pid).cmdline(), "the process that compares")
     check.close()
     assert not psutil.pid_exists(pid) and not folder.exists()
     check.close()

@@ -12,9 +12,9 @@ import pytest
 from support.places import ROOT
 from support.waiting import until
 
-from elastic.api import supervise
-from elastic.api.supervise import command_of, supervised
-from elastic.cli import main
+from elastic.api.running import supervise
+from elastic.api.running.supervise import command_of, supervised
+from elastic.cli.command_line import main
 
 # Ends as the words say, one word for each start: an exit code, or the number of a signal with a minus.
 DRIVER = """
@@ -70,7 +70,7 @@ def test_a_driver_that_has_lived_for_long_begins_the_count_anew(tmp_path: Path, 
     assert (code, n) == (0, supervise.TRIES + 3)
 
 
-SUPERVISOR = "import sys; from elastic.api.supervise import supervised; sys.exit(supervised(sys.argv[1:], print))"
+SUPERVISOR = "import sys; from elastic.api.running.supervise import supervised; sys.exit(supervised(sys.argv[1:], print))"
 
 
 @pytest.mark.e2e

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import elastic
-from elastic.data.sources import LEFT_OUT, TextFolder, python_stdlib_folder
+from elastic.data.sources.text_folder import LEFT_OUT, TextFolder, python_stdlib_folder
 from elastic.models.llama import Llama, LlamaConfig, init_weights, loss_sum
 
 SEED, BATCH, SEQ = 1, 12, 32

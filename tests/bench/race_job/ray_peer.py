@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from ray.train.torch import TorchTrainer
 
-from elastic.cluster._ray_private import connect
+from elastic.cluster.ray._ray_private import connect
 from elastic.program import load_program
 
 RESIZE_S = 5.0

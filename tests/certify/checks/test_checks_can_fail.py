@@ -9,10 +9,11 @@ import pytest
 from support.certify.roomy import wrong
 from support.worker.forks import FORKS
 
-from elastic.certify import fault_checks, layout_checks, member, move_checks, speed_checks
-from elastic.certify.lab import Lab
-from elastic.certify.layout_checks import _groups, groups_bound
-from elastic.certify.place import Place
+from elastic.certify.checks import fault_checks, layout_checks, move_checks, speed_checks
+from elastic.certify.checks.layout_checks import _groups, groups_bound
+from elastic.certify.harness import member
+from elastic.certify.harness.lab import Lab
+from elastic.certify.harness.place import Place
 from elastic.certify.result import Check
 from elastic.certify.tasks import Task, Tasks
 
@@ -20,7 +21,7 @@ PLACE = Place("cpu-gloo", 2)
 
 
 def lab_of(fault: str) -> Lab:
-    return Lab(PLACE, f"support.certify.faulty_sessions:{fault}" if fault else "elastic.worker.session:Session")
+    return Lab(PLACE, f"support.certify.faulty_sessions:{fault}" if fault else "elastic.worker.session.session:Session")
 
 
 def run(task: Task) -> dict[str, Check]:

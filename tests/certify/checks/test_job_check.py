@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.docs.pages import block
 
-from elastic import cli
-from elastic.certify.job_check import _row
+from elastic.certify.checks.job_check import _row
+from elastic.cli import command_line
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_certify_says_it_of_each_axis_and_fails_where_the_job_names_one_that_is_wrong(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["certify", str(folder), "--json"]) == 0
+    assert command_line.main(["certify", str(folder), "--json"]) == 0
     rows = {row["axis"]: row for row in json.loads(capsys.readouterr().out)["axes"]}
     assert {axis: row["verdict"] for axis, row in rows.items()} == {"dp": "pass", "tp": "pass", "cp": "not run", "pp": "pass"}
     assert "elastic.attention" in rows["cp"]["why"]
@@ -34,7 +34,7 @@ def test_certify_says_it_of_each_axis_and_fails_where_the_job_names_one_that_is_
     outside = program.read_text().replace("return x + self.down", "return self.down")
     program.write_text(outside.replace("x = layer(x)", "x = x + layer(x)"))
     (folder / "job.yaml").write_text(block("program.md", "yaml") + "layout: pp=2\n")
-    assert cli.main(["certify", str(folder)]) == 1
+    assert command_line.main(["certify", str(folder)]) == 1
     assert "between layers.0 and layers.1 `forward` adds to the hidden state" in capsys.readouterr().out
 
 
@@ -43,10 +43,10 @@ def test_plan_compares_values_where_it_is_asked_to_and_keeps_the_answer(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
-        assert cli.main(["plan", str(folder), "--check", "--gpus", "H100:4"]) == 0
+        assert command_line.main(["plan", str(folder), "--check", "--gpus", "H100:4"]) == 0
         assert "dp, tp, pp: loss and gradients of a small copy are those of one process" in capsys.readouterr().out
     assert len([*(folder / "kept").iterdir()]) == 1
-    assert cli.main(["plan", str(folder), "--gpus", "H100:4"]) == 0
+    assert command_line.main(["plan", str(folder), "--gpus", "H100:4"]) == 0
     assert "small copy" not in capsys.readouterr().out
 
 

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import ray
 
-from elastic.certify import main_path
-from elastic.certify.lab import Lab
-from elastic.certify.main_path import NAMES, Trial, judged, pools_of, replayed, why_not, wrong_samples
-from elastic.certify.place import Place
-from elastic.certify.planning import GLOBAL_BATCH
+from elastic.certify.checks import main_path
+from elastic.certify.checks.main_path import NAMES, Trial, judged, pools_of, replayed, why_not, wrong_samples
+from elastic.certify.harness.lab import Lab
+from elastic.certify.harness.layouts_tried import GLOBAL_BATCH
+from elastic.certify.harness.place import Place
 from elastic.certify.tasks import Failed, Limit, Tasks
-from elastic.cluster import processes
+from elastic.cluster.ray import processes
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.driver import drive
 from elastic.ledger.journal import Memory
-from elastic.sim.backend import SimBackend
-from elastic.sim.faults import Fault
+from elastic.sim.scripted_faults import Fault
+from elastic.sim.sim_backend import SimBackend
 from elastic.types import DriverStarted, ModelProfile, OptimizerSpec, Pool, TensorSpec
 
 
@@ -153,7 +153,7 @@ def test_where_it_can_be_run() -> None:
     assert [pool["max_nodes"] for pool in pools_of(Place("cpu-gloo", 4, ray=True))] == [2, 1]
 
 
-@pytest.mark.whole  # tests/certify/test_on_a_cluster.py has one that CI runs
+@pytest.mark.whole  # tests/certify/harness/test_on_a_cluster.py has one that CI runs
 def test_a_real_run(tmp_path: Path) -> None:
     done = Tasks(lambda check: None)
     began = time.monotonic()

@@ -12,13 +12,14 @@ import pytest
 from support.certify.roomy import wrong
 from support.waiting import until
 
-from elastic.certify import child, main_path, ways_in
-from elastic.certify.lab import Lab
-from elastic.certify.main_path import TRAINS, Trial, Where
-from elastic.certify.place import Place
+from elastic.certify.checks import main_path, ways_in
+from elastic.certify.checks.main_path import TRAINS, Trial, Where
+from elastic.certify.harness import child
+from elastic.certify.harness.lab import Lab
+from elastic.certify.harness.place import Place
 from elastic.certify.programs import plain_script
 from elastic.certify.tasks import Failed, Limit, OutOfTime, Tasks
-from elastic.cluster import processes
+from elastic.cluster.ray import processes
 
 ALL = {ways_in.LIVE, ways_in.DRIVER, ways_in.OBJECTS, ways_in.TORCHRUN, ways_in.RAY_TRAIN, ways_in.RESTARTED}
 

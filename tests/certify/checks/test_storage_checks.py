@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 import pytest
 
-from elastic.certify import storage_checks
+from elastic.certify.checks import storage_checks
+from elastic.certify.checks.storage_checks import checkpoint, task
 from elastic.certify.result import Check
-from elastic.certify.storage_checks import checkpoint, task
 from elastic.certify.tasks import Limit, Tasks
 from elastic.storage import LocalStorage
 

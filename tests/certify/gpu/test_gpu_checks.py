@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.certify import bare_runs
 from elastic.certify.gpu import gpu_checks, one_gpu
-from elastic.certify.lab import Lab
-from elastic.certify.place import Place
+from elastic.certify.harness.lab import Lab
+from elastic.certify.harness.place import Place
+from elastic.certify.reference import bare_runs
 from elastic.certify.tasks import Limit
-from elastic.worker.step import Stepper
+from elastic.worker.step.optimizer_step import Stepper
 
 GPUS = Place("several-gpus", 2, ("3", "5"), ("X", "X"))
 GOOD: dict[str, dict[str, Any]] = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.certify.alone import worst_difference
-from elastic.certify.fault_checks import abort_layouts
-from elastic.certify.move_checks import chain
-from elastic.certify.planning import GLOBAL_BATCH, N_BLOCKS, TP_LIMIT, all_layouts, layouts, plan_of
+from elastic.certify.checks.fault_checks import abort_layouts
+from elastic.certify.checks.move_checks import chain
+from elastic.certify.harness.layouts_tried import GLOBAL_BATCH, N_BLOCKS, TP_LIMIT, all_layouts, layouts, plan_of
 from elastic.certify.programs.small import CONFIG
+from elastic.certify.reference.one_process import worst_difference
 from elastic.types import Layout, WorkerId
 
 

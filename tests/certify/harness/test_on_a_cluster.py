@@ -14,12 +14,13 @@ import pytest
 from support.certify.roomy import wrong
 from support.places import ROOT, TESTS
 
-from elastic import cli
-from elastic.certify import cluster_place
+from elastic.certify.harness import cluster_place
 from elastic.certify.result import Bound, Check
-from elastic.cluster import outposts, processes
-from elastic.cluster.local import LocalCluster, NodeOrder
-from elastic.cluster.nodes import RayNode
+from elastic.cli import command_line
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
+from elastic.cluster.nodes.providers import RayNode
+from elastic.cluster.ray import processes
+from elastic.cluster.workers import remote_processes
 from elastic.errors import SpecError
 
 GPU = {"ray.io/accelerator-type": "A100"}
@@ -77,7 +78,7 @@ def test_which_cluster_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_address_where_nothing_is(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    assert cli.main(["certify"]) == 2
+    assert command_line.main(["certify"]) == 2
     shown = capsys.readouterr()
     assert "the Ray cluster at 127.0.0.1:1 cannot be reached" in shown.err
     assert shown.err.count("\n") == 1 and not shown.out
@@ -118,12 +119,12 @@ class TestReal:
         assert not list((tmp_path / "store").iterdir())
 
     def test_processes_and_commands_on_its_nodes(self, cluster: tuple[str, list[int]]) -> None:
-        nodes = outposts.connect(cluster[0])
+        nodes = remote_processes.connect(cluster[0])
         try:
             place = cluster_place.place_of(cluster[0], nodes, 2)
-            hands = outposts.Hands(place.seats)
-            order = outposts.Order("support.certify.certify_echo:Echo", ("a",), {"SAID": "b"})
-            one = outposts.Outpost(place.seats[0], hands, order)
+            hands = remote_processes.Hands(place.seats)
+            order = remote_processes.Order("support.certify.certify_echo:Echo", ("a",), {"SAID": "b"})
+            one = remote_processes.Outpost(place.seats[0], hands, order)
             assert one.ready(300) == ""
             one.send("c", (1, 2))
             assert one.pipe.recv() == ("a", "b", "c", (1, 2))
@@ -134,7 +135,7 @@ class TestReal:
             one.join()
             assert one.ended
             failing = "import os, sys, time; r = os.environ['R']; print('rank', r); r == '0' and sys.exit(3); time.sleep(60)"
-            errand = outposts.Errand(("-c", failing), ({"R": "0"}, {"R": "1"}), 30.0)
-            assert outposts.run(place.seats, errand, lambda: None) == [(3, "rank 0\n")]
+            errand = remote_processes.Errand(("-c", failing), ({"R": "0"}, {"R": "1"}), 30.0)
+            assert remote_processes.run(place.seats, errand, lambda: None) == [(3, "rank 0\n")]
         finally:
-            outposts.disconnect()
+            remote_processes.disconnect()

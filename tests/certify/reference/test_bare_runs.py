@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from elastic.certify import bare_runs
-from elastic.certify.alone import program_file
-from elastic.certify.place import Place
-from elastic.certify.planning import GLOBAL_BATCH
+from elastic.certify.harness.layouts_tried import GLOBAL_BATCH
+from elastic.certify.harness.place import Place
+from elastic.certify.reference import bare_runs
+from elastic.certify.reference.one_process import program_file
 from elastic.certify.tasks import Failed, Limit, OutOfTime
-from elastic.cluster import processes
+from elastic.cluster.ray import processes
 
 PLACE = Place("cpu-gloo", 2)
 
 
 @pytest.mark.whole
 def test_the_plain_loop_trains_and_messages_have_a_rate() -> None:
-    found = bare_runs.run(PLACE, ("elastic.certify.bare", "train", "3"), Limit.after(600))
+    found = bare_runs.run(PLACE, ("elastic.certify.reference.bare_torch", "train", "3"), Limit.after(600))
     assert len(found["step_s"]) == 3
     assert min(found["step_s"]) > 0
     assert found["losses"][-1] < found["losses"][0]
@@ -37,5 +37,5 @@ def test_what_they_wrote_is_in_the_error() -> None:
 def test_they_end_with_their_time(limit_s: float, most_s: float, error: type[Exception]) -> None:
     before = set(processes.descendants(os.getpid()))
     with pytest.raises(error):
-        bare_runs.run(PLACE, ("elastic.certify.bare", "train", "100000"), Limit.after(limit_s), most_s)
+        bare_runs.run(PLACE, ("elastic.certify.reference.bare_torch", "train", "100000"), Limit.after(limit_s), most_s)
     assert set(processes.descendants(os.getpid())) <= before

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 from support.cluster.stage import POOL, Stage, living, plan, wait_gone
 
-from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
 from elastic.errors import LostContact
 from elastic.types import (
     EnterPlan,
@@ -177,7 +177,7 @@ def test_the_driver_of_an_older_epoch_is_refused(stage: Make) -> None:
 
 @pytest.mark.whole
 def test_orphans_save_and_end(stage: Make, tmp_path) -> None:
-    torch = "elastic.worker.generation"  # what orders are made of: imported later it would outlast the short lease
+    torch = "elastic.worker.session.generation"  # what orders are made of: imported later it would outlast the short lease
     importlib.import_module(torch)
     on = stage(embedded=False, pools=(POOL,), job={"orphan_lease_s": 6.0, "slow_quiesce_s": 0.5, "imports": [torch]})
     workers = prepared(on)

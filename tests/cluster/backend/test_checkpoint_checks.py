@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.cluster import copy_checks
-from elastic.cluster.copies import DurableCopies
-from elastic.cluster.copy_checks import CopyChecks, Pace, Paced
+from elastic.cluster.backend import checkpoint_checks
+from elastic.cluster.backend.aggregate import Parts
+from elastic.cluster.backend.checkpoint_checks import CopyChecks, Pace, Paced
+from elastic.cluster.backend.checkpoint_commit import DurableCopies
 from elastic.storage import open_storage
 from elastic.types import Box, Copy, CopyDamaged, CopyStored, CopyVerified, Event, Layout, Plan, ShardStored, WorkerId
-from elastic.worker import durable
-from elastic.worker.gather import Parts
+from elastic.worker.checkpoint import checkpoint_writer
 
 PLAN = Plan(1, Layout(), (WorkerId("a", 0),), (8,), (4,))
 
@@ -57,7 +57,7 @@ def test_the_newest_is_next_and_what_is_wrong_is_said() -> None:
 def test_one_that_was_removed_meanwhile_is_not_damaged_and_silent_storage_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(copy_checks, "AGAIN_S", 0.01)
+    monkeypatch.setattr(checkpoint_checks, "AGAIN_S", 0.01)
     on = Storage()
     on.checks.check(copy(5))
     assert on.read.get(timeout=60) == "u5"
@@ -100,7 +100,7 @@ def test_a_copy_whose_bytes_changed_after_it_was_written_is_found(tmp_path: Path
     storage = open_storage(str(tmp_path))
     copies = DurableCopies(storage, 1, {}, verify=True)
     for step in (5, 10):
-        durable.write_shard(storage, step, 1, 0, [(Box("w", (0,), (64,), "float32"), torch.arange(64.0))])
+        checkpoint_writer.write_shard(storage, step, 1, 0, [(Box("w", (0,), (64,), "float32"), torch.arange(64.0))])
     shard = next((tmp_path / "checkpoints" / "step-00000010.g0001").glob("*.distcp"))
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1

@@ -10,16 +10,16 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from elastic.cluster import drills
-from elastic.cluster.drilling import Drilling
-from elastic.drill_spec import DrillSpec
+from elastic.cluster.backend import drills
+from elastic.cluster.backend.drill_runner import Drilling
+from elastic.config.drill import DrillSpec
+from elastic.config.job import drill_entry
 from elastic.errors import SpecError
-from elastic.observe.sentences import drill
-from elastic.spec import drill_entry
+from elastic.observe.event_messages import drill
 from elastic.storage import open_storage
 from elastic.types import DrillAsked, Node, Pool, WorkerId
-from elastic.worker.failures import kind_of
-from elastic.worker.faults import PLACES, DeviceFaults
+from elastic.worker.process.fault_injection import PLACES, DeviceFaults
+from elastic.worker.session.worker_errors import kind_of
 
 ENTRY = {"at_step": 4, "device_error": "b", "gpu": 1, "place": "backward"}
 

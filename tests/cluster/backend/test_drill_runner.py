@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from support.cluster.stage import POOL, Stage, plan
 
-from elastic.cluster import _ray_private
-from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
+from elastic.cluster.ray import _ray_private
 from elastic.types import (
     DrillAsked,
     EnterPlan,
@@ -86,7 +86,7 @@ def test_a_hang_makes_the_worker_silent(stage: Make) -> None:
 def test_the_driver_dies_only_when_that_is_written_down(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     on = stage(job={"drill": [{"at_step": 1, "kill_driver": True}]})
     killed: list[Any] = []
-    monkeypatch.setattr("elastic.cluster.backend.os.kill", lambda pid, number: killed.append((pid, number)))
+    monkeypatch.setattr("elastic.cluster.backend.ray_backend.os.kill", lambda pid, number: killed.append((pid, number)))
     stepping(on, 1)
     on.wait(DrillAsked)
     assert killed == []

@@ -15,8 +15,8 @@ from support.cluster.stage import plan
 from support.storage.faulty_proxy import FaultyProxy
 from support.waiting import until
 
-from elastic.cluster import drills
-from elastic.cluster.drills import Inbox, Orders, Scene, Schedule, resolve
+from elastic.cluster.backend import drills
+from elastic.cluster.backend.drills import Inbox, Orders, Scene, Schedule, resolve
 from elastic.errors import SpecError
 from elastic.storage import LocalStorage, Storage, open_storage
 from elastic.types import WorkerId

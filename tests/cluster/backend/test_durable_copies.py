@@ -9,12 +9,12 @@ import pytest
 import torch
 from support.cluster.stage import plan
 
-from elastic.cluster.copies import DurableCopies
+from elastic.cluster.backend.aggregate import Parts
+from elastic.cluster.backend.checkpoint_commit import DurableCopies
 from elastic.storage import open_storage
 from elastic.types import Box, CopyFailed, CopyStored, Plan, ShardStored, WorkerId
-from elastic.worker import durable
-from elastic.worker.durable_format import SAMPLES
-from elastic.worker.gather import Parts
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.checkpoint.checkpoint_format import SAMPLES
 
 PLAN = plan(1, [WorkerId("a", 0)])
 
@@ -25,8 +25,8 @@ class SlowStorage:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, object]] = []
         self.go, self.busy = threading.Event(), threading.Event()
-        monkeypatch.setattr(durable, "remove_copy", lambda storage, uri, epoch: self.calls.append(("remove", uri)))
-        monkeypatch.setattr(durable, "clean", lambda storage, epoch, below: self.calls.append(("clean", below)) or [])
+        monkeypatch.setattr(checkpoint_writer, "remove_copy", lambda storage, uri, epoch: self.calls.append(("remove", uri)))
+        monkeypatch.setattr(checkpoint_writer, "clean", lambda storage, epoch, below: self.calls.append(("clean", below)) or [])
 
     def commit(self, plan: Plan, step: int, digest: int) -> str:
         self.busy.set()
@@ -68,7 +68,7 @@ def test_a_commit_that_does_not_come_back_is_said_once_and_may_still_be_done(
     assert slow.busy.wait(10.0)
     copies.commit(parts(10))
     assert copies.news() == []
-    monkeypatch.setattr("elastic.cluster.copies.OVERDUE_S", 0.0)
+    monkeypatch.setattr("elastic.cluster.backend.checkpoint_commit.OVERDUE_S", 0.0)
     (failed,) = copies.news()
     assert isinstance(failed, CopyFailed) and (failed.generation, failed.step) == (1, 10)
     assert failed.reason == f"not committed: {tmp_path} has not answered for 0 s"
@@ -93,9 +93,9 @@ def test_what_nobody_thought_of_is_a_copy_that_failed_and_the_next_one_is_stored
     def odder(*_: object) -> None:
         raise ZeroDivisionError("odder")
 
-    monkeypatch.setattr(durable, "clean", odder)
-    monkeypatch.setattr(durable, "remove_copy", odder)
-    monkeypatch.setattr("elastic.cluster.copies.REMOVE_WAIT_S", 0.0)
+    monkeypatch.setattr(checkpoint_writer, "clean", odder)
+    monkeypatch.setattr(checkpoint_writer, "remove_copy", odder)
+    monkeypatch.setattr("elastic.cluster.backend.checkpoint_commit.REMOVE_WAIT_S", 0.0)
     copies = DurableCopies(open_storage(str(tmp_path)), 1, {}, odd)
     copies.clean()
     copies.remove("step-1")
@@ -113,7 +113,7 @@ def test_what_nobody_thought_of_is_a_copy_that_failed_and_the_next_one_is_stored
 def test_closing_waits_a_bounded_time_and_holds_no_exit_up(
     tmp_path: Path, slow: SlowStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic.cluster.copies.CLOSE_MOST_S", 0.1)
+    monkeypatch.setattr("elastic.cluster.backend.checkpoint_commit.CLOSE_MOST_S", 0.1)
     copies = DurableCopies(open_storage(str(tmp_path)), 1, {}, slow.commit)
     copies.commit(parts(5))
     assert slow.busy.wait(10.0)
@@ -128,13 +128,13 @@ def test_closing_waits_a_bounded_time_and_holds_no_exit_up(
 def test_a_marker_says_which_samples_its_steps_were_trained_on(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     for step in (5, 6):
-        durable.write_shard(storage, step, 1, 0, [(Box("w", (0,), (4,), "float32"), torch.arange(4.0))])
+        checkpoint_writer.write_shard(storage, step, 1, 0, [(Box("w", (0,), (4,), "float32"), torch.arange(4.0))])
     copies = DurableCopies(storage, 1, {}, digests={5: "0123456789abcdef"})
     found = []
     for step in (5, 6):  # of step 6 the loop knows none
         copies.commit(parts(step))
         stored = copies._news.get(timeout=60)
         assert isinstance(stored, CopyStored)
-        found.append((stored.copy.samples, durable.find(storage)[0].meta.get(SAMPLES)))
+        found.append((stored.copy.samples, checkpoint_index.find(storage)[0].meta.get(SAMPLES)))
     copies.close()
     assert found == [("0123456789abcdef", "0123456789abcdef"), ("", None)]

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from support.counting import growth
 
-from elastic.cluster.actors import WorkerSetup
-from elastic.cluster.autoscaler import AutoscalerNodes
-from elastic.cluster.copies import holders_of
-from elastic.cluster.crew import Crew, _Member
-from elastic.cluster.drills import Scene, resolve
-from elastic.cluster.nodes import RayNode
-from elastic.cluster.silence import Silence
-from elastic.cluster.watcher import Report
-from elastic.mesh import replica_key
+from elastic.cluster.backend.aggregate import Parts
+from elastic.cluster.backend.checkpoint_commit import holders_of
+from elastic.cluster.backend.drills import Scene, resolve
+from elastic.cluster.nodes.autoscaler import AutoscalerNodes
+from elastic.cluster.nodes.autoscaler_agent import Report
+from elastic.cluster.nodes.providers import RayNode
+from elastic.cluster.workers.liveness import Silence
+from elastic.cluster.workers.worker_actor import WorkerSetup
+from elastic.cluster.workers.worker_group import Crew, _Member
 from elastic.types import Layout, Plan, Pool, WorkerId
-from elastic.worker.gather import Parts
+from elastic.types.grid import replica_key
 
 GPUS = 8
 MOST = 1.3  # of `growth`

@@ -11,16 +11,16 @@ import pytest
 import ray
 from support.waiting import until
 
-from elastic.cluster import crew as crew_module
-from elastic.cluster import drills
-from elastic.cluster.actors import WorkerSetup
-from elastic.cluster.crew import Answer, Berth, Crew, _Member
-from elastic.cluster.drilling import Drilling
-from elastic.observe.sentences import drill
-from elastic.spec import drill_entry
+from elastic.cluster.backend import drills
+from elastic.cluster.backend.drill_runner import Drilling
+from elastic.cluster.workers import worker_group as crew_module
+from elastic.cluster.workers.worker_actor import WorkerSetup
+from elastic.cluster.workers.worker_group import Answer, Berth, Crew, _Member
+from elastic.config.job import drill_entry
+from elastic.observe.event_messages import drill
 from elastic.storage import open_storage
 from elastic.types import DrillAsked, Node, Pool, StepDone, WorkerId
-from elastic.worker.cut_off import CutOff, CutStorage
+from elastic.worker.process.cut_off import CutOff, CutStorage
 
 A, B = WorkerId("a", 0), WorkerId("b", 0)
 ENTRY = {"at_step": 4, "partition": "b", "for_s": 8.0}
@@ -166,7 +166,7 @@ def test_what_waits_is_done_when_the_run_ends_but_not_by_a_driver_that_was_repla
 
 def test_storage_times_out_and_answers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("elastic.worker.cut_off.time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr("elastic.worker.process.cut_off.time", SimpleNamespace(monotonic=lambda: clock.now_s))
     cut = CutOff()
     storage = CutStorage(open_storage(tmp_path), cut)
     storage.put("key", b"words")
@@ -186,7 +186,7 @@ def test_peers_are_waited_for_until_the_time_is_over_or_nobody_wants_it(monkeypa
     def passes(seconds: float) -> None:
         clock.now_s += seconds
 
-    monkeypatch.setattr("elastic.worker.cut_off.time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=passes))
+    monkeypatch.setattr("elastic.worker.process.cut_off.time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=passes))
     cut = CutOff()
     cut.wait_for_peers(lambda: False)
     assert clock.now_s == 100.0

@@ -11,8 +11,9 @@ from unittest.mock import ANY
 import pytest
 from support.cluster.stage import Stage, plan, wait_gone
 
-from elastic.cluster import backend, nodes
-from elastic.cluster.silence import GAP_MOST_S
+from elastic.cluster.backend import ray_backend
+from elastic.cluster.nodes import providers
+from elastic.cluster.workers.liveness import GAP_MOST_S
 from elastic.types import (
     Abort,
     EnterPlan,
@@ -53,7 +54,7 @@ def test_from_request_to_step_to_quiesce(stage: Make, tmp_path: Path, monkeypatc
     files = [tmp_path / "logs" / f"{worker.node_id}-0-{on.backend.crew.pid(worker)}.log" for worker in workers]
     assert set(files) == set((tmp_path / "logs").glob("*.log*"))
     assert all(f"generation 1 after step 0: rank {rank} of 2" in file.read_text() for rank, file in enumerate(files))
-    monkeypatch.setattr(backend, "SENT_EACH_MOST", 0)  # the order as it goes to many workers
+    monkeypatch.setattr(ray_backend, "SENT_EACH_MOST", 0)  # the order as it goes to many workers
     on.backend.execute(EnterPlan(plan(2, workers[:1])))
     assert on.wait(PlanEntered).generation == 2
     on.backend.execute(ReleaseNode(b))
@@ -78,7 +79,7 @@ def test_a_killed_node_is_lost_before_ray_says_so(stage: Make, monkeypatch: pyte
     a, b = on.nodes(2)
     on.backend.execute(EnterPlan(plan(1, [WorkerId(a, 0), WorkerId(b, 0)])))
     on.wait(StepDone)
-    monkeypatch.setattr(nodes, "SURVEY_S", 1e6)  # what Ray lists is not looked at any more
+    monkeypatch.setattr(providers, "SURVEY_S", 1e6)  # what Ray lists is not looked at any more
     on.backend.cluster.kill(b)
     failed = on.wait(lambda e: isinstance(e, WorkerFailed) and e.worker.node_id == b)
     lost = on.wait(NodeLost)
@@ -128,7 +129,7 @@ def test_a_stopped_process_is_silent_once_and_can_be_killed(stage: Make, monkeyp
     on.wait(StepDone)
     pid = on.backend.crew.pid(there)
     silence, look = on.backend.silence, on.backend.silence.look
-    bounds: list[float] = []  # in force at each look: 1 s on a machine at rest (test_silence.py), more where it is late
+    bounds: list[float] = []  # in force at each look: 1 s on a machine at rest (test_liveness.py), more where it is late
 
     def recorded(now_s: float) -> list[Silent]:
         found: list[Silent] = look(now_s)

@@ -9,7 +9,7 @@ import pytest
 from support.cluster.far_session import DISK
 from support.cluster.stage import POOL, Stage, wait_gone
 
-from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
 from elastic.errors import SpecError
 from elastic.types import APART, NodePrepared, NodeReady, NodeRefused, Prepare, Stop, WorkerId
 

@@ -10,14 +10,14 @@ import pytest
 import ray
 from support.cluster.stage import FAKE, plan
 
-from elastic.cluster import processes
-from elastic.cluster.actors import Worker, WorkerSetup
-from elastic.cluster.attached import Attached
-from elastic.cluster.crew import Crew, _Member
-from elastic.cluster.ray_run import RayRun
+from elastic.cluster.backend.attach import Attached
+from elastic.cluster.backend.ray_run import RayRun
+from elastic.cluster.ray import processes
+from elastic.cluster.workers.worker_actor import Worker, WorkerSetup
+from elastic.cluster.workers.worker_group import Crew, _Member
 from elastic.errors import SpecError
 from elastic.types import StepDone, WorkerId
-from elastic.worker.workplace import EnterOrder
+from elastic.worker.session.workplace import EnterOrder
 
 A, B = WorkerId("a", 0), WorkerId("b", 0)
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from elastic.cluster import drills
-from elastic.cluster.drilling import Drilling
+from elastic.cluster.backend import drills
+from elastic.cluster.backend.drill_runner import Drilling
+from elastic.config.job import drill_entry
 from elastic.errors import SpecError
-from elastic.observe.sentences import drill
-from elastic.spec import drill_entry
+from elastic.observe.event_messages import drill
 from elastic.storage import open_storage
 from elastic.types import DrillAsked, WorkerId
-from elastic.worker.faults import DeviceFaults
+from elastic.worker.process.fault_injection import DeviceFaults
 
 WORKERS = [WorkerId(node, k) for node in "ab" for k in (0, 1)]
 ENTRY = {"at_step": 4, "wrong_layout": True}

@@ -17,8 +17,8 @@ import psutil
 import pytest
 import ray
 
-from elastic.cluster import own_token
-from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.cluster.local import cluster_token
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
 
 pytestmark = pytest.mark.e2e
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
@@ -167,7 +167,7 @@ def test_the_token_is_a_file_of_its_user_and_in_no_command_line(own: LocalCluste
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     token = file.read_text()
-    assert len(token) == 2 * own_token.TOKEN_BYTES
+    assert len(token) == 2 * cluster_token.TOKEN_BYTES
     for pid in own.pids():
         told = Path(f"/proc/{pid}/cmdline").read_text() + Path(f"/proc/{pid}/environ").read_text()
         assert token not in told, f"process {pid}"

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from support.waiting import until
 
-from elastic.cluster import fork_server, processes
+from elastic.cluster.local import fork_server
+from elastic.cluster.ray import processes
 
 CLIENT = Path(fork_server.__file__).with_name("fork_client.py")
 SAYS = """
 import json, os, signal, sys, time
-loaded = "elastic.worker.session" in sys.modules
+loaded = "elastic.worker.session.session" in sys.modules
 print(json.dumps({"loaded": loaded, "words": sys.argv[1:], "mine": os.environ.get("MINE"), "home": os.environ.get("SERVERS"),
                   "folder": os.getcwd(), "pid": os.getpid(), "parent": os.getppid(), "name": __name__}), flush=True)
 print("to the error file", file=sys.stderr, flush=True)
@@ -37,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pope
     folder = tmp_path_factory.mktemp("f")
     environment = {**os.environ, "SERVERS": "yes", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     process: Any = subprocess.Popen(
-        [sys.executable, "-m", "elastic.cluster.fork_server", str(folder), str(os.getpid())], env=environment
+        [sys.executable, "-m", "elastic.cluster.local.fork_server", str(folder), str(os.getpid())], env=environment
     )
     process.folder = folder
     until((folder / fork_server.SOCKET).exists, "its socket")
@@ -140,7 +141,7 @@ fork_server.main({str(tmp_path)!r}, os.getppid())
 def test_a_server_ends_with_who_started_it(tmp_path: Path) -> None:
     text = f"""
 import os, subprocess, sys
-server = subprocess.Popen([sys.executable, "-m", "elastic.cluster.fork_server", {str(tmp_path)!r}, str(os.getpid())])
+server = subprocess.Popen([sys.executable, "-m", "elastic.cluster.local.fork_server", {str(tmp_path)!r}, str(os.getpid())])
 print(server.pid, flush=True)
 sys.stdin.read()
 """

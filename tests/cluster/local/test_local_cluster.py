@@ -14,15 +14,15 @@ import pytest
 from support.cluster.stage import wait_gone
 from support.waiting import until
 
-from elastic.cluster import processes
-from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
+from elastic.cluster.ray import processes
 from elastic.errors import InternalError
 
 pytestmark = pytest.mark.e2e
 
 DRIVER = """
 import json, sys, time
-from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
 cluster = LocalCluster()
 cluster.add(NodeOrder("a", 1)).result(180)
 print(json.dumps({"pids": cluster.pids(), "folder": cluster.folder}), flush=True)
@@ -85,7 +85,13 @@ def test_workers_are_forks_and_go_with_their_node() -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def look() -> tuple[int, int, bool, str, int]:
-        return os.getpid(), os.getppid(), "elastic.worker.session" in sys.modules, os.environ["ONLY_HERE"], processes.raylet()
+        return (
+            os.getpid(),
+            os.getppid(),
+            "elastic.worker.session.session" in sys.modules,
+            os.environ["ONLY_HERE"],
+            processes.raylet(),
+        )
 
     with LocalCluster() as cluster:
         orders = [NodeOrder(name, 1, environment={"ONLY_HERE": name}) for name in ("a", "b")]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cluster.local import visible_gpus
+from elastic.cluster.local.local_cluster import visible_gpus
 
 
 @pytest.mark.parametrize(

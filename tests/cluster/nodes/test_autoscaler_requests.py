@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from support.waiting import until
 
-from elastic.cluster import _ray_private, autoscaler
-from elastic.cluster.autoscaler import AutoscalerNodes
-from elastic.cluster.nodes import RayNode
-from elastic.cluster.watcher import Drains, Report
+from elastic.cluster.nodes import autoscaler
+from elastic.cluster.nodes.autoscaler import AutoscalerNodes
+from elastic.cluster.nodes.autoscaler_agent import Drains, Report
+from elastic.cluster.nodes.providers import RayNode
+from elastic.cluster.ray import _ray_private
 from elastic.types import InstancesSeen, NodeReady, Pool, RequestFailed
 
 SPOT = Pool("spot", market_type="spot", max_nodes=2)

@@ -14,14 +14,14 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from elastic.cluster import autoscaler, watcher
-from elastic.cluster._ray_private import Scaling
-from elastic.cluster.autoscaler import AutoscalerNodes
-from elastic.cluster.backend import RayBackend
-from elastic.cluster.claims import LEAVE_MOST_S, UNASKED_S, Claims, Order, Seen
-from elastic.cluster.node_types import Bundle, NodeType, bundle_of, read_types
-from elastic.cluster.nodes import RayNode
-from elastic.cluster.watcher import Reasons, Report, Watcher
+from elastic.cluster.backend.ray_backend import RayBackend
+from elastic.cluster.nodes import autoscaler, autoscaler_agent
+from elastic.cluster.nodes.autoscaler import AutoscalerNodes
+from elastic.cluster.nodes.autoscaler_agent import Reasons, Report, Watcher
+from elastic.cluster.nodes.demand import LEAVE_MOST_S, UNASKED_S, Claims, Order, Seen
+from elastic.cluster.nodes.node_types import Bundle, NodeType, bundle_of, read_types
+from elastic.cluster.nodes.providers import RayNode
+from elastic.cluster.ray._ray_private import Scaling
 from elastic.types import InstancesSeen, Node, NodeReady, Pool
 
 SPOT, SAFE = Pool("spot", "A100", 8, "spot", max_nodes=4), Pool("safe", "A100", 8, "on-demand", max_nodes=4)
@@ -182,7 +182,7 @@ def test_a_look_that_ends_is_one_also_where_it_raises(monkeypatch: pytest.Monkey
         raise OSError("the head does not answer")
 
     monkeypatch.setattr(stuck, "_look", look)
-    monkeypatch.setattr(watcher, "LOOK_S", 0.0)
+    monkeypatch.setattr(autoscaler_agent, "LOOK_S", 0.0)
     with pytest.raises(Ends):
         stuck._run()
     assert turns[0] == 0.0 and turns[1] > 0.0

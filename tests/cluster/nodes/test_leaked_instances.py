@@ -13,8 +13,8 @@ import pytest
 from support.cluster.aws_endpoint import AwsEndpoint
 
 from elastic import api
-from elastic.cli import main
-from elastic.cluster import reap
+from elastic.cli.command_line import main
+from elastic.cluster.nodes import leaked_instances
 from elastic.errors import CloudFailed, SpecError
 
 YAML = """
@@ -99,7 +99,7 @@ def test_what_does_not_end_is_told(
     ec2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, ids = file_of(tmp_path, "stubborn"), launch(ec2, "stubborn", "worker")
-    monkeypatch.setattr(reap, "ENDED", ("gone",))
+    monkeypatch.setattr(leaked_instances, "ENDED", ("gone",))
     assert main(["cluster", "reap", file, "--yes"]) == 1
     assert f"{ids[0]} of 1 instance could not be ended" in capsys.readouterr().out
 
@@ -117,11 +117,13 @@ def test_faults_are_said_in_one_line(ec2: Any, tmp_path: Path, monkeypatch: pyte
     }
     for code, words in said.items():
         error = ClientError({"Error": {"Code": code, "Message": "no"}}, "DescribeInstances")
-        assert words in str(reap._refused(error, "us-east-1"))
+        assert words in str(leaked_instances._refused(error, "us-east-1"))
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        monkeypatch.setattr(reap, "PATIENCE", Config(connect_timeout=1, read_timeout=1, retries={"total_max_attempts": 1}))
+        monkeypatch.setattr(
+            leaked_instances, "PATIENCE", Config(connect_timeout=1, read_timeout=1, retries={"total_max_attempts": 1})
+        )
         with pytest.raises(CloudFailed, match="does not answer"):
             api.reap(file)
         closed.listen()  # and never answers
@@ -168,7 +170,7 @@ def test_what_ec2_refuses_is_one_line(
     assert main(["cluster", "reap", file_of(tmp_path, "refused")]) == exit_code
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line and "secret" not in line
-    assert faulty.asked == ["DescribeInstances"] * (reap.ATTEMPTS if exit_code == 1 else 1), (
+    assert faulty.asked == ["DescribeInstances"] * (leaked_instances.ATTEMPTS if exit_code == 1 else 1), (
         "what a person must mend does not pass"
     )
 
@@ -179,14 +181,16 @@ def test_an_endpoint_that_hangs_is_left_in_bounded_time(
 ) -> None:
     from botocore.config import Config
 
-    real = reap.PATIENCE
-    assert reap.ATTEMPTS * max(real.connect_timeout, real.read_timeout) <= 100, "seconds, as it stands"
-    quick = Config(connect_timeout=0.3, read_timeout=0.3, retries={"mode": "standard", "total_max_attempts": reap.ATTEMPTS})
-    monkeypatch.setattr(reap, "PATIENCE", quick)
+    real = leaked_instances.PATIENCE
+    assert leaked_instances.ATTEMPTS * max(real.connect_timeout, real.read_timeout) <= 100, "seconds, as it stands"
+    quick = Config(
+        connect_timeout=0.3, read_timeout=0.3, retries={"mode": "standard", "total_max_attempts": leaked_instances.ATTEMPTS}
+    )
+    monkeypatch.setattr(leaked_instances, "PATIENCE", quick)
     faulty.hang.set()
     assert main(["cluster", "reap", file_of(tmp_path, "hung"), "--yes"]) == 1
     assert "EC2 in us-east-1 does not answer" in capsys.readouterr().err
-    assert faulty.asked == ["DescribeInstances"] * reap.ATTEMPTS
+    assert faulty.asked == ["DescribeInstances"] * leaked_instances.ATTEMPTS
 
 
 def test_credentials_that_cannot_be_fetched(faulty: AwsEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,17 @@ from typing import Any
 
 import pytest
 
-from elastic.cluster.local import NodeOrder
-from elastic.cluster.nodes import AWAY_MOST_S, ClusterNodes, EmbeddedNodes, Head, RayNode, machine_bytes, pool_of, reaches
+from elastic.cluster.local.local_cluster import NodeOrder
+from elastic.cluster.nodes.providers import (
+    AWAY_MOST_S,
+    ClusterNodes,
+    EmbeddedNodes,
+    Head,
+    RayNode,
+    machine_bytes,
+    pool_of,
+    reaches,
+)
 from elastic.errors import InternalError
 from elastic.types import Node, NodeReady, Pool, RequestFailed
 

@@ -15,8 +15,8 @@ from support.e2e.runs import POOLS, events, job, went_on_as_if_nothing_happened
 from support.places import ROOT
 
 from elastic import api
-from elastic.cluster import _ray_private
-from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
+from elastic.cluster.ray import _ray_private
 from elastic.ledger.journal import read
 from elastic.types import DrainNode, NodeWarned, Notice, StepDone
 

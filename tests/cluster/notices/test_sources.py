@@ -16,17 +16,17 @@ from support.cluster.metadata_server import MetadataServer, iso
 from support.places import ROOT
 from support.waiting import until
 
-from elastic.cluster.notices import Notices
-from elastic.cluster.probes import ask as ask_module
-from elastic.cluster.probes import detect, gcp, notice_file
-from elastic.cluster.probes.ask import Finding, Source, ask
-from elastic.cluster.probes.aws import Aws
-from elastic.cluster.probes.azure import Azure
-from elastic.cluster.probes.detect import Place, Sources, cloud_of, sources_of
-from elastic.cluster.probes.gcp import Gcp
-from elastic.cluster.probes.kubernetes import Kubernetes
-from elastic.cluster.probes.notice_file import NoticeFile
-from elastic.cluster.probes.watch import Report, Watch
+from elastic.cluster.notices.merged_notices import Notices
+from elastic.cluster.notices.sources import detect, gcp, notice_file
+from elastic.cluster.notices.sources import metadata_request as ask_module
+from elastic.cluster.notices.sources.aws import Aws
+from elastic.cluster.notices.sources.azure import Azure
+from elastic.cluster.notices.sources.detect import Place, Sources, cloud_of, sources_of
+from elastic.cluster.notices.sources.gcp import Gcp
+from elastic.cluster.notices.sources.kubernetes import Kubernetes
+from elastic.cluster.notices.sources.metadata_request import Finding, Source, ask
+from elastic.cluster.notices.sources.notice_file import NoticeFile
+from elastic.cluster.notices.sources.watch import Report, Watch
 from elastic.types import Notice
 
 MINUTE = 60.0
@@ -65,7 +65,7 @@ def test_aws_without_a_token_is_refused_so_the_probe_fetches_one_and_renews_it(
 ) -> None:
     assert ask(f"{server.endpoint()}/latest/meta-data/spot/instance-action").status == 401
     now_s = [1000.0]
-    monkeypatch.setattr("elastic.cluster.probes.aws.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("elastic.cluster.notices.sources.aws.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     source = Aws(server.endpoint(), token_s=100)
     list(source.read())
     first = set(server.tokens)
@@ -387,7 +387,7 @@ def after(watch: Watch, seen: Report) -> Report:
 
 def test_a_notice_keeps_the_end_that_was_seen_first_and_goes_when_it_is_said_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
-    monkeypatch.setattr("elastic.cluster.probes.watch.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("elastic.cluster.notices.sources.watch.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     source = Scripted()
     watch = Watch(lambda: Sources((source,), ("a note",)))
     known = after(watch, Report(0))
@@ -416,7 +416,7 @@ def test_a_notice_keeps_the_end_that_was_seen_first_and_goes_when_it_is_said_no_
 
 
 def test_a_source_that_falls_silent_is_named_and_heard_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.cluster.probes.watch.DEAF_S", 0.1)
+    monkeypatch.setattr("elastic.cluster.notices.sources.watch.DEAF_S", 0.1)
     source = Scripted()
     watch = Watch(lambda: Sources((source,)))
     known = after(watch, Report(0))

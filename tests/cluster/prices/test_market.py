@@ -14,9 +14,10 @@ import pytest
 from support.cluster.aws_endpoint import AwsEndpoint
 from support.waiting import until
 
-from elastic import catalog, cli
-from elastic.cluster import aws_prices
-from elastic.cluster.market import TABLE, Market, Price, Ticker, from_table, given, is_looked_up
+from elastic import catalog
+from elastic.cli import command_line
+from elastic.cluster.prices import aws_prices
+from elastic.cluster.prices.market import TABLE, Market, Price, Ticker, from_table, given, is_looked_up
 from elastic.types import Event, Pool, PriceSeen
 
 TYPE, REGION = "g5.4xlarge", "us-east-1"
@@ -67,7 +68,9 @@ def aws(endpoint: AwsEndpoint, clients: dict[tuple[str, str], Any], monkeypatch:
         monkeypatch.setattr(aws_prices, "wait_random_exponential", lambda **_: lambda state: 0.01)
         monkeypatch.setattr(aws_prices, "READ_S", 60.0)  # the machine may be busy
         yield endpoint
-    until(lambda: not any(thread.name == "market" for thread in threading.enumerate()), "the last question of this test's tickers")
+    until(
+        lambda: not any(thread.name == "market" for thread in threading.enumerate()), "the last question of this test's tickers"
+    )
 
 
 def test_spot_prices_by_zone_and_the_median_of_a_region(aws: AwsEndpoint) -> None:
@@ -272,19 +275,19 @@ available_node_types:
 def test_elastic_prices(aws: AwsEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(CLUSTER)
-    assert cli.main(["prices", "--cluster", str(file), "--json"]) == 0
+    assert command_line.main(["prices", "--cluster", str(file), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     (row,) = said["prices"]
     assert row["pool"] == "cheap" and row["usd_per_node_h"] == 0.6 and row["source"].startswith("spot price of AWS")
     assert row["scores"] == {"use1-az1": 9, "use1-az2": 3} and said["problems"] == []
     aws.fault = "ExpiredToken"
-    assert cli.main(["prices", "--cluster", str(file)]) == 0
+    assert command_line.main(["prices", "--cluster", str(file)]) == 0
     text = capsys.readouterr().out
     assert "the credentials have expired" in text and TABLE in text
-    assert cli.main(["prices", "--json"]) == 0
+    assert command_line.main(["prices", "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
     assert {row["instance_type"] for row in table["prices"]} >= {TYPE, "p5.48xlarge"} and table["table_at"] == str(
         catalog.PRICES_AT
     )
-    assert cli.main(["prices"]) == 0 and "ON DEMAND" in capsys.readouterr().out
-    assert cli.main(["prices", "--cluster", str(tmp_path / "none.yaml")]) == 2
+    assert command_line.main(["prices"]) == 0 and "ON DEMAND" in capsys.readouterr().out
+    assert command_line.main(["prices", "--cluster", str(tmp_path / "none.yaml")]) == 2

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from elastic.api.running import Options, ray_address
-from elastic.cluster.address import check_reachable
+from elastic.api.running.run import Options, ray_address
+from elastic.cluster.ray.address import check_reachable
 from elastic.errors import SpecError
 
 

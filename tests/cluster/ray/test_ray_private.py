@@ -1,4 +1,4 @@
-"""The private Ray names that are used still do what they did: one test for each name of elastic/cluster/_ray_private.py."""
+"""The private Ray names that are used still do what they did: one test for each name of elastic/cluster/ray/_ray_private.py."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from support.waiting import until
 
-from elastic.cluster import _ray_private, processes
-from elastic.cluster.local import HOST, LocalCluster, NodeOrder
+from elastic.cluster.local.local_cluster import HOST, LocalCluster, NodeOrder
+from elastic.cluster.ray import _ray_private, processes
 
 pytestmark = pytest.mark.e2e
 
@@ -84,7 +84,7 @@ def test_nodes_are_counted_again_when_asked(cluster: LocalCluster) -> None:
 def test_preemption_info_is_answered_by_us() -> None:
     text = """
 import ray.train
-from elastic.cluster._ray_private import answer_preemption_info
+from elastic.cluster.ray._ray_private import answer_preemption_info
 answers = [None, {"deadline_ms": 5, "ranks": {"a": [1, 2]}}]
 answer_preemption_info(lambda: answers.pop(0))
 assert ray.train.get_preemption_info() is None
@@ -108,7 +108,7 @@ import os, sys
 import ray
 from ray._raylet import AuthenticationTokenLoader, get_authentication_mode
 from elastic.cluster import own_token
-from elastic.cluster._ray_private import read_environment_again
+from elastic.cluster.ray._ray_private import read_environment_again
 def seen():
     token = AuthenticationTokenLoader.instance().get_raw_token(ignore_auth_mode=True) if get_authentication_mode() else None
     return token, ray._private.services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"

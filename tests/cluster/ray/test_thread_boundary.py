@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
-from elastic.cluster import lookouts, market, nodes
-from elastic.cluster.boundary import Boundary
-from elastic.cluster.drilling import Drilling
-from elastic.cluster.drills import Schedule
-from elastic.cluster.lookouts import Lookouts
-from elastic.cluster.market import Market, Ticker
-from elastic.cluster.nodes import Survey
-from elastic.cluster.probes.detect import Sources
-from elastic.cluster.probes.watch import Watch
+from elastic.cluster.backend.drill_runner import Drilling
+from elastic.cluster.backend.drills import Schedule
+from elastic.cluster.nodes import providers
+from elastic.cluster.nodes.providers import Survey
+from elastic.cluster.notices import notice_watchers
+from elastic.cluster.notices.notice_watchers import Lookouts
+from elastic.cluster.notices.sources.detect import Sources
+from elastic.cluster.notices.sources.watch import Watch
+from elastic.cluster.prices import market
+from elastic.cluster.prices.market import Market, Ticker
+from elastic.cluster.ray.thread_boundary import Boundary
 from elastic.types import Pool
 
 
@@ -46,15 +48,15 @@ def ticker(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def notices(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    patch.setattr(lookouts, "AGAIN_S", 0.01)
+    patch.setattr(notice_watchers, "AGAIN_S", 0.01)
     patch.setattr(Lookouts, "_place", raises)
     return Lookouts().close
 
 
 def survey(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    patch.setattr(nodes, "living", list)
+    patch.setattr(providers, "living", list)
     patch.setattr(Survey, "_look", lambda self: None)
-    patch.setattr(nodes, "PROBE_S", 0.01)
+    patch.setattr(providers, "PROBE_S", 0.01)
     patch.setattr(Survey, "_probe", raises)
     return Survey().close
 

@@ -15,8 +15,8 @@ from elastic.errors import SpecError
 from elastic.program import Program, load_program
 
 train = pytest.importorskip("ray.train")
-from elastic.cluster import ray_train  # noqa: E402
-from elastic.cluster.ray_train import Told, pools, read_checkpoint, result_of, wanted  # noqa: E402
+from elastic.cluster.ray_train import train_types
+from elastic.cluster.ray_train.train_types import Told, pools, read_checkpoint, result_of, wanted  # noqa: E402
 
 TINY = PROGRAMS / "tiny.py"
 Scaling, Run, Failure, Keep = train.ScalingConfig, train.RunConfig, train.FailureConfig, train.CheckpointConfig
@@ -201,7 +201,7 @@ def test_a_run_becomes_a_result(tmp_path: Path) -> None:
 
 def test_a_failed_run_raises_as_ray_train_does(tiny: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from elastic.api import trainer
-    from elastic.api.running import Result
+    from elastic.api.running.run import Result
 
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "journal.jsonl").write_text("")
@@ -219,4 +219,4 @@ def test_what_train_loop_is_given() -> None:
         ({"job": str(TINY.parent / "no")}, "no such folder"),
     ):
         with pytest.raises(SpecError, match=says):
-            ray_train.train_loop(config)
+            train_types.train_loop(config)

@@ -13,21 +13,21 @@ from pathlib import Path
 import pytest
 from support.cluster.stage import wait_gone
 
-from elastic.api.checks import failed_by_itself, paid_until_s
-from elastic.cluster import script_state
-from elastic.cluster.claims import LEAVE_MOST_S
-from elastic.cluster.script_bill import ORPHAN_LEASE_S, bill_of, counted
-from elastic.cluster.script_child import PARENT, asker
-from elastic.cluster.script_state import Needs, Script, lines_of, step_in
-from elastic.cluster.script_words import Board, Ended, Formed, Hello, Order, Said
-from elastic.cluster.script_worker import here, listens, n_guests
+from elastic.api.running.start_checks import failed_by_itself, paid_until_s
+from elastic.cluster.nodes.demand import LEAVE_MOST_S
+from elastic.cluster.ray_train import script_state
+from elastic.cluster.ray_train.script_bill import ORPHAN_LEASE_S, bill_of, counted
+from elastic.cluster.ray_train.script_child import PARENT, asker
+from elastic.cluster.ray_train.script_messages import Board, Ended, Formed, Hello, Order, Said
+from elastic.cluster.ray_train.script_state import Needs, Script, lines_of, step_in
+from elastic.cluster.ray_train.script_worker import here, listens, n_guests
 from elastic.driver import LINE_EVERY_S
 from elastic.errors import SpecError
 from elastic.ledger.accounts import Account, account
 from elastic.ledger.journal import Line, parse_line, write_line
-from elastic.observe import tables
+from elastic.observe import run_tables
 from elastic.observe.doctor import run_troubles
-from elastic.observe.view import view_of
+from elastic.observe.run_view import view_of
 from elastic.sim.replay import replay
 from elastic.types import (
     Abort,
@@ -339,7 +339,7 @@ def test_there_is_nothing_to_replay_and_no_durable_copy_to_miss() -> None:
     story.wait(1)
     with pytest.raises(SpecError, match="no policy decided there"):
         replay(story.lines)
-    shown = "\n".join(tables.status(view_of(story.lines)))
+    shown = "\n".join(run_tables.status(view_of(story.lines)))
     assert "step          3\n" in shown and "restarted, not changed live" in shown
     assert [check.name for check in run_troubles(view_of(story.lines))] == ["phase"]
 
@@ -392,7 +392,7 @@ def test_the_script_is_itself_and_ends_with_its_supervisor(tmp_path: Path) -> No
     text = (
         "import os,subprocess,sys,time\n"
         f"os.environ['{PARENT}']=str(os.getpid())\n"
-        f"c=subprocess.Popen([sys.executable,'-m','elastic.cluster.script_child',{str(script)!r},'--a','b'])\n"
+        f"c=subprocess.Popen([sys.executable,'-m','elastic.cluster.ray_train.script_child',{str(script)!r},'--a','b'])\n"
         "print(c.pid, flush=True)\ntime.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as supervisor:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from elastic.cluster import output, script_worker
-from elastic.cluster.script_worker import ScriptLog, Supervisor
+from elastic.cluster.ray_train import script_worker
+from elastic.cluster.ray_train.script_worker import ScriptLog, Supervisor
+from elastic.cluster.workers import output
 
 
 def test_a_log_that_cannot_be_written_does_not_stop_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

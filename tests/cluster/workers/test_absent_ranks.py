@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from elastic.cluster.missing import At, missing
-from elastic.cluster.silence import Silence, patience_s
+from elastic.cluster.workers.absent_ranks import At, missing
+from elastic.cluster.workers.liveness import Silence, patience_s
 from elastic.types import Layout, Plan, Silent, WorkerId
-from elastic.worker.doing import DEVICE, Doing
+from elastic.worker.process.doing import DEVICE, Doing
 
 RANKS = tuple(WorkerId(f"n{i}", 0) for i in range(4))
 A, B, C, D = RANKS

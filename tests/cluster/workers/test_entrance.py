@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from support.cluster.stage import FAKE
 
-from elastic.cluster.actors import Worker, WorkerSetup
-from elastic.cluster.admission import DOUBT_S, NEIGHBOURS, Entrance
+from elastic.cluster.backend.aggregate import Gather
+from elastic.cluster.workers.admission_links import DOUBT_S, NEIGHBOURS, Entrance
+from elastic.cluster.workers.worker_actor import Worker, WorkerSetup
 from elastic.errors import SpecError
 from elastic.storage.local import LocalStorage
 from elastic.types import (
@@ -31,8 +32,7 @@ from elastic.types import (
     apart,
 )
 from elastic.version import versions
-from elastic.worker.admission import Entry, answer
-from elastic.worker.gather import Gather
+from elastic.worker.profile.node_checks import Entry, answer
 
 NODES = {name: Node(name, "spot", 2) for name in "abcd"}
 
@@ -134,7 +134,8 @@ def test_a_node_is_prepared_when_all_its_workers_are_and_is_as_good_as_the_worst
 def test_the_shell_passes_terms_on_and_a_neighbour_that_does_not_answer_is_left_out(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elastic.cluster import admission, processes
+    from elastic.cluster.ray import processes
+    from elastic.cluster.workers import admission_links
 
     monkeypatch.setattr(processes, "stand_back", lambda: False)
     worker = Worker(WorkerSetup(WorkerId("a", 0), 1, "spot", {"folder": ""}, str(tmp_path), 1, FAKE))
@@ -152,16 +153,16 @@ def test_the_shell_passes_terms_on_and_a_neighbour_that_does_not_answer_is_left_
     def get(ref: str, timeout: float) -> Any:
         answers.append(timeout)
         if len(answers) == 1:
-            raise admission.GetTimeoutError("it is busy")
+            raise admission_links.GetTimeoutError("it is busy")
         return "a door"
 
     answers: list[float] = []
-    monkeypatch.setattr(admission.ray, "get", get)
+    monkeypatch.setattr(admission_links.ray, "get", get)
     worker.prepare(1, (), Terms({"torch": "2"}), (Actor, Actor))
     entry = told[1][1]
     assert isinstance(entry, Entry) and entry.terms == Terms({"torch": "2"})
     assert answers == [], "asked in the background"
-    assert entry.doors() == ["a door"] and answers == [admission.HEAR_MOST_S] * 2
+    assert entry.doors() == ["a door"] and answers == [admission_links.HEAR_MOST_S] * 2
 
 
 # ------------------------------------------------------------------------------------------ storage

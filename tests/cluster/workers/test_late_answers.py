@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import ray
 
-from elastic.cluster.admission import Entrance
-from elastic.cluster.backend import RayBackend
-from elastic.cluster.crew import Answer, Broken
-from elastic.cluster.missing import Arrived
-from elastic.cluster.silence import Silence, patience_s
+from elastic.cluster.backend.aggregate import Gather
+from elastic.cluster.backend.ray_backend import RayBackend
+from elastic.cluster.workers.absent_ranks import Arrived
+from elastic.cluster.workers.admission_links import Entrance
+from elastic.cluster.workers.liveness import Silence, patience_s
+from elastic.cluster.workers.worker_group import Answer, Broken
 from elastic.types import Event, Layout, Node, NodeLost, NodePrepared, Plan, WorkerFailed, WorkerId
-from elastic.worker.doing import Doing
-from elastic.worker.gather import Gather
+from elastic.worker.process.doing import Doing
 
 
 @dataclass

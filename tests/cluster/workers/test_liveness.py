@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.cluster.missing import Arrived
-from elastic.cluster.silence import Silence
+from elastic.cluster.workers.absent_ranks import Arrived
+from elastic.cluster.workers.liveness import Silence
 from elastic.types import WorkerId
-from elastic.worker.doing import Doing
+from elastic.worker.process.doing import Doing
 
 A, B = WorkerId("a", 0), WorkerId("b", 0)
 

@@ -10,17 +10,17 @@ import pytest
 import ray
 from support.places import ROOT
 
-from elastic.api import profiling
-from elastic.cluster import measured_nodes
-from elastic.cluster._ray_private import read_environment_again
-from elastic.cluster.measured_nodes import _chosen, measured
-from elastic.cluster.nodes import RayNode
+from elastic.api import profile_hardware
+from elastic.cluster.nodes.providers import RayNode
+from elastic.cluster.ray._ray_private import read_environment_again
+from elastic.cluster.workers import measured_nodes
+from elastic.cluster.workers.measured_nodes import _chosen, measured
+from elastic.config.hardware import PLACE, read_hardware
+from elastic.config.job import load_job
 from elastic.errors import InternalError, NoCapacity, SpecError
-from elastic.hardware_file import PLACE, read_hardware
-from elastic.spec import load_job
 from elastic.types import ModelProfile
-from elastic.types.labels import ACCELERATOR_LABEL
-from elastic.worker.measure import Wanted
+from elastic.types.node_labels import ACCELERATOR_LABEL
+from elastic.worker.profile.measure import Wanted
 
 WANTED = Wanted(ModelProfile(1, 1, ()), seconds=1.0, sizes=(1,))
 
@@ -47,7 +47,9 @@ def test_a_file_for_each_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "copy_bytes_per_s": {"to_device": 7e9}, "crowded": [], "collectives": [],
     }  # fmt: skip
     for kind in ("H100", "A100"):
-        profiling._kept(profiling._path(profiling.Wishes(), kind), kind, found | {"host": kind}, spec, "s3://b/runs")
+        profile_hardware._kept(
+            profile_hardware._path(profile_hardware.Wishes(), kind), kind, found | {"host": kind}, spec, "s3://b/runs"
+        )
     assert {file.name for file in tmp_path.iterdir()} == {"H100.json", "A100.json"}
     assert read_hardware(tmp_path / "A100.json").accelerator_type == "A100"
 

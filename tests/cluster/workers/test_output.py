@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cluster import output
+from elastic.cluster.workers import output
 from elastic.ledger.run_folder import OF_NODE
 
 CHILD = """

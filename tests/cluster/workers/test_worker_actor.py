@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from support.cluster.stage import FAKE, plan
 
-from elastic.cluster import processes
-from elastic.cluster.actors import ORPHAN_LEAVE_S, Worker, WorkerSetup
+from elastic.cluster.ray import processes
+from elastic.cluster.workers.worker_actor import ORPHAN_LEAVE_S, Worker, WorkerSetup
 from elastic.errors import SpecError
 from elastic.types import NodePrepared, Quiesced, StepDone, WorkerId
 from elastic.version import versions
-from elastic.worker.workplace import EnterOrder
+from elastic.worker.session.workplace import EnterOrder
 
 ME = WorkerId("a", 0)
 
@@ -38,7 +38,7 @@ def worker(tmp_path: Path, said: list[str]) -> Worker:
 
 
 def test_the_environment_stands_before_torch_is_imported() -> None:
-    code = "import elastic.cluster.actors, sys; assert not {'torch', 'ray'} & set(sys.modules)"
+    code = "import elastic.cluster.workers.worker_actor, sys; assert not {'torch', 'ray'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -146,9 +146,9 @@ def test_who_hears_of_no_driver_stops_and_leaves_however_well_it_trains(
         store_alone=lambda epoch, wait_s: calls.append((now.s, epoch)),
     )
     monkeypatch.setattr(
-        "elastic.cluster.actors.time", SimpleNamespace(monotonic=lambda: now.s, sleep=passes, time=lambda: now.s)
+        "elastic.cluster.workers.worker_actor.time", SimpleNamespace(monotonic=lambda: now.s, sleep=passes, time=lambda: now.s)
     )
-    monkeypatch.setattr("elastic.cluster.actors.os._exit", leave)
+    monkeypatch.setattr("elastic.cluster.workers.worker_actor.os._exit", leave)
     worker.polled_at, worker.ordered, worker.setup = 0.0, 7, replace(worker.setup, orphan_lease_s=900.0)
     with pytest.raises(Exit):
         worker._watch_driver()

@@ -9,9 +9,9 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, NodeDiedError, OutOfMemoryError, RayError
 
-from elastic.cluster import crew as crew_module
-from elastic.cluster.actors import Passport, WorkerSetup
-from elastic.cluster.crew import Broken, Crew, _Member
+from elastic.cluster.workers import worker_group as crew_module
+from elastic.cluster.workers.worker_actor import Passport, WorkerSetup
+from elastic.cluster.workers.worker_group import Broken, Crew, _Member
 from elastic.types import WorkerId
 from elastic.version import versions
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from support.places import ROOT
 
-from elastic import api, cli
-from elastic.cluster_spec import load_cluster
+from elastic import api
+from elastic.cli import command_line
+from elastic.config.clusters import load_cluster
 
 FILES = sorted((ROOT / "cluster_configs").glob("*.yaml"))
 CLOUD = [file for file in FILES if file.name.startswith(("aws", "gcp"))]
@@ -84,12 +85,12 @@ def test_network_cards_of_the_fast_types_are_all_there() -> None:
 
 def test_the_command_prints_pools_and_problems(capsys: pytest.CaptureFixture[str]) -> None:
     file = str(ROOT / "cluster_configs" / "aws_g6e_g5_cheap.yaml")
-    assert cli.main(["cluster", "check", file]) == 0
+    assert command_line.main(["cluster", "check", file]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"{file}: 0 errors, 1 warnings"
     row = next(line.split() for line in lines if line.startswith("g5-spot"))
     assert row[:8] == ["g5-spot", "g5.48xlarge", "spot", "0-4", "8", "A10G", "5.87", "0.733"]
-    assert cli.main(["cluster", "check", file, "--json"]) == 0
+    assert command_line.main(["cluster", "check", file, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["ok"], data["provider"], data["head"]["usd_per_h"]) == (True, "aws", 0.2016)
     assert [pool["name"] for pool in data["pools"]] == ["g6e-spot", "g6e-small-spot", "g5-spot", "g6e-small-on-demand"]
@@ -100,10 +101,10 @@ def test_errors_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     text = (ROOT / "cluster_configs" / "aws_g6e_g5_cheap.yaml").read_text()
     file = tmp_path / "wrong.yaml"
     file.write_text(text.replace("HttpTokens: required", "HttpTokens: optional", 1))
-    assert cli.main(["cluster", "check", str(file)]) == 2
+    assert command_line.main(["cluster", "check", str(file)]) == 2
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith(f"{file}:{1 + text[: text.index('HttpTokens')].count(chr(10))}: error: available_node_types.head.")
-    assert cli.main(["cluster", "check", str(tmp_path / "none.yaml")]) == 2
+    assert command_line.main(["cluster", "check", str(tmp_path / "none.yaml")]) == 2
     assert "no such file" in capsys.readouterr().err
 
 

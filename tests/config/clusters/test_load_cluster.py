@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from support.places import ROOT
 
-from elastic.api.running import Options, adapted
+from elastic.api.running.run import Options, adapted
 from elastic.catalog import PRICES_AT
-from elastic.cluster_spec import load_cluster, read_cluster
-from elastic.cluster_spec.reading import lines_of
+from elastic.config.clusters import load_cluster, read_cluster
+from elastic.config.clusters.load_cluster import lines_of
+from elastic.config.job import JobSpec, job_of
 from elastic.errors import SpecError
-from elastic.spec import JobSpec, job_of
 
 AWS = """
 cluster_name: train

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from support.places import ROOT
 
-from elastic.cluster_spec import load_cluster
+from elastic.config.clusters import load_cluster
 
 FILES = sorted((ROOT / "cluster_configs").glob("aws*.yaml"))
 AMI = "ami-12c6146b"  # one that moto knows

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic.data import cache as module
-from elastic.data.cache import Cache, Remote
-from elastic.data.files import files_at
 from elastic.data.progress import gets_on, heard_by
+from elastic.data.sources import block_cache as module
+from elastic.data.sources.block_cache import Cache, Remote
+from elastic.data.sources.files import files_at
 from elastic.errors import SpecError
 from elastic.storage import LocalStorage, open_storage
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elastic.data import parquet
-from elastic.data.opening import dataset_of, validation_of
-from elastic.data.parquet import Rows, read_index, write_rows
+from elastic.data.open_datasets import dataset_of, validation_of
+from elastic.data.sources import parquet
+from elastic.data.sources.parquet import Rows, read_index, write_rows
 from elastic.errors import SpecError
 from elastic.program import Program
 from elastic.storage import open_storage

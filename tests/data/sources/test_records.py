@@ -13,12 +13,12 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from elastic.data import cache as cache_module
-from elastic.data import files as files_module
-from elastic.data import records
-from elastic.data.corpus import FileBytes, TokenFiles
-from elastic.data.files import files_at
-from elastic.data.records import Columns, HuggingFace, Jsonl, Parquet, Records
+from elastic.data.sources import block_cache as cache_module
+from elastic.data.sources import files as files_module
+from elastic.data.sources import records
+from elastic.data.sources.corpus import FileBytes, TokenFiles
+from elastic.data.sources.files import files_at
+from elastic.data.sources.records import Columns, HuggingFace, Jsonl, Parquet, Records
 from elastic.errors import SpecError
 from elastic.storage import Storage
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elastic.data.sources import TextFolder, find_files, in_validation, python_stdlib_folder
+from elastic.data.sources.text_folder import TextFolder, find_files, in_validation, python_stdlib_folder
 from elastic.errors import SpecError
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from elastic.observe import plan_bars, plans
-from elastic.planner.words import TOLD
+from elastic.observe.plans import plan_bars, plan_tables
+from elastic.planner.explain import TOLD
 
 GIB = 2**30
 OFFER: dict[str, Any] = {
@@ -38,7 +38,7 @@ DATA: dict[str, Any] = {
 
 
 def test_a_plan_answers_in_its_first_lines() -> None:
-    lines = plans.plan(DATA)
+    lines = plan_tables.plan(DATA)
     assert lines[0] == "m: 8.03 B parameters, sequences of 4096, 256 sequences = 1.05 M tokens a step, bfloat16"
     assert lines[1].startswith(
         "  32 x H100-80GB-SXM, spot (4 x 8, p5.48xlarge, 400 Gb/s per GPU between nodes, $2.00 per GPU-hour"
@@ -53,7 +53,7 @@ def test_a_plan_answers_in_its_first_lines() -> None:
 
 def test_with_tokens_it_says_how_long_and_how_much() -> None:
     timed = {**OFFER, "hours": 600.0, "usd": 2_345_678.0, "goodput": 0.95}
-    lines = plans.plan({**DATA, "tokens": 1e12, "offers": [timed]})
+    lines = plan_tables.plan({**DATA, "tokens": 1e12, "offers": [timed]})
     assert (
         "      1 T tokens: 25.0 days and $2.35 M, 5.0% of it lost to nodes that are taken (up to 0.05 a node and hour assumed)"
         in lines
@@ -62,13 +62,13 @@ def test_with_tokens_it_says_how_long_and_how_much() -> None:
 
 
 def test_the_head_says_what_is_best() -> None:
-    assert plans.plan({**DATA, "purpose": "cheapest"})[3] == "cheapest: dp_shard=8,tp=4"
-    assert plans.plan({**DATA, "model": {**DATA["model"], "layout": "dp_shard=8"}})[3] == "asked for: dp_shard=8,tp=4"
+    assert plan_tables.plan({**DATA, "purpose": "cheapest"})[3] == "cheapest: dp_shard=8,tp=4"
+    assert plan_tables.plan({**DATA, "model": {**DATA["model"], "layout": "dp_shard=8"}})[3] == "asked for: dp_shard=8,tp=4"
 
 
 def test_warnings_name_the_offers_that_they_are_of() -> None:
     second = {**OFFER, "n": 2, "warnings": ["memory is tight", "8 GPUs idle"], "n_idle_gpus": 8}
-    lines = plans.plan({**DATA, "offers": [OFFER, second]})
+    lines = plan_tables.plan({**DATA, "offers": [OFFER, second]})
     assert [line for line in lines if line.startswith("warning")] == [
         "warning: memory is tight",
         "warning: offer 2: 8 GPUs idle",
@@ -107,16 +107,16 @@ def test_a_picture(tmp_path: Path) -> None:
     ("hours", "text"), [(0.0, "-"), (0.01, "36 s"), (0.5, "30 min"), (36, "36.0 h"), (504, "21.0 days"), (26280, "3.0 years")]
 )
 def test_hours(hours: float, text: str) -> None:
-    assert plans.hours(hours) == text
+    assert plan_tables.hours(hours) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.0123, "12 ms"), (0.5, "0.50 s"), (12.34, "12.3 s"), (6692.3, "1.9 h")])
 def test_seconds(value: float, text: str) -> None:
-    assert plans.seconds(value) == text
+    assert plan_tables.seconds(value) == text
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0, "$-"), (0.0068, "$0.0068"), (2.5, "$2.50"), (12345, "$12,345"), (2.5e6, "$2.5 M")]
 )
 def test_dollars(value: float, text: str) -> None:
-    assert plans.usd(value) == text
+    assert plan_tables.usd(value) == text

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from support.places import ROOT
 
-from elastic import catalog, cli
+from elastic import catalog
+from elastic.cli import command_line
 
 CLUSTERS = ROOT / "cluster_configs"
 
@@ -20,7 +21,7 @@ def _only_the_shipped_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert cli.main(["prices", "--json", *words]) == 0
+    assert command_line.main(["prices", "--json", *words]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -62,13 +63,13 @@ def test_each_filter_leaves_only_what_was_asked_for(capsys: pytest.CaptureFixtur
 def test_a_word_that_nothing_has_is_one_line_and_exit_2(
     words: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["prices", *words]) == 2
+    assert command_line.main(["prices", *words]) == 2
     out, err = capsys.readouterr()
     assert not out and err.count("\n") == 1 and line in err
 
 
 def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["prices", "--gpu", "h200"]) == 0
+    assert command_line.main(["prices", "--gpu", "h200"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[:7] == ["TYPE", "CLOUD", "GPUS", "MEMORY", "LINK", "NETWORK", "REGION"]
     (row,) = [line for line in lines if line.startswith("p5en.48xlarge") and "us-east-1" in line]
@@ -77,19 +78,19 @@ def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     (unpriced,) = [line for line in lines if line.startswith("Standard_ND96isr_H200_v5")]
     assert unpriced.split()[-7:] == ["-"] * 7
     assert any(line.startswith("source: skypilot") for line in lines) and lines[-1] == f"table of {catalog.PRICES_AT}"
-    assert cli.main(["prices", "--gpu", "3090"]) == 0
+    assert command_line.main(["prices", "--gpu", "3090"]) == 0
     assert capsys.readouterr().out.startswith("nothing in the catalog is that")
 
 
 def test_gpus_with_peaks_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["prices", "--chips"]) == 0
+    assert command_line.main(["prices", "--chips"]) == 0
     text = capsys.readouterr().out
     (row,) = [line for line in text.splitlines() if line.startswith("B200-180GB-SXM ")]
     wanted = "B200-180GB-SXM Blackwell 2250 2250 4500 9000 1100 75 148 1000 180 8000 NVLink 5 900 63"
     assert " ".join(row.split()) == wanted
     assert "\nB200-180GB-SXM: stas00/ml-engineering" in text
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["prices", "--chips", "--cluster", "any.yaml"])
+        command_line.main(["prices", "--chips", "--cluster", "any.yaml"])
     assert "not allowed with argument" in capsys.readouterr().err
     (chip,) = said(capsys, "--chips", "--gpu", "l4")["chips"]
     assert (chip["name"], chip["fp32_flop_per_s"], chip["nvlink_bytes_per_s"]) == ("L4-24GB", 30.3e12, 0)
@@ -103,7 +104,7 @@ def test_own_entries_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     )
     (row,) = said(capsys, "--catalog", str(file), "--gpu", "4090", "--cloud", "hall", "--region", "room")["prices"]
     assert (row["instance_type"], row["link"], row["usd_per_gpu_h"]) == ("box", "PCIe 4", 0.5)
-    assert cli.main(["prices", "--catalog", str(file), "--cluster", "any.yaml"]) == 2
+    assert command_line.main(["prices", "--catalog", str(file), "--cluster", "any.yaml"]) == 2
     assert f"set {catalog.VARIABLE}" in capsys.readouterr().err
 
 
@@ -115,7 +116,7 @@ def test_pools_of_a_cluster_file_have_hardware_beside_their_price(capsys: pytest
     (h100,) = said(capsys, "--cluster", file, "--gpu", "h100")["prices"]
     assert h100["usd_per_gpu_h"] == round(h100["usd_per_node_h"] / 8, 6)
     assert said(capsys, "--cluster", file, "--gpu", "t4")["prices"] == []
-    assert cli.main(["prices", "--cluster", file]) == 0
+    assert command_line.main(["prices", "--cluster", file]) == 0
     text = capsys.readouterr().out
     assert "USD/GPU-H" in text and "NVLink 4" in text
 
@@ -130,5 +131,5 @@ def test_pools_of_machines_that_no_cloud_has_say_what_their_file_says(
     assert rows["a3-spot"]["gpus"] == "8 H100" and rows["a3-spot"]["chip"] == "H100-80GB-SXM"
     laptop = said(capsys, "--cluster", str(CLUSTERS / "laptop.yaml"))["prices"]
     assert laptop and all(row["gpus"] == "-" and row["usd_per_gpu_h"] is None and row["chip"] == "" for row in laptop)
-    assert cli.main(["prices", "--cluster", str(file), "--region", "us-central2"]) == 2
+    assert command_line.main(["prices", "--cluster", str(file), "--region", "us-central2"]) == 2
     assert "did you mean us-central1" in capsys.readouterr().err

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.planner.pools import gpu
 
-from elastic.planner.collectives import Group, Links, commit_hops, commit_s, exchange_s, gather_s, reduce_s, send_s, under
-from elastic.planner.kernels import Kernels
+from elastic.planner.cost.collectives import Group, Links, commit_hops, commit_s, exchange_s, gather_s, reduce_s, send_s, under
+from elastic.planner.cost.kernels import Kernels
 
 LINKS = Links(inside=1e9, between=1e8, per_node=4, inside_hop_s=1e-3, between_hop_s=1e-2)
 DRY = Links(1e9, 1e8, 4, 0.0, 0.0)

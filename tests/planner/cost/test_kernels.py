@@ -6,9 +6,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from elastic.planner import compute
-from elastic.planner.compute import Chip
-from elastic.planner.kernels import LIKE, LOGIT_BYTES, PARENT, SOFTWARE, UNFUSED, Kernels, _table, generation
+from elastic.planner.cost import compute
+from elastic.planner.cost.compute import Chip
+from elastic.planner.cost.kernels import LIKE, LOGIT_BYTES, PARENT, SOFTWARE, UNFUSED, Kernels, _table, generation
 from elastic.types import Attention, HardwareProfile, Layout, Matmul
 
 PLAIN = Kernels(matmul=0.5, tail=0.0, bandwidth=1.0, launch_s=0.0, moved=1.0, attend_forward=0.5, attend_backward=0.25)

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.planner import collectives, cost, hardware
-from elastic.planner.collectives import Group, Links
-from elastic.planner.decoder import Decoder
-from elastic.planner.kernels import MEASURED
-from elastic.planner.memory import Step
-from elastic.planner.search import site_of
-from elastic.planner.work import Work
+from elastic.planner.cost import catalog_hardware, collectives, step_cost
+from elastic.planner.cost.collectives import Group, Links
+from elastic.planner.cost.kernels import MEASURED
+from elastic.planner.cost.memory import Step
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.layout_search import site_of
+from elastic.planner.published.decoder import Decoder
 from elastic.types import HardwareProfile, Layout
 
 TABLE = (
@@ -30,24 +30,24 @@ JOB = {"global_batch": 8}
 
 
 def rate(n: int) -> float:
-    return hardware.among(CPU, n).crowded_passes[-1][1]
+    return catalog_hardware.among(CPU, n).crowded_passes[-1][1]
 
 
 def test_what_all_processes_do_together_is_interpolated_and_then_stays() -> None:
     assert [rate(1), rate(2), rate(4)] == [8e10, 8e10, 4e10]
     assert rate(3) * 3 == pytest.approx((2 * 8e10 + 4 * 4e10) / 2)
     assert rate(8) * 8 == pytest.approx(4 * 4e10)
-    assert hardware.among(hardware.NOMINAL, 8) is hardware.NOMINAL
+    assert catalog_hardware.among(catalog_hardware.NOMINAL, 8) is catalog_hardware.NOMINAL
 
 
 def test_gpus_do_not_crowd_each_other() -> None:
-    gpu = replace(hardware.NOMINAL, crowded_passes=((1, 3e14), (8, 3e14)))
-    assert site_of(JOB, gpu, 8, 64).chip == site_of(JOB, hardware.NOMINAL, 8, 64).chip
+    gpu = replace(catalog_hardware.NOMINAL, crowded_passes=((1, 3e14), (8, 3e14)))
+    assert site_of(JOB, gpu, 8, 64).chip == site_of(JOB, catalog_hardware.NOMINAL, 8, 64).chip
 
 
 def step_s(layout: Layout, gpu: HardwareProfile = CPU) -> float:
     site = site_of(JOB, gpu, 1, layout.world_size)
-    return cost.step_cost(site, Work.of(MODEL), layout, Step(1, 8 // layout.dp, 8, dtype="float32")).step_s
+    return step_cost.step_cost(site, Work.of(MODEL), layout, Step(1, 8 // layout.dp, 8, dtype="float32")).step_s
 
 
 def test_a_lone_step_takes_its_flop_at_the_measured_rate() -> None:
@@ -74,6 +74,6 @@ def test_operations_under_tp_cost_the_host_more_the_more_processes_there_are() -
         quick = replace(site.chip.kernels, dispatch_s=0.0)
         without = replace(site, chip=replace(site.chip, kernels=quick))
         step = Step(1, 8, 8, dtype="float32")
-        return cost.tp_s(site, MODEL.sample, layout, step) - cost.tp_s(without, MODEL.sample, layout, step)
+        return step_cost.tp_s(site, MODEL.sample, layout, step) - step_cost.tp_s(without, MODEL.sample, layout, step)
 
     assert tp_s(4) == pytest.approx(2 * tp_s(2)) and tp_s(2) > 0

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner import balance
-from elastic.planner.balance import microbatches, shares, stage_layers
+from elastic.planner.hetero import balance
+from elastic.planner.hetero.balance import microbatches, shares, stage_layers
 from elastic.types import Layout
 
 

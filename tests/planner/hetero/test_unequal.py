@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planner.pools import LLAMA_8B, SMALL, gpu
 
-from elastic import mesh
 from elastic.errors import InfeasiblePlan
-from elastic.planner import balance, memory
-from elastic.planner.memory import Step
-from elastic.planner.search import Choice, Limits, plan_layout
-from elastic.planner.uneven import Task, split
-from elastic.planner.work import Work
-from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, parse_layout
+from elastic.planner.cost import memory
+from elastic.planner.cost.memory import Step
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.hetero import balance
+from elastic.planner.hetero.hetero_split import Task, split
+from elastic.planner.layout_search import Choice, Limits, plan_layout
+from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, grid, parse_layout
 
 MODEL = ModelProfile(
     8, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("m", "v")),), 0.0, 4
@@ -125,7 +125,7 @@ def test_a_slow_stage_has_fewer_blocks_and_slow_gpus_share_it() -> None:
     there = nodes(1, 1, 1, 1)
     speeds = rates(there, (1.0, 0.5, 1.0, 0.5))
     found = plan_layout(MODEL, job(layout="pp=2,dp_shard=2"), there, Limits(rates=speeds))
-    stages = [{speeds[found.ranks[rank]] for rank in mesh.stage_ranks(found.layout, p)} for p in (0, 1)]
+    stages = [{speeds[found.ranks[rank]] for rank in grid.stage_ranks(found.layout, p)} for p in (0, 1)]
     by_stage = stages == [{1.0}, {0.5}] or stages == [{0.5}, {1.0}]
     assert by_stage or found.samples[0] != found.samples[1]
     even = balance.busy_s(found.layout, (24, 24), (4, 4), found.n_microbatches, [1.0, 0.5, 1.0, 0.5])
@@ -167,9 +167,9 @@ def test_no_stage_is_deeper_and_no_share_larger_than_memory_holds() -> None:
         found = plan_layout(profile, data | keys, there, limits)
         assert sum(found.samples) == 64 and sum(found.layers) == 32
         for rank, worker in enumerate(found.ranks):
-            at = mesh.coordinates(found.layout, rank)
+            at = grid.coordinates(found.layout, rank)
             step = Step(found.n_microbatches, found.samples[at.dp(found.layout)], 64, 8, "bfloat16")
-            blocks = sum(found.layers[v] for v in mesh.stages_at(found.layout, at.pp))
+            blocks = sum(found.layers[v] for v in grid.stages_at(found.layout, at.pp))
             assert memory.stage_bytes(work, found.layout, step, blocks) <= usable[worker.node_id]
 
 
@@ -191,7 +191,7 @@ def test_tensor_parallel_groups_are_of_equal_gpus_of_one_node() -> None:
     there = nodes(4, 4)
     speeds = rates(there, (1.0, 1.0)) | {WorkerId("n0", 1): 0.4, WorkerId("n0", 2): 0.4}
     found = plan_layout(MODEL, job(layout="dp_shard=4,tp=2"), there, Limits(rates=speeds))
-    for group in mesh.axis_groups(found.layout, ("cp", "tp")):
+    for group in grid.axis_groups(found.layout, ("cp", "tp")):
         members = [found.ranks[rank] for rank in group]
         assert len({worker.node_id for worker in members}) == 1 and len({speeds[worker] for worker in members}) == 1
     assert sorted(found.samples)[0] < sorted(found.samples)[1]
@@ -228,7 +228,7 @@ def test_a_worker_that_costs_more_than_it_gives_is_left_out() -> None:
 
 def crossing(found: Choice, zones: dict[str, str]) -> bool:
     """Does a replica lie in two zones?"""
-    groups = mesh.axis_groups(found.layout, ("pp", "dp_shard", "cp", "tp"))
+    groups = grid.axis_groups(found.layout, ("pp", "dp_shard", "cp", "tp"))
     return any(len({zones[found.ranks[rank].node_id] for rank in group}) > 1 for group in groups)
 
 
@@ -270,7 +270,7 @@ def test_whatever_the_nodes_what_is_chosen_holds(there: list[tuple[int, str, flo
     assert not crossing(found, zones) and len(set(found.ranks)) == layout.world_size == len(found.ranks)
     assert sum(found.samples) == batch and all(n and n % m == 0 for n in found.samples) and len(found.samples) == layout.dp
     assert sum(found.layers) == 8 and len(found.layers) == layout.n_stages and min(found.layers) >= 1
-    for group in mesh.axis_groups(layout, ("cp", "tp")):
+    for group in grid.axis_groups(layout, ("cp", "tp")):
         assert len({found.ranks[rank].node_id for rank in group}) == 1
     assert not room or found.memory_bytes <= room
     assert parse_layout(str(layout)) == layout

@@ -8,8 +8,8 @@ from math import prod
 import pytest
 from support.planner.pools import LLAMA_8B, LLAMA_70B, LLAMA_405B, QWEN_MOE
 
-from elastic.planner.decoder import Decoder
-from elastic.planner.work import Work
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.published.decoder import Decoder
 from elastic.types import Attention
 
 # 2 blocks, hidden 8, 2 heads of 4 (1 for keys and values), ffn 12, 10 words, 6 positions

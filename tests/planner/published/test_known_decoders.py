@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.errors import SpecError
-from elastic.planner import known_decoders
+from elastic.planner.published import known_decoders
 
 
 @pytest.mark.parametrize("found", known_decoders.known().values(), ids=lambda found: found.name)

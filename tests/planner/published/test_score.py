@@ -14,9 +14,10 @@ import pytest
 from support.places import ROOT
 
 from elastic.errors import SpecError
-from elastic.planner import memory, published
-from elastic.planner.published import Case, cases
-from elastic.planner.score import Line, Score, constant_flop_per_s, quantile, ranks, score, spearman
+from elastic.planner.cost import memory
+from elastic.planner.published import measurements
+from elastic.planner.published.measurements import Case, cases
+from elastic.planner.published.score import Line, Score, constant_flop_per_s, quantile, ranks, score, spearman
 from elastic.types import Layout
 
 ROW = {
@@ -120,17 +121,17 @@ def test_a_row_is_measured_against_its_own_cost() -> None:
 def test_gated_and_tied_are_those_whose_parameters_come_nearest() -> None:
     assert case().work.model.n_params == pytest.approx(8.03e9, rel=1e-3)
     gpt = row(params_b="1.56", layers="48", hidden="1600", heads="25", kv_heads="", ffn="", vocab="50257", seq_len="1024")
-    found = published.decoder_of(gpt, 1024, "bfloat16", "fsdp1")  # GPT-2 XL: plain MLP, tied
+    found = measurements.decoder_of(gpt, 1024, "bfloat16", "fsdp1")  # GPT-2 XL: plain MLP, tied
     assert (found.gated, found.tied, found.ffn, found.kv_heads) == (False, True, 6400, 25)
 
 
 def test_heads_that_are_not_said_are_128_wide_and_divide() -> None:
-    assert published.decoder_of(row(heads="", kv_heads=""), 8192, "bfloat16", "fsdp2").heads == 32
-    assert published._heads(1000) == 5 and published._heads(64) == 1
+    assert measurements.decoder_of(row(heads="", kv_heads=""), 8192, "bfloat16", "fsdp2").heads == 32
+    assert measurements._heads(1000) == 5 and measurements._heads(64) == 1
 
 
 def test_experts_are_said_in_the_notes() -> None:
-    found = published.decoder_of(
+    found = measurements.decoder_of(
         row(notes="128 experts top-8", params_b="30.5", layers="48", hidden="2048", kv_heads="4", ffn="768", vocab="151936"),
         4096, "bfloat16", "megatron-2024",
     )  # fmt: skip
@@ -139,7 +140,7 @@ def test_experts_are_said_in_the_notes() -> None:
 
 def test_a_sequence_that_is_not_said_is_that_of_the_models_other_rows() -> None:
     assert cases([row(), row(seq_len="")])[1].tokens == 8192
-    assert case(seq_len="").tokens == published.DEFAULT_SEQ
+    assert case(seq_len="").tokens == measurements.DEFAULT_SEQ
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_a_sequence_that_is_not_said_is_that_of_the_models_other_rows() -> None:
 def test_layouts(said: dict[str, str], want: Layout) -> None:
     stage = {"": 1, "0": 0, "1": 1}.get(said.get("zero_stage", "fsdp2"), 3)
     mode = "none" if "activation_ckpt" not in said else want.activation_checkpointing
-    found = published.layout_of(row(activation_ckpt="") | said)
+    found = measurements.layout_of(row(activation_ckpt="") | said)
     assert found == replace(want, microbatch_size=1, zero_stage=stage, activation_checkpointing=mode)
 
 
@@ -170,7 +171,7 @@ def test_layouts(said: dict[str, str], want: Layout) -> None:
     ],
 )  # fmt: skip
 def test_precision_words(text: str, dtype: str) -> None:
-    assert published.precision(text) == dtype
+    assert measurements.precision(text) == dtype
 
 
 def test_pure_bfloat16_keeps_its_state_in_it() -> None:
@@ -193,7 +194,7 @@ def test_pure_bfloat16_keeps_its_state_in_it() -> None:
     ],
 )
 def test_software_follows_from_what_was_used(arch: str, said: dict[str, str], software: str) -> None:
-    assert published.software_of(row(**said), arch) == software
+    assert measurements.software_of(row(**said), arch) == software
 
 
 def test_checkpointing_that_is_not_said_is_the_least_that_fits() -> None:
@@ -206,8 +207,8 @@ def test_checkpointing_that_is_not_said_is_the_least_that_fits() -> None:
 def test_memory_counts_what_the_measuring_counts() -> None:
     plain, smi = case(), case(notes="nvidia-smi")
     held = sum(memory.parts(plain.work, plain.layout, plain.step).values())
-    assert plain.predicted_bytes() == pytest.approx(published.RESERVED * held)
-    assert smi.predicted_bytes() - plain.predicted_bytes() == published.CONTEXT_BYTES
+    assert plain.predicted_bytes() == pytest.approx(measurements.RESERVED * held)
+    assert smi.predicted_bytes() - plain.predicted_bytes() == measurements.CONTEXT_BYTES
 
 
 def test_batches_are_whole_microbatches() -> None:

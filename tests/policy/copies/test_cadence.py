@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from support.policy.story import SPOT, job
 
-from elastic.policy.cadence import BURST_BYTES, adjust, durable_every, peer_every
-from elastic.policy.placement import Copies
-from elastic.policy.state import PoolSeen, State, fold
+from elastic.policy.copies.cadence import BURST_BYTES, adjust, durable_every, peer_every
+from elastic.policy.copies.replica_placement import Copies
+from elastic.policy.state.fold import PoolSeen, State, fold
 from elastic.types import Copy, CopyStored, Decided, Decision, Layout, Node, Plan, SetCadence, WorkerId
 
 NODES = [Node(name, "spot") for name in "abcd"]

@@ -9,7 +9,7 @@ import pytest
 from support.policy.story import SPOT, Story, orders, plan_of
 
 from elastic.policy.decide import QUIESCED_MOST_S
-from elastic.policy.state import State, fold
+from elastic.policy.state.fold import State, fold
 from elastic.types import (
     Abort,
     Copy,

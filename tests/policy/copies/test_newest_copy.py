@@ -9,9 +9,9 @@ import pytest
 from support.policy.story import SPOT, job
 
 from elastic.errors import StateLost
-from elastic.policy.placement import keepers
-from elastic.policy.recovery import covered, from_memory, newest
-from elastic.policy.state import State
+from elastic.policy.copies.recovery import covered, from_memory, newest
+from elastic.policy.copies.replica_placement import keepers
+from elastic.policy.state.fold import State
 from elastic.types import Copy, Holding, Layout, Node, Plan, WorkerId
 
 NAMES = ("a", "b", "c", "d")

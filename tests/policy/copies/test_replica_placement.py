@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.policy.story import MODEL, SPOT, Story, job, plan_of
 
-from elastic.planner.search import plan_layout
-from elastic.policy.placement import Copies, copies, holders, keepers, node_bytes, rank_bytes
-from elastic.policy.recovery import covered
-from elastic.policy.state import State
+from elastic.planner.layout_search import plan_layout
+from elastic.policy.copies.recovery import covered
+from elastic.policy.copies.replica_placement import Copies, copies, holders, keepers, node_bytes, rank_bytes
+from elastic.policy.state.fold import State
 from elastic.types import (
     HardwareProfile,
     Holding,

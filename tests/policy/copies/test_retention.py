@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import StateLost
+from elastic.policy.copies.recovery import newest
+from elastic.policy.copies.retention import COPY_TRIES, COPY_WAIT_S, kept, removal, retention
 from elastic.policy.decide import decide
-from elastic.policy.known import State
-from elastic.policy.recovery import newest
-from elastic.policy.retention import COPY_TRIES, COPY_WAIT_S, kept, removal, retention
-from elastic.policy.state import fold
+from elastic.policy.state.fold import fold
+from elastic.policy.state.state import State
 from elastic.types import (
     Abort,
     Copy,

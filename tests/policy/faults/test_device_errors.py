@@ -9,12 +9,12 @@ from support.policy.story import MODEL, SPOT, Story, job, orders, plan_of
 
 from elastic.driver import drive
 from elastic.ledger.journal import Line, Memory, parse_line, write_line
-from elastic.observe.sentences import of as sentence
-from elastic.observe.view import View
-from elastic.policy.known import State
-from elastic.sim.backend import SimBackend
-from elastic.sim.faults import Fault, Moment
+from elastic.observe.event_messages import of as sentence
+from elastic.observe.run_view import View
+from elastic.policy.state.state import State
 from elastic.sim.replay import replay
+from elastic.sim.scripted_faults import Fault, Moment
+from elastic.sim.sim_backend import SimBackend
 from elastic.types import (
     Abort,
     Decision,

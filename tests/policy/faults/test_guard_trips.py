@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.policy.story import Story, orders, plan_of
 
+from elastic.config.optimization import Guards
 from elastic.ledger.journal import Line, parse_line, write_line
-from elastic.optimisation import Guards
 from elastic.types import Abort, EnterPlan, GuardTripped, Holding, Plan, Quiesced, StepDone, Stop, WorkerFailed, WorkerId
 
 

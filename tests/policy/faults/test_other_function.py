@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from support.policy.story import MODEL, Story, orders, plan_of
 
-from elastic.policy import layouts, recovery
-from elastic.policy.state import fold
+from elastic.policy.copies import recovery
+from elastic.policy.faults import refused_layouts
+from elastic.policy.state.fold import fold
 from elastic.types import (
     COMPUTES_IN,
     Abort,
@@ -135,12 +136,12 @@ def live_of(plan: Plan) -> Any:
 
 def test_the_family_is_the_axes_that_are_new() -> None:
     old = Layout(dp_shard=4)
-    assert layouts.closed_by(Layout(dp_shard=2, pp=2), old) == ("pp",)
-    assert layouts.closed_by(Layout(tp=2, pp=2), old) == ("pp", "tp")
-    assert layouts.closed_by(Layout(dp_replicate=2), Layout(tp=2)) == ("dp",)
-    assert layouts.closed_by(Layout(dp_replicate=2, dp_shard=2), old) == ("layout dp_replicate=2,dp_shard=2",)
-    assert layouts.closed_by(Layout(dp_shard=2, cp=2), None) == ("cp", "dp"), "nobody knows what was before"
-    assert layouts.closed_by(old, old) == ()
+    assert refused_layouts.closed_by(Layout(dp_shard=2, pp=2), old) == ("pp",)
+    assert refused_layouts.closed_by(Layout(tp=2, pp=2), old) == ("pp", "tp")
+    assert refused_layouts.closed_by(Layout(dp_replicate=2), Layout(tp=2)) == ("dp",)
+    assert refused_layouts.closed_by(Layout(dp_replicate=2, dp_shard=2), old) == ("layout dp_replicate=2,dp_shard=2",)
+    assert refused_layouts.closed_by(Layout(dp_shard=2, cp=2), None) == ("cp", "dp"), "nobody knows what was before"
+    assert refused_layouts.closed_by(old, old) == ()
 
 
 def test_a_pinned_layout_ends_the_run_with_the_reason() -> None:
@@ -225,9 +226,9 @@ def test_probes_of_steps_that_are_done_again_are_forgotten_and_few_are_kept() ->
     story.tick(Quiesced(WorkerId("a", 0), plan.generation, 9))
     story.entered()
     assert story.state.probes == {} and story.state.step == 6
-    for step in range(7, 7 + 2 * layouts.KEPT_PROBES):
+    for step in range(7, 7 + 2 * refused_layouts.KEPT_PROBES):
         story.state = fold(story.state, Probed(story.state.generation, step, 1.0), story.now_s)
-    assert len(story.state.probes) == layouts.KEPT_PROBES and min(story.state.probes) == 7 + layouts.KEPT_PROBES
+    assert len(story.state.probes) == refused_layouts.KEPT_PROBES and min(story.state.probes) == 7 + refused_layouts.KEPT_PROBES
 
 
 # ------------------------------------------------------------------------------------------ steps that are done again

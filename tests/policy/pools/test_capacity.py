@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.policy.story import Story, job
 
-from elastic.policy.capacity import capacity, potential
-from elastic.policy.state import Backoff, Request, State
+from elastic.policy.pools.capacity import capacity, potential
+from elastic.policy.state.fold import Backoff, Request, State
 from elastic.types import Node, Pool, RequestNodes
 
 SPOT = Pool("cheap", "CPU", 2, "spot", 1.0, 0, 3)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from support.policy.story import Story, orders, plan_of
 
-from elastic.policy import drain
 from elastic.policy.decide import decide
+from elastic.policy.pools import drain
 from elastic.types import (
     Abort,
     Decision,

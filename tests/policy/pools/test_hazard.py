@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from support.policy.story import SPOT, Story, job, orders
 
-from elastic.policy import hazard
-from elastic.policy.capacity import PREPARE_MOST_S
-from elastic.policy.state import PoolSeen, State
+from elastic.policy.pools import hazard
+from elastic.policy.pools.capacity import PREPARE_MOST_S
+from elastic.policy.state.fold import PoolSeen, State
 from elastic.types import (
     DriverStarted,
     Node,

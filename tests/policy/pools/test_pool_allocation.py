@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from support.policy.story import MODEL, Story, orders, plan_of
 
-from elastic.policy import mix, pace
-from elastic.policy.limits import STOP_MOST_S
-from elastic.policy.state import PoolSeen
+from elastic.policy.pools import deadline, pool_allocation
+from elastic.policy.pools.limits import STOP_MOST_S
+from elastic.policy.state.fold import PoolSeen
 from elastic.types import (
     Copy,
     CopyStored,
@@ -74,7 +74,7 @@ def on_demand(told: Story, *names: str) -> None:
 )
 def test_without_the_new_keys_every_pool_is_filled(keys: dict[str, Any], cheap: bool) -> None:
     told = Story((SPOT, FIXED), **keys)
-    assert mix.cheapest(told.state) == cheap
+    assert pool_allocation.cheapest(told.state) == cheap
     assert asked(told) == ({"spot": 4} if cheap else {"spot": 4, "fixed": 4})
 
 
@@ -98,11 +98,11 @@ def test_the_floor_comes_by_itself_when_durable_copies_are_too_far_apart() -> No
     told = story(durable_every=200, steps=10_000, max_workers=5)
     told.running("a", "b", "c", "d")
     told.steps(2, step_time_s=1.0)
-    assert mix.expected_loss_share(told.state) == pytest.approx(0.2 * 0.05 * 4 * 100 / 3600, rel=0.01)
-    assert mix.floor_nodes(told.state, [FIXED]) == (0, "")
+    assert pool_allocation.expected_loss_share(told.state) == pytest.approx(0.2 * 0.05 * 4 * 100 / 3600, rel=0.01)
+    assert pool_allocation.floor_nodes(told.state, [FIXED]) == (0, "")
     told.steps(1, step_time_s=600.0)
     told.steps(40, step_time_s=600.0)
-    n, why = mix.floor_nodes(told.state, [FIXED])
+    n, why = pool_allocation.floor_nodes(told.state, [FIXED])
     assert n == 1 and "more than 1% of the spend" in why and "$3.00/h" in why
 
 
@@ -124,7 +124,7 @@ def test_waiting_goes_on_while_it_is_worth_it() -> None:
     told = story(waiting_usd_per_h=4.5)
     refused(told, "spot")
     assert asked(told) == {}
-    found = pace.waiting(told.state, FIXED, 2, told.now_s)
+    found = deadline.waiting(told.state, FIXED, 2, told.now_s)
     less = 4.5 - (6.0 - 2 * 1.0 * (1 + 0.05 * 185 / 3600))
     assert found.look_s - told.now_s == pytest.approx(3600 * (2 * 3.0 * 190 / 3600 / less - 0.25), rel=1e-3)
     while told.now_s < found.look_s - 1:
@@ -296,8 +296,8 @@ def measured(step: int, hours: float, step_s: float = 60.0, **changes: Any) -> S
     return told
 
 
-def need(told: Story) -> mix.Need:
-    return mix.fall_back(told.state, told.now_s)
+def need(told: Story) -> pool_allocation.Need:
+    return pool_allocation.fall_back(told.state, told.now_s)
 
 
 def test_progress_ahead_of_the_deadline_needs_nothing() -> None:
@@ -324,9 +324,9 @@ def test_on_demand_stays_until_the_lead_is_two_changes_wide() -> None:
     told = measured(300, 5.0)
     on_time = 300 / 500 * (10 * 3600 - 185) + 185
     for lead_s, kept in ((-60, 0), (-1000, 0)):
-        found = pace.needed(told.state, FIXED, 4, on_time + lead_s)
+        found = deadline.needed(told.state, FIXED, 4, on_time + lead_s)
         assert found is not None and not found.behind and found.ahead == (lead_s < -370), kept
-    late = pace.needed(told.state, FIXED, 4, on_time + 60)
+    late = deadline.needed(told.state, FIXED, 4, on_time + 60)
     assert late is not None and late.behind and "1 min behind" in late.why
 
 
@@ -424,9 +424,9 @@ def test_a_reservation_is_left_before_it_ends_and_not_asked_when_it_nearly_has()
 
 def test_memory_is_part_of_the_least() -> None:
     told = story(replace(SPOT, memory_bytes_per_gpu=5 << 20), min_workers=1)
-    assert mix.least_workers(told.state) == 4 and MODEL.n_params == 1_000_000
-    assert mix.least_workers(story(min_workers=1).state) == 1
-    assert mix.least_workers(story(min_workers=1, layout={"2": "dp_shard=2", "4": "dp_shard=4"}).state) == 2
+    assert pool_allocation.least_workers(told.state) == 4 and MODEL.n_params == 1_000_000
+    assert pool_allocation.least_workers(story(min_workers=1).state) == 1
+    assert pool_allocation.least_workers(story(min_workers=1, layout={"2": "dp_shard=2", "4": "dp_shard=4"}).state) == 2
 
 
 # ------------------------------------------------------------------------------------------ placement scores
@@ -442,6 +442,6 @@ def test_between_equal_prices_the_better_placement_score_is_asked_first(
     pools = [Pool(name, "CPU", 1, "spot", usd, 0, 4) for name, usd in (("a", usd_of_a), ("b", 1.0))]
     told = story(*pools, FIXED)
     told.tick(*(PriceSeen(pool.name, pool.usd_per_node_h, scores.get(pool.name, 0)) for pool in pools))
-    wanted, _ = mix.wants(told.state, told.now_s)
+    wanted, _ = pool_allocation.wants(told.state, told.now_s)
     assert [want.pool.name for want in wanted if want.pool.market_type == "spot"][0] == first
     assert told.state.scores == scores

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from support.policy.story import SPOT, Story, orders
 
-from elastic.policy import balancing, plans, speeds
-from elastic.policy.failing import infeasible
-from elastic.policy.known import Moved, Window
+from elastic.policy import plans
+from elastic.policy.faults.failures import infeasible
+from elastic.policy.speed import share_rebalance, speeds
+from elastic.policy.state.state import Moved, Window
 from elastic.types import (
     Layout,
     NodeLost,
@@ -119,12 +120,12 @@ def test_a_small_difference_must_last_to_the_end_to_be_acted_upon(lately: float,
     """For a quarter of an hour b was a little slower than a; in the last third of it, it was so still, or no more."""
     story = Story(global_batch=120, steps=1_000_000)
     plan = story.running("a", "b", steps=30)
-    now_s = story.now_s + balancing.LASTING_S
-    unit_s, then = 1e-3, now_s - balancing.LASTING_S / 3
+    now_s = story.now_s + share_rebalance.LASTING_S
+    unit_s, then = 1e-3, now_s - share_rebalance.LASTING_S / 3
     rows = {A: ((0.0, then, 1.0), (then, now_s, 1.0)), B: ((0.0, then, 1.08), (then, now_s, lately))}
     seen = {who: tuple(Window(a, b, unit_s * times, 1000, 0.01, 0.0, 1, 30) for a, b, times in of) for who, of in rows.items()}
     story.state = replace(story.state, speeds=seen, timed_at_s=now_s, entered_at_s=0.0)
-    found = balancing.shares(story.state, now_s)
+    found = share_rebalance.shares(story.state, now_s)
     assert bool(found and orders(found, SetShares)) == moves
     assert not found or "better all through the last" in found.reason and plan.samples == (60, 60)
 
@@ -142,7 +143,7 @@ def test_nothing_is_moved_in_the_last_steps() -> None:
     plan = story.running("a", "b", steps=30)
     story.tick(timed(plan, 30, {"a": 1.0, "b": 9.0}, 8))
     assert not orders(story.tick(after_s=1), SetShares)
-    assert balancing.LAST_STEPS >= 34 - 30
+    assert share_rebalance.LAST_STEPS >= 34 - 30
 
 
 def test_shares_that_do_not_fit_leave_the_layout_and_make_shares_equal_again() -> None:
@@ -183,10 +184,10 @@ def test_shares_do_not_vary_where_the_compiler_could_not_follow() -> None:
     story = Story(compile=True)
     plan = story.running("a", "b", steps=30)
     story.tick(timed(plan, 30, {"a": 1.0, "b": 2.0}, 8))
-    assert balancing.ready(story.state, story.now_s)
+    assert share_rebalance.ready(story.state, story.now_s)
     cut = replace(plan, layout=Layout(tp=2), samples=(12,))
-    assert not balancing.ready(replace(story.state, plan=cut), story.now_s)
-    assert balancing.ready(replace(story.state, plan=cut, job={**story.state.job, "compile": False}), story.now_s)
+    assert not share_rebalance.ready(replace(story.state, plan=cut), story.now_s)
+    assert share_rebalance.ready(replace(story.state, plan=cut, job={**story.state.job, "compile": False}), story.now_s)
 
 
 def test_unequal_shares_that_do_not_fit_are_given_up_before_the_layout() -> None:

@@ -11,8 +11,8 @@ from support.policy.story import SPOT, Story, job
 from elastic.driver import restored
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Line
-from elastic.policy import limits
-from elastic.policy.state import State, fold
+from elastic.policy.pools import limits
+from elastic.policy.state.fold import State, fold
 from elastic.types import (
     Copy,
     CopyStored,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from random import Random
 
-from elastic.policy import layered
-from elastic.policy.layered import with_entry, without_entry
+from elastic.policy.state import layered
+from elastic.policy.state.layered import with_entry, without_entry
 
 
 def test_it_has_what_a_dict_has_after_each_change() -> None:

@@ -4,8 +4,8 @@ import time
 from dataclasses import replace
 
 from elastic.types import DigestPart, Event, Quiesced, StepDone
-from elastic.worker.session import Session
-from elastic.worker.workplace import EnterOrder
+from elastic.worker.session.session import Session
+from elastic.worker.session.workplace import EnterOrder
 
 
 class SlowAbort(Session):

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from elastic.api.samples import Unwritten
+from elastic.api.running.sample_check import Unwritten
 from elastic.driver import restored
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Line
-from elastic.observe.view import view_of
+from elastic.observe.run_view import view_of
 from elastic.sim.replay import replay
 from elastic.types import (
     Action,

@@ -28,12 +28,12 @@ from support.storage.s3_server import BUCKET, running_s3
 from support.storage.small_disk import mounted
 from support.waiting import until
 
-from elastic.cluster import processes as of_machine
+from elastic.cluster.ray import processes as of_machine
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.driver import restored
 from elastic.ledger.journal import Line, read
 from elastic.program import load_program
-from elastic.sim.faults import Fault
+from elastic.sim.scripted_faults import Fault
 from elastic.types import DrillAsked
 
 STEPS, BATCH, SEED = 80, 12, 3

@@ -15,10 +15,10 @@ from elastic.driver import drive, restored
 from elastic.errors import LostContact
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Journal, Line, Memory, parse_line, read, write_line
-from elastic.policy.state import ENDED, State
-from elastic.sim.backend import SimBackend
-from elastic.sim.faults import Delays, Fault
-from elastic.sim.machines import Machine
+from elastic.policy.state.fold import ENDED, State
+from elastic.sim.scripted_faults import Delays, Fault
+from elastic.sim.sim_backend import SimBackend
+from elastic.sim.sim_nodes import Machine
 from elastic.sim.weather import REFUSALS, STORAGE_KINDS
 from elastic.types import (
     Action,

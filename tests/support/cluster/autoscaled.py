@@ -107,7 +107,7 @@ def configuration(folder: Path, python: str) -> dict[str, Any]:
 
 
 def start_head(folder: Path) -> None:
-    from elastic.cluster import _ray_private
+    from elastic.cluster.ray import _ray_private
 
     python = _ray_private.lean_python(str(folder))
     path = folder / "cluster.json"

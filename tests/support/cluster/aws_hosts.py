@@ -174,7 +174,7 @@ class Aws:
             (image / "venv/bin" / name).symlink_to(base)
         (image / "venv/pyvenv.cfg").write_text(f"home = {Path(base).parent}\ninclude-system-site-packages = false\n")
         (packages / "image.pth").write_text(f"{HOME}/elastic\n{Path(ray_file).parents[1]}\n")
-        for name, module in (("ray", "ray.scripts.scripts"), ("elastic", "elastic.cli")):
+        for name, module in (("ray", "ray.scripts.scripts"), ("elastic", "elastic.cli.command_line")):
             self._script(
                 f"venv/bin/{name}", f"{HOME}/venv/bin/python", f"import sys\nfrom {module} import main\nsys.exit(main())"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
 
 
 @dataclass

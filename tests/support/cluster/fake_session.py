@@ -1,4 +1,4 @@
-"""A worker session without torch: steps are naps. Same interface as elastic.worker.session.Session.
+"""A worker session without torch: steps are naps. Same interface as elastic.worker.session.session.Session.
 
 Job keys that steer it: `nap_s` (length of a step), `slow_quiesce_s`, `prepare_raises`, `imports`, `prints`, `unreached` (a
 node and the neighbor that it does not reach when it is prepared for the first time).

@@ -10,7 +10,7 @@ from typing import Any
 from support.cluster.fake_session import FakeSession
 
 from elastic.types import Admission, NodePrepared, NodeRefused
-from elastic.worker.admission import Refused, answer
+from elastic.worker.profile.node_checks import Refused, answer
 
 DISK = "ELASTIC_TEST_DISK"  # a folder that stands for the root of the host's disk; not set = that of the driver's host
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from support.cluster.autoscaled import INSIDE, NAMESPACES
 from support.waiting import until
 
-from elastic.cluster import processes
+from elastic.cluster.ray import processes
 
 
 class Namespace:

@@ -20,10 +20,10 @@ from support.cluster.stage import FAKE, Stage, plan
 from support.places import TESTS
 from support.waiting import until
 
-from elastic.cluster import _ray_private
-from elastic.cluster.backend import RayBackend
-from elastic.cluster.ray_run import RayRun
-from elastic.cluster.watcher import NAME, NAMESPACE
+from elastic.cluster.backend.ray_backend import RayBackend
+from elastic.cluster.backend.ray_run import RayRun
+from elastic.cluster.nodes.autoscaler_agent import NAME, NAMESPACE
+from elastic.cluster.ray import _ray_private
 from elastic.types import EnterPlan, NodeLost, NodeReady, Pool, ReleaseNode, RequestFailed, RequestNodes, StepDone, WorkerId
 
 SPOT = Pool("spot", market_type="spot", max_nodes=2, gpus_per_node=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 from support.waiting import WITHIN_S, until
 
-from elastic.cluster import processes
+from elastic.cluster.ray import processes
 from elastic.types import Event, Layout, NodePrepared, NodeReady, Plan, Pool, Prepare, RequestNodes, Resume, WorkerId
 
 FAKE = "support.cluster.fake_session:FakeSession"

@@ -19,8 +19,8 @@ from support.reference import train_alone
 from support.waiting import SHARE, until
 
 from elastic import api
-from elastic.cluster import local
-from elastic.cluster.local import LocalCluster
+from elastic.cluster.local import local_cluster
+from elastic.cluster.local.local_cluster import LocalCluster
 from elastic.ledger.journal import Line, read
 from elastic.program import load_program
 from elastic.types import (
@@ -152,7 +152,7 @@ def run(folder: Path, name: str = "run", on: LocalCluster | None = None) -> tupl
     stood = set(on.pids()) if on is not None else set()
     with pytest.MonkeyPatch.context() as patch:
         if on is not None:
-            patch.setattr(local, "LocalCluster", lambda python_path: Borrowed(on))
+            patch.setattr(local_cluster, "LocalCluster", lambda python_path: Borrowed(on))
         result = api.run(folder, options=api.Options(run_name=name, local=True, show=False))
     lines = read(result.folder / "journal.jsonl")
     left = lambda: processes(mark) | (set(on.pids()) - stood if on is not None else set())  # noqa: E731

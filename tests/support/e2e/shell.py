@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.places import ROOT
 
-from elastic.cli import main
+from elastic.cli.command_line import main
 
 PROGRAMS = ROOT / "tests" / "programs"
 LEFT_OUT = ("RAY_ADDRESS", "ELASTIC_STORAGE", "PYTHONUNBUFFERED")  # what a person's shell has not

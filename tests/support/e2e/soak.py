@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from support.e2e.runs import MARK, SLOW, processes
 
-from elastic.cluster import processes as of_machine
-from elastic.cluster.local import LocalCluster, NodeOrder
+from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
+from elastic.cluster.ray import processes as of_machine
 from elastic.ledger.journal import Line, parse_line
 from elastic.types import DrainNode, EnterPlan, NodeLost, NodePrepared, Plan, PlanEntered, StepDone
 
@@ -256,7 +256,7 @@ class Before:
         was `drained` (a notice may be taken back a moment too late for that) need not be there any more."""
         import ray
 
-        from elastic.cluster.nodes import NODE_LABEL, living
+        from elastic.cluster.nodes.providers import NODE_LABEL, living
 
         cluster.connect("looks")
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from support.e2e.runs import events, plans, run, slow_until_grown
 
-from elastic.cluster.local import LocalCluster
+from elastic.cluster.local.local_cluster import LocalCluster
 from elastic.ledger.journal import Line, read
 from elastic.types import NodePrepared, Plan, PlanEntered, WorkerId
 

@@ -20,14 +20,14 @@ import yaml
 from support.fuzz import mutating
 from support.places import ROOT
 
-from elastic.cluster import drills
-from elastic.cluster_spec import problems_of, read_cluster
+from elastic.catalog.bounded_yaml import yaml_of
+from elastic.cluster.backend import drills
+from elastic.config.clusters import problems_of, read_cluster
+from elastic.config.job import job_of
 from elastic.errors import JournalDamaged, PeerGarbled, SpecError
 from elastic.ledger import holder, lease, parts, segments
 from elastic.ledger.journal import SEALED, Line, crc_of, parse_state, read_text, write_line
-from elastic.spec import job_of
 from elastic.storage import open_storage
-from elastic.strict import yaml_of
 from elastic.types import (
     Box,
     Copy,
@@ -45,8 +45,8 @@ from elastic.types import (
     Stop,
     WorkerId,
 )
-from elastic.worker import durable, wire
-from elastic.worker.durable_format import (
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.checkpoint.checkpoint_format import (
     MARKER,
     Damaged,
     Entry,
@@ -59,6 +59,7 @@ from elastic.worker.durable_format import (
     encode_marker,
     root_of,
 )
+from elastic.worker.process_groups import wire
 
 Mutate = Callable[[bytes, random.Random], bytes]
 
@@ -192,8 +193,8 @@ def _same(found: Any, good: Any) -> bool:
 def checkpoint(folder: Path) -> Target:
     """A whole one, of which one file is another; the seeds are its files, each behind its name."""
     storage = open_storage(str(folder))
-    durable.write_shard(storage, 5, 1, 0, [(Box("w", (0, 0), (8, 4), "float32"), torch.arange(32.0).reshape(8, 4))])
-    uri = durable.commit(storage, 5, 1, 1, 1, {"run": "r"})
+    checkpoint_writer.write_shard(storage, 5, 1, 0, [(Box("w", (0, 0), (8, 4), "float32"), torch.arange(32.0).reshape(8, 4))])
+    uri = checkpoint_writer.commit(storage, 5, 1, 1, 1, {"run": "r"})
     files = sorted(path for path in Path(uri).iterdir())
     good = {path.name: path.read_bytes() for path in files}
 
@@ -202,7 +203,7 @@ def checkpoint(folder: Path) -> Target:
         path = Path(uri, name.decode())
         path.write_bytes(content)
         try:
-            if content == good[path.name] or durable.verify(uri):
+            if content == good[path.name] or checkpoint_index.verify(uri):
                 return []
             same = path.name == MARKER and decode_marker(content, MARKER) == decode_marker(good[MARKER], MARKER)
             return [] if same else ["a changed file was taken"]  # blanks between the words of the marker do not count

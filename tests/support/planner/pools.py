@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from elastic import catalog
-from elastic.planner import hardware
-from elastic.planner.cost import Cost, step_cost
-from elastic.planner.decoder import Decoder
-from elastic.planner.find import find_offers
-from elastic.planner.memory import Step
+from elastic.planner.cost import catalog_hardware
+from elastic.planner.cost.memory import Step
+from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.step_cost import Cost, step_cost
+from elastic.planner.layout_search import site_of
+from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, Group, Offer
-from elastic.planner.search import site_of
-from elastic.planner.work import Work
+from elastic.planner.published.decoder import Decoder
 from elastic.types import HardwareProfile, Layout, ModelProfile
 
 LLAMA_8B = Decoder(32, 4096, 32, 8, 14336, 128256, 8192)
@@ -24,7 +24,7 @@ JOB = {"global_batch": 64, "precision": "bfloat16"}
 
 
 def gpu(name: str = "H100-80GB-SXM", gbps: float = 0.0) -> HardwareProfile:
-    return hardware.profile(catalog.find_chip(name), gbps)
+    return catalog_hardware.profile(catalog.find_chip(name), gbps)
 
 
 def group(name: str = "H100-80GB-SXM", n_nodes: int = 1, per_node: int = 8, pool: str = "", **more: Any) -> Group:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elastic.policy.decide import decide
-from elastic.policy.state import State, fold
+from elastic.policy.state.fold import State, fold
 from elastic.types import (
     Action,
     Copy,

@@ -9,9 +9,9 @@ from typing import Any
 
 from elastic.driver import drive
 from elastic.ledger.journal import Memory
-from elastic.policy.state import State
-from elastic.sim.backend import SimBackend
-from elastic.sim.faults import Delays, Fault
+from elastic.policy.state.fold import State
+from elastic.sim.scripted_faults import Delays, Fault
+from elastic.sim.sim_backend import SimBackend
 from elastic.types import DriverStarted, ModelProfile, OptimizerSpec, Pool, TensorSpec
 
 MODEL = ModelProfile(

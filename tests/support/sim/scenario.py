@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from elastic.sim.faults import Delays, Fault, FaultKind, Moment
+from elastic.sim.scripted_faults import Delays, Fault, FaultKind, Moment
 from elastic.types import ModelProfile, OptimizerSpec, Pool, TensorSpec
 
 MODEL = ModelProfile(

@@ -14,7 +14,7 @@ from support.worker.worker_pool import Pool
 from elastic.program import Program, load_program
 from elastic.storage import open_storage
 from elastic.types import Box, Layout, Plan, Resume, ShardStored, StepDone
-from elastic.worker import durable
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 
 
 def job_of(program: str, steps: int, global_batch: int = 12) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def pass_through(
         pool.wait(lambda: any(e.step >= target for e in pool.events(StepDone)), f"step {target}")  # noqa: B023
     pool.quiesced(len(layouts), len(plans[-1].ranks))
     pool.wait(lambda: len(pool.events(ShardStored)) == len(plans[-1].ranks), "the last durable copy")
-    durable.commit(open_storage(str(run)), job["steps"], len(layouts), len(plans[-1].ranks), 1, {})
+    checkpoint_writer.commit(open_storage(str(run)), job["steps"], len(layouts), len(plans[-1].ranks), 1, {})
     return pool.events(StepDone)
 
 
@@ -52,13 +52,13 @@ def check(job: dict[str, Any], run: Path, steps: list[StepDone], tolerance: floa
     worst = max(abs(e.train_loss - loss) for e, loss in zip(steps, alone.losses, strict=True))
     assert worst < tolerance, f"train loss is off by {worst}"
     assert [e.tokens for e in steps] == alone.tokens
-    check_stored(durable.find(open_storage(str(run)))[0].uri, alone)
+    check_stored(checkpoint_index.find(open_storage(str(run)))[0].uri, alone)
     return alone
 
 
 def check_stored(uri: str, alone: Reference) -> None:
     """The state of a checkpoint is that of the plain process."""
-    checkpoint = durable.open_checkpoint(uri)
+    checkpoint = checkpoint_index.open_checkpoint(uri)
     for name, parameter in alone.model.named_parameters():
         state = alone.state_of(parameter)
         wanted = {f"model.{name}": parameter, f"optim.step.{name}": state["step"]}

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic.worker.session import Session
-from elastic.worker.step import Stepper
+from elastic.worker.session.session import Session
+from elastic.worker.step.optimizer_step import Stepper
 
 COMMIT_NUMBERS = 8  # float64 numbers at least in the vector of a commit
 Kind = Literal["before", "after", "soon", "deaf", "list"]

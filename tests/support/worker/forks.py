@@ -4,4 +4,4 @@ from multiprocessing import get_context
 
 FORKS = get_context("forkserver")
 # a name that stands on no path of pytest's: Python 3.11 does not hand sys.path on to the server, and says nothing
-FORKS.set_forkserver_preload(["elastic.worker.session"])
+FORKS.set_forkserver_preload(["elastic.worker.session.session"])

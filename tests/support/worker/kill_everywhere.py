@@ -17,8 +17,10 @@ import torch
 from elastic.reshard.shards import boxes, owned_boxes, state_specs
 from elastic.storage import Storage, open_storage
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec
-from elastic.worker import durable
-from elastic.worker.durable import Damaged, commit, find, open_checkpoint, write_shard
+from elastic.worker.checkpoint import checkpoint_index
+from elastic.worker.checkpoint.checkpoint_format import Damaged
+from elastic.worker.checkpoint.checkpoint_index import find, open_checkpoint
+from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 
 MODEL = ModelProfile(
     1,
@@ -111,8 +113,8 @@ def scenario(points: Points, folder: Path) -> None:
     points.phase = "commit"
     commit(storage, 30, 1, 2, 1, {})
     points.phase = "retention"
-    durable.remove_copy(storage, storage.uri_of("checkpoints/step-00000010.g0001"), 1)
-    durable.clean(storage, 1, 30)
+    checkpoint_index.remove_copy(storage, storage.uri_of("checkpoints/step-00000010.g0001"), 1)
+    checkpoint_index.clean(storage, 1, 30)
     points.phase = "load"
     load_newest(storage)
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from elastic.mesh import parse_layout
 from elastic.models.llama import Llama, LlamaConfig, tp_plan
 from elastic.program import Program, Weights
 from elastic.storage import open_storage
 from elastic.types import ModelProfile
-from elastic.worker.checkpoints import Wanted, export, import_state
-from elastic.worker.groups import Groups
-from elastic.worker.model_profile import trace
-from elastic.worker.train_state import TrainState
-from elastic.worker.weights import cut
+from elastic.types.grid import parse_layout
+from elastic.worker.checkpoint.checkpoint_verbs import Wanted, export, import_state
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program.model_profile import trace
+from elastic.worker.program.weights import cut
+from elastic.worker.state.train_state import TrainState
 
 CONFIG = LlamaConfig(vocab_size=8192, hidden=1024, n_layers=4, n_heads=8, n_kv_heads=4, ffn_hidden=2048)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from support.worker.faults import Fault, Trap
 
-from elastic.worker.loop import Run
-from elastic.worker.loop_model import LoopModel
-from elastic.worker.session import Session
+from elastic.worker.loop.loop import Run
+from elastic.worker.loop.loop_model import LoopModel
+from elastic.worker.session.session import Session
 
 
 def arm_loop(session: Session, fault: Fault) -> None:

@@ -19,8 +19,9 @@ from support.worker.forks import FORKS
 from elastic.reshard.shards import boxes, state_specs
 from elastic.reshard.transfers import plan_transfers
 from elastic.types import DTYPE_BYTES, Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
-from elastic.worker.train_state import Tensors, region
-from elastic.worker.transfer import Moved, carry_out
+from elastic.worker.state.host_copy import Tensors
+from elastic.worker.state.train_state import region
+from elastic.worker.state.transfer import Moved, carry_out
 
 Cut = tuple[Layout, tuple[int, ...]]
 CPU = torch.device("cpu")

@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from elastic.worker import groups
-from elastic.worker.faults import MADE_UP, DeviceFaults
-from elastic.worker.host_copy import Hands
-from elastic.worker.transport import Host, Nccl, gloo_of
+from elastic.worker.process.fault_injection import MADE_UP, DeviceFaults
+from elastic.worker.process_groups import groups
+from elastic.worker.process_groups.transport import Host, Nccl, gloo_of
+from elastic.worker.state.host_copy import Hands
 
 NAME = "nccllike"
 FEW_BYTES = 4096

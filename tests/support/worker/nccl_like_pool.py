@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from support.worker import nccl_like
 from support.worker.faulty_pool import FaultyPool, _serve_faulty
 
-from elastic.worker.session import Session
-from elastic.worker.step import Stepper
+from elastic.worker.session.session import Session
+from elastic.worker.step.optimizer_step import Stepper
 
 
 def _dies_on_device(session: Session, step: int, after: int) -> None:

@@ -10,7 +10,7 @@ from support.worker.plans import from_copies, plan
 from support.worker.recovery import digests_agree
 from support.worker.worker_pool import Pool
 
-from elastic.policy.recovery import covered
+from elastic.policy.copies.recovery import covered
 from elastic.program import load_program
 from elastic.types import CopyStored, DigestPart, Holding, Layout, Plan, Quiesced, ShardStored, StepDone, WorkerId
 

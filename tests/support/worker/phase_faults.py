@@ -19,11 +19,12 @@ from typing import Any, Literal
 
 from support.worker.nccl_like import NcclLike
 
-from elastic.worker import copies, takeover
-from elastic.worker.groups import Groups
-from elastic.worker.probe import Probe
-from elastic.worker.session import Session
-from elastic.worker.step import Stepper
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.session import takeover
+from elastic.worker.session.layout_probe import Probe
+from elastic.worker.session.session import Session
+from elastic.worker.state import peer_replicas
+from elastic.worker.step.optimizer_step import Stepper
 
 Kind = Literal["kill", "stop", "stuck", "abort"]
 Phase = Literal["meet", "move", "probe", "step", "commit", "copy"]
@@ -89,8 +90,8 @@ def arm_phase(session: Session, fault: PhaseFault) -> None:
     Stepper._commit = _wrapped(Stepper._commit, "commit", late)  # type: ignore[method-assign]
     Probe.at_entry = _wrapped(Probe.at_entry, "probe")  # type: ignore[method-assign]
     takeover.carry_out = _wrapped(takeover.carry_out, "move")
-    copies.send_boxes = _wrapped(copies.send_boxes, "copy")
-    copies.receive_boxes = _wrapped(copies.receive_boxes, "copy")
+    peer_replicas.send_boxes = _wrapped(peer_replicas.send_boxes, "copy")
+    peer_replicas.receive_boxes = _wrapped(peer_replicas.receive_boxes, "copy")
 
 
 def follow_generations() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.planner.balance import microbatches
-from elastic.policy.placement import keepers
+from elastic.planner.hetero.balance import microbatches
+from elastic.policy.copies.replica_placement import keepers
 from elastic.types import Holding, Layout, Plan, Resume, WorkerId
 
 N_BLOCKS = 4  # of the tiny programs

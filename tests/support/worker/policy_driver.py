@@ -13,8 +13,9 @@ from support.worker.chain import check_stored
 from support.worker.faulty_pool import FaultyPool
 from support.worker.plans import plan
 
+from elastic.cluster.backend.aggregate import Gather, Parts
 from elastic.policy.decide import decide
-from elastic.policy.state import State, fold
+from elastic.policy.state.fold import State, fold
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import (
@@ -36,9 +37,8 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.types import Pool as NodePool
-from elastic.worker import durable
-from elastic.worker.gather import Gather, Parts
-from elastic.worker.model_profile import trace
+from elastic.worker.checkpoint import checkpoint_writer
+from elastic.worker.program.model_profile import trace
 
 AT, STEPS, PEER_EVERY = 4, 8, 2  # the step after AT ones breaks
 
@@ -79,7 +79,7 @@ class Driver:
 
     def commit_copy(self, parts: Parts) -> None:
         plan = parts.plan
-        uri = durable.commit(self.storage, parts.step, plan.generation, len(plan.ranks), 1, {})
+        uri = checkpoint_writer.commit(self.storage, parts.step, plan.generation, len(plan.ranks), 1, {})
         self.fold(CopyStored(Copy(parts.step, "durable", plan.generation, plan.layout, plan.layers, uri=uri)))
 
     def fold(self, *events: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from support.worker.forks import FORKS
 
-from elastic.worker.rendezvous import host_store
+from elastic.worker.process_groups.rendezvous import host_store
 
 WITHIN_S = 120.0  # on a machine however busy
 

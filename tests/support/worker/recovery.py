@@ -9,9 +9,9 @@ from support.reference import train_alone
 from support.worker.plans import from_copies, plan
 from support.worker.worker_pool import Pool
 
+from elastic.cluster.backend.aggregate import Gather
 from elastic.program import load_program
 from elastic.types import CopyStored, DigestChecked, Holding, Layout, Plan, Quiesced, StepDone, WorkerId
-from elastic.worker.gather import Gather
 
 
 def newest_whole(old: Plan, quiesced: list[Quiesced]) -> tuple[int, tuple[Holding, ...]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from elastic.reshard.shards import owned_boxes, state_specs
 from elastic.storage import Storage
 from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, TensorSpec
-from elastic.worker.durable import commit, write_shard
+from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 
 Cut = tuple[Layout, tuple[int, ...]]
 

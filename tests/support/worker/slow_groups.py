@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from elastic.worker import groups
-from elastic.worker.transport import Host, Transport
+from elastic.worker.process_groups import groups
+from elastic.worker.process_groups.transport import Host, Transport
 
 SETUP_S = 1.0  # of each group with more than one rank
 

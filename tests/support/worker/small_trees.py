@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from elastic import mesh
-from elastic.worker import groups
+from elastic.types import grid
+from elastic.worker.process_groups import groups
 
-MOST, ROW = mesh.MESH_MOST, mesh.ROW
+MOST, ROW = grid.MESH_MOST, grid.ROW
 
 
 def _set(most: int, row: int) -> None:
-    for module in (mesh, groups):
+    for module in (grid, groups):
         module.MESH_MOST, module.ROW = most, row  # type: ignore[attr-defined]
 
 

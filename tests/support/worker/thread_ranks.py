@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from elastic.mesh import ROW
 from elastic.types import Layout
-from elastic.worker import groups
-from elastic.worker.groups import Groups
+from elastic.types.grid import ROW
+from elastic.worker.process_groups import groups
+from elastic.worker.process_groups.groups import Groups
 
 TIMEOUT_S = 300.0
 

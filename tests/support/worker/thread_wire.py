@@ -1,7 +1,7 @@
 """Participants of a move as threads of one process, over a wire that is as strict as NCCL: the operations of a group start
 together and end together, groups of one participant run one after the other, and a send ends when it is received.
 
-It stands in for `torch.distributed` in elastic.worker.transfer, and counts.
+It stands in for `torch.distributed` in elastic.worker.state.transfer, and counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic.worker import transfer
+from elastic.worker.state import transfer
 
 LATE_S = 20.0
 READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero"}

@@ -16,8 +16,8 @@ from support.waiting import until
 from support.worker.forks import FORKS
 
 from elastic.types import DigestPart, Event, Plan, PlanEntered, Quiesced, WorkerFailed, WorkerId
-from elastic.worker.session import Beat
-from elastic.worker.workplace import EnterOrder, host_meeting
+from elastic.worker.session.session import Beat
+from elastic.worker.session.workplace import EnterOrder, host_meeting
 
 TIMEOUT_S = 60.0  # of a generation's groups: what a survivor waits where nothing tells it that a peer is gone
 WAIT_S = 300.0  # for anything that comes by itself, on a machine however busy
@@ -27,7 +27,7 @@ def _serve(pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import threading
 
-    from elastic.worker.session import Session
+    from elastic.worker.session.session import Session
 
     session: Session | None = None
     lock = threading.Lock()

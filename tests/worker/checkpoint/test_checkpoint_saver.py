@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.worker.plans import plan as plan_of
 
+from elastic.cluster.backend.aggregate import LATE_LEAST_S, OPEN_COPIES, Gather, Parts
 from elastic.reshard.shards import boxes, owned_boxes, state_specs
 from elastic.storage import LocalStorage, open_storage
 from elastic.types import (
@@ -30,13 +31,13 @@ from elastic.types import (
     TensorSpec,
     WorkerId,
 )
-from elastic.worker import durable, saving
-from elastic.worker.content import digest
-from elastic.worker.gather import LATE_LEAST_S, OPEN_COPIES, Gather, Parts
-from elastic.worker.saving import Saving, Snapshot
-from elastic.worker.takeover import Taken, check_digest
-from elastic.worker.train_state import Held, Tensors
-from elastic.worker.workplace import EnterOrder
+from elastic.worker.checkpoint import checkpoint_format, checkpoint_index, checkpoint_saver, checkpoint_writer
+from elastic.worker.checkpoint.checkpoint_saver import Saving, Snapshot
+from elastic.worker.session.takeover import Taken, check_digest
+from elastic.worker.session.workplace import EnterOrder
+from elastic.worker.state.content_digest import digest
+from elastic.worker.state.host_copy import Tensors
+from elastic.worker.state.train_state import Held
 
 MODEL = ModelProfile(4, 0, (TensorSpec("w", (8, 3), "float32", block=0),), (OptimizerSpec(("exp_avg",), ("step",)),))
 ME = WorkerId("a", 0)
@@ -92,13 +93,13 @@ def four(layout: Layout | None = None) -> Plan:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Writing a shard waits for the event."""
-    go, real = threading.Event(), durable.write_shard
+    go, real = threading.Event(), checkpoint_writer.write_shard
 
     def waits(*arguments: Any) -> int:
         assert go.wait(120)
         return real(*arguments)
 
-    monkeypatch.setattr(saving.durable, "write_shard", waits)
+    monkeypatch.setattr(checkpoint_saver.durable, "write_shard", waits)
     yield go
     go.set()
 
@@ -155,7 +156,7 @@ def test_a_disk_that_runs_full_while_writing(tmp_path: Path, monkeypatch: pytest
     on = Rank(tmp_path, four(Layout()), 0)
     on.save(10)
     on.finish(1)
-    uri = durable.commit(on.storage, 10, 1, 1, 1, {})
+    uri = checkpoint_writer.commit(on.storage, 10, 1, 1, 1, {})
     real = LocalStorage.create
 
     @contextmanager
@@ -171,7 +172,7 @@ def test_a_disk_that_runs_full_while_writing(tmp_path: Path, monkeypatch: pytest
     assert failed.reason.startswith("rank 0: No space left on device: ") and "step-00000020" in failed.reason
     monkeypatch.undo()
     assert [path.name for path in (tmp_path / "checkpoints" / "step-00000020.g0001").iterdir()] == []
-    assert durable.verify(uri) == [] and [found.step for found in durable.find(on.storage)] == [10]
+    assert checkpoint_index.verify(uri) == [] and [found.step for found in checkpoint_index.find(on.storage)] == [10]
     on.save(30)
     assert isinstance(on.wait(3)[2], ShardStored)
 
@@ -182,12 +183,12 @@ def test_a_quota_is_kept(tmp_path: Path) -> None:
     for n, step in enumerate((10, 20), 1):
         on.save(step)
         assert isinstance(on.finish(n)[-1], ShardStored)
-        durable.commit(on.storage, step, 1, 1, 1, {})
+        checkpoint_writer.commit(on.storage, step, 1, 1, 1, {})
     on.save(30)
     failed = on.wait(3)[2]
     assert isinstance(failed, CopyFailed)
     assert "storage_quota_gb=1e-05: 2 copies hold 0.00 GB, the copy of step 30 needs" in failed.reason
-    assert [found.step for found in durable.find(on.storage)] == [20, 10]
+    assert [found.step for found in checkpoint_index.find(on.storage)] == [20, 10]
 
 
 # ------------------------------------------------------------------------------------------------ writing for others
@@ -200,8 +201,8 @@ def test_a_replica_writes_the_part_of_a_writer_that_is_gone(tmp_path: Path) -> N
         on.save(10)
         on.wait(1)
     folder = tmp_path / "checkpoints" / "step-00000010.g0001"
-    with pytest.raises(durable.Damaged, match=r"rank-0\.json: missing"):
-        durable.commit(ranks[1].storage, 10, 1, 4, 1, {})
+    with pytest.raises(checkpoint_format.Damaged, match=r"rank-0\.json: missing"):
+        checkpoint_writer.commit(ranks[1].storage, 10, 1, 4, 1, {})
     ranks[2].saving.write_for(plan, 10, 0)  # rank 2 holds what rank 0 owns
     stored = ranks[2].wait(2)[1]
     assert isinstance(stored, ShardStored) and stored.rank == 0 and stored.n_bytes > 0
@@ -209,7 +210,7 @@ def test_a_replica_writes_the_part_of_a_writer_that_is_gone(tmp_path: Path) -> N
     ranks[0].save(10)  # it was only slow
     ranks[0].wait(1)
     assert (folder / "__0_0.distcp").read_bytes() == before
-    assert durable.verify(durable.commit(ranks[1].storage, 10, 1, 4, 1, {})) == []
+    assert checkpoint_index.verify(checkpoint_writer.commit(ranks[1].storage, 10, 1, 4, 1, {})) == []
 
 
 def test_a_partner_writes_from_its_peer_copy(tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_a_partner_writes_from_its_peer_copy(tmp_path: Path) -> None:
     assert isinstance(stored, ShardStored) and (stored.rank, stored.step) == (0, 10)
     on.save(10)
     on.wait(2)
-    checkpoint = durable.open_checkpoint(durable.commit(on.storage, 10, 1, 2, 1, {}))
+    checkpoint = checkpoint_index.open_checkpoint(checkpoint_writer.commit(on.storage, 10, 1, 2, 1, {}))
     for box in owned_boxes(MODEL, plan.layout, plan.layers, 0):
         assert bool((checkpoint.read(box) == 7).all())
 

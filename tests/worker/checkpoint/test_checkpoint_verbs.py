@@ -17,16 +17,16 @@ from support.places import PROGRAMS
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
-from elastic.cli import main
+from elastic.cli.command_line import main
 from elastic.errors import SpecError
 from elastic.program import Program, load_program
 from elastic.reshard.shards import owned_boxes, state_specs
 from elastic.storage import Storage, open_storage
 from elastic.types import Box, Layout, ModelProfile
-from elastic.worker import checkpoints, durable
-from elastic.worker.checkpoints import Wanted, import_state, listed, remove
-from elastic.worker.finished import load_model
-from elastic.worker.model_profile import fresh_buffers, trace
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_verbs, checkpoint_writer
+from elastic.worker.checkpoint.checkpoint_verbs import Wanted, import_state, listed, remove
+from elastic.worker.checkpoint.finished_model import load_model
+from elastic.worker.program.model_profile import fresh_buffers, trace
 
 TINY = PROGRAMS / "tiny.py"
 TIED = TINY.with_name("tiny_tied.py")
@@ -68,9 +68,9 @@ def save(run: Storage, profile: ModelProfile, step: int, layout: Layout) -> str:
     """A copy of a made-up state."""
     for rank in range(layout.world_size):
         items = [(b, torch.full(b.sizes, step, dtype=getattr(torch, b.dtype))) for b in owned_boxes(profile, layout, (), rank)]
-        durable.write_shard(run, step, 1, rank, items)
+        checkpoint_writer.write_shard(run, step, 1, rank, items)
     meta = {"layout": {"dp_shard": layout.dp_shard}, "saved_at_s": 5.0}
-    return durable.commit(run, step, 1, layout.world_size, 1, meta)
+    return checkpoint_writer.commit(run, step, 1, layout.world_size, 1, meta)
 
 
 # ------------------------------------------------------------------------------------------------ safetensors
@@ -80,13 +80,13 @@ def save(run: Storage, profile: ModelProfile, step: int, layout: Layout) -> str:
 def test_weights_go_out_and_come_in_again(
     program: Program, tmp_path: Path, file_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "PART_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_verbs, "PART_BYTES", 1000)
     model, _ = trained(program)
     save_file(weights_of(model), tmp_path / "in.safetensors")
     done = import_state(str(tmp_path / "in.safetensors"), run_of(tmp_path), wanted(program, at_step=4))
     assert (done["step"], done["moments"], done["weights"]) == (4, 0, len(weights_of(model)))
-    assert durable.verify(done["uri"]) == []
-    out = checkpoints.export(run_of(tmp_path), None, open_storage(tmp_path / "out"), file_bytes)
+    assert checkpoint_index.verify(done["uri"]) == []
+    out = checkpoint_verbs.export(run_of(tmp_path), None, open_storage(tmp_path / "out"), file_bytes)
     found: dict[str, torch.Tensor] = {}
     for name in out["files"]:
         if name.endswith(".safetensors"):
@@ -108,7 +108,7 @@ def test_an_imported_state_is_whole(program: Program, tmp_path: Path) -> None:
     save_file({f"module.{k}": v.to(torch.bfloat16) for k, v in weights_of(model).items()}, tmp_path / "in.safetensors")
     done = import_state(str(tmp_path / "in.safetensors"), run_of(tmp_path), wanted(program, at_step=7))
     assert len(done["converted"]) == len(weights_of(model)) and "bfloat16 -> float32" in done["converted"][0]
-    checkpoint = durable.open_checkpoint(done["uri"])
+    checkpoint = checkpoint_index.open_checkpoint(done["uri"])
     checkpoint.check(state_specs(trace(program)))
     assert whole(checkpoint, "elastic.rng").tolist() == [3, 7]
     name = next(iter(weights_of(model)))
@@ -124,7 +124,7 @@ def test_tied_weights_are_exported_once_and_found_again(tmp_path: Path) -> None:
         torch.nn.init.normal_(parameter)
     save_file({k: v.clone() for k, v in model.state_dict().items()}, tmp_path / "in.safetensors")  # both names
     import_state(str(tmp_path / "in.safetensors"), run_of(tmp_path), wanted(program))
-    checkpoints.export(run_of(tmp_path), 0, open_storage(tmp_path / "out"))
+    checkpoint_verbs.export(run_of(tmp_path), 0, open_storage(tmp_path / "out"))
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert set(found) == set(weights_of(model))
     import_state(str(tmp_path / "out"), open_storage(tmp_path / "second"), wanted(program))
@@ -148,7 +148,7 @@ def test_weights_that_do_not_fit_are_named(
     save_file(weights, tmp_path / "in.safetensors")
     with pytest.raises(SpecError, match=says):
         import_state(str(tmp_path / "in.safetensors"), run_of(tmp_path), wanted(program))
-    assert durable.find(run_of(tmp_path)) == []
+    assert checkpoint_index.find(run_of(tmp_path)) == []
 
 
 def header(text: bytes, n: int | None = None) -> bytes:
@@ -213,7 +213,7 @@ def test_moments_of_a_plain_dcp_checkpoint_come_along(program: Program, tmp_path
         import_state(str(tmp_path / "with-ema" / "plain"), open_storage(tmp_path / "other"), wanted(program))
     done = import_state(str(tmp_path / "plain"), run_of(tmp_path), wanted(program, at_step=1))
     assert done["moments"] == 3 * done["weights"]
-    checkpoint = durable.open_checkpoint(done["uri"])
+    checkpoint = checkpoint_index.open_checkpoint(done["uri"])
     for name, entries in moments["state"].items():
         for entry, tensor in entries.items():
             assert torch.equal(whole(checkpoint, f"optim.{entry}.{name}"), tensor), (name, entry)
@@ -255,7 +255,7 @@ def test_what_a_ray_train_job_saves_is_found_under_its_names(shape: str, program
     done = import_state(plain_save(tmp_path / "plain", state), run_of(tmp_path), wanted(program, at_step=None))
     assert done["step"] == 1  # as the optimizer counts
     assert done["moments"] == 3 * done["weights"]
-    checkpoint = durable.open_checkpoint(done["uri"])
+    checkpoint = checkpoint_index.open_checkpoint(done["uri"])
     for name, entries in moments["state"].items():
         assert torch.equal(whole(checkpoint, f"model.{name}"), weights[name])
         assert all(torch.equal(whole(checkpoint, f"optim.{entry}.{name}"), tensor) for entry, tensor in entries.items())
@@ -302,7 +302,7 @@ def test_our_own_copy_has_the_names_of_torch_and_is_imported_too(program: Progra
 def test_listed(program: Program, tmp_path: Path) -> None:
     run = run_of(tmp_path)
     save(run, trace(program), 10, Layout(dp_shard=2))
-    durable.write_shard(run, 20, 2, 0, [(Box("w", (0,), (2,), "float32"), torch.zeros(2))])
+    checkpoint_writer.write_shard(run, 20, 2, 0, [(Box("w", (0,), (2,), "float32"), torch.zeros(2))])
     new, old = listed(run)
     assert (new.step, new.generation, new.committed, new.layout) == (20, 2, False, "") and new.n_bytes > 0
     assert (old.step, old.committed, old.layout, old.world_size, old.saved_at_s) == (10, True, "dp_shard=2", 2, 5.0)
@@ -321,7 +321,7 @@ def test_the_only_good_copy_is_not_removed(program: Program, tmp_path: Path) -> 
         remove(run, 10)
     assert remove(run, 10, force=True) == [uris[0]]
     assert run.list() == []
-    durable.write_shard(run, 30, 1, 0, [(Box("w", (0,), (2,), "float32"), torch.zeros(2))])
+    checkpoint_writer.write_shard(run, 30, 1, 0, [(Box("w", (0,), (2,), "float32"), torch.zeros(2))])
     assert len(remove(run, 30)) == 1  # what was never committed may always go
 
 

@@ -26,10 +26,11 @@ from elastic.errors import InternalError, SpecError, StateLost
 from elastic.reshard.shards import boxes, state_specs
 from elastic.storage import LocalStorage, Storage, open_storage
 from elastic.types import Box, TensorSpec
-from elastic.worker import durable
-from elastic.worker.durable import Damaged, Fenced, commit, find, find_valid, open_checkpoint, remove, verify, write_shard
-from elastic.worker.durable_blob import decode_blob, find_data
-from elastic.worker.durable_digest import digest_of
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.checkpoint.blob import decode_blob, digest_of, find_data
+from elastic.worker.checkpoint.checkpoint_format import Damaged, Fenced
+from elastic.worker.checkpoint.checkpoint_index import find, find_valid, open_checkpoint, remove, verify
+from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def storage(tmp_path: Path) -> Storage:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(durable, "CHUNK_BYTES", 48)
+    monkeypatch.setattr(checkpoint_writer, "CHUNK_BYTES", 48)
     return
 
 
@@ -258,8 +259,8 @@ def test_who_finds_no_marker_and_comes_second_leaves_the_one_that_came_meanwhile
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri, looks = save(storage, CUTS[1]), [lambda *_: None]
-    real = durable.read_marker
-    monkeypatch.setattr(durable, "read_marker", lambda *where: (looks.pop() if looks else real)(*where))
+    real = checkpoint_index.read_marker
+    monkeypatch.setattr(checkpoint_writer, "read_marker", lambda *where: (looks.pop() if looks else real)(*where))
     assert commit(storage, 1, 1, CUTS[1][0].world_size, 1, {"who": "the second"}) == uri
     assert "who" not in open_checkpoint(uri).meta
 
@@ -368,7 +369,7 @@ def write_large(storage: Storage) -> tuple[str, Tensor]:
 
 
 def test_large_blobs_are_read_straight_into_their_place(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(checkpoint_writer, "CHUNK_BYTES", 1 << 20)
     uri, value = write_large(storage)
     checkpoint = open_checkpoint(uri)
     assert torch.equal(checkpoint.read(Box("w", (0, 0), (3000, 1000), "float32")), value)

@@ -22,8 +22,9 @@ from support.worker.kill_everywhere import CUT, MODEL, load_newest, save
 from elastic.errors import ElasticError, StorageFailed
 from elastic.reshard.shards import owned_boxes
 from elastic.storage import Storage, open_storage
-from elastic.worker import durable
-from elastic.worker.durable import commit, find, write_shard
+from elastic.worker.checkpoint import checkpoint_index
+from elastic.worker.checkpoint.checkpoint_index import find
+from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ def killed_everywhere(tmp_path: Path, every: int) -> list[tuple[str, int]]:
 
 def goes_on(storage: Storage, name: str, step: int) -> None:
     """The next driver cleans up, saves and commits as if nothing had been."""
-    durable.clean(storage, 2)
+    checkpoint_index.clean(storage, 2)
     left = {found.uri for found in find(storage)}
     folders = {storage.uri_of("/".join(key.split("/")[:2])) for key in storage.list("checkpoints/")}
     assert folders == left, name
@@ -165,7 +166,7 @@ def test_damage_of_every_class_of_bytes_is_seen_by_loading_alone(
     step, problems = load_newest(storage)
     if changed:
         assert step == 10 and len(problems) == 1 and f"{uri}/{file}" in problems[0], (step, problems)
-        assert durable.verify(uri) != []
+        assert checkpoint_index.verify(uri) != []
     else:
         assert step == 20 and problems == []
 

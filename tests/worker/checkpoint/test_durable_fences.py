@@ -11,8 +11,9 @@ from support.worker.saved import CUTS, save
 
 from elastic.ledger.lease import Sign
 from elastic.storage import Storage, open_storage
-from elastic.worker.durable import Damaged, Fenced, clean, commit, find, open_checkpoint, remove_copy
-from elastic.worker.durable_format import MARKER, METADATA
+from elastic.worker.checkpoint.checkpoint_format import MARKER, METADATA, Damaged, Fenced
+from elastic.worker.checkpoint.checkpoint_index import clean, find, open_checkpoint, remove_copy
+from elastic.worker.checkpoint.checkpoint_writer import commit
 
 TAKEN = Sign(2, 0, "elsewhere", "boot", 4711, 1, 1e9, 1e9, 15.0)  # the driver of epoch 2 has begun
 SIGN = json.dumps(asdict(TAKEN)).encode()

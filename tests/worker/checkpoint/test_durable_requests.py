@@ -8,7 +8,7 @@ from support.storage.faulty_proxy import FaultyProxy
 
 from elastic.storage.s3 import S3Storage
 from elastic.types import Box
-from elastic.worker import durable
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 
 N_RANKS = 6
 
@@ -16,12 +16,12 @@ N_RANKS = 6
 @pytest.mark.slow
 def test_sizes_are_asked_once_for_all_files(s3: S3Storage, proxy: FaultyProxy) -> None:
     for rank in range(N_RANKS):
-        durable.write_shard(s3, 5, 1, rank, [(Box("model.w", (2 * rank, 0), (2, 3), "float32"), torch.ones(2, 3))])
+        checkpoint_writer.write_shard(s3, 5, 1, rank, [(Box("model.w", (2 * rank, 0), (2, 3), "float32"), torch.ones(2, 3))])
     proxy.clear()
-    uri = durable.commit(s3, 5, 1, N_RANKS, 1, {})
+    uri = checkpoint_writer.commit(s3, 5, 1, N_RANKS, 1, {})
     assert proxy.count("^HEAD") == 0 and proxy.count(r"^GET .*rank-\d+\.json") == N_RANKS
     assert proxy.count("list-type=2") <= 5, "twice for the fence, once for the sizes"
     proxy.clear()
-    assert durable.open_checkpoint(uri).tensors == {"model.w": ((2 * N_RANKS, 3), "float32")}
+    assert checkpoint_index.open_checkpoint(uri).tensors == {"model.w": ((2 * N_RANKS, 3), "float32")}
     assert proxy.count("^HEAD") == 0 and proxy.count("list-type=2") == 1
     assert len(proxy.seen) == N_RANKS + 3, "marker, list and index besides the manifests"

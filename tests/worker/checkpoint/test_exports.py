@@ -21,12 +21,12 @@ from elastic.errors import SpecError
 from elastic.program import Program, load_program
 from elastic.storage import open_storage
 from elastic.types import Layout
-from elastic.worker import durable
-from elastic.worker.checkpoints import PART_BYTES, Wanted, export_for, import_state
-from elastic.worker.finished import load_model
-from elastic.worker.groups import Groups
-from elastic.worker.model_profile import trace
-from elastic.worker.train_state import TrainState
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.checkpoint.checkpoint_verbs import PART_BYTES, Wanted, export_for, import_state
+from elastic.worker.checkpoint.finished_model import load_model
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program.model_profile import trace
+from elastic.worker.state.train_state import TrainState
 
 
 def transformers_model(path: Path) -> Any:
@@ -131,9 +131,9 @@ def test_adapters_through_layouts_and_out(pool: Pool, tmp_path: Path) -> None:
     assert max(abs(e.train_loss - loss) for e, loss in zip(steps, alone, strict=True)) < 1e-4
     assert alone[-1] < alone[0] - 0.1
     storage = open_storage(str(run))
-    durable.commit(storage, job["steps"], len(layouts), 4, 1, {})
-    uri = durable.find(storage)[0].uri
-    kept = [fqn for fqn in durable.open_checkpoint(uri).tensors if fqn.startswith("model.")]
+    checkpoint_writer.commit(storage, job["steps"], len(layouts), 4, 1, {})
+    uri = checkpoint_index.find(storage)[0].uri
+    kept = [fqn for fqn in checkpoint_index.open_checkpoint(uri).tensors if fqn.startswith("model.")]
     assert len(kept) == 4 * 3 * 2 and all(".lora_" in fqn for fqn in kept)
     ids = torch.arange(24).view(2, 12) * 5 % 64
     with torch.no_grad():

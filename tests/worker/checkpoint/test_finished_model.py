@@ -13,8 +13,8 @@ from elastic.errors import StateLost
 from elastic.program import Program, load_program
 from elastic.storage import open_storage
 from elastic.types import Box
-from elastic.worker.durable import commit, write_shard
-from elastic.worker.finished import load_model, sample_text
+from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
+from elastic.worker.checkpoint.finished_model import load_model, sample_text
 
 PROGRAM = PROGRAMS / "tiny.py"
 

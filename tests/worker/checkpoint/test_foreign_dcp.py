@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from elastic.errors import ElasticError, SpecError
 from elastic.types import Box
-from elastic.worker.durable import Damaged
-from elastic.worker.durable_plain import open_plain, read_index
+from elastic.worker.checkpoint.checkpoint_format import Damaged
+from elastic.worker.checkpoint.foreign_dcp import open_plain, read_index
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

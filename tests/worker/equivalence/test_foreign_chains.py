@@ -17,10 +17,10 @@ from support.worker.peer_recovery import recover
 from support.worker.plans import N_BLOCKS, live, plan
 from support.worker.worker_pool import Pool
 
-from elastic.mesh import axes_of
 from elastic.types import COMPUTES_IN, CopyStored, Layout, Plan, Probed, StepDone, WorkerFailed, agree, tolerance
-from elastic.worker.model_profile import trace
-from elastic.worker.structure import structure_of
+from elastic.types.grid import axes_of
+from elastic.worker.equivalence.structure import structure_of
+from elastic.worker.program.model_profile import trace
 
 pytestmark = pytest.mark.slow
 STEPS, BATCH = 14, 12

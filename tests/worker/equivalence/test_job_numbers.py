@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program, load_program
-from elastic.worker.loss_scale import profile_of
-from elastic.worker.profiling import model_profile_of, samples_of
-from elastic.worker.sample_profile import traced_sample
+from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
+from elastic.worker.profile.sample_profile import traced_sample
+from elastic.worker.step.loss_scale import profile_of
 
 TINY = load_program(PROGRAMS / "tiny.py")
 JOB: dict[str, Any] = {"program": "job/program.py", "steps": 4, "global_batch": 4}

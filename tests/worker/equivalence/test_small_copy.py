@@ -10,10 +10,10 @@ from support.places import PROGRAMS
 from torch import nn
 
 from elastic.program import Program, load_program
-from elastic.worker import layout_values
-from elastic.worker.fewer import positions
-from elastic.worker.layout_values import Copy, TooLarge, check_rows, longest, n_multiplied, shortened
-from elastic.worker.model_profile import trace
+from elastic.worker.equivalence import layout_values
+from elastic.worker.equivalence.layout_values import Copy, TooLarge, check_rows, longest, n_multiplied, shortened
+from elastic.worker.equivalence.small_copy import positions
+from elastic.worker.program.model_profile import trace
 
 TINY = load_program(PROGRAMS / "tiny.py")
 BLOCK = 32 * (32 + 2 * 16 + 32 + 3 * 64) + 2 * 32  # weights of one of its four

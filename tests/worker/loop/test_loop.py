@@ -18,8 +18,8 @@ from support.worker.worker_pool import Pool
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import Box, Layout, Resume, ShardStored, StepDone, WorkerFailed
-from elastic.worker import durable
-from elastic.worker.extra_state import decode
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.program.extra_state import decode
 
 
 @pytest.mark.e2e
@@ -99,8 +99,8 @@ def test_extra_state_of_a_program_travels(pool: Pool, tmp_path: Path) -> None:
         third = recover(pool, second, Layout(dp_shard=2), survivors, survivors)
         pool.quiesced(3, 2)
         pool.wait(lambda: sum(e.step == 12 for e in pool.events(ShardStored)) == 2, "the last copy")
-        uri = durable.commit(open_storage(str(tmp_path)), 12, third.generation, 2, 1, {})
-        checkpoint = durable.open_checkpoint(uri)
+        uri = checkpoint_writer.commit(open_storage(str(tmp_path)), 12, third.generation, 2, 1, {})
+        checkpoint = checkpoint_index.open_checkpoint(uri)
         shape, dtype = checkpoint.tensors["extra.counted"]
         state = decode("counted", checkpoint.read(Box("extra.counted", (0,), shape, dtype)))
         assert state["n"] == 12 and state["last"].tolist() == [12, 11, 10]
@@ -119,7 +119,7 @@ def test_from_a_durable_copy_in_new_processes(pool: Pool, tmp_path: Path) -> Non
     pool.wait(lambda: sum(e.step == 4 for e in pool.events(ShardStored)) == 4, "a durable copy")
     pool.call(workers[0], "quiesce", 1, False)
     pool.quiesced(1, 4)
-    uri = durable.commit(open_storage(str(tmp_path)), 4, 1, 4, 1, {})
+    uri = checkpoint_writer.commit(open_storage(str(tmp_path)), 4, 1, 4, 1, {})
     pool.open(job, tmp_path)  # forgets all that was held
     pool.enter(plan(2, Layout(dp_shard=3), workers, 12, resume=Resume("durable", 4, uri=uri)))
     assert pool.entered(2).step == 4

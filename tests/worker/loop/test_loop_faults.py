@@ -17,10 +17,10 @@ from support.worker.policy_driver import AT, PEER_EVERY, REPLICAS, SHARDS, STEPS
 
 from elastic.program import load_program
 from elastic.types import Box, EnterPlan, Layout, ModelProfile, Plan, RollForward
-from elastic.worker import durable
-from elastic.worker.extra_state import decode
-from elastic.worker.model_profile import trace
-from elastic.worker.script import capture
+from elastic.worker.checkpoint import checkpoint_index
+from elastic.worker.loop.script_host import capture
+from elastic.worker.program.extra_state import decode
+from elastic.worker.program.model_profile import trace
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ class LoopDriver(Driver):
 
     def last_extra(self, name: str) -> Any:
         """An object's state in the copy of the last step."""
-        checkpoint = durable.open_checkpoint(self.state.durable[0].uri)
+        checkpoint = checkpoint_index.open_checkpoint(self.state.durable[0].uri)
         shape, dtype = checkpoint.tensors[f"extra.{name}"]
         return decode(name, checkpoint.read(Box(f"extra.{name}", (0,), shape, dtype)))
 

@@ -16,18 +16,18 @@ from torch.nn import functional
 
 import elastic
 from elastic import api
-from elastic.api.checks import check_layouts
+from elastic.api.running.start_checks import check_layouts
+from elastic.config.job import job_of, load_job
 from elastic.errors import ElasticError, InfeasiblePlan, ProgramError, SpecError
-from elastic.planner.search import plan_layout
+from elastic.planner.layout_search import plan_layout
 from elastic.program import load_program
-from elastic.spec import job_of, load_job
 from elastic.types import Box, Node
-from elastic.worker import durable
-from elastic.worker.extra_state import decode
-from elastic.worker.loop_loss import is_mean
-from elastic.worker.loop_model import LoopModel
-from elastic.worker.model_profile import build_meta, trace
-from elastic.worker.script import capture
+from elastic.worker.checkpoint import checkpoint_index
+from elastic.worker.loop.loop_model import LoopModel
+from elastic.worker.loop.loss_reduction import is_mean
+from elastic.worker.loop.script_host import capture
+from elastic.worker.program.extra_state import decode
+from elastic.worker.program.model_profile import build_meta, trace
 
 HEAD = """
 import torch, elastic
@@ -294,7 +294,7 @@ def test_weights_are_imported_for_a_script_too(tmp_path: Path) -> None:
     weights = {f"{i}.{name}": torch.full(shape, 0.5) for i in (0, 1) for name, shape in (("weight", (4, 4)), ("bias", (4,)))}
     save_file(weights | {"2.weight": torch.ones(4), "2.bias": torch.zeros(4)}, tmp_path / "weights.safetensors")
     order = api.Import(str(tmp_path / "weights.safetensors"), "new", str(tmp_path), str(tmp_path / "runs"))
-    checkpoint = durable.open_checkpoint(api.import_state(order)["uri"])
+    checkpoint = checkpoint_index.open_checkpoint(api.import_state(order)["uri"])
     shape, dtype = checkpoint.tensors["extra.param_groups"]
     settings = decode("param_groups", checkpoint.read(Box("extra.param_groups", (0,), shape, dtype)))
     assert settings["groups"][0]["lr"] == 0.1

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.types import Layout
-from elastic.worker.checkpointing import checkpoint_blocks
+from elastic.worker.parallel.activation_checkpointing import checkpoint_blocks
 
 
 class Block(nn.Module):

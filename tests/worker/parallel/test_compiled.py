@@ -16,7 +16,7 @@ from torch import nn
 from elastic.errors import SpecError
 from elastic.program import load_program
 from elastic.types import Layout, Plan, Resume, StepDone
-from elastic.worker import compiled
+from elastic.worker.parallel import compiled
 
 PATIENCE_S = 300.0  # a cold compiler on a busy machine
 LAYOUTS = [

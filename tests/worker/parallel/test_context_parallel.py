@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from support.places import PROGRAMS
 from torch import Tensor, nn
 
-from elastic.data.loader import collate
+from elastic.data.collate import collate
 from elastic.errors import ProgramError, SpecError
-from elastic.mesh import coordinates
 from elastic.models.attention import SequenceShard
 from elastic.models.llama import tp_plan
 from elastic.program import Program, load_program
 from elastic.types import Layout
-from elastic.worker.groups import Groups
-from elastic.worker.sequence import Sequence, check_calls, check_loss, cut, largest_cp
+from elastic.types.grid import coordinates
+from elastic.worker.parallel.context_parallel import Sequence, check_calls, check_loss, cut, largest_cp
+from elastic.worker.process_groups.groups import Groups
 
 TINY = load_program(PROGRAMS / "tiny.py")
 

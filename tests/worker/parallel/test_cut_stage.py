@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elastic.types import ModelProfile, TensorSpec
-from elastic.worker.pipeline import PassThrough, cut_stage
+from elastic.worker.parallel.pipeline import PassThrough, cut_stage
 
 
 class Table(nn.Module):

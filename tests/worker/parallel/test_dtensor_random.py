@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import _random
 
-from elastic.worker import dtensor_random
-from elastic.worker.dtensor_random import settle_random
+from elastic.worker.parallel import dtensor_random
+from elastic.worker.parallel.dtensor_random import settle_random
 
 
 class Handle:

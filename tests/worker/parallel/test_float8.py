@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic.errors import SpecError
-from elastic.worker.float8 import check_float8
+from elastic.worker.parallel.float8 import check_float8
 
 GPU = torch.device("cuda", 0)
 

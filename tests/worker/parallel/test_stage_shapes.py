@@ -20,9 +20,9 @@ from torch.distributed.pipelining import PipelineStage, _utils
 from elastic.errors import PeerGarbled, ProgramError
 from elastic.program import load_program
 from elastic.types import Layout, StepDone
-from elastic.worker import wire
-from elastic.worker.pipeline import _Stage
-from elastic.worker.wire import TensorMeta
+from elastic.worker.parallel.pipeline import _Stage
+from elastic.worker.process_groups import wire
+from elastic.worker.process_groups.wire import TensorMeta
 
 OBJECTS = [name for name in dir(dist) if "_object" in name and callable(getattr(dist, name))]
 CPU = torch.device("cpu")

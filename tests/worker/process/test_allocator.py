@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic.worker import allocator
-from elastic.worker.allocator import settle_cuda_allocator
+from elastic.worker.process import allocator
+from elastic.worker.process.allocator import settle_cuda_allocator
 
 HOLE = """
 import sys
@@ -21,7 +21,7 @@ def resident_mb():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
 
 if sys.argv[1] == "settled":
-    from elastic.worker.allocator import settle_allocator
+    from elastic.worker.process.allocator import settle_allocator
     assert settle_allocator()
 del_me = torch.ones(30 << 18)  # 30 MiB: when it is freed, glibc raises its own threshold
 del del_me

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic.worker.environment import DEFAULTS, ENVIRONMENT, REQUIRED, settle
+from elastic.worker.process.environment import DEFAULTS, ENVIRONMENT, REQUIRED, settle
 
 
 def test_what_recovery_needs_is_overridden_and_a_users_choice_stays() -> None:
@@ -21,34 +21,34 @@ def test_what_recovery_needs_is_overridden_and_a_users_choice_stays() -> None:
 
 
 def test_it_can_be_applied_before_torch_is_imported() -> None:
-    code = "import elastic.worker.environment, sys; assert not {'torch', 'ray'} & set(sys.modules)"
+    code = "import elastic.worker.process.environment, sys; assert not {'torch', 'ray'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def actor() -> None:
-    from elastic.cluster import actors
+    from elastic.cluster.workers import worker_actor
 
-    made = actors.Worker.__new__(actors.Worker)
+    made = worker_actor.Worker.__new__(worker_actor.Worker)
     with pytest.raises(AttributeError):  # goes no further than the environment without a setup
         made.__init__(None)  # type: ignore[misc,arg-type]
 
 
 def remote_process() -> None:
-    from elastic.cluster.outposts import Order, _Hosted
+    from elastic.cluster.workers.remote_processes import Order, _Hosted
 
     with pytest.raises(ModuleNotFoundError):
         _Hosted(Order("no.such.module:Thing", (), environment={}))
 
 
 def certified() -> None:
-    from elastic.certify import worker_process
+    from elastic.certify.harness import worker_process
 
     with pytest.raises(ModuleNotFoundError):
         worker_process.serve(None, {}, "no.such.module:Thing")  # type: ignore[arg-type]
 
 
 def fork_server() -> None:
-    from elastic.cluster import fork_server as made
+    from elastic.cluster.local import fork_server as made
 
     class Ends(Exception):
         pass

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elastic.types import DeviceNoted, WorkerFailed, WorkerId
-from elastic.worker.device_notes import DeviceNotes, memory_holders
+from elastic.worker.process.gpu_health import DeviceNotes, memory_holders
 
 ME = WorkerId("a", 1)
 CUDA = torch.device("cuda", 0)

@@ -14,7 +14,7 @@ from support.worker.worker_pool import WAIT_S
 
 from elastic.data.budget import Microbatch
 from elastic.data.loader import Loader
-from elastic.worker.readback import Incoming
+from elastic.worker.process.readback import Incoming
 
 CUDA_1 = torch.device("cuda", 1)
 CPU = torch.device("cpu")

@@ -12,14 +12,14 @@ import torch
 from support.worker.made_up_cuda import current, make_up
 
 from elastic.types import Box, Event, Layout, PinningFailed, WorkerId
-from elastic.worker import copies as peer_copies
-from elastic.worker import generation as generations
-from elastic.worker.generation import Generation
-from elastic.worker.host_copy import Hands, HostCopies, HostMemory
-from elastic.worker.side_stream import SideStream, run_on
-from elastic.worker.takeover import _to_host
-from elastic.worker.train_state import Held, Tensors
-from elastic.worker.workplace import Workplace
+from elastic.worker.process.side_stream import SideStream, run_on
+from elastic.worker.session import generation as generations
+from elastic.worker.session.generation import Generation
+from elastic.worker.session.takeover import _to_host
+from elastic.worker.session.workplace import Workplace
+from elastic.worker.state import peer_replicas as peer_copies
+from elastic.worker.state.host_copy import Hands, HostCopies, HostMemory, Tensors
+from elastic.worker.state.train_state import Held
 
 CUDA_1 = torch.device("cuda", 1)
 

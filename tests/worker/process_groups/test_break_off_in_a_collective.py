@@ -23,8 +23,8 @@ BUSY = """
 import itertools, sys, threading, time
 import torch, torch.distributed as dist
 from elastic.types import Layout
-from elastic.worker.groups import Groups
-from elastic.worker.transport import is_collective_error
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.process_groups.transport import is_collective_error
 
 rank, n, port, timeout_s, size = map(int, sys.argv[1:])
 CALLS = {

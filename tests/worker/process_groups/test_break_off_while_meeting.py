@@ -17,9 +17,9 @@ import torch.distributed as dist
 from support.waiting import until
 
 from elastic.types import Layout
-from elastic.worker import groups
-from elastic.worker.groups import Groups
-from elastic.worker.transport import is_collective_error
+from elastic.worker.process_groups import groups
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.process_groups.transport import is_collective_error
 
 NEVER_S = 900.0  # what a rank would wait for a peer that does not come; longer than the test may take
 WITHIN_S = 120.0

@@ -18,10 +18,10 @@ from support.worker.ranks import on_ranks
 from support.worker.worker_pool import Pool
 
 from elastic.types import Layout
-from elastic.worker.control import Control
-from elastic.worker.groups import Groups
-from elastic.worker.stall_site import stall_site
-from elastic.worker.transport import Transport, is_collective_error
+from elastic.worker.process_groups.control_tree import Control
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.process_groups.transport import Transport, is_collective_error
+from elastic.worker.session.stall_site import stall_site
 
 pytestmark = pytest.mark.e2e
 TIMEOUT_S = 300.0

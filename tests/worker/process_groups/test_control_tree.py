@@ -12,9 +12,9 @@ import torch.distributed as dist
 from support.worker.thread_ranks import Ranks, joined
 
 from elastic.errors import PeerGarbled
-from elastic.mesh import MESH_MOST, ROW, control_tree
 from elastic.types import Layout
-from elastic.worker.groups import Groups
+from elastic.types.grid import MESH_MOST, ROW, control_tree
+from elastic.worker.process_groups.groups import Groups
 
 MAX = dist.ReduceOp.MAX
 SENDERS = 4  # participants that only send, with 19 ranks: rows of 8, 8, 7 and 8, 8, 3

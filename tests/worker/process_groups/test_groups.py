@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from elastic.reshard.communicators import n_communicators
 from elastic.types import Layout
-from elastic.worker import groups
-from elastic.worker.groups import Groups, keep_names
+from elastic.worker.process_groups import groups
+from elastic.worker.process_groups.groups import Groups, keep_names
 
 CPU = torch.device("cpu")
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from support.worker.made_up_cuda import make_up
 
 from elastic.types import Layout
-from elastic.worker.groups import Groups
-from elastic.worker.side_stream import boundary
-from elastic.worker.transport import HostOnly, Nccl
-from elastic.worker.workplace import Workplace
+from elastic.worker.process.side_stream import boundary
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.process_groups.transport import HostOnly, Nccl
+from elastic.worker.session.workplace import Workplace
 
 
 def test_nothing_of_the_workplace_touches_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,15 @@ import sys
 import pytest
 
 from elastic.types import Layout
-from elastic.worker.groups import Groups
-from elastic.worker.interfaces import interface_of
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.process_groups.network_interfaces import interface_of
 
 INSIDE = """
 ip link set lo up && ip link add lan0 type veth peer name lan1 && ip addr add 10.9.8.7/24 dev lan0 &&
 ip addr add fd09::7/64 dev lan0 nodad && ip link set lan0 up && exec "$@"
 """
 SAY = """
-from elastic.worker.interfaces import interface_of
+from elastic.worker.process_groups.network_interfaces import interface_of
 print(*map(interface_of, ("10.9.8.7", "fd09::7", "127.0.0.1", "::1", "10.9.8.6")))
 """
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.worker import sockets
+from elastic.worker.process_groups import sockets
 
 PIECE = b"x" * 65536
 

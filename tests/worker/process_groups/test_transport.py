@@ -17,10 +17,10 @@ from support.worker.nccl_like import WRONG, NcclLike, NcclLikeTransport, in_host
 from support.worker.ranks import on_ranks
 
 from elastic.types import Layout, WorkerId
-from elastic.worker import transport
-from elastic.worker.groups import Groups
-from elastic.worker.session import Session
-from elastic.worker.transport import Nccl, is_collective_error
+from elastic.worker.process_groups import transport
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.process_groups.transport import Nccl, is_collective_error
+from elastic.worker.session.session import Session
 
 TIMEOUT_S = 60.0
 FREED_S = TIMEOUT_S / 2  # by the abort, not by the group's own timeout

@@ -20,10 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from elastic.errors import InternalError
 from elastic.program import load_program
 from elastic.types import Attention, HardwareProfile, Matmul
-from elastic.worker import measure as measuring_side
-from elastic.worker.measure import Wanted, hardware_of, measure
-from elastic.worker.measured_ops import Limits, attended, fitting, mixed, ordinary, product, product_flop, stored
-from elastic.worker.profiling import model_profile_of, samples_of
+from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
+from elastic.worker.profile import measure as measuring_side
+from elastic.worker.profile.measure import Wanted, hardware_of, measure
+from elastic.worker.profile.measured_ops import Limits, attended, fitting, mixed, ordinary, product, product_flop, stored
 
 CPU = torch.device("cpu")
 LIMITS = Limits(64, 1e7, 1 << 20, 1 << 16)
@@ -180,7 +180,7 @@ def processes_of(parent: int) -> list[int]:
     found = []
     for place in Path("/proc").iterdir():
         try:
-            if b"elastic.worker.measuring" in (place / "cmdline").read_bytes().split(b"\0"):
+            if b"elastic.worker.profile.measure_process" in (place / "cmdline").read_bytes().split(b"\0"):
                 status = (place / "status").read_text()
                 found += [int(place.name)] if f"\nPPid:\t{parent}\n" in status else []
         except OSError:
@@ -190,7 +190,7 @@ def processes_of(parent: int) -> list[int]:
 
 STARTER = """
 from elastic.types import ModelProfile
-from elastic.worker.measure import Wanted, measure
+from elastic.worker.profile.measure import Wanted, measure
 measure(Wanted(ModelProfile(1, 1, ()), seconds=60.0, sizes=(1, 2)))
 """
 
@@ -216,7 +216,7 @@ def test_they_end_with_who_started_them(how: signal.Signals, tmp_path: Path) -> 
 
 def is_alive(pid: int) -> bool:
     try:
-        return b"elastic.worker.measuring" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"elastic.worker.profile.measure_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
@@ -228,7 +228,7 @@ class Block:
         if name.split(".")[0] in ("ray", "pydantic"):
             raise ImportError(name)
 sys.meta_path.insert(0, Block())
-import elastic.worker.measure, elastic.worker.measured_groups, elastic.worker.measured_ops, elastic.worker.measuring
+import elastic.worker.profile.measure, elastic.worker.profile.measured_groups, elastic.worker.profile.measured_ops, elastic.worker.profile.measure_process
 """
 
 

@@ -20,11 +20,14 @@ import torch
 from support.places import ROOT
 from support.waiting import until
 
-from elastic.fingerprint import KEY
+from elastic.config.fingerprint import KEY
 from elastic.storage.local import LocalStorage
 from elastic.types import APART, Admission, Mark, NodePrepared, NodeRefused, Terms, WorkerId, version_differences, worst
-from elastic.worker import admission, free_memory, link
-from elastic.worker.admission import (
+from elastic.worker.process import free_memory
+from elastic.worker.process.free_memory import free_host_bytes
+from elastic.worker.profile import link_probe, node_checks
+from elastic.worker.profile.link_probe import Door, listen, measure
+from elastic.worker.profile.node_checks import (
     FREE_MOST_S,
     Checks,
     Entry,
@@ -36,9 +39,7 @@ from elastic.worker.admission import (
     try_links,
     versions,
 )
-from elastic.worker.free_memory import free_host_bytes
-from elastic.worker.link import Door, listen, measure
-from elastic.worker.session import Session
+from elastic.worker.session.session import Session
 
 CPU = torch.device("cpu")
 JOB: dict[str, Any] = {
@@ -73,8 +74,8 @@ def test_a_version_that_only_one_side_knows_is_no_difference() -> None:
 def test_a_version_of_nccl_that_was_seen_to_hang_is_said_once_for_each_node(
     nccl: str, linked: bool, says: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(admission, "versions", lambda: {"NCCL": nccl})
-    monkeypatch.setattr(admission, "free_gpu_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr(node_checks, "versions", lambda: {"NCCL": nccl})
+    monkeypatch.setattr(node_checks, "free_gpu_bytes", lambda device: 1 << 40)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     Checks(Entry(Terms({"NCCL": nccl})), torch.device("cuda", 0), linked).begin(lambda *_: Future())
     assert [f"NCCL {nccl} was reported to hang" in record.message for record in caplog.records] == [True] * says
@@ -98,8 +99,8 @@ def test_workers_that_would_share_the_first_gpu(
     """Ray can be told to show every worker all GPUs: the second worker of a node says so before anything else is done."""
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_visible)
-    monkeypatch.setattr(admission, "free_gpu_bytes", lambda device: 1 << 30)
-    monkeypatch.setattr(admission, "FREE_MOST_S", 0.0)
+    monkeypatch.setattr(node_checks, "free_gpu_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(node_checks, "FREE_MOST_S", 0.0)
     checks = Checks(Entry(Terms(gpu_bytes=2 << 30)), torch.device("cuda", 0), linked)
     why = f"^RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.* all {n_visible} GPUs" if refused else "GPU's memory are free"
     with pytest.raises(Refused, match=why):
@@ -138,8 +139,8 @@ def test_memory_of_a_process_that_was_killed_is_waited_for() -> None:
 def test_a_refusal_for_memory_of_the_gpu_names_who_holds_it_and_may_pass(
     monkeypatch: pytest.MonkeyPatch, background: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr(admission, "FREE_MOST_S", 0.0)
-    monkeypatch.setattr(admission, "memory_holders", lambda device: ((8, 72 << 30), (7, 0)))
+    monkeypatch.setattr(node_checks, "FREE_MOST_S", 0.0)
+    monkeypatch.setattr(node_checks, "memory_holders", lambda device: ((8, 72 << 30), (7, 0)))
     with pytest.raises(Refused, match=r"the job needs 2\.00 GiB there \(still, after 0 s; memory is held by process 8") as told:
         Checks(Entry(Terms(gpu_bytes=2 << 30)), CPU, linked=False).begin(background)
     assert told.value.may_pass and str(told.value).endswith("process 8 (72.00 GiB), process 7)")
@@ -150,8 +151,8 @@ def test_a_refusal_for_memory_of_the_gpu_names_who_holds_it_and_may_pass(
 
 def test_memory_that_becomes_free_lets_the_worker_in(monkeypatch: pytest.MonkeyPatch, background: Callable[..., Any]) -> None:
     free = iter([0, 0, 1 << 30, 3 << 30])
-    monkeypatch.setattr(admission, "free_gpu_bytes", lambda device: next(free))
-    monkeypatch.setattr(admission, "FREE_EVERY_S", 0.0)
+    monkeypatch.setattr(node_checks, "free_gpu_bytes", lambda device: next(free))
+    monkeypatch.setattr(node_checks, "FREE_EVERY_S", 0.0)
     checks = Checks(Entry(Terms(gpu_bytes=2 << 30)), CPU, linked=False)
     checks.begin(background)
     assert checks.end().gpu_bytes == 3 << 30
@@ -185,7 +186,7 @@ def one_wrong(value: float) -> Callable[..., torch.Tensor]:
 
 @pytest.mark.parametrize(("value", "more"), [(1.0, ""), (float("nan"), ", some are no numbers")])
 def test_one_wrong_element_is_found(value: float, more: str) -> None:
-    n = admission.CPU_SIZE**2
+    n = node_checks.CPU_SIZE**2
     with pytest.raises(Refused, match=f"^it computes wrongly: 1 of {n} elements of a product on cpu{more}$"):
         multiply(CPU, one_wrong(value))
 
@@ -196,14 +197,14 @@ def test_an_error_of_the_device_is_a_reason(background: Callable[..., Any], monk
 
     with pytest.raises(Refused, match="^it cannot compute on cpu: CUDA error: uncorrectable ECC error encountered$"):
         multiply(CPU, broken)
-    monkeypatch.setattr(admission, "multiply", lambda device: multiply(device, broken))
+    monkeypatch.setattr(node_checks, "multiply", lambda device: multiply(device, broken))
     checks = Checks(Entry(Terms()), CPU, linked=False)
     checks.begin(background)
     assert "ECC" in str(checks.refusal()), "also where the program failed first because of it"
 
 
 def test_bfloat16_holds_every_element_of_the_large_product() -> None:
-    largest = admission._known(admission.GPU_SIZE // admission.PERIOD)
+    largest = node_checks._known(node_checks.GPU_SIZE // node_checks.PERIOD)
     assert torch.equal(largest.to(torch.bfloat16).to(torch.float32), largest)
     assert largest.unique(dim=0).shape == largest.unique(dim=1).shape == (7, 7), "it tells one row and column from another"
 
@@ -213,7 +214,7 @@ def test_bfloat16_holds_every_element_of_the_large_product() -> None:
 
 def closed_door() -> Door:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        return Door("gone", "127.0.0.1", int(server.getsockname()[1]), b"t" * link.TOKEN_BYTES)
+        return Door("gone", "127.0.0.1", int(server.getsockname()[1]), b"t" * link_probe.TOKEN_BYTES)
 
 
 def test_a_link_is_measured() -> None:
@@ -223,7 +224,7 @@ def test_a_link_is_measured() -> None:
 
 def test_a_door_is_for_one_visitor_who_knows_the_token() -> None:
     door = listen("b", "127.0.0.1")
-    assert "b cannot be reached" in measure(replace(door, token=b"?" * link.TOKEN_BYTES)).problem
+    assert "b cannot be reached" in measure(replace(door, token=b"?" * link_probe.TOKEN_BYTES)).problem
     assert measure(door).problem == "", "the wrong one was only sent away"
     until(lambda: "cannot be reached" in measure(door).problem, "the end of the door")
 
@@ -235,7 +236,7 @@ def test_visitors_that_say_nothing_keep_nobody_waiting() -> None:
             silent.enter_context(socket.create_connection((door.host, door.port), 5.0))
         began_s = time.monotonic()
         assert measure(door).problem == ""
-        assert time.monotonic() - began_s < link.TOKEN_MOST_S, "none of them was waited for"
+        assert time.monotonic() - began_s < link_probe.TOKEN_MOST_S, "none of them was waited for"
 
 
 def test_a_neighbour_that_cannot_be_reached() -> None:
@@ -247,13 +248,13 @@ def test_what_arrives_altered_is_found() -> None:
 
     def altering() -> None:
         with server, server.accept()[0] as visitor:
-            link._read(visitor, link.TOKEN_BYTES)
-            text = bytearray(link._read(visitor, link.PAYLOAD_BYTES))
+            link_probe._read(visitor, link_probe.TOKEN_BYTES)
+            text = bytearray(link_probe._read(visitor, link_probe.PAYLOAD_BYTES))
             text[1000] ^= 1
             visitor.sendall(struct.pack("<QI", len(text), zlib.crc32(text)))
 
     threading.Thread(target=altering, daemon=True).start()
-    door = Door("b", "127.0.0.1", int(server.getsockname()[1]), b"t" * link.TOKEN_BYTES)
+    door = Door("b", "127.0.0.1", int(server.getsockname()[1]), b"t" * link_probe.TOKEN_BYTES)
     assert measure(door).problem == "what it sends to b arrives altered"
 
 
@@ -321,10 +322,10 @@ def test_storage_that_is_the_hosts_own_is_refused(hosts: tuple[Path, Path]) -> N
 def test_storage_that_does_not_answer_is_refused(
     hosts: tuple[Path, Path], background: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "END_MOST_S", 0.2)
+    monkeypatch.setattr(node_checks, "END_MOST_S", 0.2)
     hangs = threading.Event()
-    monkeypatch.setattr(admission, "answer", lambda mark: hangs.wait(60.0))
-    monkeypatch.setattr(admission, "multiply", lambda device: 1.0)
+    monkeypatch.setattr(node_checks, "answer", lambda mark: hangs.wait(60.0))
+    monkeypatch.setattr(node_checks, "multiply", lambda device: 1.0)
     checks = Checks(Entry(Terms(versions(), mark=mark(hosts[0]))), CPU, linked=True)
     checks.begin(background)
     try:

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from elastic.models.llama import Llama, LlamaConfig, flop_per_token, loss_sum, tp_plan
 from elastic.program import Program, load_program
 from elastic.types import Attention, Matmul, SampleProfile
-from elastic.worker.model_profile import n_expert_params
-from elastic.worker.sample_profile import traced_sample
+from elastic.worker.profile.sample_profile import traced_sample
+from elastic.worker.program.model_profile import n_expert_params
 
 TINY = load_program(PROGRAMS / "tiny.py")
 SEQ, HIDDEN, FFN, VOCAB = 32, 64, 96, 50
@@ -168,8 +168,8 @@ import resource, sys, time
 import torch
 from elastic.models.llama import Llama, LlamaConfig, loss_sum, tp_plan, n_params
 from elastic.program import Program
-from elastic.worker.model_profile import trace
-from elastic.worker.sample_profile import traced_sample
+from elastic.worker.program.model_profile import trace
+from elastic.worker.profile.sample_profile import traced_sample
 config = LlamaConfig(128256, 16384, 126, 128, 8, 53248, max_seq=8192)
 adamw = lambda named: torch.optim.AdamW([p for _, p in named])
 program = Program(lambda: Llama(config), adamw, loss=loss_sum, tp=tp_plan(True, True), tp_limit=8)

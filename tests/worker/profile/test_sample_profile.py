@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from support.places import PROGRAMS
 from torch import Tensor, nn
 
-from elastic.data.loader import collate
+from elastic.data.collate import collate
 from elastic.ledger.journal import Line, decode, encode, parse_line, write_line
 from elastic.models.attention import attention
 from elastic.models.llama import Llama, LlamaConfig, flop_per_token, loss_sum, tp_plan
-from elastic.policy.state import State, fold
+from elastic.policy.state.fold import State, fold
 from elastic.program import Program, load_program
 from elastic.types import DriverStarted, ModelProfile, Node, NodePrepared, NodeReady, Pool, SampleProfile
-from elastic.worker.checkpointing import checkpoint_blocks
-from elastic.worker.loss_scale import profile_of
-from elastic.worker.model_profile import block_names
-from elastic.worker.sample_profile import sample_profile
+from elastic.worker.parallel.activation_checkpointing import checkpoint_blocks
+from elastic.worker.profile.sample_profile import sample_profile
+from elastic.worker.program.model_profile import block_names
+from elastic.worker.step.loss_scale import profile_of
 
 TINY = load_program(PROGRAMS / "tiny.py")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.worker.timings import LEAST, LEAST_S, MOST, fitted, medians_s
+from elastic.worker.profile.timings import LEAST, LEAST_S, MOST, fitted, medians_s
 
 
 class Clock:

@@ -17,8 +17,8 @@ from support.worker.faults import Fault
 from support.worker.faulty_pool import FaultyPool
 from support.worker.policy_driver import AT, LAYOUTS, PEER_EVERY, PIPELINE, REPLICAS, SHARDS, STEPS, TENSOR, Driver
 
+from elastic.config.optimization import Guards, NotFinite
 from elastic.data.order import sample_ids
-from elastic.optimisation import Guards, NotFinite
 from elastic.types import CopyStored, EnterPlan, GuardTripped, Layout, Plan, Quiesced, RollForward, StepDone, WorkerFailed
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ import torch
 
 from elastic.errors import ProgramError, SpecError, StateLost
 from elastic.types import TensorSpec
-from elastic.worker.extra_state import HEAD_BYTES, ExtraState, capacity, decode, encode
-from elastic.worker.takeover import differing
+from elastic.worker.program.extra_state import HEAD_BYTES, ExtraState, capacity, decode, encode
+from elastic.worker.session.takeover import differing
 
 
 class Kept:

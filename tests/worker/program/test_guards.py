@@ -17,12 +17,12 @@ from support.worker.chain import job_of
 from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 
+from elastic.config.job import load_job
+from elastic.config.optimization import Guards
 from elastic.data.order import sample_ids
 from elastic.data.streams import N_POSITIONS
 from elastic.errors import SpecError
-from elastic.optimisation import Guards
 from elastic.program import load_program
-from elastic.spec import load_job
 from elastic.storage import open_storage
 from elastic.types import (
     Box,
@@ -37,16 +37,16 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )
-from elastic.worker import durable
-from elastic.worker.commit import N_WORDS, Commit, Told, step_done
-from elastic.worker.control import Control
-from elastic.worker.extra_state import ExtraState
-from elastic.worker.generation import Generation
-from elastic.worker.guards import MEMORY, Memory, Trip, deviations, judge, needs_memory, trip_of
-from elastic.worker.job_program import with_job
-from elastic.worker.offender import UNNAMED, Offender, Tripped
-from elastic.worker.shares import Shares
-from elastic.worker.step import Pending, Stepper
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.process_groups.control_tree import Control
+from elastic.worker.program.commit import N_WORDS, Commit, Told, step_done
+from elastic.worker.program.extra_state import ExtraState
+from elastic.worker.program.guards import MEMORY, Memory, Trip, deviations, judge, needs_memory, trip_of
+from elastic.worker.program.job_program import with_job
+from elastic.worker.session.generation import Generation
+from elastic.worker.step.batch_shares import Shares
+from elastic.worker.step.faulty_rank import UNNAMED, Offender, Tripped
+from elastic.worker.step.optimizer_step import Pending, Stepper
 
 
 def rules(**guards: Any) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def test_bad_steps_are_skipped_alike_in_every_layout(pool: Pool, tmp_path: Path)
         pool.entered(number)
     pool.quiesced(3, 4)
     pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last durable copy")
-    durable.commit(open_storage(str(tmp_path)), STEPS, 3, 4, 1, {})
+    checkpoint_writer.commit(open_storage(str(tmp_path)), STEPS, 3, 4, 1, {})
     done = pool.events(StepDone)
     assert [e.step for e in done] == list(range(1, STEPS + 1))
     assert [e.step for e in done if e.skipped] == [NAN_AT, SPIKE_AT]
@@ -270,7 +270,7 @@ def test_bad_steps_are_skipped_alike_in_every_layout(pool: Pool, tmp_path: Path)
 
 
 def check_state(alone: Any, run: Path) -> None:
-    checkpoint = durable.open_checkpoint(durable.find(open_storage(str(run)))[0].uri)
+    checkpoint = checkpoint_index.open_checkpoint(checkpoint_index.find(open_storage(str(run)))[0].uri)
     for name, parameter in alone.model.named_parameters():
         moments = alone.state_of(parameter)
         wanted = {f"optim.{entry}.{name}": moments[entry] for entry in ("step", "exp_avg")} | {f"model.{name}": parameter}
@@ -350,7 +350,7 @@ def test_guards_and_a_loss_scale_may_be_given_to_a_run_that_goes_on_and_taken_fr
         pool.quiesced(number, 1)
         pool.wait(lambda: pool.events(ShardStored), "the last durable copy")
         digest = int(pool.events(ShardStored)[-1].digest)
-        uri = durable.commit(open_storage(str(tmp_path)), 2 * number, number, 1, 1, {"digest": digest})
+        uri = checkpoint_writer.commit(open_storage(str(tmp_path)), 2 * number, number, 1, 1, {"digest": digest})
         resume = Resume("durable", 2 * number, number, uri=uri)
         assert [e.step for e in pool.events(StepDone)] == [2 * number - 1, 2 * number]
         parts = pool.digests(number) if number > 1 else []

@@ -14,17 +14,17 @@ from support.worker.chain import job_of
 from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 
+from elastic.config.fingerprint import batch_changed
+from elastic.config.job import load_job
 from elastic.errors import ProgramError, SpecError
-from elastic.fingerprint import batch_changed
 from elastic.program import Program, load_program
-from elastic.spec import load_job
 from elastic.storage import open_storage
 from elastic.types import Box, Layout, OptimizerSpec, ShardStored, StepDone
-from elastic.worker import durable
-from elastic.worker.element_wise import what_they_keep
-from elastic.worker.job_program import with_job
-from elastic.worker.model_profile import trace
-from elastic.worker.optimizers import JobOptimizer
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.program.element_wise import what_they_keep
+from elastic.worker.program.job_program import with_job
+from elastic.worker.program.model_profile import trace
+from elastic.worker.program.optimizers import JobOptimizer
 
 BARE = load_program(PROGRAMS / "tiny_bare.py")
 SPECS = trace(BARE).specs
@@ -209,12 +209,12 @@ def test_an_optimizer_by_path_and_its_schedule_in_three_layouts(pool: Pool, tmp_
         pool.wait(lambda: any(e.step >= 3 * number for e in pool.events(StepDone)), f"step {3 * number}")  # noqa: B023
     pool.quiesced(3, 4)
     pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last durable copy")
-    durable.commit(open_storage(str(tmp_path)), STEPS, 3, 4, 1, {})
+    checkpoint_writer.commit(open_storage(str(tmp_path)), STEPS, 3, 4, 1, {})
     done = pool.events(StepDone)
     assert [e.step for e in done] == list(range(1, STEPS + 1))
     alone = train(by_hand(), job, STEPS)
     assert [e.train_loss for e in done] == pytest.approx(alone.losses, abs=1e-4)
-    checkpoint = durable.open_checkpoint(durable.find(open_storage(str(tmp_path)))[0].uri)
+    checkpoint = checkpoint_index.open_checkpoint(checkpoint_index.find(open_storage(str(tmp_path)))[0].uri)
     for name, parameter in alone.model.named_parameters():
         state = alone.state_of(parameter)
         wanted = {f"optim.{entry}.{name}": state[entry] for entry in ("mu_product", "exp_avg")} | {f"model.{name}": parameter}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from elastic.program import Program
-from elastic.worker.model_profile import block_names, trace
+from elastic.worker.program.model_profile import block_names, trace
 
 
 @pytest.mark.parametrize(

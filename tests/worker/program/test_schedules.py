@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic.worker.schedules import scale, schedule
+from elastic.worker.program.schedules import scale, schedule
 
 
 def factors(steps: int, kind: str, **keys: Any) -> list[float]:

@@ -18,22 +18,22 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
 
+from elastic.config.fingerprint import differences, fingerprint
+from elastic.config.job import load_job
+from elastic.config.optimization import Guards
 from elastic.data.order import sample_ids
 from elastic.errors import ProgramError, SpecError
-from elastic.fingerprint import differences, fingerprint
-from elastic.optimisation import Guards
-from elastic.policy.recovery import covered
+from elastic.policy.copies.recovery import covered
 from elastic.program import Program, load_program
 from elastic.reshard.shards import first_values, state_specs
-from elastic.spec import load_job
 from elastic.storage import open_storage
 from elastic.types import Box, Layout, Plan, Quiesced, Resume, ShardStored, StepDone
-from elastic.worker import durable
-from elastic.worker.checkpoints import Wanted, import_state
-from elastic.worker.job_program import with_job
-from elastic.worker.model_profile import trace
-from elastic.worker.optimizers import JobOptimizer, Optimizers
-from elastic.worker.script import capture
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.checkpoint.checkpoint_verbs import Wanted, import_state
+from elastic.worker.loop.script_host import capture
+from elastic.worker.program.job_program import with_job
+from elastic.worker.program.model_profile import trace
+from elastic.worker.program.optimizers import JobOptimizer, Optimizers
 
 TWO = load_program(PROGRAMS / "tiny_two.py")
 
@@ -80,7 +80,7 @@ def test_two_optimizers_through_four_layouts_a_skipped_step_and_a_roll_back(pool
     pool.quiesced(len(CHAIN), 4)
     pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last durable copy")
     digest = sum(int(e.digest) for e in pool.events(ShardStored)) % (1 << 64)
-    uri = durable.commit(open_storage(str(tmp_path)), STEPS, len(CHAIN), 4, 1, {"digest": digest})
+    uri = checkpoint_writer.commit(open_storage(str(tmp_path)), STEPS, len(CHAIN), 4, 1, {"digest": digest})
     last = {e.step: e for e in sorted(pool.events(StepDone), key=lambda e: e.generation)}
     done = [last[step] for step in range(1, STEPS + 1)]
     assert [e.step for e in done if e.skipped] == [NAN_AT]
@@ -92,7 +92,7 @@ def test_two_optimizers_through_four_layouts_a_skipped_step_and_a_roll_back(pool
     alone = train(replace(TWO, lr_factor=lambda step: 2 * factor(step)), job, STEPS, skipped=(NAN_AT,))
     assert [e.train_loss for e in done] == pytest.approx(alone.losses, rel=1e-4, nan_ok=True)
     assert [e.grad_norm for e in done] == pytest.approx(alone.grad_norms, rel=1e-3, nan_ok=True)
-    checkpoint = durable.open_checkpoint(uri)
+    checkpoint = checkpoint_index.open_checkpoint(uri)
     for name, parameter in alone.model.named_parameters():
         state = alone.state_of(parameter)
         assert set(state) == ({"momentum_buffer"} if name.startswith("layers.") else {"step", "exp_avg", "exp_avg_sq"})

@@ -18,11 +18,11 @@ from support.places import PROGRAMS, TESTS
 from elastic.errors import SpecError
 from elastic.program import Program, Weights, load_program
 from elastic.types import Box, Layout
-from elastic.worker import weights as weight_files
-from elastic.worker.groups import Groups
-from elastic.worker.model_profile import trace
-from elastic.worker.train_state import TrainState
-from elastic.worker.weights import WeightFiles, cut
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program import weights as weight_files
+from elastic.worker.program.model_profile import trace
+from elastic.worker.program.weights import WeightFiles, cut
+from elastic.worker.state.train_state import TrainState
 
 
 def random_weights(name: str = "tiny.py", dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

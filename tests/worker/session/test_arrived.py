@@ -13,7 +13,7 @@ from support.waiting import until
 from support.worker.plans import plan
 from support.worker.worker_pool import Pool
 
-from elastic.cluster.missing import At, missing
+from elastic.cluster.workers.absent_ranks import At, missing
 from elastic.types import Layout, StepDone, WorkerId
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,7 @@ def when_nobody_gets_on(pool: Pool, victim: WorkerId) -> dict[WorkerId, At]:
     return {worker: At(beat.arrived, beat.doing, beat.where) for worker, beat in beats.items()}
 
 
-@pytest.mark.whole  # cluster/test_missing.py has the arithmetic, e2e/test_stories.py a rank that does not come
+@pytest.mark.whole  # cluster/workers/test_absent_ranks.py has the arithmetic, e2e/test_stories.py a rank that does not come
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_rank_that_does_not_come_is_told_apart(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     job = {"program": str(PROGRAM), "steps": 1_000_000, "global_batch": 8, "seed": 3}

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.cluster.backend import RayBackend
+from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.types import NodeRefused, WorkerFailed, WorkerId
-from elastic.worker.admission import Refused
-from elastic.worker.session import Session
+from elastic.worker.profile.node_checks import Refused
+from elastic.worker.session.session import Session
 
 ME = WorkerId("a", 1)
 
@@ -86,7 +86,7 @@ def test_a_rehearsal_does_not_hide_a_lost_device(monkeypatch: pytest.MonkeyPatch
         def fails(place: object, rehearsal: object, said: str = said) -> None:
             raise torch.AcceleratorError(f"CUDA error: {said}")
 
-        monkeypatch.setattr("elastic.worker.session.rehearse_plan", fails)
+        monkeypatch.setattr("elastic.worker.session.session.rehearse_plan", fails)
         if raises:
             with pytest.raises(torch.AcceleratorError):
                 made._rehearse(None, rehearsal)  # type: ignore[arg-type]

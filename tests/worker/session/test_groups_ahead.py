@@ -22,10 +22,10 @@ from support.worker.worker_pool import Pool
 from torch.distributed.distributed_c10d import _world
 
 from elastic.types import GroupsMade, Layout, Plan, StepDone, WorkerFailed, WorkerId
-from elastic.worker.ahead import Ahead
-from elastic.worker.groups import Groups
-from elastic.worker.transport import Transport
-from elastic.worker.workplace import EnterOrder
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.process_groups.transport import Transport
+from elastic.worker.session.groups_ahead import Ahead
+from elastic.worker.session.workplace import EnterOrder
 
 pytestmark = pytest.mark.e2e
 TIMEOUT_S = 60.0

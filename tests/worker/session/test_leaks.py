@@ -19,7 +19,7 @@ FOLDER = Path(tempfile.gettempdir())
 
 def note_generations() -> None:
     """In the worker: which generations are still there, whoever holds them, though nobody asks for them to be collected."""
-    from elastic.worker.generation import Generation
+    from elastic.worker.session.generation import Generation
 
     numbers = sorted(one.number for one in gc.get_objects() if type(one) is Generation)
     written = FOLDER / f"generations-{os.getpid()}.new"

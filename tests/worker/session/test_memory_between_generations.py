@@ -19,8 +19,8 @@ from support.worker.plans import plan
 from support.worker.worker_pool import Pool
 
 from elastic.types import Layout, StepDone, WorkerFailed
-from elastic.worker import generation
-from elastic.worker.session import Session
+from elastic.worker.session import generation
+from elastic.worker.session.session import Session
 
 FOLDER = Path(tempfile.gettempdir())
 IN_BACKWARD = 23  # a collective of a step on two shards: each of two micro-batches has some 14, those of its forward pass first

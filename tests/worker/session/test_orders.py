@@ -12,12 +12,12 @@ import torch
 
 from elastic.errors import StateLost
 from elastic.types import Box, Layout, Move, Plan, Resume, WorkerId
-from elastic.worker.host_copy import HostMemory
-from elastic.worker.session import Session
-from elastic.worker.side_stream import SideStream
-from elastic.worker.takeover import Takeover
-from elastic.worker.train_state import Held
-from elastic.worker.workplace import EnterOrder
+from elastic.worker.process.side_stream import SideStream
+from elastic.worker.session.session import Session
+from elastic.worker.session.takeover import Takeover
+from elastic.worker.session.workplace import EnterOrder
+from elastic.worker.state.host_copy import HostMemory
+from elastic.worker.state.train_state import Held
 
 RANKS = (WorkerId("a", 0), WorkerId("b", 0))
 

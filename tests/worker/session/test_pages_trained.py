@@ -21,7 +21,7 @@ from support.worker.worker_pool import Pool
 from elastic.program import Program, load_program
 from elastic.storage import open_storage
 from elastic.types import Layout, StepDone, parse_layout
-from elastic.worker import durable
+from elastic.worker.checkpoint import checkpoint_index
 
 pytestmark = pytest.mark.e2e
 STEPS, TOLERANCE = 60, 1e-4  # so many that no layout comes to the end before the next is entered
@@ -52,7 +52,7 @@ def test_the_loop_of_the_page_in_its_layouts(pool: Pool, tmp_path: Path) -> None
     agree(steps, train_script_alone(tmp_path / "train.py", [], 1, 40))
 
 
-@pytest.mark.whole  # as tests/worker/test_two_optimizers.py does
+@pytest.mark.whole  # as tests/worker/program/test_two_optimizers.py does
 def test_two_optimizers_in_their_layouts(pool: Pool, tmp_path: Path) -> None:
     """optimisation.md."""
     base = f"from elastic.program import load_program\nbase = load_program({str(PROGRAMS / 'tiny_bare.py')!r})\n"
@@ -66,7 +66,7 @@ def test_the_program_of_program_md_in_every_layout_that_it_names(pool: Pool, tmp
     passes(pool, tmp_path, [Layout(dp_replicate=2, tp=2), Layout(pp=4), Layout(pp=2, dp_shard=2)])
 
 
-@pytest.mark.whole  # as tests/worker/test_chain.py does
+@pytest.mark.whole  # as tests/worker/session/test_chain.py does
 def test_the_program_of_layouts_md_through_the_layouts_of_its_job(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(block("layouts.md", "python", 1))
     layouts = yaml.safe_load(block("layouts.md", "yaml"))["layout"]
@@ -74,7 +74,7 @@ def test_the_program_of_layouts_md_through_the_layouts_of_its_job(pool: Pool, tm
     passes(pool, tmp_path, [parse_layout(text) for text in layouts.values()])
 
 
-@pytest.mark.whole  # as tests/worker/test_weights.py does
+@pytest.mark.whole  # as tests/worker/program/test_weights.py does
 def test_weights_of_a_folder_in_its_layouts(pool: Pool, tmp_path: Path) -> None:
     """models.md."""
     tiny = load_program(PROGRAMS / "tiny.py")
@@ -100,7 +100,7 @@ def test_plain_dcp_loads_a_copy(pool: Pool, tmp_path: Path) -> None:
     """checkpoints.md: a copy of a layout that cuts every tensor."""
     job = job_with(PROGRAMS / "tiny.py")
     pass_through(pool, job, tmp_path / "run", [Layout(dp_shard=2, tp=2)], every=3)
-    uri = durable.find(open_storage(str(tmp_path / "run")))[0].uri
+    uri = checkpoint_index.find(open_storage(str(tmp_path / "run")))[0].uri
     shown, n = re.subn(r'checkpoint_id="[^"]+"', f"checkpoint_id={uri!r}", block("checkpoints.md", "python"))
     shown, m = re.subn(r"512, 192", "64, 32", shown)
     assert (n, m) == (1, 1)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from elastic.types import Progress, WorkerId
-from elastic.worker import session as module
-from elastic.worker.session import Session
+from elastic.worker.session import session as module
+from elastic.worker.session.session import Session
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from support.worker.plans import from_copies, live, plan
 from support.worker.recovery import digests_agree, loss_curve_agrees, newest_whole, recover, start
 from support.worker.worker_pool import TIMEOUT_S, Pool
 
+from elastic.cluster.backend.aggregate import Gather, Parts
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import (
@@ -30,8 +31,7 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )
-from elastic.worker import durable
-from elastic.worker.gather import Gather, Parts
+from elastic.worker.checkpoint import checkpoint_writer
 
 pytestmark = pytest.mark.slow
 
@@ -199,7 +199,7 @@ def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
 
     def commit(parts: Parts) -> None:
         digest = sum(part.digest for part in parts.stored.values()) % (1 << 64)
-        uris.append(durable.commit(storage, parts.step, 1, len(parts.plan.ranks), 1, {"digest": str(digest)}))
+        uris.append(checkpoint_writer.commit(storage, parts.step, 1, len(parts.plan.ranks), 1, {"digest": str(digest)}))
 
     gather = Gather(commit, lambda node: 1)
     gather.expect(first)
@@ -222,8 +222,8 @@ def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_told_by_its_uri(pool: Pool, tmp_path: Path) -> None:
     """So that the policy goes back to the one before."""
     storage = open_storage(str(tmp_path))
-    durable.write_shard(storage, 4, 1, 0, [(Box("w", (0,), (3,), "float32"), torch.zeros(3))])
-    uri = durable.commit(storage, 4, 1, 1, 1, {})
+    checkpoint_writer.write_shard(storage, 4, 1, 0, [(Box("w", (0,), (3,), "float32"), torch.zeros(3))])
+    uri = checkpoint_writer.commit(storage, 4, 1, 1, 1, {})
     (Path(uri) / "__0_0.distcp").unlink()
     workers = pool.open(job_of("tiny.py", steps=12), tmp_path)
     pool.enter(plan(1, Layout(dp_shard=2), workers, 12, resume=Resume("durable", 4, uri=uri)))
@@ -237,8 +237,8 @@ def test_a_damaged_checkpoint_is_told_by_its_uri(pool: Pool, tmp_path: Path) -> 
 def test_checkpoint_of_another_model_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     box = Box("model.other.weight", (0,), (3,), "float32")
-    durable.write_shard(storage, 4, 1, 0, [(box, torch.zeros(3))])
-    uri = durable.commit(storage, 4, 1, 1, 1, {})
+    checkpoint_writer.write_shard(storage, 4, 1, 0, [(box, torch.zeros(3))])
+    uri = checkpoint_writer.commit(storage, 4, 1, 1, 1, {})
     workers = pool.open(job_of("tiny.py", steps=12), tmp_path)
     pool.enter(plan(1, Layout(dp_shard=2), workers, 12, resume=Resume("durable", 4, uri=uri)))
     pool.wait(lambda: pool.events(WorkerFailed), "failure")

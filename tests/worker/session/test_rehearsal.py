@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 from elastic.errors import ProgramError
 from elastic.program import Program, load_program
 from elastic.types import Layout, Rehearsal, WorkerId
-from elastic.worker.model_profile import trace
-from elastic.worker.rehearsal import rehearse, rehearse_plan
+from elastic.worker.program.model_profile import trace
+from elastic.worker.session.rehearsal import rehearse, rehearse_plan
 
 TINY = load_program(PROGRAMS / "tiny.py")
 

@@ -14,9 +14,9 @@ import torch
 from support.waiting import until
 
 import elastic
-from elastic.worker.doing import Doing, Said, doing, said
-from elastic.worker.stall_site import stall_site
-from elastic.worker.turns import Turns
+from elastic.worker.loop.handoff import Turns
+from elastic.worker.process.doing import Doing, Said, doing, said
+from elastic.worker.session.stall_site import stall_site
 
 BODY = """
 def wait(event, told):

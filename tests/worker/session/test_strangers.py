@@ -14,20 +14,20 @@ import torch
 
 from elastic.errors import PeerGarbled, ProgramError
 from elastic.types import WorkerId
-from elastic.worker import wire
-from elastic.worker.failures import kind_of
-from elastic.worker.rendezvous import host_store, new_secret, place
-from elastic.worker.workplace import EnterOrder
+from elastic.worker.process_groups import wire
+from elastic.worker.process_groups.rendezvous import host_store, new_secret, place
+from elastic.worker.session.worker_errors import kind_of
+from elastic.worker.session.workplace import EnterOrder
 
 HONEST = """
 import os, sys
 from types import SimpleNamespace
 import torch
 from elastic.types import Layout
-from elastic.worker.equal_results import EqualResults
-from elastic.worker.groups import Groups
-from elastic.worker.pipeline import Pipeline
-from elastic.worker.sums import Sums
+from elastic.worker.step.sdc_check import EqualResults
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.parallel.pipeline import Pipeline
+from elastic.worker.step.sums import Sums
 port, me, question, secret = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], os.environ["SECRET"]
 layout = Layout(pp=2) if question == "stage" else Layout(dp_shard=2)
 groups = Groups(1, layout, torch.device("cpu"))

@@ -14,11 +14,11 @@ from support.worker.recovery import digests_agree, loss_curve_agrees, recover
 from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
-from elastic.reshard.forecast import Pace, Room, forecast
+from elastic.reshard.transfer_forecast import Pace, Room, forecast
 from elastic.reshard.transfers import holders_of, participants
 from elastic.types import DigestPart, Layout, Move, Plan, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
-from elastic.worker import takeover
-from elastic.worker.model_profile import trace
+from elastic.worker.program.model_profile import trace
+from elastic.worker.session import takeover
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from elastic.data import loader
 from elastic.data.order import sample_ids, share
 from elastic.program import load_program
 from elastic.types import Layout, StepDone
-from elastic.worker.commit import N_WORDS, Commit, power_of_tokens, power_of_wait
+from elastic.worker.program.commit import N_WORDS, Commit, power_of_tokens, power_of_wait
 
 SLOW_S = 0.6
 STEPS = 5

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import InternalError, ProgramError
-from elastic.worker.failures import device_lost, is_assert, kind_of, print_error, text_of
+from elastic.worker.session.worker_errors import device_lost, is_assert, kind_of, print_error, text_of
 
 ADVICE = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."

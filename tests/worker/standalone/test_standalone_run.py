@@ -22,19 +22,19 @@ from support.places import PROGRAMS
 from support.reference import train
 from support.waiting import until
 
+from elastic.config.job import JobSpec, load_job
 from elastic.errors import LostContact, SpecError
 from elastic.ledger.lease import Lease, Times, newest
 from elastic.program import load_program
-from elastic.spec import JobSpec, load_job
 from elastic.storage import open_storage
 from elastic.types import Layout, Resume, StepDone
 from elastic.worker import __main__ as worker_command
-from elastic.worker import durable
-from elastic.worker.alone import Alone, Wishes
-from elastic.worker.driverless_copies import Stored
-from elastic.worker.fixed import layout_of, plan_of
-from elastic.worker.meeting import Started
-from elastic.worker.model_profile import trace
+from elastic.worker.checkpoint import checkpoint_index
+from elastic.worker.equivalence.static_plan import layout_of, plan_of
+from elastic.worker.program.model_profile import trace
+from elastic.worker.standalone.meeting import Started
+from elastic.worker.standalone.standalone_run import Alone, Wishes
+from elastic.worker.standalone.static_checkpoints import Stored
 
 TINY = PROGRAMS / "tiny.py"
 SLOW = TINY.with_name("tiny_slow.py")
@@ -93,9 +93,9 @@ def test_one_process_trains_as_plain_torch_does_and_its_copies_are_read_by_dcp(t
     follows(said, alone)
     assert (last["outcome"], last["steps"], last["resumed_at"]) == ("succeeded", 12, 0)
     assert abs(last["final_loss"] - alone[-1]) < TOLERANCE
-    found = durable.find(open_storage(folder / "runs" / "tiny"))
+    found = checkpoint_index.find(open_storage(folder / "runs" / "tiny"))
     assert [item.step for item in found] in ([12, 8], [12, 4])  # keep_last; none is begun while another is being written
-    assert all(not durable.verify(item.uri) for item in found)
+    assert all(not checkpoint_index.verify(item.uri) for item in found)
     program = load_program(TINY)
     model = program.model()
     state = {"model": model.state_dict()}
@@ -123,7 +123,7 @@ def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(tmp_path: Path, a
     assert said.count("exitcode  : 3") == 2, said
     assert "stopped: another rank was told to stop; saved at step" in said
     at = max(losses(said))
-    assert durable.find(open_storage(folder / "runs" / "tiny"))[0].step == at
+    assert checkpoint_index.find(open_storage(folder / "runs" / "tiny"))[0].step == at
     code, last, said = run(3, folder, "--layout", "dp_shard=3", "--set", f"steps={at + 4}", "--set", "durable_every=2")
     assert code == 0, said
     assert last["resumed_at"] == at
@@ -148,7 +148,7 @@ def test_pipeline_and_replicas_have_the_same_losses(tmp_path: Path, alone: list[
 def test_a_damaged_copy_is_passed_over(tmp_path: Path, alone: list[float]) -> None:
     folder = job(tmp_path)
     assert run(1, folder, "--set", "steps=8")[0] == 0
-    newest = durable.find(open_storage(folder / "runs" / "tiny"))[0]
+    newest = checkpoint_index.find(open_storage(folder / "runs" / "tiny"))[0]
     assert newest.step == 8
     shard = Path(newest.uri) / "__0_0.distcp"
     data = bytearray(shard.read_bytes())
@@ -226,7 +226,7 @@ def test_changed_mathematics_are_refused_and_epochs_grow(tmp_path: Path) -> None
     wishes = Wishes(storage=str(folder / "runs"))
     ended = Alone(load_job(folder, ["steps=4"]), wishes, {}).to_the_end()
     assert ended.outcome == "succeeded"
-    assert durable.find(run_folder)[0].epoch == 2
+    assert checkpoint_index.find(run_folder)[0].epoch == 2
     sign = newest(run_folder)
     assert sign is not None and sign.released and sign.epoch == 2
     with pytest.raises(SpecError, match=r"started with other values: seed \(3, now 5\)"):
@@ -262,7 +262,9 @@ def test_it_is_refused_to_others_meanwhile_and_ends_where_it_was_taken_over(
     folder = job(tmp_path, program=str(SLOW), steps=100_000, durable_every=1_000)
     run_folder = open_storage(folder / "runs" / "tiny")
     refused: list[str] = []
-    monkeypatch.setattr("elastic.worker.alone.Lease", partial(Lease, times=Times(renew_s=0.05, ttl_s=600.0)))
+    monkeypatch.setattr(
+        "elastic.worker.standalone.standalone_run.Lease", partial(Lease, times=Times(renew_s=0.05, ttl_s=600.0))
+    )
 
     def take_over(event: Any) -> None:
         if isinstance(event, StepDone) and event.step == 3:
@@ -278,7 +280,7 @@ def test_it_is_refused_to_others_meanwhile_and_ends_where_it_was_taken_over(
         Alone(load_job(folder), Wishes(storage=str(folder / "runs"), hear=take_over), {}).to_the_end()
     assert f"driven by process {os.getpid()} on" in refused[0]
     last = newest(run_folder)
-    assert durable.find(run_folder) == [] and last is not None and (last.epoch, last.released) == (2, False)
+    assert checkpoint_index.find(run_folder) == [] and last is not None and (last.epoch, last.released) == (2, False)
 
 
 @pytest.mark.e2e
@@ -290,7 +292,7 @@ def test_of_three_ways_in_at_once_one_has_the_run(tmp_path: Path) -> None:
         command(1, folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )  # fmt: skip
     try:
-        until(lambda: durable.find(run_folder) or first.poll() is not None, "the first copy")
+        until(lambda: checkpoint_index.find(run_folder) or first.poll() is not None, "the first copy")
         assert first.poll() is None
         driver = [sys.executable, "-m", "elastic", "run", str(folder), "--run-name", "tiny", "--local", "--set"]
         for words in (command(1, folder), [*driver, f"storage={folder / 'runs'}"]):
@@ -305,8 +307,8 @@ def test_of_three_ways_in_at_once_one_has_the_run(tmp_path: Path) -> None:
         first.kill()
     last = json.loads(out.strip().splitlines()[-1])
     assert (first.returncode, last["outcome"]) == (3, "stopped"), err
-    assert durable.find(run_folder)[0].step == last["steps"]
-    assert all(durable.verify(found.uri) == [] for found in durable.find(run_folder))
+    assert checkpoint_index.find(run_folder)[0].step == last["steps"]
+    assert all(checkpoint_index.verify(found.uri) == [] for found in checkpoint_index.find(run_folder))
     code, last, said = run(1, folder, "--set", f"steps={last['steps'] + 2}")
     assert (code, last["outcome"]) == (0, "succeeded"), said
 
@@ -355,7 +357,7 @@ def test_bad_input_is_one_line_and_code_2(
 def test_no_ray_is_needed() -> None:
     code = (
         "import sys; sys.modules['ray'] = None\n"
-        "import elastic.worker.alone, elastic.worker.__main__\n"
+        "import elastic.worker.standalone.standalone_run, elastic.worker.__main__\n"
         "print([m for m in sys.modules if m.startswith(('elastic.policy', 'elastic.planner', 'elastic.cluster', 'ray.'))])"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=300)
@@ -369,7 +371,7 @@ def left_readers() -> list[int]:
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             of_mine = all(mark in path.read_bytes() for mark in mine)
-            if of_mine and "elastic.data.readers" in cmdline(int(path.parent.name)):
+            if of_mine and "elastic.data.loader_processes" in cmdline(int(path.parent.name)):
                 found.append(int(path.parent.name))
     return found
 

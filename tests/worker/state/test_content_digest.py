@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.types import Box
-from elastic.worker.content import digest, tensor_digest
+from elastic.worker.state.content_digest import digest, tensor_digest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float16]
 

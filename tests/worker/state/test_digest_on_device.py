@@ -16,13 +16,14 @@ from support.worker.plans import plan as plan_of
 from support.worker.thread_wire import Reads
 
 from elastic.types import Box, Layout, Move, Resume, WorkerId
-from elastic.worker import content, takeover
-from elastic.worker import generation as generations
-from elastic.worker.content import digest, digest_of
-from elastic.worker.generation import Generation
-from elastic.worker.takeover import Taken, Takeover, check_digest
-from elastic.worker.train_state import Held
-from elastic.worker.workplace import EnterOrder, Workplace
+from elastic.worker.session import generation as generations
+from elastic.worker.session import takeover
+from elastic.worker.session.generation import Generation
+from elastic.worker.session.takeover import Taken, Takeover, check_digest
+from elastic.worker.session.workplace import EnterOrder, Workplace
+from elastic.worker.state import content_digest
+from elastic.worker.state.content_digest import digest, digest_of
+from elastic.worker.state.train_state import Held
 
 CPU, CUDA_1 = torch.device("cpu"), torch.device("cuda", 1)
 SIZES = [(300, 40), (7, 5, 33), (20_000,), (70_000,), (3, 40_001), (6, 17), ()]
@@ -56,7 +57,7 @@ def test_in_large_blocks_it_is_the_same_and_is_read_once(monkeypatch: pytest.Mon
     shapes = {fqn: box.sizes for fqn, (box, _) in tensors.items()}
     want = digest(tensors, shapes, tensors)
     assert digest_of([*tensors.values()], shapes) == want
-    monkeypatch.setattr(content, "in_cache", lambda device: False)
+    monkeypatch.setattr(content_digest, "in_cache", lambda device: False)
     few = boxes(2)
     with Reads() as reads_few:
         digest(few, shapes, few)

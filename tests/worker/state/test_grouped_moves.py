@@ -24,8 +24,8 @@ from elastic.reshard.chunks import (
 )
 from elastic.reshard.transfers import plan_transfers
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
-from elastic.worker.train_state import region
-from elastic.worker.transfer import Moved, carry_out, copy_all, sum64, sum_into
+from elastic.worker.state.train_state import region
+from elastic.worker.state.transfer import Moved, carry_out, copy_all, sum64, sum_into
 
 SMALL = Sizes(1 << 16, 1 << 15, 1 << 16, 1 << 19, own_bytes=1 << 18, grouped=True)  # two peers at once, as on CUDA
 LAYOUTS = {

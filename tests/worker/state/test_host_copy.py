@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.errors import InternalError
 from elastic.types import Box
-from elastic.worker.host_copy import Flat, HostCopies, HostMemory
-from elastic.worker.train_state import Tensors
+from elastic.worker.state.host_copy import Flat, HostCopies, HostMemory, Tensors
 
 
 def box(fqn: str, *sizes: int, dtype: str = "float32") -> Box:

@@ -14,10 +14,10 @@ from support.worker.recovery import loss_curve_agrees, newest_whole, recover, st
 from support.worker.worker_pool import Pool
 
 from elastic.types import Layout, Plan, Quiesced, StepDone, WorkerFailed, WorkerId
-from elastic.worker.copies import PeerCopies
-from elastic.worker.faults import MADE_UP
-from elastic.worker.generation import Generation
-from elastic.worker.host_copy import Flat
+from elastic.worker.process.fault_injection import MADE_UP
+from elastic.worker.session.generation import Generation
+from elastic.worker.state.host_copy import Flat
+from elastic.worker.state.peer_replicas import PeerCopies
 
 VICTIM = 1
 

@@ -13,12 +13,12 @@ from support.waiting import is_waiting, until
 from support.worker.wires import Lines, QueueWire
 
 from elastic.ledger.journal import Line, write_line
-from elastic.policy.placement import keepers
+from elastic.policy.copies.replica_placement import keepers
 from elastic.reshard.shards import RNG, boxes
 from elastic.types import CopyStored, Layout, ModelProfile, OptimizerSpec, Plan, TensorSpec, WorkerId
-from elastic.worker.copies import GAVE_UP, PeerCopies, slowdown
-from elastic.worker.host_copy import HostCopies, HostMemory
-from elastic.worker.train_state import Held, Tensors
+from elastic.worker.state.host_copy import HostCopies, HostMemory, Tensors
+from elastic.worker.state.peer_replicas import GAVE_UP, PeerCopies, slowdown
+from elastic.worker.state.train_state import Held
 
 PROFILE = ModelProfile(2, 64, (TensorSpec("w", (16, 4), "float32", None, 0),), (OptimizerSpec(("exp_avg",), ("step",)),))
 
@@ -206,7 +206,7 @@ def test_a_rank_without_a_free_buffer_makes_all_wait_for_a_later_step() -> None:
 
 
 def test_a_copy_in_flight_is_dropped_cleanly_where_the_generation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.worker.copies.QUIT_MOST_S", 300.0)
+    monkeypatch.setattr("elastic.worker.state.peer_replicas.QUIT_MOST_S", 300.0)
     ranks = Ranks(Layout(dp_shard=4), copy_bytes_per_s=1.0)
     ranks.lines.hold.clear()
     ranks.start()
@@ -224,7 +224,7 @@ def test_a_copy_in_flight_is_dropped_cleanly_where_the_generation_ends(monkeypat
 
 
 def test_buffers_that_are_still_written_to_are_given_to_no_other_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.worker.copies.QUIT_MOST_S", 0.05)
+    monkeypatch.setattr("elastic.worker.state.peer_replicas.QUIT_MOST_S", 0.05)
     ranks = Ranks(Layout(dp_shard=2), copy_bytes_per_s=1.0)
     ranks.lines.hold.clear()
     ranks.start()

@@ -10,7 +10,7 @@ import torch
 from support.waiting import is_waiting, until
 from support.worker.wires import Gone, Lines, QueueWire
 
-from elastic.worker.copy_stream import CHUNK_BYTES, UNPACED_BYTES, Pace, receive_boxes, send_boxes
+from elastic.worker.state.replica_stream import CHUNK_BYTES, UNPACED_BYTES, Pace, receive_boxes, send_boxes
 
 N_BYTES = 3 * CHUNK_BYTES + 8
 

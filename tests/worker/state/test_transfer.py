@@ -14,7 +14,7 @@ from support.worker.movers import Case, Mover, Movers, checked_move
 from elastic.errors import StateLost
 from elastic.reshard.chunks import ALIGN, CHUNK_BYTES, STAGING_BYTES, chunk_bytes, message_bytes, messages, split, staging_bytes
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
-from elastic.worker.transfer import Moved, sum64
+from elastic.worker.state.transfer import Moved, sum64
 
 LAYOUTS = {
     "fsdp4": (Layout(dp_shard=4), ()), "tp2 x fsdp2": (Layout(dp_shard=2, tp=2), ()),

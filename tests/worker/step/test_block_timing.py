@@ -16,8 +16,8 @@ from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
 from elastic.types import Layout, RanksTimed, StepDone
-from elastic.worker.faults import DeviceFaults, Slowness
-from elastic.worker.spans import Spans
+from elastic.worker.process.fault_injection import DeviceFaults, Slowness
+from elastic.worker.step.block_timing import Spans
 
 PROGRAM = load_program(str(PROGRAMS / "tiny.py"))
 

@@ -13,19 +13,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from elastic.cluster.missing import At, missing
-from elastic.mesh import Coordinates
+from elastic.cluster.workers.absent_ranks import At, missing
 from elastic.program import load_program
 from elastic.types import Layout, WorkerId
-from elastic.worker import device_marks
-from elastic.worker.device_marks import DeviceMarks
-from elastic.worker.doing import DEVICE
-from elastic.worker.faults import DeviceFaults
-from elastic.worker.generation import Generation
-from elastic.worker.loss_scale import profile_of
-from elastic.worker.options import Options
-from elastic.worker.parallelize import parallelize
-from elastic.worker.spans import Spans
+from elastic.types.grid import Coordinates
+from elastic.worker.parallel.model_options import Options
+from elastic.worker.parallel.parallelize import parallelize
+from elastic.worker.process.doing import DEVICE
+from elastic.worker.process.fault_injection import DeviceFaults
+from elastic.worker.session.generation import Generation
+from elastic.worker.step import device_marks
+from elastic.worker.step.block_timing import Spans
+from elastic.worker.step.device_marks import DeviceMarks
+from elastic.worker.step.loss_scale import profile_of
 
 PROGRAM = load_program(str(PROGRAMS / "tiny.py"))
 A, B, C = (WorkerId(f"n{i}", 0) for i in range(3))

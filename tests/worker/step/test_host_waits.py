@@ -14,25 +14,25 @@ from support.reference import collate
 from support.worker.chain import job_of
 from support.worker.host_reads import HostReads
 
+from elastic.config.optimization import Guards
 from elastic.data.order import sample_ids
-from elastic.optimisation import Guards
 from elastic.program import Program, load_program
 from elastic.types import Layout, Plan, WorkerId
-from elastic.worker.calls import cut_rows, first_rows
-from elastic.worker.device_marks import DeviceMarks
-from elastic.worker.faults import DeviceFaults
-from elastic.worker.generation import Generation
-from elastic.worker.groups import Groups
-from elastic.worker.guards import MEMORY, with_memory
-from elastic.worker.loop import Offer, Outcome, Run
-from elastic.worker.loop_program import LoopProgram
-from elastic.worker.loss_scale import profile_of
-from elastic.worker.readback import read, square_norms, to_device
-from elastic.worker.rendezvous import host_store, new_secret
-from elastic.worker.spans import EVERY, FIRST, Spans
-from elastic.worker.step import Heard, Stepper, Words, seed
-from elastic.worker.train_state import TrainState
-from elastic.worker.turns import Word
+from elastic.worker.loop.handoff import Word
+from elastic.worker.loop.loop import Offer, Outcome, Run
+from elastic.worker.process.fault_injection import DeviceFaults
+from elastic.worker.process.readback import read, square_norms, to_device
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.process_groups.rendezvous import host_store, new_secret
+from elastic.worker.program.calls import cut_rows, first_rows
+from elastic.worker.program.guards import MEMORY, with_memory
+from elastic.worker.program.loop_program import LoopProgram
+from elastic.worker.session.generation import Generation
+from elastic.worker.state.train_state import TrainState
+from elastic.worker.step.block_timing import EVERY, FIRST, Spans
+from elastic.worker.step.device_marks import DeviceMarks
+from elastic.worker.step.loss_scale import profile_of
+from elastic.worker.step.optimizer_step import Heard, Stepper, Words, seed
 
 HERE = "127.0.0.1"
 TINY = load_program(PROGRAMS / "tiny.py")

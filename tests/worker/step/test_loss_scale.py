@@ -13,9 +13,9 @@ from support.worker.chain import job_of
 from elastic.program import load_program
 from elastic.reshard.shards import LOSS_SCALE, RNG, owned_boxes
 from elastic.types import Layout
-from elastic.worker.commit import Commit, step_done
-from elastic.worker.loss_scale import GROWTH_STEPS, LARGEST, SMALLEST, LossScale, fresh_scale, profile_of
-from elastic.worker.step import Pending, Stepper
+from elastic.worker.program.commit import Commit, step_done
+from elastic.worker.step.loss_scale import GROWTH_STEPS, LARGEST, SMALLEST, LossScale, fresh_scale, profile_of
+from elastic.worker.step.optimizer_step import Pending, Stepper
 
 
 def box(scale: float = 0.0, good: float = 0.0) -> torch.Tensor:

@@ -13,15 +13,15 @@ from support.places import PROGRAMS
 from support.reference import build, collate
 from torch.nn.functional import cross_entropy
 
-from elastic.data.opening import Sets
+from elastic.data.open_datasets import Sets
 from elastic.errors import ProgramError
 from elastic.program import Program, load_program
 from elastic.types import Layout, Plan, WorkerId
-from elastic.worker.generation import Generation
-from elastic.worker.groups import Groups
-from elastic.worker.model_profile import trace
-from elastic.worker.step import Stepper
-from elastic.worker.train_state import TrainState
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program.model_profile import trace
+from elastic.worker.session.generation import Generation
+from elastic.worker.state.train_state import TrainState
+from elastic.worker.step.optimizer_step import Stepper
 
 TINY = load_program(PROGRAMS / "tiny.py")
 JOB = {"seed": 7, "global_batch": 5, "n_samples": 512}

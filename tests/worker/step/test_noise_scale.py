@@ -13,10 +13,10 @@ from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 
 from elastic.data.order import sample_ids
-from elastic.observe.noise import NoiseScale, advice, estimate
+from elastic.observe.noise_advice import NoiseScale, advice, estimate
 from elastic.program import load_program
 from elastic.types import Layout, ModelProfile, NoiseSeen, Plan, StepDone, TensorSpec, WorkerId
-from elastic.worker.local_gradients import cannot, noise, parts_of
+from elastic.worker.step.gradient_noise import cannot, noise, parts_of
 
 
 def drawn(parts: list[int], generator: torch.Generator, n: int = 1) -> list[tuple[float, float]]:

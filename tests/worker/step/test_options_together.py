@@ -11,11 +11,11 @@ from support.reference import train
 from support.worker.chain import job_of, pass_through
 from support.worker.worker_pool import Pool
 
-from elastic.planner.search import plan_layout
+from elastic.planner.layout_search import plan_layout
 from elastic.program import load_program
 from elastic.types import Layout, Node, StepDone
-from elastic.worker.loss_scale import profile_of
-from elastic.worker.sample_profile import sample_profile
+from elastic.worker.profile.sample_profile import sample_profile
+from elastic.worker.step.loss_scale import profile_of
 
 pytestmark = pytest.mark.slow
 STEPS = 18

@@ -15,7 +15,7 @@ from elastic.program import load_program
 from elastic.reshard.shards import LOSS_SCALE
 from elastic.storage import open_storage
 from elastic.types import Box, Layout
-from elastic.worker import durable
+from elastic.worker.checkpoint import checkpoint_index
 
 pytestmark = pytest.mark.slow
 LAYOUTS = [
@@ -47,7 +47,7 @@ def test_float16_skips_alike_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -
     assert len(alone.skipped) > 2
     assert [e.step for e in steps if e.skipped] == alone.skipped
     assert [e.train_loss for e in steps] == pytest.approx(alone.losses, rel=1e-3)
-    checkpoint = durable.open_checkpoint(durable.find(open_storage(str(tmp_path)))[0].uri)
+    checkpoint = checkpoint_index.open_checkpoint(checkpoint_index.find(open_storage(str(tmp_path)))[0].uri)
     scale = first / 2 ** len(alone.skipped)
     assert checkpoint.read(Box(LOSS_SCALE, (0,), (2,), "float64")).tolist() == [scale, job["steps"] - alone.skipped[-1]]
     for name, parameter in alone.model.named_parameters():

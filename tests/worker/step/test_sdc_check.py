@@ -16,9 +16,9 @@ from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 
 from elastic.types import Layout, NumbersChecked, StepDone, WorkerId, WrongNumbers
-from elastic.worker import equal_results
-from elastic.worker.equal_results import EqualResults, Row, compare, known_product
-from elastic.worker.faults import DeviceFaults
+from elastic.worker.process.fault_injection import DeviceFaults
+from elastic.worker.step import sdc_check
+from elastic.worker.step.sdc_check import EqualResults, Row, compare, known_product
 
 EVERY = 3
 LAYOUTS = [
@@ -147,7 +147,7 @@ class Scripted(EqualResults):
 def test_only_where_nccl_adds_up_within_a_pass_may_bits_differ(
     device: str, layout: Layout, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(equal_results, "_device_name", lambda device: "one kind")
+    monkeypatch.setattr(sdc_check, "_device_name", lambda device: "one kind")
     nearly = rows([2.5, 2.5, 2.5 * (1 + 1e-6), 2.5 * (1 + 1e-6)])
     found = Scripted(10, nearly, layout=layout, device=device).after(10, [], 0.1)
     assert isinstance(found, WrongNumbers if exact else NumbersChecked)
@@ -197,11 +197,11 @@ def test_a_program_whose_loss_is_another_one_each_time() -> None:
 
 def blind() -> None:
     """In a worker's process: the known product finds nothing, as where a fault spares it."""
-    equal_results.known_product = lambda device, spoilt: True
+    sdc_check.known_product = lambda device, spoilt: True
 
 
 def seeing() -> None:
-    equal_results.known_product = known_product
+    sdc_check.known_product = known_product
 
 
 def run(pool: Pool, job: dict[str, Any], folder: Path, layout: Layout) -> list[StepDone]:
@@ -275,17 +275,17 @@ LOSS, ASK = EqualResults._loss, EqualResults._ask
 
 
 def as_it_was() -> None:
-    equal_results.EqualResults._loss, equal_results.EqualResults._ask = LOSS, ASK  # type: ignore[method-assign]
+    sdc_check.EqualResults._loss, sdc_check.EqualResults._ask = LOSS, ASK  # type: ignore[method-assign]
 
 
 def no_loss() -> None:
     """In a worker's process: digests of the state are left."""
-    equal_results.EqualResults._loss = lambda self, batches: math.nan  # type: ignore[method-assign]
+    sdc_check.EqualResults._loss = lambda self, batches: math.nan  # type: ignore[method-assign]
 
 
 def one_bit_flips() -> None:
     """In a worker's process: at step 20 a bit of one number of the model's first tensor."""
-    ask = equal_results.EqualResults._ask
+    ask = sdc_check.EqualResults._ask
 
     def flips(self: EqualResults, step: int, batches: Any, step_s: float) -> list[Row]:
         if step == 20:
@@ -295,7 +295,7 @@ def one_bit_flips() -> None:
                 tensor.view(torch.int32).view(-1)[0] ^= 1 << 20
         return ask(self, step, batches, step_s)
 
-    equal_results.EqualResults._ask = flips  # type: ignore[method-assign]
+    sdc_check.EqualResults._ask = flips  # type: ignore[method-assign]
 
 
 @pytest.mark.whole

@@ -12,11 +12,11 @@ from support.worker.chain import check, job_of
 from support.worker.plans import N_BLOCKS, live, plan
 from support.worker.worker_pool import Pool
 
-from elastic.mesh import each_microbatches
 from elastic.storage import open_storage
 from elastic.types import Layout, Plan, RanksTimed, Resume, SetShares, ShardStored, SharesSet, StepDone, WorkerId
-from elastic.worker import durable
-from elastic.worker.shares import Shares
+from elastic.types.grid import each_microbatches
+from elastic.worker.checkpoint import checkpoint_writer
+from elastic.worker.step.batch_shares import Shares
 
 LAYOUTS = [
     Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2, microbatch_size=3), Layout(pp=2, dp_shard=2),
@@ -93,7 +93,7 @@ def test_random_shares_stages_and_moves(pool: Pool, tmp_path: Path, seed: int) -
     assert n_set
     pool.quiesced(len(layouts), len(plans[-1].ranks))
     pool.wait(lambda: len(pool.events(ShardStored)) == len(plans[-1].ranks), "the last durable copy")
-    durable.commit(open_storage(str(tmp_path)), job["steps"], len(layouts), len(plans[-1].ranks), 1, {})
+    checkpoint_writer.commit(open_storage(str(tmp_path)), job["steps"], len(layouts), len(plans[-1].ranks), 1, {})
     check(job, tmp_path, pool.events(StepDone), 1e-4)
 
 
@@ -110,7 +110,7 @@ def test_shares_change_without_a_new_generation(pool: Pool, tmp_path: Path) -> N
         pool.call(worker, "set_shares", order.generation, order.samples)
     pool.quiesced(1, 4)
     pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last durable copy")
-    durable.commit(open_storage(str(tmp_path)), job["steps"], 1, 4, 1, {})
+    checkpoint_writer.commit(open_storage(str(tmp_path)), job["steps"], 1, 4, 1, {})
     check(job, tmp_path, pool.events(StepDone), 1e-4)
     (told,) = pool.events(SharesSet)
     assert told.samples == (1, 2, 3, 6) and 1 < told.from_step < 14

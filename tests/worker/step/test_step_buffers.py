@@ -19,22 +19,22 @@ from support.worker.chain import job_of
 from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 
+from elastic.config.optimization import Guards
 from elastic.data.order import sample_ids
 from elastic.errors import InternalError
-from elastic.optimisation import Guards
 from elastic.program import Program, Weights, load_program
 from elastic.storage import open_storage
 from elastic.types import Layout, Plan, ShardStored, StepDone, WorkerId
-from elastic.worker import durable
-from elastic.worker import step as step_module
-from elastic.worker.buffers import StepBuffers
-from elastic.worker.generation import Generation
-from elastic.worker.groups import Groups
-from elastic.worker.model_profile import trace
-from elastic.worker.offender import Tripped
-from elastic.worker.step import Stepper, Words
-from elastic.worker.train_state import TrainState
-from elastic.worker.workplace import EnterOrder
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program.model_profile import trace
+from elastic.worker.session.generation import Generation
+from elastic.worker.session.workplace import EnterOrder
+from elastic.worker.state.buffers import StepBuffers
+from elastic.worker.state.train_state import TrainState
+from elastic.worker.step import optimizer_step as step_module
+from elastic.worker.step.faulty_rank import Tripped
+from elastic.worker.step.optimizer_step import Stepper, Words
 
 COUNTING = load_program(PROGRAMS / "tiny_counting.py")
 SKIP = Guards.model_validate({"not_finite": "skip"}).model_dump()
@@ -188,9 +188,9 @@ def test_all_ranks_leave_out_the_same(pool: Pool, tmp_path: Path) -> None:
     pool.enter(plan(2, Layout(dp_replicate=3), workers, 12, resume=live(first)))
     pool.quiesced(2, 3)
     pool.wait(lambda: len(pool.events(ShardStored)) == 3, "the last durable copy")
-    uri = durable.commit(open_storage(str(tmp_path)), STEPS, 2, 3, 1, {})
+    uri = checkpoint_writer.commit(open_storage(str(tmp_path)), STEPS, 2, 3, 1, {})
     assert [e.step for e in pool.events(StepDone) if e.skipped] == [NAN_AT]
-    checkpoint = durable.open_checkpoint(uri)
+    checkpoint = checkpoint_index.open_checkpoint(uri)
     assert int(checkpoint.read(box_of(checkpoint, "model.head.calls"))) == STEPS - 1
     alone = train(COUNTING, job, STEPS, skipped=(NAN_AT,))
     assert [e.train_loss for e in pool.events(StepDone)] == pytest.approx(alone.losses, rel=1e-4, nan_ok=True)

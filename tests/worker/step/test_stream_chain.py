@@ -19,9 +19,9 @@ from elastic.data.streams import N_POSITIONS
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import Layout, Resume, StepDone
-from elastic.worker.checkpoints import Wanted, import_state
-from elastic.worker.loss_scale import profile_of
-from elastic.worker.model_profile import fresh_buffers
+from elastic.worker.checkpoint.checkpoint_verbs import Wanted, import_state
+from elastic.worker.program.model_profile import fresh_buffers
+from elastic.worker.step.loss_scale import profile_of
 
 STEPS, N = 9, 31
 

@@ -13,13 +13,13 @@ from support.worker.plans import plan
 from support.worker.worker_pool import Pool
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic.data.loader import collate
+from elastic.data.collate import collate
 from elastic.program import load_program
 from elastic.types import Layout, WorkerId
-from elastic.worker.groups import Groups
-from elastic.worker.model_profile import trace
-from elastic.worker.step import Stepper
-from elastic.worker.train_state import TrainState
+from elastic.worker.process_groups.groups import Groups
+from elastic.worker.program.model_profile import trace
+from elastic.worker.state.train_state import TrainState
+from elastic.worker.step.optimizer_step import Stepper
 
 N_BLOCKS, N_MICROBATCHES = 4, 3
 UNITS = N_BLOCKS + 1  # what is in no block is one more

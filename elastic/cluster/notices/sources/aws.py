@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from elastic.cluster.probes.ask import Answer, Finding, ask
+from elastic.cluster.notices.sources.metadata_request import Answer, Finding, ask
 
 ENDPOINTS = {"ipv4": "http://169.254.169.254", "ipv6": "http://[fd00:ec2::254]"}
 TOKEN_S = 21600  # the longest that there is

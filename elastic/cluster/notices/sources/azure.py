@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from elastic.cluster.probes.ask import Answer, Finding, ask
+from elastic.cluster.notices.sources.metadata_request import Answer, Finding, ask
 
 ADDRESS = "http://169.254.169.254"
 ENDPOINT = "ELASTIC_AZURE_METADATA_ENDPOINT"  # Azure's own libraries have no variable for it

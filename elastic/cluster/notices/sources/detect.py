@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.cluster.probes import aws, azure, gcp, kubernetes, notice_file
-from elastic.cluster.probes.ask import Source
+from elastic.cluster.notices.sources import aws, azure, gcp, kubernetes, notice_file
+from elastic.cluster.notices.sources.metadata_request import Source
 
 FIRMWARE = Path("/sys/class/dmi/id")
 MOST_S = 1.0

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 
-from elastic.cluster.probes.ask import Answer, Finding, ask
+from elastic.cluster.notices.sources.metadata_request import Answer, Finding, ask
 
 ADDRESS = "169.254.169.254"  # the name metadata.google.internal would have to be resolved first
 PREEMPTED_S = 30.0

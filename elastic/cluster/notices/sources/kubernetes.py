@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from elastic.cluster.probes.ask import Finding, ask
+from elastic.cluster.notices.sources.metadata_request import Finding, ask
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 MOST_S = 3600.0  # of a grace period, where the server does not tell its clock

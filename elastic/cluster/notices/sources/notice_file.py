@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic.cluster.probes.ask import Finding
+from elastic.cluster.notices.sources.metadata_request import Finding
 
 VARIABLE = "ELASTIC_NOTICE_FILE"
 USUAL_S = 30.0

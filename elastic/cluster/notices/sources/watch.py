@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from elastic.cluster.probes.ask import Finding, Source
-from elastic.cluster.probes.detect import Sources
+from elastic.cluster.notices.sources.detect import Sources
+from elastic.cluster.notices.sources.metadata_request import Finding, Source
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from elastic.cluster.lookouts import Lookouts
-from elastic.cluster.market import Ticker
-from elastic.cluster.notices import DRILL, RAY, RESERVATION, Notices
-from elastic.cluster.outlook import Outlook
-from elastic.cluster.probes.ask import Finding
-from elastic.cluster.probes.watch import Report
+from elastic.cluster.backend.cloud_feed import Outlook
+from elastic.cluster.notices.merged_notices import DRILL, RAY, RESERVATION, Notices
+from elastic.cluster.notices.notice_watchers import Lookouts
+from elastic.cluster.notices.sources.metadata_request import Finding
+from elastic.cluster.notices.sources.watch import Report
+from elastic.cluster.prices.market import Ticker
 from elastic.types import Node, NodeWarned, Notice, NoticeWithdrawn, Pool, PriceSeen
 
 AWS = "AWS: spot instance-action terminate at 2026-01-01T00:02:00Z"

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from elastic import masking
+from elastic.config.masking import is_secret, masked, masked_text
 from elastic.ledger.run_folder import RunFolder
 from elastic.ledger.segments import Stored
-from elastic.masking import is_secret, masked, masked_text
 from elastic.observe import report
 from elastic.storage import open_storage
 from elastic.types import (
@@ -25,6 +24,7 @@ from elastic.types import (
     Stop,
     WorkerFailed,
     WorkerId,
+    masking,
 )
 
 SECRET = "zq7-planted"

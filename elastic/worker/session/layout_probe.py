@@ -20,19 +20,19 @@ import torch.distributed as dist
 
 from elastic.data.batches import item_of
 from elastic.data.budget import Microbatch, budget_of
-from elastic.data.loader import Batch, collate
+from elastic.data.collate import Batch, collate
 from elastic.data.streams import Stream
 from elastic.errors import ElasticError
 from elastic.program import Program
 from elastic.types import Probed, agree, tolerance
-from elastic.worker.doing import doing
-from elastic.worker.evaluation import drawing, evaluating
-from elastic.worker.loop_program import LoopProgram
+from elastic.worker.process.doing import doing
+from elastic.worker.program.loop_program import LoopProgram
+from elastic.worker.step.evaluation import drawing, evaluating
 
 if TYPE_CHECKING:
-    from elastic.worker.groups import Groups
-    from elastic.worker.step import Stepper
-    from elastic.worker.workplace import EnterOrder, Workplace
+    from elastic.worker.process_groups.groups import Groups
+    from elastic.worker.session.workplace import EnterOrder, Workplace
+    from elastic.worker.step.optimizer_step import Stepper
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def loss_of_one(stepper: Stepper, batch: Batch) -> float:
     microbatch is that sample."""
     n = stepper.n_microbatches if stepper.groups.pp is not None else 1
     rows = {key: x.expand(n, *x.shape[1:]).contiguous() for key, x in batch.items()}
-    with evaluating(stepper):
+    with evaluating(stepper.state, stepper.job, stepper.device):
         value, tokens = stepper.forward_backward([rows], train=False, n_microbatches=n)
     first = stepper.dp == 0
     mine = [value if stepper.speaks and first else 0.0, tokens if stepper.counts and first else 0]

@@ -12,10 +12,10 @@ from support.worker.chain import job_of
 from support.worker.plans import from_copies, live, plan
 from support.worker.worker_pool import Pool
 
-from elastic.policy.recovery import covered
+from elastic.policy.copies.recovery import covered
 from elastic.program import load_program
 from elastic.types import Layout, Plan, PlanEntered, Probed, Quiesced, Resume, StepDone, WorkerFailed, agree
-from elastic.worker.probe import LayoutDiffers, Probe
+from elastic.worker.session.layout_probe import LayoutDiffers, Probe
 
 pytestmark = pytest.mark.slow
 SHARDS = Layout(dp_shard=4)

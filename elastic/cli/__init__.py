@@ -1,0 +1,1 @@
+"""The command line: parse, call the api, print. One file per group of verbs."""

@@ -1,0 +1,1 @@
+"""The Backend on Ray: poll and execute, aggregation, checkpoint commit, drills."""

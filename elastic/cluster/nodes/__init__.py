@@ -1,0 +1,1 @@
+"""Where nodes come from: providers, the autoscaler, demand, leaked instances."""

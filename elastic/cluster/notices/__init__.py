@@ -1,0 +1,1 @@
+"""Notices of a node's end: who watches for them, and how they are merged."""

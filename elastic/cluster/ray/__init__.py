@@ -1,0 +1,1 @@
+"""Ray's private names, addresses, and processes of this machine."""

@@ -1,0 +1,1 @@
+"""ray.train's types in and out, and scripts that Ray Train restarts."""

@@ -1,0 +1,1 @@
+"""The worker group: actors, admission, output, liveness, absent ranks."""

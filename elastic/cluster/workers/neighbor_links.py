@@ -1,0 +1,41 @@
+"""A worker's half of admission: the neighbors that it measures its link to, and where it listens for others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from elastic.types import Terms
+from elastic.worker.profile.link_probe import Door, listen
+
+log = logging.getLogger(__name__)
+
+HEAR_MOST_S = 5.0  # of a neighbor, which trains meanwhile
+
+
+def entry(terms: Terms, neighbours: tuple[Any, ...]) -> Any:
+    """In the worker's process: what its session is given."""
+    from elastic.worker.profile.node_checks import Entry
+
+    return Entry(terms, partial(doors, neighbours))
+
+
+def doors(neighbours: Iterable[Any]) -> list[Door]:
+    """Where these actors listen; one that does not answer is left out: it may be ending, and says nothing of this node."""
+    found = []
+    for ref in [actor.hear.remote() for actor in neighbours]:
+        try:
+            found.append(ray.get(ref, timeout=HEAR_MOST_S))
+        except (RayError, GetTimeoutError, OSError) as error:
+            log.info("a neighbour does not answer: %s", error)
+    return found
+
+
+def open_door(node_id: str) -> Door:
+    """At the address by which the others know this node."""
+    return listen(node_id, ray.util.get_node_ip_address())

@@ -1,0 +1,1 @@
+"""What a person writes, validated: job.yaml, drills, hardware files, scripts."""

@@ -1,0 +1,1 @@
+"""What `elastic plan` and `elastic prices` print."""

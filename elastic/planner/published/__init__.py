@@ -1,0 +1,1 @@
+"""Published models and measurements, and how well predictions match them."""

@@ -1,0 +1,1 @@
+"""What failed, and what follows: nodes, devices, corrupted numbers, refused layouts, retries."""

@@ -1,0 +1,1 @@
+"""Measured speeds of workers, and batch shares and layouts that follow them."""

@@ -1,0 +1,1 @@
+"""What the driver knows: the State, and how each event and each order changes it."""

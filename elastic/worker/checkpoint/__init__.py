@@ -1,0 +1,1 @@
+"""Checkpoint files: written, indexed, read, checked, exported."""

@@ -1,0 +1,1 @@
+"""`elastic.loop`: the user's script in control, the session behind it."""

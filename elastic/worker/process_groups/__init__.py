@@ -1,0 +1,1 @@
+"""Process groups of one generation over gloo or NCCL: rendezvous, collectives, abort."""

@@ -1,0 +1,1 @@
+"""The same session under torchrun: a static plan, no Ray, no driver."""

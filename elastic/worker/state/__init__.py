@@ -1,0 +1,1 @@
+"""The training state of one rank as boxes: in GPU memory, in host copies, as peer replicas, and on its way."""

@@ -1,0 +1,1 @@
+"""One optimizer step of one rank: batch shares, microbatches, commit, block timing, checks of its results."""
