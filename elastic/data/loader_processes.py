@@ -1,6 +1,7 @@
 """Loader processes: each opens the job's data for itself, and reads the batches that it is asked for.
 
-A process ends when its parent does: its pipe then has no other end. `python -m elastic.data.loader_processes FD` is the process.
+A process ends when its parent does: its pipe then has no other end. `python -m elastic.data.loader_processes FD` is the
+process.
 """
 
 from __future__ import annotations

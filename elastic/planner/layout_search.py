@@ -1,11 +1,11 @@
 """Which layout on which workers: enumerate, drop what does not fit (with the reason), take the best.
 
 As many workers as possible. Among layouts of that size those that cut the model and its sequences least come first (tp x pp x
-cp; plain data-parallel sharding cuts nothing): memory, or a batch smaller than the number of workers, must ask for more. Among
-those, a layout that is simpler than the fastest and at most SLOWER slower is taken. A tp x cp group never leaves its node, nor
-a replica its zone. Fewer workers are taken where that is clearly faster: without the slow ones, where these compute hardly
-more than nothing, or where all of them together would need to cut more. Which worker is which rank: rank_placement.py; unequal shares
-and stages: hetero_split.py.
+cp; plain data-parallel sharding cuts nothing): memory, or a batch smaller than the number of workers, must ask for more.
+Among those, a layout that is simpler than the fastest and at most SLOWER slower is taken. A tp x cp group never leaves its
+node, nor a replica its zone. Fewer workers are taken where that is clearly faster: without the slow ones, where these compute
+hardly more than nothing, or where all of them together would need to cut more. Which worker is which rank: rank_placement.py;
+unequal shares and stages: hetero_split.py.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ CONTEXT_BYTES = 512 * MIB  # CUDA's context of the process, with the kernels tha
 
 
 def n_communicators(layout: Layout) -> int:
-    """Of a rank that is in most groups, the world's left out. Axes with the same ranks share one (elastic.worker.process_groups.groups)."""
+    """Of a rank that is in most groups, the world's left out. Axes with the same ranks share one (process_groups.groups)."""
     sizes = [layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp]
     sizes += [layout.cp] if layout.dp_shard > 1 else []  # else it is the sharded axis itself
     sizes += [2] if layout.pp > 2 else []  # first and last stage

@@ -57,7 +57,9 @@ OTHERS = {
         "+import elastic": "docs/test_ways_in.py::test_the_diff_at_the_end_is_that_of_the_files",
     },
     "models.md": {
-        "program = elastic.Program(..., weights": "worker/session/test_pages_trained.py::test_weights_of_a_folder_in_its_layouts",
+        "program = elastic.Program(..., weights": (
+            "worker/session/test_pages_trained.py::test_weights_of_a_folder_in_its_layouts"
+        ),
         "from elastic.models.lora": (
             "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts"
         ),

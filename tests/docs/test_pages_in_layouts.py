@@ -114,7 +114,8 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         asked.append({"job": load_job(folder).plain() | {"folder": str(folder), "drill": []}, "axes": axes})
     out = tmp_path_factory.mktemp("layouts") / "found"
     done = subprocess.run(
-        [sys.executable, "-m", "elastic.worker.equivalence.layout_check", str(out)], input=json.dumps(asked), text=True, timeout=MOST_S,
+        [sys.executable, "-m", "elastic.worker.equivalence.layout_check", str(out)], input=json.dumps(asked), text=True,
+            timeout=MOST_S,
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "ELASTIC_CACHE": str(out.parent / "cache")}, capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -29,7 +29,8 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     asked = [{"job": JOB | {"program": str(subjects.path_of(name))}, "tps": [2], "most_s": MOST_S} for name in names]
     root = ROOT
     done = subprocess.run(
-        [sys.executable, "-m", "elastic.worker.equivalence.layout_check", str(out)], input=json.dumps(asked), text=True, timeout=MOST_S,
+        [sys.executable, "-m", "elastic.worker.equivalence.layout_check", str(out)], input=json.dumps(asked), text=True,
+            timeout=MOST_S,
         cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -25,7 +25,7 @@ for place in (HERE.parent, HERE.parents[1], HERE):  # tests, the repository, thi
     if str(place) not in sys.path:
         sys.path.insert(0, str(place))
 
-from elastic.worker.process import allocator, environment
+from elastic.worker.process import allocator, environment  # noqa: E402 - neither imports torch
 
 SECONDS = 540.0
 LEAST_S = 8.0  # a part is not begun with less

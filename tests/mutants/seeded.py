@@ -79,7 +79,7 @@ class Fault:
 
     @property
     def part(self) -> str:
-        """`elastic/policy/pools/drain.py` -> `policy`; `elastic/data/order.py` -> `data.order`; `elastic/config/job.py` -> `spec`."""
+        """`elastic/policy/pools/drain.py` -> `policy`; `elastic/data/order.py` -> `data.order`; and so on."""
         names = Path(self.file).with_suffix("").parts[1:]
         return "data.order" if names == ("data", "order") else names[0]
 

@@ -96,6 +96,7 @@ def _impossible(query: Query, rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     return (
-        f"{plan_tables.count(query.aim.tokens)} tokens within {plan_tables.hours(query.aim.deadline_h)} exclude each other at a step of "
+        f"{plan_tables.count(query.aim.tokens)} tokens within {plan_tables.hours(query.aim.deadline_h)} exclude each other at "
+        "a step of "
         f"{query.subject.step_tokens:,} tokens: {'; '.join(told)}; take more time, fewer tokens or a larger --batch"
     )

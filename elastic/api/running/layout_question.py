@@ -1,7 +1,8 @@
 """Which layouts compute what a job's program does: asked of a process of its own before a run, kept by what the program is.
 
-The process (elastic/worker/equivalence/layout_check.py) starts beside everything else that a run starts; what it has found is kept in the
-user's cache folder and holds for as long as no file of the program, no version and no key of the job that matters has changed.
+The process (elastic/worker/equivalence/layout_check.py) starts beside everything else that a run starts; what it has found is
+kept in the user's cache folder and holds for as long as no file of the program, no version and no key of the job that matters
+has changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""One worker of a crew, as the crew sees it: a process of this host, or (elastic.cluster.workers.remote_processes) an actor on some node."""
+"""One worker of a crew, as the crew sees it: a process of this host, or (elastic.cluster.workers.remote_processes) an actor
+on some node.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The same model as anybody would write it: torchrun's environment, plain FSDP2, no elastic.worker; and bare messages.
 
-`python -m elastic.certify.reference.bare_torch train STEPS` or `... wire BYTES`, one process per rank with RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT. Rank 0 prints one JSON line: {"step_s": [...], "losses": [...]} or {"gb_per_s": ...}.
+`python -m elastic.certify.reference.bare_torch train STEPS` or `... wire BYTES`, one process per rank with RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT. Rank 0 prints one JSON line: {"step_s": [...], "losses": [...]} or {"gb_per_s": ...}.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The embedded cluster: several real Ray nodes on this machine, gone with the driver.
 
-`LocalCluster` is the driver's side. It starts the keeper (supervisor.py), which starts this module as the cluster process; the two
-speak JSON lines. Nodes stand on loopback, in a folder of their own, with a token of their own, and know nothing of other Ray
-clusters here.
+`LocalCluster` is the driver's side. It starts the keeper (supervisor.py), which starts this module as the cluster process;
+the two speak JSON lines. Nodes stand on loopback, in a folder of their own, with a token of their own, and know nothing of
+other Ray clusters here.
 """
 
 from __future__ import annotations

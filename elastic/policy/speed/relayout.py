@@ -1,6 +1,7 @@
 """Another arrangement of the nodes for their measured speeds, and leaving a node that is not worth its place.
 
-This costs a transition, so besides doubt (see share_rebalance.py; here both sides may be off, hence twice BAND) its price counts:
+This costs a transition, so besides doubt (see share_rebalance.py; here both sides may be off, hence twice BAND) its price
+counts:
 
 - It must pay over the expected stay: what is gained until the next expected loss, or the end, is more than WORTH times the
   pause.

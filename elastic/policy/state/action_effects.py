@@ -153,5 +153,6 @@ ORDERS: dict[type, Callable[[State, Any, float], State]] = {
     RequestNodes: _ordered_nodes, ReleaseNode: _ordered_release, Quarantine: _ordered_quarantine, Prepare: _ordered_prepare,
     EnterPlan: ordered_plan, Abort: _ordered_abort, Quiesce: _ordered_quiesce, StoreCopy: _ordered_copy, Stop: _ordered_stop,
     SetCadence: _ordered_cadence, DrainNode: _ordered_drain, RemoveCopy: ordered_removal,
-    RollForward: _ordered_forward, SetShares: _ordered_shares, FormGroups: forming_groups.ordered, DropGroups: forming_groups.dropped,
+    RollForward: _ordered_forward, SetShares: _ordered_shares, FormGroups: forming_groups.ordered,
+        DropGroups: forming_groups.dropped,
 }  # fmt: skip

@@ -1,8 +1,8 @@
 """`python -m elastic.worker.equivalence.layout_check OUT < ASKED`: which layouts compute what a program does.
 
-A process of its own, without a GPU and beside whatever else starts; what it finds is kept (elastic/api/running/layout_question.py). First the
-structure (structure.py), without values and of any size; then, for each axis that it leaves open, loss and gradients of a small
-copy in two real processes (layout_values.py).
+A process of its own, without a GPU and beside whatever else starts; what it finds is kept
+(elastic/api/running/layout_question.py). First the structure (structure.py), without values and of any size; then, for each
+axis that it leaves open, loss and gradients of a small copy in two real processes (layout_values.py).
 """
 
 from __future__ import annotations

@@ -13,6 +13,6 @@ from torch.distributed.tensor import _random
 
 
 def settle_random(mesh: DeviceMesh | None) -> None:
-    """Without a collective: each step seeds its ranks (elastic.worker.step.optimizer_step.seed), those of one tp group equally."""
+    """Without a collective: each step seeds its ranks (worker.step.optimizer_step.seed), those of one tp group equally."""
     if mesh is not None and mesh.device_type == "cuda":
         _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)

@@ -1,8 +1,8 @@
 """What a drill lets a worker's device do: compute slowly, stand still, compute wrong numbers, fail; and what it lets layouts
 do. For trials only.
 
-The hooks on the model's blocks (elastic/worker/step/block_timing.py) ask for it in each pass, so that what is timed, compared and waited
-for is what a device that is really slow, stuck or broken would show.
+The hooks on the model's blocks (elastic/worker/step/block_timing.py) ask for it in each pass, so that what is timed, compared
+and waited for is what a device that is really slow, stuck or broken would show.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What all ranks of a generation say to each other: a few numbers at a time, without a connection from each rank to each other.
 
-Sums over all ranks go up a tree of small groups (elastic.types.grid.control_tree) and their result down again. Up to MESH_MOST ranks
-that is one all-reduce in one group, whose order of sums stays what it is. In a larger tree a rank has O(log N) connections, and
-a sum takes O(log N) hops: each row adds up at its first rank, the highest row gives every rank in it the result, and each row
-takes it from its first rank. All ranks have the same bits, since each gets a copy of one sum; and nobody has a result that some
-rank has not added to. Whoever waits here is freed as in any group, by the end of its own connections.
+Sums over all ranks go up a tree of small groups (elastic.types.grid.control_tree) and their result down again. Up to
+MESH_MOST ranks that is one all-reduce in one group, whose order of sums stays what it is. In a larger tree a rank has O(log
+N) connections, and a sum takes O(log N) hops: each row adds up at its first rank, the highest row gives every rank in it the
+result, and each row takes it from its first rank. All ranks have the same bits, since each gets a copy of one sum; and nobody
+has a result that some rank has not added to. Whoever waits here is freed as in any group, by the end of its own connections.
 
 Messages between two ranks go over a group of which two ranks connect when they first need it (`Pairs`).
 """

@@ -15,7 +15,7 @@ from elastic.errors import SpecError
 from elastic.program import Program, load_program
 
 train = pytest.importorskip("ray.train")
-from elastic.cluster.ray_train import train_types
+from elastic.cluster.ray_train import train_types  # noqa: E402
 from elastic.cluster.ray_train.train_types import Told, pools, read_checkpoint, result_of, wanted  # noqa: E402
 
 TINY = PROGRAMS / "tiny.py"

@@ -61,13 +61,16 @@ def _one_write_at_a_time(patch: pytest.MonkeyPatch) -> None:
     from moto.s3.responses import S3Response
 
     writing = threading.RLock()
-    for name in ("put_object", "_key_response_post"):
 
-        def write(self: Any, *args: Any, _write: Any = getattr(S3Response, name), **kwargs: Any) -> Any:
+    def alone(write: Any) -> Any:
+        def of_this(*args: Any, **kwargs: Any) -> Any:
             with writing:
-                return _write(self, *args, **kwargs)
+                return write(*args, **kwargs)
 
-        patch.setattr(S3Response, name, write)
+        return of_this
+
+    for name in ("put_object", "_key_response_post"):
+        patch.setattr(S3Response, name, alone(getattr(S3Response, name)))
 
 
 def make_bucket() -> None:

@@ -228,7 +228,7 @@ class Block:
         if name.split(".")[0] in ("ray", "pydantic"):
             raise ImportError(name)
 sys.meta_path.insert(0, Block())
-import elastic.worker.profile.measure, elastic.worker.profile.measured_groups, elastic.worker.profile.measured_ops, elastic.worker.profile.measure_process
+from elastic.worker.profile import measure, measured_groups, measured_ops, measure_process
 """
 
 
