@@ -22,16 +22,7 @@ MAX_FUNCTION_LINES = 70
 MAX_PARAMETERS = 6
 MAX_ROOM_FILES = 12  # of a folder, __init__.py and __main__.py left out
 FORBIDDEN_WORDS = ("manager", "engine", "helper", "utils", "context", "common")
-PURE = (
-    "types",
-    "reshard",
-    "planner",
-    "policy",
-    "ledger.accounts",
-    "ledger.launch_times",
-    "ledger.loss_checks",
-    "data.order",
-)
+PURE = ("types", "reshard", "planner", "policy", "ledger.accounts", "ledger.launch_times", "ledger.loss_checks", "data.order")
 IMPURE = {
     "time", "datetime", "random", "secrets", "os", "threading", "concurrent", "multiprocessing", "asyncio", "logging", "socket",
     "subprocess",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic.config import masking
 from elastic.config.masking import is_secret, masked, masked_text
 from elastic.ledger.run_folder import RunFolder
 from elastic.ledger.segments import Stored
@@ -24,7 +25,6 @@ from elastic.types import (
     Stop,
     WorkerFailed,
     WorkerId,
-    masking,
 )
 
 SECRET = "zq7-planted"

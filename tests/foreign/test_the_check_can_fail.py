@@ -19,7 +19,8 @@ WHOLE = ""
 NOT_ADDED_UP = "from elastic.worker.step.optimizer_step import Stepper; Stepper._add_tied = lambda self, gradients: None"
 NOT_TIED = """
 from torch import nn
-from elastic.worker import parallelize, train_state
+from elastic.worker.parallel import parallelize
+from elastic.worker.state import train_state
 
 def copied(model, profile):
     present = dict(model.named_parameters(remove_duplicate=False))
@@ -31,14 +32,14 @@ def copied(model, profile):
 parallelize.tie_again = train_state.tie_again = copied
 """
 ONE_BLOCK_LESS = """
-from elastic.worker import pipeline
+from elastic.worker.parallel import pipeline
 whole = pipeline.stage_blocks
 pipeline.stage_blocks = lambda layers, stage: whole(layers, stage)[1:] if stage else whole(layers, stage)
 """
-NOT_SUMMED = "from elastic.worker import parallelize; parallelize.STYLES['rowwise'] = parallelize.ColwiseParallel"
+NOT_SUMMED = "from elastic.worker.parallel import parallelize; parallelize.STYLES['rowwise'] = parallelize.ColwiseParallel"
 
 
-LARGE = "from elastic.worker import layout_values; layout_values.WHOLE_MOST_PARAMETERS = 1000"
+LARGE = "from elastic.worker.equivalence import layout_values; layout_values.WHOLE_MOST_PARAMETERS = 1000"
 
 
 def found_with(broken: str, name: str, axes: list[str], tmp_path: Path, most_s: float = 300.0) -> dict[str, Any]:

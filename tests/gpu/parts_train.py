@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from statistics import median
 from typing import Any
 
@@ -43,10 +43,10 @@ def facts(tell: Tell, cpu: bool, seconds: float) -> None:
             tell(f"version.{name}", metadata.version(name))
     tell("python", sys.version.split()[0])
     wrong = {}
-    for module in iter_modules(elastic.worker.__path__):
-        if not module.name.startswith("__"):
+    for module in walk_packages(elastic.worker.__path__, "elastic.worker."):
+        if not module.name.endswith("__"):
             try:
-                import_module(f"elastic.worker.{module.name}")
+                import_module(module.name)
             except Exception as error:  # noqa: BLE001 - what it raises is the answer
                 wrong.setdefault(f"{type(error).__name__}: {error}", []).append(module.name)
     tell("import.elastic.worker", not wrong)

@@ -121,7 +121,7 @@ def test_without_a_server_a_client_is_the_program_itself(server: Any, tmp_path: 
 def test_a_server_with_threads_does_not_fork(tmp_path: Path) -> None:
     text = f"""
 import os, sys, threading, time
-from elastic.cluster import fork_server
+from elastic.cluster.local import fork_server
 fork_server.PRELOADED = ()
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 fork_server.main({str(tmp_path)!r}, os.getppid())

@@ -11,7 +11,7 @@ from support.cluster.stage import wait_gone
 
 CHILD = """
 import os, sys, time
-from elastic.cluster import processes
+from elastic.cluster.ray import processes
 if sys.argv[1:]: os.environ["RAY_RAYLET_PID"] = sys.argv[1]  # not its parent, as for the fork of a fork server
 processes.end_with(processes.raylet(), 0.05)
 print("up", flush=True)

@@ -107,15 +107,15 @@ def test_the_environment_is_read_again(tmp_path: Path) -> None:
 import os, sys
 import ray
 from ray._raylet import AuthenticationTokenLoader, get_authentication_mode
-from elastic.cluster import own_token
+from elastic.cluster.local import cluster_token
 from elastic.cluster.ray._ray_private import read_environment_again
 def seen():
     token = AuthenticationTokenLoader.instance().get_raw_token(ignore_auth_mode=True) if get_authentication_mode() else None
     return token, ray._private.services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
 at_first, tokens = seen(), []
 for folder in sys.argv[1:]:
-    own_token.write(folder)
-    with own_token.replaced(own_token.environment(folder)):
+    cluster_token.write(folder)
+    with cluster_token.replaced(cluster_token.environment(folder)):
         read_environment_again()
         token, stays = seen()
         assert stays

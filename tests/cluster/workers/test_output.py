@@ -15,7 +15,7 @@ from elastic.ledger.run_folder import OF_NODE
 
 CHILD = """
 import os, sys
-from elastic.cluster import output
+from elastic.cluster.workers import output
 output.FILE_BYTES = 3000
 out = output.Output(sys.argv[1], "spot-1/0")
 print("before", flush=True)
@@ -125,7 +125,7 @@ def test_no_link_is_followed_and_a_folder_of_a_node_is_this_users_alone(tmp_path
 
 REMOVED = """
 import shutil, sys
-from elastic.cluster import output
+from elastic.cluster.workers import output
 out = output.Output(sys.argv[1], "spot-1/0")
 out.begin("generation 1: rank 0 of 1", True)
 print("one", flush=True)

@@ -80,7 +80,7 @@ def test_what_prepares_stands_back_until_its_first_generation(
 def test_standing_back_is_undone_for_every_thread() -> None:
     code = """
 import os, resource, threading
-from elastic.cluster import processes
+from elastic.cluster.ray import processes
 values = lambda: {os.getpriority(os.PRIO_PROCESS, int(name)) for name in os.listdir("/proc/self/task")}
 gate = threading.Event()
 threading.Thread(target=gate.wait).start()

@@ -69,7 +69,7 @@ def test_read_once_by_many_threads_and_processes(far: Remote) -> None:
         thread.join()
     assert read_bytes(far) == far.n_bytes
     code = (
-        "import sys; from elastic.data import cache as c; from elastic.storage import LocalStorage\n"
+        "import sys; from elastic.data.sources import block_cache as c; from elastic.storage import LocalStorage\n"
         f"c.BLOCK_BYTES = {BLOCK}\n"
         "far = c.Remote(LocalStorage(sys.argv[1]), 'data', int(sys.argv[2]), 1.0)\n"
         "c.Cache._fetched = None\n"

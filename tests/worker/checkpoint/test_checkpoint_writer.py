@@ -394,7 +394,8 @@ PEAK = """
 import resource, sys, torch
 from elastic.storage import open_storage
 from elastic.types import Box
-from elastic.worker import durable
+from elastic.worker.checkpoint.checkpoint_index import open_checkpoint
+from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 torch.set_num_threads(1)
 
 def peak():
@@ -402,13 +403,13 @@ def peak():
 
 box = Box("w", (0, 0), (50_000, 1024), "float32")
 storage = open_storage(sys.argv[1])
-durable.write_shard(storage, 1, 1, 1, [(Box("v", (0,), (3,), "float32"), torch.zeros(3))])  # imports
+write_shard(storage, 1, 1, 1, [(Box("v", (0,), (3,), "float32"), torch.zeros(3))])  # imports
 value = torch.randn(50_000, 1024)
 before = peak()
-durable.write_shard(storage, 1, 1, 0, [(box, value)])
+write_shard(storage, 1, 1, 0, [(box, value)])
 saved = peak() - before
-uri = durable.commit(storage, 1, 1, 2, 1, {})
-checkpoint = durable.open_checkpoint(uri)
+uri = commit(storage, 1, 1, 2, 1, {})
+checkpoint = open_checkpoint(uri)
 before = peak()
 checkpoint.fill([(box, value)])
 straight = peak() - before
