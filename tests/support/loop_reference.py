@@ -28,10 +28,9 @@ def train_script_alone(file: Path, args: Sequence[str], seed: int, steps: int) -
     extra = ExtraState(program.extra_state)
     boxes = {spec.fqn: (None, torch.zeros(spec.shape, dtype=torch.uint8)) for spec in extra.specs()}
     extra.fresh(boxes)
-    place = SimpleNamespace(extra=extra, program=program, job={"steps": steps})
     each = by_name(program.optimizer(named))
     state = SimpleNamespace(step=0, rank=0, optimizers=SimpleNamespace(each=each), model=model, tensors=boxes)
-    script.begin(place, SimpleNamespace(layout=SimpleNamespace(world_size=1)), state)  # type: ignore[arg-type]
+    script.begin(SimpleNamespace(layout=SimpleNamespace(world_size=1)), state, {"steps": steps}, extra)  # type: ignore[arg-type]
     losses = []
     for step in range(steps):
         dataset = program.dataset()

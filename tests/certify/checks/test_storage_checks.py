@@ -15,6 +15,7 @@ from elastic.certify.checks.storage_checks import checkpoint, task
 from elastic.certify.result import Check
 from elastic.certify.tasks import Limit, Tasks
 from elastic.storage import LocalStorage
+from elastic.worker.checkpoint import checkpoint_reader
 
 SMALL = 64  # rows
 
@@ -71,7 +72,7 @@ def test_storage_that_damages_bytes_fails(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_returns_other_numbers_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_checks.durable.Checkpoint, "fill", lambda self, items: 0)
+    monkeypatch.setattr(checkpoint_reader.Checkpoint, "fill", lambda self, items: 0)
     check = tried(LocalStorage(tmp_path))
     assert check.verdict == "fail"
     assert "content_equal is 0" in check.why

@@ -25,8 +25,8 @@ class SlowStorage:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, object]] = []
         self.go, self.busy = threading.Event(), threading.Event()
-        monkeypatch.setattr(checkpoint_writer, "remove_copy", lambda storage, uri, epoch: self.calls.append(("remove", uri)))
-        monkeypatch.setattr(checkpoint_writer, "clean", lambda storage, epoch, below: self.calls.append(("clean", below)) or [])
+        monkeypatch.setattr(checkpoint_index, "remove_copy", lambda storage, uri, epoch: self.calls.append(("remove", uri)))
+        monkeypatch.setattr(checkpoint_index, "clean", lambda storage, epoch, below: self.calls.append(("clean", below)) or [])
 
     def commit(self, plan: Plan, step: int, digest: int) -> str:
         self.busy.set()
@@ -93,8 +93,8 @@ def test_what_nobody_thought_of_is_a_copy_that_failed_and_the_next_one_is_stored
     def odder(*_: object) -> None:
         raise ZeroDivisionError("odder")
 
-    monkeypatch.setattr(checkpoint_writer, "clean", odder)
-    monkeypatch.setattr(checkpoint_writer, "remove_copy", odder)
+    monkeypatch.setattr(checkpoint_index, "clean", odder)
+    monkeypatch.setattr(checkpoint_index, "remove_copy", odder)
     monkeypatch.setattr("elastic.cluster.backend.checkpoint_commit.REMOVE_WAIT_S", 0.0)
     copies = DurableCopies(open_storage(str(tmp_path)), 1, {}, odd)
     copies.clean()

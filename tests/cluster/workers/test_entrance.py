@@ -135,7 +135,7 @@ def test_the_shell_passes_terms_on_and_a_neighbour_that_does_not_answer_is_left_
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from elastic.cluster.ray import processes
-    from elastic.cluster.workers import admission_links
+    from elastic.cluster.workers import neighbor_links
 
     monkeypatch.setattr(processes, "stand_back", lambda: False)
     worker = Worker(WorkerSetup(WorkerId("a", 0), 1, "spot", {"folder": ""}, str(tmp_path), 1, FAKE))
@@ -153,16 +153,16 @@ def test_the_shell_passes_terms_on_and_a_neighbour_that_does_not_answer_is_left_
     def get(ref: str, timeout: float) -> Any:
         answers.append(timeout)
         if len(answers) == 1:
-            raise admission_links.GetTimeoutError("it is busy")
+            raise neighbor_links.GetTimeoutError("it is busy")
         return "a door"
 
     answers: list[float] = []
-    monkeypatch.setattr(admission_links.ray, "get", get)
+    monkeypatch.setattr(neighbor_links.ray, "get", get)
     worker.prepare(1, (), Terms({"torch": "2"}), (Actor, Actor))
     entry = told[1][1]
     assert isinstance(entry, Entry) and entry.terms == Terms({"torch": "2"})
     assert answers == [], "asked in the background"
-    assert entry.doors() == ["a door"] and answers == [admission_links.HEAR_MOST_S] * 2
+    assert entry.doors() == ["a door"] and answers == [neighbor_links.HEAR_MOST_S] * 2
 
 
 # ------------------------------------------------------------------------------------------ storage

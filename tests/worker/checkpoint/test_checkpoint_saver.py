@@ -99,7 +99,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert go.wait(120)
         return real(*arguments)
 
-    monkeypatch.setattr(checkpoint_saver.durable, "write_shard", waits)
+    monkeypatch.setattr(checkpoint_saver.checkpoint_writer, "write_shard", waits)
     yield go
     go.set()
 
