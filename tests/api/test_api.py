@@ -78,7 +78,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def prepared(folder: Path, **options: object) -> running._Run:
-    return running._Run(running._job(folder, None, api.Options()), api.Options(**options))  # type: ignore[arg-type]
+    return running._Run(running.job_given(folder, None, api.Options()), api.Options(**options))  # type: ignore[arg-type]
 
 
 def steps(numbers: list[int], n_samples: int = 100, generation: int = 1) -> list[tuple[float, StepDone]]:
@@ -123,14 +123,14 @@ def test_a_cluster_is_drilled_only_when_asked(folder: Path, tmp_path: Path, monk
 
 def test_a_program_is_found_by_its_file(folder: Path) -> None:
     program = load_program(folder / "program.py")
-    job = running._job(program, {"steps": 2, "global_batch": 4}, api.Options())
+    job = running.job_given(program, {"steps": 2, "global_batch": 4}, api.Options())
     assert (job.program, job.steps) == (str(folder / "program.py"), 2)
-    job = running._job(program, folder, api.Options(overrides=("steps=9",)))
+    job = running.job_given(program, folder, api.Options(overrides=("steps=9",)))
     assert (job.program, job.steps) == (str(folder / "program.py"), 9)
     with pytest.raises(SpecError, match="give job="):
-        running._job(program, None, api.Options())
+        running.job_given(program, None, api.Options())
     with pytest.raises(SpecError, match="a job folder has its own job.yaml"):
-        running._job(folder, {"steps": 2}, api.Options())
+        running.job_given(folder, {"steps": 2}, api.Options())
     nowhere = Program(eval("lambda: None"), program.optimizer, program.dataset, program.loss)
     with pytest.raises(SpecError, match="in a file"):
         elastic.run(nowhere, {"steps": 2, "global_batch": 4})
