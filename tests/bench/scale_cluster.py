@@ -24,7 +24,7 @@ from elastic.cluster.backend import ray_backend
 from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.cluster.backend.ray_run import RayRun
 from elastic.cluster.local.local_cluster import NodeOrder
-from elastic.cluster.workers import admission_links, worker_group
+from elastic.cluster.workers import neighbor_links, worker_group
 from elastic.driver import drive
 from elastic.ledger.journal import Journal
 from elastic.policy.decide import decide
@@ -252,7 +252,7 @@ def made_up(step_s: float) -> Iterator[MadeUpCluster]:
     with (
         patch.object(ray_backend, "ray", cluster),
         patch.object(worker_group, "ray", cluster),
-        patch.object(admission_links, "ray", cluster),
+        patch.object(neighbor_links, "ray", cluster),
     ):
         with patch.object(ray_backend, "Survey", Survey), ends:
             yield cluster
