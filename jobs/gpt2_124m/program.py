@@ -5,7 +5,7 @@ import math
 import torch
 from transformers import GPT2Config
 
-from elastic.data.sources.text_folder import TextFolder, python_stdlib_folder
+from elastic.data.sources import TextFolder, python_stdlib_folder
 from elastic.models.huggingface import causal_lm
 
 STEPS, WARM_UP_STEPS, SEQ = 19_073, 715, 1024  # STEPS as in job.yaml

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import elastic
-from elastic.data.sources.text_folder import LEFT_OUT, TextFolder, python_stdlib_folder
+from elastic.data.sources import LEFT_OUT, TextFolder, python_stdlib_folder
 from elastic.models.llama import Llama, LlamaConfig, generate, init_weights, loss_sum, tp_plan
 
 SEQ = 128  # bytes per sample
