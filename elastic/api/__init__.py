@@ -1,4 +1,4 @@
-"""What a program or the command line asks for. Picks the backend, starts the observers beside the loop, writes the report."""
+"""What a program or the command line calls: run, plan, prices, checkpoints, orders to a live run. It picks the backend."""
 
 from elastic.api.check_cluster import check_cluster
 from elastic.api.checkpoints import Import, checkpoints, export, import_state, remove, verify

@@ -1,4 +1,4 @@
-"""Orders to a run that is there."""
+"""Orders to a live run (stop, drill), left in its inbox; and which process drives a run."""
 
 from __future__ import annotations
 

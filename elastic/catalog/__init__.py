@@ -1,5 +1,6 @@
-"""What the clouds offer: instance types, their GPUs and links, and dated prices. Three CSV files, each row with its source,
-and users' own entries over them (ELASTIC_CATALOG, docs/catalog.md).
+"""What the clouds offer: GPUs and their links, instance types, dated prices.
+
+Three CSV files, each row with its source, and users' own entries over them (ELASTIC_CATALOG, docs/catalog.md).
 
 `instances.csv`: hardware of a type, the same in every region. `prices.csv`: dollars per hour of a type in one region, Linux, as
 the public tables named in `source` gave them on the day `at`; spot is the median over the zones of that region. `chips.csv`:

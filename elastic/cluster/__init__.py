@@ -1,1 +1,1 @@
-"""The Backend on Ray: the only package that imports ray."""
+"""Ray, nodes and clouds: all that a run needs of a cluster. The only package that imports ray."""

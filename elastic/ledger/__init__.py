@@ -1,1 +1,1 @@
-"""Where the time and the money went: the journal of a run and its accounts."""
+"""The record of a run: its folder, the journal, the lease of its one driver, and the accounts of time and money."""

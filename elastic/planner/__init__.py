@@ -1,1 +1,1 @@
-"""Which layout on which nodes. Sees numbers only."""
+"""Which layout on which nodes, how fast, how much memory, how many dollars. Sees numbers only."""

@@ -1,4 +1,4 @@
-"""Which layout on which workers: enumerate, drop what does not fit (with the reason), take the best.
+"""The layout of a running job: enumerate, drop what does not fit (with the reason), take the best. The policy asks it.
 
 As many workers as possible. Among layouts of that size those that cut the model and its sequences least come first (tp x pp x
 cp; plain data-parallel sharding cuts nothing): memory, or a batch smaller than the number of workers, must ask for more.

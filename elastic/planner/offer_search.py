@@ -1,4 +1,4 @@
-"""The best layouts on given nodes, by predicted cost: all of the space, with what cannot win left out early.
+"""The search of `elastic plan`: the best layouts on given nodes by predicted cost; what cannot win is left out early.
 
 A shape (tp, pp, cp and data-parallel ranks) is left out when its computation alone, with tiles that always fill the GPU, would
 make it a worse offer than the last that is shown: all else only adds to that. Equal GPUs are one kind: what is looked at grows

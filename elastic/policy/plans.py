@@ -1,4 +1,4 @@
-"""Plans: the planner's choice for the nodes that there are, with what the policy adds to it."""
+"""The next generation's Plan: the planner's choice for the nodes there are, what the policy adds, and the reason."""
 
 from __future__ import annotations
 

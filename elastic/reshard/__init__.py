@@ -1,1 +1,1 @@
-"""Which bytes go from whom to whom when the layout changes: integers only."""
+"""Which bytes go from which rank to which when the layout changes: integers only; worker/state/transfer.py moves them."""

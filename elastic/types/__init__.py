@@ -1,4 +1,4 @@
-"""The nouns: frozen dataclasses, standard library only.
+"""The nouns that all rooms share: events, actions, plans, layouts, profiles. Frozen dataclasses, standard library only.
 
 Facts are Events (past tense), orders are Actions; both are plain data that the journal writes and reads back.
 Units stand in the names: `_s` seconds, `_bytes`, `_usd`, `_usd_per_h`. All times `*_at_s` and `deadline_s` are seconds on the

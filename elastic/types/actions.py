@@ -1,4 +1,4 @@
-"""Orders, and the decision that they belong to."""
+"""Actions: what the policy orders a backend to do; and the Decision that they belong to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts, in the past tense."""
+"""Events: what backend and workers report, as facts in the past tense."""
 
 from __future__ import annotations
 

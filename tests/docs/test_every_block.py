@@ -42,6 +42,11 @@ OTHERS = {
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
         "for i in $(seq 200)": "docs/test_data_page.py::test_the_cut_of_unequal_samples_is_what_the_page_says",
     },
+    "how-it-works.md": {
+        "job.yaml, command line": "docs/test_how_it_works_page.py::test_the_drawing_names_the_rooms",
+        "cli\n": "docs/test_how_it_works_page.py::test_the_order_of_imports_is_the_linters",
+        "cli ": "docs/test_how_it_works_page.py::test_the_map_says_of_each_room_what_the_room_says",
+    },
     "huggingface.md": {
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
         "-from transformers": "docs/test_ways_in.py::test_the_diff_at_the_end_is_that_of_the_files",

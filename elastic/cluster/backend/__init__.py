@@ -1,1 +1,1 @@
-"""The Backend on Ray: poll and execute, aggregation, checkpoint commit, drills."""
+"""The Backend on Ray, on the driver's side: poll and execute, aggregation, checkpoint commit, drills, attaching to a run."""

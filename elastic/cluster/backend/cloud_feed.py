@@ -1,4 +1,4 @@
-"""What the world outside says that concerns a run's nodes: who will be taken, and what they cost."""
+"""Notices and prices as events of the backend: which of a run's nodes will be preempted, and what its pools cost now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backend on Ray is told of a run."""
+"""RayRun: what the backend on Ray is given of a run: its name, job, pools, storage, epoch, and what an earlier driver left."""
 
 from __future__ import annotations
 

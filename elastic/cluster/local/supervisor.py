@@ -1,4 +1,4 @@
-"""The keeper of the embedded cluster: ends every process of it when the driver ends, however that comes about.
+"""The supervisor of the embedded cluster: ends every process of it when the driver ends, however that comes about.
 
 `python -m elastic.cluster.local.supervisor` starts `elastic.cluster.local.local_cluster` and adopts whatever that leaves
 behind. It imports no ray and does nothing but wait: for end of file on its input (the driver has closed it or is gone), for a

@@ -1,1 +1,1 @@
-"""Notices of a node's end: who watches for them, and how they are merged."""
+"""Notices of preemption: who watches each node for them, and how those of several sources become one per node."""

@@ -1,1 +1,1 @@
-"""What nodes cost now."""
+"""What nodes cost now: spot and list prices asked of AWS, told to the driver as events."""

@@ -1,1 +1,1 @@
-"""Ray's private names, addresses, and processes of this machine."""
+"""The lowest layer of cluster: Ray's private names, its address, processes of this machine, threads that go on after errors."""

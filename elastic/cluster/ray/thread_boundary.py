@@ -1,4 +1,4 @@
-"""The boundary of a thread that follows something as long as its process lives."""
+"""Boundary: what a lasting background thread raises is logged, and the thread goes on."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The worker group: actors, admission, output, liveness, absent ranks."""
+"""The worker group: one Ray actor per GPU process, who is admitted, what they print, which of them is silent."""

@@ -1,4 +1,4 @@
-"""How long the driver waits for answers before it looks for what no worker says."""
+"""How long a poll waits for workers' answers before it looks at what no worker reports: inbox, notices, deadlines, silence."""
 
 from __future__ import annotations
 

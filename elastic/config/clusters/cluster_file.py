@@ -1,4 +1,4 @@
-"""ClusterSpec and what it is made of."""
+"""ClusterSpec: a cluster file as everybody else sees it: its pools, their node types, and the problems found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mix of pools: request, prepare, release, quarantine."""
+"""Orders about nodes: requested, prepared, released, so that the pools come to what pool_allocation.py wants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mix of pools: how many nodes of each are wanted now, and why.
+"""How many nodes of each pool are wanted now, spot or on demand, and why.
 
 Two purposes. `fastest`: all that the pools give. `cheapest`: what is owned and reserved, then spot, and on-demand nodes only
 for the floor, while too few others are there for longer than waiting is worth, or while the deadline needs them.

@@ -1,4 +1,4 @@
-"""What a node can learn about its own end: one file per cloud, which of them is here, and a watch that reads them in threads.
+"""Where a node learns of its own preemption: one file per cloud (a new one goes here), which are present, the threads that ask.
 
 Nothing here imports Ray or needs credentials; each source is a Source (metadata_request.py).
 """

@@ -17,6 +17,7 @@ from elastic.api.planning import query as answers
 from elastic.api.planning.model_source import Subject
 from elastic.api.planning.plan_nodes import Machines
 from elastic.api.planning.quantities import Asked, gpus_of, hours_of, tokens_of
+from elastic.cli.parser import show, verb
 from elastic.errors import SpecError
 from elastic.observe.plans import plan_bars, plan_tables
 from elastic.planner.offers import Aim, Purpose
@@ -41,8 +42,8 @@ class Answer:
     lines: Sequence[str]
 
 
-def add_arguments(made: argparse.ArgumentParser) -> None:
-    """All but --json and --storage, which every verb has."""
+def add(verbs: Any) -> None:
+    made = verb(verbs, "plan", _answered, ABOUT)
     made.epilog, made.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     what = made.add_argument_group("what is trained")
     what.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py")
@@ -91,6 +92,12 @@ def _share(text: str) -> float:
     if not 0 < share < 1:
         raise argparse.ArgumentTypeError(f"'{text}' must be a share between 0 and 1, as in 0.8")
     return share
+
+
+def _answered(given: argparse.Namespace) -> int:
+    found = answer(given)
+    show(given, found.plain, found.lines)
+    return 0
 
 
 def answer(given: argparse.Namespace) -> Answer:

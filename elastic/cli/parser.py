@@ -1,0 +1,90 @@
+"""What all commands share: --json and --storage, exit codes, how a RUN is named, errors in one line, Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from elastic.errors import ElasticError, SpecError
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe import find_runs
+
+EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
+RUN = "run name (or how it begins, or the job's name: its newest run), its folder or its URI"
+
+Handler = Callable[[argparse.Namespace], int]  # what was asked -> the exit code
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def verb(verbs: Any, name: str, handler: Handler, about: str) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = verbs.add_parser(name, help=about, description=about[:1].upper() + about[1:] + ".")
+    made.set_defaults(handler=handler)
+    made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_argument(
+        "--storage", metavar="URI", help="folder that holds the runs (default: $ELASTIC_STORAGE or ./elastic_runs)"
+    )
+    return made
+
+
+def run_verb(verbs: Any, name: str, handler: Handler, about: str) -> argparse.ArgumentParser:
+    """A verb about one RUN."""
+    made = verb(verbs, name, handler, about)
+    made.add_argument("run", metavar="RUN", help=RUN)
+    return made
+
+
+def verb_group(verbs: Any, name: str, about: str) -> Any:
+    """Verbs of two words, as `checkpoint ls`: the second ones are added to what this returns."""
+    made = verbs.add_parser(name, help=about, description=about.capitalize() + ".")
+    return made.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+
+
+def add_overrides(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="over job.yaml; repeatable"
+    )
+
+
+def overrides(given: argparse.Namespace) -> tuple[str, ...]:
+    """What --set and --storage say over job.yaml."""
+    return (*given.overrides, *([f"storage={given.storage}"] if given.storage else []))
+
+
+def natural(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 0")
+    return int(text)
+
+
+def opened(given: argparse.Namespace) -> RunFolder:
+    """The run that RUN names."""
+    return find_runs.open_run(given.run, given.storage)
+
+
+def show(given: argparse.Namespace, data: Any, lines: Sequence[str]) -> None:
+    """One JSON document, or lines."""
+    print(json.dumps(data, default=str) if given.json else "\n".join(lines))
+
+
+def carry_out(given: argparse.Namespace) -> int:
+    """The exit code of the verb that was given. An error of ours is one line."""
+    try:
+        if given.args and getattr(given, "script", None) is None:
+            raise SpecError(f"'{given.args[0]}' after -- is an argument of a script; name that by --script FILE before the --")
+        return int(given.handler(given))
+    except ElasticError as error:
+        print(f"elastic: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("elastic: interrupted", file=sys.stderr)
+        return EXIT["stopped"]
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader, as in `| head`, has had enough
+        return 0

@@ -1,0 +1,95 @@
+"""Commands that read a run and change nothing in it: ls, status, why, ledger, report, replay, logs, doctor."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from elastic import api
+from elastic.cli.parser import RUN, natural, opened, run_verb, show, verb
+from elastic.observe import doctor, find_runs, logs, report, run_tables
+
+
+def add(verbs: Any) -> None:
+    verb(verbs, "ls", _ls, "list the runs")
+    for name, handler, about in (
+        ("status", _status, "where a run stands"),
+        ("why", _why, "what happened in a run, and why each decision was taken"),
+        ("ledger", _ledger, "where the time and the money of a run went"),
+        ("report", _report, "write loss.png and report.json of a run again and print the report"),
+        ("replay", _replay, "take all decisions of a run again from its journal alone and compare"),
+    ):
+        run_verb(verbs, name, handler, about)
+    verbs.choices["why"].add_argument("--last", metavar="N", type=int, default=0, help="only the last N lines")
+    made = run_verb(verbs, "logs", _logs, "what the workers of a run have printed: the end of each one's file")
+    made.add_argument("--last", metavar="N", type=natural, default=20, help="lines of each (default: 20; 0 = all)")
+    made.add_argument("--worker", metavar="NAME", default="", help="only files whose name begins so, as in spot-1")
+    made = verb(verbs, "doctor", _doctor, "check this machine; with RUN, what went wrong in that run")
+    made.add_argument("run", metavar="RUN", nargs="?", help=RUN)
+
+
+def _ls(given: argparse.Namespace) -> int:
+    rows = [
+        run_tables.Row(find_runs.view(run), api.holder(run.storage), find_runs.age_s(run))
+        for _, run in find_runs.all_runs(given.storage)
+    ]
+    show(
+        given,
+        [row.plain() for row in rows],
+        run_tables.ls(rows) if rows else [f"no runs in {find_runs.storage_uri(given.storage)}"],
+    )
+    return 0
+
+
+def _status(given: argparse.Namespace) -> int:
+    run = opened(given)
+    view, holder = find_runs.view(run), api.holder(run.storage)
+    show(given, run_tables.status_plain(view, holder), run_tables.status(view, holder))
+    return 0
+
+
+def _why(given: argparse.Namespace) -> int:
+    view = find_runs.view(opened(given))
+    show(given, run_tables.why_plain(view, given.last), run_tables.why(view, given.last))
+    return 0
+
+
+def _ledger(given: argparse.Namespace) -> int:
+    show(given, *report.ledger(find_runs.lines_of(opened(given))))
+    return 0
+
+
+def _report(given: argparse.Namespace) -> int:
+    data, lines = report.write(opened(given))
+    show(given, data, lines)
+    return 0
+
+
+def _replay(given: argparse.Namespace) -> int:
+    from elastic.sim.replay import replay
+
+    found = replay(find_runs.lines_of(opened(given)))
+    data: dict[str, Any] = {"decisions": found.n_decisions, "identical": found.identical}
+    lines = [f"{found.n_decisions} decisions taken again: {'all identical' if found.identical else 'NOT identical'}"]
+    if found.first_difference is not None:
+        first = found.first_difference
+        data["first_difference"] = {"at_s": first.at_s, "recorded": first.recorded.reason, "again": first.again.reason}
+        lines += [f"first difference at {first.at_s:.3f} s:", f"  recorded: {first.recorded}", f"  again:    {first.again}"]
+    show(given, data, lines)
+    return 0 if found.identical else 1
+
+
+def _logs(given: argparse.Namespace) -> int:
+    found = logs.logs(opened(given), given.last, given.worker)
+    show(given, [log.plain() for log in found], logs.shown(found))
+    return 0
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    if given.run:
+        checks = doctor.run_troubles(find_runs.view(opened(given)))
+    else:
+        checks = doctor.machine(find_runs.storage_uri(given.storage))
+    rows = [(check.verdict, check.name, check.found + (f"  ({check.hint})" if check.hint else "")) for check in checks]
+    show(given, [check.plain() for check in checks], run_tables.columns(rows))
+    return 1 if any(check.verdict == "bad" for check in checks) else 0

@@ -1,0 +1,69 @@
+"""`elastic run`: a job or a script to its end, the same run again, or a driver that is watched and started again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from elastic import api
+from elastic.api.running.supervise import command_of, supervised
+from elastic.cli.parser import EXIT, add_overrides, overrides, verb
+
+
+def add(verbs: Any) -> None:
+    made = verb(verbs, "run", _run, "train a job to its end; with the name of an interrupted run: go on with it")
+    made.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py (with --script: without)")
+    made.add_argument(
+        "--script", metavar="FILE", help="a training script instead of a program.py; its arguments come last, after --"
+    )
+    made.set_defaults(refuse=made.error)
+    made.add_argument("--run-name", metavar="NAME", help="default: the job's name and the time; a known name is resumed")
+    made.add_argument(
+        "--supervise", action="store_true", help="start a driver again that was killed or has lost its run; needs --run-name"
+    )
+    made.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)  # what --supervise starts
+    made.add_argument("--local", action="store_true", help="use an embedded cluster on this machine even if RAY_ADDRESS is set")
+    made.add_argument("--cluster", metavar="FILE", help="a cluster file; its pools are used instead of the job's own")
+    made.add_argument(
+        "--allow-changed", action="store_true", help="resume although program.py, the data or the mathematics have changed"
+    )
+    made.add_argument(
+        "--from-checkpoint", action="store_true", help="of a run whose journal is damaged: go on from its newest durable copy"
+    )
+    made.add_argument(
+        "--no-budget", action="store_true", help="paid pools without a limit: the job has neither budget_usd nor max_nodes"
+    )
+    made.add_argument("--drill", metavar="FILE", help="notices, kills and growth to carry out, instead of the job's own")
+    add_overrides(made)
+
+
+def _run(given: argparse.Namespace) -> int:
+    if given.supervise:
+        if not given.run_name:
+            given.refuse("--supervise needs --run-name NAME: by it a driver that is started again goes on with the run")
+        return supervised(command_of(given.words), lambda text: print(f"elastic: {text}", file=sys.stderr, flush=True))
+    options = api.Options(
+        run_name=given.run_name,
+        local=given.local,
+        overrides=overrides(given),
+        drill=given.drill,
+        cluster=given.cluster,
+        from_checkpoint=given.from_checkpoint,
+        allow_changed=given.allow_changed,
+        supervised=given.supervised,
+        no_budget=given.no_budget,
+        stream=sys.stderr if given.json else sys.stdout,
+    )
+    if given.script is not None:
+        result = api.run_script(given.script, given.args, given.job, options)
+    elif given.job is None:
+        given.refuse("JOB is missing: a folder with job.yaml and program.py; or give --script FILE")
+    else:
+        result = api.run(given.job, options=options)
+    if given.json:
+        print(json.dumps(result.summary))
+    elif result.outcome != "succeeded":
+        print(f"elastic: run {result.run} {result.outcome}: {result.reason}", file=sys.stderr)
+    return EXIT[result.outcome]

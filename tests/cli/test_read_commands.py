@@ -1,0 +1,102 @@
+"""Commands that read a run: what they print of one that the simulator has done, and how a run is named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.cli.calls import as_json, called
+
+from elastic.observe import find_runs
+
+
+@pytest.mark.usefixtures("idle")
+def test_ls_and_status(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = called(capsys, "ls")
+    assert code == 0
+    assert "tiny-1  succeeded  30/30" in out
+    assert as_json(capsys, "ls")[0]["run"] == "tiny-1"
+    code, out, _ = called(capsys, "status", "tiny-1")
+    assert code == 0
+    assert "30 of 30" in out
+    data = as_json(capsys, "status", str(storage / "tiny-1"))
+    assert (data["phase"], data["step"], data["durable_step"]) == ("succeeded", 30, 30)
+    assert {node["status"] for node in data["nodes"]} >= {"lost"}
+
+
+@pytest.mark.usefixtures("idle")
+def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert called(capsys, "ls", "--storage", str(tmp_path / "empty"))[1] == f"no runs in {tmp_path / 'empty'}\n"
+    assert as_json(capsys, "ls", "--storage", str(tmp_path / "empty")) == []
+
+
+@pytest.mark.usefixtures("storage")
+def test_why_says_what_led_to_what(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = called(capsys, "why", "tiny-1")[1].splitlines()
+    notice = next(i for i, line in enumerate(lines) if "notice: node" in line)
+    assert "=> " in lines[notice + 1]
+    assert called(capsys, "why", "tiny-1", "--last", "1")[1].splitlines() == lines[-1:]
+    kinds = [note["kind"] for note in as_json(capsys, "why", "tiny-1")]
+    assert "NodeLost" in kinds
+    assert "Decision" in kinds
+
+
+@pytest.mark.usefixtures("storage")
+def test_ledger_report_and_replay(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "productive" in called(capsys, "ledger", "tiny-1")[1]
+    assert as_json(capsys, "ledger", "tiny-1")["totals"]["steps"] == 30
+    code, out, _ = called(capsys, "report", "tiny-1")
+    assert code == 0
+    assert "TRANSITIONS" in out
+    assert Path("elastic_runs/tiny-1/loss.png").is_file()
+    data = as_json(capsys, "replay", "tiny-1")
+    assert data["identical"] is True
+    assert data["decisions"] > 5
+
+
+def test_replay_of_an_altered_journal_is_found(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = storage / "tiny-1" / "journal.jsonl"
+    path.write_text(re.sub(r',"crc":"\w+"', "", path.read_text()).replace('"Notice"', '"NoticeWithdrawn"'))
+    code, out, _ = called(capsys, "replay", "tiny-1")
+    assert code == 1
+    assert "NOT identical" in out
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_run_by_the_name_of_its_job_or_by_how_it_begins(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def named(word: str) -> str:
+        code, out, err = called(capsys, "status", word, "--json")
+        return err if code else str(find_runs.open_run(word).name)
+
+    for name in ("tiny-20250101-000000", "tiny-20250102-000000", "tiny-3-20250103-000000"):
+        (storage / name).mkdir()
+        (storage / name / "journal.jsonl").write_bytes((storage / "tiny-1" / "journal.jsonl").read_bytes())
+    assert named("tiny") == "tiny-20250102-000000", "the newest of the job's, not of those of the job tiny-3"
+    assert named("tiny-3") == "tiny-3-20250103-000000"
+    assert named("tiny-1") == "tiny-1"
+    assert named("tiny-20250101") == "tiny-20250101-000000"
+    assert "no run 'tiny-2' here or in" in named("tiny-2")
+    assert named("tiny-2").rstrip().endswith("several begin so: tiny-20250101-000000, tiny-20250102-000000")
+    assert "runs there: tiny-" in named("iny")
+    assert "no run 'tiny'" in called(capsys, "checkpoint", "rm", "tiny", "--step", "3")[2], (
+        "what removes asks for the whole name"
+    )
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    names = [check["name"] for check in as_json(capsys, "doctor", "--storage", str(tmp_path))]
+    assert names[:3] == ["python", "torch", "ray"]
+
+
+@pytest.mark.usefixtures("storage")
+def test_doctor_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = called(capsys, "doctor", "tiny-1")
+    assert code == 0
+    assert "worker failures" in out
+
+
+@pytest.mark.usefixtures("storage")
+def test_checkpoints_of_a_run_without_any(capsys: pytest.CaptureFixture[str]) -> None:
+    assert called(capsys, "checkpoint", "ls", "tiny-1")[:2] == (0, "no committed checkpoint\n")
+    assert as_json(capsys, "checkpoint", "verify", "tiny-1") == []
