@@ -46,6 +46,6 @@ def train_script_alone(file: Path, args: Sequence[str], seed: int, steps: int) -
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss_sum / tokens)
-        script.applied(Commit((0.0, loss_sum, float(tokens), *([0.0] * 8))), step + 1)
+        script.applied(Commit(0.0, loss_sum, float(tokens)), step + 1)
     script.finish(lambda: None, lambda: False)
     return losses

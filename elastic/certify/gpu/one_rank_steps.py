@@ -24,8 +24,9 @@ from elastic.worker.process_groups.rendezvous import host_store
 from elastic.worker.state.host_copy import HostCopies, HostMemory
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.batch_shares import Shares
+from elastic.worker.step.commit_vector import Words
 from elastic.worker.step.loss_scale import profile_of
-from elastic.worker.step.optimizer_step import Stepper, Words
+from elastic.worker.step.optimizer_step import Stepper
 
 
 class Syncs:
@@ -85,7 +86,7 @@ class Ours:
         for _ in range(n):
             batch = collate([self.dataset[i] for i in stepper.shares.ids(self.state.step)])
             began = time.perf_counter()
-            commit = stepper.run([batch], Words())
+            commit = stepper.run([batch], Words()).commit
             if copy:
                 if taken is not None:
                     taken.wait()

@@ -1,68 +1,36 @@
-"""What the one all-reduce of a step tells every rank. Numbers only: the driver's side reads it too."""
+"""What a step came to, as all ranks know it after its commit. Numbers only: the driver's side reads it too."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastic.data.order import digest_text
 from elastic.types import Event, GuardTripped, PlanEntered, Quiesced, StepDone
 
-N_WORDS = 14  # what every commit holds; behind them the square norms of the gradient of each block, in steps that ask for them
-WAIT_POWER, WAIT_MOST_S = 64, 1e4  # a sum of high powers is nearly the largest of them: one all-reduce that adds also finds it
-FULL_POWER, FULL_MOST = 256, 10.0
-
 
 @dataclass(frozen=True)
 class Commit:
-    """What all ranks know after the commit all-reduce of a step: the sums over the generation of each rank's vector."""
+    """The sums of a step over the generation: all that a rank needs to do the step by it."""
 
-    vector: tuple[float, ...]
-
-    @property
-    def square_norm(self) -> float:
-        return self.vector[0]
-
-    @property
-    def loss_sum(self) -> float:
-        return self.vector[1]
+    square_norm: float
+    loss_sum: float
+    tokens: float
+    samples: tuple[int, int] = (0, 0)  # digest of the sample ids that the ranks trained on
+    overflowed: bool = False  # some rank's gradients overflowed float16: the step is skipped
+    block_square_norms: tuple[float, ...] = ()  # () = nobody has asked for them in this step
 
     @property
-    def tokens(self) -> float:
-        return self.vector[2]
+    def numbers(self) -> tuple[float, ...]:
+        """As the driver keeps it, for ranks that missed it."""
+        sums = (self.square_norm, self.loss_sum, self.tokens)
+        return (*sums, *map(float, self.samples), float(self.overflowed), *self.block_square_norms)
 
-    @property
-    def stop(self) -> bool:
-        return self.vector[3] > 0
-
-    @property
-    def save(self) -> bool:
-        return self.vector[4] > 0
-
-    @property
-    def n_copies_done(self) -> int:
-        """Ranks whose part of the peer copy in flight is stored; below 0 when some rank's cannot be."""
-        return int(self.vector[5])
-
-    @property
-    def n_copies_free(self) -> int:
-        """Ranks that could take another peer copy at this boundary."""
-        return int(self.vector[8])
-
-    @property
-    def cadence(self) -> tuple[int, int] | None:
-        """New steps between peer and durable copies; None = as before."""
-        return (int(self.vector[9]) - 1, int(self.vector[10]) - 1) if self.vector[9] else None
-
-    @property
-    def samples(self) -> tuple[int, int]:
-        """Digest of the sample ids that the ranks trained on."""
-        return int(self.vector[6]), int(self.vector[7])
-
-    @property
-    def overflowed(self) -> bool:
-        """Some rank's gradients overflowed float16: the step is skipped."""
-        return len(self.vector) > 11 and self.vector[11] > 0
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Commit:
+        square_norm, loss_sum, tokens, one, two, overflowed, *blocks = numbers
+        return cls(square_norm, loss_sum, tokens, (int(one), int(two)), bool(overflowed), tuple(blocks))
 
     @property
     def train_loss(self) -> float:
@@ -74,38 +42,13 @@ class Commit:
         return math.sqrt(self.square_norm) / max(1.0, self.tokens) if self.square_norm >= 0 else math.nan
 
     @property
-    def data_s(self) -> float:
-        """The longest that a rank has waited for its batch, in seconds; a little more with many ranks that waited equally long
-        (its WAIT_POWERth power is the sum of theirs)."""
-        return _root(self.vector, 12, WAIT_POWER)
-
-    @property
-    def fullest(self) -> float:
-        """The most tokens per sample that a rank had, in the unit that all of them have divided by; 0 = nobody has said."""
-        return _root(self.vector, 13, FULL_POWER)
-
-    @property
     def finite(self) -> bool:
         return math.isfinite(self.loss_sum) and math.isfinite(self.square_norm)
 
-    def block_norms(self, n: int) -> list[float]:
-        """Of the gradient of the mean loss in each of the `n` parts of the model that were asked for; [] = they were not."""
-        squares = self.vector[N_WORDS : N_WORDS + n]
-        return [math.sqrt(square) / max(1.0, self.tokens) if square >= 0 else math.nan for square in squares]
-
-
-def power_of_wait(data_s: float) -> float:
-    """A rank's word on how long it has waited for data."""
-    return min(max(data_s, 0.0), WAIT_MOST_S) ** WAIT_POWER
-
-
-def power_of_tokens(ratio: float) -> float:
-    """A rank's word on its tokens per sample, as a multiple of what all ranks know."""
-    return min(max(ratio, 0.0), FULL_MOST) ** FULL_POWER
-
-
-def _root(vector: tuple[float, ...], at: int, power: int) -> float:
-    return float(vector[at] ** (1 / power)) if len(vector) > at and vector[at] > 0 else 0.0
+    @property
+    def block_norms(self) -> list[float]:
+        """Of the gradient of the mean loss in each part of the model."""
+        return [math.sqrt(square) / max(1.0, self.tokens) if square >= 0 else math.nan for square in self.block_square_norms]
 
 
 def step_done(
@@ -165,4 +108,4 @@ class Told:
         if live is None or not event.commit or self.steps.get(live.generation) != live.step - 1:
             return []
         skipped = self.skipped.get(live.generation) == live.step
-        return self._step(step_done(live.generation, live.step, Commit(event.commit), skipped=skipped))
+        return self._step(step_done(live.generation, live.step, Commit.of(event.commit), skipped=skipped))

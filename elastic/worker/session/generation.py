@@ -38,8 +38,9 @@ from elastic.worker.state.host_copy import Flat, HostCopies, HostCopy, Lease
 from elastic.worker.state.peer_replicas import PeerCopies, kept_by
 from elastic.worker.state.replica_stream import GroupWire
 from elastic.worker.state.train_state import TrainState
+from elastic.worker.step.commit_vector import Heard, Words
 from elastic.worker.step.faulty_rank import Offender, Tripped
-from elastic.worker.step.optimizer_step import Stepper, Words
+from elastic.worker.step.optimizer_step import Stepper
 from elastic.worker.step.sdc_check import EqualResults
 
 log = logging.getLogger(__name__)
@@ -252,20 +253,20 @@ class Generation:
             if isinstance(place.dataset, Stream):
                 place.dataset.taken(state.step)
             busy, self._waited_s = self.copies is not None and self.copies.stepping(), 0.0
-            commit = self._guarded(stepper, batches, data_s)
-            self._stepped(commit)
-            self._hear(stepper, state)
+            heard = self._guarded(stepper, batches, data_s)
+            self._stepped(heard.commit)
+            self._hear(heard, stepper, state)
             if stepper.noise is not None and self.rank == 0:
                 place.report(NoiseSeen(self.number, state.step, *stepper.noise))
             place.left_at_s = time.time()
-            stop, cpu_s = commit.stop, self._cpu_s() - cpu_s
-            copy_s = self._waited_s + self._copies_after(commit, state)
+            stop, cpu_s = heard.stop, self._cpu_s() - cpu_s
+            copy_s = self._waited_s + self._copies_after(heard, state)
             step_s = time.monotonic() - began
-            data_s = min(max(data_s, commit.data_s), max(data_s, step_s - copy_s))  # others wait for the last one
+            data_s = min(max(heard.data_s), max(data_s, step_s - copy_s))  # others wait for the last one
             if self.copies is not None and state.step > entered_step + 1:
                 self.copies.timed(step_s - data_s - copy_s, cpu_s, busy)
             if self.rank == 0:
-                self._report_step(commit, state, (step_s, data_s, copy_s))
+                self._report_step(heard.commit, state, (step_s, data_s, copy_s))
             if not stop and state.step < last:
                 self._compare(equal, state.step, batches, step_s)
             every = int(job.get("eval_every") or 0)
@@ -283,7 +284,7 @@ class Generation:
         """Of this process so far, where its cores are what computes."""
         return time.process_time() if self.groups.device.type == "cpu" else 0.0
 
-    def _guarded(self, stepper: Stepper, batches: list[Batch], data_s: float) -> Commit:
+    def _guarded(self, stepper: Stepper, batches: list[Batch], data_s: float) -> Heard:
         try:
             return stepper.run(batches, replace(self._say(), data_s=data_s))
         except Tripped as error:
@@ -321,13 +322,13 @@ class Generation:
         cadence, shares = (self.new_cadence, self.new_shares) if self.rank == 0 else (None, None)
         if self.copies is None:
             return Words(stop, save, cadence=cadence, shares=shares)
-        return Words(stop, save, self.copies.done, self.copies.free, cadence, shares=shares)
+        copies = self.copies
+        return Words(stop, save, copies.stored, copies.failed, copies.free, cadence, shares=shares)
 
-    def _hear(self, stepper: Stepper, state: TrainState) -> None:
+    def _hear(self, heard: Heard, stepper: Stepper, state: TrainState) -> None:
         """What the ranks have told each other in the commit of the step that was just done. Other shares begin behind the
         steps that may have been read ahead, the same ones on every rank."""
-        heard = stepper.heard
-        assert heard is not None and self.loader is not None
+        assert self.loader is not None
         if heard.shares is not None and heard.shares != stepper.shares.newest:
             from_step = state.step + self.loader.n_ahead
             stepper.shares.set(from_step, heard.shares)
@@ -353,27 +354,27 @@ class Generation:
         if found is not None and self.rank == 0:
             self.place.report(found)
 
-    def _copies_after(self, commit: Commit, state: TrainState) -> float:
+    def _copies_after(self, heard: Heard, state: TrainState) -> float:
         """Peer and durable copies that are due at this boundary. Returns the seconds that the step waited for them."""
         began = time.monotonic()
         place, copies = self.place, self.copies
         last = state.step == int(place.job["steps"])
         assert copies is not None
-        stored = copies.heard(commit.n_copies_done)
+        stored = copies.heard(heard.n_copies_stored, heard.n_copies_failed)
         if stored is not None:
             place.keep([*copies.acknowledged])
             if self.rank == 0:
                 place.report(stored)
-        if commit.cadence is not None:
-            self._change_cadence(*commit.cadence)
+        if heard.cadence is not None:
+            self._change_cadence(*heard.cadence)
         plan = self.plan
-        if copies.due(state.step, commit.n_copies_free) and not last and not commit.stop:
+        if copies.due(state.step, heard.n_copies_free) and not last and not heard.stop:
             if plan.copy_buffers < 2:  # the one that is acknowledged makes room for the next
                 place.keep([held for held in place.held if held.kind == "live" or held.generation != plan.generation])
             place.faults.check("host_copy")
             copies.start(state.step)
-        if not last and (commit.save or (plan.durable_every and state.step % plan.durable_every == 0)):
-            place.saving.save(plan, state, self.host.take(state.step) if self.host is not None else None, must=commit.save)
+        if not last and (heard.save or (plan.durable_every and state.step % plan.durable_every == 0)):
+            place.saving.save(plan, state, self.host.take(state.step) if self.host is not None else None, must=heard.save)
             place.at_phase("stepping", state.step)  # it is written behind the steps
         return time.monotonic() - began
 
@@ -443,13 +444,14 @@ class Generation:
         pending = self.stepper.pending if self.stepper is not None and not self.device_lost else None
         return pending.step if pending is not None else -1
 
-    def roll_forward(self, step: int, commit: tuple[float, ...]) -> None:
+    def roll_forward(self, step: int, numbers: tuple[float, ...]) -> None:
         """After the generation was left: applies the step that only others have seen the commit of."""
         if self.stepper is None:
             raise InternalError(f"told to apply step {step} of generation {self.number}, which made no step here")
         try:
+            commit = Commit.of(numbers)
             self.stepper.roll_forward(step, commit)
-            self._stepped(Commit(commit), live=False)
+            self._stepped(commit, live=False)
         finally:
             self.take_along()
 

@@ -21,7 +21,6 @@ from elastic.worker.state.host_copy import Flat, Hands, HostCopies, HostCopy, Le
 from elastic.worker.state.replica_stream import Pace, Wire, receive_boxes, send_boxes
 from elastic.worker.state.train_state import Held
 
-GAVE_UP = -float(1 << 30)  # a rank's say when its part cannot be stored: the sum over the ranks is negative
 TIMED_STEPS = 64
 TOLD_APART = 8  # steps of either kind that are needed to tell what copying slows
 QUIT_MOST_S = 5.0
@@ -108,12 +107,14 @@ class PeerCopies:
     # ------------------------------------------------------------------------------------------ what commits carry
 
     @property
-    def done(self) -> float:
-        """This rank's say on the copy in flight: 1 = my part is stored, GAVE_UP = it will not be, 0 = not yet."""
-        flight = self.flight
-        if flight is None or not flight.ended:
-            return 0.0
-        return 1.0 if flight.stored else GAVE_UP
+    def stored(self) -> bool:
+        """Is this rank's part of the copy in flight stored?"""
+        return self.flight is not None and self.flight.stored
+
+    @property
+    def failed(self) -> bool:
+        """Is there one that never will be?"""
+        return self.flight is not None and self.flight.ended and not self.flight.stored
 
     @property
     def free(self) -> bool:
@@ -201,16 +202,16 @@ class PeerCopies:
 
     # ------------------------------------------------------------------------------------------ how it ends
 
-    def heard(self, n_done: float) -> CopyStored | None:
+    def heard(self, n_stored: int, n_failed: int) -> CopyStored | None:
         """After a commit: the copy in flight counts when all ranks have stored their parts, and is dropped when one cannot."""
         flight = self.flight
         if flight is None:
             return None
-        if n_done < 0:
+        if n_failed:
             self.n_given_up += 1
             self.drop()
             return None
-        if n_done < len(self.plan.ranks):
+        if n_stored < len(self.plan.ranks):
             return None
         self.acknowledged = self._held(flight)
         self.acknowledged_step, self.flight = flight.step, None

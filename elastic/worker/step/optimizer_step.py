@@ -41,12 +41,13 @@ from elastic.worker.program.calls import (
     loss_of,
     rows_in,
 )
-from elastic.worker.program.commit import N_WORDS, Commit, power_of_tokens, power_of_wait
+from elastic.worker.program.commit import Commit
 from elastic.worker.program.guards import Memory, Trip, judge, rules_of, trip_of
 from elastic.worker.program.loop_program import LoopProgram
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.batch_shares import Shares
 from elastic.worker.step.block_timing import Spans
+from elastic.worker.step.commit_vector import Heard, RankPart, Slots, Words
 from elastic.worker.step.evaluation import modes_kept
 from elastic.worker.step.faulty_rank import UNNAMED, Offender, Tripped, find_offender
 from elastic.worker.step.gradient_noise import LocalGradients, cannot, noise
@@ -78,29 +79,6 @@ class Pending:
     tokens: int = 0  # that `loss_sum` is of
     block_square_norms: tuple[float, ...] = ()  # the same by block, where a guard looks at them in this step
     small: tuple[float, ...] = ()  # square norms of the gradients of its single microbatches, where they are measured
-
-
-@dataclass(frozen=True)
-class Words:
-    """This rank's say in a commit."""
-
-    stop: bool = False
-    save: bool = False
-    copy_done: float = 0.0  # 1 = this rank's part of the peer copy in flight is stored, far below 0 = it cannot be
-    copy_free: bool = False  # could another one be taken at this boundary?
-    cadence: tuple[int, int] | None = None  # steps between peer and durable copies from now on; only rank 0 says so
-    data_s: float = 0.0  # for which this rank has waited for its batch
-    shares: tuple[int, ...] | None = None  # other numbers of samples per data-parallel rank; only rank 0 says so
-
-
-@dataclass(frozen=True)
-class Heard:
-    """What the ranks have told each other in a commit besides the step's sums. `unit_s`: of each rank, see RanksTimed;
-    `shares`: what rank 0 wants."""
-
-    unit_s: tuple[float, ...]
-    data_s: tuple[float, ...]
-    shares: tuple[int, ...] | None
 
 
 def _n_rows(batch: Batch) -> int:
@@ -138,7 +116,6 @@ class Stepper:
         self.spans = Spans(state.models, program, self.device, faults or DeviceFaults())
         self._incoming = Incoming(self.device)
         self.coming: Callable[[], list[Batch]] = list  # batches of the step behind the one under way, if they are read
-        self.heard: Heard | None = None  # in the newest commit
         last_stage = self.at.pp == plan.layout.pp - 1
         self.speaks = last_stage and self.at.tp == 0  # for the loss of its part of the sequences of its samples
         self.counts = self.speaks and self.at.cp == 0  # its samples and their tokens
@@ -154,8 +131,7 @@ class Stepper:
         self.loss_scale = LossScale(box[1] if box is not None else None)
         self.script: BatchScript | None = None  # whose loop computes the gradients
         self.clip_grad_norm: float | None = job.get("clip_grad_norm")
-        self.tokens_per_sample = 0.0  # of the step before, on average over all ranks
-        self.imbalance = 0.0  # of the step before: the same of the rank that had the most, over that
+        self.imbalance = 0.0  # of the newest step: tokens per sample of the rank that had the most, over the mean of all
         self.committed: tuple[float, ...] = ()  # what the commit of the newest step that was done gave
         self.rules = rules_of(job)
         self.memory: Memory | None = None  # of the guards, in the training state
@@ -296,7 +272,7 @@ class Stepper:
 
     # ------------------------------------------------------------------------------------------ one step
 
-    def run(self, batches: Iterable[Batch], words: Words) -> Commit:
+    def run(self, batches: Iterable[Batch], words: Words) -> Heard:
         """Gradients, commit, update; or no update, where a guard says so (`trip`). Raises Tripped where a guard wants to go
         back or to stop; the state then stays as it was.
 
@@ -323,15 +299,16 @@ class Stepper:
         self.add_shared(gradients)
         self.pending = self._read(gradients, (loss_sum, tokens), small)
         self._told = replace(self.pending, gradients={})
-        commit = self._commit(self.pending, words)
+        heard = self._commit(self.pending, words)
+        commit = heard.commit
         self.trip = self._judged(commit)
         if self.trip is not None and self.trip.do != "skip":
             self.pending = None
             self.state.buffers.take_back()
             raise Tripped(self.trip, self.offender(self.trip))
         self._done(commit)
-        self.noise = self._noise(commit) if small and commit.finite and not commit.overflowed else None
-        return commit
+        self.noise = self._noise(heard) if small and commit.finite and not commit.overflowed else None
+        return heard
 
     def _read(self, gradients: Gradients, sums: tuple[Number, Number], small: tuple[Number, ...]) -> Pending:
         """What the commit is made of; here the host waits for the device, once in a step. `sums`: loss and tokens."""
@@ -348,15 +325,14 @@ class Stepper:
             tuple(norm / scale for norm in norms), noise,
         )  # fmt: skip
 
-    def roll_forward(self, step: int, vector: tuple[float, ...]) -> None:
+    def roll_forward(self, step: int, commit: Commit) -> None:
         """Applies the pending gradients of `step` by the commit that another rank has seen. Needs no group.
 
-        Raises InternalError when this rank has no such gradients, or the vector is not that of the step.
+        Raises InternalError when this rank has no such gradients, or the commit is not that of the step.
         """
         if self.pending is None or self.pending.step != step:
             have = self.pending.step if self.pending else "none"
             raise InternalError(f"told to apply step {step}; the gradients here are those of step {have}")
-        commit = Commit(vector)
         self._check_samples(commit)
         self.trip = self._judged(commit)
         if self.trip is not None and self.trip.do != "skip":
@@ -366,10 +342,12 @@ class Stepper:
     def _measures_noise(self, step: int) -> bool:
         return self.noise_every > 0 and step % self.noise_every == 0
 
-    def _noise(self, commit: Commit) -> tuple[float, float] | None:
+    def _noise(self, heard: Heard) -> tuple[float, float] | None:
         """Of the step that was just done; None where one micro-batch had all of its samples."""
         sizes = self.shares.sizes(self.state.step - 1)
-        return noise(commit.vector[-1], commit.square_norm, sizes) if len([size for size in sizes if size]) > 1 else None
+        if len([size for size in sizes if size]) < 2:
+            return None
+        return noise(heard.small_square_norm, heard.commit.square_norm, sizes)
 
     def _looks_at_blocks(self, step: int) -> bool:
         rule = self.rules.get("block_norm")
@@ -379,10 +357,9 @@ class Stepper:
         """What the guards say of the step that is being done: a function of the commit, the training state and the plan."""
         step, n_blocks = self.state.step + 1, self.state.profile.n_blocks
         names = ["what is before the blocks", *(f"block {i}" for i in range(n_blocks)), "what is after the blocks"]
-        norms = commit.block_norms(len(names)) if self._looks_at_blocks(step) else []
         if commit.overflowed and commit.finite and not self.loss_scale.exhausted:
             return None  # no more than a loss scale that was too large
-        found = judge(self.rules, self.memory, commit, dict(zip(names, norms, strict=False)))
+        found = judge(self.rules, self.memory, commit, dict(zip(names, commit.block_norms, strict=False)))
         if found is None:
             return None
         in_a_row = self.memory.in_a_row if self.memory is not None else 0
@@ -407,16 +384,11 @@ class Stepper:
             self.pending = None
             self.state.skip()
             self.loss_scale.after(commit.overflowed)
-            self.committed = self._kept(commit)
+            self.committed = commit.numbers
         if self.memory is not None and self.trip is not None:
             self.memory.skipped()
         elif self.memory is not None and not commit.overflowed:
             self.memory.applied(commit)
-
-    def _kept(self, commit: Commit) -> tuple[float, ...]:
-        """What others need to do the step by it, and no more: what the ranks have told each other besides has been heard."""
-        n_blocks = len(self._told.block_square_norms) if self._told is not None else 0
-        return commit.vector[: N_WORDS + n_blocks]
 
     def _apply(self, commit: Commit) -> None:
         assert self.pending is not None
@@ -428,7 +400,7 @@ class Stepper:
         else:
             self.state.apply(pending.gradients, factor / max(1.0, commit.tokens) / self.loss_scale.value)
         self.loss_scale.after(commit.overflowed)
-        self.committed = self._kept(commit)
+        self.committed = commit.numbers
 
     def add_shared(self, gradients: dict[str, torch.Tensor]) -> None:
         """Of what several ranks have a part in besides FSDP's axis: a tied head, modules that are whole on each tp rank."""
@@ -458,51 +430,32 @@ class Stepper:
         for gradient, part in zip(mine, flat.split([gradient.numel() for gradient in mine]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def _commit(self, pending: Pending, words: Words) -> Commit:
+    def _commit(self, pending: Pending, words: Words) -> Heard:
         """The one float64 all-reduce of the generation. Raises InternalError when the samples were not those of the step."""
-        mine = digest(self.shares.ids_of(self.state.step, self.dp)) if self.counts else (0, 0)
-        said = (words.stop, words.save, words.copy_done)
-        cadence = tuple(every + 1 for every in words.cadence) if words.cadence else (0, 0)
-        overflowed = self.loss_scale.on and not math.isfinite(pending.square_norm)
-        square_norm = 0.0 if overflowed else pending.square_norm
-        numbers = [square_norm, pending.loss_sum, pending.tokens, *said, *mine, words.copy_free, *cadence, overflowed]
-        numbers += [power_of_wait(words.data_s), self._fullness(pending)]
-        numbers += [*pending.block_square_norms, *self._says(words), *pending.small]
-        vector = torch.tensor(numbers, dtype=torch.float64)
-        commit = Commit(tuple(self.groups.commit.all_reduce(vector).tolist()))
-        self._check_samples(commit)
-        self.heard = self._heard(commit.vector[: len(commit.vector) - len(pending.small)])
-        self._weigh(commit)
-        return commit
+        slots = Slots.of(self.plan.layout, len(pending.block_square_norms), len(pending.small))
+        vector = self.groups.commit.all_reduce(self._part(pending, words).pack(slots))
+        heard = Heard.unpack(vector, slots)
+        self._check_samples(heard.commit)
+        self._weigh(heard)
+        return heard
 
-    def _says(self, words: Words) -> list[float]:
-        """This rank's part of what is heard: each number in its own place, zeros in those of others."""
-        world, dp = self.plan.layout.world_size, self.plan.layout.dp
-        found = [0.0] * (2 * world)
+    def _part(self, pending: Pending, words: Words) -> RankPart:
+        overflowed = self.loss_scale.on and not math.isfinite(pending.square_norm)
+        sums = Commit(
+            0.0 if overflowed else pending.square_norm, pending.loss_sum, pending.tokens,
+            digest(self.shares.ids_of(self.state.step, self.dp)) if self.counts else (0, 0),
+            overflowed, pending.block_square_norms,
+        )  # fmt: skip
         units = self.shares.work(self.state.step, self.dp) * self.spans.n_blocks
         group = self.plan.layout.tp * self.plan.layout.cp
-        found[self.rank] = self.spans.taken_s() * group / units if units else 0.0
-        found[world + self.rank] = words.data_s
-        return [*found, *(words.shares or [0] * dp)]
+        unit_s = self.spans.taken_s() * group / units if units else 0.0
+        return RankPart(self.rank, self.dp, sums, words, unit_s, sum(pending.small))
 
-    def _heard(self, vector: tuple[float, ...]) -> Heard:
-        """`vector`: a commit up to the end of what `_says` has put into it."""
-        world, dp = self.plan.layout.world_size, self.plan.layout.dp
-        at = len(vector) - 2 * world - dp
-        shares = tuple(round(n) for n in vector[len(vector) - dp :])
-        return Heard(vector[at : at + world], vector[at + world : at + 2 * world], shares if any(shares) else None)
-
-    def _fullness(self, pending: Pending) -> float:
-        """This rank's tokens per sample, in the mean of the step before."""
-        n_samples = self.shares.samples(self.state.step)[self.dp]
-        if not (self.counts and n_samples and self.tokens_per_sample):
-            return 0.0
-        return power_of_tokens(pending.tokens / n_samples / self.tokens_per_sample)
-
-    def _weigh(self, commit: Commit) -> None:
-        mean = commit.tokens / int(self.job["global_batch"])
-        self.imbalance = commit.fullest * self.tokens_per_sample / mean if mean else 0.0
-        self.tokens_per_sample = mean
+    def _weigh(self, heard: Heard) -> None:
+        each = zip(heard.tokens, self.shares.samples(self.state.step), strict=True)
+        fullest = max(tokens / n_samples for tokens, n_samples in each if n_samples)
+        mean = heard.commit.tokens / int(self.job["global_batch"])
+        self.imbalance = fullest / mean if mean else 0.0
 
     def _check_samples(self, commit: Commit) -> None:
         expected = digest(self.shares.ids(self.state.step))

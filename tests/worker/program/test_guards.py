@@ -39,7 +39,7 @@ from elastic.types import (
 )
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.process_groups.control_tree import Control
-from elastic.worker.program.commit import N_WORDS, Commit, Told, step_done
+from elastic.worker.program.commit import Commit, Told, step_done
 from elastic.worker.program.extra_state import ExtraState
 from elastic.worker.program.guards import MEMORY, Memory, Trip, deviations, judge, needs_memory, trip_of
 from elastic.worker.program.job_program import with_job
@@ -55,7 +55,7 @@ def rules(**guards: Any) -> dict[str, Any]:
 
 def commit(loss: float, norm: float = 1.0, tokens: int = 10, blocks: tuple[float, ...] = ()) -> Commit:
     squares = [(value * tokens) ** 2 for value in (norm, *blocks)]
-    return Commit((squares[0], loss * tokens, tokens, *[0.0] * (N_WORDS - 3), *squares[1:]))
+    return Commit(squares[0], loss * tokens, tokens, block_square_norms=tuple(squares[1:]))
 
 
 def filled(given: dict[str, Any], losses: list[float], norm: float = 1.0) -> Memory:
@@ -105,7 +105,7 @@ def test_norms_explode_and_vanish_over_all_and_by_block() -> None:
     assert judge(given, None, commit(1.0, 1e-4), {}) == ("grad_norm", "gradient norm 0.0001 vanishes (at least 0.001)")
     found = judge(given, None, commit(1.0), {"block 0": 2.0, "block 1": 1e-5})
     assert found == ("block_norm", "gradient norm of block 1 1e-05 vanishes (at least 0.0001)")
-    assert commit(1.0, 4.0, 10, (2.0, 3.0)).block_norms(2) == [2.0, 3.0] and commit(1.0).block_norms(2) == []
+    assert commit(1.0, 4.0, 10, (2.0, 3.0)).block_norms == [2.0, 3.0] and commit(1.0).block_norms == []
     spiky = rules(grad_norm={"z": 8, "after": 8})
     found = judge(spiky, filled(spiky, LEVEL, 1.0), commit(1.0, 50.0), {})
     assert found and found[0] == "grad_norm" and "robust deviations" in found[1]
@@ -304,7 +304,7 @@ def test_what_every_rank_says_of_a_guard_is_told_once() -> None:
 def test_a_step_that_was_left_out_is_told_as_such_by_what_a_worker_has_left_with() -> None:
     told, worker = Told({3: 8}), WorkerId("a", 0)
     told.add(GuardTripped(3, 9, "loss_spike", "skip", "step 9: it is bad"))
-    left = Quiesced(worker, 3, 9, (Holding(worker, 3, 0, 9, "live"),), commit(9.0).vector)
+    left = Quiesced(worker, 3, 9, (Holding(worker, 3, 0, 9, "live"),), commit(9.0).numbers)
     done, said = told.add(left)
     assert isinstance(done, StepDone) and (done.step, done.skipped, said) == (9, True, left)
     assert told.add(done) == [] and told.add(left) == [left], "each step is told of once"

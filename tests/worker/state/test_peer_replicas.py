@@ -17,7 +17,7 @@ from elastic.policy.copies.replica_placement import keepers
 from elastic.reshard.shards import RNG, boxes
 from elastic.types import CopyStored, Layout, ModelProfile, OptimizerSpec, Plan, TensorSpec, WorkerId
 from elastic.worker.state.host_copy import HostCopies, HostMemory, Tensors
-from elastic.worker.state.peer_replicas import GAVE_UP, PeerCopies, slowdown
+from elastic.worker.state.peer_replicas import PeerCopies, slowdown
 from elastic.worker.state.train_state import Held
 
 PROFILE = ModelProfile(2, 64, (TensorSpec("w", (16, 4), "float32", None, 0),), (OptimizerSpec(("exp_avg",), ("step",)),))
@@ -57,14 +57,14 @@ class Ranks:
         """A step: words, commit, the change of the state, the boundary. Returns what rank 0 .. n-1 reported."""
         if ready:
             self.wait()
-        done, free = sum(c.done for c in self.copies), sum(c.free for c in self.copies)
+        done, failed, free = (sum(getattr(c, word) for c in self.copies) for word in ("stored", "failed", "free"))
         stored = []
         self.step_now += 1
         for rank, copies in enumerate(self.copies):
             self.hosts[rank].settle()
             for _, tensor in self.live[rank].values():
                 tensor.fill_(self.step_now)
-            said = copies.heard(done)
+            said = copies.heard(done, failed)
             if said is not None:
                 stored.append(said)
                 self.held[rank] = copies.acknowledged
@@ -151,7 +151,7 @@ def test_an_acknowledgement_that_only_some_have_heard_leaves_a_whole_copy() -> N
     ranks.wait()
     flight = ranks.copies[0].flight
     assert flight is not None
-    ranks.copies[0].heard(3)
+    ranks.copies[0].heard(3, 0)
     ranks.held[0] = ranks.copies[0].acknowledged
     for rank in (1, 2):
         ranks.held[rank] = [*ranks.held[rank], *ranks.copies[rank].unacknowledged()]
@@ -170,7 +170,8 @@ def test_an_altered_chunk_is_never_acknowledged_and_the_next_copy_is() -> None:
     ranks.start()
     ranks.wait()
     keeper = ranks.plan.copies_to[1][0]
-    assert [c.done for c in ranks.copies].count(GAVE_UP) == 1 and ranks.copies[keeper].done == GAVE_UP
+    assert [rank for rank, copies in enumerate(ranks.copies) if copies.failed] == [keeper]
+    assert [rank for rank, copies in enumerate(ranks.copies) if copies.stored] == [r for r in range(3) if r != keeper]
     assert ranks.step() == []
     assert all(c.flight is None and c.n_given_up == 1 for c in ranks.copies), "all gave it up at the same boundary"
     for _ in range(6):
@@ -183,8 +184,8 @@ def test_a_copy_that_one_rank_has_not_stored_does_not_count() -> None:
     ranks.start()
     ranks.wait()
     for copies in ranks.copies:
-        assert copies.heard(2) is None and copies.flight is not None and copies.acknowledged == []
-        assert copies.heard(3) is not None and copies.acknowledged_step == 0
+        assert copies.heard(2, 0) is None and copies.flight is not None and copies.acknowledged == []
+        assert copies.heard(3, 0) is not None and copies.acknowledged_step == 0
 
 
 def test_a_rank_without_a_free_buffer_makes_all_wait_for_a_later_step() -> None:

@@ -25,14 +25,16 @@ from elastic.worker.process.readback import read, square_norms, to_device
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.rendezvous import host_store, new_secret
 from elastic.worker.program.calls import cut_rows, first_rows
+from elastic.worker.program.commit import Commit
 from elastic.worker.program.guards import MEMORY, with_memory
 from elastic.worker.program.loop_program import LoopProgram
 from elastic.worker.session.generation import Generation
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.block_timing import EVERY, FIRST, Spans
+from elastic.worker.step.commit_vector import Heard, Words
 from elastic.worker.step.device_marks import DeviceMarks
 from elastic.worker.step.loss_scale import profile_of
-from elastic.worker.step.optimizer_step import Heard, Stepper, Words, seed
+from elastic.worker.step.optimizer_step import Stepper, seed
 
 HERE = "127.0.0.1"
 TINY = load_program(PROGRAMS / "tiny.py")
@@ -292,11 +294,11 @@ def test_blocks_are_timed_in_few_steps_on_a_gpu_by_events_that_are_used_again(mo
 
 def test_rank_0_takes_in_the_steps_that_were_timed() -> None:
     taken: list[int] = []
-    heard = Heard((0.0, 0.0), (0.0, 0.0), None)
+    heard = Heard(Commit(1.0, 2.0, 3.0), (0.0, 0.0), (0.0, 0.0), (3,))
     own: Any = SimpleNamespace(
         loader=object(), new_shares=None, rank=0, _times=SimpleNamespace(add=lambda step, *rest: taken.append(step))
     )
     for step, timing in enumerate((True, False, True)):
-        stepper: Any = SimpleNamespace(heard=heard, spans=SimpleNamespace(timing=timing))
-        Generation._hear(own, stepper, SimpleNamespace(step=step))  # type: ignore[arg-type]
+        stepper: Any = SimpleNamespace(spans=SimpleNamespace(timing=timing))
+        Generation._hear(own, heard, stepper, SimpleNamespace(step=step))  # type: ignore[arg-type]
     assert taken == [0, 2]

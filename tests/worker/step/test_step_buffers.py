@@ -33,8 +33,9 @@ from elastic.worker.session.workplace import EnterOrder
 from elastic.worker.state.buffers import StepBuffers
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step import optimizer_step as step_module
+from elastic.worker.step.commit_vector import Words
 from elastic.worker.step.faulty_rank import Tripped
-from elastic.worker.step.optimizer_step import Stepper, Words
+from elastic.worker.step.optimizer_step import Stepper
 
 COUNTING = load_program(PROGRAMS / "tiny_counting.py")
 SKIP = Guards.model_validate({"not_finite": "skip"}).model_dump()
@@ -118,7 +119,7 @@ def broken_off(stepper: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any
     monkeypatch.setattr(stepper, "_commit", broken)
     with pytest.raises(ConnectionAbortedError):
         stepper.run(batch, Words())
-    return commits[0]
+    return commits[0].commit
 
 
 def test_a_step_that_is_broken_off_may_still_be_applied(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +134,7 @@ def test_a_step_that_is_broken_off_may_still_be_applied(begun: Any, monkeypatch:
         left.take_along()
         assert [(held.kind, held.step) for held in place.held] == [("live", 0)]
         assert int(buffers_of(state)["calls"]) == 0 and not buffers_of(state)["mean"].any()
-    stepper.roll_forward(1, commit.vector)
+    stepper.roll_forward(1, commit)
     assert all(torch.equal(tensor, after[name]) for name, tensor in buffers_of(state).items()) and int(after["calls"]) == 1
     left.take_along()
     assert int(buffers_of(state)["calls"]) == 1, "of a step that is applied nothing is taken back"
@@ -143,7 +144,7 @@ def test_gradients_of_one_step_are_never_applied_as_another(begun: Any, monkeypa
     state, stepper, batch = begun(SKIP)
     commit = broken_off(stepper, batch(), monkeypatch)
     with pytest.raises(InternalError, match="told to apply step 2; the gradients here are those of step 1"):
-        stepper.roll_forward(2, commit.vector)
+        stepper.roll_forward(2, commit)
     assert state.step == 0
 
 
