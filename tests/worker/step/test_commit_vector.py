@@ -168,6 +168,7 @@ def parts_of(draw: st.DrawFn, layout: Layout) -> list[RankPart]:
     return parts
 
 
+@pytest.mark.slow
 @given(layouts().flatmap(lambda layout: st.tuples(st.just(layout), parts_of(layout))))
 def test_all_hear_what_each_has_said(case: tuple[Layout, list[RankPart]]) -> None:
     layout, parts = case
