@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from elastic.errors import StateLost
-from elastic.types import Box, Layout, Move, Plan, Resume, WorkerId
+from elastic.types import Box, EnterPlan, Layout, Move, Plan, Quiesce, Resume, StoreCopy, WorkerId
+from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.worker.process.side_stream import SideStream
 from elastic.worker.session.session import Session
 from elastic.worker.session.takeover import Takeover
@@ -24,14 +25,18 @@ RANKS = (WorkerId("a", 0), WorkerId("b", 0))
 
 def order(generation: int) -> EnterOrder:
     plan = Plan(generation, Layout(dp_shard=2), RANKS, (4, 4), (), resume=Resume("live", 6, generation - 1, Layout(dp_shard=2)))
-    return EnterOrder(plan, RANKS, 0, ("", 0))
+    return EnterOrder(plan, 0, Rendezvous(RANKS, ("", 0)))
+
+
+def to_enter(generation: int) -> WorkerOrder:
+    return WorkerOrder(EnterPlan(order(generation).plan), Rendezvous(RANKS, ("", 0)))
 
 
 @pytest.fixture
 def session() -> Any:
     """Without its thread."""
     found: Any = Session.__new__(Session)
-    found._lock = threading.Condition()
+    found._lock, found.me = threading.Condition(), RANKS[1]
     found._orders, found._aborted, found._stop_at, found._save_at = [], 0, 0, 0
     return found
 
@@ -41,25 +46,25 @@ def ordered(session: Any) -> list[int]:
 
 
 def test_the_newest_order_to_enter_counts_whichever_comes_first(session: Any) -> None:
-    session.enter(order(3))
-    session.enter(order(2))
+    session.order(to_enter(3))
+    session.order(to_enter(2))
     assert ordered(session) == [3]
-    session.enter(order(4))
+    session.order(to_enter(4))
     assert ordered(session) == [4]
     session._aborted = 5
-    session.enter(order(5))
+    session.order(to_enter(5))
     assert ordered(session) == [4], "a generation that was broken off is not entered"
 
 
 def test_a_generation_that_is_superseded_stops_and_a_copy_is_asked_for_once(session: Any) -> None:
     assert session._words(3) == (False, False)
-    session.store_copy(3)
+    session.order(WorkerOrder(StoreCopy(3)))
     assert session._words(3) == (False, True)
     assert session._words(3) == (False, False), "the copy was asked for once"
-    session.quiesce(3, True)
+    session.order(WorkerOrder(Quiesce(3)))
     assert session._words(3) == (True, True) == session._words(3), "until all have heard it"
     assert session._words(4) == (False, False), "that was an order to another generation"
-    session.enter(order(5))
+    session.order(to_enter(5))
     assert session._words(4) == (True, False)
 
 
