@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 APART = "storage is not shared"  # how a refusal begins where the run's folder is another one on that node
 
@@ -28,6 +29,15 @@ class Terms:
     gpu_bytes: int = 0
     host_bytes: int = 0
     mark: Mark | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a worker looks at when it prepares. `doors`: asks neighbours to listen, and says where they do (as Doors of
+    elastic.worker.profile.link_probe); called in the background, at most once."""
+
+    terms: Terms
+    doors: Callable[[], Sequence[Any]] = tuple
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ from elastic.types import (
     StepDone,
     WorkerId,
 )
-from elastic.worker.session.workplace import EnterOrder
+from elastic.types.orders import Rendezvous, WorkerOrder
 
 PER_NODE = 8
 PARTS = ("moves", "decisions", "looks", "answers", "gather", "orders", "cluster", "groups", "meshes")
@@ -249,7 +249,7 @@ def gather(n: int, profile: ModelProfile) -> dict[str, float]:
 
 def orders(n: int, profile: ModelProfile) -> dict[str, float]:
     plan = plan_of(n)
-    order = EnterOrder(plan, plan.ranks, 0, ("127.0.0.1", 29500), 60.0, "secret")
+    order = WorkerOrder(EnterPlan(plan), Rendezvous(plan.ranks, ("127.0.0.1", 29500), 60.0, "secret"))
     return {"order_kb": round(len(pickle.dumps(order)) / 1e3, 1)}
 
 

@@ -30,6 +30,7 @@ from elastic.ledger.journal import Journal
 from elastic.policy.decide import decide
 from elastic.policy.state.fold import State
 from elastic.types import (
+    Abort,
     Action,
     Decision,
     DriverStarted,
@@ -41,11 +42,14 @@ from elastic.types import (
     Plan,
     PlanEntered,
     Pool,
+    Prepare,
+    Quiesce,
     Quiesced,
     ShardStored,
     StepDone,
     WorkerId,
 )
+from elastic.types.orders import WorkerOrder
 
 IDLE_STEPS = 6  # in the middle of a generation, of which the CPU is counted
 NOTICE_AT = 4
@@ -82,15 +86,22 @@ class Worker:
         if self.poll_ref is not None:
             self.poll_ref.until_s = 0.0
 
-    def prepare(self, *_: Any) -> None:
-        self.say(NodePrepared(self.me.node_id, (0,), 1_000_000))
+    def order(self, order: Ref | WorkerOrder) -> None:
+        given = order.value if isinstance(order, Ref) else order
+        match given.action:
+            case Prepare():
+                self.say(NodePrepared(self.me.node_id, (0,), 1_000_000))
+            case EnterPlan(plan):
+                self.enter(plan)
+            case Quiesce(generation) | Abort(generation):
+                if self.plan is not None and self.plan.generation == generation and self.rank >= 0:
+                    self.leave()
 
-    def enter(self, order: Ref, me: int) -> None:
+    def enter(self, plan: Plan) -> None:
         if self.plan is not None and not self.left:
             self.leave()
-        plan = order.value.plan if isinstance(order, Ref) else order.plan
         self.plan, self.left = plan, False
-        self.rank = me if me < len(plan.ranks) else -1
+        self.rank = plan.ranks.index(self.me) if self.me in plan.ranks else -1
         self.step = plan.resume.step
         if self.rank == 0:
             self.say(PlanEntered(plan.generation, self.step))
@@ -98,12 +109,6 @@ class Worker:
             self.cluster.first = self
         elif self.rank < 0:
             self.leave()
-
-    def quiesce(self, generation: int, _: bool = False) -> None:
-        if self.plan is not None and self.plan.generation == generation and self.rank >= 0:
-            self.leave()
-
-    abort = quiesce
 
     def leave(self) -> None:
         assert self.plan is not None

@@ -17,7 +17,8 @@ from elastic.certify.harness.layouts_tried import job_of, plan_of
 from elastic.certify.harness.place import Place, find
 from elastic.certify.harness.worker_pool import Crew
 from elastic.certify.tasks import Limit, Tasks
-from elastic.types import Layout, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types import Action, Layout, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types.orders import InjectFault, WorkerOrder
 
 MANY, SHORT_BLOCKS = 1_000_000, 4  # steps; blocks of the paced program
 NAMED_MOST_S = 20.0
@@ -34,8 +35,16 @@ class Stands:
     where: str
 
 
+@dataclass(frozen=True)
+class SayWhere(Action):
+    """Where do you stand?"""
+
+
 class FaultySession(RealFaultSession):
-    def tell(self) -> None:
+    def order(self, order: WorkerOrder) -> None:
+        if not isinstance(order.action, SayWhere):
+            super().order(order)
+            return
         beat = self.poll(0, 0.0)
         self._put(Stands(self.me, beat.arrived, beat.doing, beat.where))  # type: ignore[arg-type]
 
@@ -57,7 +66,7 @@ def _sticky(tell: Tell, lab: Lab, crew: Crew) -> None:
     plan = _open(lab, crew)
     lost, other = plan.ranks[1], plan.ranks[0]
     began = time.monotonic()
-    crew.call(lost, "afflict", "illegal")
+    crew.order(lost, InjectFault("illegal"))
     found = lambda: [e for e in crew.events(WorkerFailed) if e.worker == lost]  # noqa: E731
     crew.until(lambda: bool(found()), "the error is reported", 30.0, broken=True)
     tell("sticky.reported_s", time.monotonic() - began)
@@ -87,7 +96,7 @@ def _endless(tell: Tell, name: str, lab: Lab, crew: Crew) -> None:
 
     plan = _open(lab, crew)
     hangs, other = plan.ranks[1], plan.ranks[0]
-    crew.call(hangs, "afflict", name)
+    crew.order(hangs, InjectFault(name))
     began = time.monotonic()
     _quiet(crew, plan)
     seen: dict[WorkerId, Stands] = {}
@@ -98,7 +107,7 @@ def _endless(tell: Tell, name: str, lab: Lab, crew: Crew) -> None:
     ):  # what it is at is known from the second look on
         asked, looks = len(crew.log), looks + 1
         for worker in plan.ranks:
-            crew.call(worker, "tell")
+            crew.order(worker, SayWhere())
         crew.until(lambda: len(_said(crew, asked)) == 2, "where they stand", 20.0, broken=True)  # noqa: B023
         seen = _said(crew, asked)
         named = missing({worker: At(s.arrived, s.doing, s.where) for worker, s in seen.items()}, staged=False)

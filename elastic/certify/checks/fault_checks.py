@@ -22,6 +22,7 @@ from elastic.types import (
     NodePrepared,
     Plan,
     Probed,
+    Quiesce,
     Quiesced,
     Resume,
     StepDone,
@@ -110,7 +111,7 @@ def _quiet(crew: Crew, plan: Plan) -> None:
 
 def leave(crew: Crew, plan: Plan) -> None:
     for worker in plan.ranks:
-        crew.call(worker, "quiesce", plan.generation, False)
+        crew.order(worker, Quiesce(plan.generation, save=False))
     crew.left(plan, plan.ranks, broken=True)
 
 

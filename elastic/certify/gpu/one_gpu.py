@@ -20,7 +20,8 @@ from elastic.certify.gpu.one_rank_steps import Ours, Syncs, bare
 from elastic.certify.gpu.real_faults import RealFaultSession
 from elastic.certify.gpu.solo import Solo, device_of, memory_mib, open_fds, plan_for, sized, slope
 from elastic.certify.harness.layouts_tried import live
-from elastic.types import Box, Quiesced, WorkerFailed
+from elastic.types import Abort, Box, Quiesced, WorkerFailed
+from elastic.types.orders import InjectFault, WorkerOrder
 from elastic.worker.process import environment
 from elastic.worker.process.allocator import settle_cuda_allocator
 from elastic.worker.state.host_copy import HostCopies, HostMemory, Tensors
@@ -72,10 +73,10 @@ def error(dry: bool) -> Figures:
     solo.enter(plan_for(solo.me, 1, solo.session.place.profile.n_blocks, (8, 1)))
     solo.stepped(1, 2)
     began = time.monotonic()
-    solo.session.afflict("illegal")
+    solo.session.order(WorkerOrder(InjectFault("illegal")))
     solo.until(lambda: solo.of(WorkerFailed), "the error is reported", fails=True)
     reported_s, failed = time.monotonic() - began, solo.of(WorkerFailed)[0]
-    solo.session.abort(1)
+    solo.session.order(WorkerOrder(Abort(1)))
     solo.until(lambda: solo.of(Quiesced, 1), "out of the generation", fails=True)
     offered = [holding for event in solo.of(Quiesced) for holding in event.holdings]
     return {

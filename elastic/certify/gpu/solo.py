@@ -6,7 +6,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ import torch
 from elastic.certify.harness.layouts_tried import job_of
 from elastic.certify.reference.one_process import program_file
 from elastic.program import load_program
-from elastic.types import Layout, NodePrepared, Plan, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types import EnterPlan, Layout, NodePrepared, Plan, Prepare, Quiesce, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types.orders import WorkerOrder
 from elastic.worker.session.session import Session
-from elastic.worker.session.workplace import host_meeting
+from elastic.worker.session.workplace import host_rendezvous
 
 MANY = 1_000_000  # steps: until it is told to stop
 
@@ -44,7 +44,7 @@ class Solo:
         self.events: list[tuple[float, Any]] = []
         self._ack = 0
         self._stores: list[Any] = []
-        self.session.prepare()
+        self.session.order(WorkerOrder(Prepare(self.me.node_id)))
         self.until(lambda: self.of(NodePrepared), "prepared")
 
     def of(self, kind: Any, generation: int | None = None) -> list[Any]:
@@ -67,16 +67,16 @@ class Solo:
                 raise RuntimeError(f"not within {most_s:g} s: {what}")
 
     def enter(self, plan: Any) -> None:
-        order, store = host_meeting(plan, "127.0.0.1", 60.0, 30.0)
+        rendezvous, store = host_rendezvous(plan, "127.0.0.1", 60.0, 30.0)
         self._stores = [*self._stores[-1:], store]
-        self.session.enter(replace(order, me=0))
+        self.session.order(WorkerOrder(EnterPlan(plan), rendezvous))
 
     def stepped(self, generation: int, n: int, most_s: float = 60.0) -> list[Any]:
         self.until(lambda: len(self.of(StepDone, generation)) >= n, f"{n} steps of generation {generation}", most_s)
         return self.of(StepDone, generation)
 
     def leave(self, generation: int) -> None:
-        self.session.quiesce(generation, False)
+        self.session.order(WorkerOrder(Quiesce(generation, save=False)))
         self.until(lambda: self.of(Quiesced, generation), "out of the generation", fails=True)
         self.session.close(10.0)
 

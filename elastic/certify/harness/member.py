@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from elastic.certify.harness.worker_process import serve
+from elastic.certify.harness.worker_process import Word, serve
 
 
 class Member(Protocol):
@@ -25,7 +25,7 @@ class Member(Protocol):
     def ready(self, timeout_s: float) -> str:
         """Waits until it has its place; why it has none, '' = it has."""
 
-    def send(self, called: str, arguments: tuple[Any, ...]) -> None: ...
+    def send(self, word: Word) -> None: ...
     def signal(self, number: int) -> None: ...
     def end(self) -> None:
         """SIGKILL, also where it is stopped."""
@@ -63,8 +63,8 @@ class LocalMember:
     def ready(self, timeout_s: float) -> str:
         return ""
 
-    def send(self, called: str, arguments: tuple[Any, ...]) -> None:
-        self.pipe.send((called, arguments))
+    def send(self, word: Word) -> None:
+        self.pipe.send(word)
 
     def signal(self, number: int) -> None:
         assert self.process.pid is not None

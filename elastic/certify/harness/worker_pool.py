@@ -5,14 +5,29 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for
 from typing import Any, TypeVar
 
 from elastic.certify.harness.member import Member
+from elastic.certify.harness.worker_process import Opening
 from elastic.certify.tasks import Failed, Limit, Refused
-from elastic.types import Event, NodePrepared, Plan, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
-from elastic.worker.session.workplace import host_meeting
+from elastic.types import (
+    Abort,
+    Action,
+    EnterPlan,
+    Event,
+    NodePrepared,
+    Plan,
+    PlanEntered,
+    Prepare,
+    Quiesced,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)
+from elastic.types.orders import Rendezvous, WorkerOrder
+from elastic.worker.session.workplace import host_rendezvous
 
 MOST_S = 60.0  # for anything that is waited for; a worker's bound in elastic.cluster.workers.liveness
 MEETS_S = 30.0  # that a worker waits for another at the store of a generation
@@ -89,23 +104,24 @@ class Crew:
         if self._members[i].ended:
             self._members[i].pipe.close()
             self._members[i] = self.start(i)
-        self._members[i].send("open", (self._serial, self.workers[i], dict(job), run))
-        self._members[i].send("prepare", ())
+        me = self.workers[i]
+        self._members[i].send(Opening(self._serial, me, dict(job), run))
+        self.order(me, Prepare(me.node_id))
 
-    def call(self, worker: WorkerId, name: str, *arguments: Any) -> None:
-        self._member(worker).send(name, arguments)
+    def order(self, worker: WorkerId, action: Action, rendezvous: Rendezvous | None = None) -> None:
+        self._member(worker).send(WorkerOrder(action, rendezvous))
 
     def enter(self, plan: Plan) -> None:
         """Orders the generation to its ranks and to those that only hold state."""
-        order, self._stores[plan.generation] = host_meeting(plan, self.host, MOST_S, MEETS_S)
+        rendezvous, self._stores[plan.generation] = host_rendezvous(plan, self.host, MOST_S, MEETS_S)
         self._begun = True
-        for i, worker in enumerate(order.participants):
-            self.call(worker, "enter", replace(order, me=i))
+        for worker in rendezvous.participants:
+            self.order(worker, EnterPlan(plan), rendezvous)
 
     def abort(self, generation: int, workers: Iterable[WorkerId]) -> None:
         self._stores.pop(generation, None)
         for worker in workers:
-            self.call(worker, "abort", generation)
+            self.order(worker, Abort(generation))
 
     def stop(self, worker: WorkerId) -> None:
         """SIGSTOP: it hangs."""

@@ -14,6 +14,7 @@ from elastic.cluster.notices.merged_notices import DRILL
 from elastic.config.drill import ON_NODES, ON_WORKERS, PARTITION_S, SIDES
 from elastic.errors import SpecError
 from elastic.types import DrillAsked, Event, Node, Notice, Plan, Pool, WorkerId
+from elastic.types.orders import InjectFault, Isolate, WorkerOrder
 
 
 class Hands(Protocol):
@@ -22,7 +23,7 @@ class Hands(Protocol):
     def workers(self, node_id: str | None = None) -> list[WorkerId]: ...
     def pid(self, worker: WorkerId) -> int: ...
     def signal(self, workers: Iterable[WorkerId], number: int) -> None: ...
-    def call(self, worker: WorkerId, method: str, *arguments: Any) -> bool: ...
+    def order(self, worker: WorkerId, order: WorkerOrder) -> bool: ...
     def cut(self, node_id: str, for_s: float) -> bool: ...
 
 
@@ -63,7 +64,7 @@ class Drilling:
         events: list[Event] = [DrillAsked({**entry, kind: list(names)})]
         for node_id in names:
             if kind in ON_WORKERS:
-                events += self._afflict(node_id, kind, entry)
+                events += self._inject(node_id, kind, entry)
             else:
                 events += getattr(self, f"_{kind}")(node_id, entry, now_s)
         return events
@@ -97,21 +98,22 @@ class Drilling:
         sides = [sides] if isinstance(sides, str) else sides
         nodes, storage = "nodes" in sides, "storage" in sides
         workers = self.crew.workers(node_id) if nodes or storage else []
-        cut = [self.crew.call(worker, "cut_off", for_s, nodes, storage) for worker in workers]
+        order = WorkerOrder(Isolate(for_s, nodes, storage))
+        cut = [self.crew.order(worker, order) for worker in workers]
         if "driver" in sides:
             cut.append(self.crew.cut(node_id, for_s))
         return [] if any(cut) else [DrillAsked({**entry, "error": f"drill: no worker of {node_id} can be cut off"})]
 
     def _wrong_layout(self, entry: Mapping[str, Any]) -> list[Event]:
         """Told to all workers that there are: which of them are in the next layout is not known yet."""
-        asked = [self.crew.call(worker, "afflict", "layout", {}) for worker in self.crew.workers()]
+        asked = [self.crew.order(worker, WorkerOrder(InjectFault("layout"))) for worker in self.crew.workers()]
         return [DrillAsked(dict(entry) if any(asked) else {**entry, "error": "drill: no worker can be told"})]
 
-    def _afflict(self, node_id: str, kind: str, entry: Mapping[str, Any]) -> list[Event]:
+    def _inject(self, node_id: str, kind: str, entry: Mapping[str, Any]) -> list[Event]:
         """What its workers do to themselves."""
         options = {key: entry[key] for key in ("factor", "unit_s", "jitter", "place") if key in entry}
         chosen = [worker for worker in self.crew.workers(node_id) if entry.get("gpu") in (None, worker.local_rank)]
-        asked = [self.crew.call(worker, "afflict", kind, options) for worker in chosen]
+        asked = [self.crew.order(worker, WorkerOrder(InjectFault(kind, **options))) for worker in chosen]
         if any(asked):
             return []
         return [DrillAsked({**entry, "error": f"drill: no worker of {node_id} can be told to {kind}"})]

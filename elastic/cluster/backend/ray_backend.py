@@ -13,8 +13,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import ray
 
@@ -39,6 +39,7 @@ from elastic.cluster.workers.worker_group import POLL_S, Answer, Berth, Broken, 
 from elastic.errors import LostContact, SpecError
 from elastic.ledger.lease import Lease
 from elastic.policy.state.event_handlers import digested
+from elastic.reshard.transfers import participants
 from elastic.storage import open_storage
 from elastic.types import (
     Abort,
@@ -74,9 +75,7 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )  # fmt: skip
-
-if TYPE_CHECKING:
-    from elastic.worker.session.workplace import EnterOrder
+from elastic.types.orders import Rendezvous, WorkerOrder, WriteShard
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ class RayBackend:
     provider: NodeProvider = field(init=False)
     _early: list[Event] = field(init=False, default_factory=list)
     _stores: dict[int, Any] = field(init=False, default_factory=dict)
-    _formed: EnterOrder | None = field(init=False, default=None)  # of groups that are made ahead
+    _formed: tuple[Plan, Rendezvous] | None = field(init=False, default=None)  # of groups that are made ahead
     _plan: Plan | None = field(init=False, default=None)  # the newest that was ordered
     _stuck: set[int] = field(init=False, default_factory=set)
     _pacing: Pacing = field(init=False, default_factory=Pacing)
@@ -251,61 +250,50 @@ class RayBackend:
         for k in range(node.gpus):
             me = WorkerId(node.node_id, k)
             if me in there:
-                self.crew.call(me, "prepare", *preparation)
+                self.crew.order(me, preparation)
             else:
-                self.crew.start(me, Berth(ray_id, node.pool, pool.accelerator_type != "CPU"), *preparation)
+                self.crew.start(me, Berth(ray_id, node.pool, pool.accelerator_type != "CPU"), preparation)
 
     def _enter(self, action: EnterPlan) -> None:
         plan = action.plan
         self._plan = plan
         self.gather.expect(plan)
         formed, self._formed = self._formed, None
-        there = formed is not None and formed.fits(plan) and not self.gather.awaits_groups
-        order = formed if formed is not None and there else self._meeting(plan)
+        there = formed is not None and _same_groups(formed[0], plan) and not self.gather.awaits_groups
+        rendezvous = formed[1] if formed is not None and there else self._meeting(plan)
         self.gather.expect_groups(0, 0, 0)
-        for worker in self._ordered("enter", replace(order, plan=plan)):
+        for worker in self._met(action, rendezvous):
             self._early.append(WorkerFailed(worker, plan.generation, "process", "it is not there"))
 
     def _form(self, action: FormGroups) -> None:
-        self._formed = order = self._meeting(action.plan)
-        self.gather.expect_groups(action.plan.generation, order.store[1], len(order.participants))
-        for worker in self._ordered("form", order):
+        plan, rendezvous = action.plan, self._meeting(action.plan)
+        self._formed = plan, rendezvous
+        self.gather.expect_groups(plan.generation, rendezvous.store[1], len(rendezvous.participants))
+        for worker in self._met(action, rendezvous):
             self._formed = None
-            self._early.append(GroupsFormed(action.plan.generation, 0.0, f"{worker} is not there"))
+            self._early.append(GroupsFormed(plan.generation, 0.0, f"{worker} is not there"))
 
     def _drop_groups(self, action: DropGroups) -> None:
         if self._formed is not None:
             self._formed = None
             self._stores.pop(action.generation, None)
-        self.crew.call_all("drop_groups", action.generation)
+        self.crew.order_all(action)
 
-    def _meeting(self, plan: Plan) -> EnterOrder:
-        from elastic.worker.session.workplace import host_meeting
+    def _meeting(self, plan: Plan) -> Rendezvous:
+        from elastic.worker.session.workplace import host_rendezvous
 
         timeout_s = self.silence.timeout_s(plan.predicted_step_time_s)
-        order, self._stores[plan.generation] = host_meeting(plan, ray.util.get_node_ip_address(), timeout_s)
-        return order
+        rendezvous, self._stores[plan.generation] = host_rendezvous(plan, ray.util.get_node_ip_address(), timeout_s)
+        return rendezvous
 
-    def _ordered(self, call: str, order: EnterOrder) -> list[WorkerId]:
-        """Passes it to all participants; returns those that are not there."""
-        everyone = order.participants
+    def _met(self, action: EnterPlan | FormGroups, rendezvous: Rendezvous) -> list[WorkerId]:
+        """Gives it to all participants; returns those that are not there."""
+        everyone, order = rendezvous.participants, WorkerOrder(action, rendezvous)
         sent: Any = ray.put(order) if len(everyone) > SENT_EACH_MOST else order
-        return [worker for i, worker in enumerate(everyone) if not self.crew.call(worker, call, sent, i)]
+        return [worker for worker in everyone if not self.crew.order(worker, sent)]
 
-    def _quiesce(self, action: Quiesce) -> None:
-        self.crew.call_all("quiesce", action.generation, action.save)
-
-    def _store_copy(self, action: StoreCopy) -> None:
-        self.crew.call_all("store_copy", action.generation)
-
-    def _set_cadence(self, action: SetCadence) -> None:
-        self.crew.call_all("set_cadence", action.generation, action.peer_every, action.durable_every)
-
-    def _set_shares(self, action: SetShares) -> None:
-        self.crew.call_all("set_shares", action.generation, action.samples)
-
-    def _roll_forward(self, action: RollForward) -> None:
-        self.crew.call_all("roll_forward", action.generation, action.step, action.commit)
+    def _pass_on(self, action: Action) -> None:
+        self.crew.order_all(action)
 
     def _remove_copy(self, action: RemoveCopy) -> None:
         self.copies.remove(action.uri)
@@ -315,7 +303,7 @@ class RayBackend:
         self._end(action.kill)
         self._drop_stores(action.generation + (self._formed is not None))
         self._formed = None
-        self.crew.call_all("abort", action.generation)
+        self.crew.order_all(action)
 
     def _stop(self, action: Stop) -> None:
         self._stopped = True
@@ -469,7 +457,7 @@ class RayBackend:
             if holders:
                 other = holders[(parts.asked[rank] - 1) % len(holders)]
                 log.info("step %d: %s is asked to write the part of rank %d, which is late", parts.step, other, rank)
-                self.crew.call(other, "write_for", parts.plan, parts.step, rank)
+                self.crew.order(other, WorkerOrder(WriteShard(parts.plan, parts.step, rank)))
 
     def _stuck_generation(self) -> list[Event]:
         """All workers answer and none gets on: the ones that the others wait for are named. Where nobody can tell: broken off,
@@ -563,11 +551,16 @@ class RayBackend:
             del self._stores[number]
 
 
+def _same_groups(one: Plan, other: Plan) -> bool:
+    """Are the process groups of one plan those of the other?"""
+    first, second = ((plan.generation, plan.layout, participants(plan.ranks, plan.resume)) for plan in (one, other))
+    return first == second
+
+
 _ORDERS: dict[type, Callable[[RayBackend, Any], None]] = {
     RequestNodes: RayBackend._request, ReleaseNode: RayBackend._release, DrainNode: RayBackend._drain,
     Quarantine: RayBackend._quarantine, Prepare: RayBackend._prepare, EnterPlan: RayBackend._enter,
-    FormGroups: RayBackend._form, DropGroups: RayBackend._drop_groups,
-    Quiesce: RayBackend._quiesce, StoreCopy: RayBackend._store_copy, RemoveCopy: RayBackend._remove_copy,
-    Abort: RayBackend._abort, Stop: RayBackend._stop, RollForward: RayBackend._roll_forward,
-    SetCadence: RayBackend._set_cadence, SetShares: RayBackend._set_shares,
+    FormGroups: RayBackend._form, DropGroups: RayBackend._drop_groups, RemoveCopy: RayBackend._remove_copy,
+    Abort: RayBackend._abort, Stop: RayBackend._stop,
+    **dict.fromkeys((Quiesce, StoreCopy, SetCadence, SetShares, RollForward), RayBackend._pass_on),
 }  # fmt: skip

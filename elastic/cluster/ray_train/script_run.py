@@ -46,6 +46,7 @@ from elastic.types import (
     StopAsked,
     WorkerId,
 )  # fmt: skip
+from elastic.types.orders import WorkerOrder
 
 LOOK_S = 0.2
 COUNT_EVERY_S = 1.0  # while Ray Train is to start a group
@@ -77,7 +78,7 @@ class Hands:
             if ray_id is not None:
                 signal_there(ray_id, [self.pid(worker)], number)
 
-    def call(self, worker: WorkerId, method: str, *arguments: Any) -> bool:
+    def order(self, worker: WorkerId, order: WorkerOrder) -> bool:
         """A script's processes take no orders."""
         return False
 

@@ -9,8 +9,10 @@ import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from elastic.cluster.workers.neighbor_links import doors
 from elastic.cluster.workers.worker_group import Crew
 from elastic.errors import SpecError
 from elastic.storage import Storage
@@ -28,13 +30,14 @@ from elastic.types import (
     apart,
     version_differences,
 )
+from elastic.types.admission import Entry
+from elastic.types.orders import WorkerOrder
 from elastic.version import versions
 
 log = logging.getLogger(__name__)
 
 PLACE = "admission"  # in the run's storage
 NEIGHBOURS = 2  # a node that reaches the second one is not at fault
-HEAR_MOST_S = 5.0  # of a neighbour, which trains meanwhile
 DOUBT_S = 5.0  # within which a node that is gone is seen to be
 
 
@@ -53,11 +56,12 @@ class Entrance:
     _asked: dict[str, Prepare] = field(default_factory=dict)  # the last of each node
     _doubted: dict[str, tuple[NodeRefused, float]] = field(default_factory=dict)  # refusals that wait, until when
 
-    def preparation(self, action: Prepare, plan: Plan | None) -> tuple[Any, ...]:
-        """What the workers of a node are told (Worker.prepare)."""
+    def preparation(self, action: Prepare, plan: Plan | None) -> WorkerOrder:
+        """What the workers of a node are told."""
         self._asked[action.node_id] = action
         terms = Terms(dict(self.known), action.gpu_bytes, action.host_bytes, self._mark_for(action.node_id))
-        return action.rehearse, terms, tuple(self._neighbours(action.node_id, plan))
+        neighbours = tuple(self._neighbours(action.node_id, plan))
+        return WorkerOrder(action, entry=Entry(terms, partial(doors, neighbours)))
 
     def _neighbours(self, node_id: str, plan: Plan | None) -> Iterable[Any]:
         """Workers of other nodes: of the plan's first, then of those that are let in."""

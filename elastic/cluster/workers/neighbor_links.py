@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from elastic.types import Terms
 from elastic.worker.profile.link_probe import Door, listen
 
 log = logging.getLogger(__name__)
 
 HEAR_MOST_S = 5.0  # of a neighbor, which trains meanwhile
-
-
-def entry(terms: Terms, neighbours: tuple[Any, ...]) -> Any:
-    """In the worker's process: what its session is given."""
-    from elastic.worker.profile.node_checks import Entry
-
-    return Entry(terms, partial(doors, neighbours))
 
 
 def doors(neighbours: Iterable[Any]) -> list[Door]:

@@ -107,10 +107,10 @@ class _Hosted:
             self.lock.notify_all()
 
     @ray.method(concurrency_group="orders")
-    def call(self, name: str, arguments: tuple[Any, ...]) -> None:
+    def call(self, word: Any) -> None:
         """One after the other. An error ends the process, as it would end one without Ray."""
         try:
-            self.it(name, arguments)
+            self.it(word)
         except Exception:  # noqa: BLE001 - the boundary of the process
             traceback.print_exc()
             sys.stderr.flush()
@@ -215,8 +215,8 @@ class Outpost:
         kind = "GPU" if self.seat.on_gpu else "CPU"
         return f"node {self.seat.node} gave no process with a free {kind} within {timeout_s:.0f} s: is the cluster in use?"
 
-    def send(self, called: str, arguments: tuple[Any, ...]) -> None:
-        self._actor.call.remote(called, arguments)
+    def send(self, word: Any) -> None:
+        self._actor.call.remote(word)
 
     def signal(self, number: int) -> None:
         self._known.wait(GONE_MOST_S)

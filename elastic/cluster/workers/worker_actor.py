@@ -1,4 +1,4 @@
-"""The Ray actor around one worker session: passes calls on, fences them by the driver's epoch, and ends itself when orphaned.
+"""The Ray actor around one worker session: passes orders on, fences them by the driver's epoch, and ends itself when orphaned.
 
 Nothing here imports torch: the environment that NCCL needs is set first, then the session's module is imported.
 """
@@ -19,13 +19,12 @@ from typing import Any
 from elastic.cluster.ray import processes
 from elastic.cluster.workers.output import Output
 from elastic.errors import ElasticError, SpecError
-from elastic.types import Event, NodePrepared, Plan, Quiesced, Rehearsal, StepDone, Terms, WorkerId
+from elastic.types import EnterPlan, Event, FormGroups, NodePrepared, Plan, Quiesce, Quiesced, StepDone, WorkerId
+from elastic.types.orders import WorkerOrder
 from elastic.version import versions
 from elastic.worker.process.environment import settle
 
 log = logging.getLogger(__name__)
-
-Neighbours = tuple[Any, ...]  # actors on other nodes of the run
 
 SESSION = "elastic.worker.session.session:Session"
 MAX_CONCURRENCY = 6  # one long poll, the others for orders
@@ -99,83 +98,21 @@ class Worker:
         self._fence(epoch)
         return tuple(self.plans)
 
-    def prepare(
-        self, epoch: int, rehearsals: tuple[Rehearsal, ...] = (), terms: Terms | None = None, neighbours: Neighbours = ()
-    ) -> None:
-        """`terms`: what the node must be like; None = that is not looked at."""
+    def order(self, epoch: int, order: WorkerOrder) -> None:
+        """To the session. Of those to enter a generation, or to make its groups, only the first counts."""
         self._fence(epoch)
-        if terms is None:
-            self.session.prepare(rehearsals)
+        action = order.action
+        if isinstance(action, EnterPlan | FormGroups) and action.plan.generation <= self.ordered:
             return
-        from elastic.cluster.workers.neighbor_links import entry
-
-        self.session.prepare(rehearsals, entry(terms, neighbours))
+        if isinstance(action, EnterPlan):
+            self._begin(action.plan)
+        self.session.order(order)
 
     def hear(self) -> Any:
         """A neighbour that is being let in measures its link to here: a Door. That is no word of the driver."""
         from elastic.cluster.workers.neighbor_links import open_door
 
         return open_door(self.setup.me.node_id)
-
-    def enter(self, epoch: int, order: Any, me: int) -> None:
-        """`order`: of all participants; `me`: this worker's index among them. One that comes twice counts once."""
-        self._fence(epoch)
-        if order.plan.generation > self.ordered:
-            self.ordered = order.plan.generation
-            self.plans.append(order.plan)
-            if self.output is not None:
-                self.output.begin(*_part(self.setup.me, order.plan))
-            if self.stands_back:
-                self.stands_back = False
-                processes.step_forward()
-            self.session.enter(replace(order, me=me))
-
-    def form(self, epoch: int, order: Any, me: int) -> None:
-        self._fence(epoch)
-        if self.ordered < order.plan.generation:
-            self.session.form(replace(order, me=me))
-
-    def drop_groups(self, epoch: int, generation: int) -> None:
-        self._fence(epoch)
-        self.session.drop_groups(generation)
-
-    def quiesce(self, epoch: int, generation: int, save: bool) -> None:
-        self._fence(epoch)
-        self.session.quiesce(generation, save)
-
-    def store_copy(self, epoch: int, generation: int) -> None:
-        self._fence(epoch)
-        self.session.store_copy(generation)
-
-    def set_cadence(self, epoch: int, generation: int, peer_every: int, durable_every: int) -> None:
-        self._fence(epoch)
-        self.session.set_cadence(generation, peer_every, durable_every)
-
-    def set_shares(self, epoch: int, generation: int, samples: tuple[int, ...]) -> None:
-        self._fence(epoch)
-        self.session.set_shares(generation, samples)
-
-    def afflict(self, epoch: int, kind: str, options: dict[str, Any]) -> None:
-        """A drill."""
-        self._fence(epoch)
-        self.session.afflict(kind, **options)
-
-    def cut_off(self, epoch: int, for_s: float, nodes: bool, storage: bool) -> None:
-        """A drill."""
-        self._fence(epoch)
-        self.session.cut_off(for_s, nodes, storage)
-
-    def write_for(self, epoch: int, plan: Any, step: int, rank: int) -> None:
-        self._fence(epoch)
-        self.session.write_for(plan, step, rank)
-
-    def abort(self, epoch: int, generation: int) -> None:
-        self._fence(epoch)
-        self.session.abort(generation)
-
-    def roll_forward(self, epoch: int, generation: int, step: int, commit: tuple[float, ...]) -> None:
-        self._fence(epoch)
-        self.session.roll_forward(generation, step, commit)
 
     def poll(self, epoch: int, ack: int, wait_s: float) -> Any:
         """The session's Beat. A driver writes steps down up to a second late: its successor hears the newest ones again."""
@@ -196,15 +133,14 @@ class Worker:
             self.steps += [(n, event) for n, event in beat.messages if n > known and isinstance(event, StepDone)]
         return beat
 
-    def pid(self) -> int:
-        return os.getpid()
-
-    def ping(self) -> float:
-        return time.time()
-
-    def shutdown(self, epoch: int) -> None:
-        self._fence(epoch)
-        self.session.close()
+    def _begin(self, plan: Plan) -> None:
+        self.ordered = plan.generation
+        self.plans.append(plan)
+        if self.output is not None:
+            self.output.begin(*_part(self.setup.me, plan))
+        if self.stands_back:
+            self.stands_back = False
+            processes.step_forward()
 
     def _fence(self, epoch: int) -> None:
         if epoch < self.epoch:
@@ -232,7 +168,7 @@ class Worker:
         since = self.polled_at
         generation = self.ordered
         if generation > self.left:
-            self.session.quiesce(generation, True)
+            self.session.order(WorkerOrder(Quiesce(generation)))
         deadline = time.monotonic() + ORPHAN_LEAVE_S
         while time.monotonic() < deadline:
             if self.polled_at != since:
@@ -276,7 +212,7 @@ def _output(setup: WorkerSetup) -> Output | None:
         return None
 
 
-def _part(me: WorkerId, plan: Any) -> tuple[str, bool]:
+def _part(me: WorkerId, plan: Plan) -> tuple[str, bool]:
     """What a worker is in a plan, and whether it speaks for all."""
     rank = plan.ranks.index(me) if me in plan.ranks else -1
     what = f"rank {rank} of {len(plan.ranks)}" if rank >= 0 else "gives its state to the others"

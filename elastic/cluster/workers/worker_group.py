@@ -21,7 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.cluster.nodes.providers import signal_there
 from elastic.cluster.workers.worker_actor import MAX_CONCURRENCY, Passport, Worker, WorkerSetup
 from elastic.errors import SpecError
-from elastic.types import Plan, WorkerId, version_differences
+from elastic.types import Action, Plan, WorkerId, version_differences
+from elastic.types.orders import WorkerOrder
 from elastic.version import versions
 
 log = logging.getLogger(__name__)
@@ -118,9 +119,9 @@ class Crew:
         member = self._members.get(worker)
         return member.actor if member else None
 
-    def start(self, me: WorkerId, berth: Berth, *preparation: Any) -> None:
-        """Starts an actor in the background and lets it prepare: `preparation` as Worker.prepare takes it."""
-        if self._later(me.node_id, partial(self.start, me, berth, *preparation)):
+    def start(self, me: WorkerId, berth: Berth, first: WorkerOrder) -> None:
+        """Starts an actor in the background, which is given that order."""
+        if self._later(me.node_id, partial(self.start, me, berth, first)):
             return
         with self._lock:
             self._incarnations[me] = self._incarnations.get(me, 0) + 1
@@ -128,13 +129,13 @@ class Crew:
         if len(self._starters) < STARTERS:  # daemons: making an actor waits for the head, and may do so for a minute
             self._starters.append(threading.Thread(target=self._run, name="start-workers", daemon=True))
             self._starters[-1].start()
-        self._starting.put((me, berth, incarnation, preparation))
+        self._starting.put((me, berth, incarnation, first))
 
     def _run(self) -> None:
         while (order := self._starting.get()) is not None and not self._closed:
             self._start(*order)
 
-    def _start(self, me: WorkerId, berth: Berth, incarnation: int, preparation: tuple[Any, ...]) -> None:
+    def _start(self, me: WorkerId, berth: Berth, incarnation: int, first: WorkerOrder) -> None:
         setup = replace(self.setup, me=me, incarnation=incarnation, pool=berth.pool)
         need: dict[str, Any] = {"num_cpus": 0, "num_gpus": 1} if berth.on_gpu else {"num_cpus": 1}
         actor_class: Any = ray.remote(Worker)
@@ -152,7 +153,7 @@ class Crew:
                 _kill(actor)
                 return
             self._join(me, _Member(actor, berth.ray_id, incarnation))
-        self.call(me, "prepare", *preparation)
+        self.order(me, first)
 
     def adopt(self, keep: bool) -> list[Passport]:
         """Finds the run's living actors, of each worker the newest; the others end, and so does one of other versions than this
@@ -244,23 +245,23 @@ class Crew:
             for order in self._held.pop(node_id, []):
                 order()
 
-    # ------------------------------------------------------------------------------------------ calls and answers
+    # ------------------------------------------------------------------------------------------ orders and answers
 
-    def call(self, worker: WorkerId, method: str, *arguments: Any) -> bool:
-        """Passes an order on; False = there is no such worker."""
+    def order(self, worker: WorkerId, order: Any) -> bool:
+        """Gives a worker a WorkerOrder, or what Ray keeps one under; False = there is no such worker."""
         with self._lock:
             member = self._members.get(worker)
             if member is None:
                 return False
-            if self._later(worker.node_id, partial(self.call, worker, method, *arguments)):
+            if self._later(worker.node_id, partial(self.order, worker, order)):
                 return True
-            ref = getattr(member.actor, method).remote(self.setup.epoch, *arguments)
+            ref = member.actor.order.remote(self.setup.epoch, order)
             self._calls[ref] = worker
         return True
 
-    def call_all(self, method: str, *arguments: Any) -> None:
+    def order_all(self, action: Action) -> None:
         for worker in self.workers():
-            self.call(worker, method, *arguments)
+            self.order(worker, WorkerOrder(action))
 
     def open_polls(self) -> list[WorkerId]:
         """A long poll with each worker that has none; acknowledges what it has said. Returns all that a poll is open with."""

@@ -22,6 +22,7 @@ from elastic import version
 from elastic.config.fingerprint import differences
 from elastic.storage import open_storage
 from elastic.types import Admission, Mark, Terms, apart, version_differences
+from elastic.types.admission import Entry
 from elastic.worker.process.free_memory import free_gpu_bytes, free_host_bytes
 from elastic.worker.process.gpu_health import memory_holders
 from elastic.worker.profile.link_probe import Door, Link, measure
@@ -44,14 +45,6 @@ class Refused(Exception):
     def __init__(self, why: str, may_pass: bool = False, neighbors: tuple[str, ...] = ()) -> None:
         super().__init__(why)
         self.may_pass, self.neighbors = may_pass, neighbors
-
-
-@dataclass(frozen=True)
-class Entry:
-    """`doors`: asks neighbours to listen, and says where they do; called in the background, at most once."""
-
-    terms: Terms
-    doors: Callable[[], Sequence[Door]] = tuple
 
 
 @dataclass

@@ -19,7 +19,7 @@ from elastic.data.open_datasets import Sets
 from elastic.data.streams import Stream
 from elastic.errors import InternalError
 from elastic.reshard.shards import RNG, boxes
-from elastic.types import Evaluated, GuardTripped, NoiseSeen, Plan, PlanEntered, Probed, SharesSet
+from elastic.types import Evaluated, GuardTripped, NoiseSeen, Plan, PlanEntered, Probed, SetCadence, SetShares, SharesSet
 from elastic.types.grid import axes_of, rank_of
 from elastic.types.rank_timing import RankTimes
 from elastic.worker.parallel.dtensor_random import settle_random
@@ -91,6 +91,13 @@ class Generation:
         n_ranks, batch = len(self.plan.samples), int(self.place.job["global_batch"])
         return len(samples) == n_ranks and sum(samples) == batch and min(samples) > 0
 
+    def change(self, action: SetCadence | SetShares) -> None:
+        """From a later step on; rank 0 tells the others in a commit."""
+        if isinstance(action, SetCadence):
+            self.new_cadence = (action.peer_every, action.durable_every)
+        elif self.can_deal(action.samples):
+            self.new_shares = action.samples
+
     # ------------------------------------------------------------------------------------------ enter
 
     def enter(self) -> None:
@@ -100,7 +107,8 @@ class Generation:
             raise torch.AcceleratorError("CUDA error: the device of this worker failed in an earlier generation")
         place.at_phase("waiting", 0)
         self._reserve()
-        self.groups.join(order.store, order.me, len(order.participants), order.timeout_s, order.secret)
+        at = order.rendezvous
+        self.groups.join(at.store, order.me, len(at.participants), at.timeout_s, at.secret)
         settle_random(self.groups.mesh)
         self._lap("groups")
         takeover = Takeover(place, order, self.groups)

@@ -1,6 +1,6 @@
 """The process groups of the generation to come, made in a thread of their own while the one before trains.
 
-At most one set is under way in a process. It is used by an order to enter with the same store and secret, which the driver
+At most one set is under way in a process. It is used by an order to enter with the same rendezvous, which the driver
 gives only when all participants have their groups; any other order, and an abort of the generation that trains, takes it down.
 """
 
@@ -38,7 +38,7 @@ class Ahead:
 
     def take(self, order: EnterOrder) -> Groups | None:
         """The groups, if they are there and for just this order; else they are taken down and None is returned."""
-        same = (order.store, order.secret, order.me) == (self.order.store, self.order.secret, self.order.me)
+        same = (order.rendezvous, order.me) == (self.order.rendezvous, self.order.me)
         with self._lock:
             self._taken = same and not self._dropped and self.groups.formed
         if not self._taken:
@@ -59,12 +59,12 @@ class Ahead:
             self.groups.close()
 
     def _make(self) -> None:
-        order, device = self.order, self.groups.device
+        order, at, device = self.order, self.order.rendezvous, self.groups.device
         began, error = time.monotonic(), ""
         try:
             # on a stream of its own: the training's must not wait for ranks that set up their groups later
             with on_device(device), SideStream(device).behind(None):
-                self.groups.form(order.store, order.me, len(order.participants), order.timeout_s, order.secret)
+                self.groups.form(at.store, order.me, len(at.participants), at.timeout_s, at.secret)
         except Exception as failed:  # noqa: BLE001 - whatever it was, the groups are made again when the generation is entered
             error = text_of(failed)
         with self._lock:
@@ -72,4 +72,4 @@ class Ahead:
                 return
         if error:
             log.warning("the groups of generation %d were not made ahead: %s", self.generation, error)
-        self.report(GroupsMade(self.generation, order.store[1], order.me, round(time.monotonic() - began, 4), error))
+        self.report(GroupsMade(self.generation, at.store[1], order.me, round(time.monotonic() - began, 4), error))

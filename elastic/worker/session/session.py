@@ -1,6 +1,7 @@
-"""One worker: idle -> prepare -> enter(plan) -> step* -> quiesce. Thread-safe; outcomes are messages that `poll` hands out.
+"""One worker: idle -> prepare -> enter(plan) -> step* -> quiesce. Thread-safe: `order` takes every order, and outcomes are
+messages that `poll` hands out.
 
-One thread does all the training work; the calls only leave orders for it or break off what it waits for.
+One thread does all the training work; an order is only left for it, or breaks off what it waits for.
 """
 
 from __future__ import annotations
@@ -23,22 +24,33 @@ from elastic.data.loader_processes import readers_of
 from elastic.data.open_datasets import dataset_of, validation_of
 from elastic.data.progress import heard_by
 from elastic.data.streams import with_stream
-from elastic.errors import StateLost
+from elastic.errors import InternalError, StateLost
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import (
+    Abort,
     Admission,
     CopyDamaged,
+    DropGroups,
+    EnterPlan,
     Event,
+    FormGroups,
     NodePrepared,
     NodeRefused,
-    Plan,
+    Prepare,
     Progress,
+    Quiesce,
     Quiesced,
     Rehearsal,
+    RollForward,
+    SetCadence,
+    SetShares,
+    StoreCopy,
     WorkerFailed,
     WorkerId,
 )
+from elastic.types.admission import Entry
+from elastic.types.orders import InjectFault, Isolate, WorkerOrder, WriteShard
 from elastic.worker.checkpoint import checkpoint_writer
 from elastic.worker.checkpoint.checkpoint_format import Damaged
 from elastic.worker.loop.script_host import Script, Source
@@ -49,7 +61,7 @@ from elastic.worker.process.cut_off import CutOff, CutStorage
 from elastic.worker.process.doing import Doing
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.gpu_health import DeviceNotes
-from elastic.worker.profile.node_checks import Checks, Entry, Refused
+from elastic.worker.profile.node_checks import Checks, Refused
 from elastic.worker.profile.sample_profile import sample_profile
 from elastic.worker.program.job_program import with_job
 from elastic.worker.session.generation import Generation, groups_of
@@ -123,22 +135,54 @@ class Session:
 
     # ------------------------------------------------------------------------------------------ orders (any thread)
 
-    def prepare(self, rehearsals: tuple[Rehearsal, ...] = (), entry: Entry | None = None) -> None:
-        """Look whether this node may take part (`entry`), import the program, build it on the meta device, open its data,
-        rehearse the first of the plans that may come -> NodePrepared, NodeRefused or WorkerFailed(program); then, while idle,
-        the others."""
-        with self._lock:
-            self._prepare_asked = rehearsals, entry
-            self._lock.notify_all()
+    def order(self, order: WorkerOrder) -> None:
+        """Takes an order; its outcome is a message. One that comes again, or of a generation that is over, changes nothing."""
+        match order.action:
+            case Prepare(rehearse=rehearsals):
+                with self._lock:
+                    self._prepare_asked = rehearsals, order.entry
+                    self._lock.notify_all()
+            case EnterPlan(plan):
+                self._enter(EnterOrder.of(plan, order, self.me))
+            case FormGroups(plan):
+                self._form(EnterOrder.of(plan, order, self.me))
+            case DropGroups(generation):
+                self._drop_groups(generation)
+            case Quiesce(generation, save):
+                with self._lock:
+                    self._stop_at = max(self._stop_at, generation)
+                    self._save_at = max(self._save_at, generation if save else 0)
+            case StoreCopy(generation):
+                with self._lock:
+                    self._save_at = max(self._save_at, generation)
+            case SetCadence() | SetShares() as change:
+                with self._lock:
+                    if (running := self._generation) is not None and running.number == change.generation:
+                        running.change(change)
+            case Abort(generation):
+                self._abort(generation)
+            case RollForward(generation, step, commit):
+                with self._lock:
+                    self._forward = (generation, step, commit)
+                    self._lock.notify_all()
+            case WriteShard(plan, step, rank):
+                if self._place is not None:
+                    self._place.saving.write_for(plan, step, rank)
+            case InjectFault(fault, factor, unit_s, jitter, place):
+                self._faults.afflict(fault, factor, unit_s, jitter, place)
+            case Isolate(for_s, nodes, storage):
+                self._isolate(for_s, nodes, storage)
+            case action:
+                raise InternalError(f"{type(action).__name__} is no order to a worker")
 
-    def enter(self, order: EnterOrder) -> None:
+    def _enter(self, order: EnterOrder) -> None:
         """A running generation stops at its next boundary by itself; then the new one is entered."""
         with self._lock:
             if order.plan.generation > self._aborted:
                 self._orders = [o for o in self._orders if o.plan.generation > order.plan.generation] or [order]
                 self._lock.notify_all()
 
-    def form(self, order: EnterOrder) -> None:
+    def _form(self, order: EnterOrder) -> None:
         """Make the groups of a generation that may be entered, while this one trains on -> GroupsMade."""
         with self._lock:
             place, before = self._place, self._ahead
@@ -152,7 +196,7 @@ class Session:
         with self._lock:
             self._ahead = Ahead(order, groups_of(place, order.plan), self._put)
 
-    def drop_groups(self, generation: int) -> None:
+    def _drop_groups(self, generation: int) -> None:
         """What was made ahead for generations up to this one is not needed."""
         with self._lock:
             ahead = self._ahead
@@ -161,53 +205,16 @@ class Session:
             self._ahead = None
         ahead.drop()
 
-    def quiesce(self, generation: int, save: bool) -> None:
-        """Stop at the next boundary, with a durable copy of it when `save`."""
-        with self._lock:
-            self._stop_at = max(self._stop_at, generation)
-            if save:
-                self._save_at = max(self._save_at, generation)
-
-    def store_copy(self, generation: int) -> None:
-        """A durable copy at the next boundary."""
-        with self._lock:
-            self._save_at = max(self._save_at, generation)
-
-    def write_for(self, plan: Plan, step: int, rank: int) -> None:
-        """Write another rank's part of a durable copy -> ShardStored, or CopyFailed where its boxes are not held here."""
-        if self._place is not None:
-            self._place.saving.write_for(plan, step, rank)
-
-    def set_cadence(self, generation: int, peer_every: int, durable_every: int) -> None:
-        """Other steps between copies, from the next boundary on. Rank 0 tells the others."""
-        with self._lock:
-            running = self._generation
-            if running is not None and running.number == generation:
-                running.new_cadence = (peer_every, durable_every)
-
-    def set_shares(self, generation: int, samples: tuple[int, ...]) -> None:
-        """Other numbers of samples per data-parallel rank -> SharesSet. Rank 0 tells the others."""
-        with self._lock:
-            running = self._generation
-            if running is not None and running.number == generation and running.can_deal(samples):
-                running.new_shares = tuple(samples)
-
-    def afflict(self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0, place: str = "forward") -> None:
-        """A drill: this worker's device is slow, stands still, computes wrong numbers, or fails (see DeviceFaults)."""
-        self._faults.afflict(kind, factor, unit_s, jitter, place)
-
-    def cut_off(self, for_s: float, nodes: bool, storage: bool) -> None:
-        """A drill: for so long this worker does not reach its peers, or storage. The connections to its peers break, and a
-        generation that is ordered meanwhile is entered afterwards."""
+    def _isolate(self, for_s: float, nodes: bool, storage: bool) -> None:
         self._cut.begin(for_s, nodes, storage)
         place, running = self._place, self._generation
         if storage and place is not None and not isinstance(place.storage, CutStorage):
             place.storage = CutStorage(place.storage, self._cut)  # type: ignore[assignment]
         if nodes and running is not None:
             running.groups.abort()
-            self.drop_groups(running.number + 1)
+            self._drop_groups(running.number + 1)
 
-    def abort(self, generation: int) -> None:
+    def _abort(self, generation: int) -> None:
         """Break off every generation up to this one -> Quiesced, also when the worker was idle."""
         with self._lock:
             self._aborted = max(self._aborted, generation)
@@ -216,17 +223,11 @@ class Session:
             if running is None:
                 self._put(self._quiesced(generation))
         # at once: on a GPU the abort of one generation waits for the kernels of the other
-        dropping = threading.Thread(target=self.drop_groups, args=(generation + 1,), name="drop-groups", daemon=True)
+        dropping = threading.Thread(target=self._drop_groups, args=(generation + 1,), name="drop-groups", daemon=True)
         dropping.start()
         if running is not None and running.number <= generation:
             running.groups.abort()
         dropping.join()
-
-    def roll_forward(self, generation: int, step: int, commit: tuple[float, ...]) -> None:
-        """Apply the step of a generation that was left, by the commit that others have seen -> Quiesced, whatever was here."""
-        with self._lock:
-            self._forward = (generation, step, tuple(commit))
-            self._lock.notify_all()
 
     def poll(self, ack: int, wait_s: float) -> Beat:
         """Messages after `ack`, as soon as there are any; older ones are forgotten."""
@@ -255,7 +256,7 @@ class Session:
             self._lock.notify_all()
             ahead, self._ahead = self._ahead, None
         if running is not None:
-            self.abort(running.number)
+            self._abort(running.number)
         if ahead is not None:
             ahead.drop()
         self._thread.join(wait_s)
@@ -269,7 +270,7 @@ class Session:
 
     @property
     def place(self) -> Workplace | None:
-        """The open program, data and storage; None until `prepare` has succeeded."""
+        """The open program, data and storage; None until a Prepare has succeeded."""
         return self._place
 
     def store_alone(self, epoch: int, wait_s: float) -> str | None:

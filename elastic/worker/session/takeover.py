@@ -94,9 +94,9 @@ class Takeover:
         plan, resume, place, me = self.order.plan, self.order.plan.resume, self.place, self.order.me
         assert resume.layout is not None
         step = self._agree_on_step() if resume.source == "live" else resume.step
-        holders = holders_of(resume, self.order.participants)
+        holders = holders_of(resume, self.order.rendezvous.participants)
         old, new = (resume.layout, resume.layers), (plan.layout, plan.layers)
-        nodes = [worker.node_id for worker in self.order.participants]
+        nodes = [worker.node_id for worker in self.order.rendezvous.participants]
         transfers = plan_transfers(place.profile, old, new, holders, nodes, me)
         if self.state is not None:
             check_cover(transfers, [box for box, _ in self.state.tensors.values()], me)
@@ -207,4 +207,4 @@ def check_digest(place: Workplace, order: EnterOrder, taken: Taken, after: Tenso
             mine = list(owned_boxes(profile, plan.layout, plan.layers, order.me))
         new = digest(after, shapes, [b.fqn for b in mine])
         n_bytes = sum(b.n_bytes for b in mine)
-    place.report(DigestPart(plan.generation, order.me, len(order.participants), old, new, n_bytes))
+    place.report(DigestPart(plan.generation, order.me, len(order.rendezvous.participants), old, new, n_bytes))

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic.errors import StateLost
+from elastic.errors import InternalError, StateLost
 from elastic.program import Program
 from elastic.reshard.transfers import participants
 from elastic.storage import Storage
 from elastic.types import Event, ModelProfile, PinningFailed, Plan, SampleProfile, WorkerId
+from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.worker.checkpoint.checkpoint_saver import Saving
 from elastic.worker.process.allocator import trim
 from elastic.worker.process.fault_injection import DeviceFaults
@@ -35,29 +36,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EnterOrder:
-    """What a worker needs to enter a generation. `participants`: the plan's ranks, then workers that only send;
-    `me`: this worker's index there; `store`: host and port of a TCPStore that listens already; `secret`: by which the
-    participants know each other, new for each generation ('' = they have none). It goes over Ray and nowhere else."""
+    """What a worker needs to enter a generation. `me`: its index among the participants."""
 
     plan: Plan
-    participants: tuple[WorkerId, ...]
     me: int
-    store: tuple[str, int]
-    timeout_s: float = 60.0
-    secret: str = field(default="", repr=False)
+    rendezvous: Rendezvous
 
-    def fits(self, plan: Plan) -> bool:
-        """Are groups that were made for this order those of the plan?"""
-        mine = (self.plan.generation, self.plan.layout, self.participants)
-        return mine == (plan.generation, plan.layout, participants(plan.ranks, plan.resume))
+    @classmethod
+    def of(cls, plan: Plan, order: WorkerOrder, worker: WorkerId) -> EnterOrder:
+        if order.rendezvous is None:
+            raise InternalError(f"an order to enter generation {plan.generation} says not where its participants meet")
+        return cls(plan, order.rendezvous.participants.index(worker), order.rendezvous)
 
 
-def host_meeting(plan: Plan, host: str, timeout_s: float, store_s: float = STORE_S) -> tuple[EnterOrder, Any]:
-    """An order to enter the plan, and the store that its participants meet at, which this process hosts. `store_s`: that one
-    waits there for another."""
+def host_rendezvous(plan: Plan, host: str, timeout_s: float, store_s: float = STORE_S) -> tuple[Rendezvous, Any]:
+    """Where the participants of the plan meet, and the store there, which this process hosts. `store_s`: that one waits there
+    for another."""
     store = host_store(host, store_s)
-    everyone = participants(plan.ranks, plan.resume)
-    return EnterOrder(plan, everyone, -1, (host, store.port), timeout_s, new_secret()), store
+    return Rendezvous(participants(plan.ranks, plan.resume), (host, store.port), timeout_s, new_secret()), store
 
 
 @dataclass

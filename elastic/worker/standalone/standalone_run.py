@@ -26,6 +26,7 @@ from elastic.storage import Storage, open_storage
 from elastic.types import (
     CopyDamaged,
     CopyFailed,
+    EnterPlan,
     Evaluated,
     Event,
     GuardTripped,
@@ -35,20 +36,24 @@ from elastic.types import (
     Outcome,
     Plan,
     PlanEntered,
+    Prepare,
+    Quiesce,
     Quiesced,
     Resume,
     ShardStored,
     StepDone,
+    StoreCopy,
     WorkerFailed,
     WorkerId,
     WrongNumbers,
 )
+from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.equivalence.layout_values import batch_of
 from elastic.worker.equivalence.static_plan import layout_of, plan_of
 from elastic.worker.equivalence.structure import structure_of
 from elastic.worker.session.session import Session
-from elastic.worker.session.workplace import EnterOrder, Workplace
+from elastic.worker.session.workplace import Workplace
 from elastic.worker.standalone.meeting import Meeting, Started, meet
 from elastic.worker.standalone.static_checkpoints import Copies, Stored
 
@@ -151,7 +156,7 @@ class Alone:
         session.device = self._device()
         meeting: Meeting | None = None
         try:
-            session.prepare()
+            session.order(WorkerOrder(Prepare(self._worker().node_id)))
             self._until(lambda: session.place is not None or self._failure is not None)
             if self._failure is not None:
                 return self._result(began)
@@ -280,15 +285,14 @@ class Alone:
             raise LostContact(f"run '{self.name}': its lease (epoch {self._lease.epoch}) was taken over by another process")
 
     def _generation(self, meeting: Meeting, plan: Plan, copies: Copies) -> None:
-        order = EnterOrder(plan, plan.ranks, self.me.rank, meeting.address, TIMEOUT_S)
         self._asked_copy_s = time.monotonic()
-        self.session.enter(order)
+        self.session.order(WorkerOrder(EnterPlan(plan), Rendezvous(plan.ranks, meeting.address, TIMEOUT_S)))
         deadline: float | None = None
         while True:
             self._hear(copies)
             copies.look(self.wishes.on_copy)
             if self._stop_reason:
-                self.session.quiesce(plan.generation, save=True)
+                self.session.order(WorkerOrder(Quiesce(plan.generation)))
             elif self.leads and self.spec.durable_every == "auto" and not copies.pending:
                 self._ask_copy(plan)
             if self._left is not None:
@@ -300,7 +304,7 @@ class Alone:
     def _ask_copy(self, plan: Plan) -> None:
         if time.monotonic() - self._asked_copy_s > AUTO_EVERY_S:
             self._asked_copy_s = time.monotonic()
-            self.session.store_copy(plan.generation)
+            self.session.order(WorkerOrder(StoreCopy(plan.generation)))
 
     def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():

@@ -126,7 +126,7 @@ class TestReal:
             order = remote_processes.Order("support.certify.certify_echo:Echo", ("a",), {"SAID": "b"})
             one = remote_processes.Outpost(place.seats[0], hands, order)
             assert one.ready(300) == ""
-            one.send("c", (1, 2))
+            one.send(("c", 1, 2))
             assert one.pipe.recv() == ("a", "b", "c", (1, 2))
             one.signal(signal.SIGSTOP)
             one.end()

@@ -18,6 +18,7 @@ from elastic.errors import SpecError
 from elastic.observe.event_messages import drill
 from elastic.storage import open_storage
 from elastic.types import DrillAsked, Node, Pool, WorkerId
+from elastic.types.orders import InjectFault, WorkerOrder
 from elastic.worker.process.fault_injection import PLACES, DeviceFaults
 from elastic.worker.session.worker_errors import kind_of
 
@@ -36,8 +37,8 @@ class Crew:
 
     def signal(self, workers: Iterable[WorkerId], number: int) -> None: ...
 
-    def call(self, worker: WorkerId, method: str, *arguments: Any) -> bool:
-        self.told.append((worker, method, *arguments))
+    def order(self, worker: WorkerId, order: WorkerOrder) -> bool:
+        self.told.append((worker, order.action))
         return True
 
 
@@ -47,7 +48,7 @@ def test_the_worker_of_that_gpu_is_told_where_to_fail(tmp_path: Path) -> None:
     on = Drilling(schedule, None, crew, nodes, (Pool("p", "CPU", 2, "spot", 1.0, 0, 2),))  # type: ignore[arg-type]
     (event,) = on.at_step(4, None, 0.0)
     assert event == DrillAsked({**ENTRY, "device_error": ["b"]})
-    assert crew.told == [(WorkerId("b", 1), "afflict", "device_error", {"place": "backward"})]
+    assert crew.told == [(WorkerId("b", 1), InjectFault("device_error", place="backward"))]
     assert drill(event.drill) == "device_error b gpu 1 place backward (at step 4)"
 
 

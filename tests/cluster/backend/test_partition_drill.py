@@ -19,7 +19,8 @@ from elastic.cluster.workers.worker_group import Answer, Berth, Crew, _Member
 from elastic.config.job import drill_entry
 from elastic.observe.event_messages import drill
 from elastic.storage import open_storage
-from elastic.types import DrillAsked, Node, Pool, StepDone, WorkerId
+from elastic.types import Abort, DrillAsked, Node, Pool, Prepare, Quiesce, StepDone, WorkerId
+from elastic.types.orders import Isolate, WorkerOrder
 from elastic.worker.process.cut_off import CutOff, CutStorage
 
 A, B = WorkerId("a", 0), WorkerId("b", 0)
@@ -36,8 +37,8 @@ class Told:
     def workers(self, node_id: str | None = None) -> list[WorkerId]:
         return [one for one in (A, B) if node_id in (None, one.node_id)]
 
-    def call(self, *call: Any) -> bool:
-        self.calls.append(call)
+    def order(self, worker: WorkerId, order: WorkerOrder) -> bool:
+        self.calls.append((worker, order.action))
         return self.takes
 
     def cut(self, node_id: str, for_s: float) -> bool:
@@ -55,10 +56,10 @@ def carried_out(entry: dict[str, Any], crew: Told, folder: Path) -> list[Any]:
 @pytest.mark.parametrize(
     ("sides", "told"),
     [
-        (None, [(B, "cut_off", 8.0, True, True), ("cut", "b", 8.0)]),
+        (None, [(B, Isolate(8.0, True, True)), ("cut", "b", 8.0)]),
         ("driver", [("cut", "b", 8.0)]),
-        (["nodes"], [(B, "cut_off", 8.0, True, False)]),
-        (["storage", "driver"], [(B, "cut_off", 8.0, False, True), ("cut", "b", 8.0)]),
+        (["nodes"], [(B, Isolate(8.0, nodes=True))]),
+        (["storage", "driver"], [(B, Isolate(8.0, storage=True)), ("cut", "b", 8.0)]),
     ],
 )
 def test_who_is_told_what(sides: Any, told: list[Any], tmp_path: Path) -> None:
@@ -86,13 +87,13 @@ class Ref:
 class Actor:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.heard: list[str] = []
+        self.heard: list[Any] = []
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *arguments: self._remote(method))
+        return SimpleNamespace(remote=lambda epoch, *given: self._remote(method, *given))
 
-    def _remote(self, method: str) -> Ref:
-        self.heard.append(method)
+    def _remote(self, method: str, *given: Any) -> Ref:
+        self.heard.append(given[0].action if method == "order" else method)
         step = StepDone(1, len(self.heard), 1.0, 1, 1.0, 0.0, 0.0, 0.0, "")
         beat = SimpleNamespace(messages=((len(self.heard), step),), pid=7, generation=1)
         return Ref(beat if method == "poll" else None)
@@ -128,14 +129,15 @@ def test_a_node_that_is_cut_off_is_not_heard_and_its_orders_wait(two: Any) -> No
     assert heard(crew) == [A, B]
     crew.open_polls()  # one is open, and its answer has come, when the node is cut off
     assert crew.cut("b", 8.0)
-    assert crew.call(B, "abort", 1) and crew.call(B, "enter", 2) and crew.call(A, "abort", 1)
+    orders = [(B, Abort(1)), (B, Quiesce(2)), (A, Abort(1))]
+    assert all(crew.order(worker, WorkerOrder(action)) for worker, action in orders)
     before = list(actors[B].heard)
     clock.now_s += 7.9
     assert heard(crew) == [A] and crew.open_polls() == [A, B], "silence is measured on"
-    assert actors[B].heard == before and "abort" in actors[A].heard
+    assert actors[B].heard == before and Abort(1) in actors[A].heard
     clock.now_s += 0.2
     assert B in heard(crew)
-    assert [method for method in actors[B].heard if method != "poll"] == ["abort", "enter"], "in the order in which they came"
+    assert [told for told in actors[B].heard if told != "poll"] == [Abort(1), Quiesce(2)], "in the order in which they came"
 
 
 def test_who_was_ended_meanwhile_is_killed_before_anything_of_it_is_heard(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +148,7 @@ def test_who_was_ended_meanwhile_is_killed_before_anything_of_it_is_heard(two: A
     crew.open_polls()
     crew.cut("b", 8.0)
     crew.end([B])
-    crew.start(B, Berth("ray", "spot", False))
+    crew.start(B, Berth("ray", "spot", False), WorkerOrder(Prepare("b")))
     assert crew.workers() == [A] and not killed and not crew._starters
     clock.now_s += 8.0
     assert heard(crew) == [A]

@@ -16,8 +16,8 @@ from elastic.cluster.ray import processes
 from elastic.cluster.workers.worker_actor import Worker, WorkerSetup
 from elastic.cluster.workers.worker_group import Crew, _Member
 from elastic.errors import SpecError
-from elastic.types import StepDone, WorkerId
-from elastic.worker.session.workplace import EnterOrder
+from elastic.types import EnterPlan, StepDone, WorkerId
+from elastic.types.orders import WorkerOrder
 
 A, B = WorkerId("a", 0), WorkerId("b", 0)
 
@@ -52,9 +52,9 @@ def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Crew, dict[Wor
     crew = Crew(WorkerSetup(A, 1, "spot", {}, "", 2), "test", local=False)
     workers = {me: Worker(WorkerSetup(me, 1, "spot", {"folder": ""}, str(tmp_path), 1, FAKE)) for me in (A, B)}
     for me, worker in workers.items():
-        worker.session = SimpleNamespace(enter=lambda order: None)
+        worker.session = SimpleNamespace(order=lambda order: None)
         for generation in (3, 4, 5) if me == A else (3,):
-            worker.enter(1, EnterOrder(plan(generation, [A, B]), (A, B), -1, ("127.0.0.1", 1)), 0)
+            worker.order(1, WorkerOrder(EnterPlan(plan(generation, [A, B]))))
         crew._join(me, _Member(Actor(worker), "", 1, generation=worker.ordered))
     return crew, workers
 

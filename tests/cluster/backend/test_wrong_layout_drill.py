@@ -16,6 +16,7 @@ from elastic.errors import SpecError
 from elastic.observe.event_messages import drill
 from elastic.storage import open_storage
 from elastic.types import DrillAsked, WorkerId
+from elastic.types.orders import InjectFault, WorkerOrder
 from elastic.worker.process.fault_injection import DeviceFaults
 
 WORKERS = [WorkerId(node, k) for node in "ab" for k in (0, 1)]
@@ -35,8 +36,8 @@ class Crew:
 
     def signal(self, workers: Iterable[WorkerId], number: int) -> None: ...
 
-    def call(self, worker: WorkerId, method: str, *arguments: Any) -> bool:
-        self.told.append((worker, method, *arguments))
+    def order(self, worker: WorkerId, order: WorkerOrder) -> bool:
+        self.told.append((worker, order.action))
         return True
 
 
@@ -50,7 +51,7 @@ def test_every_worker_is_told_once_at_its_step(tmp_path: Path) -> None:
     on = drilling(tmp_path, crew)
     assert on.at_step(3, None, 0.0) == [] == crew.told
     assert on.at_step(4, None, 0.0) == [DrillAsked(ENTRY)]
-    assert crew.told == [(worker, "afflict", "layout", {}) for worker in WORKERS]
+    assert crew.told == [(worker, InjectFault("layout")) for worker in WORKERS]
     assert on.at_step(5, None, 0.0) == []
 
 

@@ -32,7 +32,7 @@ from elastic.types import (
     apart,
 )
 from elastic.version import versions
-from elastic.worker.profile.node_checks import Entry, answer
+from elastic.worker.profile.node_checks import answer
 
 NODES = {name: Node(name, "spot", 2) for name in "abcd"}
 
@@ -59,15 +59,31 @@ def entrance(*nodes: str) -> Entrance:
     return Entrance(crew)
 
 
+def terms(at: Entrance, node_id: str) -> Terms:
+    """That its workers are given."""
+    entry = at.preparation(Prepare(node_id), None).entry
+    assert entry is not None
+    return entry.terms
+
+
+def asked(at: Entrance, node_id: str, plan: Plan | None = None) -> tuple[Any, ...]:
+    """Who is asked for a door."""
+    entry: Any = at.preparation(Prepare(node_id), plan).entry
+    (neighbours,) = entry.doors.args
+    return tuple(neighbours)
+
+
 def test_the_first_node_has_no_neighbour_then_those_that_were_let_in_are_asked() -> None:
     at = entrance("a", "b", "c")
-    assert at.preparation(Prepare("a", gpu_bytes=5), None) == ((), Terms(versions(), 5, 0), ())
+    order = at.preparation(Prepare("a", gpu_bytes=5), None)
+    assert order.action == Prepare("a", gpu_bytes=5) and order.entry is not None
+    assert order.entry.terms == Terms(versions(), 5, 0) and asked(at, "a") == ()
     at.passed(prepared("b"), NODES)
-    assert at.preparation(Prepare("a"), None)[2] == ("b/0",)
-    assert at.preparation(Prepare("b"), None)[2] == (), "not itself"
+    assert asked(at, "a") == ("b/0",)
+    assert asked(at, "b") == (), "not itself"
     at.passed(prepared("c"), NODES)
     at.forget("b")
-    assert at.preparation(Prepare("a"), None)[2] == ("c/0",)
+    assert asked(at, "a") == ("c/0",)
 
 
 def test_workers_of_the_plan_are_asked_first_one_of_a_node_and_not_more_than_enough() -> None:
@@ -76,7 +92,7 @@ def test_workers_of_the_plan_are_asked_first_one_of_a_node_and_not_more_than_eno
         at.passed(prepared(name), NODES)
     ranks = [WorkerId("gone", 0), WorkerId("d", 1), WorkerId("d", 0), WorkerId("a", 0), WorkerId("c", 1)]
     running = Plan(1, Layout(dp_shard=5), tuple(ranks), (1,) * 5, (4,))
-    found = at.preparation(Prepare("a"), running)[2]
+    found = asked(at, "a", running)
     assert found == ("d/1", "c/1") and len(found) == NEIGHBOURS
 
 
@@ -85,7 +101,7 @@ def test_what_the_driver_does_not_know_the_first_node_says_for_all() -> None:
     at.preparation(Prepare("a"), None)
     first = prepared("a", NCCL="2.27.5")
     assert at.passed(first, NODES) == first
-    assert at.preparation(Prepare("b"), None)[1].versions["NCCL"] == "2.27.5"
+    assert terms(at, "b").versions["NCCL"] == "2.27.5"
     assert at.passed(prepared("b", NCCL="2.26.2"), NODES) == NodeRefused("b", "NCCL 2.26.2 (the run has 2.27.5)", "spot")
     assert at.passed(NodeRefused("b", "why"), NODES) == NodeRefused("b", "why", "spot")
     for other in (StepDone(1, 1, 1.0, 8, 0.1), Notice("a", 5.0), NodePrepared("nobody")):
@@ -140,9 +156,7 @@ def test_the_shell_passes_terms_on_and_a_neighbour_that_does_not_answer_is_left_
     monkeypatch.setattr(processes, "stand_back", lambda: False)
     worker = Worker(WorkerSetup(WorkerId("a", 0), 1, "spot", {"folder": ""}, str(tmp_path), 1, FAKE))
     told: list[Any] = []
-    monkeypatch.setattr(worker.session, "prepare", lambda *arguments: told.append(arguments))
-    worker.prepare(1)
-    assert told == [((),)], "without terms nothing is looked at"
+    monkeypatch.setattr(worker.session, "order", told.append)
 
     class Actor:
         class hear:
@@ -158,11 +172,13 @@ def test_the_shell_passes_terms_on_and_a_neighbour_that_does_not_answer_is_left_
 
     answers: list[float] = []
     monkeypatch.setattr(neighbor_links.ray, "get", get)
-    worker.prepare(1, (), Terms({"torch": "2"}), (Actor, Actor))
-    entry = told[1][1]
-    assert isinstance(entry, Entry) and entry.terms == Terms({"torch": "2"})
+    at = entrance()
+    monkeypatch.setattr(at, "_neighbours", lambda node_id, plan: [Actor, Actor])
+    order = at.preparation(Prepare("a"), None)
+    worker.order(1, order)
+    assert told == [order] and order.entry is not None and order.entry.terms == Terms(at.known)
     assert answers == [], "asked in the background"
-    assert entry.doors() == ["a door"] and answers == [neighbor_links.HEAR_MOST_S] * 2
+    assert order.entry.doors() == ["a door"] and answers == [neighbor_links.HEAR_MOST_S] * 2
 
 
 # ------------------------------------------------------------------------------------------ storage
@@ -170,7 +186,7 @@ def test_the_shell_passes_terms_on_and_a_neighbour_that_does_not_answer_is_left_
 
 def answered(at: Entrance, node_id: str) -> NodePrepared:
     """The node has found what the driver wrote, and answers in the same folder."""
-    mark = at.preparation(Prepare(node_id), None)[1].mark
+    mark = terms(at, node_id).mark
     answer(mark)
     return told(node_id, mark)
 
@@ -185,19 +201,19 @@ def test_a_node_that_shares_the_storage_is_let_in_and_asked_once(tmp_path: Path)
     at = Entrance(crew, folder=LocalStorage(tmp_path))
     event = answered(at, "a")
     assert at.passed(event, NODES) == event
-    assert at.preparation(Prepare("a"), None)[1].mark is None
+    assert terms(at, "a").mark is None
     at.forget("a")
-    assert at.preparation(Prepare("a"), None)[1].mark is not None
+    assert terms(at, "a").mark is not None
     at.close()
     assert LocalStorage(tmp_path).list() == []
-    assert entrance("a").preparation(Prepare("a"), None)[1].mark is None, "object storage, or embedded nodes"
+    assert terms(entrance("a"), "a").mark is None, "object storage, or embedded nodes"
 
 
 def test_a_node_whose_file_the_driver_does_not_find_is_refused(tmp_path: Path) -> None:
     crew: Any = FakeCrew("a", "b")
     at = Entrance(crew, folder=LocalStorage(tmp_path))
     at.passed(answered(at, "a"), NODES)
-    mark = at.preparation(Prepare("b"), None)[1].mark
+    mark = terms(at, "b").mark
     event = at.passed(told("b", mark), NODES)  # it has seen a copy of the folder
     assert isinstance(event, NodeRefused) and event.pool == "spot"
     assert event.reason.startswith(
@@ -228,5 +244,5 @@ def test_storage_that_cannot_be_written_says_nothing_of_a_node(tmp_path: Path, m
             raise OSError(errno.ENOSPC, "No space left on device")
 
         full.setattr(folder, "put", put)
-        assert at.preparation(Prepare("a"), None)[1].mark is None
-    assert at.preparation(Prepare("a"), None)[1].mark is not None
+        assert terms(at, "a").mark is None
+    assert terms(at, "a").mark is not None

@@ -16,9 +16,9 @@ from support.cluster.stage import FAKE, plan
 from elastic.cluster.ray import processes
 from elastic.cluster.workers.worker_actor import ORPHAN_LEAVE_S, Worker, WorkerSetup
 from elastic.errors import SpecError
-from elastic.types import NodePrepared, Quiesced, StepDone, WorkerId
+from elastic.types import EnterPlan, FormGroups, NodePrepared, Prepare, Quiesce, Quiesced, StepDone, WorkerId
+from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.version import versions
-from elastic.worker.session.workplace import EnterOrder
 
 ME = WorkerId("a", 0)
 
@@ -43,34 +43,37 @@ def test_the_environment_stands_before_torch_is_imported() -> None:
 
 
 def test_an_older_epoch_is_refused_a_newer_one_takes_over(worker: Worker) -> None:
-    worker.prepare(3)
-    worker.prepare(5)
-    with pytest.raises(SpecError, match="driver of epoch 4 has been replaced by that of epoch 5"):
-        worker.poll(4, 0, 0.0)
+    worker.order(3, WorkerOrder(Prepare("a")))
+    worker.order(5, WorkerOrder(Prepare("a")))
+    for late in (lambda: worker.poll(4, 0, 0.0), lambda: worker.order(4, order_of(1))):
+        with pytest.raises(SpecError, match="driver of epoch 4 has been replaced by that of epoch 5"):
+            late()
+    assert worker.ordered == 0
 
 
-def order_of(generation: int) -> EnterOrder:
-    return EnterOrder(plan(generation, [ME]), (ME,), -1, ("127.0.0.1", 1))
+def order_of(generation: int, kind: type[EnterPlan] | type[FormGroups] = EnterPlan) -> WorkerOrder:
+    return WorkerOrder(kind(plan(generation, [ME])), Rendezvous((ME,), ("127.0.0.1", 1)))
 
 
 def test_a_generation_is_entered_once(worker: Worker) -> None:
-    entered: list[Any] = []
-    worker.session = SimpleNamespace(enter=lambda order: entered.append((order.plan.generation, order.me)))
+    told: list[WorkerOrder] = []
+    worker.session = SimpleNamespace(order=told.append)
     for generation in (1, 1, 3, 2, 3, 4):
-        worker.enter(3, order_of(generation), generation + 10)
-    assert entered == [(1, 11), (3, 13), (4, 14)]
+        worker.order(3, order_of(generation))
+    assert told == [order_of(1), order_of(3), order_of(4)]
+    worker.order(3, order_of(4, FormGroups))
+    worker.order(3, order_of(5, FormGroups))
+    assert told[3:] == [order_of(5, FormGroups)] and worker.ordered == 4, "groups of one that was entered are not made ahead"
 
 
 def test_what_prepares_stands_back_until_its_first_generation(
     worker: Worker, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker.session = SimpleNamespace(
-        enter=lambda order: said.append("enter"), prepare=lambda rehearsals: said.append("prepare")
-    )
-    worker.prepare(3)
+    worker.session = SimpleNamespace(order=lambda order: said.append(type(order.action).__name__))
+    worker.order(3, WorkerOrder(Prepare("a")))
     for generation in (1, 2):
-        worker.enter(3, order_of(generation), 0)
-    assert said == ["back", "prepare", "forward", "enter", "enter"]
+        worker.order(3, order_of(generation))
+    assert said == ["back", "Prepare", "forward", "EnterPlan", "EnterPlan"]
     del said[:]
     monkeypatch.setattr(Worker, "_watch_driver", lambda self: None)  # it ends the process when no driver polls
     Worker(WorkerSetup(ME, 1, "spot", {"folder": ""}, str(tmp_path), 3, FAKE, outlives=True))
@@ -111,13 +114,13 @@ def test_the_next_driver_hears_the_newest_steps_again(worker: Worker) -> None:
 
 def test_the_passport_says_whether_it_is_prepared(worker: Worker) -> None:
     assert worker.passport(3).prepared is False
-    worker.prepare(3)
+    worker.order(3, WorkerOrder(Prepare("a")))
     beat = worker.poll(3, 0, 1.0)
     assert beat.messages[0][1] == NodePrepared("a", (os.getpid(),))
     passport = worker.passport(4)
     assert (passport.me, passport.pid, passport.prepared) == (ME, os.getpid(), True)
     assert dict(passport.versions) == versions()
-    worker.shutdown(4)
+    worker.session.close()
 
 
 class Exit(BaseException):
@@ -141,7 +144,7 @@ def test_who_hears_of_no_driver_stops_and_leaves_however_well_it_trains(
         raise Exit
 
     worker.session = SimpleNamespace(
-        quiesce=lambda generation, save: calls.append((now.s, generation, save)),
+        order=lambda order: calls.append((now.s, order.action)),
         poll=lambda ack, wait_s: beat,
         store_alone=lambda epoch, wait_s: calls.append((now.s, epoch)),
     )
@@ -153,7 +156,7 @@ def test_who_hears_of_no_driver_stops_and_leaves_however_well_it_trains(
     with pytest.raises(Exit):
         worker._watch_driver()
     begun_s = 900.0 + (heard_at_s or 0.0)
-    (asked_s, generation, save), (stored_s, epoch) = calls
-    assert (generation, save, epoch) == (7, True, 3)
+    (asked_s, asked), (stored_s, epoch) = calls
+    assert asked == Quiesce(7, save=True) and epoch == 3
     assert begun_s < asked_s <= begun_s + 2 and stored_s <= asked_s + ORPHAN_LEAVE_S + 1
     assert now.s <= begun_s + 3 + ORPHAN_LEAVE_S, "also where its training thread does not stop"

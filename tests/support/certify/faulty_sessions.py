@@ -3,17 +3,18 @@
 import time
 from dataclasses import replace
 
-from elastic.types import DigestPart, Event, Quiesced, StepDone
+from elastic.types import Abort, DigestPart, EnterPlan, Event, Quiesced, StepDone
+from elastic.types.orders import InjectFault, WorkerOrder
 from elastic.worker.session.session import Session
-from elastic.worker.session.workplace import EnterOrder
 
 
 class SlowAbort(Session):
     """Breaks off 3 s late."""
 
-    def abort(self, generation: int) -> None:
-        time.sleep(3.0)  # sleeps: the fault
-        super().abort(generation)
+    def order(self, order: WorkerOrder) -> None:
+        if isinstance(order.action, Abort):
+            time.sleep(3.0)  # sleeps: the fault
+        super().order(order)
 
 
 class WrongLoss(Session):
@@ -36,10 +37,10 @@ class OtherContent(Session):
 class OtherFunction(Session):
     """Layouts on several ranks that it changes to, once it has been on one, compute something else."""
 
-    def enter(self, order: EnterOrder) -> None:
-        if len(order.plan.ranks) == 1:
-            self.afflict("layout")
-        super().enter(order)
+    def order(self, order: WorkerOrder) -> None:
+        if isinstance(order.action, EnterPlan) and len(order.action.plan.ranks) == 1:
+            super().order(WorkerOrder(InjectFault("layout")))
+        super().order(order)
 
 
 class KeepsNothing(Session):

@@ -14,7 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic.types import Event, Holding, NodePrepared, NodeRefused, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types import (
+    Abort,
+    EnterPlan,
+    Event,
+    Holding,
+    NodePrepared,
+    NodeRefused,
+    Plan,
+    PlanEntered,
+    Prepare,
+    Quiesce,
+    Quiesced,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)
+from elastic.types.orders import WorkerOrder
 
 
 @dataclass(frozen=True)
@@ -47,7 +63,18 @@ class FakeSession:
             self.outbox.append((self.n, event))
             self.lock.notify_all()
 
-    def prepare(self, rehearsals: tuple[object, ...] = (), entry: Any = None) -> None:
+    def order(self, order: WorkerOrder) -> None:
+        match order.action:
+            case Prepare():
+                self.prepare(order)
+            case EnterPlan(plan):
+                threading.Thread(target=self.run, args=(plan, order), daemon=True).start()
+            case Quiesce(generation):
+                self.stop_at = max(self.stop_at, generation)
+            case Abort(generation):
+                self.abort(generation)
+
+    def prepare(self, order: WorkerOrder) -> None:
         if self.job.get("prepare_raises"):
             self.put(WorkerFailed(self.me, 0, "program", "ValueError: the program is wrong"))
         elif self.me.node_id in self.job.get("unreached", {}) and not self.n:
@@ -56,17 +83,15 @@ class FakeSession:
         else:
             self.put(NodePrepared(self.me.node_id, (os.getpid(),)))
 
-    def enter(self, order: Any) -> None:
-        threading.Thread(target=self.run, args=(order,), daemon=True).start()
-
-    def run(self, order: Any) -> None:
-        plan = order.plan
+    def run(self, plan: Plan, order: WorkerOrder) -> None:
+        assert order.rendezvous is not None
+        me = order.rendezvous.participants.index(self.me)
         with self.lock:
             self.stop_at = max(self.stop_at, plan.generation - 1)
             while self.generation:
                 self.lock.wait(0.02)
             self.generation, self.phase, self.step = plan.generation, "stepping", plan.resume.step
-        first = order.me == 0
+        first = me == 0
         if first:
             self.put(PlanEntered(plan.generation, self.step))
         while max(self.stop_at, self.aborted) < plan.generation:
@@ -74,31 +99,16 @@ class FakeSession:
             self.step += 1
             self.progress += 1
             if self.job.get("prints"):
-                print(f"printed in step {self.step} by {order.me}")
+                print(f"printed in step {self.step} by {me}")
             if first:
                 self.put(StepDone(plan.generation, self.step, 1.0, 8, self.job.get("nap_s", 0.05)))
         if self.stop_at >= plan.generation:
             time.sleep(self.job.get("slow_quiesce_s", 0.0))  # sleeps: a slow end
             Path(self.run_uri, f"saved-{self.me.local_rank}-{self.step}").touch()
-        held = (Holding(self.me, plan.generation, order.me, self.step, "live"),)
+        held = (Holding(self.me, plan.generation, me, self.step, "live"),)
         with self.lock:
             self.generation, self.phase = 0, "idle"
         self.put(Quiesced(self.me, plan.generation, self.step, held))
-
-    def quiesce(self, generation: int, save: bool) -> None:
-        self.stop_at = max(self.stop_at, generation)
-
-    def store_copy(self, generation: int) -> None:
-        return
-
-    def write_for(self, plan: Any, step: int, rank: int) -> None:
-        return
-
-    def set_cadence(self, generation: int, peer_every: int, durable_every: int) -> None:
-        return
-
-    def roll_forward(self, generation: int, step: int, commit: tuple[float, ...]) -> None:
-        return
 
     def store_alone(self, epoch: int, wait_s: float) -> str | None:
         return None

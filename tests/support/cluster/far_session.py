@@ -10,13 +10,15 @@ from typing import Any
 from support.cluster.fake_session import FakeSession
 
 from elastic.types import Admission, NodePrepared, NodeRefused
+from elastic.types.orders import WorkerOrder
 from elastic.worker.profile.node_checks import Refused, answer
 
 DISK = "ELASTIC_TEST_DISK"  # a folder that stands for the root of the host's disk; not set = that of the driver's host
 
 
 class FarSession(FakeSession):
-    def prepare(self, rehearsals: tuple[object, ...] = (), entry: Any = None) -> None:
+    def prepare(self, order: WorkerOrder) -> None:
+        entry: Any = order.entry
         mark = entry.terms.mark
         here = replace(mark, uri=os.environ.get(DISK, "") + mark.uri)
         Path(here.uri).mkdir(parents=True, exist_ok=True)

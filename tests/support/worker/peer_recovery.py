@@ -12,7 +12,7 @@ from support.worker.worker_pool import Pool
 
 from elastic.policy.copies.recovery import covered
 from elastic.program import load_program
-from elastic.types import CopyStored, DigestPart, Holding, Layout, Plan, Quiesced, ShardStored, StepDone, WorkerId
+from elastic.types import Abort, CopyStored, DigestPart, Holding, Layout, Plan, Quiesced, ShardStored, StepDone, WorkerId
 
 
 def begin(pool: Pool, job: dict[str, Any], run: Path, layout: Layout, per_node: int = 1, **more: Any) -> Plan:
@@ -30,7 +30,7 @@ def recover(pool: Pool, old: Plan, layout: Layout, lost: list[WorkerId]) -> Plan
     pool.stores[1] = None
     survivors = [worker for worker in old.ranks if worker not in lost]
     for worker in survivors:
-        pool.call(worker, "abort", 1)
+        pool.order(worker, Abort(1))
     pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= set(survivors), "survivors")
     newest: dict[WorkerId, Quiesced] = {e.worker: e for e in pool.events(Quiesced) if e.worker in survivors}
     held: list[Holding] = [h for q in newest.values() for h in q.holdings if h.generation == 1]

@@ -106,10 +106,8 @@ class Driver:
                     self.pool.enter(action.plan)
             for worker in alive:
                 with suppress(OSError):  # gone by now: `listen` finds that out
-                    if isinstance(action, Abort):
-                        self.pool.call(worker, "abort", action.generation)
-                    elif isinstance(action, RollForward):
-                        self.pool.call(worker, "roll_forward", action.generation, action.step, action.commit)
+                    if isinstance(action, Abort | RollForward):
+                        self.pool.order(worker, action)
 
     def run(self, timeout_s: float = 300.0) -> None:
         """Until the copy of the last step is stored. What is armed before is armed before the first step."""

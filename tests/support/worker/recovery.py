@@ -11,7 +11,7 @@ from support.worker.worker_pool import Pool
 
 from elastic.cluster.backend.aggregate import Gather
 from elastic.program import load_program
-from elastic.types import CopyStored, DigestChecked, Holding, Layout, Plan, Quiesced, StepDone, WorkerId
+from elastic.types import Abort, CopyStored, DigestChecked, Holding, Layout, Plan, Quiesced, StepDone, WorkerId
 
 
 def newest_whole(old: Plan, quiesced: list[Quiesced]) -> tuple[int, tuple[Holding, ...]]:
@@ -49,7 +49,7 @@ def recover(
     """What the driver does after a loss: abort, ask what is held, enter the next generation from it."""
     generation = max(pool.stores) + 1
     for worker in survivors:
-        pool.call(worker, "abort", generation - 1)
+        pool.order(worker, Abort(generation - 1))
     pool.stores[generation - 1] = None
     pool.wait(lambda: {e.worker for e in pool.events(Quiesced, generation - 1)} >= set(survivors), "survivors")
     step, holdings = newest_whole(old, [e for e in pool.events(Quiesced) if e.worker in survivors])

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,9 +15,23 @@ from typing import Any, ClassVar
 from support.waiting import until
 from support.worker.forks import FORKS
 
-from elastic.types import DigestPart, Event, Plan, PlanEntered, Quiesced, WorkerFailed, WorkerId
+from elastic.types import (
+    Abort,
+    Action,
+    DigestPart,
+    EnterPlan,
+    Event,
+    FormGroups,
+    Plan,
+    PlanEntered,
+    Prepare,
+    Quiesced,
+    WorkerFailed,
+    WorkerId,
+)
+from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.worker.session.session import Beat
-from elastic.worker.session.workplace import EnterOrder, host_meeting
+from elastic.worker.session.workplace import host_rendezvous
 
 TIMEOUT_S = 60.0  # of a generation's groups: what a survivor waits where nothing tells it that a peer is gone
 WAIT_S = 300.0  # for anything that comes by itself, on a machine however busy
@@ -53,7 +67,7 @@ def _serve(pipe: Connection) -> None:
             serial, *arguments = arguments
             session = Session(*arguments)
             threading.Thread(target=forward, args=(session, serial), daemon=True).start()
-        elif name == "abort" and session is None:
+        elif name == "order" and session is None:
             continue  # one that was started anew
         elif name == "exit":
             os._exit(0)
@@ -99,7 +113,7 @@ class Pool:
         through with it until the groups' timeout."""
         for pipe in self.pipes if self.stores else ():
             with suppress(OSError):
-                pipe.send(("abort", (max(self.stores),)))
+                pipe.send(("order", (WorkerOrder(Abort(max(self.stores))),)))
         self.serial += 1
         self.log.clear()
         self.stores.clear()
@@ -107,35 +121,38 @@ class Pool:
         self.workers = [WorkerId(f"node{i // per_node}", i % per_node) for i in range(n)]
         for pipe, worker in zip(self.pipes, self.workers, strict=False):
             pipe.send(("open", (self.serial, worker, job, str(run))))
-            pipe.send(("prepare", ()))
+            pipe.send(("order", (WorkerOrder(Prepare(worker.node_id)),)))
         self.wait(lambda: sum(type(e).__name__ == "NodePrepared" for _, _, e in self.log) == n, "prepare")
         return self.workers
 
+    def order(self, worker: WorkerId, action: Action, rendezvous: Rendezvous | None = None) -> None:
+        self.call(worker, "order", WorkerOrder(action, rendezvous))
+
     def call(self, worker: WorkerId, name: str, *arguments: Any) -> None:
+        """What a test lets happen there."""
         self.pipes[self.workers.index(worker)].send((name, arguments))
 
     def patch(self, worker: WorkerId, function: Any) -> None:
         """Runs a function of a test module in the worker's process, before any later call."""
         self.call(worker, "patch", function.__module__, function.__name__)
 
-    def enter(self, plan: Plan, leave_out: Iterable[WorkerId] = (), formed: EnterOrder | None = None) -> None:
+    def enter(self, plan: Plan, leave_out: Iterable[WorkerId] = (), formed: Rendezvous | None = None) -> None:
         """Orders the generation; `leave_out`: workers that are not told; `formed`: what `form` has returned."""
-        self._order("enter", replace(formed, plan=plan) if formed else self._meeting(plan), leave_out)
+        self._meet(EnterPlan(plan), formed or self._rendezvous(plan), leave_out)
 
-    def form(self, plan: Plan, leave_out: Iterable[WorkerId] = ()) -> EnterOrder:
+    def form(self, plan: Plan, leave_out: Iterable[WorkerId] = ()) -> Rendezvous:
         """Orders that the groups of the generation are made ahead."""
-        order = self._meeting(plan)
-        self._order("form", order, leave_out)
-        return order
+        return self._meet(FormGroups(plan), self._rendezvous(plan), leave_out)
 
-    def _meeting(self, plan: Plan) -> EnterOrder:
-        order, self.stores[plan.generation] = host_meeting(plan, "127.0.0.1", TIMEOUT_S)
-        return order
+    def _rendezvous(self, plan: Plan) -> Rendezvous:
+        rendezvous, self.stores[plan.generation] = host_rendezvous(plan, "127.0.0.1", TIMEOUT_S)
+        return rendezvous
 
-    def _order(self, call: str, order: EnterOrder, leave_out: Iterable[WorkerId]) -> None:
-        for i, worker in enumerate(order.participants):
+    def _meet(self, action: Action, rendezvous: Rendezvous, leave_out: Iterable[WorkerId]) -> Rendezvous:
+        for worker in rendezvous.participants:
             if worker not in tuple(leave_out):
-                self.call(worker, call, replace(order, me=i))
+                self.order(worker, action, rendezvous)
+        return rendezvous
 
     def beats(self, of: Sequence[WorkerId] = ()) -> dict[WorkerId, Any]:
         """What each worker (of those) says of itself just now."""

@@ -31,6 +31,7 @@ from elastic.types import (
     TensorSpec,
     WorkerId,
 )
+from elastic.types.orders import Rendezvous
 from elastic.worker.checkpoint import checkpoint_format, checkpoint_index, checkpoint_saver, checkpoint_writer
 from elastic.worker.checkpoint.checkpoint_saver import Saving, Snapshot
 from elastic.worker.session.takeover import Taken, check_digest
@@ -336,7 +337,7 @@ def test_what_replicas_have_read_from_storage_counts_once() -> None:
     whole = tensors_of(plan, 0)
     stored = digest(whole, {spec.fqn: spec.shape for spec in state_specs(MODEL)}, whole)
     for rank in range(2):
-        order = EnterOrder(plan, plan.ranks, rank, ("", 0))
+        order = EnterOrder(plan, rank, Rendezvous(plan.ranks, ("", 0)))
         check_digest(place, order, Taken(stored_digest=stored if rank == 0 else None), tensors_of(plan, rank))
     gather = Gather(lambda parts: None, lambda node: 1)
     assert [event for part in told for event in gather.add(ME, part)] == [DigestChecked(2, True, sum(p.n_bytes for p in told))]

@@ -17,7 +17,7 @@ from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
 from elastic.storage import open_storage
-from elastic.types import Box, Layout, Resume, ShardStored, StepDone, WorkerFailed
+from elastic.types import Box, Layout, Quiesce, Resume, ShardStored, StepDone, WorkerFailed
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.program.extra_state import decode
 
@@ -117,7 +117,7 @@ def test_from_a_durable_copy_in_new_processes(pool: Pool, tmp_path: Path) -> Non
     first = plan(1, Layout(dp_shard=2, tp=2), workers, 12, durable_every=4)
     pool.enter(first)
     pool.wait(lambda: sum(e.step == 4 for e in pool.events(ShardStored)) == 4, "a durable copy")
-    pool.call(workers[0], "quiesce", 1, False)
+    pool.order(workers[0], Quiesce(1, save=False))
     pool.quiesced(1, 4)
     uri = checkpoint_writer.commit(open_storage(str(tmp_path)), 4, 1, 4, 1, {})
     pool.open(job, tmp_path)  # forgets all that was held

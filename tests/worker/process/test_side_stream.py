@@ -12,6 +12,7 @@ import torch
 from support.worker.made_up_cuda import current, make_up
 
 from elastic.types import Box, Event, Layout, PinningFailed, WorkerId
+from elastic.types.orders import Rendezvous
 from elastic.worker.process.side_stream import SideStream, run_on
 from elastic.worker.session import generation as generations
 from elastic.worker.session.generation import Generation
@@ -259,7 +260,7 @@ def test_a_generation_reserves_its_buffers_before_it_meets_the_others(monkeypatc
         raise Meeting
 
     generation.groups = cast(Any, SimpleNamespace(join=join))
-    generation.order = cast(Any, SimpleNamespace(store=None, me=1, participants=(), timeout_s=1.0, secret=""))
+    generation.order = cast(Any, SimpleNamespace(me=1, rendezvous=Rendezvous((), ("", 0))))
     with pytest.raises(Meeting):
         generation.enter()
     assert seen == [(memory.reserve, [16, 8, 32])]

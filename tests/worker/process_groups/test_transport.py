@@ -16,7 +16,8 @@ from support.worker import nccl_like
 from support.worker.nccl_like import WRONG, NcclLike, NcclLikeTransport, in_host_memory
 from support.worker.ranks import on_ranks
 
-from elastic.types import Layout, WorkerId
+from elastic.types import Abort, Layout, WorkerId
+from elastic.types.orders import WorkerOrder
 from elastic.worker.process_groups import transport
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.transport import Nccl, is_collective_error
@@ -125,7 +126,7 @@ def test_groups_made_ahead_are_dropped_while_the_running_ones_are_aborted() -> N
     session._generation = SimpleNamespace(number=1, groups=Blocks(ahead, running))  # type: ignore[assignment]
     session._ahead = Ahead()  # type: ignore[assignment]
     try:
-        session.abort(1)
+        session.order(WorkerOrder(Abort(1)))
         assert running.is_set() and ahead.is_set()
     finally:
         session._generation = None

@@ -22,7 +22,20 @@ from support.waiting import until
 
 from elastic.config.fingerprint import KEY
 from elastic.storage.local import LocalStorage
-from elastic.types import APART, Admission, Mark, NodePrepared, NodeRefused, Terms, WorkerId, version_differences, worst
+from elastic.types import (
+    APART,
+    Admission,
+    Mark,
+    NodePrepared,
+    NodeRefused,
+    Prepare,
+    Terms,
+    WorkerId,
+    version_differences,
+    worst,
+)
+from elastic.types.admission import Entry
+from elastic.types.orders import WorkerOrder
 from elastic.worker.process import free_memory
 from elastic.worker.process.free_memory import free_host_bytes
 from elastic.worker.profile import link_probe, node_checks
@@ -30,7 +43,6 @@ from elastic.worker.profile.link_probe import Door, listen, measure
 from elastic.worker.profile.node_checks import (
     FREE_MOST_S,
     Checks,
-    Entry,
     Refused,
     answer,
     awaited,
@@ -347,7 +359,7 @@ def test_of_several_workers_the_worst_counts() -> None:
 def refused(job: dict[str, Any], entry: Entry, tmp_path: Path) -> NodeRefused:
     session = Session(WorkerId("a", 0), job, str(tmp_path))
     try:
-        session.prepare((), entry)
+        session.order(WorkerOrder(Prepare("a"), entry=entry))
         ((_, event),) = session.poll(0, 120.0).messages
     finally:
         session.close()
@@ -368,10 +380,10 @@ def test_a_session_refuses_instead_of_preparing(tmp_path: Path) -> None:
 def test_a_refused_node_may_be_looked_at_again(tmp_path: Path) -> None:
     session = Session(WorkerId("a", 0), JOB, str(tmp_path))
     try:
-        session.prepare((), Entry(Terms(), lambda: [closed_door()]))
+        session.order(WorkerOrder(Prepare("a"), entry=Entry(Terms(), lambda: [closed_door()])))
         ((number, event),) = session.poll(0, 120.0).messages
         assert isinstance(event, NodeRefused)
-        session.prepare((), Entry(Terms(), lambda: [listen("b", "127.0.0.1")]))
+        session.order(WorkerOrder(Prepare("a"), entry=Entry(Terms(), lambda: [listen("b", "127.0.0.1")])))
         ((_, event),) = session.poll(number, 120.0).messages
     finally:
         session.close()

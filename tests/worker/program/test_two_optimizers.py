@@ -27,7 +27,7 @@ from elastic.policy.copies.recovery import covered
 from elastic.program import Program, load_program
 from elastic.reshard.shards import first_values, state_specs
 from elastic.storage import open_storage
-from elastic.types import Box, Layout, Plan, Quiesced, Resume, ShardStored, StepDone
+from elastic.types import Abort, Box, Layout, Plan, Quiesced, Resume, ShardStored, StepDone
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.checkpoint.checkpoint_verbs import Wanted, import_state
 from elastic.worker.loop.script_host import capture
@@ -55,7 +55,7 @@ def bad_seed() -> int:
 def broken_off(pool: Pool, old: Plan) -> Resume:
     """Back to a step that was copied to peers."""
     for worker in old.ranks:
-        pool.call(worker, "abort", old.generation)
+        pool.order(worker, Abort(old.generation))
     pool.quiesced(old.generation, len(old.ranks))
     peers = [h for e in pool.events(Quiesced, old.generation) for h in e.holdings if h.kind == "peer"]
     step = max(step for step in {h.step for h in peers} if covered(old, [h for h in peers if h.step == step]))

@@ -14,7 +14,7 @@ from support.worker.plans import plan
 from support.worker.worker_pool import Pool
 
 from elastic.cluster.workers.absent_ranks import At, missing
-from elastic.types import Layout, StepDone, WorkerId
+from elastic.types import Layout, Quiesce, StepDone, WorkerId
 
 pytestmark = pytest.mark.slow
 PROGRAM = PROGRAMS / "tiny_stands.py"
@@ -72,5 +72,5 @@ def test_the_rank_that_does_not_come_is_told_apart(pool: Pool, tmp_path: Path, l
         print(f"{layout}: {found[victim]}")
         pool.patch(victim, go_on)
     for worker in mine.ranks:
-        pool.call(worker, "quiesce", 1, False)
+        pool.order(worker, Quiesce(1, save=False))
     pool.quiesced(1, layout.world_size)

@@ -22,6 +22,7 @@ from support.worker.worker_pool import Pool
 from torch.distributed.distributed_c10d import _world
 
 from elastic.types import GroupsMade, Layout, Plan, StepDone, WorkerFailed, WorkerId
+from elastic.types.orders import Rendezvous
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.transport import Transport
 from elastic.worker.session.groups_ahead import Ahead
@@ -49,9 +50,9 @@ def step(pool: Pool, generation: int, n: int) -> None:
     pool.wait(lambda: len(pool.events(StepDone, generation)) >= n, f"{n} steps of generation {generation}")
 
 
-def made(pool: Pool, order: EnterOrder) -> None:
-    of = lambda: [e for e in pool.events(GroupsMade) if e.port == order.store[1]]  # noqa: E731
-    pool.wait(lambda: len(of()) == len(order.participants), "groups")
+def made(pool: Pool, rendezvous: Rendezvous) -> None:
+    of = lambda: [e for e in pool.events(GroupsMade) if e.port == rendezvous.store[1]]  # noqa: E731
+    pool.wait(lambda: len(of()) == len(rendezvous.participants), "groups")
     assert not any(e.error for e in of())
 
 
@@ -65,11 +66,11 @@ def test_the_pause_does_not_hold_the_set_up_of_groups(slow_pool: Pool, tmp_path:
     pool.enter(first)
     step(pool, 1, 5)
     second = plan(2, Layout(dp_shard=after), workers, job["global_batch"], resume=live(first))
-    order = pool.form(second)
+    formed = pool.form(second)
     n = len(pool.events(StepDone, 1))
-    made(pool, order)
+    made(pool, formed)
     step(pool, 1, n + 5)  # it trained on
-    pool.enter(second, formed=order)
+    pool.enter(second, formed=formed)
     step(pool, 2, 3)
     third = plan(3, Layout(dp_shard=before), workers, job["global_batch"], resume=live(second))
     pool.enter(third)  # without: this test would show nothing if that were as fast
@@ -91,11 +92,11 @@ def test_ten_seconds_of_set_up_for_each_group_are_in_no_pause(slow_pool: Pool, t
     for worker in workers:
         pool.patch(worker, slow_groups.use_slowest)
     second = plan(2, Layout(dp_shard=after), workers, job["global_batch"], resume=live(first))
-    order = pool.form(second)
-    made(pool, order)
+    formed = pool.form(second)
+    made(pool, formed)
     assert min(e.seconds for e in pool.events(GroupsMade)) > 2 * slow_groups.SlowestGroups.setup_delay_s
     step(pool, 1, len(pool.events(StepDone, 1)) + 5)
-    pool.enter(second, formed=order)
+    pool.enter(second, formed=formed)
     step(pool, 2, 3)
     phases_s, paused_s = pool.entered(2).phases_s, pause_s(pool, 2)
     assert phases_s["groups"] < 0.5, "groups are made in the pause"
@@ -135,7 +136,7 @@ def ahead_of(rank: int, n: int, store: tuple[str, int], transport: Transport, se
     to_come = Plan(2, Layout(dp_shard=n), workers, (1,) * n, (1,))
     told: list[Any] = []
     groups = Groups(2, to_come.layout, torch.device("cpu"), transport=transport)
-    return Ahead(EnterOrder(to_come, workers, rank, store, TIMEOUT_S, secret), groups, told.append), told
+    return Ahead(EnterOrder(to_come, rank, Rendezvous(workers, store, TIMEOUT_S, secret)), groups, told.append), told
 
 
 def dropped(rank: int, n: int, store: tuple[str, int], like: str, when: str) -> tuple[Any, ...]:

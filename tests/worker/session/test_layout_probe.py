@@ -15,6 +15,7 @@ from support.worker.worker_pool import Pool
 from elastic.policy.copies.recovery import covered
 from elastic.program import load_program
 from elastic.types import Layout, Plan, PlanEntered, Probed, Quiesced, Resume, StepDone, WorkerFailed, agree
+from elastic.types.orders import InjectFault
 from elastic.worker.session.layout_probe import LayoutDiffers, Probe
 
 pytestmark = pytest.mark.slow
@@ -74,7 +75,7 @@ def test_a_layout_that_computes_something_else_makes_no_step(pool: Pool, tmp_pat
     job = job_of("tiny.py", steps=10)
     first = begun(pool, job, tmp_path)
     for worker in first.ranks:
-        pool.call(worker, "afflict", "layout")
+        pool.order(worker, InjectFault("layout"))
     wrong = plan(2, layout, list(first.ranks), 12, resume=live(first))
     pool.enter(wrong)
     pool.wait(lambda: len({e.worker for e in pool.events(Quiesced, 2)}) == 4, "all have left", 60.0)

@@ -12,7 +12,7 @@ from support.worker.chain import job_of
 from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 
-from elastic.types import Layout, Plan, Resume, StepDone
+from elastic.types import Abort, Layout, Plan, Resume, StepDone
 
 FOLDER = Path(tempfile.gettempdir())
 
@@ -46,4 +46,4 @@ def test_old_generations_go(pool: Pool, tmp_path: Path) -> None:
         assert note.read_text() == "6"
     finally:
         note.unlink(missing_ok=True)
-        pool.call(workers[0], "abort", len(plans))
+        pool.order(workers[0], Abort(len(plans)))

@@ -18,7 +18,7 @@ from support.worker.faults import Fault, arm
 from support.worker.plans import plan
 from support.worker.worker_pool import Pool
 
-from elastic.types import Layout, StepDone, WorkerFailed
+from elastic.types import Abort, Layout, StepDone, WorkerFailed
 from elastic.worker.session import generation
 from elastic.worker.session.session import Session
 
@@ -137,7 +137,7 @@ def test_nothing_of_a_backward_pass_that_was_broken_off_is_left(pool: Pool, tmp_
         pool.patch(workers[1], die_in_backward)
         pool.enter(plan(1, Layout(dp_shard=2), workers, job["global_batch"], n_microbatches=2))
         pool.wait(lambda: pool.events(WorkerFailed, 1), "failure")
-        pool.call(workers[0], "abort", 1)
+        pool.order(workers[0], Abort(1))
         pool.quiesced(1, 1)
         pool.enter(plan(2, Layout(), workers[:1], job["global_batch"]))
         pool.wait(lambda: pool.events(StepDone, 2), "a step of the other one")

@@ -17,7 +17,8 @@ from support.worker.phase_faults import Kind, Phase, PhaseFault
 from support.worker.plans import from_copies, live, plan
 from support.worker.recovery import digests_agree, loss_curve_agrees, newest_whole
 
-from elastic.types import CopyStored, Layout, Plan, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types import Abort, CopyStored, Layout, Plan, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types.orders import InjectFault
 
 pytestmark = pytest.mark.e2e
 QUIESCED_S = 5.0  # from the fault, and the order to leave right behind it; the driver ends those that take longer
@@ -142,7 +143,7 @@ def enter(pool: NcclLikePool, case: Case, first: Plan, workers: list[WorkerId]) 
 def leave(pool: NcclLikePool, who: list[WorkerId], number: int) -> float:
     """The driver's order; returns when the last of them had left."""
     for worker in who:
-        pool.call(worker, "abort", number)
+        pool.order(worker, Abort(number))
     pool.stores[number] = None
     pool.wait(lambda: {e.worker for e in pool.events(Quiesced, number)} >= set(who), "failure")
     first: dict[WorkerId, float] = {}
@@ -193,7 +194,7 @@ def test_a_lost_device_serves_what_it_keeps_for_others(pool: NcclLikePool, tmp_p
     job = job_of("tiny.py", steps=STEPS)
     first = begin(pool, job, tmp_path, Layout(dp_shard=4))
     workers, victim = pool.workers, pool.workers[1]
-    pool.call(victim, "afflict", "device_error", 1.0, 0.0, 0.0, place)
+    pool.order(victim, InjectFault("device_error", place=place))
     pool.wait(lambda: any(e.kind == "device" for e in pool.events(WorkerFailed)), "the report of the device")
     gone = first.ranks[next(rank for rank, keepers in enumerate(first.copies_to) if 1 in keepers)]
     pool.kill(gone)

@@ -10,8 +10,31 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.errors import StateLost
-from elastic.types import Box, Layout, Move, Plan, Resume, WorkerId
+from elastic.errors import InternalError, StateLost
+from elastic.types import (
+    Abort,
+    Box,
+    DropGroups,
+    EnterPlan,
+    Layout,
+    Move,
+    Plan,
+    Prepare,
+    Quiesce,
+    Rehearsal,
+    Resume,
+    RollForward,
+    SetCadence,
+    SetShares,
+    Stop,
+    StoreCopy,
+    Terms,
+    WorkerId,
+)
+from elastic.types.admission import Entry
+from elastic.types.orders import InjectFault, Isolate, Rendezvous, WorkerOrder, WriteShard
+from elastic.worker.process.cut_off import CutOff
+from elastic.worker.process.fault_injection import DeviceFaults, Slowness
 from elastic.worker.process.side_stream import SideStream
 from elastic.worker.session.session import Session
 from elastic.worker.session.takeover import Takeover
@@ -24,14 +47,18 @@ RANKS = (WorkerId("a", 0), WorkerId("b", 0))
 
 def order(generation: int) -> EnterOrder:
     plan = Plan(generation, Layout(dp_shard=2), RANKS, (4, 4), (), resume=Resume("live", 6, generation - 1, Layout(dp_shard=2)))
-    return EnterOrder(plan, RANKS, 0, ("", 0))
+    return EnterOrder(plan, 0, Rendezvous(RANKS, ("", 0)))
+
+
+def to_enter(generation: int) -> WorkerOrder:
+    return WorkerOrder(EnterPlan(order(generation).plan), Rendezvous(RANKS, ("", 0)))
 
 
 @pytest.fixture
 def session() -> Any:
     """Without its thread."""
     found: Any = Session.__new__(Session)
-    found._lock = threading.Condition()
+    found._lock, found.me = threading.Condition(), RANKS[1]
     found._orders, found._aborted, found._stop_at, found._save_at = [], 0, 0, 0
     return found
 
@@ -41,26 +68,74 @@ def ordered(session: Any) -> list[int]:
 
 
 def test_the_newest_order_to_enter_counts_whichever_comes_first(session: Any) -> None:
-    session.enter(order(3))
-    session.enter(order(2))
+    session.order(to_enter(3))
+    session.order(to_enter(2))
     assert ordered(session) == [3]
-    session.enter(order(4))
+    session.order(to_enter(4))
     assert ordered(session) == [4]
     session._aborted = 5
-    session.enter(order(5))
+    session.order(to_enter(5))
     assert ordered(session) == [4], "a generation that was broken off is not entered"
 
 
 def test_a_generation_that_is_superseded_stops_and_a_copy_is_asked_for_once(session: Any) -> None:
     assert session._words(3) == (False, False)
-    session.store_copy(3)
+    session.order(WorkerOrder(StoreCopy(3)))
     assert session._words(3) == (False, True)
     assert session._words(3) == (False, False), "the copy was asked for once"
-    session.quiesce(3, True)
+    session.order(WorkerOrder(Quiesce(3)))
     assert session._words(3) == (True, True) == session._words(3), "until all have heard it"
     assert session._words(4) == (False, False), "that was an order to another generation"
-    session.enter(order(5))
+    session.order(to_enter(5))
     assert session._words(4) == (True, False)
+
+
+def test_each_action_goes_where_it_belongs(session: Any) -> None:
+    """A worker knows itself among the participants; what the driver orders comes to the session as it was decided."""
+    session._place, session._faults, session._cut = None, DeviceFaults(), CutOff()
+    session._ahead, session._generation, session._forward, session._prepare_asked = None, None, None, None
+    said: list[Any] = []
+    session._put, session._quiesced = said.append, lambda generation: generation
+    entry, rehearsals = Entry(Terms()), (Rehearsal(Layout(), (4,), 1, 2, (0,)),)
+    session.order(WorkerOrder(Prepare("b", rehearsals), entry=entry))
+    assert session._prepare_asked == (rehearsals, entry)
+    session.order(to_enter(3))
+    (entering,) = session._orders
+    assert (entering.me, entering.plan, entering.rendezvous) == (1, order(3).plan, to_enter(3).rendezvous)
+    session.order(WorkerOrder(RollForward(2, 6, (1.0, 2.0))))
+    assert session._forward == (2, 6, (1.0, 2.0))
+    session.order(WorkerOrder(InjectFault("slow", 2.0, 0.006)))
+    assert session._faults.slowness == Slowness(2.0, 0.006)
+    session.order(WorkerOrder(Isolate(60.0, storage=True)))
+    with pytest.raises(TimeoutError):
+        session._cut.check_storage()
+    changed: list[Any] = []
+    session._generation = SimpleNamespace(
+        number=3, change=changed.append, groups=SimpleNamespace(abort=lambda: said.append("abort"))
+    )
+    for action in (SetShares(3, (1, 7), 5), SetShares(2, (1, 7), 5), SetCadence(3, 4, 8), SetCadence(2, 4, 8)):
+        session.order(WorkerOrder(action))
+    assert changed == [SetShares(3, (1, 7), 5), SetCadence(3, 4, 8)], "of the generation that runs"
+    written: list[Any] = []
+    session._place = SimpleNamespace(saving=SimpleNamespace(write_for=lambda *part: written.append(part)))
+    session.order(WorkerOrder(WriteShard(order(3).plan, 6, 0)))
+    assert written == [(order(3).plan, 6, 0)]
+    ahead = session._ahead = SimpleNamespace(generation=4, drop=lambda: said.append("drop"))
+    session.order(WorkerOrder(DropGroups(3)))
+    assert session._ahead is ahead and said == []
+    session.order(WorkerOrder(DropGroups(4)))
+    session.order(WorkerOrder(Abort(3)))
+    assert said == ["drop", "abort"] and session._aborted == 3 and ordered(session) == []
+    session._generation = None
+    session.order(WorkerOrder(Abort(4)))
+    assert said[2:] == [4], "one that is idle answers at once"
+
+
+def test_what_is_no_order_to_a_worker_is_refused(session: Any) -> None:
+    with pytest.raises(InternalError, match="Stop is no order to a worker"):
+        session.order(WorkerOrder(Stop("stopped", "enough")))
+    with pytest.raises(InternalError, match="generation 3 says not where its participants meet"):
+        session.order(WorkerOrder(EnterPlan(order(3).plan)))
 
 
 @pytest.mark.parametrize(("mine", "others", "step"), [(6, [6], 6), (None, [6], 6), (6, [7], None), (None, [-1], None)])

@@ -12,7 +12,7 @@ from support.worker.plans import plan
 from support.worker.recovery import loss_curve_agrees
 from support.worker.worker_pool import Pool
 
-from elastic.types import CopyStored, Layout, StepDone
+from elastic.types import CopyStored, Layout, SetCadence, StepDone
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +75,7 @@ def test_another_cadence_reaches_all_ranks_at_the_same_step(pool: Pool, tmp_path
     pool.enter(first)
     pool.wait(lambda: any(e.step >= 7 for e in pool.events(StepDone)), "step 7")
     for worker in workers:
-        pool.call(worker, "set_cadence", 1, 2, 0)
+        pool.order(worker, SetCadence(1, 2, 0))
     pool.quiesced(1, 4)
     stored = [e for e in pool.events(CopyStored) if e.copy.kind == "peer"]
     gaps = [b.copy.step - a.copy.step for a, b in zip(stored, stored[1:], strict=False)]

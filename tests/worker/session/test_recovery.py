@@ -19,11 +19,13 @@ from elastic.cluster.backend.aggregate import Gather, Parts
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import (
+    Abort,
     Box,
     CopyDamaged,
     CopyStored,
     Layout,
     PlanEntered,
+    Quiesce,
     Quiesced,
     Resume,
     ShardStored,
@@ -132,7 +134,7 @@ def test_holder_and_held_gone_together_leave_no_whole_copy(pool: Pool, tmp_path:
         pool.kill(workers[1])
         pool.kill(workers[2])  # keeps the copy of workers[1]
         for worker in (workers[0], workers[3]):
-            pool.call(worker, "abort", 1)
+            pool.order(worker, Abort(1))
         survivors = {workers[0], workers[3]}
         pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 1)} >= survivors, "failure")
         with pytest.raises(AssertionError, match="no whole copy"):
@@ -207,7 +209,7 @@ def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
     pool.wait(lambda: sum(e.step == 4 for e in pool.events(ShardStored)) == 4, "a durable copy")
     for part in [e for e in pool.events(ShardStored) if e.step == 4]:
         gather.add(WorkerId("", 0), part)
-    pool.call(workers[0], "quiesce", 1, False)
+    pool.order(workers[0], Quiesce(1, save=False))
     pool.quiesced(1, 4)
     assert uris
     workers = pool.open(job, tmp_path)

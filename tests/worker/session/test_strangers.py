@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from elastic.errors import PeerGarbled, ProgramError
-from elastic.types import WorkerId
+from elastic.types import Abort, WorkerId
+from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.worker.process_groups import wire
 from elastic.worker.process_groups.rendezvous import host_store, new_secret, place
 from elastic.worker.session.worker_errors import kind_of
-from elastic.worker.session.workplace import EnterOrder
 
 HONEST = """
 import os, sys
@@ -142,9 +142,10 @@ def test_the_store_listens_at_one_address() -> None:
 
 def test_the_secret_is_in_no_text_and_not_in_the_place() -> None:
     secret = new_secret()
-    order = EnterOrder(None, (WorkerId("a", 0),), 0, ("h", 1), 1.0, secret)  # type: ignore[arg-type]
+    at = Rendezvous((WorkerId("a", 0),), ("h", 1), 1.0, secret)
+    order = WorkerOrder(Abort(1), at)
     assert secret not in repr(order) and secret not in str(order)
-    assert order.secret == secret
+    assert at.secret == secret
     where = place(3, secret)
     assert where.startswith("generation-3-") and secret not in where
     assert len({where, place(4, secret), place(3, new_secret()), place(3, "")}) == 4

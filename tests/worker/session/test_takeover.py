@@ -16,7 +16,7 @@ from support.worker.worker_pool import Pool
 from elastic.program import load_program
 from elastic.reshard.transfer_forecast import Pace, Room, forecast
 from elastic.reshard.transfers import holders_of, participants
-from elastic.types import DigestPart, Layout, Move, Plan, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types import Abort, DigestPart, Layout, Move, Plan, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
 from elastic.worker.program.model_profile import trace
 from elastic.worker.session import takeover
 
@@ -135,5 +135,5 @@ def test_a_bit_that_turns_in_memory_is_seen_behind_the_steps(pool: Pool, tmp_pat
     pool.wait(lambda: len(pool.events(DigestPart, 2)) == 4, "digests")
     assert not digests_agree(pool, 2)
     for worker in workers:
-        pool.call(worker, "abort", 2)
+        pool.order(worker, Abort(2))
     pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 2)} >= set(workers), "the end of generation 2")

@@ -16,6 +16,7 @@ from support.worker.plans import plan as plan_of
 from support.worker.thread_wire import Reads
 
 from elastic.types import Box, Layout, Move, Resume, WorkerId
+from elastic.types.orders import Rendezvous
 from elastic.worker.session import generation as generations
 from elastic.worker.session import takeover
 from elastic.worker.session.generation import Generation
@@ -43,7 +44,7 @@ def boxes(n: int) -> dict[str, tuple[Box, torch.Tensor]]:
 
 def order_of(generation: int, via: Any = "host") -> EnterOrder:
     plan = plan_of(generation, Layout(), [WorkerId("n", 0)], 8)
-    return EnterOrder(replace(plan, move=Move(via=via), resume=Resume("live", 1)), plan.ranks, 0, ("", 0))
+    return EnterOrder(replace(plan, move=Move(via=via), resume=Resume("live", 1)), 0, Rendezvous(plan.ranks, ("", 0)))
 
 
 def workplace(pool: ThreadPoolExecutor, device: torch.device = CPU) -> Workplace:

@@ -13,7 +13,8 @@ from support.worker.plans import from_copies, live, plan
 from support.worker.recovery import loss_curve_agrees, newest_whole, recover, start
 from support.worker.worker_pool import Pool
 
-from elastic.types import Layout, Plan, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types import Abort, Layout, Plan, Quiesced, StepDone, WorkerFailed, WorkerId
+from elastic.types.orders import InjectFault
 from elastic.worker.process.fault_injection import MADE_UP
 from elastic.worker.session.generation import Generation
 from elastic.worker.state.host_copy import Flat
@@ -45,7 +46,7 @@ def test_the_others_go_on_without_it_wherever_it_fails(pool: Pool, tmp_path: Pat
     job = job_of("tiny.py", steps=14)
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=4))
     pids = pool.pids
-    pool.call(workers[VICTIM], "afflict", "device_error", 1.0, 0.0, 0.0, place)
+    pool.order(workers[VICTIM], InjectFault("device_error", place=place))
     step = failed(pool, 1).step
     others = [worker for worker in workers if worker != workers[VICTIM]]
     new = recover(pool, first, Layout(dp_shard=3), others, workers)
@@ -61,12 +62,12 @@ def test_a_device_that_fails_in_a_move(pool: Pool, tmp_path: Path) -> None:
     """It takes part in the next generation, which is not entered: the third comes from copies of the first."""
     job = job_of("tiny.py", steps=14)
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=4))
-    pool.call(workers[VICTIM], "afflict", "device_error", 1.0, 0.0, 0.0, "move")
+    pool.order(workers[VICTIM], InjectFault("device_error", place="move"))
     pool.enter(plan(2, Layout(tp=2, dp_shard=2), workers, 12, resume=live(first), peer_every=2))
     assert failed(pool, 2).step == 0
     others = [worker for worker in workers if worker != workers[VICTIM]]
     for worker in workers:
-        pool.call(worker, "abort", 2)
+        pool.order(worker, Abort(2))
     pool.wait(lambda: {e.worker for e in pool.events(Quiesced, 2)} >= set(workers), "their reports")
     only_host_copies(pool, 2)
     step, holdings = newest_whole(first, [*{e.worker: e for e in pool.events(Quiesced, 2)}.values()])
@@ -81,7 +82,7 @@ def test_what_it_keeps_for_a_worker_that_is_gone_too_comes_from_it(pool: Pool, t
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=4))
     gone = kept_by(first, VICTIM)
     try:
-        pool.call(workers[VICTIM], "afflict", "device_error")
+        pool.order(workers[VICTIM], InjectFault("device_error"))
         failed(pool, 1)
         pool.kill(gone)
         there = [worker for worker in workers if worker != gone]

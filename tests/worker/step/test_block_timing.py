@@ -16,6 +16,7 @@ from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
 from elastic.types import Layout, RanksTimed, StepDone
+from elastic.types.orders import InjectFault
 from elastic.worker.process.fault_injection import DeviceFaults, Slowness
 from elastic.worker.step.block_timing import Spans
 
@@ -92,7 +93,7 @@ def test_the_slow_rank_is_told_apart_from_those_that_wait_for_it(pool: Pool, tmp
     job = job_of("tiny.py", steps=12)
     workers = pool.open(job, tmp_path)
     for i, worker in enumerate(workers):
-        pool.call(worker, "afflict", "slow", 5.0 if i == 2 else 1.0, 0.006)
+        pool.order(worker, InjectFault("slow", 5.0 if i == 2 else 1.0, 0.006))
     pool.enter(plan(1, layout, workers, 12))
     pool.wait(lambda: any(e.step >= 8 for e in pool.events(StepDone)), "8 steps")
     timed = pool.events(RanksTimed)[-1]

@@ -15,7 +15,8 @@ from support.worker.chain import job_of
 from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 
-from elastic.types import Layout, NumbersChecked, StepDone, WorkerId, WrongNumbers
+from elastic.types import Layout, NumbersChecked, Quiesce, StepDone, WorkerId, WrongNumbers
+from elastic.types.orders import InjectFault
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.step import sdc_check
 from elastic.worker.step.sdc_check import EqualResults, Row, compare, known_product
@@ -242,7 +243,7 @@ def test_the_rank_that_computes_wrong_numbers_is_named(pool: Pool, tmp_path: Pat
         pool.enter(plan(1, layout, workers, job["global_batch"]))
         pool.wait(lambda: len(pool.events(StepDone)) >= 2 * EVERY, "steps")
         assert not pool.events(WrongNumbers)
-        pool.call(workers[victim], "afflict", "corrupt")
+        pool.order(workers[victim], InjectFault("corrupt"))
         if not see and (layout.dp == 1 or layout.pp > 1):
             done = len(pool.events(StepDone))
             pool.wait(lambda done=done: len(pool.events(StepDone)) > done + 3 * EVERY, "steps")
@@ -252,7 +253,7 @@ def test_the_rank_that_computes_wrong_numbers_is_named(pool: Pool, tmp_path: Pat
             (found,) = pool.events(WrongNumbers)
             named_right(found, workers, victim, layout, see)
         for worker in workers[: layout.world_size]:
-            pool.call(worker, "quiesce", 1, False)
+            pool.order(worker, Quiesce(1, save=False))
         pool.quiesced(1, layout.world_size)
     for worker in workers:
         pool.patch(worker, seeing)
@@ -312,7 +313,7 @@ def test_a_bit_that_flips_in_a_replica_is_found(pool: Pool, tmp_path: Path, vict
     assert found.workers == (workers[victim],) and found.step >= 20
     assert "training state" in found.reason and "replicas" in found.reason
     for worker in workers[:3]:
-        pool.call(worker, "quiesce", 1, False)
+        pool.order(worker, Quiesce(1, save=False))
     pool.quiesced(1, 3)
     for worker in workers[:3]:
         pool.patch(worker, as_it_was)
@@ -327,7 +328,7 @@ def test_what_was_right_is_known_in_the_next_generation(pool: Pool, tmp_path: Pa
     pool.wait(lambda: len(pool.events(StepDone)) >= 12, "steps")
     pool.enter(plan(2, Layout(dp_shard=3), workers, 12, resume=live(first)))
     pool.entered(2)
-    pool.call(workers[1], "afflict", "corrupt")
+    pool.order(workers[1], InjectFault("corrupt"))
     pool.wait(lambda: pool.events(WrongNumbers), "wrong numbers")
     (found,) = pool.events(WrongNumbers)
     assert found.workers == (workers[1],) and found.generation == 2

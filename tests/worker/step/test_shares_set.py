@@ -84,7 +84,7 @@ def test_random_shares_stages_and_moves(pool: Pool, tmp_path: Path, seed: int) -
         if layout.dp > 1:
             wanted = in_units(plans[-1], chance)
             for worker in workers:
-                pool.call(worker, "set_shares", i + 1, wanted)
+                pool.order(worker, SetShares(i + 1, wanted, 0))
             if wanted != plans[-1].samples:
                 n_set += 1
                 pool.wait(lambda: pool.events(SharesSet, i + 1), f"shares of generation {i + 1}")  # noqa: B023
@@ -107,7 +107,7 @@ def test_shares_change_without_a_new_generation(pool: Pool, tmp_path: Path) -> N
     pool.wait(lambda: pool.events(StepDone), "a step")
     order = SetShares(1, (1, 2, 3, 6), 1)
     for worker in workers:
-        pool.call(worker, "set_shares", order.generation, order.samples)
+        pool.order(worker, order)
     pool.quiesced(1, 4)
     pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last durable copy")
     checkpoint_writer.commit(open_storage(str(tmp_path)), job["steps"], 1, 4, 1, {})

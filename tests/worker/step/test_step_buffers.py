@@ -25,6 +25,7 @@ from elastic.errors import InternalError
 from elastic.program import Program, Weights, load_program
 from elastic.storage import open_storage
 from elastic.types import Layout, Plan, ShardStored, StepDone, WorkerId
+from elastic.types.orders import Rendezvous
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.model_profile import trace
@@ -128,7 +129,7 @@ def test_a_step_that_is_broken_off_may_still_be_applied(begun: Any, monkeypatch:
     commit = broken_off(stepper, batch(), monkeypatch)
     after = buffers_of(state)
     place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job={}, script=None)
-    left = Generation(place, EnterOrder(ALONE, ALONE.ranks, 0, ("", 0)), lambda: (False, False))  # type: ignore[arg-type]
+    left = Generation(place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False))  # type: ignore[arg-type]
     left.state, left.copies = state, SimpleNamespace(unacknowledged=list)  # type: ignore[assignment]
     for _ in range(2):
         left.take_along()
@@ -161,7 +162,7 @@ def test_samples_that_the_order_does_not_give_are_an_error(begun: Any, monkeypat
 def test_a_state_in_the_middle_of_an_update_is_that_of_no_step(begun: Any) -> None:
     state, _, _ = begun(SKIP)
     place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job={}, script=None)
-    left = Generation(place, EnterOrder(ALONE, ALONE.ranks, 0, ("", 0)), lambda: (False, False))  # type: ignore[arg-type]
+    left = Generation(place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False))  # type: ignore[arg-type]
     left.state, left.copies = state, SimpleNamespace(unacknowledged=list)  # type: ignore[assignment]
     left.take_along()
     assert [held.kind for held in place.held] == ["live"]
@@ -225,7 +226,7 @@ def test_frozen_weights_go_when_their_generation_is_left(tmp_path: Path) -> None
     and the whole of it goes once nobody holds the boxes."""
     program = with_frozen_blocks(tmp_path)
     place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job={}, script=None)
-    left = Generation(place, EnterOrder(ALONE, ALONE.ranks, 0, ("", 0)), lambda: (False, False))  # type: ignore[arg-type]
+    left = Generation(place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False))  # type: ignore[arg-type]
     state = left.state = TrainState(program, trace(program), left.groups, (Layout(), (4,), 0), {})
     left.copies = SimpleNamespace(unacknowledged=list, close=list)  # type: ignore[assignment]
     state.read_frozen()
