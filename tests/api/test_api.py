@@ -40,6 +40,7 @@ from elastic.types import (
     Decision,
     DriverStarted,
     EnterPlan,
+    Job,
     Layout,
     ModelProfile,
     NodeLost,
@@ -285,7 +286,7 @@ def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder
     def started(*args: str, tokens: str = "/data/x.bin") -> DriverStarted:
         data = {"train": {"tokens": tokens, "end_token": "<end>", "seq": 8}}
         job: dict[str, Any] = {**START.job, "args": [*args], "data": data}
-        return replace(START, job=job | {"fingerprint": fingerprint(folder / "program.py", job, MODEL, 9)})
+        return replace(START, job=job | {"fingerprint": fingerprint(folder / "program.py", Job.from_plain(job), MODEL, 9)})
 
     journal = Journal(folder / "journal.jsonl", 1)
     journal.append(0.0, [(0.0, started("--hf-token", "hf_1", "--lr", "3"))], None)

@@ -24,7 +24,7 @@ from elastic.data.order import sample_ids
 from elastic.errors import InternalError
 from elastic.program import Program, Weights, load_program
 from elastic.storage import open_storage
-from elastic.types import Layout, Plan, ShardStored, StepDone, WorkerId
+from elastic.types import Job, Layout, Plan, ShardStored, StepDone, WorkerId
 from elastic.types.orders import Rendezvous
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.process_groups.groups import Groups
@@ -56,10 +56,10 @@ def begun() -> Iterator[Any]:
 
     def begin(guards: dict[str, Any]) -> tuple[TrainState, Stepper, Any]:
         job = job_of("tiny_counting.py", STEPS) | {"seed": bad_seed(), "guards": guards, "n_samples": 512}
-        state = TrainState(COUNTING, trace(COUNTING), groups, (Layout(), (4,), 0), job)
+        state = TrainState(COUNTING, trace(COUNTING), groups, (Layout(), (4,), 0), Job.from_plain(job))
         state.fill_fresh(7)
         dataset: Any = COUNTING.dataset and COUNTING.dataset()
-        stepper = Stepper(COUNTING, job, ALONE, state, groups)
+        stepper = Stepper(COUNTING, Job.from_plain(job), ALONE, state, groups)
         return state, stepper, lambda: [collate(dataset, sample_ids(512, 12, job["seed"], state.step))]
 
     yield begin
@@ -227,7 +227,7 @@ def test_frozen_weights_go_when_their_generation_is_left(tmp_path: Path) -> None
     program = with_frozen_blocks(tmp_path)
     place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job={}, script=None)
     left = Generation(place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False))  # type: ignore[arg-type]
-    state = left.state = TrainState(program, trace(program), left.groups, (Layout(), (4,), 0), {})
+    state = left.state = TrainState(program, trace(program), left.groups, (Layout(), (4,), 0), Job())
     left.copies = SimpleNamespace(unacknowledged=list, close=list)  # type: ignore[assignment]
     state.read_frozen()
     state.fill_fresh(7)
