@@ -141,9 +141,7 @@ class JobSpec(Strict):
     trusted_axes: list[Axis] = []  # taken as right, whatever the checks before the start find
     rebalance: bool = Job.rebalance  # shares and stages follow measured speeds; nodes that cost more than they give are left
     across_zones: bool = Job.across_zones  # stages, shards and tp peers may stand in different zones, not only replicas
-    check_numbers_every: Auto | int = (
-        Job.check_numbers_every
-    )  # steps between comparisons of results that must be equal; 0 = none
+    check_numbers_every: Auto | int = Job.check_numbers_every  # steps between comparisons of what must be equal; 0 = none
     drill: list[DrillSpec] = []
     script: str | None = None  # the file of `program` is a script that enters elastic.loop, called with `args`
     args: list[str] = []

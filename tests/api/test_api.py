@@ -496,11 +496,11 @@ def test_so_is_a_script_that_is_restarted(folder: Path) -> None:
     stop = Decision((Stop("failed", "the script itself failed on rank 0"),), "")
     before = [Line(0.0, 1, ((0.0, begun),)), Line(9.0, 1, ((9.0, failed),), stop)]
     for options in (Options(run_name="r"), Options(run_name="r", supervised=True, allow_changed=True)):
-        _ScriptRun(file, (), spec, options)._check_same(before)
+        _ScriptRun(file, (), spec, options)._check_same(before, view_of(before))
     started = _ScriptRun(file, (), spec, Options(run_name="r", supervised=True))
     with pytest.raises(ProgramError, match="failed by its program, which is the same: rank 0 .exit code 1.: KeyError"):
-        started._check_same(before)
-    started._check_same(before[:1])
+        started._check_same(before, view_of(before))
+    started._check_same(before[:1], view_of(before[:1]))
 
 
 # ------------------------------------------------------------------------------------------------ clocks

@@ -157,8 +157,8 @@ def test_a_trip_is_one_line_that_names_at_most_sixteen_samples() -> None:
 @pytest.mark.parametrize(("n_samples", "named"), [(N_POSITIONS, "stream: no ids"), (4, "0, 1, 2, 3")])
 def test_samples_of_a_stream_have_no_ids_to_name(n_samples: int, named: str) -> None:
     plan = Plan(1, Layout(), (WorkerId("a", 0),), (4,), (1,), 1)
-    job = {"n_samples": n_samples, "global_batch": 4, "seed": 0}
-    shares: Any = Shares(Job.from_plain(job), plan)
+    job = Job(n_samples=n_samples, global_batch=4)
+    shares: Any = Shares(job, plan)
     shares.ids = lambda step: sorted(Shares.ids(shares, step))
     told = Pending(9, {}, math.nan, 1.0)
     stepper: Any = SimpleNamespace(

@@ -128,7 +128,7 @@ def test_a_step_that_is_broken_off_may_still_be_applied(begun: Any, monkeypatch:
     state, stepper, batch = begun(SKIP)
     commit = broken_off(stepper, batch(), monkeypatch)
     after = buffers_of(state)
-    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job={}, script=None)
+    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None)
     left = Generation(place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False))  # type: ignore[arg-type]
     left.state, left.copies = state, SimpleNamespace(unacknowledged=list)  # type: ignore[assignment]
     for _ in range(2):
@@ -161,7 +161,7 @@ def test_samples_that_the_order_does_not_give_are_an_error(begun: Any, monkeypat
 
 def test_a_state_in_the_middle_of_an_update_is_that_of_no_step(begun: Any) -> None:
     state, _, _ = begun(SKIP)
-    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job={}, script=None)
+    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None)
     left = Generation(place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False))  # type: ignore[arg-type]
     left.state, left.copies = state, SimpleNamespace(unacknowledged=list)  # type: ignore[assignment]
     left.take_along()
@@ -225,7 +225,7 @@ def test_frozen_weights_go_when_their_generation_is_left(tmp_path: Path) -> None
     """The live boxes stay for whoever takes them over; the frozen ones are given up at once, though the model is still there,
     and the whole of it goes once nobody holds the boxes."""
     program = with_frozen_blocks(tmp_path)
-    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job={}, script=None)
+    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None)
     left = Generation(place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False))  # type: ignore[arg-type]
     state = left.state = TrainState(program, trace(program), left.groups, (Layout(), (4,), 0), Job())
     left.copies = SimpleNamespace(unacknowledged=list, close=list)  # type: ignore[assignment]
