@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from elastic.config.strict import GB_MOST, NODES_MOST, SAMPLES_MOST, STEPS_MOST, Strict
-from elastic.types.job import DataKeys
+from elastic.types.typed_job import DataKeys
 
 KINDS = ("rows", "folder", "jsonl", "parquet", "huggingface", "tokens", "mixture")
 WITH_TEXT = ("folder", "jsonl", "parquet", "huggingface")

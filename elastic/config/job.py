@@ -33,7 +33,7 @@ from elastic.config.strict import (
 )
 from elastic.errors import SpecError
 from elastic.types import AUTO, Job, Layout, MarketType, Pool, is_auto, named_after_auto, parse_layout
-from elastic.types.job import Auto, Axis, LrScaling, Precision, Purpose, Recompute, Schedule
+from elastic.types.typed_job import Auto, Axis, LrScaling, Precision, Purpose, Recompute, Schedule
 
 Model = TypeVar("Model", bound=BaseModel)
 TYPE_NAMES = ("int", "str", "float")  # that pydantic puts into the place of an error

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, RootModel, Tag, model_validator
 
 from elastic.config.strict import NODES_MOST, NORM_MOST, STEPS_MOST, Strict
-from elastic.types.job import (
+from elastic.types.typed_job import (
     BlockNormRule,
     Do,
     GradNormRule,

@@ -78,18 +78,6 @@ from elastic.types.events import (
     WorkerFailed,
     WrongNumbers,
 )  # fmt: skip
-from elastic.types.job import (
-    BlockNormRule,
-    DataKeys,
-    GradNormRule,
-    GuardRule,
-    GuardRules,
-    Job,
-    LossSpikeRule,
-    LrCurve,
-    NoiseMeasure,
-    NotFiniteRule,
-)
 from elastic.types.nouns import (
     AUTO,
     AXES,
@@ -127,6 +115,18 @@ from elastic.types.profiles import (
     SampleProfile,
     TensorSpec,
 )  # fmt: skip
+from elastic.types.typed_job import (
+    BlockNormRule,
+    DataKeys,
+    GradNormRule,
+    GuardRule,
+    GuardRules,
+    Job,
+    LossSpikeRule,
+    LrCurve,
+    NoiseMeasure,
+    NotFiniteRule,
+)
 
 __all__ = [
     "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "BlockNormRule", "Box", "COMPUTES_IN", "Cause",

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from elastic.types.events import StepDone
-from elastic.types.job import Job
+from elastic.types.typed_job import Job
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2, "float8": 5e-2}  # relative
 COMPUTES_IN = "computes_in"  # key of a running job: the type of fewest bits that its model was seen to compute in

@@ -20,7 +20,7 @@ from elastic.planner.cost.model_cost import Work
 from elastic.planner.published import known_decoders
 from elastic.program import Program
 from elastic.types import Job, ModelProfile, Pool
-from elastic.types.job import Precision
+from elastic.types.typed_job import Precision
 
 MUCH = 2.0  # times the published batch
 OWN_POOLS = "neither the job nor --cluster names pools: planned for what elastic run would start on this machine"

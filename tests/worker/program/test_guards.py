@@ -26,6 +26,7 @@ from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import (
     Box,
+    GuardRule,
     GuardRules,
     GuardTripped,
     Holding,
@@ -139,8 +140,7 @@ def test_numbers_that_are_none_come_first() -> None:
     ],
 )  # fmt: skip
 def test_no_guard_goes_on_for_ever(rule: dict[str, Any], before: Any, in_a_row: int, do: str, more: str) -> None:
-    full = {"again": "stop", "rollbacks": 1, "in_a_row": 8} | rule
-    trip = trip_of(("g", "it is bad"), full, 9, before, in_a_row)
+    trip = trip_of(("g", "it is bad"), GuardRule(**rule), 9, before, in_a_row)
     assert (trip.guard, trip.step, trip.do, trip.reason) == ("g", 9, do, "step 9: it is bad")
     assert trip.more.startswith(more) and bool(trip.more) == bool(more)
 

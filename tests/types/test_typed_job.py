@@ -15,7 +15,7 @@ from elastic.config.optimization import BlockNorm, GradNorm, LossSpike, LrSchedu
 from elastic.ledger.journal import built, plain
 from elastic.policy.state.fold import State, fold
 from elastic.types import DriverStarted, Job, LrCurve, ModelProfile, NotFiniteRule, Pool
-from elastic.types.job import OLDER, TOLD
+from elastic.types.typed_job import OLDER, TOLD
 
 JOBS = sorted(path.parent.name for path in (ROOT / "jobs").glob("*/job.yaml"))
 FULL: dict[str, Any] = {
