@@ -27,7 +27,6 @@ LINE_EVERY_S = 60.0  # at least, while nodes are paid for: a driver that follows
 LEAST_WAIT_S = 0.001  # between two looks without news
 AWAY_EVERY_S = 10.0
 TEXT_MOST = 300  # characters of what storage said
-END_MOST_S = 900.0  # unless the job's orphan_lease_s says otherwise: how long the end of a run waits for storage
 
 
 class Backend(Protocol):
@@ -139,7 +138,7 @@ def _loop(
     said, line_s = "", now_s
     n_asked = 0
     real = not getattr(backend, "virtual", False)
-    wait = _Wait(backend, journal, float(state.job.get("orphan_lease_s") or END_MOST_S))
+    wait = _Wait(backend, journal, state.job.orphan_lease_s)
     storage = _Storage(backend, journal)
     while True:
         wake_at_s = None

@@ -89,7 +89,7 @@ def _of_job(spec: ClusterSpec, folder: str | Path) -> list[Problem]:
         check_fit(job, spec.pools)
     except SpecError as error:
         found.append(Problem(("available_node_types",), str(error), "more nodes, or a job that asks for less"))
-    what, _, right = unlimited(job.plain(), spec.pools).partition("; ")
+    what, _, right = unlimited(job.job(), spec.pools).partition("; ")
     if what:
         found.append(Problem(("available_node_types",), f"{where}: {what}", right))
     most = sum(pool.max_nodes for pool in spec.pools if pool.market_type != "spot")

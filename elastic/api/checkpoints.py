@@ -78,7 +78,7 @@ def import_into(order: Import, spec: JobSpec, run: Storage, program: Program | N
     from elastic.worker.program.model_profile import fresh_buffers
     from elastic.worker.step.loss_scale import fresh_scale, profile_of
 
-    job = spec.plain()
+    job = spec.job()
     program = with_job(program or load_program(spec.program), job)
 
     def buffers() -> dict[str, Any]:

@@ -83,10 +83,10 @@ def profile(job: str | Path, wishes: Wishes | None = None) -> tuple[Profiled, ..
 
     kind = _kind(spec, accelerator_here())
     check_writable(_path(wishes, kind))
-    plain, uri = spec.plain(), find_runs.storage_uri(spec.storage or default_storage())
+    keys, uri = spec.job(), find_runs.storage_uri(spec.storage or default_storage())
     wanted = Wanted(
-        model_profile_of(program, plain), spec.precision, spec.global_batch, wishes.seconds - START_S, uri, job=plain,
-        some=samples_of(program, plain, MANY),
+        model_profile_of(program, keys), spec.precision, spec.global_batch, wishes.seconds - START_S, uri, job=keys,
+        some=samples_of(program, keys, MANY),
     )  # fmt: skip
     found = _here(wanted, kind) if address is None else _there(address, wanted, spec)
     if wishes.out is not None and len(found) > 1:

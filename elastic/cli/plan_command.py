@@ -208,10 +208,9 @@ def _subject(given: argparse.Namespace) -> Subject:
 
 def _aim(given: argparse.Namespace, subject: Subject, tokens: float, within_h: float) -> Aim:
     """What the command line does not say, the job does."""
-    within_h = within_h or float(subject.job.get("deadline_h") or 0)
+    within_h = within_h or (subject.job.deadline_h or 0.0)
     tokens = tokens or subject.tokens
-    own = subject.job.get("purpose")
-    default: Purpose = "cheapest" if own == "cheapest" else "fastest"
+    default: Purpose = "cheapest" if subject.job.purpose == "cheapest" else "fastest"
     purpose: Purpose = given.purpose or ("deadline" if within_h else default)
     if within_h and not tokens:
         raise SpecError(f"--within {given.within}: for how many tokens? give --tokens 300B")

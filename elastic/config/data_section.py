@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from elastic.config.strict import GB_MOST, NODES_MOST, SAMPLES_MOST, STEPS_MOST, Strict
+from elastic.types.typed_job import DataKeys
 
 KINDS = ("rows", "folder", "jsonl", "parquet", "huggingface", "tokens", "mixture")
 WITH_TEXT = ("folder", "jsonl", "parquet", "huggingface")
@@ -111,10 +112,10 @@ class DataSpec(Strict):
     train: SourceSpec | None = None
     validation: dict[str, SourceSpec] | None = None  # under its name; a single one is called ""
     cache: str | None = None  # folder on the nodes' own disks
-    cache_gb: float = Field(20.0, gt=0, le=GB_MOST)
-    loader_workers: int = Field(0, ge=0, le=NODES_MOST)
-    prefetch_steps: int = Field(2, gt=0, le=NODES_MOST)
-    prefetch_mb: float = Field(1024.0, gt=0, le=GB_MOST)
+    cache_gb: float = Field(DataKeys.cache_gb, gt=0, le=GB_MOST)
+    loader_workers: int = Field(DataKeys.loader_workers, ge=0, le=NODES_MOST)
+    prefetch_steps: int = Field(DataKeys.prefetch_steps, gt=0, le=NODES_MOST)
+    prefetch_mb: float = Field(DataKeys.prefetch_mb, gt=0, le=GB_MOST)
 
     @field_validator("train", mode="before")
     @classmethod

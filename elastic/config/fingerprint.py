@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.config.masking import STARS, masked
-from elastic.config.optimization import decay
-from elastic.types import ModelProfile
+from elastic.types import Job, ModelProfile
 
 JOB_KEYS = (
     "global_batch", "seed", "clip_grad_norm", "precision", "reduce_dtype", "float8", "args", "lr_schedule", "lr_scaling",
@@ -23,15 +22,16 @@ JOB_KEYS = (
 KEY = "fingerprint"  # in DriverStarted.job and in a checkpoint's meta
 
 
-def fingerprint(program: str | Path, job: Mapping[str, Any], model: ModelProfile, n_samples: int | None) -> dict[str, Any]:
+def fingerprint(program: str | Path, job: Job, model: ModelProfile, n_samples: int | None) -> dict[str, Any]:
     """`n_samples`: length of the dataset, None = not known here. It holds no secret of the job, but tells another one."""
+    keys = job.plain()
     found = {
         "program": _code(Path(program)),
         "n_samples": n_samples,
-        "data.train": (job.get("data") or {}).get("train"),
-        **{key: job.get(key) for key in JOB_KEYS},
+        "data.train": job.data.train,
+        **{key: keys[key] for key in JOB_KEYS},
         "the steps in which lr_schedule falls": _decay(job),
-        "settings of the optimizer": job.get("optimizer"),
+        "settings of the optimizer": job.optimizer,
         "optimizer": _digest(repr(_kept(model))),
         "optimizers": _split(model),
         "tensors": _digest(repr(sorted((s.fqn, s.shape, s.dtype, s.trainable, s.tied_to or "") for s in model.specs))),
@@ -90,12 +90,11 @@ def batch_changed(run: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> s
     )
 
 
-def _decay(job: Mapping[str, Any]) -> str | None:
+def _decay(job: Job) -> str | None:
     """It follows from `steps` where the schedule does not say itself where it ends."""
-    given = job.get("lr_schedule")
-    if not given or given["kind"] == "constant":
+    if job.lr_schedule is None or job.lr_schedule.kind == "constant":
         return None
-    begin, length = decay(given, int(job["steps"]))
+    begin, length = job.lr_schedule.decay(job.steps)
     return f"{begin} to {begin + length}"
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_valid
 from elastic.catalog.bounded_yaml import read_yaml, yaml_of
 from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.config.drill import DrillSpec
-from elastic.config.optimization import OWNERS, Guards, LrScaling, LrSchedule, NoiseScale, OptimizerKey, problem
+from elastic.config.optimization import OWNERS, Guards, LrSchedule, NoiseScale, OptimizerKey, problem
 from elastic.config.strict import (
     BYTES_MOST,
     GB_MOST,
@@ -32,9 +32,9 @@ from elastic.config.strict import (
     shown_of,
 )
 from elastic.errors import SpecError
-from elastic.types import Layout, MarketType, Pool, is_auto, parse_layout, pinned
+from elastic.types import AUTO, Job, Layout, MarketType, Pool, is_auto, named_after_auto, parse_layout
+from elastic.types.typed_job import Auto, Axis, LrScaling, Precision, Purpose, Recompute, Schedule
 
-Auto = Literal["auto"]
 Model = TypeVar("Model", bound=BaseModel)
 TYPE_NAMES = ("int", "str", "float")  # that pydantic puts into the place of an error
 SILENCE_LEAST_S = 0.1
@@ -92,58 +92,56 @@ class JobSpec(Strict):
     program: str
     steps: int = Field(gt=0, le=STEPS_MOST)
     global_batch: int = Field(gt=0, le=SAMPLES_MOST)
-    seed: int = Field(0, ge=0, le=SEED_MOST)
-    eval_every: int = Field(0, ge=0, le=STEPS_MOST)
-    eval_samples: int = Field(64, gt=0, le=SAMPLES_MOST)
+    seed: int = Field(Job.seed, ge=0, le=SEED_MOST)
+    eval_every: int = Field(Job.eval_every, ge=0, le=STEPS_MOST)
+    eval_samples: int = Field(Job.eval_samples, gt=0, le=SAMPLES_MOST)
     clip_grad_norm: float | None = Field(None, gt=0, le=NORM_MOST)
     optimizer: OptimizerKey | None = None  # instead of Program.optimizer
     lr_schedule: LrSchedule | None = None  # instead of Program.lr_factor
-    lr_scaling: LrScaling = "none"
+    lr_scaling: LrScaling = Job.lr_scaling
     base_global_batch: int | None = Field(None, gt=0, le=SAMPLES_MOST)  # that the learning rates were found with
     noise_scale: NoiseScale | None = None  # None = not measured
     guards: Guards = Guards()
-    precision: Literal["float32", "bfloat16", "float16"] = (
-        "float32"  # of forward and backward pass; parameters stay as they are
-    )
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # in which gradients are added up
-    layout: str | dict[str, str] = "auto"
-    schedule: Literal["1f1b", "gpipe", "interleaved1f1b"] | None = None  # None, here and below: 'auto' chooses
+    precision: Precision = Job.precision  # of forward and backward pass; parameters stay as they are
+    reduce_dtype: Literal["float32", "bfloat16"] = Job.reduce_dtype  # in which gradients are added up
+    layout: str | dict[str, str] = AUTO
+    schedule: Schedule | None = None  # None, here and below: 'auto' chooses
     virtual_stages: int | None = Field(None, gt=1, le=NODES_MOST)  # pipeline stages per rank under interleaved1f1b
     microbatch_size: int | None = Field(None, gt=0, le=SAMPLES_MOST)  # of a data-parallel rank, computed at once
     microbatch_tokens: int | None = Field(None, gt=0, le=SAMPLES_MOST)  # likewise, for samples of unequal length
-    activation_checkpointing: Literal["none", "selective", "full"] | None = None
+    activation_checkpointing: Recompute | None = None
     zero_stage: Literal[1, 2, 3] | None = None
-    compile: bool = False
-    float8: bool = False  # matrix products of the blocks, through torchao
-    offload: bool = False
-    min_workers: int = Field(1, gt=0, le=NODES_MOST)
+    compile: bool = Job.compile
+    float8: bool = Job.float8  # matrix products of the blocks, through torchao
+    offload: bool = Job.offload
+    min_workers: int = Field(Job.min_workers, gt=0, le=NODES_MOST)
     max_workers: int | None = Field(None, gt=0, le=NODES_MOST)
-    peer_every: Auto | int = "auto"
-    durable_every: Auto | int = "auto"
-    peer_copies: Auto | int = "auto"
-    copies_across_zones: bool = False
-    copy_link_share: float = Field(0.1, gt=0, le=1)
-    keep_last: int = Field(2, ge=1, le=STEPS_MOST)
-    keep_every: int = Field(0, ge=0, le=STEPS_MOST)
-    keep_best: int = Field(0, ge=0, le=STEPS_MOST)
+    peer_every: Auto | int = Job.peer_every
+    durable_every: Auto | int = Job.durable_every
+    peer_copies: Auto | int = Job.peer_copies
+    copies_across_zones: bool = Job.copies_across_zones
+    copy_link_share: float = Field(Job.copy_link_share, gt=0, le=1)
+    keep_last: int = Field(Job.keep_last, ge=1, le=STEPS_MOST)
+    keep_every: int = Field(Job.keep_every, ge=0, le=STEPS_MOST)
+    keep_best: int = Field(Job.keep_best, ge=0, le=STEPS_MOST)
     storage_quota_gb: float | None = Field(None, gt=0, le=GB_MOST)
-    verify_copies: bool = True  # the newest is read back before an older one is removed
+    verify_copies: bool = Job.verify_copies  # the newest is read back before an older one is removed
     data: DataSpec = DataSpec()  # instead of the program's own datasets
     storage: str | None = None
     budget_usd: float | None = Field(None, gt=0, le=USD_MOST)
-    head_usd_per_h: float = Field(0.0, ge=0, le=USD_MOST)  # on the bill while a driver runs
+    head_usd_per_h: float = Field(Job.head_usd_per_h, ge=0, le=USD_MOST)  # on the bill while a driver runs
     max_nodes: int | None = Field(None, gt=0, le=NODES_MOST)
     deadline_h: float | None = Field(None, gt=0, le=HOURS_MOST)  # since the run's first start
-    on_demand_floor: Auto | Literal["copy"] | int = "auto"  # nodes; copy = as many as hold the state once
-    waiting_usd_per_h: Auto | float = "auto"  # what an hour is worth in which too few nodes are there
+    on_demand_floor: Auto | Literal["copy"] | int = Job.on_demand_floor  # nodes; copy = as many as hold the state once
+    waiting_usd_per_h: Auto | float = Job.waiting_usd_per_h  # what an hour is worth in which too few nodes are there
     max_silence_s: float | None = Field(None, ge=SILENCE_LEAST_S, le=SECONDS_MOST)
-    orphan_lease_s: float = Field(900.0, ge=LEASE_LEAST_S, le=LEASE_MOST_S)
-    purpose: Literal["auto", "fastest", "cheapest"] = "auto"  # auto = cheapest with deadline_h or on_demand_floor
+    orphan_lease_s: float = Field(Job.orphan_lease_s, ge=LEASE_LEAST_S, le=LEASE_MOST_S)
+    purpose: Purpose = Job.purpose  # auto = cheapest with deadline_h or on_demand_floor
     pools: list[PoolSpec] = Field(default_factory=embedded_pools, min_length=1)
-    trusted_axes: list[Literal["dp", "tp", "cp", "pp"]] = []  # taken as right, whatever the checks before the start find
-    rebalance: bool = True  # shares and stages follow the measured speeds; nodes that cost more than they give are left
-    across_zones: bool = False  # stages, shards and tp peers may stand in different zones, not only replicas
-    check_numbers_every: Auto | int = "auto"  # steps between two comparisons of results that must be equal; 0 = none
+    trusted_axes: list[Axis] = []  # taken as right, whatever the checks before the start find
+    rebalance: bool = Job.rebalance  # shares and stages follow measured speeds; nodes that cost more than they give are left
+    across_zones: bool = Job.across_zones  # stages, shards and tp peers may stand in different zones, not only replicas
+    check_numbers_every: Auto | int = Job.check_numbers_every  # steps between comparisons of what must be equal; 0 = none
     drill: list[DrillSpec] = []
     script: str | None = None  # the file of `program` is a script that enters elastic.loop, called with `args`
     args: list[str] = []
@@ -166,7 +164,7 @@ class JobSpec(Strict):
             if not value:
                 raise ValueError("the map is empty")
         elif is_auto(value):
-            pinned({"layout": value})
+            named_after_auto(value)
         else:
             parse_layout(str(value))
         return value
@@ -204,7 +202,7 @@ class JobSpec(Strict):
         if self.max_workers is not None and self.max_workers < self.min_workers:
             raise ValueError(f"max_workers={self.max_workers} is less than min_workers={self.min_workers}")
         for text in self.layouts() or [str(self.layout)]:
-            layout = Layout(**pinned({"layout": text})) if is_auto(text) else parse_layout(text)
+            layout = Layout(**named_after_auto(text)) if is_auto(text) else parse_layout(text)
             if layout.cp > 1 and self.compile:
                 raise ValueError(f"layout '{text}' has cp={layout.cp}, compile: true does not go with that; take one of them")
             if layout.tp > 1 and self.compile and self.microbatch_tokens:
@@ -249,12 +247,15 @@ class JobSpec(Strict):
 
     def least_layouts(self) -> list[Layout]:
         """Those, with the keys' options; for 'auto' what the job pins of it, with one rank on each other axis."""
-        keys = self.plain()
-        return [parse_layout(text, keys) for text in self.layouts()] or [Layout(**pinned(keys))]
+        job = self.job()
+        return [job.layout_of(text) for text in self.layouts()] or [Layout(**job.pins)]
 
     def plain(self) -> dict[str, Any]:
         """As plain data: what DriverStarted.job holds."""
         return self.model_dump() | {"drill": [entry.plain() for entry in self.drill], "data": self.data.plain()}
+
+    def job(self) -> Job:
+        return Job.from_plain(self.plain())
 
 
 def _no_budget(layout: Layout) -> str:
@@ -269,7 +270,11 @@ def load_job(folder: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
 
     Does not look at pools: see `check_fit`.
     """
-    data, shown = job_data(folder, overrides)
+    return folder_job(folder, *job_data(folder, overrides))
+
+
+def folder_job(folder: str | Path, data: Mapping[str, Any], shown: str) -> JobSpec:
+    """The same of what `job_data` has read."""
     if "script" in data:
         raise SpecError(f"{shown}: its 'script' is started by `elastic run {folder}` alone; a 'program' can be given here too")
     program = Path(folder).resolve() / str(data.get("program", "program.py"))
@@ -353,10 +358,10 @@ def check_fit(job: JobSpec, pools: Sequence[Pool]) -> None:
             raise SpecError(f"{job.name}: the drill adds to pool '{entry.add}'; the pools are {', '.join(names)}")
 
 
-def unlimited(job: Mapping[str, Any], pools: Sequence[Pool]) -> str:
-    """Why a run of this job (plain data) on these pools may cost any amount; '' = a limit is given, or no pool is paid."""
+def unlimited(job: Job, pools: Sequence[Pool]) -> str:
+    """Why a run of this job on these pools may cost any amount; '' = a limit is given, or no pool is paid."""
     paid = [pool for pool in pools if pool.paid]
-    if not paid or job.get("budget_usd") or job.get("max_nodes"):
+    if not paid or job.budget_usd or job.max_nodes:
         return ""
     listed = " + ".join(
         f"{pool.name} {pool.max_nodes} x {f'${pool.usd_per_node_h:,.2f}/h' if pool.usd_per_node_h else 'no known price'}"
@@ -373,7 +378,7 @@ def check_budget(job: JobSpec, pools: Sequence[Pool], no_budget: bool = False) -
     """Paid pools need a limit. `no_budget`: somebody has said that there shall be none. Raises SpecError."""
     if no_budget and job.budget_usd is not None:
         raise SpecError(f"{job.where}: key 'budget_usd' is {job.budget_usd:g}, and --no-budget says none; give one of them")
-    why = "" if no_budget else unlimited(job.plain(), pools)
+    why = "" if no_budget else unlimited(job.job(), pools)
     if why:
         raise SpecError(f"{job.where}: {why}")
 
@@ -391,9 +396,9 @@ def _check_float8(job: JobSpec, pools: Sequence[Pool]) -> None:
 def layout_for(job: JobSpec, n_workers: int) -> Layout | None:
     """The layout that the job asks for when it has `n_workers`; None = search."""
     if not isinstance(job.layout, dict):
-        return None if is_auto(job.layout) else parse_layout(job.layout, job.plain())
+        return None if is_auto(job.layout) else job.job().layout_of(job.layout)
     fitting = [int(key) for key in job.layout if int(key) <= n_workers]
-    return parse_layout(job.layout[str(max(fitting))], job.plain()) if fitting else None
+    return job.job().layout_of(job.layout[str(max(fitting))]) if fitting else None
 
 
 def pool_of(data: Mapping[str, Any], where: str) -> PoolSpec:

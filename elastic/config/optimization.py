@@ -10,8 +10,18 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, RootModel, Tag, model_validator
 
 from elastic.config.strict import NODES_MOST, NORM_MOST, STEPS_MOST, Strict
+from elastic.types.typed_job import (
+    BlockNormRule,
+    Do,
+    GradNormRule,
+    GuardRule,
+    LossSpikeRule,
+    LrCurve,
+    LrScaling,
+    NoiseMeasure,
+    NotFiniteRule,
+)
 
-Do = Literal["skip", "rollback", "stop"]
 EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
@@ -20,10 +30,10 @@ class Guard(Strict):
     older than the step, the same samples again; stop. After `rollbacks` roll-backs of a run, and where a step trips again that
     was rolled back for, it does `again`. `in_a_row`: steps skipped one after another before the run stops all the same."""
 
-    do: Do = "skip"
-    again: Literal["skip", "stop"] = "stop"
-    rollbacks: int = Field(1, ge=1, le=NODES_MOST)
-    in_a_row: int = Field(8, ge=1, le=STEPS_MOST)
+    do: Do = GuardRule.do
+    again: Literal["skip", "stop"] = GuardRule.again
+    rollbacks: int = Field(GuardRule.rollbacks, ge=1, le=NODES_MOST)
+    in_a_row: int = Field(GuardRule.in_a_row, ge=1, le=STEPS_MOST)
 
     @model_validator(mode="before")
     @classmethod
@@ -34,16 +44,16 @@ class Guard(Strict):
 class NotFinite(Guard):
     """The loss or the gradient is no number."""
 
-    do: Do = "rollback"
+    do: Do = NotFiniteRule.do
 
 
 class LossSpike(Guard):
     """The train_loss is more than `z` robust deviations above the median of the last `window` steps that were applied, in
     logarithms; silent before `after` steps."""
 
-    z: float = Field(8.0, gt=0, le=NORM_MOST)
-    window: int = Field(64, ge=8, le=4096)
-    after: int = Field(16, ge=4, le=STEPS_MOST)
+    z: float = Field(LossSpikeRule.z, gt=0, le=NORM_MOST)
+    window: int = Field(LossSpikeRule.window, ge=8, le=4096)
+    after: int = Field(LossSpikeRule.after, ge=4, le=STEPS_MOST)
 
 
 class GradNorm(Guard):
@@ -53,8 +63,8 @@ class GradNorm(Guard):
     most: float | None = Field(None, gt=0, le=NORM_MOST)
     least: float | None = Field(None, gt=0, le=NORM_MOST)
     z: float | None = Field(None, gt=0, le=NORM_MOST)
-    window: int = Field(64, ge=8, le=4096)
-    after: int = Field(16, ge=4, le=STEPS_MOST)
+    window: int = Field(GradNormRule.window, ge=8, le=4096)
+    after: int = Field(GradNormRule.after, ge=4, le=STEPS_MOST)
 
     @model_validator(mode="after")
     def _some(self) -> GradNorm:
@@ -69,7 +79,7 @@ class BlockNorm(Guard):
 
     most: float | None = Field(None, gt=0, le=NORM_MOST)
     least: float | None = Field(None, gt=0, le=NORM_MOST)
-    every: int = Field(1, ge=1, le=STEPS_MOST)
+    every: int = Field(BlockNormRule.every, ge=1, le=STEPS_MOST)
 
     @model_validator(mode="after")
     def _some(self) -> BlockNorm:
@@ -85,9 +95,6 @@ class Guards(Strict):
     loss_spike: LossSpike | None = None
     grad_norm: GradNorm | None = None
     block_norm: BlockNorm | None = None
-
-
-GUARDS: Mapping[str, Any] = Guards().model_dump()  # of a job that says nothing
 
 
 def _number(value: Any) -> Any:
@@ -150,9 +157,9 @@ class LrSchedule(Strict):
     (default: cosine and linear to the end of the job, wsd its last tenth)."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"]
-    warmup_steps: int = Field(0, ge=0, le=STEPS_MOST)
+    warmup_steps: int = Field(LrCurve.warmup_steps, ge=0, le=STEPS_MOST)
     decay_steps: int | None = Field(None, gt=0, le=STEPS_MOST)
-    min_factor: float = Field(0.0, ge=0, le=1)
+    min_factor: float = Field(LrCurve.min_factor, ge=0, le=1)
 
     @model_validator(mode="after")
     def _agree(self) -> LrSchedule:
@@ -161,24 +168,10 @@ class LrSchedule(Strict):
         return self
 
 
-def decay(given: Mapping[str, Any], steps: int) -> tuple[int, int]:
-    """The step from which the factor falls (counted from 0), and in how many; `given`: a job's `lr_schedule`."""
-    warmup, length = int(given["warmup_steps"]), given["decay_steps"]
-    if given["kind"] == "constant":
-        return steps, 0
-    if given["kind"] == "wsd":
-        begin = max(warmup, steps - (length if length is not None else max(1, steps // 10)))
-        return begin, steps - begin
-    return warmup, length if length is not None else steps - warmup
-
-
 class NoiseScale(Strict):
     """The gradient noise scale is measured every `every` steps: advice for the batch, in the report."""
 
-    every: int = Field(10, ge=1, le=STEPS_MOST)
-
-
-LrScaling = Literal["none", "linear", "sqrt"]
+    every: int = Field(NoiseMeasure.every, ge=1, le=STEPS_MOST)
 
 
 def problem(steps: int, schedule: LrSchedule | None, scaling: LrScaling, base_global_batch: int | None) -> str:

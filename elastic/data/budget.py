@@ -6,13 +6,14 @@ micro-batches, as the collectives of sharded parameters need it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from elastic.errors import ProgramError, SpecError
+from elastic.types import Job
 
 KEY = "microbatch_tokens"
 
@@ -112,16 +113,16 @@ def pad_share(cut: Cut, n_tokens: int) -> float:
     return 1 - n_tokens / n_places if n_places else 0.0
 
 
-def budget_of(job: Mapping[str, Any], dataset: Any, multiple: int = 1) -> TokenBudget | None:
+def budget_of(job: Job, dataset: Any, multiple: int = 1) -> TokenBudget | None:
     """None where the job cuts micro-batches by samples."""
-    tokens = job.get(KEY)
-    return TokenBudget(dataset.length, int(tokens), multiple) if tokens else None
+    tokens = job.microbatch_tokens
+    return TokenBudget(dataset.length, tokens, multiple) if tokens else None
 
 
-def check_lengths(job: Mapping[str, Any], dataset: Any, what: str) -> None:
+def check_lengths(job: Job, dataset: Any, what: str) -> None:
     """Raises SpecError that begins with `what` where the job needs lengths that the dataset does not know, or has a sample that
     fits into no micro-batch."""
-    tokens = job.get(KEY)
+    tokens = job.microbatch_tokens
     if not tokens:
         return
     if not callable(getattr(dataset, "length", None)):
@@ -130,5 +131,5 @@ def check_lengths(job: Mapping[str, Any], dataset: Any, what: str) -> None:
             "length(sample id) -> tokens"
         )
     longest = getattr(dataset, "longest", None)
-    if longest is not None and longest()[0] > int(tokens):
+    if longest is not None and longest()[0] > tokens:
         raise SpecError(f"{what}: {longest()[1]}: a sample of {longest()[0]} tokens, {KEY} is {tokens}; raise it")

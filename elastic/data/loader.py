@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from elastic.data.budget import Microbatch
 from elastic.data.collate import Batch, collate, tensor_of
 from elastic.data.loader_processes import LoaderLost, Reader, Readers
 from elastic.errors import InternalError
+from elastic.types import Job
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,8 @@ class Ahead:
     most_bytes: int = 1 << 30
 
     @classmethod
-    def of(cls, job: Mapping[str, Any]) -> Ahead:
-        data = job.get("data") or {}
-        return cls(int(data.get("prefetch_steps") or cls.steps), int(float(data.get("prefetch_mb") or 1024) * 1e6))
+    def of(cls, job: Job) -> Ahead:
+        return cls(job.data.prefetch_steps, int(job.data.prefetch_mb * 1e6))
 
 
 class Loader:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -22,6 +22,7 @@ from typing import Any
 from elastic.data.batches import Unread, batch_of, collated, stack_arrays
 from elastic.data.budget import Microbatch
 from elastic.errors import ElasticError, ProgramError
+from elastic.types import Job
 
 GOODBYE_S = 2.0
 LOOK_S = 1.0
@@ -35,7 +36,7 @@ class LoaderLost(OSError):
 class Recipe:
     """How a loader process opens the data: plain, so that it can be sent."""
 
-    job: dict[str, Any]
+    job: Job
 
 
 class Reader:
@@ -121,15 +122,14 @@ class Readers:
             reader.close()
 
 
-def readers_of(job: Mapping[str, Any]) -> Readers | None:
+def readers_of(job: Job) -> Readers | None:
     """As many as the job asks for; None = the worker reads for itself. Raises ProgramError where no other process can."""
-    data = job.get("data") or {}
-    n = int(data.get("loader_workers") or 0)
-    if n and job.get("script") and not data.get("train"):
+    n = job.data.loader_workers
+    if n and job.script and not job.data.train:
         raise ProgramError(
             "data.loader_workers: the dataset stands in the script, which other processes do not run; take 0, or data.train"
         )
-    keep = {key: job.get(key) for key in ("folder", "program", "seed", "data")}
+    keep = Job(folder=job.folder, program=job.program, seed=job.seed, data=job.data)
     return Readers(Recipe(keep), n) if n else None
 
 
@@ -141,9 +141,9 @@ def _dataset(recipe: Recipe) -> Any:
     from elastic.data.open_datasets import dataset_of
     from elastic.program import Program, load_program
 
-    if (recipe.job.get("data") or {}).get("train"):
+    if recipe.job.data.train:
         return dataset_of(Program(model=_nothing, optimizer=_nothing, dataset=None, loss=_nothing), recipe.job)
-    return dataset_of(load_program(recipe.job["program"]), recipe.job)
+    return dataset_of(load_program(recipe.job.program), recipe.job)
 
 
 def _nothing(*arguments: Any) -> None:

@@ -22,6 +22,7 @@ from elastic.data.streams import Stream, is_stream
 from elastic.errors import SpecError
 from elastic.program import Program
 from elastic.storage import open_storage
+from elastic.types import Job
 
 TEXT = "text"  # the field, where none is named
 VALIDATION_SHARE = 0.05  # of a folder's files
@@ -31,27 +32,27 @@ class Sets(dict[str, Any]):
     """Several validation sets by name."""
 
 
-def dataset_of(program: Program, job: Mapping[str, Any]) -> Any:
+def dataset_of(program: Program, job: Job) -> Any:
     """The job's training data: what its key `data.train` names, else the program's own. Raises SpecError without either."""
-    data = DataSpec.model_validate(job.get("data") or {})
+    data = DataSpec.model_validate(job.data.plain())
     if data.train is not None:
         return _with_lengths(_named("data.train", data.train, _place(job, data)), "data.train", job)
     if program.dataset is None:
         raise SpecError("there is no data: Program.dataset is None, and the job names no data.train")
     dataset = program.dataset()
     if is_stream(dataset) and not _is_map(dataset):
-        return _with_lengths(Stream(dataset, int(job.get("global_batch") or 1)), "Program.dataset", job)
+        return _with_lengths(Stream(dataset, job.global_batch or 1), "Program.dataset", job)
     return _with_lengths(checked(dataset, "Program.dataset"), "Program.dataset", job)
 
 
-def _with_lengths(dataset: Any, what: str, job: Mapping[str, Any]) -> Any:
+def _with_lengths(dataset: Any, what: str, job: Job) -> Any:
     check_lengths(job, dataset, what)
     return dataset
 
 
-def validation_of(program: Program, job: Mapping[str, Any]) -> Any:
+def validation_of(program: Program, job: Job) -> Any:
     """As `dataset_of`; `Sets` where the job names several; None = there is none."""
-    data = DataSpec.model_validate(job.get("data") or {})
+    data = DataSpec.model_validate(job.data.plain())
     if data.validation is not None:
         place = _place(job, data)
         shown = {name: "data.validation" + (f".{name}" if name else "") for name in data.validation}
@@ -102,7 +103,7 @@ class _Place:
         return text if "://" in text else str(self.folder / Path(text).expanduser())
 
 
-def _place(job: Mapping[str, Any], data: DataSpec) -> _Place:
+def _place(job: Job, data: DataSpec) -> _Place:
     made: list[Cache] = []
 
     def cache() -> Cache:
@@ -110,7 +111,7 @@ def _place(job: Mapping[str, Any], data: DataSpec) -> _Place:
             made.append(Cache(data.cache, int(data.cache_gb * 1e9)))
         return made[0]
 
-    return _Place(Path(str(job.get("folder") or ".")).absolute(), cache, int(job.get("seed") or 0))
+    return _Place(Path(job.folder).absolute(), cache, job.seed)
 
 
 def _named(where: str, source: SourceSpec, place: _Place) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
+from elastic.types import Job
 
 STATE = "dataset"  # the name of the stream's state among the extra state
 N_POSITIONS = 1 << 40  # a stream says of itself
@@ -122,13 +123,13 @@ class StreamReader:
         return self.stream.read(position, self.n_loads)
 
 
-def with_stream(program: Program, dataset: Any, job: Mapping[str, Any]) -> Program:
+def with_stream(program: Program, dataset: Any, job: Job) -> Program:
     """The program with the stream's state as extra state, where its dataset is one. Raises SpecError where that cannot be."""
     if not isinstance(dataset, Stream):
         return program
-    if job.get("script"):
+    if job.script:
         raise SpecError("elastic.loop: a stream cannot be the dataset of a script; give one with len() and [sample id]")
-    if (job.get("data") or {}).get("loader_workers"):
+    if job.data.loader_workers:
         raise SpecError("data.loader_workers: a stream is read by its worker alone; leave it out")
     if STATE in program.extra_state:
         raise SpecError(f"extra_state['{STATE}']: the name is taken by the dataset, which is a stream; choose another")

@@ -25,6 +25,7 @@ from elastic.types import (
     Event,
     GroupRan,
     InstancesSeen,
+    Job,
     Node,
     NodeLost,
     NodePrepared,
@@ -284,8 +285,8 @@ class _Books:
         self.ended = self.saving = self.aborted = False
         self.usd_per_node_h.update({pool.name: pool.usd_per_node_h for pool in event.pools})
         self.gpus_per_node.update({pool.name: pool.gpus_per_node for pool in event.pools})
-        self.head_usd_per_h = float(event.job.get("head_usd_per_h") or 0.0)
-        self.n_steps = int(event.job.get("steps", 0))
+        job = Job.from_plain(event.job)
+        self.head_usd_per_h, self.n_steps = job.head_usd_per_h, job.steps
         if self.timing.launched_at_s is None:
             self.timing.launched_at_s = at_s
 

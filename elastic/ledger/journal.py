@@ -33,7 +33,7 @@ from elastic.config.masking import masked, masked_text
 from elastic.errors import InternalError, JournalDamaged, SpecError
 from elastic.ledger.append_file import Appender
 from elastic.ledger.segments import GO_ON, Segments
-from elastic.types import Decision, EnterPlan, Event, RollForward, StepDone, Stop
+from elastic.types import Decision, EnterPlan, Event, Job, RollForward, StepDone, Stop
 
 T = TypeVar("T")
 VERSION = 1
@@ -79,6 +79,7 @@ def _fields(obj: Any) -> Iterable[tuple[str, Any]]:
     cls: type = type(obj)
     for name in _names(cls):
         value = getattr(obj, name)
+        value = value.plain() if isinstance(value, Job) else value  # as DriverStarted has it
         yield name, _plain(masked(value) if name in FREE else value)
 
 
@@ -138,6 +139,8 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return lambda value: {key(k): item(v) for k, v in (value.items() if isinstance(value, dict) else value)}
     if isinstance(hint, type) and hint in _OPEN:
         return decode
+    if hint is Job:
+        return Job.from_plain
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _reader_of(hint)
     return float if hint is float else lambda value: value

@@ -3,14 +3,13 @@ done again, and from what was rolled back for it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from elastic.types import (
     DigestChecked,
     DriverStarted,
     Event,
+    Job,
     Losses,
     Plan,
     PlanEntered,
@@ -43,7 +42,7 @@ class LossChecks:
     equal: dict[int, bool] = field(default_factory=dict)
     probe_s: dict[int, float] = field(default_factory=dict)
     undone: dict[int, Undone] = field(default_factory=dict)
-    _job: Mapping[str, Any] = field(default_factory=dict)
+    _job: Job = Job()
     _draws: bool = False
     _plans: dict[int, Plan] = field(default_factory=dict)  # ordered, not entered
     _losses: Losses = field(default_factory=dict)
@@ -55,7 +54,7 @@ class LossChecks:
     def event(self, event: Event, at_s: float) -> None:
         match event:
             case DriverStarted():
-                self._job, self._draws = event.job, event.model.draws
+                self._job, self._draws = Job.from_plain(event.job), event.model.draws
             case Probed():
                 self._probed(event)
             case PlanEntered():

@@ -64,7 +64,7 @@ def run_troubles(view: View) -> list[Check]:
     lost = len(view.points) - len(view.curve())
     if lost:
         checks.append(Check("steps trained again", str(lost), "look", "elastic ledger shows their price (wasted_progress)"))
-    if view.saved_step is None and view.step and not view.job.get("restarted"):  # a script keeps its own copies
+    if view.saved_step is None and view.step and not view.job.restarted:  # a script keeps its own copies
         checks.append(Check("durable copy", "none", "look", "set durable_every, or the loss of all nodes ends the run"))
     return checks
 

@@ -169,13 +169,13 @@ def _mean(view: View, name: str) -> float | None:
 
 def _noise(view: View) -> dict[str, Any]:
     """The gradient noise scale, where the job has it measured."""
-    if not view.job.get("noise_scale"):
+    if not view.job.noise_scale:
         return {}
     found = estimate(view.noise)
     if found is None:
         text = f"measured in {len(view.noise)} steps only (the layouts that ran may give no two batch sizes): too few to say"
         return {"noise_scale": {"samples": None, "low": None, "high": None, "n_steps": len(view.noise), "advice": text}}
-    return {"noise_scale": {**asdict(found), "advice": advice(found, int(view.job["global_batch"]))}}
+    return {"noise_scale": {**asdict(found), "advice": advice(found, view.job.global_batch)}}
 
 
 def _validation_loss(view: View) -> float | None:

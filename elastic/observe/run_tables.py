@@ -103,7 +103,7 @@ def status(view: View, holder: str = "") -> list[str]:
     """Where a run stands."""
     now = loss(view)
     rows = [
-        ("run", f"{view.run} (job {view.job.get('name', '-')}, epoch {view.epoch})"),
+        ("run", f"{view.run} (job {view.job.name or '-'}, epoch {view.epoch})"),
         ("phase", phase(view, bool(holder)) + (f", driven by {holder}" if holder else "")),
         ("step", view.progress + (f", ETA {duration(view.eta_s())}" if view.steps and not view.ended else "")),
         ("train_loss", "-" if now is None else f"{now:.4f}"),
@@ -200,7 +200,7 @@ def _away(view: View) -> str:
 
 def _durable(view: View) -> str:
     """`step 40; 1 failed: no durable copy of step 60: ...`."""
-    if view.job.get("restarted"):
+    if view.job.restarted:
         return "the script's own affair: it is restarted, not changed live"
     newest = "none" if view.saved_step is None else f"step {view.saved_step}"
     failed = [note.text for note in view.notes if note.kind in ("CopyFailed", "CopyDamaged")]

@@ -20,6 +20,7 @@ from elastic.types import (
     EnterPlan,
     Evaluated,
     Event,
+    Job,
     ModelProfile,
     Node,
     NodeLost,
@@ -76,7 +77,7 @@ class View:
 
     run: str = ""
     epoch: int = 0
-    job: dict[str, Any] = field(default_factory=dict)
+    job: Job = Job()
     noise: dict[int, tuple[float, float]] = field(default_factory=dict)  # step -> of the gradient, see NoiseSeen
     pools: dict[str, Pool] = field(default_factory=dict)
     model: ModelProfile | None = None
@@ -103,7 +104,7 @@ class View:
     @property
     def steps(self) -> int:
         """Steps that the job asks for."""
-        return int(self.job.get("steps", 0))
+        return self.job.steps
 
     @property
     def progress(self) -> str:
@@ -147,8 +148,8 @@ class View:
     @property
     def unit(self) -> str:
         """What the losses are summed over. Where each step counts as many as it has samples, it counts samples."""
-        batch = self.job.get("global_batch")
-        return "samples" if self.points and all(p.tokens == batch for p in self.points[-RECENT:]) else "tokens"
+        batch = self.job.global_batch
+        return "samples" if batch and self.points and all(p.tokens == batch for p in self.points[-RECENT:]) else "tokens"
 
     def eta_s(self) -> float | None:
         each = self.step_time_s()
@@ -272,7 +273,7 @@ class View:
         return Point(done.step, done.train_loss, self.at_s, *numbers)
 
     def _started(self, event: DriverStarted) -> None:
-        self.run, self.epoch, self.job, self.model = event.run, event.epoch, event.job, event.model
+        self.run, self.epoch, self.job, self.model = event.run, event.epoch, Job.from_plain(event.job), event.model
         self.pools = {pool.name: pool for pool in event.pools}
         self.started_at_s = self.started_at_s or self.at_s
         self.wanted, self.away = {}, None
@@ -310,6 +311,10 @@ class Tail:
             except (ValueError, KeyError, TypeError):
                 self.skipped += 1
         return lines
+
+    def skip(self) -> None:
+        """What is there now is not read."""
+        self._added()
 
     def _added(self) -> bytes:
         data = self._file.read() if self._file is not None else b""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -14,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from elastic.ledger.journal import Line
 from elastic.observe import node_speeds
 from elastic.observe.event_messages import duration, n_of
 from elastic.observe.plans.layout_drawing import draw, letters
@@ -55,10 +57,12 @@ class Terminal:
         """Was one of the last lines of the workers' output this text?"""
         return any(line.endswith(text) for line in self._kept)
 
-    def start(self, skip: bool = True) -> None:
-        """`skip`: what the journal holds already is taken in silently (an earlier driver showed it)."""
-        if skip:
-            self._take()
+    def start(self, before: Iterable[Line] = ()) -> None:
+        """`before`: what the journal holds already, taken in silently (an earlier driver showed it)."""
+        self._tail.skip()
+        for line in before:
+            self.view.add(line)
+        self._forget()
         self._thread.start()
 
     def stop(self) -> None:
@@ -70,8 +74,12 @@ class Terminal:
 
     def _take(self) -> list[Note]:
         found = [note for line in self._tail.read() for note in self.view.add(line)]
-        del self.view.points[:-KEPT], self.view.notes[:-KEPT]  # a run of months takes as much memory as one of minutes
+        self._forget()
         return found
+
+    def _forget(self) -> None:
+        """A run of months takes as much memory as one of minutes."""
+        del self.view.points[:-KEPT], self.view.notes[:-KEPT]
 
     def _follow(self) -> None:
         if self._console.is_terminal:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from math import inf
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import default_hardware, memory
@@ -29,7 +29,7 @@ from elastic.planner.hetero import balance, rank_placement
 from elastic.planner.hetero.hetero_assign import RECOMPUTED, Dealer, Dealt, guessed
 from elastic.planner.layout_space import Space, cut, n_options
 from elastic.planner.step_split import step_of
-from elastic.types import AUTO, HardwareProfile, Layout, ModelProfile, Node, WorkerId, is_auto, parse_layout
+from elastic.types import HardwareProfile, Job, Layout, ModelProfile, Node, WorkerId, is_auto, parse_layout
 
 SHOWN = 6  # rejections that an error message names
 SLOWER = 0.05  # that a simpler layout may be
@@ -84,31 +84,28 @@ class Limits:
     on_gpus: bool = False
 
 
-def plan_layout(model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Node], limits: Limits | None = None) -> Choice:
+def plan_layout(model: ModelProfile, job: Job, nodes: Sequence[Node], limits: Limits | None = None) -> Choice:
     """The best layout on these nodes, which are used in the given order. Raises InfeasiblePlan with the reason of each
     rejection."""
     limits = limits or Limits()
     n_workers = sum(node.gpus for node in nodes)
-    if job.get("max_workers"):
-        n_workers = min(n_workers, int(job["max_workers"]))
-    minimum = int(job.get("min_workers") or 1)
-    if n_workers < minimum:
-        raise InfeasiblePlan(f"{n_workers} of the at least {minimum} workers (min_workers) are there")
+    n_workers = min(n_workers, job.max_workers or n_workers)
+    if n_workers < job.min_workers:
+        raise InfeasiblePlan(f"{n_workers} of the at least {job.min_workers} workers (min_workers) are there")
     search = _Search(model, job, nodes, limits)
     named = layout_for(job, n_workers)
     if named is not None:
         choice = search.named(named)
         if choice is not None:
             return choice
-        if not isinstance(job.get("layout"), Mapping):
+        if not isinstance(job.layout, Mapping):
             raise InfeasiblePlan(_why(n_workers, search.rejected))
     best = search.best(n_workers)
     if best is None:
         raise InfeasiblePlan(_why(n_workers, search.rejected))
-    if best.layout.world_size < minimum:
-        raise InfeasiblePlan(
-            f"only {best.layout.world_size} workers can be used, min_workers is {minimum}; {_why(n_workers, search.rejected)}"
-        )
+    if best.layout.world_size < job.min_workers:
+        least = f"only {best.layout.world_size} workers can be used, min_workers is {job.min_workers}"
+        raise InfeasiblePlan(f"{least}; {_why(n_workers, search.rejected)}")
     return best
 
 
@@ -117,7 +114,7 @@ class _Search:
     """One search; `rejected` says why of each layout that was dropped."""
 
     model: ModelProfile
-    job: Mapping[str, Any]
+    job: Job
     nodes: Sequence[Node]
     limits: Limits
     rejected: list[str] = field(default_factory=list)
@@ -137,11 +134,11 @@ class _Search:
         all_known = all(worker in measured for worker in workers)
         rates = {worker: measured[worker] if all_known else by_kind[worker.node_id] for worker in workers}
         slowest = [rates[worker] for worker in workers if by_kind[worker.node_id] == rate(self.site)]
-        zones = {} if self.job.get("across_zones") else rank_placement.named_zones(self.nodes, self.limits.zones)
+        zones = {} if self.job.across_zones else rank_placement.named_zones(self.nodes, self.limits.zones)
         self.place = rank_placement.Site(self.nodes, rates, rank_placement.kinds_of(rates, self.memory()), zones)
         usable = USABLE if self.model.sample is not None else 1.0
         room = {name: int(usable * n_bytes) for name, n_bytes in self.memory().items()}
-        most, rows = int(self.job.get("max_workers") or 0), int(self.job.get("microbatch_size") or 0)
+        most, rows = self.job.max_workers or 0, self.job.microbatch_size or 0
         self.dealer = Dealer(self.work, self.site, self.place, median(slowest) if slowest else 1.0, room, most, rows)
         tight = bool(self.limits.memory_bytes or self.limits.infeasible)
         self.space = Space.of(self.model, self.job, self.nodes, bool(self.limits.memory_bytes), tight)
@@ -245,11 +242,11 @@ class _Search:
     def fewer(self, found: Found) -> Iterator[tuple[int, int]]:
         """Numbers of workers that may be faster, and how little they must cut to be: without the slow ones, and where fewer
         need not be cut so far."""
-        world, least = found.layout.world_size, int(self.job.get("min_workers") or 1)
+        world, least = found.layout.world_size, self.job.min_workers
         kinds = sorted(rank_placement.kinds_of(self.place.rates).values())
         steps = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
         rates = sorted(self.place.rates.values(), reverse=True)
-        work = int(self.job["global_batch"]) * self.work.n_blocks / (1 + SLOWER) / max(1e-300, found.dealt.busy_s)
+        work = self.job.global_batch * self.work.n_blocks / (1 + SLOWER) / max(1e-300, found.dealt.busy_s)
         enough = [n for n in steps if least <= n < world and sum(rates[:n]) >= work]
         yield from ((n, 0) for n in enough[-MOST_DROPPED:][::-1])
         n_cut = 0 if self.place.zones else found.least_cut
@@ -262,7 +259,7 @@ class _Search:
         """Would the state alone, cut into equal parts for all of them, be too large for these workers?"""
         rooms = self.memory().values()
         there = sum(rooms) // len(rooms) if len(rooms) == len(self.nodes) and rooms else self.limits.memory_bytes
-        least = 0 if self.job.get("offload") else int(self.work.state_bytes) // world
+        least = 0 if self.job.offload else int(self.work.state_bytes) // world
         if there and least > there:
             self.rejected.append(f"on {world} the state alone needs {_gib(least)} GiB per worker, there are {_gib(there)}")
         return bool(there) and least > there
@@ -383,23 +380,23 @@ class _Search:
         return layout.pp > 1 and len(set(self.memory().values())) > 1
 
 
-def layout_for(job: Mapping[str, Any], n_workers: int) -> Layout | None:
+def layout_for(job: Job, n_workers: int) -> Layout | None:
     """The layout that the job names for this many workers; None = free choice."""
-    wanted = job.get("layout", AUTO)
+    wanted = job.layout
     if isinstance(wanted, Mapping):
         fitting = [key for key in wanted if int(key) <= n_workers]
-        return parse_layout(wanted[max(fitting, key=int)], job) if fitting else None
-    return None if is_auto(wanted) else parse_layout(str(wanted), job)
+        return job.layout_of(wanted[max(fitting, key=int)]) if fitting else None
+    return None if is_auto(wanted) else job.layout_of(wanted)
 
 
-def most_workers(job: Mapping[str, Any]) -> int | None:
+def most_workers(job: Job) -> int | None:
     """More workers than this are of no use to the job; None = no such limit is known."""
-    bounds = [int(job["max_workers"])] if job.get("max_workers") else []
-    wanted = job.get("layout", AUTO)
+    bounds = [job.max_workers] if job.max_workers else []
+    wanted = job.layout
     if isinstance(wanted, Mapping) and wanted:
         bounds.append(max(int(key) for key in wanted))
     elif not is_auto(wanted) and not isinstance(wanted, Mapping):
-        bounds.append(parse_layout(str(wanted)).world_size)
+        bounds.append(parse_layout(wanted).world_size)
     return min(bounds, default=None)
 
 
@@ -409,14 +406,14 @@ def rate(site: Site) -> float:
     return gpu.peak(site.chip.dtype) * (gpu.reached or 1.0) * site.kernels.matmul
 
 
-def site_of(job: Mapping[str, Any], gpu: HardwareProfile, per_node: int, world: int = 0) -> Site:
+def site_of(job: Job, gpu: HardwareProfile, per_node: int, world: int = 0) -> Site:
     """What the job's layouts run on: `elastic`'s own worker, in the job's precision. `world`: workers of the layout, all of
     which compute on this machine's cores where the profile says what that costs."""
-    dtype = "float8" if job.get("float8") else str(job.get("precision") or "float32")
+    dtype = "float8" if job.float8 else job.precision
     gpu = default_hardware.among(gpu, max(per_node, world))
     if gpu.crowded_passes:
         return Site(Chip(gpu, MEASURED, dtype), max(per_node, world))
-    return Site(Chip(gpu, generation("fsdp2", gpu.arch, bool(job.get("compile"))), dtype), per_node)
+    return Site(Chip(gpu, generation("fsdp2", gpu.arch, job.compile), dtype), per_node)
 
 
 def _gib(n_bytes: int) -> str:

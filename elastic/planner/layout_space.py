@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.hetero import balance
-from elastic.types import Layout, ModelProfile, Node, pinned
+from elastic.types import Job, Layout, ModelProfile, Node
 
 MOST_VIRTUAL = 4  # pipeline stages per rank
 
@@ -41,18 +41,18 @@ class Space:
     tight: bool = False
 
     @classmethod
-    def of(cls, model: ModelProfile, job: Mapping[str, Any], nodes: Sequence[Node], roomy: bool, tight: bool) -> Space:
+    def of(cls, model: ModelProfile, job: Job, nodes: Sequence[Node], roomy: bool, tight: bool) -> Space:
         sizes = tuple(sorted({node.gpus for node in nodes}))
-        unequal = bool(job.get("microbatch_tokens"))  # samples of unequal length
-        no_cp = bool(job.get("compile") or job.get("script") or unequal)
-        no_tp = bool(job.get("float8") or (job.get("compile") and unequal))
-        script, known = bool(job.get("script")) or unequal, model.sample is not None
+        unequal = bool(job.microbatch_tokens)  # samples of unequal length
+        no_cp = bool(job.compile or job.script or unequal)
+        no_tp = bool(job.float8 or (job.compile and unequal))
+        script, known = bool(job.script) or unequal, model.sample is not None
         return cls(
-            model, pinned(job), int(job["global_batch"]), sizes, no_tp, no_cp, script, roomy and known, tight and known,
+            model, job.pins, job.global_batch, sizes, no_tp, no_cp, script, roomy and known, tight and known,
         )  # fmt: skip
 
     @classmethod
-    def on(cls, model: ModelProfile, job: Mapping[str, Any], sizes: tuple[int, ...]) -> Space:
+    def on(cls, model: ModelProfile, job: Job, sizes: tuple[int, ...]) -> Space:
         """On nodes of these sizes, whose memory is known."""
         return cls.of(model, job, [Node(f"n{size}", "", size) for size in sizes], roomy=True, tight=True)
 

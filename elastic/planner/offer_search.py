@@ -7,7 +7,7 @@ with the divisors of their number, not with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from itertools import combinations
@@ -25,10 +25,9 @@ from elastic.planner.layout_search import site_of
 from elastic.planner.layout_space import Space, n_options
 from elastic.planner.offers import Aim, Candidate, Group, Offer, Offers, Part
 from elastic.planner.step_split import step_of
-from elastic.types import Layout, ModelProfile
+from elastic.types import Job, Layout, ModelProfile
 
 PER_OPTION = 0.01  # that a layout must be better for each axis or option that it has more: predictions are no better
-EP = "ep"  # key of a job that may have layouts with ep
 FEWER_MOST = 64  # smaller numbers of GPUs that are tried where all of them have no layout
 INF = float("inf")
 ROUNDED = 1e-9  # of a bound that is as good as the offer
@@ -36,7 +35,7 @@ LATE = 1e12  # USD per hour that make an offer behind the deadline worse than an
 SMALLEST_SHARE = 8  # nodes are halved down to this part of them where fewer may be cheaper
 
 
-def find_offers(model: ModelProfile, job: Mapping[str, Any], groups: Sequence[Group], aim: Aim | None = None) -> Offers:
+def find_offers(model: ModelProfile, job: Job, groups: Sequence[Group], aim: Aim | None = None) -> Offers:
     """The best `aim.n_best` of different shapes. `job`: global_batch, precision and what it pins. Raises InfeasiblePlan in one
     line, with the least pool that would hold the model."""
     if model.sample is None:
@@ -56,7 +55,7 @@ class _Finder:
     family has none."""
 
     model: ModelProfile
-    job: Mapping[str, Any]
+    job: Job
     aim: Aim
     kept: dict[tuple[Any, ...], Candidate] = field(default_factory=dict)
     families: dict[str, Candidate] = field(default_factory=dict)
@@ -67,7 +66,7 @@ class _Finder:
 
     def __post_init__(self) -> None:
         self.work = Work.of(self.model)
-        self.batch = int(self.job["global_batch"])
+        self.batch = self.job.global_batch
         self.cache = Cache(self.work)
 
     # -------------------------------------------------------------------------------------- pools
@@ -106,12 +105,12 @@ class _Finder:
         per_node = min(group.gpus_per_node for group in pool)
         n_gpus, gpu = sum(group.n_gpus for group in pool), pool[0].hardware
         for offload in (False, True):
-            job = {**self.job, "offload": True} if offload else self.job
+            job = replace(self.job, offload=True) if offload else self.job
             for world in self.worlds(n_gpus, per_node):
                 site = site_of(self.job, gpu, per_node, world)
                 if self.size(pool, site, job, world):
                     return
-                if not job.get("offload") and self.work.state_bytes / world > USABLE * (gpu.memory_bytes or INF):
+                if not job.offload and self.work.state_bytes / world > USABLE * (gpu.memory_bytes or INF):
                     break  # fewer have less room still
 
     def worlds(self, n_gpus: int, per_node: int) -> Iterator[int]:
@@ -120,7 +119,7 @@ class _Finder:
         less = per_node if n_gpus > FEWER_MOST else 1
         yield from range(n_gpus - less, max(0, n_gpus - less * FEWER_MOST), -less)
 
-    def size(self, pool: tuple[Group, ...], site: Site, job: Mapping[str, Any], world: int) -> bool:
+    def size(self, pool: tuple[Group, ...], site: Site, job: Job, world: int) -> bool:
         """Looks at all layouts of that many GPUs; was there one that fits, or would not have been shown anyway?"""
         space = Space.on(self.model, job, (site.per_node,))
         found = False
@@ -138,12 +137,12 @@ class _Finder:
                     found = self.variants(pool, site, job, (space, replace(kind, ep=ep))) or found
         return found
 
-    def eps(self, shape: Layout, job: Mapping[str, Any]) -> tuple[int, ...]:
+    def eps(self, shape: Layout, job: Job) -> tuple[int, ...]:
         """Over how many ranks experts may be spread, the most last: data-parallel ones, with equally many experts each. Only
         where the job is none that elastic is to run, which has no ep."""
         sample = self.work.sample
         experts = max((product.experts for product in sample.matmuls), default=0) if sample else 0
-        if not experts or not job.get(EP):
+        if not experts or not job.ep:
             return (1,)
         ranks = shape.dp_shard * shape.cp
         return tuple(n for n in balance.divisors(ranks) if experts % n == 0)
@@ -173,7 +172,7 @@ class _Finder:
             limit = max(self.aim.deadline_h / self.hours(1.0), self._worst / (paid + LATE))
         return limit * (1 + ROUNDED)
 
-    def variants(self, pool: tuple[Group, ...], site: Site, job: Mapping[str, Any], open_: tuple[Space, Layout]) -> bool:
+    def variants(self, pool: tuple[Group, ...], site: Site, job: Job, open_: tuple[Space, Layout]) -> bool:
         """Microbatch sizes and checkpointing of a kind of layout. Where the largest microbatch fits, nothing needs to be
         computed again."""
         space, kind = open_
@@ -187,7 +186,7 @@ class _Finder:
                 break
         return any_fits
 
-    def one(self, pool: tuple[Group, ...], site: Site, job: Mapping[str, Any], layout: Layout) -> bool:
+    def one(self, pool: tuple[Group, ...], site: Site, job: Job, layout: Layout) -> bool:
         """Costs a layout; does it fit?"""
         try:
             step = step_of(self.model, job, layout, site.per_node)

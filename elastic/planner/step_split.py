@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost.memory import Step
 from elastic.planner.hetero import balance
-from elastic.types import Layout, ModelProfile
+from elastic.types import Job, Layout, ModelProfile
 
 
-def step_of(model: ModelProfile, job: Mapping[str, Any], layout: Layout, per_node: int) -> Step:
+def step_of(model: ModelProfile, job: Job, layout: Layout, per_node: int) -> Step:
     """How a step is shared out over ranks that are equally fast. Raises InfeasiblePlan where the model, the job or the
     batch cannot have this layout."""
-    global_batch = int(job["global_batch"])
+    global_batch = job.global_batch
     if why := model.refusal(layout):
         raise InfeasiblePlan(why)
     if layout.tp > 1 and model.tp_limit % layout.tp:
         raise InfeasiblePlan(
             f"tp={layout.tp} must divide {model.tp_limit}, the most that the model's tensor-parallel plan allows"
         )
-    if layout.tp > 1 and job.get("float8"):
+    if layout.tp > 1 and job.float8:
         raise InfeasiblePlan(f"tp={layout.tp} does not go with float8: true")
-    if layout.tp > 1 and job.get("compile") and job.get("microbatch_tokens"):
+    if layout.tp > 1 and job.compile and job.microbatch_tokens:
         raise InfeasiblePlan(f"tp={layout.tp} goes with compile: true or with microbatch_tokens, not with both")
-    if layout.cp > 1 and job.get("compile"):
+    if layout.cp > 1 and job.compile:
         raise InfeasiblePlan(f"cp={layout.cp} does not go with compile: true")
-    if layout.pp > 1 and job.get("microbatch_tokens"):
+    if layout.pp > 1 and job.microbatch_tokens:
         raise InfeasiblePlan(f"pp={layout.pp} needs micro-batches of one shape, which microbatch_tokens does not give")
     _check_sequence(model, layout)
     if layout.pp > 1 and not model.pipeline:
@@ -38,7 +35,7 @@ def step_of(model: ModelProfile, job: Mapping[str, Any], layout: Layout, per_nod
         raise InfeasiblePlan(f"{layout.dp} data-parallel ranks are more than the {global_batch} samples of a step")
     m = balance.microbatches(global_batch, layout)
     share = -(-(global_batch // m) // layout.dp) * m
-    return Step(m, share, global_batch, per_node, str(job.get("precision") or "float32"))
+    return Step(m, share, global_batch, per_node, job.precision)
 
 
 def _check_sequence(model: ModelProfile, layout: Layout) -> None:

@@ -3,11 +3,10 @@ axes are broken."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-from elastic.types import Layout, Plan, Probed, WorkerFailed, agree, tolerance
+from elastic.types import Job, Layout, Plan, Probed, WorkerFailed, agree, tolerance
 
 AXES = ("pp", "cp", "tp", "dp")
 OFF = 1.25  # times the right loss, in a layout with a broken axis
@@ -19,7 +18,7 @@ class Functions:
     """`broken`: axes that compute something else where they have more than one rank. `trained`: (generation, step) of steps
     that such a layout has made."""
 
-    job: Mapping[str, Any]
+    job: Job
     broken: set[str] = field(default_factory=set)
     trained: list[tuple[int, int]] = field(default_factory=list)
 

@@ -23,6 +23,7 @@ from elastic.types import (
     DropGroups,
     EnterPlan,
     FormGroups,
+    Job,
     Plan,
     Pool,
     Prepare,
@@ -52,7 +53,7 @@ class SimBackend(Partitions):
     def __init__(
         self,
         pools: tuple[Pool, ...],
-        job: Mapping[str, Any],
+        job: Job,
         faults: Iterable[Fault] = (),
         delays: Delays | None = None,
         fits: Callable[[Plan], bool] = lambda plan: True,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from elastic.sim.functions import Functions
 from elastic.sim.gpu_speeds import FORWARD, Paces, step_s
@@ -25,6 +24,7 @@ from elastic.types import (
     FormGroups,
     GroupsFormed,
     Holding,
+    Job,
     Plan,
     PlanEntered,
     Pool,
@@ -75,7 +75,7 @@ class Group:
 class Generations(Machines):
     """Runs plans on machines. `violations`: orders that the contract forbids, as found."""
 
-    def __init__(self, pools: tuple[Pool, ...], job: Mapping[str, Any], delays: Delays, fits: Callable[[Plan], bool]) -> None:
+    def __init__(self, pools: tuple[Pool, ...], job: Job, delays: Delays, fits: Callable[[Plan], bool]) -> None:
         super().__init__(pools, job, delays)
         self.fits, self.paces, self.functions = fits, Paces(), Functions(job)
         self.violations: list[str] = []
@@ -163,7 +163,7 @@ class Generations(Machines):
 
     def _leave(self, group: Group, survivors: dict[WorkerId, int], moment: Moment) -> None:
         """What those (worker -> rank) have seen of the step that was under way."""
-        if group.entered and group.step < self.job["steps"] and moment != "inside":
+        if group.entered and group.step < self.job.steps and moment != "inside":
             for k, (worker, rank) in enumerate(survivors.items()):
                 if moment == "torn" and k % 2 == 0:
                     self._advance(group, rank, group.step + 1)
@@ -193,7 +193,7 @@ class Generations(Machines):
         ]
         if resume.source != "fresh" and any(resume.step > step for step in spoilt):
             self.violations.append(f"generation {plan.generation} goes on from wrong numbers of step {plan.resume.step}")
-        if len(set(plan.ranks)) != plan.layout.world_size or sum(plan.samples) != self.job["global_batch"]:
+        if len(set(plan.ranks)) != plan.layout.world_size or sum(plan.samples) != self.job.global_batch:
             self.violations.append(f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit {plan.layout}")
         group = self._groups[plan.generation] = Group(plan)
         made, self._forming = self._forming, None
@@ -288,7 +288,7 @@ class Generations(Machines):
         group.entered = True
         self._tell(PlanEntered(plan.generation, group.step, {"groups": 0.1, "build": 0.2, "transfer": 0.5}))
         self._copy_to_peers(group)
-        if group.step >= self.job["steps"]:
+        if group.step >= self.job.steps:
             self._finish(group)
         else:
             self._begin_step(group)
@@ -316,7 +316,7 @@ class Generations(Machines):
 
     def _tell_paces(self, group: Group) -> None:
         """What rank 0 has to tell of the ranks' speeds."""
-        unit_s = FORWARD * self.delays.work_s / (self.job["global_batch"] * sum(group.plan.layers))
+        unit_s = FORWARD * self.delays.work_s / (self.job.global_batch * sum(group.plan.layers))
         row = [unit_s * one for one in group.units]
         event = group.times.add(group.step, row, (0.0,) * len(row), self._now_s)
         if event is not None:
@@ -328,7 +328,7 @@ class Generations(Machines):
             return
         samples, m = action.samples, group.plan.n_microbatches
         if (
-            sum(samples) != self.job["global_batch"]
+            sum(samples) != self.job.global_batch
             or len(samples) != group.plan.layout.dp
             or any(n < m or n % m for n in samples)
         ):
@@ -364,7 +364,7 @@ class Generations(Machines):
         self._found_out(group)
         if copies:
             self._copy_to_peers(group)
-        last = group.step >= self.job["steps"]
+        last = group.step >= self.job.steps
         saves = plan.durable_every and group.step % plan.durable_every == 0
         if last or group.save or saves:
             self._save(group)
@@ -455,7 +455,7 @@ class Generations(Machines):
 
     def _finish(self, group: Group) -> None:
         """All ranks leave at this boundary; the last copy is under way."""
-        if not group.save and group.step >= self.job["steps"]:
+        if not group.save and group.step >= self.job.steps:
             self._save(group)
         group.quiesce = True
         self._tell(self.functions.left(group.plan, group.step))

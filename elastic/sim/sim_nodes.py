@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from elastic.sim.clock import Clock
 from elastic.sim.scripted_faults import Delays, Fault, Moment
 from elastic.types import (
     DrainNode,
     Holding,
+    Job,
     Node,
     NodeLost,
     NodePrepared,
@@ -44,7 +44,7 @@ class Machine:
 class Machines(Clock):
     """The nodes of some pools, and what the processes on them hold."""
 
-    def __init__(self, pools: tuple[Pool, ...], job: Mapping[str, Any], delays: Delays) -> None:
+    def __init__(self, pools: tuple[Pool, ...], job: Job, delays: Delays) -> None:
         super().__init__()
         self.pools, self.job, self.delays = pools, job, delays
         self._machines: dict[str, Machine] = {}

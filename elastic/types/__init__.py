@@ -103,9 +103,8 @@ from elastic.types.nouns import (
     Transfer,
     WorkerId,
     is_auto,
-    layout_options,
+    named_after_auto,
     parse_layout,
-    pinned,
 )  # fmt: skip
 from elastic.types.profiles import (
     Attention,
@@ -116,20 +115,33 @@ from elastic.types.profiles import (
     SampleProfile,
     TensorSpec,
 )  # fmt: skip
+from elastic.types.typed_job import (
+    BlockNormRule,
+    DataKeys,
+    GradNormRule,
+    GuardRule,
+    GuardRules,
+    Job,
+    LossSpikeRule,
+    LrCurve,
+    NoiseMeasure,
+    NotFiniteRule,
+)
 
 __all__ = [
-    "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "Box", "COMPUTES_IN", "Cause", "Copy",
-    "CopyDamaged", "CopyFailed", "CopyKind", "CopyRemoved", "CopyStored", "CopyVerified", "DTYPE_BYTES", "Decided",
-    "Decision", "DeviceNoted", "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted", "DropGroups",
-    "EnterPlan", "Evaluated", "Event", "FailureKind", "FormGroups", "GroupRan", "GroupsFormed", "GroupsMade", "GuardTripped",
-    "HardwareProfile", "Holding", "InstancesSeen", "LAYOUT_OPTIONS", "Layout", "Losses", "Mark", "MarketType", "Matmul",
-    "ModelProfile", "Move", "Node", "NodeLost", "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned",
-    "NoiseSeen", "Notice", "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec", "Outcome", "PinningFailed", "Plan",
+    "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "BlockNormRule", "Box", "COMPUTES_IN", "Cause",
+    "Copy", "CopyDamaged", "CopyFailed", "CopyKind", "CopyRemoved", "CopyStored", "CopyVerified", "DTYPE_BYTES", "DataKeys",
+    "Decided", "Decision", "DeviceNoted", "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted",
+    "DropGroups", "EnterPlan", "Evaluated", "Event", "FailureKind", "FormGroups", "GradNormRule", "GroupRan", "GroupsFormed",
+    "GroupsMade", "GuardRule", "GuardRules", "GuardTripped", "HardwareProfile", "Holding", "InstancesSeen", "Job",
+    "LAYOUT_OPTIONS", "Layout", "LossSpikeRule", "Losses", "LrCurve", "Mark", "MarketType", "Matmul", "ModelProfile", "Move",
+    "Node", "NodeLost", "NodePrepared", "NodeReady", "NodeRefused", "NodeStatus", "NodeWarned", "NoiseMeasure", "NoiseSeen",
+    "NotFiniteRule", "Notice", "NoticeWithdrawn", "NumbersChecked", "OptimizerSpec", "Outcome", "PinningFailed", "Plan",
     "PlanEntered", "PlanFailed", "PlansFound", "Pool", "Prepare", "PriceSeen", "Probed", "Progress", "Quarantine", "Quiesce",
     "Quiesced", "RanksTimed", "Rehearsal", "ReleaseNode", "RemoveCopy", "RequestFailed", "RequestNodes", "Resume",
     "RollForward", "SampleProfile", "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source", "StepDone",
     "Stop", "StopAsked", "StorageSeen", "StoreCopy", "TensorSpec", "Terms", "Transfer", "WorkerFailed", "WorkerId",
-    "WrongNumbers", "agree", "apart", "coarsest", "is_auto", "layout_options", "names_of", "parse_layout", "pinned",
+    "WrongNumbers", "agree", "apart", "coarsest", "is_auto", "named_after_auto", "names_of", "parse_layout",
     "redone_as_before", "repeats", "tolerance", "version_differences", "with_loss", "worst",
 ]  # fmt: skip
 

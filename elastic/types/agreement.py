@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from elastic.types.events import StepDone
+from elastic.types.typed_job import Job
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2, "float8": 5e-2}  # relative
 COMPUTES_IN = "computes_in"  # key of a running job: the type of fewest bits that its model was seen to compute in
@@ -18,10 +18,10 @@ SKIPPED = math.inf  # stands for the loss of a step whose update was left out
 Losses = Mapping[int, tuple[float, str, int]]  # step -> train_loss, digest of its sample ids, generation
 
 
-def tolerance(job: Mapping[str, Any]) -> float:
+def tolerance(job: Job) -> float:
     """Relative difference of two losses that the rounding of this job explains: by its precision, and by what its model was
     seen to compute in (autocast in a block, bfloat16 weights); float32's where neither is known."""
-    types = ("float32", job.get("precision"), job.get(COMPUTES_IN), "float8" if job.get("float8") else None)
+    types = ("float32", job.precision, job.computes_in, "float8" if job.float8 else None)
     return max(TOLERANCES.get(str(dtype), 0.0) for dtype in types)
 
 
@@ -38,12 +38,12 @@ def agree(a: float, b: float, tolerance: float) -> bool:
     return abs(a - b) <= tolerance * max(abs(a), abs(b), SMALLEST)
 
 
-def repeats(job: Mapping[str, Any], draws: bool) -> bool:
+def repeats(job: Job, draws: bool) -> bool:
     """Has a step that is done again the loss that it had? `draws`: see ModelProfile. Of scripts nobody knows."""
-    return not (draws or job.get("script") or job.get("restarted"))
+    return not (draws or job.script or job.restarted)
 
 
-def redone_as_before(losses: Losses, done: StepDone, n_redone: int, job: Mapping[str, Any]) -> bool | None:
+def redone_as_before(losses: Losses, done: StepDone, n_redone: int, job: Job) -> bool | None:
     """Has the step the loss that it had before, on the same samples? None = it was not done before, or nothing can be said.
     It is the `n_redone`-th in a row that is done again: each adds its own rounding errors."""
     if done.step not in losses:

@@ -130,9 +130,9 @@ class Layout:
         return ",".join(parts)
 
 
-def parse_layout(text: str, job: Mapping[str, Any] | None = None) -> Layout:
-    """`'dp_shard=8,tp=4'` -> Layout; options that it leaves out are the job's. Raises SpecError naming what is wrong."""
-    return Layout(**(layout_options(job or {}) | _named(text)))
+def parse_layout(text: str, options: Mapping[str, Any] | None = None) -> Layout:
+    """`'dp_shard=8,tp=4'` -> Layout, with these options where it leaves them out. Raises SpecError naming what is wrong."""
+    return Layout(**({**(options or {})} | _named(text)))
 
 
 def is_auto(wanted: Any) -> bool:
@@ -140,12 +140,10 @@ def is_auto(wanted: Any) -> bool:
     return not isinstance(wanted, Mapping) and str(wanted or AUTO).partition(",")[0].strip() == AUTO
 
 
-def pinned(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Axes and options that a job does not leave to the planner: options by its keys, and what its `layout` names after `auto`.
-    Raises SpecError as `parse_layout`."""
-    wanted = job.get("layout") or AUTO
+def named_after_auto(wanted: Any) -> dict[str, Any]:
+    """Axes and options that a job's `layout` names after `auto`. Raises SpecError as `parse_layout`."""
     text = str(wanted).partition(",")[2].strip() if is_auto(wanted) else ""
-    return layout_options(job) | (_named(text) if text else {})
+    return _named(text) if text else {}
 
 
 def _named(text: str) -> dict[str, Any]:
@@ -164,11 +162,6 @@ def _named(text: str) -> dict[str, Any]:
             raise SpecError(f"layout '{text}': {name} must be a whole number of at least 1, not '{value}'")
         values[name] = int(value)
     return values
-
-
-def layout_options(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What the job's keys say of all of its layouts."""
-    return {name: job[name] for name in LAYOUT_OPTIONS if job.get(name) is not None}
 
 
 def _word(value: Any) -> str:

@@ -40,6 +40,7 @@ from elastic.types import (
     Decision,
     DriverStarted,
     EnterPlan,
+    Job,
     Layout,
     ModelProfile,
     NodeLost,
@@ -285,7 +286,7 @@ def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder
     def started(*args: str, tokens: str = "/data/x.bin") -> DriverStarted:
         data = {"train": {"tokens": tokens, "end_token": "<end>", "seq": 8}}
         job: dict[str, Any] = {**START.job, "args": [*args], "data": data}
-        return replace(START, job=job | {"fingerprint": fingerprint(folder / "program.py", job, MODEL, 9)})
+        return replace(START, job=job | {"fingerprint": fingerprint(folder / "program.py", Job.from_plain(job), MODEL, 9)})
 
     journal = Journal(folder / "journal.jsonl", 1)
     journal.append(0.0, [(0.0, started("--hf-token", "hf_1", "--lr", "3"))], None)
@@ -495,11 +496,11 @@ def test_so_is_a_script_that_is_restarted(folder: Path) -> None:
     stop = Decision((Stop("failed", "the script itself failed on rank 0"),), "")
     before = [Line(0.0, 1, ((0.0, begun),)), Line(9.0, 1, ((9.0, failed),), stop)]
     for options in (Options(run_name="r"), Options(run_name="r", supervised=True, allow_changed=True)):
-        _ScriptRun(file, (), spec, options)._check_same(before)
+        _ScriptRun(file, (), spec, options)._check_same(before, view_of(before))
     started = _ScriptRun(file, (), spec, Options(run_name="r", supervised=True))
     with pytest.raises(ProgramError, match="failed by its program, which is the same: rank 0 .exit code 1.: KeyError"):
-        started._check_same(before)
-    started._check_same(before[:1])
+        started._check_same(before, view_of(before))
+    started._check_same(before[:1], view_of(before[:1]))
 
 
 # ------------------------------------------------------------------------------------------------ clocks

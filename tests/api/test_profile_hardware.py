@@ -66,7 +66,7 @@ def test_it_prints_what_it_found_and_leaves_it_where_a_run_looks(
     assert "this one alone had 50% of a core" in out
     assert ["all_gather", "2", "100", "512"] in [line.split() for line in out.splitlines()]
     assert asked[0].samples == 8 and asked[0].seconds == 45 and asked[0].model.sample is not None
-    assert len(asked[0].some) == 16 and asked[0].job is not None and asked[0].job["global_batch"] == 8
+    assert len(asked[0].some) == 16 and asked[0].job is not None and asked[0].job.global_batch == 8
     assert asked[0].storage == str(Path("elastic_runs").absolute())
     started = run._Run(run.job_given("tiny", None, Options()), Options())._start(1, [])
     assert started.hardware == (read_hardware(path),)

@@ -20,7 +20,7 @@ from elastic.planner.layout_search import Limits, plan_layout
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, Group
 from elastic.planner.published.decoder import Decoder
-from elastic.types import Node
+from elastic.types import Job, Node
 
 MODELS = {"8b": Decoder(32, 4096, 32, 8, 14336, 128256, 8192), "70b": Decoder(80, 8192, 64, 8, 28672, 128256, 8192)}
 SIZES = (8, 64, 512, 1024, 4096, 16384)
@@ -39,7 +39,7 @@ def searched_s(groups: list[Group], model: Decoder, aim: Aim) -> float:
     profile = model.profile()
     compute.matmul_s.cache_clear()
     began_s = process_time()
-    found = find_offers(profile, {"global_batch": batch, "precision": "bfloat16"}, groups, aim)
+    found = find_offers(profile, Job(global_batch=batch, precision="bfloat16"), groups, aim)
     seconds = process_time() - began_s
     assert found.best
     return seconds
@@ -54,7 +54,7 @@ def run_s(model: Decoder, kinds: tuple[tuple[str, int], ...]) -> float:
     profile, batch = model.profile(), PER_GPU * 8 * len(nodes)
     compute.matmul_s.cache_clear()
     began_s = process_time()
-    plan_layout(profile, {"global_batch": batch, "precision": "bfloat16"}, nodes, limits)
+    plan_layout(profile, Job(global_batch=batch, precision="bfloat16"), nodes, limits)
     return process_time() - began_s
 
 

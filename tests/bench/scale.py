@@ -49,6 +49,7 @@ from elastic.types import (
     DriverStarted,
     EnterPlan,
     Holding,
+    Job,
     Layout,
     ModelProfile,
     Node,
@@ -152,7 +153,7 @@ def decisions(n: int, profile: ModelProfile, profiled: bool = False) -> dict[str
         "min_workers": PER_NODE, "peer_every": 5, "durable_every": 20,
     }  # fmt: skip
     faults = [Fault(100.0 + 60 * i, "notice" if i % 2 else "loss", 3 * i, 30.0) for i in range(4)]
-    backend = SimBackend(pools, job, faults, Delays(work_s=10.0 * n))
+    backend = SimBackend(pools, Job.from_plain(job), faults, Delays(work_s=10.0 * n))
     state = drive(backend, Memory(), DriverStarted("scale", 1, job, pools, profile), decide=seen)
     if state.phase != "succeeded" or len(seen.changes) < 3 or not seen.noticed:
         raise AssertionError(f"{n} GPUs: {state.phase} after {len(seen.changes)} changes: {state.outcome_reason}")
@@ -179,8 +180,8 @@ def looks(n: int, profile: ModelProfile) -> dict[str, float]:
         "max_nodes": len(nodes),
     }
     state = State(
-        phase="running", run="scale", job=job, pools=(pool,), model=profile, nodes=nodes, prepared=frozenset(nodes),
-        considered=plan.nodes, generation=1, plan=plan, plans={1: plan}, step=5, step_time_s=10.0,
+        phase="running", run="scale", job=Job.from_plain(job), pools=(pool,), model=profile, nodes=nodes,
+        prepared=frozenset(nodes), considered=plan.nodes, generation=1, plan=plan, plans={1: plan}, step=5, step_time_s=10.0,
     )  # fmt: skip
     noticed = {**nodes, "spot-0": replace(nodes["spot-0"], status="draining", deadline_s=deadline_s)}
     lead_s = lead_of(state).seconds
@@ -212,7 +213,7 @@ def answers(n: int, profile: ModelProfile) -> dict[str, float]:
     """The slower of two ends: a generation is broken off, or stops at a boundary for the next one."""
     plan = plan_of(n)
     nodes = {name: Node(name, "spot", PER_NODE, "prepared") for name in plan.nodes}
-    known = State(run="scale", job={"steps": STEPS}, nodes=nodes, plans={1: plan}, generation=1, step=5)
+    known = State(run="scale", job=Job(steps=STEPS), nodes=nodes, plans={1: plan}, generation=1, step=5)
     lost = Aborting(1, 0.0, frozenset(plan.ranks), Failure("loss", "a node is gone", 0.0))
     broken = replace(known, phase="waiting", aborting=lost)
     stopped = replace(known, phase="running", plan=plan, quiescing=(1, 0.0))

@@ -23,7 +23,7 @@ from elastic.planner.cost import catalog_hardware
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, Group, Offer
 from elastic.planner.published import known_decoders
-from elastic.types import ModelProfile
+from elastic.types import Job, ModelProfile
 
 Kinds = tuple[tuple[str, int, int], ...]
 KINDS: Kinds = (("H100-80GB-SXM", 50, 8), ("A100-80GB-SXM", 75, 4), ("L40S-48GB", 75, 4))
@@ -44,7 +44,7 @@ def n_gpus(of: tuple[Group, ...]) -> int:
 
 
 def offers(model: ModelProfile, of: tuple[Group, ...], batch: int, n_best: int = 1) -> tuple[Offer, ...]:
-    return find_offers(model, {"global_batch": batch, "precision": "bfloat16"}, of, Aim(n_best=n_best)).best
+    return find_offers(model, Job(global_batch=batch, precision="bfloat16"), of, Aim(n_best=n_best)).best
 
 
 def most(found: tuple[Offer, ...]) -> float:

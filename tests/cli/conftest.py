@@ -11,7 +11,7 @@ from elastic.driver import drive
 from elastic.ledger.journal import Journal
 from elastic.sim.scripted_faults import Delays, Fault
 from elastic.sim.sim_backend import SimBackend
-from elastic.types import DriverStarted, ModelProfile, OptimizerSpec, Pool, TensorSpec
+from elastic.types import DriverStarted, Job, ModelProfile, OptimizerSpec, Pool, TensorSpec
 
 MODEL = ModelProfile(
     4, 1000, (TensorSpec("w", (100, 10), "float32", 0, 1),), (OptimizerSpec(("exp_avg",), ("step",)),), tp_limit=2
@@ -28,7 +28,7 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A storage folder with one run, done by the simulator: a notice and a loss on the way."""
     folder = tmp_path / "elastic_runs"
     faults = [Fault(25.0, "notice", 0, 10.0), Fault(33.0, "loss", 1)]
-    backend = SimBackend(POOLS, JOB, faults, Delays(work_s=4.0))
+    backend = SimBackend(POOLS, Job.from_plain(JOB), faults, Delays(work_s=4.0))
     state = drive(backend, Journal(folder / "tiny-1" / "journal.jsonl", 1), DriverStarted("tiny-1", 1, JOB, POOLS, MODEL))
     assert state.phase == "succeeded"
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 
 from elastic.config.fingerprint import differences, fingerprint
 from elastic.config.optimization import LrSchedule
-from elastic.types import ModelProfile, OptimizerSpec, TensorSpec
+from elastic.types import Job, ModelProfile, OptimizerSpec, TensorSpec
 
 MODEL = ModelProfile(1, 6, (TensorSpec("w", (2, 3), "float32"),), (OptimizerSpec(("exp_avg",)),))
 JOB = {"global_batch": 8, "seed": 1, "clip_grad_norm": 1.0, "precision": "float32", "reduce_dtype": "float32", "steps": 10}
@@ -20,7 +20,7 @@ CODE = "x = 1\n\ndef f():\n    return x\n"
 def mark(tmp_path: Path, code: str = CODE, job: dict[str, Any] = JOB, n: int | None = 9, model: ModelProfile = MODEL) -> Any:
     file = tmp_path / "program.py"
     file.write_text(code)
-    return fingerprint(file, job, model, n)
+    return fingerprint(file, Job.from_plain(job), model, n)
 
 
 def test_what_does_not_matter(tmp_path: Path) -> None:

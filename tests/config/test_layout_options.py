@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,14 @@ def test_the_text_of_a_layout_goes_before_the_keys_of_the_job() -> None:
 def test_keys_hold_for_every_layout_that_is_chosen() -> None:
     spec = job(activation_checkpointing="full", microbatch_size=2)
     want = Layout(dp_shard=4, activation_checkpointing="full", microbatch_size=2)
-    found = plan_layout(MODEL, spec.plain(), NODES)
+    found = plan_layout(MODEL, spec.job(), NODES)
     assert (found.layout, found.n_microbatches) == (want, 2)
     assert layout_of(spec, 4) == want
     named = job(activation_checkpointing="full", layout="tp=2,activation_checkpointing=selective")
     want = Layout(tp=2, activation_checkpointing="selective")
-    assert plan_layout(MODEL, named.plain(), NODES).layout == layout_of(named, 2) == layout_for(named, 4) == want
+    assert plan_layout(MODEL, named.job(), NODES).layout == layout_of(named, 2) == layout_for(named, 4) == want
     by_size = job(activation_checkpointing="full", layout={"2": "tp=2"})
-    assert plan_layout(MODEL, by_size.plain(), NODES).layout == layout_for(by_size, 3) == parse_layout("tp=2", by_size.plain())
+    assert plan_layout(MODEL, by_size.job(), NODES).layout == layout_for(by_size, 3) == by_size.job().layout_of("tp=2")
 
 
 def test_a_schedule_of_the_job_counts_for_the_blocks_that_stages_need() -> None:
@@ -74,9 +75,9 @@ def test_float8_is_refused_where_not_all_have_it(kinds: tuple[str, ...], said: s
         check_fit(spec, [Pool(kind, kind) for kind in kinds])
     assert said in str(error.value)
     check_fit(spec, [Pool("a", "H100"), Pool("b", "H100")])
-    assert plan_layout(MODEL, spec.plain(), NODES).layout.tp == 1
+    assert plan_layout(MODEL, spec.job(), NODES).layout.tp == 1
     with pytest.raises(InfeasiblePlan, match="tp=2 does not go with float8"):
-        plan_layout(MODEL, spec.plain() | {"layout": "tp=2"}, NODES)
+        plan_layout(MODEL, replace(spec.job(), layout="tp=2"), NODES)
 
 
 @pytest.mark.parametrize(

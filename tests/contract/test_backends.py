@@ -20,6 +20,7 @@ from elastic.types import (
     EnterPlan,
     Event,
     Holding,
+    Job,
     Layout,
     NodeLost,
     NodePrepared,
@@ -55,7 +56,7 @@ MOST_S = 300.0
 @pytest.fixture(params=["simulator", pytest.param("ray", marks=[pytest.mark.e2e])])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
     if request.param == "simulator":
-        yield SimBackend((POOL,), JOB)
+        yield SimBackend((POOL,), Job.from_plain(JOB))
         return
     from elastic.cluster.backend.ray_backend import RayBackend, RayRun
     from elastic.cluster.local.local_cluster import LocalCluster

@@ -14,6 +14,7 @@ from elastic.data.batches import batch_of, filled
 from elastic.data.budget import Microbatch, TokenBudget, check_lengths, deal, pad_share, split
 from elastic.data.collate import collate
 from elastic.errors import ProgramError, SpecError
+from elastic.types import Job
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=60)
 
@@ -112,5 +113,5 @@ def test_what_cannot_be_filled_up() -> None:
     with pytest.raises(ProgramError, match="must be a dict of tensors, not list"):
         filled([1], 1, 2)
     with pytest.raises(SpecError, match=r"Program.dataset: microbatch_tokens needs .* give list a method length\(sample id\)"):
-        check_lengths({"microbatch_tokens": 8}, [1], "Program.dataset")
-    check_lengths({}, [1], "Program.dataset")
+        check_lengths(Job(microbatch_tokens=8), [1], "Program.dataset")
+    check_lengths(Job(), [1], "Program.dataset")

@@ -24,6 +24,7 @@ from elastic.data.open_datasets import dataset_of
 from elastic.data.order import sample_ids
 from elastic.errors import ProgramError
 from elastic.program import Program
+from elastic.types import Job
 
 READ = PROGRAMS / "tiny_read.py"
 PLAIN = Program(model=lambda: None, optimizer=lambda named: None, dataset=None, loss=lambda output, batch: None)
@@ -58,8 +59,8 @@ def read_job(folder: Path, n: int = 1) -> dict[str, Any]:
 
 def test_the_same_batches_as_without(text_job: dict[str, Any], started: list[Readers | Loader]) -> None:
     """Two generations with other shares over the same processes: what each step reads is a function of the step."""
-    dataset = dataset_of(PLAIN, text_job)
-    readers = readers_of(text_job)
+    dataset = dataset_of(PLAIN, Job.from_plain(text_job))
+    readers = readers_of(Job.from_plain(text_job))
     assert readers is not None and len(readers.each) == 2
     started.append(readers)
     pids = [reader.pid for reader in readers.each]
@@ -68,7 +69,7 @@ def test_the_same_batches_as_without(text_job: dict[str, Any], started: list[Rea
         def parts(step: int, share: slice = share) -> list[Microbatch]:
             return [Microbatch(sample_ids(len(dataset), 8, 1, step)[share])]
 
-        loader = Loader(dataset, parts, steps[0], Ahead.of(text_job), readers)
+        loader = Loader(dataset, parts, steps[0], Ahead.of(Job.from_plain(text_job)), readers)
         plain = Loader(dataset, parts, steps[0])
         started += [loader, plain]
         for step in steps:
@@ -89,7 +90,7 @@ def test_a_killed_process_is_told_and_replaced(
 ) -> None:
     monkeypatch.setenv("ELASTIC_TEST_READ", str(tmp_path))
     (tmp_path / "half").touch()
-    readers = readers_of(read_job(tmp_path))
+    readers = readers_of(Job.from_plain(read_job(tmp_path)))
     assert readers is not None
     started.append(readers)
     loader = Loader(None, lambda step: [Microbatch([step])], 5, readers=readers)
@@ -134,7 +135,10 @@ def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
 
 def test_data_that_cannot_be_opened(tmp_path: Path, started: list[Readers | Loader]) -> None:
     readers = Readers(
-        Recipe({"folder": str(tmp_path), "data": {"train": {"jsonl": "absent", "tokenizer": "bytes", "seq": 4}}}), 1
+        Recipe(
+            Job.from_plain({"folder": str(tmp_path), "data": {"train": {"jsonl": "absent", "tokenizer": "bytes", "seq": 4}}})
+        ),
+        1,
     )
     loader = Loader(None, lambda step: [Microbatch([step])], 0, readers=readers)
     started += [readers, loader]
@@ -147,7 +151,7 @@ def test_close_frees_a_take_that_waits_for_a_process_that_hangs(
 ) -> None:
     monkeypatch.setenv("ELASTIC_TEST_READ", str(tmp_path))
     (tmp_path / "hang").touch()
-    readers = Readers(Recipe(read_job(tmp_path)), 1)
+    readers = Readers(Recipe(Job.from_plain(read_job(tmp_path))), 1)
     loader = Loader(None, lambda step: [Microbatch([step])], 0, readers=readers)
     started += [loader, readers]
     pid = readers.each[0].pid
@@ -160,9 +164,9 @@ def test_close_frees_a_take_that_waits_for_a_process_that_hangs(
 
 
 def test_jobs_without_and_jobs_that_cannot(tmp_path: Path) -> None:
-    assert readers_of({"data": {}}) is None and readers_of({}) is None
+    assert readers_of(Job.from_plain({"data": {}})) is None and readers_of(Job()) is None
     with pytest.raises(ProgramError, match="the dataset stands in the script"):
-        readers_of({**read_job(tmp_path), "script": "train.py"})
+        readers_of(Job.from_plain({**read_job(tmp_path), "script": "train.py"}))
 
 
 class Large:
@@ -189,7 +193,7 @@ def test_reading_ahead_is_bounded_in_bytes_too(most_bytes: int, steps: int, star
 
 def test_one_reader_serves_one_thread_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTIC_TEST_READ", str(tmp_path))
-    reader = Reader(Recipe(read_job(tmp_path)))
+    reader = Reader(Recipe(Job.from_plain(read_job(tmp_path))))
     found: dict[int, list[int]] = {}
 
     def load(n: int) -> None:

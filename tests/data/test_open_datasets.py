@@ -21,6 +21,7 @@ from elastic.data.sources.parquet import write_rows
 from elastic.errors import SpecError
 from elastic.program import Program
 from elastic.storage import Storage, open_storage
+from elastic.types import Job
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizer files need the library")
 
@@ -50,7 +51,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def opened(place: Path, **data: Any) -> Any:
-    return dataset_of(NONE, job(place, data))
+    return dataset_of(NONE, Job.from_plain(job(place, data)))
 
 
 def job(place: Path, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,13 +154,13 @@ def test_mixtures_hand_on_what_their_parts_do_not_say(place: Path) -> None:
 
 
 def test_validation_sets_by_name(place: Path) -> None:
-    one = validation_of(NONE, job(place, {"validation": SOURCES["folder"]}))
+    one = validation_of(NONE, Job.from_plain(job(place, {"validation": SOURCES["folder"]})))
     assert len(one) == (len(STREAM) - 1) // 8
-    several = validation_of(NONE, job(place, {"validation": {"prose": SOURCES["jsonl"], "rows": "indexed"}}))
+    several = validation_of(NONE, Job.from_plain(job(place, {"validation": {"prose": SOURCES["jsonl"], "rows": "indexed"}})))
     assert isinstance(several, Sets) and [*several] == ["prose", "rows"] and len(several["rows"]) == 5
-    assert validation_of(NONE, {}) is None
+    assert validation_of(NONE, Job()) is None
     with pytest.raises(SpecError, match=r"data\.validation\.b: .*absent: no such folder"):
-        validation_of(NONE, job(place, {"validation": {"a": SOURCES["jsonl"], "b": {"jsonl": "absent"}}}))
+        validation_of(NONE, Job.from_plain(job(place, {"validation": {"a": SOURCES["jsonl"], "b": {"jsonl": "absent"}}})))
 
 
 def test_under_s3(place: Path, s3: Storage) -> None:
@@ -216,7 +217,7 @@ class NoLength:
 def test_a_dataset_of_the_program(dataset: Any, says: str) -> None:
     program = Program(model=lambda: None, optimizer=lambda n: None, dataset=lambda: dataset, loss=lambda o, b: None)
     with pytest.raises(SpecError, match=says):
-        dataset_of(program, {})
+        dataset_of(program, Job())
 
 
 def test_documents_by_themselves(place: Path) -> None:
@@ -255,6 +256,6 @@ def test_a_program_whose_samples_have_no_lengths() -> None:
         return Program(model=len, optimizer=len, dataset=dataset, loss=len, validation=lambda: [{"x": 1}])
 
     with pytest.raises(SpecError, match="Program.dataset: microbatch_tokens needs .*; give list a method length"):
-        dataset_of(program(lambda: [{"x": 1}]), {"microbatch_tokens": 9})
+        dataset_of(program(lambda: [{"x": 1}]), Job(microbatch_tokens=9))
     with pytest.raises(SpecError, match="Program.validation: microbatch_tokens needs"):
-        validation_of(program(None), {"microbatch_tokens": 9})
+        validation_of(program(None), Job(microbatch_tokens=9))

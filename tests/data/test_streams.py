@@ -14,6 +14,7 @@ from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, Stream, with_stream
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
+from elastic.types import Job
 
 BATCH = 4
 
@@ -38,7 +39,7 @@ class Letters:
 
 
 def opened(job: dict[str, Any] | None = None) -> Stream:
-    found: Stream = dataset_of(program_of(Letters), {"global_batch": BATCH, **(job or {})})
+    found: Stream = dataset_of(program_of(Letters), Job.from_plain({"global_batch": BATCH, **(job or {})}))
     assert isinstance(found, Stream)
     return found
 
@@ -165,13 +166,13 @@ def test_what_cannot_be() -> None:
     with pytest.raises(ProgramError, match="gives nothing"):
         Stream(Letters(0), BATCH)[0]
     with pytest.raises(SpecError, match="loader_workers: a stream is read by its worker alone"):
-        with_stream(program_of(Letters), opened(), {"data": {"loader_workers": 1}})
+        with_stream(program_of(Letters), opened(), Job.from_plain({"data": {"loader_workers": 1}}))
     with pytest.raises(SpecError, match=r"extra_state\['dataset'\]: the name is taken"):
         taken = Program(model=len, optimizer=len, dataset=None, loss=len, extra_state={"dataset": Letters()})
-        with_stream(taken, opened(), {})
+        with_stream(taken, opened(), Job())
     with pytest.raises(SpecError, match=r"list_iterator has no \[sample id\]"):
-        dataset_of(program_of(lambda: iter([1])), {})
+        dataset_of(program_of(lambda: iter([1])), Job())
     plain = program_of(Letters)
-    assert with_stream(plain, [1, 2], {}) is plain
+    assert with_stream(plain, [1, 2], Job()) is plain
     stream = opened()
-    assert with_stream(plain, stream, {}).extra_state == {"dataset": stream}
+    assert with_stream(plain, stream, Job()).extra_state == {"dataset": stream}

@@ -23,6 +23,7 @@ from elastic.data.budget import budget_of, pad_share
 from elastic.data.open_datasets import Sets, dataset_of, validation_of
 from elastic.data.order import sample_ids
 from elastic.program import load_program
+from elastic.types import Job
 
 PAGE = text_of("data.md")
 
@@ -39,11 +40,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_job_of_the_page_trains(folder: Path) -> None:
     job: JobSpec = load_job(folder)
     program = load_program(folder / "program.py")
-    dataset = dataset_of(program, job.plain())
+    dataset = dataset_of(program, job.job())
     assert sorted(dataset[0]) == ["document", "input", "position", "target"]
     seen = [dataset.source(i)[0] for i in range(len(dataset))]
     assert seen.count(1) == 3 * seen.count(0)
-    validation = validation_of(program, job.plain())
+    validation = validation_of(program, job.job())
     assert isinstance(validation, Sets) and [*validation] == ["notes", "lines"]
     losses = train_alone(replace(program, dataset=lambda: dataset), {"seed": 0, "global_batch": job.global_batch}, job.steps)
     assert losses[-1] < 0.6 * losses[0]
@@ -58,7 +59,7 @@ def test_packed_documents_cost_what_each_costs_alone(folder: Path) -> None:
 
     def total(pack: str, masked: bool) -> tuple[float, int]:
         source = {"jsonl": "lines.jsonl", "text": "body", "tokenizer": "bytes", "seq": 96, "pack": pack}
-        dataset = dataset_of(program, {"folder": str(folder), "data": {"train": source}})
+        dataset = dataset_of(program, Job.from_plain({"folder": str(folder), "data": {"train": source}}))
         loss, n_targets = 0.0, 0
         with torch.no_grad():
             for i in range(len(dataset)):
@@ -85,11 +86,11 @@ def unequal(folder: Path) -> JobSpec:
 
 def test_the_cut_of_unequal_samples_is_what_the_page_says(folder: Path) -> None:
     job = unequal(folder).plain()
-    dataset = dataset_of(load_program(folder / "program.py"), job)
+    dataset = dataset_of(load_program(folder / "program.py"), Job.from_plain(job))
     lengths = [dataset.length(i) for i in range(len(dataset))]
     assert (len(lengths), min(lengths), max(lengths)) == (200, 9, 256)
     assert all(len(dataset[i]["input"]) == lengths[i] for i in range(200))
-    budget = budget_of(job, dataset)
+    budget = budget_of(Job.from_plain(job), dataset)
     assert budget is not None
     shares = []
     for step in range(job["steps"]):

@@ -16,7 +16,7 @@ from support.places import ROOT
 
 from elastic.config.job import load_job
 from elastic.planner.layout_search import Limits, plan_layout
-from elastic.types import AXES, LAYOUT_OPTIONS, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, parse_layout
+from elastic.types import AXES, LAYOUT_OPTIONS, Job, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, parse_layout
 
 PAGE = text_of("layouts.md")
 
@@ -51,7 +51,9 @@ def test_unequal_gpus_get_what_the_table_says() -> None:
     for (_, layout, samples, layers), (job, gpus, speeds, zones) in zip(rows, GIVEN, strict=True):
         nodes = [Node(f"n{i}", "p", n) for i, n in enumerate(gpus)]
         rates = {WorkerId(n.node_id, k): speed for n, speed in zip(nodes, speeds) for k in range(n.gpus)}
-        found = plan_layout(model, {"global_batch": 48, "layout": "auto", **job}, nodes, Limits(rates=rates, zones=zones))
+        found = plan_layout(
+            model, Job.from_plain({"global_batch": 48, "layout": "auto", **job}), nodes, Limits(rates=rates, zones=zones)
+        )
         told = [f"{found.samples[0]} each"] if len(set(found.samples)) == 1 < len(found.samples) else map(str, found.samples)
         assert (str(found.layout), ", ".join(told), ", ".join(map(str, found.layers))) == (layout, samples, layers)
         assert not found.rejected or f"not {found.rejected[0]}" in PAGE

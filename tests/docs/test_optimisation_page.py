@@ -15,6 +15,7 @@ from elastic.config.job import load_job
 from elastic.config.optimization import Guards
 from elastic.errors import ElasticError
 from elastic.program import load_program
+from elastic.types import Job
 from elastic.worker.program.guards import MEMORY
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
@@ -37,7 +38,7 @@ def job_of(tmp_path: Path, *parts: str) -> dict[str, Any]:
 
 def test_the_job_of_the_page_trains(tmp_path: Path) -> None:
     job = job_of(tmp_path, BLOCKS[0])
-    program = with_job(BARE, job)
+    program = with_job(BARE, Job.from_plain(job))
     assert [kept.entries for kept in trace(program).optimizers] == [("exp_avg", "exp_avg_sq")]
     assert program.lr_factor is not None and program.optimizer is not None
     assert [program.lr_factor(step) for step in (0, 19, 200)] == pytest.approx([0.05, 1.0, 0.1])
@@ -51,7 +52,7 @@ def test_the_two_optimizers_of_the_page_share_the_parameters(tmp_path: Path) -> 
     found: dict[str, Any] = {}
     exec(re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)[0], {"torch": torch}, found)
     ours = replace(BARE, optimizer=found["optimizers"])
-    for program in (with_job(BARE, job_of(tmp_path, BLOCKS[0], BLOCKS[1])), ours):
+    for program in (with_job(BARE, Job.from_plain(job_of(tmp_path, BLOCKS[0], BLOCKS[1]))), ours):
         profile = trace(program)
         assert [kept.entries for kept in profile.optimizers] == [("momentum_buffer",), ("exp_avg", "exp_avg_sq")]
         split = {spec.fqn: spec.optimizer for spec in profile.specs}
@@ -59,13 +60,13 @@ def test_the_two_optimizers_of_the_page_share_the_parameters(tmp_path: Path) -> 
 
 
 def test_the_larger_batch_has_twice_the_rate(tmp_path: Path) -> None:
-    program = with_job(BARE, job_of(tmp_path, BLOCKS[0], BLOCKS[2]))
+    program = with_job(BARE, Job.from_plain(job_of(tmp_path, BLOCKS[0], BLOCKS[2])))
     assert program.lr_factor is not None and program.lr_factor(19) == pytest.approx(2.0)
 
 
 def test_the_guards_of_the_page_are_all_there_are(tmp_path: Path) -> None:
     job = job_of(tmp_path, BLOCKS[0], BLOCKS[3])
-    assert all(job["guards"].values()) and MEMORY in with_job(BARE, job).extra_state
+    assert all(job["guards"].values()) and MEMORY in with_job(BARE, Job.from_plain(job)).extra_state
     rows = re.findall(r"^\| `(\w+)`", TEXT, re.MULTILINE)
     assert set(Guards.__pydantic_fields__) <= set(rows) and {"skip", "rollback", "stop"} <= set(rows)
 
@@ -79,7 +80,7 @@ def test_the_page_names_what_passes_and_what_is_refused(name: str) -> None:
     )
     keywords = {"lr": 0.1} if name == "SGD" else {}
     try:
-        trace(with_job(BARE, {"steps": 4, "global_batch": 2, "optimizer": {"path": f"torch.optim.{name}", **keywords}}))
+        trace(with_job(BARE, Job(steps=4, global_batch=2, optimizer={"path": f"torch.optim.{name}", **keywords})))
     except ElasticError:
         assert re.search(rf"\b{name}\b", refused), f"{name} is refused"
     else:

@@ -38,7 +38,7 @@ def test_a_job_is_read_planned_and_built(name: str) -> None:
     assert profile.tp_limit == tp_limit and profile.pipeline
     check_layouts(job, profile)
     nodes = [Node(f"{pool.name}-{i}", pool.name, pool.gpus_per_node) for pool in pools for i in range(pool.max_nodes)]
-    choice = plan_layout(profile, job.plain(), nodes)
+    choice = plan_layout(profile, job.job(), nodes)
     assert choice.layout.world_size >= job.min_workers and sum(choice.samples) == job.global_batch
     held = [
         (*boxes(profile, choice.layout, choice.layers, rank), *reread_boxes(profile, choice.layout, choice.layers, rank))

@@ -7,7 +7,9 @@ import json
 import math
 import random
 import re
+import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +50,9 @@ def sample(hint: Any) -> Any:
         return args[-1]
     if origin is tuple:
         return tuple(sample(arg) for arg in args) if ... not in args else (sample(args[0]), sample(args[0]))
-    if origin is dict:
+    if origin in (dict, Mapping):
         return {"a": sample(args[1])}
-    if type(None) in args:
+    if origin in (typing.Union, types.UnionType):
         return sample(next(arg for arg in args if arg is not type(None)))
     if hint is Action:
         return Abort(3, (WorkerId("n", 1),))

@@ -23,7 +23,7 @@ from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
 from elastic.sim.sim_backend import SimBackend
 from elastic.storage import LocalStorage, Storage
-from elastic.types import DriverStarted, NodeLost
+from elastic.types import DriverStarted, Job, NodeLost
 
 SEED = 3
 
@@ -65,7 +65,9 @@ def recorded(place: RunFolder, seed: int = SEED) -> tuple[list[Line], State]:
     before, stored = place.take_over()
     assert before == []
     journal = Follows(place.open_journal(1, stored))
-    state = drive(SimBackend(pools, job, faults, delays), journal, DriverStarted("random", 1, job, pools, MODEL))
+    state = drive(
+        SimBackend(pools, Job.from_plain(job), faults, delays), journal, DriverStarted("random", 1, job, pools, MODEL)
+    )
     return journal.lines, state
 
 

@@ -210,8 +210,9 @@ def test_plain_terminal_is_silent_about_what_an_earlier_driver_showed(tmp_path: 
     path, stream = tmp_path / "journal.jsonl", io.StringIO()
     write(path)
     terminal = Terminal(path, stream)
-    terminal.start()
+    terminal.start(lines())
     terminal.stop()
+    assert terminal.view.notes == view_of(lines()).notes, "each line counts once"
     assert "notice" not in stream.getvalue()
     assert terminal.view.step == 12
 

@@ -19,7 +19,7 @@ from elastic.planner.cost import catalog_hardware, collectives, compute, memory,
 from elastic.planner.cost.model_cost import Work
 from elastic.planner.layout_search import Choice, Limits, plan_layout, site_of
 from elastic.reshard.shards import check_layers
-from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, Pool, Resume, SampleProfile, grid, parse_layout
+from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, Pool, Resume, SampleProfile, grid, parse_layout
 from elastic.worker.equivalence.static_plan import plan_of
 
 GPU = 80 << 30
@@ -51,7 +51,7 @@ def seventy_b(seq: int = 8192, **more: Any) -> ModelProfile:
 
 def chosen(model: ModelProfile, n_nodes: int, batch: int, gpus: int = 8, memory: int = GPU, **keys: Any) -> Choice:
     job = {"global_batch": batch, "layout": "auto", "precision": "bfloat16"} | keys
-    return plan_layout(model, job, [Node(f"n{i}", "p", gpus) for i in range(n_nodes)], Limits(memory))
+    return plan_layout(model, Job.from_plain(job), [Node(f"n{i}", "p", gpus) for i in range(n_nodes)], Limits(memory))
 
 
 # ------------------------------------------------------------------------------------------ known answers
@@ -150,7 +150,7 @@ def test_what_did_not_fit_is_followed_by_less_at_once() -> None:
     tried: dict[Layout, int] = {}
     needs = []
     for _ in range(4):
-        found = plan_layout(one_b(), job, nodes, Limits(infeasible=tried))
+        found = plan_layout(one_b(), Job.from_plain(job), nodes, Limits(infeasible=tried))
         tried[found.layout] = GPU
         needs.append(found.memory_bytes + found.activation_bytes)
     assert [layout.dp_shard for layout in tried] == [8] * 4
@@ -199,7 +199,7 @@ def test_rings() -> None:
 
 
 def test_gathered_keys_and_values_of_cp() -> None:
-    sample, site = eight_b().sample, site_of({"precision": "bfloat16"}, catalog_hardware.NOMINAL, 8)
+    sample, site = eight_b().sample, site_of(Job(precision="bfloat16"), catalog_hardware.NOMINAL, 8)
     assert sample is not None
     step = memory.Step(1, 1, 1, dtype="bfloat16")
     bytes_moved = 8192 * 2 * 1024 * 7 / 8 * (2 + 2 + 4)  # keys and values forward, backward, gradients in float32
@@ -208,7 +208,7 @@ def test_gathered_keys_and_values_of_cp() -> None:
 
 
 def test_gathered_parameters_by_stage() -> None:
-    site, work = site_of({"precision": "bfloat16"}, catalog_hardware.NOMINAL, 8), Work.of(eight_b())
+    site, work = site_of(Job(precision="bfloat16"), catalog_hardware.NOMINAL, 8), Work.of(eight_b())
     step = memory.Step(4, 4, 32, dtype="bfloat16")
     idle = compute.Passes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # nothing to hide under
     three, two, one = (step_cost._fsdp_s(site, work, Layout(dp_shard=8, zero_stage=stage), step, idle) for stage in (3, 2, 1))
@@ -267,7 +267,7 @@ def test_what_is_chosen_passes_the_checks_of_those_who_run_it(
     nodes = [Node(f"n{i}", "p", size) for i, size in enumerate(sizes)]
     data: dict[str, Any] = {"steps": 1, "global_batch": batch, **keys}
     try:
-        found = plan_layout(model, data, nodes, Limits(memory))
+        found = plan_layout(model, Job.from_plain(data), nodes, Limits(memory))
     except InfeasiblePlan:
         return
     layout = found.layout

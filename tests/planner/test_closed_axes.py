@@ -21,7 +21,7 @@ from elastic.planner.layout_search import Limits, plan_layout
 from elastic.planner.layout_space import Space
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim
-from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, TensorSpec
+from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, TensorSpec
 from elastic.worker.equivalence.static_plan import plan_of
 
 WHY = "layers.0 is used again by layers.3; give each its own weights"
@@ -35,8 +35,8 @@ def closed(axis: str, model: ModelProfile = MODEL) -> ModelProfile:
     return replace(model, **{f"no_{axis}": WHY})  # type: ignore[arg-type]
 
 
-def job(**changes: Any) -> dict[str, Any]:
-    return {"global_batch": 4, "layout": "auto", "min_workers": 1, "max_workers": None} | changes
+def job(**changes: Any) -> Job:
+    return Job(**({"global_batch": 4} | changes))
 
 
 def nodes(*gpus: int) -> list[Node]:
@@ -93,7 +93,7 @@ def test_offers_are_without_it(axis: str) -> None:
         offers = find_offers(closed(axis, LLAMA_8B.profile()), JOB, pool, Aim(n_best=20)).best
         assert offers and all(getattr(offer.layout, axis) == 1 for offer in offers)
     with pytest.raises(InfeasiblePlan, match="no dp: "):
-        find_offers(closed("dp", LLAMA_70B.profile()), {**JOB, "layout": "auto,dp_shard=8"}, [group()])
+        find_offers(closed("dp", LLAMA_70B.profile()), replace(JOB, layout="auto,dp_shard=8"), [group()])
 
 
 def test_plan_says_it_in_its_notes_and_refuses_what_is_asked_for() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.planner.pools import JOB, LLAMA_8B, LLAMA_70B, LLAMA_405B, SMALL, best, group
 
@@ -86,7 +88,7 @@ def test_idle_gpus_are_explained() -> None:
 
 
 def test_nothing_fits_names_the_reason_and_what_would_do() -> None:
-    job = {**JOB, "layout": "auto,offload=false"}
+    job = replace(JOB, layout="auto,offload=false")
     said = r"no layout fits 8 x H100-80GB-SXM \(plain sharding: needs \d+\.\d GiB per GPU, 73\.6 of 80"
     with pytest.raises(InfeasiblePlan, match=said):
         find_offers(LLAMA_70B.profile(), job, [group()])

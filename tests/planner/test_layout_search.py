@@ -12,7 +12,7 @@ from elastic.planner.cost import memory
 from elastic.planner.cost.memory import USABLE, usable_bytes
 from elastic.planner.cost.model_cost import Work
 from elastic.planner.layout_search import Limits, plan_layout
-from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, SampleProfile, TensorSpec, WorkerId
+from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, SampleProfile, TensorSpec, WorkerId
 
 MODEL = ModelProfile(
     4,
@@ -28,8 +28,8 @@ def memory_bytes(model: ModelProfile, layout: Layout) -> int:
     return memory.memory_bytes(Work.of(model), layout)
 
 
-def job(**changes: Any) -> dict[str, Any]:
-    return {"global_batch": 16, "layout": "auto", "min_workers": 1, "max_workers": None} | changes
+def job(**changes: Any) -> Job:
+    return Job(**({"global_batch": 16} | changes))
 
 
 def nodes(*gpus: int) -> list[Node]:

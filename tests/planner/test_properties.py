@@ -21,7 +21,7 @@ from elastic.planner.layout_space import n_options
 from elastic.planner.offer_search import PER_OPTION, _Finder, find_offers
 from elastic.planner.offers import Aim, Group, Offer, Offers
 from elastic.planner.published.decoder import Decoder
-from elastic.types import HardwareProfile, Layout
+from elastic.types import HardwareProfile, Job, Layout
 
 CHIPS = ("H100-80GB-SXM", "A100-80GB-SXM", "H200-141GB-SXM", "L40S-48GB", "B200-180GB-SXM", "V100-32GB-SXM2")
 RATES = ("memory_bytes_per_s", "node_bytes_per_s", "host_bytes_per_s", "link_bytes_per_s")
@@ -154,7 +154,7 @@ batches = st.sampled_from([16, 32])
 def search(model: Decoder, groups: tuple[Group, ...], batch: int, aim: Aim | None = None) -> Offers | None:
     """None where nothing fits."""
     try:
-        return find_offers(model.profile(), {**JOB, "global_batch": batch}, groups, aim)
+        return find_offers(model.profile(), replace(JOB, global_batch=batch), groups, aim)
     except InfeasiblePlan:
         return None
 
@@ -270,7 +270,7 @@ def test_the_best_offers_are_those_of_a_search_that_leaves_nothing_out(
     pools: tuple[tuple[str, int], ...], model: Decoder, aim: Aim
 ) -> None:
     groups = [group(name, n, usd_per_node_h=PRICES[name]) for name, n in pools]
-    job, profile = {**JOB, "global_batch": 64}, model.profile()
+    job, profile = replace(JOB, global_batch=64), model.profile()
     found = find_offers(profile, job, groups, aim)
     whole = _Exhaustive(profile, job, aim)
     for pool in whole.pools(groups):
@@ -286,6 +286,6 @@ def test_the_best_offers_are_those_of_a_search_that_leaves_nothing_out(
 def test_what_is_pinned_does_not_leave_its_node() -> None:
     """cp=8 on nodes of 8 leaves no room for tp."""
     model = Decoder(8, 1024, 8, 8, 4096, 32000, 8192).profile()
-    found = find_offers(model, {"global_batch": 64, "precision": "bfloat16", "layout": "auto,cp=8"}, [group(n_nodes=2)])
+    found = find_offers(model, Job(global_batch=64, precision="bfloat16", layout="auto,cp=8"), [group(n_nodes=2)])
     assert all(offer.layout.tp == 1 for offer in found.best)
     assert found.rejected["tp x cp"] == "tp x cp = 16 would leave its node of 8 GPUs"

@@ -22,7 +22,7 @@ from elastic.policy.speed import share_rebalance, speeds
 from elastic.policy.state.fold import State, fold
 from elastic.policy.state.state import Window
 from elastic.reshard.transfer_forecast import Room
-from elastic.types import HardwareProfile, Holding, Layout, Node, Plan, Pool, Quiesced, Resume, StepDone, WorkerId
+from elastic.types import HardwareProfile, Holding, Job, Layout, Node, Plan, Pool, Quiesced, Resume, StepDone, WorkerId
 
 GPUS = 8
 POOL = Pool("spot", "CPU", GPUS, "spot", 1.0, 0, 1000, host_memory_bytes=1 << 40)
@@ -42,7 +42,7 @@ def running(n_nodes: int) -> State:
     nodes = {name: Node(name, "spot", GPUS, "prepared") for name in made.nodes}
     nodes["n0"] = replace(nodes["n0"], status="draining", deadline_s=120.0)
     windows = {worker: (Window(0.0, 5.0, 1.0, 10),) for worker in made.ranks}
-    settings = job(steps=10_000, global_batch=len(made.ranks), max_nodes=n_nodes)
+    settings = Job.from_plain(job(steps=10_000, global_batch=len(made.ranks), max_nodes=n_nodes))
     return State(
         phase="running", run="story", job=settings, pools=(POOL,), model=MODEL, nodes=nodes, prepared=frozenset(nodes),
         generation=1, plan=made, plans={1: made}, step=5, step_time_s=1.0, speeds=windows, timed_at_s=5.0,

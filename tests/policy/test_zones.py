@@ -46,7 +46,7 @@ def test_who_has_the_bytes_does_not_bring_zones_together() -> None:
     """The two nodes of zone a are one replica of four; by the bytes that they have, x and y would make one."""
     state, nodes = story().state, [Node("x", "a", 2), Node("z", "a", 2), Node("y", "b", 2), Node("v", "b", 2)]
     state = replace(
-        state, nodes={node.node_id: node for node in nodes}, job={**state.job, "layout": "dp_replicate=2,dp_shard=4"}
+        state, nodes={node.node_id: node for node in nodes}, job=replace(state.job, layout="dp_replicate=2,dp_shard=4")
     )
     choice = choice_of(state, nodes)
     old = [WorkerId(name, k) for name in ("y", "v", "x", "z") for k in range(2)]

@@ -12,7 +12,18 @@ from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
 from elastic.sim.scripted_faults import Fault
 from elastic.sim.sim_backend import SimBackend
-from elastic.types import DriverStarted, EnterPlan, ModelProfile, OptimizerSpec, Plan, Pool, RollForward, StepDone, TensorSpec
+from elastic.types import (
+    DriverStarted,
+    EnterPlan,
+    Job,
+    ModelProfile,
+    OptimizerSpec,
+    Plan,
+    Pool,
+    RollForward,
+    StepDone,
+    TensorSpec,
+)
 
 MODEL = ModelProfile(
     4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=2
@@ -27,7 +38,7 @@ AT_S = 24.3  # inside a step
 
 def run(*faults: Fault, **changes: Any) -> tuple[State, SimBackend, Memory]:
     job = JOB | changes
-    backend, journal = SimBackend(POOLS, job, faults), Memory()
+    backend, journal = SimBackend(POOLS, Job.from_plain(job), faults), Memory()
     state = drive(backend, journal, DriverStarted("r", 1, job, POOLS, MODEL))
     assert backend.violations == [] and replay(journal.lines).identical
     return state, backend, journal

@@ -12,7 +12,7 @@ from support.sim.scenario import MODEL
 from elastic.driver import drive
 from elastic.ledger.journal import Memory
 from elastic.sim.sim_backend import Delays, Fault, SimBackend
-from elastic.types import CopyStored, DriverStarted, EnterPlan, Pool, SetCadence, StepDone
+from elastic.types import CopyStored, DriverStarted, EnterPlan, Job, Pool, SetCadence, StepDone
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def incidents(draw: st.DrawFn) -> tuple[int, int, list[Fault]]:
 def test_any_r_nodes_at_once_cost_no_read_from_storage(case: tuple[int, int, list[Fault]]) -> None:
     n_copies, n_nodes, faults = case
     pool = Pool("spot", "CPU", 2, "spot", 1.0, n_nodes, n_nodes)
-    backend = SimBackend((pool,), job(n_copies), faults, Delays(work_s=4.0))
+    backend = SimBackend((pool,), Job.from_plain(job(n_copies)), faults, Delays(work_s=4.0))
     memory = Memory()
     state = drive(backend, memory, DriverStarted("copies", 1, job(n_copies), (pool,), MODEL))
     assert state.phase == "succeeded" and backend.violations == []
@@ -69,7 +69,7 @@ def test_the_cadence_follows_the_cost_and_does_not_swing() -> None:
     """0.02 s per copy at steps of 0.25 s: every 9th, since a step has 0.245 s without its data; the plan began with 5."""
     pool = Pool("spot", "CPU", 2, "spot", 1.0, 4, 4)
     for copy_s, expected in ((0.2, 9), (0.001, 1)):
-        backend = SimBackend((pool,), job(1), (), Delays(work_s=2.0, copy_s=copy_s))
+        backend = SimBackend((pool,), Job.from_plain(job(1)), (), Delays(work_s=2.0, copy_s=copy_s))
         memory = Memory()
         state = drive(backend, memory, DriverStarted("copies", 1, job(1), (pool,), MODEL))
         changes = [

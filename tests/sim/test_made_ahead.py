@@ -10,7 +10,7 @@ from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
 from elastic.sim.scripted_faults import Delays, Fault
 from elastic.sim.sim_backend import SimBackend
-from elastic.types import DriverStarted, EnterPlan, ModelProfile, OptimizerSpec, PlanEntered, Pool, StepDone, TensorSpec
+from elastic.types import DriverStarted, EnterPlan, Job, ModelProfile, OptimizerSpec, PlanEntered, Pool, StepDone, TensorSpec
 
 MODEL = ModelProfile(
     4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=2
@@ -24,7 +24,7 @@ SLOW = Delays(groups_s=2.0)
 
 
 def run(*faults: Fault, forms_ahead: bool = True) -> tuple[State, SimBackend, Memory]:
-    backend, journal = SimBackend(POOLS, JOB, faults, SLOW), Memory()
+    backend, journal = SimBackend(POOLS, Job.from_plain(JOB), faults, SLOW), Memory()
     start = DriverStarted("r", 1, JOB, POOLS, MODEL, forms_ahead=forms_ahead)
     return drive(backend, journal, start), backend, journal
 

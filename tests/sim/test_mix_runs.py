@@ -51,17 +51,17 @@ def check(seed: int) -> Run:
     never = any(word in state.outcome_reason for word in ("InfeasiblePlan", "StateLost"))  # the pools end, all copies are gone
     assert state.phase in ("succeeded", "stopped") or never, said
     assert not backend.violations, f"{said}: {backend.violations}"
-    if job["max_nodes"] is not None:
-        assert backend.most_nodes <= job["max_nodes"], f"{said}: {backend.most_nodes} nodes"
+    if job.max_nodes is not None:
+        assert backend.most_nodes <= job.max_nodes, f"{said}: {backend.most_nodes} nodes"
     assert backend.usd() == pytest.approx(state.usd, rel=1e-6, abs=1e-6), said
-    budget = job["budget_usd"]
+    budget = job.budget_usd
     if budget is not None:
-        step_s = backend.delays.work_s / job["min_workers"]
+        step_s = backend.delays.work_s / job.min_workers
         grace_s = 0.0 if state.durable_s else limits.STOP_MOST_S
         one_step_usd = (grace_s + step_s) / 3600 * sum(pool.max_nodes * max(4.0, pool.usd_per_node_h) for pool in state.pools)
         assert state.usd <= budget + one_step_usd, f"{said}: ${state.usd:.2f} of ${budget:.2f}"
-    if job["deadline_h"] is not None:
-        assert run.hours <= job["deadline_h"] + 0.1, said
+    if job.deadline_h is not None:
+        assert run.hours <= job.deadline_h + 0.1, said
     if state.phase == "stopped":
         assert any(word in state.outcome_reason for word in ("budget", "deadline")), said
         assert "saved is step" in state.outcome_reason, said

@@ -20,6 +20,7 @@ from elastic.types import (
     DriverStarted,
     EnterPlan,
     Event,
+    Job,
     ModelProfile,
     Notice,
     NoticeWithdrawn,
@@ -45,7 +46,7 @@ JOB: dict[str, Any] = {
 
 def run(*faults: Fault, **changes: Any) -> tuple[State, SimBackend, Memory]:
     job = JOB | changes
-    backend, journal = SimBackend(POOLS, job, faults, Delays(work_s=4.0)), Memory()
+    backend, journal = SimBackend(POOLS, Job.from_plain(job), faults, Delays(work_s=4.0)), Memory()
     state = drive(backend, journal, DriverStarted("r", 1, job, POOLS, MODEL))
     assert state.phase == "succeeded" and backend.violations == [], (state.outcome_reason, backend.violations)
     assert replay(journal.lines).identical

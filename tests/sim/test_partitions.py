@@ -15,6 +15,7 @@ from elastic.sim.sim_backend import SimBackend
 from elastic.types import (
     DriverStarted,
     EnterPlan,
+    Job,
     ModelProfile,
     NodePrepared,
     OptimizerSpec,
@@ -37,7 +38,7 @@ SILENT_S = 6.0
 def run(*faults: Fault, n_nodes: int = 3, gpus: int = 1, **changes: Any) -> tuple[State, SimBackend, Memory]:
     pools = (Pool("p", gpus_per_node=gpus, max_nodes=n_nodes, usd_per_node_h=1.0, market_type="spot"),)
     job = JOB | changes
-    backend, journal = SimBackend(pools, job, faults), Memory()
+    backend, journal = SimBackend(pools, Job.from_plain(job), faults), Memory()
     state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))
     assert backend.violations == [] and replay(journal.lines).identical
     assert state.phase == "succeeded"

@@ -21,6 +21,7 @@ from elastic.types import (
     DriverStarted,
     EnterPlan,
     Holding,
+    Job,
     ModelProfile,
     OptimizerSpec,
     Plan,
@@ -42,7 +43,7 @@ JOB: dict[str, Any] = {
 
 def run(*faults: Fault, **changes: Any) -> tuple[State, SimBackend, Memory]:
     job = JOB | changes
-    backend, journal = SimBackend(POOLS, job, faults), Memory()
+    backend, journal = SimBackend(POOLS, Job.from_plain(job), faults), Memory()
     return drive(backend, journal, DriverStarted("r", 1, job, POOLS, MODEL)), backend, journal
 
 
@@ -87,7 +88,7 @@ def test_two_nodes_at_once_go_back_to_storage() -> None:
 
 def test_a_layout_that_does_not_fit_is_left() -> None:
     job = JOB | {"max_nodes": 3}
-    backend = SimBackend(POOLS, job, (), fits=lambda plan: plan.layout.world_size > 3 or plan.layout.pp > 1)
+    backend = SimBackend(POOLS, Job.from_plain(job), (), fits=lambda plan: plan.layout.world_size > 3 or plan.layout.pp > 1)
     journal = Memory()
     state = drive(backend, journal, DriverStarted("r", 1, job, POOLS, replace(MODEL, n_blocks=6)))
     assert state.phase == "succeeded" and [plan.cause for plan in plans(journal)] == ["start", "infeasible"]
@@ -114,13 +115,13 @@ def test_a_run_that_hangs_is_an_error() -> None:
         return Decision()
 
     with pytest.raises(InternalError, match="the run hangs"):
-        drive(SimBackend(POOLS, JOB), Memory(), DriverStarted("r", 1, JOB, POOLS, MODEL), decide=never)
+        drive(SimBackend(POOLS, Job.from_plain(JOB)), Memory(), DriverStarted("r", 1, JOB, POOLS, MODEL), decide=never)
 
 
 def test_the_copy_of_the_last_step_that_is_lost_with_its_node_is_made_again() -> None:
     pools = (replace(POOLS[0], max_nodes=1),)
     job = JOB | {"steps": 4}
-    backend, journal = SimBackend(pools, job, [Fault(26.0, "loss")]), Memory()
+    backend, journal = SimBackend(pools, Job.from_plain(job), [Fault(26.0, "loss")]), Memory()
     state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))
     assert state.phase == "succeeded" and len(plans(journal)) == 2 and not backend.violations
     assert state.best_step == 4 and backend.now_s() < 60
@@ -131,7 +132,7 @@ def test_a_run_that_is_done_goes_on_when_more_steps_are_asked_for() -> None:
     state, backend, journal = run(Fault(20.0, "loss", 1))
     assert (state.phase, state.step) == ("succeeded", 20)
     before, first, at_s = restored(journal.lines), account(journal.lines), backend.now_s()
-    more = SimBackend(POOLS, JOB | {"steps": 50}, [])
+    more = SimBackend(POOLS, Job.from_plain(JOB | {"steps": 50}), [])
     more._now_s = at_s + 3600.0
     start = DriverStarted("r", 2, JOB | {"steps": 50}, POOLS, MODEL, durable=state.durable)
     state = drive(more, journal, start, before)

@@ -20,6 +20,7 @@ from elastic.sim.sim_backend import SimBackend
 from elastic.types import (
     DriverStarted,
     EnterPlan,
+    Job,
     ModelProfile,
     OptimizerSpec,
     Plan,
@@ -71,7 +72,7 @@ def play(
 ) -> Run:
     market = changes.pop("market", "owned")
     job, pools = JOB | changes, (Pool("p", "CPU", gpus, market, 1.0, 0, n),)
-    backend, journal = SimBackend(pools, job, faults, Delays(work_s=WORK_S), speeds=speeds), Memory()
+    backend, journal = SimBackend(pools, Job.from_plain(job), faults, Delays(work_s=WORK_S), speeds=speeds), Memory()
     state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))
     assert state.phase == "succeeded" and backend.violations == [], (state.outcome_reason, backend.violations)
     again = replay([parse_line(write_line(line)) for line in journal.lines])

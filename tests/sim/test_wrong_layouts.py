@@ -13,7 +13,7 @@ from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
 from elastic.sim.scripted_faults import Fault
 from elastic.sim.sim_backend import SimBackend
-from elastic.types import DriverStarted, EnterPlan, ModelProfile, OptimizerSpec, Plan, Pool, Probed, StepDone, TensorSpec
+from elastic.types import DriverStarted, EnterPlan, Job, ModelProfile, OptimizerSpec, Plan, Pool, Probed, StepDone, TensorSpec
 
 MODEL = ModelProfile(
     4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=2
@@ -30,7 +30,7 @@ STEP_9 = 20.6  # when four nodes are in the step after step 9
 def run(*faults: Fault, max_nodes: int = 4, **changes: Any) -> tuple[State, SimBackend, Memory]:
     """A run that succeeds within the rules, and in which no step counts that a wrong layout has made."""
     job, pools = JOB | changes, (Pool("p", max_nodes=max_nodes, usd_per_node_h=1.0, market_type="spot"),)
-    backend, journal = SimBackend(pools, job, faults), Memory()
+    backend, journal = SimBackend(pools, Job.from_plain(job), faults), Memory()
     state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))
     assert (state.phase, backend.violations) == ("succeeded", []), state.outcome_reason
     lines = [parse_line(write_line(line)) for line in journal.lines]

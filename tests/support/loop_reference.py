@@ -13,6 +13,7 @@ import torch
 from support.reference import collate
 
 from elastic.data.order import sample_ids
+from elastic.types import Job
 from elastic.worker.loop.script_host import Script, Source
 from elastic.worker.program.commit import Commit
 from elastic.worker.program.extra_state import ExtraState
@@ -30,7 +31,7 @@ def train_script_alone(file: Path, args: Sequence[str], seed: int, steps: int) -
     extra.fresh(boxes)
     each = by_name(program.optimizer(named))
     state = SimpleNamespace(step=0, rank=0, optimizers=SimpleNamespace(each=each), model=model, tensors=boxes)
-    script.begin(SimpleNamespace(layout=SimpleNamespace(world_size=1)), state, {"steps": steps}, extra)  # type: ignore[arg-type]
+    script.begin(SimpleNamespace(layout=SimpleNamespace(world_size=1)), state, Job(steps=steps), extra)  # type: ignore[arg-type]
     losses = []
     for step in range(steps):
         dataset = program.dataset()

@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from elastic.api.planning.model_source import Subject
 from elastic.api.planning.plan_nodes import Machines
 from elastic.errors import InfeasiblePlan, SpecError
 from elastic.planner.hetero import balance
-from elastic.types import AXES, LAYOUT_OPTIONS, Layout, is_auto, parse_layout, pinned
+from elastic.types import AXES, LAYOUT_OPTIONS, Job, Layout, is_auto
 from elastic.types.nouns import AUTO
 
 
 def wanted(subject: Subject, n_gpus: int) -> str:
     """The layout that is asked for on that many GPUs, as it is written; `auto` = none is. A job's map of layouts is keyed by
     workers: the largest one that fits counts, as in a run."""
-    text = subject.job.get("layout") or AUTO
-    if not isinstance(text, Mapping):
-        return str(text)
+    text = subject.job.layout
+    if isinstance(text, str):
+        return text
     fitting = [key for key in text if int(key) <= n_gpus]
-    return str(text[max(fitting, key=int)]) if fitting else AUTO
+    return text[max(fitting, key=int)] if fitting else AUTO
 
 
 def layout_of(subject: Subject, n_gpus: int) -> Layout:
     """With one rank on each axis that is left open. Raises SpecError."""
     text = wanted(subject, n_gpus)
-    return Layout(**pinned({**subject.job, "layout": text})) if is_auto(text) else parse_layout(text, subject.job)
+    return Layout(**replace(subject.job, layout=text).pins) if is_auto(text) else subject.job.layout_of(text)
 
 
-def pinning(subject: Subject, n_gpus: int, literal: bool = False) -> dict[str, Any]:
-    """The job's keys, a layout that is asked for whole written as `auto` with all of its axes pinned. `literal`: and with all
+def pinning(subject: Subject, n_gpus: int, literal: bool = False) -> Job:
+    """The job, a layout that is asked for whole written as `auto` with all of its axes pinned. `literal`: and with all
     of its options, as `elastic run` takes it."""
     text = wanted(subject, n_gpus)
     if is_auto(text):
-        return {**subject.job, "layout": text}
+        return replace(subject.job, layout=text)
     if literal:
-        layout = parse_layout(text, subject.job)
+        layout = subject.job.layout_of(text)
         axes = ",".join(f"{axis}={getattr(layout, axis)}" for axis in AXES)
-        return {**subject.job, "layout": f"{AUTO},{axes}"} | {name: getattr(layout, name) for name in LAYOUT_OPTIONS}
+        options = {name: getattr(layout, name) for name in LAYOUT_OPTIONS}
+        return replace(subject.job, layout=f"{AUTO},{axes}", **options)
     said = [part.partition("=")[0] for part in text.replace(" ", "").split(",")]
-    return {**subject.job, "layout": ",".join([AUTO, text, *(f"{axis}=1" for axis in AXES if axis not in said)])}
+    return replace(subject.job, layout=",".join([AUTO, text, *(f"{axis}=1" for axis in AXES if axis not in said)]))
 
 
 def needed(subject: Subject, machines: Sequence[Machines]) -> tuple[Machines, ...]:
@@ -70,7 +71,7 @@ def check(subject: Subject, machines: Sequence[Machines], flag: str = "layout") 
 
 
 def _problems(subject: Subject, machines: Sequence[Machines], layout: Layout) -> Iterator[str]:
-    model, batch = subject.model, int(subject.job["global_batch"])
+    model, batch = subject.model, subject.job.global_batch
     groups = [each.group for each in machines]
     n_gpus, largest = sum(group.n_gpus for group in groups), max(group.gpus_per_node for group in groups)
     inside = layout.tp * layout.cp

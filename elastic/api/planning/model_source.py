@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from elastic.api.planning.plan_nodes import Machines, of_pool, with_counts
-from elastic.api.running.entry import loaded
+from elastic.api.running.entry import loaded_from
 from elastic.api.running.layout_question import LayoutCheck, asked_of, checked
 from elastic.api.running.made_up_data import made_up_data
 from elastic.config.clusters import load_cluster
 from elastic.config.job import JobSpec, job_data, unlimited
 from elastic.errors import SpecError
 from elastic.planner.cost.model_cost import Work
-from elastic.planner.offer_search import EP
 from elastic.planner.published import known_decoders
 from elastic.program import Program
-from elastic.types import ModelProfile, Pool
+from elastic.types import Job, ModelProfile, Pool
+from elastic.types.typed_job import Precision
 
 MUCH = 2.0  # times the published batch
 OWN_POOLS = "neither the job nor --cluster names pools: planned for what elastic run would start on this machine"
@@ -28,13 +28,13 @@ OWN_POOLS = "neither the job nor --cluster names pools: planned for what elastic
 
 @dataclass(frozen=True)
 class Subject:
-    """`job`: plain data, as of job.yaml. `pools`: its own, of a job. `steps`: 0 = not said. `sample_bytes`: of its
+    """`pools`: its own, of a job. `steps`: 0 = not said. `sample_bytes`: of its
     tensors as the loader hands them on, 0 = not known. `literal`: a layout that it names is planned with the options that
     `elastic run` gives it, not with the best ones."""
 
     name: str
     model: ModelProfile
-    job: Mapping[str, Any]
+    job: Job
     pools: tuple[Pool, ...] = ()
     steps: int = 0
     notes: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Subject:
 
     @property
     def step_tokens(self) -> int:
-        return self.sample_tokens * int(self.job["global_batch"])
+        return self.sample_tokens * self.job.global_batch
 
     @property
     def tokens(self) -> float:
@@ -58,7 +58,7 @@ class Subject:
 
     def with_layout(self, text: str) -> Subject:
         """Its options stand for themselves: keys of the job of the same names are left out."""
-        return replace(self, job={**self.job, "layout": text}) if text else self
+        return replace(self, job=replace(self.job, layout=text)) if text else self
 
     def plain(self) -> dict[str, Any]:
         sample = self.model.sample
@@ -66,18 +66,18 @@ class Subject:
             "name": self.name, "n_params": self.model.n_params, "n_expert_params": self.model.n_expert_params,
             "n_blocks": self.model.n_blocks, "state_bytes": int(Work.of(self.model).state_bytes),
             "sample_tokens": sample.tokens if sample else 0, "unit": "tokens" if sample and sample.tokens else "samples",
-            "global_batch": self.job["global_batch"], "step_tokens": self.step_tokens,
-            "precision": self.job.get("precision") or "float32", "layout": str(self.job.get("layout") or "auto"),
+            "global_batch": self.job.global_batch, "step_tokens": self.step_tokens,
+            "precision": self.job.precision, "layout": str(self.job.layout),
             "steps": self.steps,
         }  # fmt: skip
 
 
-def of_model(text: str, batch: int = 0, precision: str = "bfloat16") -> Subject:
+def of_model(text: str, batch: int = 0, precision: Precision = "bfloat16") -> Subject:
     """`batch`: samples of a step, 0 = what the model was published with, or about 4 M tokens. Raises SpecError."""
     found = known_decoders.find(text)
     decoder = replace(found.decoder, compute=precision)
     size = batch or max(1, round(found.batch_tokens / decoder.seq))
-    job = {"name": found.name, "global_batch": size, "precision": precision, "layout": "auto", "min_workers": 1, EP: True}
+    job = Job(name=found.name, global_batch=size, precision=precision, ep=True)
     return Subject(found.name, decoder.profile(), job, notes=_batch_notes(found, size, decoder.seq, bool(batch)))
 
 
@@ -103,13 +103,13 @@ def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> S
         raise SpecError(f"{folder}: it has no program.py, which says what is trained; or plan a model by its sizes: --model 8b")
     from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
 
-    spec, program = loaded(folder, overrides)
+    spec, program = loaded_from(folder, data, where)
     pools = tuple(pool.pool() for pool in spec.pools)
     comparison = LayoutCheck(asked_of(spec, pools), sys.stderr) if check else None  # beside the trace
-    with closing(comparison or ExitStack()), made_up_data(spec.plain()) as job:
+    with closing(comparison or ExitStack()), made_up_data(spec.job()) as job:
         model = model_profile_of(program, job)
-        even = {**job, "microbatch_tokens": None}
-        n_bytes = sum(getattr(value, "nbytes", 0) for sample in samples_of(program, even, 1) for value in sample.values())
+        even = replace(job, microbatch_tokens=None)
+        n_bytes: int = sum(getattr(value, "nbytes", 0) for sample in samples_of(program, even, 1) for value in sample.values())
         unequal = model.sample is None
         model = model_profile_of(program, even) if unequal else model
         model = _closed(spec, program, model, job, comparison)
@@ -121,12 +121,10 @@ def of_job(folder: str, overrides: Sequence[str] = (), check: bool = False) -> S
     if unequal:
         like = f"samples are of unequal length: planned as if each were like the first, of {model.sample.tokens} tokens"
         notes = (*notes, like)
-    return Subject(spec.name, model, even if unequal else spec.plain(), pools, spec.steps, notes, n_bytes, literal=True)
+    return Subject(spec.name, model, even if unequal else spec.job(), pools, spec.steps, notes, n_bytes, literal=True)
 
 
-def _closed(
-    spec: JobSpec, program: Program, model: ModelProfile, job: Mapping[str, Any], comparison: LayoutCheck | None
-) -> ModelProfile:
+def _closed(spec: JobSpec, program: Program, model: ModelProfile, job: Job, comparison: LayoutCheck | None) -> ModelProfile:
     """With what the program's structure, or a comparison of small copies, says against an axis."""
     if comparison:
         return checked(model, comparison.result(), program)

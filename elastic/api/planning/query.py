@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,10 @@ from elastic.planner import explain
 from elastic.planner.cost.model_cost import Work
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, Group, Offer, Offers
-from elastic.types import Layout, ModelProfile, is_auto
+from elastic.types import Job, Layout, ModelProfile, is_auto
 from elastic.types.nouns import AUTO
 
-Find = Callable[[ModelProfile, Mapping[str, Any], Sequence[Group], Aim], Offers]
+Find = Callable[[ModelProfile, Job, Sequence[Group], Aim], Offers]
 DISK_BYTES_PER_S = 1e9  # that a rank may read where nobody has measured its storage
 WORTH_SAYING = 0.03  # of a step, that another layout would save
 MOST_GPUS = 16384  # that --scaling and --within look at
@@ -45,7 +45,7 @@ class Query:
         found = self._found(conflicts.pinning(self.subject, n_gpus), groups)
         return replace(found, rejected={"as it is written": why, **found.rejected}) if why else found
 
-    def _found(self, job: Mapping[str, Any], groups: Sequence[Group]) -> Offers:
+    def _found(self, job: Job, groups: Sequence[Group]) -> Offers:
         return _in_host_memory(self.find(self.subject.model, job, groups, self.aim), groups, self.subject)
 
     def plain(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def _start(query: Query, machines: Machines, most: int) -> int:
     """Nodes below which even the peak would not do."""
     gpu, sample = machines.group.hardware, query.subject.model.sample
     flop = (sample.flop if sample else 0.0) / query.subject.sample_tokens * query.aim.tokens
-    peak = gpu.peak(str(query.subject.job.get("precision") or "float32")) * machines.group.gpus_per_node
+    peak = gpu.peak(query.subject.job.precision) * machines.group.gpus_per_node
     return min(most, max(1, int(flop / peak / (query.aim.deadline_h * 3600))))
 
 

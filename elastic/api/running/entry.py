@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from elastic.api.running import restarted_script
 from elastic.api.running.run import Options, Result, job_given, run_job
-from elastic.config.job import JobSpec, job_data, job_of, load_job, overridden
+from elastic.config.job import JobSpec, folder_job, job_data, job_of, overridden
 from elastic.config.script import enters_loop, script_file
 from elastic.errors import SpecError
 from elastic.program import Program, load_program
@@ -61,16 +61,20 @@ def run_folder(folder: str | Path, options: Options) -> Result:
     """A job folder, whose job.yaml names a `program` (default: program.py) or a `script` with its `args`."""
     data, where = job_data(folder, options.overrides)
     if "script" not in data:
-        return run_job(load_job(folder, options.overrides), options)
+        return run_job(folder_job(folder, data, where), options)
     file, args, data = _script_of(folder, data, where)
     return run_file(file, args, data, where, options)
 
 
 def loaded(folder: str | Path, overrides: Sequence[str] = ()) -> tuple[JobSpec, Program]:
     """The job of a folder and its program, whichever way it is given. Raises SpecError."""
-    data, where = job_data(folder, overrides)
+    return loaded_from(folder, *job_data(folder, overrides))
+
+
+def loaded_from(folder: str | Path, data: Mapping[str, Any], where: str) -> tuple[JobSpec, Program]:
+    """The same of what `job_data` has read."""
     if "script" not in data:
-        spec = load_job(folder, overrides)
+        spec = folder_job(folder, data, where)
         return spec, load_program(spec.program)
     file, args, data = _script_of(folder, data, where)
     if not enters_loop(file):

@@ -26,7 +26,7 @@ from elastic.config.fingerprint import digest_of_file
 from elastic.config.job import JobSpec
 from elastic.errors import SpecError
 from elastic.program import Program
-from elastic.types import AUTO, ModelProfile, Pool, parse_layout, pinned
+from elastic.types import ModelProfile, Pool, parse_layout
 from elastic.types.grid import axes_of
 from elastic.version import PACKAGE
 
@@ -48,18 +48,18 @@ def asked_of(spec: JobSpec, pools: Sequence[Pool]) -> dict[str, Any] | None:
         return None
     most = max((pool.gpus_per_node for pool in pools), default=1)
     axes, tps = _open_axes(spec, most)
-    job = spec.plain()
-    return {"job": {**job, "drill": []}, "axes": axes, "tps": tps, "trusted": list(spec.trusted_axes)} if axes else None
+    job = replace(spec.job(), drill=())
+    return {"job": job, "axes": axes, "tps": tps, "trusted": list(spec.trusted_axes)} if axes else None
 
 
 def _open_axes(spec: JobSpec, most_per_node: int) -> tuple[list[str], list[int]]:
     """Axes with more than one rank in a layout that the run may enter, and the sizes of tp among these."""
     texts = spec.layouts()
     if texts:
-        layouts = [parse_layout(text, spec.plain()) for text in texts]
+        layouts = [parse_layout(text, spec.job().options) for text in texts]
         axes = {axis for layout in layouts for axis in axes_of(layout)}
         return [axis for axis in AXES if axis in axes], sorted({min(layout.tp, MOST_TP) for layout in layouts if layout.tp > 1})
-    pins, unequal = pinned({**spec.plain(), "layout": spec.layout or AUTO}), bool(spec.microbatch_tokens)
+    pins, unequal = spec.job().pins, bool(spec.microbatch_tokens)
     closed = {
         "tp": spec.float8 or most_per_node < 2 or (spec.compile and unequal),
         "cp": spec.compile or unequal or most_per_node < 2,
@@ -85,8 +85,8 @@ class LayoutCheck:
         self._folder = TemporaryDirectory(prefix="elastic-layouts-")
         here = Path(self._folder.name)
         (here / "data").mkdir()
-        (here / "asked").write_text(json.dumps({**asked, "job": with_made_up_data(asked["job"], here / "data")}))
-        paths = [asked["job"]["folder"], str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+        (here / "asked").write_text(json.dumps({**asked, "job": with_made_up_data(asked["job"], here / "data").plain()}))
+        paths = [asked["job"].folder, str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
         own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment = {**os.environ, **own}
         with open(here / "asked") as question, open(here / "said", "w") as said:
@@ -175,9 +175,9 @@ def check_open(spec: JobSpec, model: ModelProfile) -> None:
 
 
 def _key(asked: Mapping[str, Any]) -> str:
-    job = asked["job"]
+    job = asked["job"].plain()
     program = Path(job["program"])
-    parts = {key: job.get(key) for key in KEYS} | {name: asked[name] for name in ("axes", "tps", "trusted")}
+    parts = {key: job[key] for key in KEYS} | {name: asked[name] for name in ("axes", "tps", "trusted")}
     parts |= {"code": _code(), "program": digest_of_file(program), "name": program.name}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -204,7 +204,7 @@ def _file(asked: Mapping[str, Any]) -> Path:
 
 def _kept(asked: Mapping[str, Any]) -> Verdict | None:
     """What was found of the same program before."""
-    folder = Path(asked["job"]["program"]).resolve().parent
+    folder = Path(asked["job"].program).resolve().parent
     try:
         text = _file(asked).read_text()
     except OSError:

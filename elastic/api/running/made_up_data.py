@@ -3,28 +3,29 @@ credentials."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from elastic.config.data_section import KINDS
+from elastic.types import DataKeys, Job
 
 
-def with_made_up_data(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The job's keys; where its tokens are in a remote store, with zeros that are written to `folder` instead."""
-    source = (job.get("data") or {}).get("train") or {}
-    remote = isinstance(source, dict) and "://" in str(next((source[kind] for kind in KINDS if kind in source), ""))
+def with_made_up_data(job: Job, folder: Path) -> Job:
+    """The job; where its tokens are in a remote store, with zeros that are written to `folder` instead."""
+    source = job.data.train or {}
+    remote = "://" in str(next((source[kind] for kind in KINDS if kind in source), ""))
     if not remote or not source.get("seq") or source.get("pack") in ("document", "whole", "pad"):
-        return dict(job)
+        return job
     (folder / "zeros.bin").write_bytes(bytes(2 * (8 * int(source["seq"]) + 1)))
     train = {"tokens": str(folder), "pattern": "*.bin", "dtype": "uint16", "seq": source["seq"]}
-    return {**job, "data": {"train": train}}
+    return replace(job, data=DataKeys(train=train))
 
 
 @contextmanager
-def made_up_data(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def made_up_data(job: Job) -> Iterator[Job]:
     """The same in a folder of its own."""
     with TemporaryDirectory() as folder:
         yield with_made_up_data(job, Path(folder))

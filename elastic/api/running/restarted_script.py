@@ -118,7 +118,8 @@ class _ScriptRun:
             lease = taken(self.place.storage, self.name)
             stack.callback(lease.release)
             before, stored, cut = taken_over(self.place, self.options)
-            self._check_same(before)
+            seen = view_of(before)
+            self._check_same(before, seen)
             self._say(f"run {self.name}: {RESTARTED.format(file=self.file.name)}")
             cluster = None
             if self.address is None:
@@ -126,7 +127,7 @@ class _ScriptRun:
                 stack.callback(cluster.close)
             where = "a Ray cluster on this machine" if self.address is None else f"the Ray cluster at {self.address}"
             self._say(f"run {self.name}: uses {where}; its journal is {self.place.journal}")
-            journal = _Told(self.place.open_journal(lease.epoch, stored, cut), view_of(before), self._say)
+            journal = _Told(self.place.open_journal(lease.epoch, stored, cut), seen, self._say)
             warn_of_clock(before, time.time())
             run = ScriptRun(self._job(), cluster, lease, journal, self._say, bill_of(before) if before else None)
             script = run.to_the_end(self._start(lease.epoch, before, cut.said if cut is not None else ""))
@@ -139,14 +140,13 @@ class _ScriptRun:
         assert script.outcome is not None
         return Result(self.name, script.outcome, data, self.place.folder)
 
-    def _check_same(self, before: Sequence[Line]) -> None:
+    def _check_same(self, before: Sequence[Line], view: View) -> None:
         """The run goes on with the script that it had. Raises SpecError; ProgramError where it has failed, unseen."""
         if not before:
             return
-        view = view_of(before)
-        if not view.job.get("restarted"):
+        if not view.job.restarted:
             raise SpecError(f"run '{self.name}' is one that is changed live, not a script's; give another --run-name")
-        was = view.job.get("script")
+        was = view.job.script
         if view.phase == "succeeded":
             raise SpecError(f"run '{self.name}' is done; give another --run-name, or none, to start anew")
         if was != str(self.file) and not self.options.allow_changed:

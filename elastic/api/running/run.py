@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from elastic.api.running.start_checks import (
     warn_of_clock,
 )
 from elastic.config.clusters import ClusterSpec, load_cluster
-from elastic.config.fingerprint import KEY, fingerprint
+from elastic.config.fingerprint import fingerprint
 from elastic.config.job import JobSpec, check_budget, check_fit, embedded_pools, job_of, load_drill, load_job, pool_of
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, SENTENCE
@@ -245,7 +245,7 @@ class _Run:
             stack.callback(backend.close)
             journal = self.place.open_journal(lease.epoch, stored, self._cut)
             stack.callback(journal.close)
-            self._watch(stack)
+            self._watch(stack, before)
             last = drive(backend, journal, start, state, found=self._damaged)
         return self._result(last)
 
@@ -271,7 +271,7 @@ class _Run:
         n_samples = self._n_samples() if self.address is None else None  # an unreadable corpus is found here, once
         if n_samples == N_POSITIONS and self.options.show:
             print(SENTENCE, file=self._out())
-        job, problems = self.spec.plain(), list[str]()
+        job, problems = self.spec.job(), list[str]()
         model = profile_of(self.program, job)
         found = checkpoint_index.find(self.storage, problems)
         if problems and not found:
@@ -280,7 +280,7 @@ class _Run:
         start = DriverStarted(
             self.name,
             epoch,
-            job | {KEY: fingerprint(self.spec.program, job, model, n_samples)},
+            replace(job, fingerprint=fingerprint(self.spec.program, job, model, n_samples)).plain(),
             self.pools,
             model,
             attached=self.address is not None and state is not None and state.phase not in ENDED and self._cut is None,
@@ -291,7 +291,7 @@ class _Run:
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:
-            start = replace(start, paid_until_s=paid_until_s(before, float(state.job.get("orphan_lease_s") or 900.0), False))
+            start = replace(start, paid_until_s=paid_until_s(before, state.job.orphan_lease_s, False))
         check_same(before, start, found[0].meta if found else {}, self.options.allow_changed)
         if self.options.supervised and not self.options.allow_changed:
             check_not_failed(self.name, state.fatal if state is not None and state.phase == "failed" else "")
@@ -337,12 +337,12 @@ class _Run:
         )
         return RayBackend(run, cluster, lease, show=self.terminal.say if self.terminal is not None else None)
 
-    def _watch(self, stack: ExitStack) -> None:
+    def _watch(self, stack: ExitStack, before: Sequence[Line]) -> None:
         if self.terminal is not None:
             where = "a Ray cluster on this machine" if self.address is None else f"the Ray cluster at {self.address}"
             said = f"run {self.name}: uses {where}; its journal is {self.journal_path}"
             print(said, file=self._out())
-            self.terminal.start()
+            self.terminal.start(before)
             stack.callback(self.terminal.stop)
 
     def _result(self, state: State) -> Result:
@@ -373,7 +373,7 @@ class _Run:
 
     def _n_samples(self) -> int:
         try:
-            return len(dataset_of(self.program, self.spec.plain()))
+            return len(dataset_of(self.program, self.spec.job()))
         except OSError as error:
             raise SpecError(f"{self.spec.program}: its dataset cannot be read: {error}") from error
 

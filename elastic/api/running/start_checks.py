@@ -129,8 +129,9 @@ def check_cp(spec: JobSpec, program: Program) -> None:
     from elastic.data.collate import collate
     from elastic.worker.parallel.context_parallel import check_calls
 
-    dataset = dataset_of(program, spec.plain())
-    budget = budget_of(spec.plain(), dataset, 2 * cp)
+    job = spec.job()
+    dataset = dataset_of(program, job)
+    budget = budget_of(job, dataset, 2 * cp)
     length = budget.of_one(0, 1).length if budget is not None else None
     check_calls(program, collate([item_of(dataset, 0, length)]), cp)
 

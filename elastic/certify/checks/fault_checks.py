@@ -18,6 +18,7 @@ from elastic.types import (
     CopyStored,
     DigestPart,
     Holding,
+    Job,
     Layout,
     NodePrepared,
     Plan,
@@ -49,7 +50,7 @@ KEPT = Bound("steps_before_acknowledged_copy", "a loss costs at most the steps s
 FUNCTION = Bound(
     "probe_difference",
     "the loss of one fixed sample, in the layout before and the one after, must agree within float32's tolerance (relative)",
-    most=tolerance({}),
+    most=tolerance(Job()),
 )
 CONTENT = Bound("content_equal", "position-keyed digests of all tensors before and after the move", least=1)
 

@@ -17,7 +17,7 @@ from elastic.certify.gpu.solo import plan_for
 from elastic.data.collate import collate
 from elastic.data.order import sample_ids
 from elastic.reshard.shards import RNG
-from elastic.types import Layout, WorkerId
+from elastic.types import Job, Layout, WorkerId
 from elastic.worker.parallel.model_options import needs_fsdp
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.rendezvous import host_store
@@ -60,14 +60,14 @@ class Ours:
     """elastic's state and steps of one rank on one GPU, called one by one."""
 
     def __init__(self, program: Any, job: dict[str, Any], device: Any, rows: int) -> None:
-        self.program, self.job, self.device, self.rows = program, job, device, rows
-        profile = profile_of(program, job)
+        self.program, self.job, self.device, self.rows = program, Job.from_plain(job), device, rows
+        profile = profile_of(program, self.job)
         self.n_blocks, self.me = profile.n_blocks, WorkerId("node0", 0)
         self.store = host_store("127.0.0.1", 30.0)
-        self.groups = Groups(1, Layout(), device, needs_fsdp(job, Layout()))
+        self.groups = Groups(1, Layout(), device, needs_fsdp(self.job, Layout()))
         self.groups.join(("127.0.0.1", self.store.port), 0, 1, 60.0)
-        self.state = TrainState(program, profile, self.groups, (Layout(), (self.n_blocks,), 0), job)
-        self.state.fill_fresh(int(job["seed"]))
+        self.state = TrainState(program, profile, self.groups, (Layout(), (self.n_blocks,), 0), self.job)
+        self.state.fill_fresh(self.job.seed)
         memory = HostMemory(pinned=device.type == "cuda")
         self.host = HostCopies(memory, self.state.tensors, frozenset({RNG}), 2)
         self.dataset = program.dataset()

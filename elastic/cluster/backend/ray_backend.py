@@ -50,6 +50,7 @@ from elastic.types import (
     Event,
     FormGroups,
     GroupsFormed,
+    Job,
     Node,
     NodeLost,
     NodePrepared,
@@ -110,7 +111,7 @@ class RayBackend:
         from elastic.cluster.backend.aggregate import Gather
 
         threading.Thread(target=importlib.import_module, args=("torch.distributed",), daemon=True).start()
-        run = self.run
+        run, job = self.run, Job.from_plain(self.run.job)
         self._anchor_s = time.time() - time.monotonic()
         self._connected = self._connect()
         self.storage = open_storage(run.uri)
@@ -119,19 +120,19 @@ class RayBackend:
         nobody = WorkerId("", 0)
         setup = WorkerSetup(
             nobody, 0, "", dict(run.job), self.storage.uri, run.epoch, run.session, run.python_path,
-            float(run.job.get("orphan_lease_s") or 900.0), outlives, run.logs,
+            job.orphan_lease_s, outlives, run.logs,
         )  # fmt: skip
         self.crew = Crew(setup, run.namespace, local=self.cluster is not None)
         folder = self.storage if outlives and not self.storage.remote else None  # embedded nodes are on this host
         self.entrance = Entrance(self.crew, folder=folder, attached=run.attach)
-        verify = self.commit is None and bool(run.job.get("verify_copies"))
+        verify = self.commit is None and job.verify_copies
         self.copies = DurableCopies(self.storage, run.epoch, run.meta, self.commit, verify, run.digests)
         self.gather = Gather(self.copies.commit, self._workers_of)
-        self.silence = Silence(POLL_S, run.job.get("max_silence_s"), patience_s(run.job))
+        self.silence = Silence(POLL_S, job.max_silence_s, patience_s(job))
         self.outlook = Outlook.of(run.pools, embedded=self.cluster is not None)
         self.survey = Survey(AWAY_MOST_S if outlives else 0.0)
         self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else self._acquisition()
-        schedule = drills.Schedule(run.job.get("drill") or (), self.storage.hasty(drills.MARK_MOST_S))
+        schedule = drills.Schedule(job.drill, self.storage.hasty(drills.MARK_MOST_S))
         self.drilling = Drilling(schedule, self.provider, self.crew, self.nodes, run.pools)
         self.before = Attached(run, self.crew, outlives)
         for plan in self.before.plans:

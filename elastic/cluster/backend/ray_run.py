@@ -16,7 +16,8 @@ from elastic.types import Plan, Pool
 class RayRun:
     """What the backend needs to know of a run.
 
-    `uri`: the run's folder. `address`: of an existing cluster, as ray.init takes it; without meaning for the embedded one.
+    `job`: as plain data, which its workers get. `uri`: the run's folder. `address`: of an existing cluster, as ray.init takes
+    it; without meaning for the embedded one.
     `spared`: drills leave the nodes of an existing cluster alone and take their workers only.
     `attach`: a driver was here before, its actors may live; `plans`: those that they may still run, the newest last; `step`:
     the last one of them that is written down. `logs`: a folder for what the workers print; None = where Ray puts it.

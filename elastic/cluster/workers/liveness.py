@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from typing import Any, Protocol
+from typing import Protocol
 
 from elastic.cluster.workers.absent_ranks import Arrived, At, missing
-from elastic.types import Plan, Silent, WorkerId
+from elastic.types import Job, Plan, Silent, WorkerId
 from elastic.worker.process.doing import PATIENT, Doing
 
 STEPPING_LEAST_S, STEP_TIMES = 1.0, 5.0
@@ -62,10 +62,10 @@ def _still_s(seen: _Seen) -> float:
     return seen.still_s
 
 
-def patience_s(job: Mapping[str, Any]) -> float:
+def patience_s(job: Job) -> float:
     """How long ranks wait at least for one that does not come: a script that has the loop may do on one rank what takes its
     time, and compiled code is made anew for other shares."""
-    return COMPILING_S if job.get("compile") else PATIENT_LEAST_S if job.get("script") else 0.0
+    return COMPILING_S if job.compile else PATIENT_LEAST_S if job.script else 0.0
 
 
 @dataclass

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import compute, memory
@@ -22,7 +21,7 @@ from elastic.planner.layout_search import site_of
 from elastic.planner.layout_space import Space
 from elastic.planner.offers import Group, Part
 from elastic.planner.step_split import step_of
-from elastic.types import HardwareProfile, Layout
+from elastic.types import HardwareProfile, Job, Layout
 
 MODES = ("none", "selective", "full")
 MOST_MICROBATCHES = 10  # numbers of them that are tried
@@ -61,7 +60,7 @@ class Kind:
         return memory.usable_bytes(chip.gpu.memory_bytes, layout, chip.on_gpu) if chip.gpu.memory_bytes else float("inf")
 
 
-def kinds_of(job: Mapping[str, Any], pool: Sequence[Group]) -> tuple[Kind, ...]:
+def kinds_of(job: Job, pool: Sequence[Group]) -> tuple[Kind, ...]:
     """The fastest first; all with the links of the slowest between nodes."""
     slowest = min(group.hardware.link_bytes_per_s for group in pool)
     found: dict[HardwareProfile, list[Group]] = {}
@@ -83,13 +82,13 @@ def taken(pool: Sequence[Group], n_gpus: int) -> Iterator[tuple[Group, int]]:
             yield group, n
 
 
-def peak_of(pool: Sequence[Group], name: str, job: Mapping[str, Any]) -> float:
+def peak_of(pool: Sequence[Group], name: str, job: Job) -> float:
     """FLOP/s of a GPU of that group in the job's precision."""
     group = next(group for group in pool if group.pool == name)
-    return site_of(job, group.hardware, group.gpus_per_node).chip.gpu.peak(str(job.get("precision") or "float32"))
+    return site_of(job, group.hardware, group.gpus_per_node).chip.gpu.peak(job.precision)
 
 
-def layouts(cache: Cache, job: Mapping[str, Any], pool: Sequence[Group], worst: Callable[[], float]) -> Iterator[Found]:
+def layouts(cache: Cache, job: Job, pool: Sequence[Group], worst: Callable[[], float]) -> Iterator[Found]:
     """`worst`: a step that takes longer than these seconds is of no interest (any more)."""
     kinds = kinds_of(job, pool)
     sizes = tuple(sorted({group.gpus_per_node for group in pool}))
@@ -108,10 +107,8 @@ def layouts(cache: Cache, job: Mapping[str, Any], pool: Sequence[Group], worst: 
 # ------------------------------------------------------------------------------------------ unequal shares
 
 
-def _shared(
-    cache: Cache, job: Mapping[str, Any], kinds: tuple[Kind, ...], shape: Layout, worst: Callable[[], float]
-) -> Iterator[Found]:
-    inner, batch = shape.tp * shape.cp * shape.pp, int(job["global_batch"])
+def _shared(cache: Cache, job: Job, kinds: tuple[Kind, ...], shape: Layout, worst: Callable[[], float]) -> Iterator[Found]:
+    inner, batch = shape.tp * shape.cp * shape.pp, job.global_batch
     ranks = [kind.n_gpus // inner for kind in kinds]
     if not all(ranks) or sum(ranks) > batch:
         return
@@ -186,11 +183,9 @@ def rows_of(n_rows: int, ranks: Sequence[int], speeds: Sequence[float]) -> list[
 # ------------------------------------------------------------------------------------------ unequal stages
 
 
-def _staged(
-    cache: Cache, job: Mapping[str, Any], kinds: tuple[Kind, ...], shape: Layout, worst: Callable[[], float]
-) -> Iterator[Found]:
+def _staged(cache: Cache, job: Job, kinds: tuple[Kind, ...], shape: Layout, worst: Callable[[], float]) -> Iterator[Found]:
     """Every pipeline goes through all kinds; the fastest one has the last stages, which also have the head."""
-    inner, batch = shape.tp * shape.cp, int(job["global_batch"])
+    inner, batch = shape.tp * shape.cp, job.global_batch
     if any(kind.n_gpus % inner for kind in kinds):
         return
     most = gcd(*(kind.n_gpus // inner for kind in kinds))
@@ -262,9 +257,8 @@ def _block_s(cache: Cache, site: Site, layout: Layout, step: Step) -> float:
 # ------------------------------------------------------------------------------------------ both
 
 
-def _modes(job: Mapping[str, Any]) -> tuple[str, ...]:
-    wanted = job.get("activation_checkpointing")
-    return (str(wanted),) if wanted else MODES
+def _modes(job: Job) -> tuple[str, ...]:
+    return (job.activation_checkpointing,) if job.activation_checkpointing else MODES
 
 
 def _numbers(batch: int, layout: Layout) -> list[int]:
@@ -275,7 +269,7 @@ def _numbers(batch: int, layout: Layout) -> list[int]:
     return fitting[:MOST_MICROBATCHES]
 
 
-def _allowed(cache: Cache, job: Mapping[str, Any], layout: Layout, kinds: tuple[Kind, ...]) -> bool:
+def _allowed(cache: Cache, job: Job, layout: Layout, kinds: tuple[Kind, ...]) -> bool:
     try:
         step_of(cache.work.model, job, replace(layout, microbatch_size=0), min(kind.site.per_node for kind in kinds))
     except InfeasiblePlan:

@@ -23,9 +23,9 @@ def peer_every(state: State, nodes: Sequence[Node], copies: Copies) -> int:
     """Steps between peer copies of a new plan; 0 when nobody keeps them."""
     if not copies.to:
         return 0
-    wanted = state.job.get("peer_every", "auto")
+    wanted = state.job.peer_every
     if wanted != "auto":
-        return int(wanted)
+        return wanted
     flight_s = max(0, copies.n_bytes - BURST_BYTES) / copies.bytes_per_s if copies.bytes_per_s else 0.0
     return best_every(state, nodes, copy_cost_s(state), flight_s)
 
@@ -52,9 +52,9 @@ def best_every(state: State, nodes: Sequence[Node], cost_s: float, flight_s: flo
 def durable_every(state: State, nodes: Sequence[Node], alone: bool = False) -> int:
     """Steps between durable copies: sqrt(2 x stall x mean time between losses) (Young 1974, Daly 2006), at least 20 steps
     and at most a quarter of the job; at most 10 when no other node holds a copy (`alone`, or there is one node only)."""
-    wanted = state.job.get("durable_every", "auto")
+    wanted = state.job.durable_every
     if wanted != "auto":
-        return int(wanted)
+        return wanted
     every = DURABLE_UNMEASURED
     if state.step_time_s:
         stall_s = state.durable_stall_s or STALL_UNMEASURED_S
@@ -69,7 +69,7 @@ def durable_every(state: State, nodes: Sequence[Node], alone: bool = False) -> i
 def adjust(state: State, now_s: float) -> Decision | None:
     """Another number of steps between peer copies for the running plan, when the measured cost says so clearly."""
     plan = state.plan
-    if plan is None or not plan.copies_to or not plan.peer_every or state.job.get("peer_every", "auto") != "auto":
+    if plan is None or not plan.copies_to or not plan.peer_every or state.job.peer_every != "auto":
         return None
     if state.n_copies_timed < CHANGE_COPIES or not state.step_time_s or not copy_cost_s(state):
         return None

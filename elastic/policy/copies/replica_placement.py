@@ -16,7 +16,6 @@ from elastic.types.grid import replica_key, stage_ranks
 Keepers = tuple[tuple[int, ...], ...]
 
 COPIES = 1  # in other failure domains, where the job says 'auto'
-LINK_SHARE = 0.1  # of a node's link, under the collectives of training
 RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE_MOST = 0.2, 8 << 30, 0.25  # of a node's host memory: for everything else
 STORING = 1  # own buffers besides those of peer copies, while a durable copy is written
 
@@ -129,14 +128,14 @@ def holders(layout: Layout, ranks: Sequence[WorkerId], to: Keepers) -> dict[tupl
 
 def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
     """Who keeps whose copies under this choice: as many as the job asks for, fewer where nodes or host memory do not do."""
-    wanted = state.job.get("peer_copies", "auto")
-    n = COPIES if wanted == "auto" else int(wanted)
+    wanted = state.job.peer_copies
+    n = COPIES if wanted == "auto" else wanted
     used = Counter(worker.node_id for worker in choice.ranks)
-    if not n or len(used) < 2 or state.job.get("peer_every") == 0 or state.model is None:
+    if not n or len(used) < 2 or state.job.peer_every == 0 or state.model is None:
         return Copies()
     by_id = {node.node_id: node for node in nodes}
     zones = {name: _zone(state, by_id.get(name)) for name in used}
-    across = bool(state.job.get("copies_across_zones", False))
+    across = state.job.copies_across_zones
     sizes = rank_bytes(state.model, choice, rounded=bool(state.pinned_rounded & used.keys()))
     room = _room(state, choice, nodes, used)
     first = ""
@@ -226,5 +225,4 @@ def _pace(state: State, nodes: Sequence[Node]) -> float:
     """Bytes per second that a node may send of its copies."""
     kinds = {pool.accelerator_type for pool in state.pools if pool.name in {node.pool for node in nodes}}
     links = [profile.link_bytes_per_s for profile in state.hardware if profile.accelerator_type in kinds]
-    share = float(state.job.get("copy_link_share", LINK_SHARE))
-    return share * min(links, default=HardwareProfile().link_bytes_per_s)
+    return state.job.copy_link_share * min(links, default=HardwareProfile().link_bytes_per_s)

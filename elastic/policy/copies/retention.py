@@ -17,7 +17,6 @@ from elastic.policy.state.state import State
 from elastic.types import Copy, CopyDamaged, CopyFailed, CopyRemoved, CopyVerified, Decision, Evaluated, RemoveCopy
 from elastic.types.replacing import replace
 
-KEEP_LAST = 2
 KEPT_EVALUATIONS = 4096
 COPY_TRIES, COPY_WAIT_S = 3, 5.0  # for the copy of the last step, and for one that a notice makes urgent
 
@@ -43,17 +42,16 @@ def removal(state: State) -> Decision:
 
 def kept(state: State) -> frozenset[str]:
     """URIs of the copies that stay, by descending claim: newest, best, every m-th."""
-    copies = state.durable
-    last, every, best = (int(state.job.get(key) or 0) for key in ("keep_last", "keep_every", "keep_best"))
+    copies, every = state.durable, state.job.keep_every
     scored = [copy for copy in sorted(copies, key=lambda copy: _score(state, copy)) if _score(state, copy)[0] < math.inf]
     stepped = [copy for copy in copies if every and copy.step % every == 0]
     right = _verified(state)
     wanted = [
         *copies[:1],
         *right[:1],
-        *copies[: last or KEEP_LAST],
+        *copies[: state.job.keep_last],
         *_from_before_a_check(state),
-        *scored[:best],
+        *scored[: state.job.keep_best],
         *stepped,
         *right,
     ]
@@ -63,20 +61,20 @@ def kept(state: State) -> frozenset[str]:
 
 def _verified(state: State) -> list[Copy]:
     """The newest copy that was read back and is right; all where none was."""
-    if not state.job.get("verify_copies"):
+    if not state.job.verify_copies:
         return []
     return [copy for copy in state.durable if copy.uri in state.verified][:1] or list(state.durable)
 
 
 def _from_before_a_check(state: State) -> list[Copy]:
     """What the run goes back to where ranks turn out to have computed wrong numbers since the last check that found nothing."""
-    wanted = bool(state.job.get("check_numbers_every"))
+    wanted = bool(state.job.check_numbers_every)
     return [copy for copy in state.durable if copy.step <= state.checked_step][:1] if wanted else []
 
 
 def _most(state: State) -> int | None:
     """How many copies the quota allows with room for the next; at least one."""
-    quota_gb = state.job.get("storage_quota_gb")
+    quota_gb = state.job.storage_quota_gb
     if not quota_gb or not state.durable or not state.durable[0].n_bytes:
         return None
     return max(1, int(quota_gb * 1e9 / (1.02 * state.durable[0].n_bytes)) - 1)
@@ -89,8 +87,7 @@ def _score(state: State, copy: Copy) -> tuple[float, int]:
 
 
 def _rules(state: State) -> str:
-    keys = {key: state.job.get(key) for key in ("keep_last", "keep_every", "keep_best", "storage_quota_gb")}
-    keys["keep_last"] = keys["keep_last"] or KEEP_LAST
+    keys = {key: getattr(state.job, key) for key in ("keep_last", "keep_every", "keep_best", "storage_quota_gb")}
     return ", ".join(f"{key}={value:g}" for key, value in keys.items() if value)
 
 

@@ -6,7 +6,7 @@ whatever the generation: it is all that a recovery can start from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from elastic.policy.faults import refused_layouts
@@ -93,7 +93,7 @@ def tripped(state: State, guard: str, text: str, step: int, at_s: float) -> Stat
     if known and known.cause != "infrastructure":
         return state
     before = [s for name, s in state.rolled_back if name == guard]
-    if step in before or len(before) >= rollbacks_most(state.job, guard):
+    if step in before or len(before) >= state.job.guards.of(guard).rollbacks:
         times = "one roll-back" if len(before) == 1 else f"{len(before)} roll-backs"
         return replace(state, fatal=f"{text}; again, after {times}: look at these samples and at the learning rate")
     rolled_back = (*state.rolled_back, (guard, step))
@@ -102,12 +102,6 @@ def tripped(state: State, guard: str, text: str, step: int, at_s: float) -> Stat
     if state.aborting:
         return replace(state, aborting=replace(state.aborting, failure=failure))
     return failed(state, failure)
-
-
-def rollbacks_most(job: Mapping[str, Any], guard: str) -> int:
-    """How often a run may be rolled back by this guard."""
-    rule = (job.get("guards") or {}).get(guard) or {}
-    return int(rule.get("rollbacks", 1))
 
 
 def _guard_tripped(state: State, event: GuardTripped, at_s: float) -> State:

@@ -128,9 +128,9 @@ class _Book:
         pools = {pool.name: pool for pool in state.pools}
         self.have = {name: pool_allocation.asked(state, name, now_s) for name in pools}
         counted = pool_allocation.there(state)
-        bound, most = state.job.get("max_nodes"), most_workers(state.job)
+        bound, most = state.job.max_nodes, most_workers(state.job)
         n_coming = sum(self.have.values())
-        self.nodes: float = inf if bound is None else int(bound) - len(state.alive) - n_coming  # all that is paid for counts
+        self.nodes: float = inf if bound is None else bound - len(state.alive) - n_coming  # all that is paid for counts
         gpus = sum(node.gpus for node in counted) + sum(pools[name].gpus_per_node * n for name, n in self.have.items())
         self.workers: float = inf if most is None else most - gpus
         self.usd_per_h = sum(pools[name].usd_per_node_h * n for name, n in self.have.items())
@@ -195,10 +195,10 @@ class _Book:
 def potential(state: State) -> tuple[Node, ...]:
     """The nodes there are and all that the pools could still give: if no plan fits them, none ever will."""
     nodes = [node for node in state.alive if node.status not in ("quarantined", "draining")]
-    bound = state.job.get("max_nodes")
+    bound = state.job.max_nodes
     for pool in pool_allocation.by_price(state):
         missing = pool.max_nodes - sum(node.pool == pool.name for node in nodes)
-        room = missing if bound is None else min(missing, int(bound) - len(nodes))
+        room = missing if bound is None else min(missing, bound - len(nodes))
         nodes += [Node(f"{pool.name}?{k}", pool.name, pool.gpus_per_node) for k in range(max(0, room))]
     return tuple(nodes)
 

@@ -47,16 +47,16 @@ def waiting(state: State, fixed: Pool, missing: int, now_s: float) -> Waiting:
     spot = [pool for pool in state.pools if pool.market_type == "spot"]
     idle = state.usd_per_h - state.head_usd_per_h if state.phase == "waiting" else 0.0
     price = fixed.usd_per_gpu_h * missing
-    hour = state.job.get("waiting_usd_per_h", "auto")
+    hour = state.job.waiting_usd_per_h
     if hour == "auto":
-        hour = 0.0 if state.job.get("deadline_h") is not None else price
+        hour = 0.0 if state.job.deadline_h is not None else price
     n, pause_s = max(1, len(state.alive)), drain.lead_of(state).pause_s
     spot_usd = min((hazard.usd_per_gpu_h(state, pool, n, pause_s) for pool in spot), default=0.0) * missing
     droughts = ((hazard.dry_for_h(state, pool.name, now_s), 1 + hazard.of(state, pool.name).droughts) for pool in spot)
     dry_h, ends = min(droughts, default=(inf, 1))
     once = price * (hazard.start_s(state, fixed.name) + 2 * pause_s) / 3600
-    less = idle + float(hour) - (price - spot_usd)
-    waits = f"waiting costs ${idle + float(hour):.2f}/h (${idle:.2f} of it idle nodes)"
+    less = idle + hour - (price - spot_usd)
+    waits = f"waiting costs ${idle + hour:.2f}/h (${idle:.2f} of it idle nodes)"
     costs = f"{waits}, on demand ${price - spot_usd:.2f}/h more than spot"
     if less <= 0:
         return Waiting(False, f"{costs}: spot is waited for", now_s + LOOK_S)

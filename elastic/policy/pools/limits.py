@@ -33,14 +33,13 @@ def stop_most_s(state: State) -> float:
 
 
 def budget_usd(state: State) -> float | None:
-    budget = state.job.get("budget_usd")
-    return None if budget is None else float(budget)
+    return state.job.budget_usd
 
 
 def deadline_s(state: State) -> float | None:
     """When the run must have ended: `deadline_h` hours after its first start."""
-    hours = state.job.get("deadline_h")
-    return None if hours is None or state.first_started_at_s is None else state.first_started_at_s + 3600 * float(hours)
+    hours = state.job.deadline_h
+    return None if hours is None or state.first_started_at_s is None else state.first_started_at_s + 3600 * hours
 
 
 def wish(state: State, at_s: float) -> StopWish | None:
@@ -68,9 +67,8 @@ def _by_deadline(state: State, at_s: float) -> StopWish | None:
     left = state.steps - state.step
     if state.phase == "running" and state.step_time_s and at_s + left * step_s(state) < end_s:
         return None  # it gets done
-    hours = float(state.job["deadline_h"])
     where = f" at step {state.step} of {state.steps}" if state.steps else ""  # a script's steps are its own
-    return StopWish(f"the deadline of {hours:g} h is over{where}", at_s, limit=True)
+    return StopWish(f"the deadline of {state.job.deadline_h:g} h is over{where}", at_s, limit=True)
 
 
 def wakes(state: State, now_s: float) -> list[float]:

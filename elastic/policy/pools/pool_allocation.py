@@ -15,7 +15,7 @@ from elastic.planner.cost.model_cost import Work
 from elastic.policy.plans import choice_of
 from elastic.policy.pools import deadline, drain, hazard
 from elastic.policy.state.state import Request, State
-from elastic.types import Layout, Node, Pool, is_auto, parse_layout, pinned
+from elastic.types import Layout, Node, Pool, is_auto, parse_layout
 
 ORDER = {"owned": 0, "reserved": 1, "spot": 2, "on-demand": 3}
 REQUEST_LASTS_S = 900.0  # a request without an answer is withdrawn then
@@ -47,10 +47,10 @@ class Need:
 
 def cheapest(state: State) -> bool:
     """Is the run to be as cheap as its limits allow, not as fast as possible?"""
-    purpose = state.job.get("purpose") or "fastest"
-    if purpose == "auto":
-        return state.job.get("deadline_h") is not None or state.job.get("on_demand_floor", "auto") != "auto"
-    return bool(purpose == "cheapest")
+    job = state.job
+    if job.purpose == "auto":
+        return job.deadline_h is not None or job.on_demand_floor != "auto"
+    return job.purpose == "cheapest"
 
 
 def wants(state: State, now_s: float) -> tuple[list[Want], Need]:
@@ -152,14 +152,14 @@ def notice_of_end_s(state: State, pool: Pool) -> float:
 def least_workers(state: State) -> int:
     """With fewer the job cannot run: min_workers, the smallest layout that it names, and memory for its state."""
     job = state.job
-    wanted = job.get("layout") or "auto"
+    wanted = job.layout
     if not isinstance(wanted, str):
-        layouts = [parse_layout(str(text)) for text in wanted.values()]
+        layouts = [parse_layout(text) for text in wanted.values()]
     else:
-        layouts = [Layout(**pinned(job)) if is_auto(wanted) else parse_layout(wanted)]
-    least = max(int(job.get("min_workers") or 1), min(layout.world_size for layout in layouts))
+        layouts = [Layout(**job.pins) if is_auto(wanted) else parse_layout(wanted)]
+    least = max(job.min_workers, min(layout.world_size for layout in layouts))
     memory = max((pool.memory_bytes_per_gpu for pool in state.pools), default=0)
-    if state.model is None or not memory or job.get("offload"):
+    if state.model is None or not memory or job.offload:
         return least
     return max(least, ceil(Work.of(state.model).state_bytes / (USABLE * memory)))
 
@@ -169,11 +169,11 @@ def least_workers(state: State) -> int:
 
 def floor_nodes(state: State, fixed: list[Pool]) -> tuple[int, str]:
     """Nodes on demand that are kept whatever spot does, and why."""
-    wanted = state.job.get("on_demand_floor", "auto")
+    wanted = state.job.on_demand_floor
     if not fixed:
         return 0, ""
     if not isinstance(wanted, str):
-        return int(wanted), f"on_demand_floor is {int(wanted)}"
+        return wanted, f"on_demand_floor is {wanted}"
     n = _copy_nodes(state, fixed[0])
     price = f"{n} on-demand node{'s' * (n > 1)} for one whole copy of the state, ${n * fixed[0].usd_per_node_h:.2f}/h"
     if wanted == "copy":
@@ -319,7 +319,5 @@ def _steady_workers(state: State, fixed: list[Pool]) -> int:
     """The most workers that do not depend on spot."""
     steady = [pool for pool in state.pools if pool.market_type in ("owned", "reserved")]
     nodes = sorted([p.gpus_per_node for p in (*fixed, *steady) for _ in range(p.max_nodes)], reverse=True)
-    bound = state.job.get("max_nodes")
-    most = state.job.get("max_workers")
-    n = sum(nodes[: int(bound)] if bound is not None else nodes)
-    return min(n, int(most)) if most else n
+    n = sum(nodes[: state.job.max_nodes])
+    return min(n, state.job.max_workers or n)

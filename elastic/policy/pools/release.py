@@ -70,8 +70,8 @@ def _idle(state: State) -> list[Node]:
 
 
 def _above_bound(state: State) -> tuple[list[ReleaseNode], list[str]]:
-    bound = state.job.get("max_nodes")
-    n = 0 if bound is None else len(state.alive) - len(state.releasing) - int(bound)
+    bound = state.job.max_nodes
+    n = 0 if bound is None else len(state.alive) - len(state.releasing) - bound
     if n <= 0:
         return [], []
     price = {pool.name: pool.usd_per_node_h for pool in state.pools}

@@ -113,9 +113,9 @@ def ready(state: State, now_s: float) -> bool:
 def followed(state: State) -> bool:
     """There are speeds and some steps to go, and the job lets the speeds be followed."""
     plan = state.plan
-    compiled = bool(state.job.get("compile"))  # torch's compiler gives up on cut tensors of a shape that varies
+    compiled = state.job.compile  # torch's compiler gives up on cut tensors of a shape that varies
     varying = compiled and plan is not None and plan.layout.tp > 1
-    wanted = state.job.get("rebalance", True) and not state.uneven_failed and not varying
+    wanted = state.job.rebalance and not state.uneven_failed and not varying
     return bool(wanted and state.speeds and state.steps - state.step > LAST_STEPS)
 
 
@@ -234,11 +234,11 @@ def most_samples(state: State, plan: Plan) -> list[int]:
 def rows_that_fit(state: State, plan: Plan, room_bytes: int, most: int) -> int:
     """Samples of a microbatch."""
     model, layout = state.model, plan.layout
-    pinned = int(state.job.get("microbatch_size") or 0)
+    pinned = state.job.microbatch_size or 0
     most = min(most, pinned) if pinned else most
     if model is None or model.sample is None or not room_bytes:
         return min(most, layout.microbatch_size) if layout.microbatch_size and room_bytes else most
-    work, dtype = Work.of(model), str(state.job.get("precision") or "float32")
+    work, dtype = Work.of(model), state.job.precision
     deepest = max(balance.blocks_at(layout, plan.layers))
     usable = memory.usable_bytes(room_bytes, layout, on_gpus(state, plan.nodes))
 

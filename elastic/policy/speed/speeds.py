@@ -84,7 +84,7 @@ def rates(state: State, nodes: Sequence[Node]) -> dict[WorkerId, float] | None:
     """Units per second of every worker of these nodes; None = nothing was measured, or unequal shares did not fit. A worker
     within BAND of the median of its pool counts as that. Who was never measured: the median of its pool, else that of another
     pool as the hardware of the two differs, else the median of all."""
-    if not state.speeds or state.uneven_failed or not state.job.get("rebalance", True):
+    if not state.speeds or state.uneven_failed or not state.job.rebalance:
         return None
     known = {worker: 1 / found.unit_s for worker, found in estimates(state).items() if _counts(state, worker)}
     if not known:

@@ -43,6 +43,7 @@ from elastic.types import (
     DropGroups,
     EnterPlan,
     InstancesSeen,
+    Job,
     NodeLost,
     NodePrepared,
     NodeReady,
@@ -93,7 +94,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
     if event.attached and state.model is not None:  # its workers have told, and will not do so again
         model = replace(model, sample=model.sample or state.model.sample)
     known: dict[str, Any] = {
-        "run": event.run, "epoch": event.epoch, "job": event.job, "pools": event.pools, "model": model,
+        "run": event.run, "epoch": event.epoch, "job": Job.from_plain(event.job), "pools": event.pools, "model": model,
         "hardware": event.hardware, "durable": durable, "billed_at_s": at_s,
         "forms_ahead": event.forms_ahead,
     }  # fmt: skip
@@ -136,7 +137,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
 
 def _losses_before(state: State, event: DriverStarted) -> dict[str, Any]:
     """What is known of losses; nothing where the program or the mathematics of the job were changed since."""
-    if state.job.get(KEY) != event.job.get(KEY):
+    if state.job.fingerprint != event.job.get(KEY):
         return {}
     return {"probes": state.probes, "losses": state.losses}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from elastic.types import (
     Abort,
@@ -16,6 +16,7 @@ from elastic.types import (
     HardwareProfile,
     Holding,
     InstancesSeen,
+    Job,
     Layout,
     Losses,
     ModelProfile,
@@ -150,7 +151,7 @@ class State:
     phase: Phase = "waiting"
     run: str = ""
     epoch: int = 0
-    job: Mapping[str, Any] = field(default_factory=dict)
+    job: Job = Job()
     pools: tuple[Pool, ...] = ()
     model: ModelProfile | None = None
     hardware: tuple[HardwareProfile, ...] = ()
@@ -273,7 +274,7 @@ class State:
 
     @property
     def steps(self) -> int:
-        return int(self.job.get("steps", 0))
+        return self.job.steps
 
     @property
     def digest(self) -> str:
@@ -304,7 +305,7 @@ class State:
 
     @property
     def head_usd_per_h(self) -> float:
-        return float(self.job.get("head_usd_per_h") or 0.0)
+        return self.job.head_usd_per_h
 
     @property
     def starting_usd_per_h(self) -> float:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from elastic.errors import ElasticError, StateLost
 from elastic.reshard.shards import owned_boxes, state_specs
 from elastic.storage import Storage
-from elastic.types import DTYPE_BYTES, CopyFailed, Event, ModelProfile, Plan, ShardStored, WorkerId
+from elastic.types import DTYPE_BYTES, CopyFailed, Event, Job, ModelProfile, Plan, ShardStored, WorkerId
 from elastic.types.grid import replica_key
 from elastic.worker.checkpoint import checkpoint_writer
 from elastic.worker.checkpoint.disk_space import check_space
@@ -30,7 +30,7 @@ class Holder(Protocol):
     """The worker whose state is saved (session.workplace)."""
 
     me: WorkerId
-    job: dict[str, Any]
+    job: Job
     profile: ModelProfile
     storage: Storage
     held: list[Held]
@@ -160,7 +160,7 @@ class Saving:
         number, profile = plan.generation, place.profile
         names = {box.fqn for box in owned_boxes(profile, plan.layout, plan.layers, rank)}
         mine = {fqn: item for fqn, item in tensors.items() if fqn in names}
-        quota_gb = place.job.get("storage_quota_gb")
+        quota_gb = place.job.storage_quota_gb
         own_bytes = sum(box.n_bytes for box, _ in mine.values())
         check_space(place.storage, (step, number), (own_bytes, state_bytes(profile)), quota_gb)
         n_bytes = checkpoint_writer.write_shard(place.storage, step, number, rank, list(mine.values()))

@@ -11,7 +11,7 @@ from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import with_stream
 from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.program import Program
-from elastic.types import ModelProfile
+from elastic.types import Job, ModelProfile
 from elastic.worker.equivalence.layout_values import batch_of
 from elastic.worker.equivalence.structure import Structure, structure_of
 from elastic.worker.profile.sample_profile import traced_sample
@@ -19,10 +19,10 @@ from elastic.worker.program.job_program import with_job
 from elastic.worker.step.loss_scale import profile_of
 
 
-def model_profile_of(program: Program, job: Mapping[str, Any]) -> ModelProfile:
+def model_profile_of(program: Program, job: Job) -> ModelProfile:
     """Traces the model on the meta device and runs the first sample of the dataset there; allocates no weights.
 
-    `job`: plain data, as of job.yaml. `sample` is None where samples are of unequal length (`microbatch_tokens`). Raises
+    `sample` is None where samples are of unequal length (`microbatch_tokens`). Raises
     ProgramError for what the program raises there, SpecError where its dataset cannot be read.
     """
     dataset, sample = _data(program, job)
@@ -36,10 +36,10 @@ def model_profile_of(program: Program, job: Mapping[str, Any]) -> ModelProfile:
         raise ProgramError(f"{_where(job)}: on the meta device, where tensors have no values, it {_raised(error)}") from error
 
 
-def _data(program: Program, job: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+def _data(program: Program, job: Job) -> tuple[Any, Mapping[str, Any]]:
     """The dataset, and its first sample."""
     try:
-        dataset = dataset_of(program, dict(job))
+        dataset = dataset_of(program, job)
         return dataset, dataset[0]
     except ElasticError:
         raise
@@ -47,7 +47,7 @@ def _data(program: Program, job: Mapping[str, Any]) -> tuple[Any, Mapping[str, A
         raise SpecError(f"{_where(job)}: its dataset {_raised(error)}") from error
 
 
-def structure_of_job(program: Program, job: Mapping[str, Any]) -> Structure:
+def structure_of_job(program: Program, job: Job) -> Structure:
     """What the program's structure says against layouts; nothing where it cannot be followed."""
     dataset, _ = _data(program, job)
     program = with_stream(with_job(program, job), dataset, job)
@@ -59,16 +59,16 @@ def structure_of_job(program: Program, job: Mapping[str, Any]) -> Structure:
         raise ProgramError(f"{_where(job)}: its forward pass {_raised(error)}") from error
 
 
-def samples_of(program: Program, job: Mapping[str, Any], n: int) -> list[Mapping[str, Any]]:
+def samples_of(program: Program, job: Job, n: int) -> list[Mapping[str, Any]]:
     """The first few samples of the dataset, as `model_profile_of` sees the first one; none where they are of unequal length."""
     dataset, first = _data(program, job)
-    if job.get("microbatch_tokens"):
+    if job.microbatch_tokens:
         return []
     return [first, *(dataset[i] for i in range(1, min(n, len(dataset))))]
 
 
-def _where(job: Mapping[str, Any]) -> str:
-    return str(job.get("program") or "the program")
+def _where(job: Job) -> str:
+    return job.program or "the program"
 
 
 def _raised(error: Exception) -> str:

@@ -28,7 +28,7 @@ from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import with_stream
 from elastic.errors import ElasticError
 from elastic.program import Program, load_program
-from elastic.types import Layout, ModelProfile
+from elastic.types import Job, Layout, ModelProfile
 from elastic.version import PACKAGE
 from elastic.worker.equivalence.forward_trace import Batch
 from elastic.worker.equivalence.layout_values import (
@@ -57,11 +57,11 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Asked:
-    """`job`: as plain data, with its program. `axes`: that the run may use, of dp, tp, cp, pp; `tps`: sizes of tp besides the
+    """`axes`: that the run may use, of dp, tp, cp, pp; `tps`: sizes of tp besides the
     smallest that are tried too; `trusted`: axes that are not to be checked. `most_s`: for comparing values on all axes; what
     it does not suffice for is not compared."""
 
-    job: Mapping[str, Any]
+    job: Job
     axes: Sequence[str] = tuple(FAMILIES)
     tps: Sequence[int] = (2,)
     trusted: Sequence[str] = ()
@@ -105,8 +105,8 @@ class Verdict:
 def check(asked: Asked) -> Verdict:
     """Raises ElasticError where the program cannot be built."""
     began = time.monotonic()
-    job = dict(asked.job)
-    program = with_job(load_program(job["program"]), job)
+    job = asked.job
+    program = with_job(load_program(job.program), job)
     dataset = dataset_of(program, job)
     program = with_stream(program, dataset, job)
     profile = trace(program)
@@ -118,7 +118,7 @@ def check(asked: Asked) -> Verdict:
         found = _compared(asked, program, profile, batch, found)
     found = replace(found, structure=_trusted(found.structure, asked.trusted))
     seconds = round(time.monotonic() - began, 3)
-    return replace(found, seconds=seconds, files=files_of(job["program"]), packages=packages())
+    return replace(found, seconds=seconds, files=files_of(job.program), packages=packages())
 
 
 def _trusted(found: Structure, axes: Sequence[str]) -> Structure:
@@ -266,7 +266,7 @@ def main(arguments: Iterable[str]) -> int:
     with open(out, "w") as file:
         for one in given if isinstance(given, list) else [given]:
             try:
-                line = check(Asked(**one)).plain()
+                line = check(Asked(**{**one, "job": Job.from_plain(one["job"])})).plain()
             except ElasticError as error:
                 line = {"error": str(error)}
             except Exception as error:  # noqa: BLE001 - the boundary of the process

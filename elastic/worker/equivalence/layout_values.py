@@ -25,7 +25,7 @@ from elastic.data.collate import collate
 from elastic.errors import ElasticError, ProgramError
 from elastic.models.attention import over
 from elastic.program import Program
-from elastic.types import Layout, ModelProfile, Plan, WorkerId
+from elastic.types import Job, Layout, ModelProfile, Plan, WorkerId
 from elastic.types.grid import coordinates
 from elastic.worker.equivalence.forward_trace import Batch, python_random
 from elastic.worker.equivalence.no_randomness import Still, draws_left, quiet
@@ -202,10 +202,10 @@ def _whole(program: Program) -> nn.Module:
     return model
 
 
-def job_of_copy(job: Mapping[str, Any]) -> dict[str, Any]:
+def job_of_copy(job: Job) -> Job:
     """The job in plain float32, without what is no mathematics of a layout."""
-    kept = {key: value for key, value in job.items() if key not in NOT_OF_A_LAYOUT}
-    return kept | {"global_batch": ROWS, "n_samples": ROWS, "steps": 1, "seed": 0}
+    plain = {key: getattr(Job, key) for key in NOT_OF_A_LAYOUT}
+    return replace(job, **plain, global_batch=ROWS, n_samples=ROWS, steps=1, seed=0)
 
 
 def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
@@ -227,7 +227,7 @@ def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
 # ------------------------------------------------------------------------------------------ one layout
 
 
-def compare(small: Copy, job: Mapping[str, Any], batch: Batch, layout: Layout, most_s: float = FAMILY_MOST_S) -> Compared:
+def compare(small: Copy, job: Job, batch: Batch, layout: Layout, most_s: float = FAMILY_MOST_S) -> Compared:
     """Runs the layout in processes of its own. Never raises for what the program does there. Ranks that have parts of the
     sequences get these as long as this machine allows, of fewer samples where need be."""
     if layout.cp == 1 or small.long_batch is None:
@@ -244,7 +244,7 @@ def compare(small: Copy, job: Mapping[str, Any], batch: Batch, layout: Layout, m
     return replace(found, unclear=f"with {most} of {n} positions only, since more are too much for this machine")
 
 
-def _compare(small: Copy, job: Mapping[str, Any], batch: Batch, layout: Layout, most_s: float) -> Compared:
+def _compare(small: Copy, job: Job, batch: Batch, layout: Layout, most_s: float) -> Compared:
     began = time.monotonic()
     try:
         whole = small.one_process(batch, layout.cp)
@@ -256,7 +256,7 @@ def _compare(small: Copy, job: Mapping[str, Any], batch: Batch, layout: Layout, 
     for rank in range(layout.world_size):
         here, there = FORKS.Pipe(duplex=False)
         process = FORKS.Process(
-            target=_rank, args=(there, small, dict(job), (batch, whole), (layout, rank, store.port, secret)), daemon=True
+            target=_rank, args=(there, small, job, (batch, whole), (layout, rank, store.port, secret)), daemon=True
         )
         process.start()
         there.close()
@@ -359,9 +359,7 @@ def _judged(layout: Layout, answers: list[dict[str, Any]], seconds: float, times
     return Compared(str(layout), problem, seconds, loss, whole, off, worst * GRADIENT_AGREES, at)
 
 
-def _rank(
-    pipe: Connection, small: Copy, job: dict[str, Any], known: tuple[Batch, Pass], place: tuple[Layout, int, int, str]
-) -> None:
+def _rank(pipe: Connection, small: Copy, job: Job, known: tuple[Batch, Pass], place: tuple[Layout, int, int, str]) -> None:
     torch.set_num_threads(1)
     try:
         answer: tuple[str, Any] = ("done", _values(small, job, known, place))
@@ -373,7 +371,7 @@ def _rank(
     pipe.send(answer)
 
 
-def _values(small: Copy, job: dict[str, Any], known: tuple[Batch, Pass], place: tuple[Layout, int, int, str]) -> dict[str, Any]:
+def _values(small: Copy, job: Job, known: tuple[Batch, Pass], place: tuple[Layout, int, int, str]) -> dict[str, Any]:
     layout, rank, port, secret = place
     batch, (whole, gradients, outputs) = known
     n_rows = len(next(iter(batch.values())))

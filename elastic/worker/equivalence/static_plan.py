@@ -9,19 +9,19 @@ from typing import Any
 from elastic.config.job import JobSpec
 from elastic.data.budget import KEY as BUDGET
 from elastic.errors import SpecError
-from elastic.types import Layout, ModelProfile, Plan, Resume, WorkerId, parse_layout, pinned
+from elastic.types import Layout, ModelProfile, Plan, Resume, WorkerId, parse_layout
 from elastic.types.grid import fills_rounds
 
 
 def layout_of(spec: JobSpec, world_size: int, asked: str | None = None) -> Layout:
     """`asked`, else the job's own where it is one of `world_size` ranks, else (`auto`) dp_shard over all ranks, or over what
     the axes that the job pins leave of them. Raises SpecError."""
-    texts, job = [asked] if asked is not None else spec.layouts(), spec.plain()
-    found = [layout for text in texts if (layout := parse_layout(text, job)).world_size == world_size]
+    texts, job = [asked] if asked is not None else spec.layouts(), spec.job()
+    found = [layout for text in texts if (layout := job.layout_of(text)).world_size == world_size]
     if texts and not found:
         there = " or ".join(f"'{text}' ({parse_layout(text).world_size} ranks)" for text in texts)
         raise SpecError(f"{spec.name}: {world_size} ranks were started, its layout is {there}; start as many, or give --layout")
-    layout = found[0] if found else _rest_sharded(spec, pinned(job), world_size)
+    layout = found[0] if found else _rest_sharded(spec, job.pins, world_size)
     if layout.dp > spec.global_batch:
         raise SpecError(
             f"{spec.name}: layout '{layout}' has {layout.dp} data-parallel ranks, global_batch={spec.global_batch} has fewer "

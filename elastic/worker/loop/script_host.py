@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from elastic.errors import ElasticError, ProgramError, SpecError
+from elastic.types import Job
 from elastic.worker.loop.handoff import Turns, Word
 from elastic.worker.loop.loop import Offer, Outcome, Run, here
 from elastic.worker.process.readback import Number
@@ -58,8 +59,8 @@ class Source:
     seed: int = 0
 
     @classmethod
-    def of(cls, job: Mapping[str, Any]) -> Source:
-        return cls(str(job["script"]), tuple(job.get("args") or ()), int(job.get("seed") or 0))
+    def of(cls, job: Job) -> Source:
+        return cls(str(job.script), job.args, job.seed)
 
     def run(self) -> None:
         """As `python FILE ARGS` would, under the job's seed. Raises what the script raises."""
@@ -222,7 +223,7 @@ class Script:
                 self.finished = False
                 self.turns.answer(AGAIN)
 
-    def begin(self, plan: Plan, state: TrainState, job: dict[str, Any], extra: ExtraState) -> Program:
+    def begin(self, plan: Plan, state: TrainState, job: Job, extra: ExtraState) -> Program:
         """A generation begins: its state goes to the script's own objects. Returns the program that they make."""
         run = self._stand(state.step)
         program = with_job(run.program, job)
@@ -230,7 +231,7 @@ class Script:
         rebind(run.optimizer, state.optimizers.each)
         extra.load(state.tensors)
         run.model.attach(state.model)
-        run.rank, run.world_size, run.steps = state.rank, plan.layout.world_size, int(job["steps"])
+        run.rank, run.world_size, run.steps = state.rank, plan.layout.world_size, job.steps
         run.step_index = state.step
         return program
 

@@ -15,7 +15,7 @@ import torch
 from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.models.attention import Seen, SequenceShard, over
 from elastic.program import Program
-from elastic.types import AUTO, Layout, is_auto, parse_layout, pinned
+from elastic.types import Job, Layout, is_auto, parse_layout
 from elastic.types.grid import Coordinates
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.calls import call_model, inputs_of, loss_of
@@ -107,12 +107,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 # ------------------------------------------------------------------------------------------ checks
 
 
-def largest_cp(job: Mapping[str, Any]) -> int:
+def largest_cp(job: Job) -> int:
     """Of the layouts that a job names; 1 where it leaves cp to the planner."""
-    wanted = job.get("layout", AUTO)
+    wanted = job.layout
     if is_auto(wanted):
-        return int(pinned(job).get("cp", 1))
-    texts = list(wanted.values()) if isinstance(wanted, Mapping) else [str(wanted)]
+        return int(job.pins.get("cp", 1))
+    texts = [wanted] if isinstance(wanted, str) else list(wanted.values())
     return max((parse_layout(text).cp for text in texts), default=1)
 
 

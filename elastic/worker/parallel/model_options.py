@@ -7,7 +7,7 @@ loss, is float32 again. FSDP2 does the casts, also where nothing is sharded: the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
-from elastic.types import Layout
+from elastic.types import Job, Layout
 from elastic.types.grid import coordinates
 from elastic.worker.parallel.activation_checkpointing import checkpoint_blocks
 from elastic.worker.parallel.compiled import compile_blocks
 from elastic.worker.parallel.float8 import use_float8
 
 
-def needs_fsdp(job: Mapping[str, Any], layout: Layout) -> bool:
+def needs_fsdp(job: Job, layout: Layout) -> bool:
     """Must the modules be FSDP2's, even if there is nothing to shard over?"""
-    return layout.offload or any(job.get(key, "float32") != "float32" for key in ("precision", "reduce_dtype"))
+    return layout.offload or (job.precision, job.reduce_dtype) != ("float32", "float32")
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,17 @@ class Options:
     float8: bool = False
 
     @classmethod
-    def of(cls, job: Mapping[str, Any], layout: Layout, rank: int) -> Options:
-        low = job.get("precision", "float32") != "float32"
+    def of(cls, job: Job, layout: Layout, rank: int) -> Options:
         plain = not needs_fsdp(job, layout)
         return cls(
             layout.activation_checkpointing,
             layout.zero_stage,
             layout.offload,
-            getattr(torch, job["precision"]) if low else None,
-            None if plain else getattr(torch, job.get("reduce_dtype") or "float32"),
+            getattr(torch, job.precision) if job.precision != "float32" else None,
+            None if plain else getattr(torch, job.reduce_dtype),
             coordinates(layout, rank).pp == layout.pp - 1,  # of the last of its stages
-            bool(job.get("compile")),
-            bool(job.get("float8")),
+            job.compile,
+            job.float8,
         )
 
     def wrap(self, blocks: Sequence[nn.Module]) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from elastic.data.collate import collate
 from elastic.errors import InternalError, SpecError
-from elastic.types import HardwareProfile, ModelProfile
+from elastic.types import HardwareProfile, Job, ModelProfile
 from elastic.version import PACKAGE
 from elastic.worker.process.free_memory import free_gpu_bytes, free_host_bytes
 from elastic.worker.profile import measure_process
@@ -32,7 +32,7 @@ LAST_LINES = 3
 
 @dataclass(frozen=True)
 class Wanted:
-    """`job`, `some`: as plain data, and a few samples of its dataset: its passes are run too, where they are not too large.
+    """`job`, `some`: with a few samples of its dataset; its passes are run too, where they are not too large.
     `samples`: of a step, on all ranks; `seconds`: of measuring, once the processes are there; `storage`: URI, '' = is not
     measured; `sizes`: () = as many processes as this machine bears."""
 
@@ -42,7 +42,7 @@ class Wanted:
     seconds: float = 45.0
     storage: str = ""
     sizes: tuple[int, ...] = ()
-    job: Mapping[str, Any] | None = None
+    job: Job | None = None
     some: Sequence[Mapping[str, Any]] = ()
 
 
@@ -94,7 +94,7 @@ def _asked(wanted: Wanted) -> dict[str, Any]:
         "times": max(1, -(-wanted.samples // max(sizes))),
         "seconds": wanted.seconds,
         "storage": wanted.storage,
-        "program": dict(wanted.job) if wanted.job and wanted.some and _runs_here(wanted, sizes) else None,
+        "program": wanted.job.plain() if wanted.job and wanted.some and _runs_here(wanted, sizes) else None,
         "sample_flop": sample.flop if sample is not None else 0.0,
     }
 

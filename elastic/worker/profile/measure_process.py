@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from elastic.types import Attention, Matmul
+from elastic.types import Attention, Job, Matmul
 
 ALONE, CROWDED, TALK = 0.3, 0.45, 0.25  # shares of the time
 LEAD_S = 0.01  # from the word to begin until all begin
@@ -209,7 +209,8 @@ class _Member:
         from elastic.worker.program.calls import call_model, loss_of
         from elastic.worker.program.job_program import with_job
 
-        program = with_job(load_program(self.asked["program"]["program"]), self.asked["program"])
+        job = Job.from_plain(self.asked["program"])
+        program = with_job(load_program(job.program), job)
         model = program.model().to(device=self.device, dtype=self.dtype)
         batch = torch.load(folder / "batch.pt", map_location=self.device, weights_only=True)
         batch = {key: x.to(self.dtype) if x.is_floating_point() else x for key, x in batch.items()}

@@ -25,7 +25,7 @@ from elastic.data.collate import collate
 from elastic.errors import ElasticError
 from elastic.models.attention import Seen, over
 from elastic.program import Program
-from elastic.types import SampleProfile
+from elastic.types import Job, SampleProfile
 from elastic.worker.parallel.activation_checkpointing import kept_ops
 from elastic.worker.parallel.context_parallel import before_cut, check_sum, sequence_length, tensors_in
 from elastic.worker.profile.operations import operations_of
@@ -41,7 +41,7 @@ OUTSIDE = -1  # of all blocks
 GROUPED = torch.ops.aten._grouped_mm.default  # rows by expert
 
 
-def sample_profile(program: Program, job: Mapping[str, Any], sample: Mapping[str, Any]) -> SampleProfile | None:
+def sample_profile(program: Program, job: Job, sample: Mapping[str, Any]) -> SampleProfile | None:
     """`sample`: an item of the dataset. None where the program cannot be run on the meta device, a script computes its loss, or
     samples are of unequal length (`microbatch_tokens`)."""
     try:
@@ -51,12 +51,13 @@ def sample_profile(program: Program, job: Mapping[str, Any], sample: Mapping[str
         return None
 
 
-def traced_sample(program: Program, job: Mapping[str, Any], sample: Mapping[str, Any]) -> SampleProfile | None:
+def traced_sample(program: Program, job: Job, sample: Mapping[str, Any]) -> SampleProfile | None:
     """The same; raises what the program raises on the meta device."""
-    if isinstance(program, LoopProgram) or job.get("microbatch_tokens"):
+    if isinstance(program, LoopProgram) or job.microbatch_tokens:
         return None
-    precision = str(job.get("precision") or "float32")
-    return _Run(program, collate([dict(sample)]), None if precision == "float32" else getattr(torch, precision)).profile()
+    return _Run(
+        program, collate([dict(sample)]), None if job.precision == "float32" else getattr(torch, job.precision)
+    ).profile()
 
 
 @dataclass

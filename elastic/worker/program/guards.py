@@ -13,15 +13,14 @@ from typing import Any, Literal
 
 import torch
 
-from elastic.config.optimization import GUARDS
 from elastic.errors import SpecError
 from elastic.program import Program
+from elastic.types import BlockNormRule, GradNormRule, GuardRule, GuardRules, Job, LossSpikeRule
 from elastic.worker.program.commit import Commit
 
 MEMORY = "guards"  # name of the memory among the extra state
 MAD_TO_SIGMA = 1.4826  # median absolute deviation of a normal distribution -> its standard deviation
 SPREAD_LEAST = 0.01  # of a logarithm: below that a loss is as good as constant
-Rules = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,6 @@ class Trip:
     do: Literal["skip", "rollback", "stop"]
     reason: str
     more: str = ""  # why not what the guard does at first
-
-
-def rules_of(job: Mapping[str, Any]) -> Rules:
-    """The job's `guards`, or what holds where it says nothing."""
-    return job.get("guards") or GUARDS
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -64,9 +58,8 @@ class Window:
 class Memory:
     """What the guards of a job remember between steps; extra state of the program."""
 
-    def __init__(self, rules: Rules) -> None:
-        sizes = {name: (rules.get(name) or {}).get("window", 1) for name in ("loss_spike", "grad_norm")}
-        self.losses, self.norms = Window(sizes["loss_spike"]), Window(sizes["grad_norm"])
+    def __init__(self, rules: GuardRules) -> None:
+        self.losses, self.norms = (Window(rule.window if rule else 1) for rule in (rules.loss_spike, rules.grad_norm))
         self.in_a_row = 0  # steps that were skipped, one after another
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,15 +82,16 @@ class Memory:
         self.in_a_row += 1
 
 
-def needs_memory(rules: Rules) -> bool:
+def needs_memory(rules: GuardRules) -> bool:
     """Does any guard skip steps, or compare with steps before?"""
-    given = [rule for rule in rules.values() if rule]
-    return any(rule.get("z") or rule["do"] == "skip" or (rule["do"], rule["again"]) == ("rollback", "skip") for rule in given)
+    return any(
+        getattr(rule, "z", None) or rule.do == "skip" or (rule.do, rule.again) == ("rollback", "skip") for rule in rules.watched
+    )
 
 
-def with_memory(program: Program, job: Mapping[str, Any]) -> Program:
+def with_memory(program: Program, job: Job) -> Program:
     """The program with the guards' memory as extra state, where they need one. Raises SpecError where its name is taken."""
-    rules = rules_of(job)
+    rules = job.guards
     if not needs_memory(rules) or isinstance(program.extra_state.get(MEMORY), Memory):
         return program
     if MEMORY in program.extra_state:
@@ -115,55 +109,55 @@ def deviations(values: Sequence[float], value: float) -> tuple[float, float]:
     return (value - middle) / max(spread, SPREAD_LEAST), middle
 
 
-def judge(rules: Rules, memory: Memory | None, commit: Commit, blocks: Mapping[str, float]) -> tuple[str, str] | None:
+def judge(rules: GuardRules, memory: Memory | None, commit: Commit, blocks: Mapping[str, float]) -> tuple[str, str] | None:
     """The first guard that trips, and why; None = the step is good. `blocks`: norm of the gradient of each block, where it was
     asked for in this step."""
     if not commit.finite or commit.overflowed:
         return "not_finite", f"train_loss {commit.train_loss:.6g}, gradient norm {commit.grad_norm:.6g}"
-    found = _spike("train_loss", commit.train_loss, rules.get("loss_spike"), memory.losses if memory else None)
+    found = _spike("train_loss", commit.train_loss, rules.loss_spike, memory.losses if memory else None)
     if found:
         return "loss_spike", found
-    rule, norm = rules.get("grad_norm"), commit.grad_norm
+    rule, norm = rules.grad_norm, commit.grad_norm
     window = memory.norms if memory else None
     found = (_bounds("gradient norm", norm, rule) or _spike("gradient norm", norm, rule, window)) if rule else ""
     if found:
         return "grad_norm", found
     for name, value in blocks.items():
-        found = _bounds(f"gradient norm of {name}", value, rules["block_norm"])
+        found = _bounds(f"gradient norm of {name}", value, rules.block_norm) if rules.block_norm else ""
         if found:
             return "block_norm", found
     return None
 
 
-def _spike(what: str, value: float, rule: Rules | None, window: Window | None) -> str:
-    if not rule or not rule.get("z") or window is None or value <= 0 or len(window.values) < rule["after"]:
+def _spike(what: str, value: float, rule: LossSpikeRule | GradNormRule | None, window: Window | None) -> str:
+    if rule is None or not rule.z or window is None or value <= 0 or len(window.values) < rule.after:
         return ""
     z, middle = deviations(window.values, math.log(value))
-    if z <= rule["z"]:
+    if z <= rule.z:
         return ""
     return (
         f"{what} {value:.6g} is {z:.1f} robust deviations above the median {math.exp(middle):.6g} of the last "
-        f"{len(window.values)} steps (at most {rule['z']:g})"
+        f"{len(window.values)} steps (at most {rule.z:g})"
     )
 
 
-def _bounds(what: str, value: float, rule: Rules) -> str:
-    if rule["most"] is not None and value > rule["most"]:
-        return f"{what} {value:.6g} explodes (at most {rule['most']:g})"
-    if rule["least"] is not None and value < rule["least"]:
-        return f"{what} {value:.6g} vanishes (at least {rule['least']:g})"
+def _bounds(what: str, value: float, rule: GradNormRule | BlockNormRule) -> str:
+    if rule.most is not None and value > rule.most:
+        return f"{what} {value:.6g} explodes (at most {rule.most:g})"
+    if rule.least is not None and value < rule.least:
+        return f"{what} {value:.6g} vanishes (at least {rule.least:g})"
     return ""
 
 
-def trip_of(found: tuple[str, str], rule: Rules, step: int, before: Sequence[tuple[str, int]], in_a_row: int) -> Trip:
+def trip_of(found: tuple[str, str], rule: GuardRule, step: int, before: Sequence[tuple[str, int]], in_a_row: int) -> Trip:
     """What is done about it. `before`: guards and steps that the run was rolled back for; `in_a_row`: steps just skipped."""
     guard, reason = found
-    do, more = rule["do"], ""
+    do, more = rule.do, ""
     steps = [s for name, s in before if name == guard]
-    if do == "rollback" and (step in steps or len(steps) >= rule["rollbacks"]):
-        do = rule["again"]
+    if do == "rollback" and (step in steps or len(steps) >= rule.rollbacks):
+        do = rule.again
         more = f"again, after {'one roll-back' if len(steps) == 1 else f'{len(steps)} roll-backs'}"
         more += ": the step is skipped" if do == "skip" else ": look at these samples and at the learning rate"
-    if do == "skip" and in_a_row >= rule["in_a_row"]:
+    if do == "skip" and in_a_row >= rule.in_a_row:
         do, more = "stop", f"{in_a_row} steps in a row were skipped before it: this is no single bad batch"
     return Trip(guard, step, do, f"step {step}: {reason}", more)

@@ -8,18 +8,17 @@ section 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from elastic.config.optimization import decay
+from elastic.types import LrCurve
 
 Factor = Callable[[int], float]
 
 
-def schedule(given: Mapping[str, Any], steps: int) -> Factor:
+def schedule(given: LrCurve, steps: int) -> Factor:
     """The factor on the optimizer's learning rates, of a job of `steps` steps. `given`: its `lr_schedule`."""
-    kind, warmup, least = given["kind"], int(given["warmup_steps"]), float(given["min_factor"])
-    begin, length = decay(given, steps)
+    kind, warmup, least = given.kind, given.warmup_steps, given.min_factor
+    begin, length = given.decay(steps)
 
     def factor(step: int) -> float:
         if step < warmup:

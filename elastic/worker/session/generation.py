@@ -88,7 +88,7 @@ class Generation:
 
     def can_deal(self, samples: Sequence[int]) -> bool:
         """Are these numbers of samples shares of this generation's steps?"""
-        n_ranks, batch = len(self.plan.samples), int(self.place.job["global_batch"])
+        n_ranks, batch = len(self.plan.samples), self.place.job.global_batch
         return len(samples) == n_ranks and sum(samples) == batch and min(samples) > 0
 
     def change(self, action: SetCadence | SetShares) -> None:
@@ -178,7 +178,7 @@ class Generation:
                 entered = PlanEntered(plan.generation, state.step, self.phases_s, taken.n_bytes)
                 place.report(replace(entered, peak_bytes=taken.peak_bytes, left_at_s=place.left_at_s))
             host = self._prepare_copies(state)
-            if self.copies is not None and self.copies.on and state.step < int(place.job["steps"]):
+            if self.copies is not None and self.copies.on and state.step < place.job.steps:
                 self.copies.start(state.step)
             elif self.copies is not None and not self.copies.on:
                 place.keep([h for h in place.held if h.generation == plan.generation])
@@ -229,7 +229,7 @@ class Generation:
             with doing("batch"):
                 first = collate([place.dataset[0]])
             tokens = count_of(place.program, first)
-            stepper.loss_scale.begin(tokens * int(job["global_batch"]))
+            stepper.loss_scale.begin(tokens * job.global_batch)
 
         stepper.read_by(place.dataset)
 
@@ -242,7 +242,7 @@ class Generation:
             stepper.script = place.script
             place.program = place.script.begin(plan, state, job, place.extra)
         stepper.memory = place.extra.objects.get(MEMORY)
-        last = int(job["steps"])
+        last = job.steps
         dataset = place.dataset.reader() if isinstance(place.dataset, Stream) else place.dataset
         finish = run_on(place.device, pinned) if place.device.type == "cuda" else dict
         loader = self.loader = Loader(dataset, parts_of_step, state.step, Ahead.of(job), place.readers, finish=finish)
@@ -253,7 +253,7 @@ class Generation:
             self._finish(state)
             place.saving.save(plan, state, must=True)  # all steps were done before, and the copy of the last was not stored
         while state.step < last and not stop:
-            compiles = stepper.first_step and bool(job.get("compile"))
+            compiles = stepper.first_step and job.compile
             place.at_phase("compiling" if compiles else "stepping", state.step)
             began, cpu_s = time.monotonic(), self._cpu_s()
             with doing("batch"):
@@ -277,8 +277,7 @@ class Generation:
                 self._report_step(heard.commit, state, (step_s, data_s, copy_s))
             if not stop and state.step < last:
                 self._compare(equal, state.step, batches, step_s)
-            every = int(job.get("eval_every") or 0)
-            if state.step == last or (every and state.step % every == 0):
+            if state.step == last or (job.eval_every and state.step % job.eval_every == 0):
                 self._evaluate(stepper, state)
             if state.step == last:
                 self._finish(state)
@@ -366,7 +365,7 @@ class Generation:
         """Peer and durable copies that are due at this boundary. Returns the seconds that the step waited for them."""
         began = time.monotonic()
         place, copies = self.place, self.copies
-        last = state.step == int(place.job["steps"])
+        last = state.step == place.job.steps
         assert copies is not None
         stored = copies.heard(heard.n_copies_stored, heard.n_copies_failed)
         if stored is not None:
@@ -405,7 +404,7 @@ class Generation:
 
     def _evaluated(self, stepper: Stepper, validation: Any) -> dict[str, float]:
         """Of several sets, each by its name, `validation_loss` is the mean of theirs."""
-        n_samples = int(self.place.job.get("eval_samples") or 0)
+        n_samples = self.place.job.eval_samples
 
         def tick() -> None:
             self.place.at_phase("evaluating", stepper.state.step)

@@ -124,7 +124,7 @@ class Probe:
         place = self.place
         budget = budget_of(place.job, place.dataset, stepper.sequence.multiple)
         part = budget.of_one(0, 1) if budget is not None else Microbatch((0,))
-        with drawing(int(place.job["seed"])), doing("batch"):
+        with drawing(place.job.seed), doing("batch"):
             return collate([item_of(place.dataset, 0, part.length)])
 
 

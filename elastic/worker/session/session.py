@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from elastic.config.fingerprint import KEY, fingerprint
+from elastic.config.fingerprint import fingerprint
 from elastic.data.loader_processes import readers_of
 from elastic.data.open_datasets import dataset_of, validation_of
 from elastic.data.progress import heard_by
@@ -35,6 +35,7 @@ from elastic.types import (
     EnterPlan,
     Event,
     FormGroups,
+    Job,
     NodePrepared,
     NodeRefused,
     Prepare,
@@ -98,7 +99,7 @@ class Beat:
 
 
 class Session:
-    """See the module. `job` is the plain job; `run_uri` the run's folder in its storage; `orphan` is called once when the
+    """See the module. `job`: as plain data; `run_uri` the run's folder in its storage; `orphan` is called once when the
     worker has ended its work after the driver was gone (the shell decides when that is). `device`: to train on, where it is
     not the only GPU that this process sees."""
 
@@ -107,7 +108,7 @@ class Session:
     def __init__(self, me: WorkerId, job: dict[str, Any], run_uri: str, orphan: Callable[[], None] | None = None) -> None:
         settle_allocator()
         settle_cuda_allocator()
-        self.me, self.job, self.run_uri, self.orphan = me, dict(job), run_uri, orphan
+        self.me, self.job, self.run_uri, self.orphan = me, Job.from_plain(job), run_uri, orphan
         self._lock = threading.Condition()
         self._outbox: list[tuple[int, Event]] = []
         self._sequence = 0
@@ -388,9 +389,9 @@ class Session:
             checks.begin(self._pool.submit)
         with heard_by(lambda: self._at_phase("preparing", 0)):
             place = self._open()
-        if checks is not None and self.job.get(KEY):
-            mine = fingerprint(self.job["program"], self.job, place.profile, int(self.job["n_samples"]))
-            checks.program(self.job[KEY], mine)
+        if checks is not None and self.job.fingerprint:
+            mine = fingerprint(self.job.program, self.job, place.profile, self.job.n_samples)
+            checks.program(self.job.fingerprint, mine)
         self._notes = self._notes or DeviceNotes(self.me, place.device, self._put)
         rehearse(place)
         if self.me.local_rank == 0:
@@ -404,7 +405,7 @@ class Session:
     def _prepared(self) -> NodePrepared:
         sample = self._place.sample if self._place is not None else None
         rounded = self._place is not None and self._place.host_memory.pinned and rounds_pinned()
-        return NodePrepared(self.me.node_id, (os.getpid(),), int(self.job["n_samples"]), sample, self._admission, rounded)
+        return NodePrepared(self.me.node_id, (os.getpid(),), self.job.n_samples, sample, self._admission, rounded)
 
     def _rehearse(self, place: Workplace, rehearsal: Rehearsal) -> None:
         """Its numbers are garbage, so what the program says of them is no reason to stop: the first step will be slower."""
@@ -420,16 +421,16 @@ class Session:
         device = self._device()
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread
-        if self.job.get("compile"):
+        if self.job.compile:
             settle_compiler(device)
-        if self.job.get("float8"):
+        if self.job.float8:
             check_float8(device)
-        script = Script(Source.of(self.job), device) if self.job.get("script") else None
-        program = with_job(load_program(self.job["program"]) if script is None else script.start(), self.job)
+        script = Script(Source.of(self.job), device) if self.job.script else None
+        program = with_job(load_program(self.job.program) if script is None else script.start(), self.job)
         dataset: Any = dataset_of(program, self.job)
         program = with_stream(program, dataset, self.job)
         profile = profile_of(program, self.job)
-        self.job["n_samples"] = len(dataset)
+        self.job = replace(self.job, n_samples=len(dataset))
         validation = validation_of(program, self.job)
         storage = open_storage(self.run_uri)
         behind = self._pool.submit

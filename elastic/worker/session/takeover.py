@@ -70,7 +70,7 @@ class Takeover:
         source = self.order.plan.resume.source
         if source == "fresh":
             if state is not None:
-                state.fill_fresh(int(self.place.job["seed"]))
+                state.fill_fresh(self.place.job.seed)
                 self.place.extra.fresh(state.tensors)
             return Taken()
         return self._from_storage() if source == "durable" else self._from_memory()

@@ -16,7 +16,7 @@ from elastic.errors import InternalError, StateLost
 from elastic.program import Program
 from elastic.reshard.transfers import participants
 from elastic.storage import Storage
-from elastic.types import Event, ModelProfile, PinningFailed, Plan, SampleProfile, WorkerId
+from elastic.types import Event, Job, ModelProfile, PinningFailed, Plan, SampleProfile, WorkerId
 from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.worker.checkpoint.checkpoint_saver import Saving
 from elastic.worker.process.allocator import trim
@@ -63,7 +63,7 @@ class Workplace:
     me: WorkerId
     program: Program
     profile: ModelProfile
-    job: dict[str, Any]
+    job: Job
     dataset: Any
     validation: Any
     storage: Storage

@@ -30,6 +30,7 @@ from elastic.types import (
     Evaluated,
     Event,
     GuardTripped,
+    Job,
     Layout,
     ModelProfile,
     NodePrepared,
@@ -185,11 +186,11 @@ class Alone:
 
     # ------------------------------------------------------------------------------------------ the run
 
-    def _train(self, meeting: Meeting, job: Mapping[str, Any]) -> None:
+    def _train(self, meeting: Meeting, job: Job) -> None:
         """Generations, until one has begun to step: a durable copy that turns out damaged is passed over."""
         assert self.session.place is not None
         profile = self._checked(self.session.place)
-        mark = fingerprint(self.spec.program, job, profile, job.get("n_samples"))
+        mark = fingerprint(self.spec.program, job, profile, job.n_samples)
         passed: list[str] = []
         while True:
             begin = self._begin(meeting, mark, passed)

@@ -16,7 +16,7 @@ from torch import nn
 from elastic.errors import InternalError, ProgramError
 from elastic.program import Program
 from elastic.reshard.shards import RNG, boxes, first_values, owned_boxes, reread_boxes
-from elastic.types import Box, Holding, Layout, ModelProfile, Transfer, WorkerId
+from elastic.types import Box, Holding, Job, Layout, ModelProfile, Transfer, WorkerId
 from elastic.types.grid import coordinates, replica_key, stages_at
 from elastic.worker.parallel.model_options import Options, to_empty
 from elastic.worker.parallel.parallelize import WHOLE, local, parallelize, tie_again
@@ -72,7 +72,7 @@ class TrainState:
 
     def __init__(
         self, program: Program, profile: ModelProfile, groups: Groups, place: tuple[Layout, tuple[int, ...], int],
-        job: Mapping[str, Any],
+        job: Job,
     ) -> None:  # fmt: skip
         self.program, self.profile = program, profile
         self.layout, self.layers, self.rank = place
@@ -102,7 +102,7 @@ class TrainState:
         self.buffers = StepBuffers(tensor for fqn, (_, tensor) in self.tensors.items() if fqn in buffers)
         self.owned_parameters = [fqn for fqn, _ in trainable if "model." + fqn in owned]
 
-    def _stage(self, stage: int, groups: Groups, job: Mapping[str, Any]) -> nn.Module:
+    def _stage(self, stage: int, groups: Groups, job: Job) -> nn.Module:
         """One pipeline stage's module, cut for this rank, with memory."""
         options = replace(Options.of(job, self.layout, self.rank), gives_output=stage == self.layout.n_stages - 1)
         model = cut_stage(build_meta(self.program), self.program, self.profile, self.layers, stage)

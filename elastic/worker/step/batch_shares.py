@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 from elastic.data.budget import Cut, Microbatch, TokenBudget, pad_share
 from elastic.data.order import sample_ids, share
-from elastic.types import Plan
+from elastic.types import Job, Plan
 from elastic.types.grid import each_microbatches
 from elastic.worker.step.gradient_noise import parts_of
 
@@ -19,7 +18,7 @@ class Shares:
     """By the plan's numbers of samples, or others that the ranks have agreed on since; with a budget, by tokens in the
     proportion of those numbers. Steps count from 0."""
 
-    def __init__(self, job: Mapping[str, Any], plan: Plan, budget: TokenBudget | None = None) -> None:
+    def __init__(self, job: Job, plan: Plan, budget: TokenBudget | None = None) -> None:
         self.job, self.plan, self.budget = job, plan, budget
         self._since: list[tuple[int, tuple[int, ...]]] = [(0, plan.samples)]  # first step -> numbers of samples
         self._cut = lru_cache(STEPS_KEPT)(lambda step: self.cut_of(self.ids(step), step))
@@ -39,8 +38,7 @@ class Shares:
 
     def ids(self, step: int) -> list[int]:
         """Of all ranks."""
-        job = self.job
-        return sample_ids(int(job["n_samples"]), int(job["global_batch"]), int(job["seed"]), step)
+        return sample_ids(self.job.n_samples, self.job.global_batch, self.job.seed, step)
 
     def cut(self, step: int) -> Cut:
         return self._cut(step)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from elastic.types import Job
 from elastic.worker.state.train_state import TrainState
 
 
@@ -42,13 +42,13 @@ def drawing(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(state: TrainState, job: Mapping[str, Any], device: torch.device) -> Iterator[None]:
+def evaluating(state: TrainState, job: Job, device: torch.device) -> Iterator[None]:
     """Of a generation's own model, without gradients; the same kernels as ever but for a job that compiles them."""
     buffers = state.buffers.watched
     before = [buffer.clone() for buffer in buffers]
-    eager = torch.compiler.set_stance("force_eager") if job.get("compile") else nullcontext()
+    eager = torch.compiler.set_stance("force_eager") if job.compile else nullcontext()
     try:
-        with modes_kept(state.models), drawing(int(job["seed"]), device), torch.no_grad(), eager:
+        with modes_kept(state.models), drawing(job.seed, device), torch.no_grad(), eager:
             state.train(False)
             yield
     finally:

@@ -9,15 +9,13 @@ torch.amp.GradScaler; the loss is a sum here, so the first scale is divided by t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from elastic.program import Program
 from elastic.reshard.shards import LOSS_SCALE
-from elastic.types import ModelProfile, TensorSpec
+from elastic.types import Job, ModelProfile, TensorSpec
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
 
@@ -25,20 +23,20 @@ FIRST, LARGEST, SMALLEST = 2.0**16, 2.0**24, 2.0**-24  # powers of two: scaling 
 GROWTH_STEPS = 2000  # good steps after which it is doubled
 
 
-def profile_of(program: Program, job: Mapping[str, Any]) -> ModelProfile:
+def profile_of(program: Program, job: Job) -> ModelProfile:
     """The program's profile, with what the job adds to the training state. Raises ProgramError as `trace` does."""
     profile = trace(with_job(program, job))
     return replace(profile, extra=(*profile.extra, *scale_specs(job)))
 
 
-def scale_specs(job: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+def scale_specs(job: Job) -> tuple[TensorSpec, ...]:
     """The box, where the job has one."""
-    if job.get("precision") != "float16":
+    if job.precision != "float16":
         return ()
     return (TensorSpec(LOSS_SCALE, (2,), "float64", trainable=False, buffer=True),)
 
 
-def fresh_scale(job: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def fresh_scale(job: Job) -> dict[str, torch.Tensor]:
     """The box before the first step, where the job has one."""
     return {spec.fqn: torch.zeros(spec.shape, dtype=torch.float64) for spec in scale_specs(job)}
 

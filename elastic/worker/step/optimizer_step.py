@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from elastic.data.streams import N_POSITIONS
 from elastic.errors import InternalError, ProgramError
 from elastic.program import Program
 from elastic.reshard.shards import LOSS_SCALE
-from elastic.types import Plan
+from elastic.types import Job, Plan
 from elastic.types.grid import coordinates, stages_at
 from elastic.worker.parallel.context_parallel import Sequence
 from elastic.worker.parallel.model_options import begin_microbatch
@@ -42,7 +42,7 @@ from elastic.worker.program.calls import (
     rows_in,
 )
 from elastic.worker.program.commit import Commit
-from elastic.worker.program.guards import Memory, Trip, judge, rules_of, trip_of
+from elastic.worker.program.guards import Memory, Trip, judge, trip_of
 from elastic.worker.program.loop_program import LoopProgram
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.batch_shares import Shares
@@ -85,10 +85,6 @@ def _n_rows(batch: Batch) -> int:
     return int(next(iter(batch.values())).shape[0])
 
 
-def _every(job: Mapping[str, Any]) -> int:
-    return int((job.get("noise_scale") or {}).get("every", 0))
-
-
 def seed(number: int, device: torch.device) -> None:
     """As torch.manual_seed, of the CPU's generator and the device's: that formats a traceback for each other kind of device."""
     if device.type not in ("cpu", "cuda"):
@@ -103,7 +99,7 @@ class Stepper:
     """Runs the steps of one generation on one rank."""
 
     def __init__(
-        self, program: Program, job: Mapping[str, Any], plan: Plan, state: TrainState, groups: Groups,
+        self, program: Program, job: Job, plan: Plan, state: TrainState, groups: Groups,
         faults: DeviceFaults | None = None,
     ) -> None:  # fmt: skip
         self.program, self.job, self.plan, self.state, self.groups = program, job, plan, state, groups
@@ -130,13 +126,19 @@ class Stepper:
         box = state.tensors.get(LOSS_SCALE)
         self.loss_scale = LossScale(box[1] if box is not None else None)
         self.script: BatchScript | None = None  # whose loop computes the gradients
-        self.clip_grad_norm: float | None = job.get("clip_grad_norm")
+        self.clip_grad_norm: float | None = job.clip_grad_norm
         self.imbalance = 0.0  # of the newest step: tokens per sample of the rank that had the most, over the mean of all
         self.committed: tuple[float, ...] = ()  # what the commit of the newest step that was done gave
-        self.rules = rules_of(job)
+        self.rules = job.guards
         self.memory: Memory | None = None  # of the guards, in the training state
         self.trip: Trip | None = None  # of the newest step, where a guard has skipped it
-        self.noise_every = 0 if cannot(plan, state.profile, isinstance(program, LoopProgram)) else _every(job)
+        self.noise_every = (
+            0
+            if cannot(plan, state.profile, isinstance(program, LoopProgram))
+            else job.noise_scale.every
+            if job.noise_scale
+            else 0
+        )
         self.local = LocalGradients(state.models) if self.noise_every else None
         self.noise: tuple[float, float] | None = None  # of the newest step, where it was measured
         self._told: Pending | None = None  # what this rank has put into the newest commit
@@ -250,7 +252,7 @@ class Stepper:
     def _by_script(self, batch: Batch, train: bool, valid: int | None) -> tuple[Number, Number]:
         """The same where a script computes the loss; in a rehearsal nobody does."""
         if train:
-            epoch = self.state.step * int(self.job["global_batch"]) // int(self.job["n_samples"])
+            epoch = self.state.step * self.job.global_batch // self.job.n_samples
             return self.script.compute(batch, self.state.step, epoch) if self.script is not None else (0.0, 0)
         evaluation = self.program.evaluation  # type: ignore[attr-defined]
         kept = {k: v[: max(1, valid) if valid is not None else None] for k, v in batch.items()}
@@ -263,7 +265,7 @@ class Stepper:
     def _check_loop(self) -> None:
         """The optimizer step is about to come: what the script has told with it, and whether it has trained this model."""
         assert self.script is not None
-        self.clip_grad_norm = self.script.clip_grad_norm or self.job.get("clip_grad_norm")
+        self.clip_grad_norm = self.script.clip_grad_norm or self.job.clip_grad_norm
         if all(parameter.grad is None for parameter in self.state.parameters.values()):
             raise ProgramError(
                 "the loss given to run.backward does not depend on run.model: call run.model(...), not the model that was "
@@ -282,7 +284,7 @@ class Stepper:
         """
         step = self.state.step
         mine = self.dp * self.plan.layout.cp + self.at.cp
-        seed((int(self.job["seed"]) * 1_000_003 + step) * 65_537 + mine, self.device)
+        seed((self.job.seed * 1_000_003 + step) * 65_537 + mine, self.device)
         local = self.local if self._measures_noise(step + 1) else None
         if local is not None:
             local.begin()
@@ -350,8 +352,7 @@ class Stepper:
         return noise(heard.small_square_norm, heard.commit.square_norm, sizes)
 
     def _looks_at_blocks(self, step: int) -> bool:
-        rule = self.rules.get("block_norm")
-        return bool(rule) and step % int((rule or {})["every"]) == 0
+        return self.rules.block_norm is not None and step % self.rules.block_norm.every == 0
 
     def _judged(self, commit: Commit) -> Trip | None:
         """What the guards say of the step that is being done: a function of the commit, the training state and the plan."""
@@ -363,7 +364,7 @@ class Stepper:
         if found is None:
             return None
         in_a_row = self.memory.in_a_row if self.memory is not None else 0
-        return trip_of(found, self.rules[found[0]], step, self.plan.rolled_back, in_a_row)
+        return trip_of(found, self.rules.of(found[0]), step, self.plan.rolled_back, in_a_row)
 
     def offender(self, trip: Trip, together: bool = True) -> Offender:
         """Which rank it was; all ranks take part here, or else (`together`) nobody is named."""
@@ -371,7 +372,7 @@ class Stepper:
         told = self._told
         mine = (told.loss_sum, float(told.tokens), told.square_norm)
         step, n = trip.step - 1, self.plan.layout.dp
-        stream = int(self.job["n_samples"]) == N_POSITIONS
+        stream = self.job.n_samples == N_POSITIONS
         ids = None if stream else [self.shares.ids_of(step, dp) for dp in range(n)]
         if not together:
             return Offender(-1, None, UNNAMED, None if stream else tuple(self.shares.ids(step)))
@@ -454,7 +455,7 @@ class Stepper:
     def _weigh(self, heard: Heard) -> None:
         each = zip(heard.tokens, self.shares.samples(self.state.step), strict=True)
         fullest = max(tokens / n_samples for tokens, n_samples in each if n_samples)
-        mean = heard.commit.tokens / int(self.job["global_batch"])
+        mean = heard.commit.tokens / self.job.global_batch
         self.imbalance = fullest / mean if mean else 0.0
 
     def _check_samples(self, commit: Commit) -> None:
@@ -473,7 +474,7 @@ class Stepper:
         total = len(dataset)
         n_samples = min(n_samples or total, total)
         ids = [i * total // n_samples for i in range(n_samples)]
-        per_call, budget = int(self.job["global_batch"]), self._budget_of(dataset)
+        per_call, budget = self.job.global_batch, self._budget_of(dataset)
         mine = self.shares.samples(self.state.step)[self.dp]
         least = 1 if budget is not None else mine  # rows of a batch: every rank calls the model
         sums = torch.zeros(2, dtype=torch.float64)

@@ -132,9 +132,9 @@ class EqualResults:
     """The checks of one generation. `good_step`: of the newest check before it, as far as this rank knows."""
 
     def __init__(self, stepper: Stepper, plan: Plan, faults: DeviceFaults, good_step: int) -> None:
-        asked = stepper.job.get("check_numbers_every", 0)
+        asked = stepper.job.check_numbers_every
         self.auto = asked == "auto"
-        self.every = AUTO_EVERY if self.auto else int(asked or 0)
+        self.every = AUTO_EVERY if asked == "auto" else asked
         self.stepper, self.plan, self.faults = stepper, plan, faults
         self.good_step = good_step
         self.told = False

@@ -13,6 +13,7 @@ from elastic.config.hardware import PLACE
 from elastic.data.open_datasets import dataset_of
 from elastic.errors import SpecError
 from elastic.program import load_program
+from elastic.types import Job
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def test_a_folder_without_a_program(tmp_path: Path) -> None:
 def test_samples_of_unequal_length_count_as_the_first(tmp_path: Path) -> None:
     found = of_job(str(job(tmp_path, "tiny_unequal.py", "steps: 10\nglobal_batch: 8\nmicrobatch_tokens: 64\n")))
     assert found.model.sample is not None
-    assert found.job["microbatch_tokens"] is None
+    assert found.job.microbatch_tokens is None
     assert f"like the first, of {found.model.sample.tokens} tokens" in found.notes[-1]
     assert "planned for what elastic run would start" in found.notes[0]
 
@@ -64,13 +65,13 @@ def test_samples_of_unequal_length_count_as_the_first(tmp_path: Path) -> None:
 def test_remote_tokens_are_made_up() -> None:
     program = load_program(PROGRAMS / "tiny.py")
     remote = {"data": {"train": {"tokens": "s3://BUCKET/tokens", "seq": 48}}, "steps": 1, "global_batch": 1}
-    with made_up_data(remote) as job:
+    with made_up_data(Job.from_plain(remote)) as job:
         sample = dataset_of(program, job)[0]
         assert [len(column) for column in sample.values()] == [48, 48]
     assert remote["data"] == {"train": {"tokens": "s3://BUCKET/tokens", "seq": 48}}
     for data in ({"train": {"tokens": "here", "seq": 48}}, {"train": {"tokens": "s3://b/t", "seq": 8, "pack": "document"}}, {}):
-        with made_up_data({"data": data}) as job:
-            assert job["data"] is data
+        with made_up_data(Job.from_plain({"data": data})) as job:
+            assert job.data.plain() == data
 
 
 def batch_note(batch: int) -> str:
@@ -79,11 +80,11 @@ def batch_note(batch: int) -> str:
 
 
 def test_the_batch_of_a_published_model() -> None:
-    assert of_model("gpt2-124m").job["global_batch"] == 512
+    assert of_model("gpt2-124m").job.global_batch == 512
     assert batch_note(0).startswith("a step has 512 sequences (0.524 M tokens)")
     assert batch_note(512) == ""
     assert "2.0 times that of its own training" in batch_note(1024)
     own = "layers=2,hidden=64,heads=4,ffn=256,vocab=512,seq=128"
     assert "as is usual" in of_model(own).notes[0]
     assert of_model(own, 10**6).notes == ()
-    assert of_model("gpt2-124m", 8, "float16").job["precision"] == "float16"
+    assert of_model("gpt2-124m", 8, "float16").job.precision == "float16"

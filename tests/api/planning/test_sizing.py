@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from elastic.api.planning.query import Query
 from elastic.errors import InfeasiblePlan, SpecError
 from elastic.planner.cost.memory import Step
 from elastic.planner.offers import Aim, Group, Offer, Offers
-from elastic.types import Layout, ModelProfile, Pool
+from elastic.types import Job, Layout, ModelProfile, Pool
 
 SUBJECT: Subject = of_model("gpt2-124m", 512)
 
@@ -25,7 +24,7 @@ def query(hours: Callable[[int], float], deadline_h: float = 100.0, least: int =
     """`hours`: of so many nodes; with fewer than `least` nothing fits. Also the numbers of nodes that were asked about."""
     asked: list[int] = []
 
-    def find(model: ModelProfile, job: Mapping[str, Any], groups: Sequence[Group], aim: Aim) -> Offers:
+    def find(model: ModelProfile, job: Job, groups: Sequence[Group], aim: Aim) -> Offers:
         n = sum(group.n_nodes for group in groups)
         asked.append(n)
         if n < least:

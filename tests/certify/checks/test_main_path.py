@@ -26,7 +26,7 @@ from elastic.driver import drive
 from elastic.ledger.journal import Memory
 from elastic.sim.scripted_faults import Fault
 from elastic.sim.sim_backend import SimBackend
-from elastic.types import DriverStarted, ModelProfile, OptimizerSpec, Pool, TensorSpec
+from elastic.types import DriverStarted, Job, ModelProfile, OptimizerSpec, Pool, TensorSpec
 
 
 def transition(cause: str, **more: Any) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def test_a_decision_that_comes_out_otherwise_fails() -> None:
         4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=2
     )
     journal = Memory()
-    drive(SimBackend(pools, job, (Fault(20.0, "loss", 1),)), journal, DriverStarted("r", 1, job, pools, model))
+    drive(SimBackend(pools, Job.from_plain(job), (Fault(20.0, "loss", 1),)), journal, DriverStarted("r", 1, job, pools, model))
     assert replayed(journal.lines).verdict == "pass"
     i, line = next((i, line) for i, line in enumerate(journal.lines) if line.decision is not None and line.decision.actions)
     assert line.decision is not None

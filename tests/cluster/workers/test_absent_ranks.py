@@ -8,7 +8,7 @@ import pytest
 
 from elastic.cluster.workers.absent_ranks import At, missing
 from elastic.cluster.workers.liveness import Silence, patience_s
-from elastic.types import Layout, Plan, Silent, WorkerId
+from elastic.types import Job, Layout, Plan, Silent, WorkerId
 from elastic.worker.process.doing import DEVICE, Doing
 
 RANKS = tuple(WorkerId(f"n{i}", 0) for i in range(4))
@@ -227,4 +227,4 @@ def test_how_long_others_may_wait_is_for_the_job_to_say() -> None:
     assert bounds == [10.0, 60.0, 2.0, 300.0, 300.0]
 
 
-BOUNDS = [(None, 0.0), (None, patience_s({"script": "train.py"})), (2.0, 0.0), (300.0, 0.0), (300.0, 60.0)]
+BOUNDS = [(None, 0.0), (None, patience_s(Job(script="train.py"))), (2.0, 0.0), (300.0, 0.0), (300.0, 60.0)]

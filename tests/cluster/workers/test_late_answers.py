@@ -15,7 +15,7 @@ from elastic.cluster.workers.absent_ranks import Arrived
 from elastic.cluster.workers.admission_links import Entrance
 from elastic.cluster.workers.liveness import Silence, patience_s
 from elastic.cluster.workers.worker_group import Answer, Broken
-from elastic.types import Event, Layout, Node, NodeLost, NodePrepared, Plan, WorkerFailed, WorkerId
+from elastic.types import Event, Job, Layout, Node, NodeLost, NodePrepared, Plan, WorkerFailed, WorkerId
 from elastic.worker.process.doing import Doing
 
 
@@ -40,7 +40,7 @@ def test_gloo_gives_up_behind_all_that_ranks_may_wait(
     """A worker that joins and compiles for minutes does not break the commit that the others stand in."""
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     backend: Any = object.__new__(RayBackend)
-    backend.silence, backend._stores = Silence(0.5, job.get("max_silence_s"), patience_s(job)), {}
+    backend.silence, backend._stores = Silence(0.5, job.get("max_silence_s"), patience_s(Job.from_plain(job))), {}
     worker = WorkerId("n1", 0)
     plan = Plan(3, Layout(), (worker,), (4,), (4,), predicted_step_time_s=step_s)
     order = backend._meeting(plan)

@@ -14,6 +14,7 @@ from elastic.data.sources.parquet import Rows, read_index, write_rows
 from elastic.errors import SpecError
 from elastic.program import Program
 from elastic.storage import open_storage
+from elastic.types import Job
 
 pytest.importorskip("pyarrow", reason="rows are kept in Parquet files")
 
@@ -107,10 +108,10 @@ def test_a_broken_index_is_named(tmp_path: Path) -> None:
 def test_the_job_names_its_data(tmp_path: Path) -> None:
     write_rows(open_storage(tmp_path), [{"x": np.arange(5)}], "train")
     own = Program(model=lambda: None, optimizer=lambda named: None, dataset=lambda: [1, 2], loss=lambda output, batch: None)
-    assert dataset_of(own, {}) == [1, 2]
-    assert validation_of(own, {}) is None
-    assert len(dataset_of(own, {"data": {"train": str(tmp_path)}})) == 5
-    assert len(validation_of(own, {"data": {"validation": str(tmp_path)}})) == 5
+    assert dataset_of(own, Job()) == [1, 2]
+    assert validation_of(own, Job()) is None
+    assert len(dataset_of(own, Job.from_plain({"data": {"train": str(tmp_path)}}))) == 5
+    assert len(validation_of(own, Job.from_plain({"data": {"validation": str(tmp_path)}}))) == 5
     none = Program(model=own.model, optimizer=own.optimizer, dataset=None, loss=own.loss)
     with pytest.raises(SpecError, match=r"names no data\.train"):
-        dataset_of(none, {"data": {}})
+        dataset_of(none, Job.from_plain({"data": {}}))

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elastic import catalog
 from elastic.planner.cost import catalog_hardware
 from elastic.planner.cost.memory import memory_bytes
 from elastic.planner.cost.model_cost import Work
-from elastic.planner.offer_search import EP, find_offers
+from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, Group
 from elastic.planner.published.decoder import Decoder
-from elastic.types import Layout
+from elastic.types import Job, Layout
 
 MOE = Decoder(24, 2048, 32, 4, 768, 32000, 2048, head_dim=128, experts=64, active=4).profile()
-JOB = {"global_batch": 256, "precision": "bfloat16"}
+JOB = Job(global_batch=256, precision="bfloat16")
 NODES = [Group("p", catalog_hardware.profile(catalog.find_chip("H100-80GB-SXM")), 4, 8)]
 
 
 def test_only_where_it_is_asked_for() -> None:
     assert all(offer.layout.ep == 1 for offer in find_offers(MOE, JOB, NODES).best)
-    found = find_offers(MOE, {**JOB, EP: True}, NODES, Aim(n_best=20))
+    found = find_offers(MOE, replace(JOB, ep=True), NODES, Aim(n_best=20))
     with_ep = [offer for offer in found.best if offer.layout.ep > 1]
     assert with_ep or "ep" in found.rejected
     for offer in with_ep:

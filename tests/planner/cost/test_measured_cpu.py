@@ -13,7 +13,7 @@ from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import Work
 from elastic.planner.layout_search import site_of
 from elastic.planner.published.decoder import Decoder
-from elastic.types import HardwareProfile, Layout
+from elastic.types import HardwareProfile, Job, Layout
 
 TABLE = (
     ("all_gather", 2, 0.001, 1e-9),
@@ -26,7 +26,7 @@ CPU = HardwareProfile(
     crowded_passes=((1, 8e10), (2, 8e10), (4, 4e10)), crowded_bytes=((1, 1e10), (4, 5e9)), collectives=TABLE,
 )  # fmt: skip
 MODEL = Decoder(2, 256, 4, 4, 704, 256, 128, compute="float32").profile()
-JOB = {"global_batch": 8}
+JOB = Job(global_batch=8)
 
 
 def rate(n: int) -> float:

@@ -17,7 +17,7 @@ from elastic.planner.cost.model_cost import Work
 from elastic.planner.hetero import balance
 from elastic.planner.hetero.hetero_split import Task, split
 from elastic.planner.layout_search import Choice, Limits, plan_layout
-from elastic.types import Layout, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, grid, parse_layout
+from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, grid, parse_layout
 
 MODEL = ModelProfile(
     8, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("m", "v")),), 0.0, 4
@@ -30,8 +30,8 @@ def blocky(n: int, **more: Any) -> ModelProfile:
     return ModelProfile(n, n * 512 * 512, specs, **{"tp_limit": 1, **more})
 
 
-def job(**changes: Any) -> dict[str, Any]:
-    return {"global_batch": 48, "layout": "auto"} | changes
+def job(**changes: Any) -> Job:
+    return Job(**({"global_batch": 48} | changes))
 
 
 def nodes(*gpus: int) -> list[Node]:
@@ -164,7 +164,7 @@ def test_no_stage_is_deeper_and_no_share_larger_than_memory_holds() -> None:
     limits = Limits(48 << 30, hardware=hardware, memory=room)
     data = {"global_batch": 64, "precision": "bfloat16"}
     for keys in ({"layout": "auto"}, {"layout": "auto,pp=2"}, {"layout": "auto,pp=4"}):
-        found = plan_layout(profile, data | keys, there, limits)
+        found = plan_layout(profile, Job.from_plain(data | keys), there, limits)
         assert sum(found.samples) == 64 and sum(found.layers) == 32
         for rank, worker in enumerate(found.ranks):
             at = grid.coordinates(found.layout, rank)

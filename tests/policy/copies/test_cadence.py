@@ -10,10 +10,10 @@ from support.policy.story import SPOT, job
 from elastic.policy.copies.cadence import BURST_BYTES, adjust, durable_every, peer_every
 from elastic.policy.copies.replica_placement import Copies
 from elastic.policy.state.fold import PoolSeen, State, fold
-from elastic.types import Copy, CopyStored, Decided, Decision, Layout, Node, Plan, SetCadence, WorkerId
+from elastic.types import Copy, CopyStored, Decided, Decision, Job, Layout, Node, Plan, SetCadence, WorkerId
 
 NODES = [Node(name, "spot") for name in "abcd"]
-STATE = State(run="r", job=job(steps=10_000), pools=(SPOT,))
+STATE = State(run="r", job=Job.from_plain(job(steps=10_000)), pools=(SPOT,))
 
 
 TO = Copies(((1,), (2,), (3,), (0,)))
@@ -52,10 +52,10 @@ def test_a_copy_is_not_taken_before_the_one_before_it_has_crossed_the_wire() -> 
 
 
 def test_given_numbers_are_taken_as_they_are_and_a_single_node_has_no_peer() -> None:
-    state = replace(STATE, job=job(peer_every=7, durable_every=3))
+    state = replace(STATE, job=Job.from_plain(job(peer_every=7, durable_every=3)))
     assert (peer_every(state, NODES, TO), peer_every(state, NODES[:1], Copies())) == (7, 0)
     assert durable_every(state, NODES) == durable_every(state, NODES[:1]) == 3
-    assert durable_every(replace(STATE, job=job(durable_every=0)), NODES) == 0
+    assert durable_every(replace(STATE, job=Job.from_plain(job(durable_every=0))), NODES) == 0
 
 
 def test_durable_copies_follow_young_and_daly() -> None:
@@ -66,7 +66,7 @@ def test_durable_copies_follow_young_and_daly() -> None:
     assert durable_every(replace(measured, history={"spot": PoolSeen(losses=20)}), NODES) < every / 3
     assert durable_every(replace(measured, step_time_s=60.0), NODES) == 20
     assert durable_every(STATE, NODES) == 20
-    assert durable_every(replace(measured, job=job(steps=200)), NODES) == 50
+    assert durable_every(replace(measured, job=Job.from_plain(job(steps=200))), NODES) == 50
 
 
 def test_a_single_node_stores_at_least_every_ten_steps() -> None:
@@ -128,7 +128,7 @@ def test_no_order_before_enough_was_measured_or_when_the_job_says_how_often() ->
     assert new_every(replace(dear, n_copies_timed=2)) is None
     assert new_every(replace(dear, cadence_at_s=95.0)) is None and new_every(replace(dear, cadence_at_s=90.0)) == 50
     assert new_every(replace(dear, entered_at_s=95.0)) is None
-    assert new_every(replace(dear, job=job(peer_every=5))) is None
+    assert new_every(replace(dear, job=Job.from_plain(job(peer_every=5)))) is None
     assert new_every(replace(dear, step=9_990)) is None, "the job is done before"
 
 

@@ -12,7 +12,7 @@ from elastic.errors import StateLost
 from elastic.policy.copies.recovery import covered, from_memory, newest
 from elastic.policy.copies.replica_placement import keepers
 from elastic.policy.state.fold import State
-from elastic.types import Copy, Holding, Layout, Node, Plan, WorkerId
+from elastic.types import Copy, Holding, Job, Layout, Node, Plan, WorkerId
 
 NAMES = ("a", "b", "c", "d")
 WORKERS = tuple(WorkerId(name, 0) for name in NAMES)
@@ -27,7 +27,14 @@ def state(layout: Layout, held: dict[str, list[tuple[int, int, str]]], **changes
     holdings = {WorkerId(n, 0): tuple(Holding(WorkerId(n, 0), 1, r, s, k) for r, s, k in there) for n, there in held.items()}  # type: ignore[arg-type]
     nodes = {name: Node(name, "spot", 1, "prepared") for name in NAMES}
     base = State(
-        run="r", job=job(), pools=(SPOT,), nodes=nodes, plans={1: plan(layout)}, generation=1, holdings=holdings, best_step=9
+        run="r",
+        job=Job.from_plain(job()),
+        pools=(SPOT,),
+        nodes=nodes,
+        plans={1: plan(layout)},
+        generation=1,
+        holdings=holdings,
+        best_step=9,
     )
     return replace(base, **changes)
 

@@ -17,6 +17,7 @@ from elastic.policy.state.fold import State
 from elastic.types import (
     HardwareProfile,
     Holding,
+    Job,
     Layout,
     Node,
     NodeLost,
@@ -101,12 +102,14 @@ def test_copies_stay_in_their_zone_unless_the_job_widens_it() -> None:
 
 GIB = 1 << 30
 NODES = tuple(Node(name, "spot", 2, "prepared") for name in "abcd")
-CHOICE = plan_layout(MODEL, job(), NODES)
+CHOICE = plan_layout(MODEL, Job.from_plain(job()), NODES)
 GPU = replace(SPOT, accelerator_type="A100", gpus_per_node=2)
 
 
 def state(pool: Pool = GPU, **changes: object) -> State:
-    return State(run="r", job=job(**changes), pools=(pool,), model=MODEL, nodes={node.node_id: node for node in NODES})
+    return State(
+        run="r", job=Job.from_plain(job(**changes)), pools=(pool,), model=MODEL, nodes={node.node_id: node for node in NODES}
+    )
 
 
 def planned(pool: Pool = GPU, **changes: object) -> Copies:
@@ -155,17 +158,17 @@ def test_a_nodes_own_memory_counts_before_its_pools() -> None:
 
 
 def test_too_few_nodes_for_all_copies_are_told() -> None:
-    choice = plan_layout(MODEL, job(), NODES[:2])
+    choice = plan_layout(MODEL, Job.from_plain(job()), NODES[:2])
     found = copies(state(peer_copies=3), choice, NODES[:2])
     assert {len(kept) for kept in found.to} == {1} and found.note == "peer copies: 1 of 3, there are 2 nodes"
-    alone = copies(state(), plan_layout(MODEL, job(), NODES[:1]), NODES[:1])
+    alone = copies(state(), plan_layout(MODEL, Job.from_plain(job()), NODES[:1]), NODES[:1])
     assert alone == Copies(), "one node has nobody to send to, which is no news"
 
 
 def test_copies_get_their_share_of_a_nodes_link() -> None:
     fast = replace(state(), hardware=(HardwareProfile("A100", link_bytes_per_s=50e9),))
     assert copies(fast, CHOICE, NODES).bytes_per_s == pytest.approx(0.1 * 50e9 / 2), "two workers share it"
-    third = replace(fast, job=job(copy_link_share=0.3))
+    third = replace(fast, job=Job.from_plain(job(copy_link_share=0.3)))
     assert copies(third, CHOICE, NODES).bytes_per_s == pytest.approx(0.3 * 50e9 / 2)
 
 

@@ -26,6 +26,7 @@ from elastic.types import (
     CopyVerified,
     Decided,
     Evaluated,
+    Job,
     Layout,
     NumbersChecked,
     Plan,
@@ -44,7 +45,14 @@ def copy(step: int, n_bytes: int = 10**9) -> Copy:
 
 def state(steps: Sequence[int], losses: dict[int, float] | None = None, **job: Any) -> State:
     """A run that has stored copies of these steps (newest first)."""
-    made = State(phase="running", run="r", job={"steps": 1000, "global_batch": 8, **job}, plan=PLAN, generation=1, step=900)
+    made = State(
+        phase="running",
+        run="r",
+        job=Job.from_plain({"steps": 1000, "global_batch": 8, **job}),
+        plan=PLAN,
+        generation=1,
+        step=900,
+    )
     return replace(made, plans={1: PLAN}, durable=tuple(copy(step) for step in steps), validation=losses or {})
 
 
@@ -205,5 +213,5 @@ def test_nothing_is_removed_before_a_newer_copy_was_read_back() -> None:
     assert stays(fold(older, CopyVerified("u50"), 2.0)) == [50]
     damaged = fold(older, CopyDamaged("u50", "altered"), 2.0)
     assert stays(damaged) == [40, 30]
-    assert stays(replace(older, job={**older.job, "storage_quota_gb": 2.1})) == [50], "the quota has more weight"
+    assert stays(replace(older, job=replace(older.job, storage_quota_gb=2.1))) == [50], "the quota has more weight"
     assert fold(older, CopyVerified("elsewhere"), 2.0).verified == {"u30"}

@@ -20,6 +20,7 @@ from elastic.types import (
     Decision,
     DriverStarted,
     EnterPlan,
+    Job,
     Node,
     NodeLost,
     NodePrepared,
@@ -218,7 +219,7 @@ def test_the_kind_goes_through_the_journal_and_has_a_sentence() -> None:
 def simulated(faults: list[Fault], gpus: int = 1, **changes: object) -> tuple[State, SimBackend, list[Line]]:
     pools = (Pool("spot", "CPU", gpus, "spot", 1.0, 0, 4),)
     made = job(steps=40, peer_every=2, durable_every=0, **changes)
-    backend, memory = SimBackend(pools, made, faults), Memory()
+    backend, memory = SimBackend(pools, Job.from_plain(made), faults), Memory()
     state = drive(backend, memory, DriverStarted("story", 1, made, pools, MODEL))
     return state, backend, [parse_line(write_line(line)) for line in memory.lines]
 

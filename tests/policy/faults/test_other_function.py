@@ -19,6 +19,7 @@ from elastic.types import (
     Decision,
     DigestChecked,
     Holding,
+    Job,
     Layout,
     Node,
     NodeLost,
@@ -382,15 +383,17 @@ def test_an_older_copy_is_taken_where_nothing_could_be_compared_at_the_newest(pr
 
 
 def test_tolerances_follow_the_precision() -> None:
-    found = [tolerance({"precision": p}) for p in ("float32", "bfloat16", "float16", None)]
+    found = [tolerance(Job.from_plain({"precision": p})) for p in ("float32", "bfloat16", "float16", None)]
     assert found == [1e-4, 1e-2, 1e-2, 1e-4]
-    assert tolerance({"precision": "bfloat16", "float8": True}) == 5e-2
+    assert tolerance(Job(precision="bfloat16", float8=True)) == 5e-2
 
 
 def test_tolerances_follow_what_the_model_was_seen_to_compute_in() -> None:
-    found = [tolerance({"precision": "float32", COMPUTES_IN: seen}) for seen in ("", "bfloat16", "float16", "float8")]
+    found = [
+        tolerance(Job.from_plain({"precision": "float32", COMPUTES_IN: seen})) for seen in ("", "bfloat16", "float16", "float8")
+    ]
     assert found == [1e-4, 1e-2, 1e-2, 5e-2]
-    assert tolerance({"precision": "bfloat16", COMPUTES_IN: ""}) == 1e-2
+    assert tolerance(Job.from_plain({"precision": "bfloat16", COMPUTES_IN: ""})) == 1e-2
     assert [coarsest(types) for types in ((), ("float32", "float64"), ("float32", "float16"), ("bfloat16", "float8"))] == [
         "", "", "float16", "float8",
     ]  # fmt: skip

@@ -141,7 +141,7 @@ def test_what_was_stored_since_stays_out_whenever_it_is_told() -> None:
     stored(story, plan, 20)
     assert story.state.saved_step == 15 and orders(story.decisions[-1], RemoveCopy)
     copies = [Copy(step, "durable", 1, plan.layout, plan.layers, f"s3://{step}.g1") for step in (15, 20)]
-    story.tick(DriverStarted("story", 2, dict(story.state.job), story.state.pools, story.start.model, durable=tuple(copies)))
+    story.tick(DriverStarted("story", 2, story.state.job.plain(), story.state.pools, story.start.model, durable=tuple(copies)))
     assert story.state.saved_step == 15, "a driver that finds it in storage"
 
 
@@ -155,7 +155,7 @@ def test_what_an_earlier_finding_has_ruled_out_stays_out_after_a_later_one() -> 
     story.steps(20)
     settled(story, story.tick(wrong(second, 30, 25, A, C)))
     copies = tuple(Copy(step, "durable", 1, plan.layout, plan.layers, f"s3://{step}.g1") for step in (10, 15))
-    story.tick(DriverStarted("story", 2, dict(story.state.job), story.state.pools, story.start.model, durable=copies))
+    story.tick(DriverStarted("story", 2, story.state.job.plain(), story.state.pools, story.start.model, durable=copies))
     assert story.state.saved_step == 10, "step 15 of the first generation was computed wrong, whatever was found since"
 
 

@@ -10,7 +10,7 @@ from support.policy.story import Story, job
 
 from elastic.policy.pools.capacity import capacity, potential
 from elastic.policy.state.fold import Backoff, Request, State
-from elastic.types import Node, Pool, RequestNodes
+from elastic.types import Job, Node, Pool, RequestNodes
 
 SPOT = Pool("cheap", "CPU", 2, "spot", 1.0, 0, 3)
 FIXED = Pool("fixed", "CPU", 2, "on-demand", 3.0, 0, 2)
@@ -18,7 +18,7 @@ OWNED = Pool("ours", "CPU", 2, "owned", 0.0, 0, 1)
 
 
 def state(**changes: Any) -> State:
-    return replace(State(run="r", job=job(), pools=(FIXED, SPOT, OWNED)), **changes)
+    return replace(State(run="r", job=Job.from_plain(job()), pools=(FIXED, SPOT, OWNED)), **changes)
 
 
 def asked(found: State, now_s: float = 0.0) -> list[tuple[str, int]]:
@@ -40,7 +40,7 @@ def test_spot_comes_before_on_demand_and_what_is_owned_before_both() -> None:
     ],
 )
 def test_no_more_than_the_job_can_use(changes: dict[str, Any], expected: list[tuple[str, int]]) -> None:
-    assert asked(state(job=job(**changes))) == expected
+    assert asked(state(job=Job.from_plain(job(**changes)))) == expected
 
 
 def test_what_is_there_or_coming_counts_and_what_is_leaving_does_not() -> None:
@@ -70,6 +70,6 @@ def test_request_ids_are_never_used_twice() -> None:
 
 def test_potential_is_what_is_there_plus_what_pools_could_give() -> None:
     assert sum(node.gpus for node in potential(state())) == 12
-    assert sum(node.gpus for node in potential(state(job=job(max_nodes=2)))) == 4
+    assert sum(node.gpus for node in potential(state(job=Job.from_plain(job(max_nodes=2))))) == 4
     there = {"a": Node("a", "cheap", 2, "prepared"), "x": Node("x", "cheap", 2, "lost")}
     assert sum(node.gpus for node in potential(state(nodes=there))) == 12

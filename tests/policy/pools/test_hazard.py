@@ -12,6 +12,7 @@ from elastic.policy.pools.capacity import PREPARE_MOST_S
 from elastic.policy.state.fold import PoolSeen, State
 from elastic.types import (
     DriverStarted,
+    Job,
     Node,
     NodeLost,
     NodePrepared,
@@ -26,7 +27,7 @@ from elastic.types import (
 )
 
 FIXED = Pool("fixed", "CPU", 1, "on-demand", 3.0, 0, 2)
-STATE = State(run="r", job=job(), pools=(SPOT, FIXED))
+STATE = State(run="r", job=Job.from_plain(job()), pools=(SPOT, FIXED))
 
 
 def seen(**changes: PoolSeen) -> State:

@@ -187,7 +187,7 @@ def test_shares_do_not_vary_where_the_compiler_could_not_follow() -> None:
     assert share_rebalance.ready(story.state, story.now_s)
     cut = replace(plan, layout=Layout(tp=2), samples=(12,))
     assert not share_rebalance.ready(replace(story.state, plan=cut), story.now_s)
-    assert share_rebalance.ready(replace(story.state, plan=cut, job={**story.state.job, "compile": False}), story.now_s)
+    assert share_rebalance.ready(replace(story.state, plan=cut, job=replace(story.state.job, compile=False)), story.now_s)
 
 
 def test_unequal_shares_that_do_not_fit_are_given_up_before_the_layout() -> None:

@@ -27,6 +27,7 @@ from elastic.types import (
     DriverStarted,
     EnterPlan,
     Event,
+    Job,
     NodeLost,
     NodePrepared,
     NodeReady,
@@ -63,7 +64,9 @@ class Outliving(SimBackend):
         self, pools: tuple[Pool, ...], job: Mapping[str, Any], faults: Iterable[Fault] = (), delays: Delays | None = None
     ) -> None:
         self.script = [fault for fault in faults if fault.kind in ("driver", "freeze")]
-        super().__init__(pools, job, [fault for fault in faults if fault.kind not in ("driver", "freeze")], delays)
+        super().__init__(
+            pools, Job.from_plain(job), [fault for fault in faults if fault.kind not in ("driver", "freeze")], delays
+        )
         self.rest = [fault for fault in faults if fault.kind not in ("driver", "freeze")]
         self.script.sort(key=lambda fault: fault.at_s)
         self.skew_s = 0.0  # of this driver's clock
@@ -205,7 +208,7 @@ class Outliving(SimBackend):
         past_s = self.weather.past_s(self._now_s)
         seen = [c for uri, c in self.stored.items() if past_s is None or self.copied_s[uri] <= past_s]
         copies = tuple(reversed(seen))
-        start = DriverStarted("random", 1, dict(self.job), self.pools, MODEL, durable=copies, forms_ahead=self.forms_ahead)
+        start = DriverStarted("random", 1, self.job.plain(), self.pools, MODEL, durable=copies, forms_ahead=self.forms_ahead)
         if not attaches:  # what has come since stands there, and nobody has prepared it
             self._out = [event for m in self._standing() for event in (NodeReady(m.node), *self._noticed(m))]
             return start
@@ -362,7 +365,7 @@ def play(seed: int, path: Path | None = None, more: Sequence[Fault] = ()) -> Pla
 
 
 def judged(played: Played) -> list[str]:
-    steps, kinds = int(played.backend.job["steps"]), {fault.kind for fault in played.faults}
+    steps, kinds = played.backend.job.steps, {fault.kind for fault in played.faults}
     digests = [f"sample-{step}" for step in range(1, steps + 1)]
     found = wrong(played.lines, Undisturbed([1.0] * steps, digests, 0.0, "corrupt" in kinds, bool(kinds & WEATHER)))
     # An order waits for storage, and a node that it names may be known as lost by then.

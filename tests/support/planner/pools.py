@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from elastic import catalog
@@ -13,14 +14,14 @@ from elastic.planner.layout_search import site_of
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, Group, Offer
 from elastic.planner.published.decoder import Decoder
-from elastic.types import HardwareProfile, Layout, ModelProfile
+from elastic.types import HardwareProfile, Job, Layout, ModelProfile
 
 LLAMA_8B = Decoder(32, 4096, 32, 8, 14336, 128256, 8192)
 LLAMA_70B = Decoder(80, 8192, 64, 8, 28672, 128256, 8192)
 LLAMA_405B = Decoder(126, 16384, 128, 8, 53248, 128256, 8192)
 QWEN_MOE = Decoder(48, 2048, 32, 4, 768, 151936, 4096, head_dim=128, experts=128, active=8)
 SMALL = Decoder(8, 512, 8, 4, 1408, 32000, 1024)
-JOB = {"global_batch": 64, "precision": "bfloat16"}
+JOB = Job(global_batch=64, precision="bfloat16")
 
 
 def gpu(name: str = "H100-80GB-SXM", gbps: float = 0.0) -> HardwareProfile:
@@ -33,7 +34,7 @@ def group(name: str = "H100-80GB-SXM", n_nodes: int = 1, per_node: int = 8, pool
 
 def best(model: Decoder | ModelProfile, *groups: Group, batch: int = 64, aim: Aim | None = None, **job: Any) -> Offer:
     profile = model.profile() if isinstance(model, Decoder) else model
-    return find_offers(profile, {**JOB, "global_batch": batch, **job}, groups, aim).best[0]
+    return find_offers(profile, replace(JOB, global_batch=batch, **job), groups, aim).best[0]
 
 
 def cost_on(model: Decoder, chip: HardwareProfile, layout: Layout, rows: int = 1, m: int = 1, per_node: int = 8) -> Cost:

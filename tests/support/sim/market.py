@@ -12,7 +12,7 @@ from elastic.ledger.journal import Memory
 from elastic.policy.state.fold import State
 from elastic.sim.scripted_faults import Delays, Fault
 from elastic.sim.sim_backend import SimBackend
-from elastic.types import DriverStarted, ModelProfile, OptimizerSpec, Pool, TensorSpec
+from elastic.types import DriverStarted, Job, ModelProfile, OptimizerSpec, Pool, TensorSpec
 
 MODEL = ModelProfile(
     4,
@@ -48,7 +48,7 @@ def play(faults: Sequence[Fault] = (), pools: tuple[Pool, ...] = (SPOT, FIXED), 
     job = JOB | changes
     names = [pool.name for pool in pools]
     known = [fault for fault in faults if not fault.pool or fault.pool in names]
-    backend, journal = SimBackend(pools, job, known, delays), Memory()
+    backend, journal = SimBackend(pools, Job.from_plain(job), known, delays), Memory()
     return Run(drive(backend, journal, DriverStarted("market", 1, job, pools, MODEL)), backend, journal)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from elastic.models.llama import Llama, LlamaConfig, tp_plan
 from elastic.program import Program, Weights
 from elastic.storage import open_storage
-from elastic.types import ModelProfile
+from elastic.types import Job, ModelProfile
 from elastic.types.grid import parse_layout
 from elastic.worker.checkpoint.checkpoint_verbs import Wanted, export, import_state
 from elastic.worker.process_groups.groups import Groups
@@ -75,7 +75,7 @@ def main(folder: str, layout_text: str) -> None:
     layout = parse_layout(layout_text)
     groups = Groups(0, layout, torch.device("cpu"))
     groups.pretend(1)
-    state = TrainState(program, profile, groups, (layout, (CONFIG.n_layers,), 1), {})
+    state = TrainState(program, profile, groups, (layout, (CONFIG.n_layers,), 1), Job())
     before_bytes = begin()
     state.fill_fresh(7)
     grown_bytes = peak_bytes() - before_bytes

@@ -23,6 +23,7 @@ from elastic.types import (
     DigestChecked,
     DigestPart,
     Event,
+    Job,
     Layout,
     ModelProfile,
     OptimizerSpec,
@@ -58,7 +59,13 @@ class Rank:
         self.plan, self.rank, self.step = plan, rank, 0
         self.storage = open_storage(root)
         self.place: Any = SimpleNamespace(
-            me=ME, storage=self.storage, profile=MODEL, job=job, held=[], at_phase=lambda phase, step: None, report=self.report
+            me=ME,
+            storage=self.storage,
+            profile=MODEL,
+            job=Job(**job),
+            held=[],
+            at_phase=lambda phase, step: None,
+            report=self.report,
         )
         self.saving = Saving(self.place)
 

@@ -20,7 +20,7 @@ from support.worker.worker_pool import Pool
 from elastic.errors import SpecError
 from elastic.program import Program, load_program
 from elastic.storage import open_storage
-from elastic.types import Layout
+from elastic.types import Job, Layout
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.checkpoint.checkpoint_verbs import PART_BYTES, Wanted, export_for, import_state
 from elastic.worker.checkpoint.finished_model import load_model
@@ -106,7 +106,7 @@ def reference(program: Program, job: dict[str, Any]) -> list[float]:
     """Losses of one process that begins with the same adapters: those of `Weights.fresh`."""
     profile = trace(program)
     groups = Groups(0, Layout(), torch.device("cpu"))
-    state = TrainState(program, profile, groups, (Layout(), (4,), 0), job)
+    state = TrainState(program, profile, groups, (Layout(), (4,), 0), Job.from_plain(job))
     state.read_frozen()
     state.fill_fresh(job["seed"])
 

@@ -17,7 +17,7 @@ from support.worker.peer_recovery import recover
 from support.worker.plans import N_BLOCKS, live, plan
 from support.worker.worker_pool import Pool
 
-from elastic.types import COMPUTES_IN, CopyStored, Layout, Plan, Probed, StepDone, WorkerFailed, agree, tolerance
+from elastic.types import COMPUTES_IN, CopyStored, Job, Layout, Plan, Probed, StepDone, WorkerFailed, agree, tolerance
 from elastic.types.grid import axes_of
 from elastic.worker.equivalence.structure import structure_of
 from elastic.worker.program.model_profile import trace
@@ -72,7 +72,7 @@ def test_a_chain_of_layouts(pool: Pool, tmp_path: Path, name: str) -> None:
         "eval_every": 0, "eval_samples": 0, "clip_grad_norm": 1.0,
         COMPUTES_IN: found.computes_in,
     }  # fmt: skip
-    most = tolerance(job)
+    most = tolerance(Job.from_plain(job))
     workers = pool.open(job, tmp_path)
     one = plan(1, first, workers, BATCH, peer_every=2)
     pool.enter(one)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program, load_program
+from elastic.types import Job
 from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
 from elastic.worker.profile.sample_profile import traced_sample
 from elastic.worker.step.loss_scale import profile_of
@@ -21,22 +22,24 @@ JOB: dict[str, Any] = {"program": "job/program.py", "steps": 4, "global_batch": 
 
 
 def test_it_is_what_a_worker_finds() -> None:
-    found = model_profile_of(TINY, JOB | {"precision": "float16"})
-    assert replace(found, sample=None) == profile_of(TINY, JOB | {"precision": "float16"})
-    assert found.sample == traced_sample(TINY, {"precision": "float16"}, TINY.dataset()[0])  # type: ignore[misc]
+    found = model_profile_of(TINY, Job.from_plain(JOB | {"precision": "float16"}))
+    assert replace(found, sample=None) == profile_of(TINY, Job.from_plain(JOB | {"precision": "float16"}))
+    assert found.sample == traced_sample(TINY, Job(precision="float16"), TINY.dataset()[0])  # type: ignore[misc]
     assert found.sample is not None and found.sample.flop > 0
 
 
 def test_samples_of_unequal_length_have_no_profile() -> None:
     unequal = load_program(PROGRAMS / "tiny_unequal.py")
-    assert model_profile_of(unequal, JOB | {"microbatch_tokens": 64}).sample is None
-    assert samples_of(unequal, JOB | {"microbatch_tokens": 64}, 4) == []
+    assert model_profile_of(unequal, Job.from_plain(JOB | {"microbatch_tokens": 64})).sample is None
+    assert samples_of(unequal, Job.from_plain(JOB | {"microbatch_tokens": 64}), 4) == []
 
 
 def test_the_first_samples() -> None:
     dataset: Any = TINY.dataset and TINY.dataset()
-    assert [int(x["input"][0]) for x in samples_of(TINY, JOB, 3)] == [int(dataset[i]["input"][0]) for i in range(3)]
-    assert len(samples_of(replace(TINY, dataset=lambda: [dataset[0]]), JOB, 3)) == 1
+    assert [int(x["input"][0]) for x in samples_of(TINY, Job.from_plain(JOB), 3)] == [
+        int(dataset[i]["input"][0]) for i in range(3)
+    ]
+    assert len(samples_of(replace(TINY, dataset=lambda: [dataset[0]]), Job.from_plain(JOB), 3)) == 1
 
 
 class Broken(nn.Module):
@@ -65,7 +68,7 @@ def unreadable() -> Any:
 )  # fmt: skip
 def test_one_line_for_what_is_wrong(program: Program, kind: type[Exception], line: str) -> None:
     with pytest.raises(kind) as raised:
-        model_profile_of(program, JOB)
+        model_profile_of(program, Job.from_plain(JOB))
     assert str(raised.value).startswith(line)
 
 
@@ -77,4 +80,4 @@ def test_no_weights_are_made() -> None:
 
     wide = Program(model=lambda: nn.ModuleDict({"layers": nn.ModuleList([Watched()])}).layers[0], optimizer=TINY.optimizer,
         dataset=lambda: [{"input": torch.zeros(4)}], loss=lambda output, batch: output.sum())  # fmt: skip
-    assert model_profile_of(wide, JOB).n_params == 20
+    assert model_profile_of(wide, Job.from_plain(JOB)).n_params == 20

@@ -21,7 +21,7 @@ from elastic.config.job import job_of, load_job
 from elastic.errors import ElasticError, InfeasiblePlan, ProgramError, SpecError
 from elastic.planner.layout_search import plan_layout
 from elastic.program import load_program
-from elastic.types import Box, Node
+from elastic.types import Box, Job, Node
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.loop.loop_model import LoopModel
 from elastic.worker.loop.loss_reduction import is_mean
@@ -267,10 +267,10 @@ def test_a_loop_is_never_cut_into_pipeline_stages(tmp_path: Path) -> None:
     job = job_of({"steps": 3, "global_batch": 2, "script": "train.py", "layout": "pp=2"}, tmp_path / "train.py")
     with pytest.raises(SpecError, match=r"layout 'pp=2': no pp: its script calls the whole model"):
         check_layouts(job, profile)
-    choice = plan_layout(profile, {"global_batch": 2}, [Node("a", "p", 4)])
+    choice = plan_layout(profile, Job(global_batch=2), [Node("a", "p", 4)])
     assert choice.layout.pp == 1 and choice.layout.world_size == 2
     with pytest.raises(InfeasiblePlan, match="its script calls the whole model|cannot be spread"):
-        plan_layout(profile, {"global_batch": 8, "layout": "pp=2"}, [Node("a", "p", 4)])
+        plan_layout(profile, Job(global_batch=8, layout="pp=2"), [Node("a", "p", 4)])
 
 
 def test_the_program_of_a_script(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from elastic.errors import ProgramError, SpecError
 from elastic.models.attention import SequenceShard
 from elastic.models.llama import tp_plan
 from elastic.program import Program, load_program
-from elastic.types import Layout
+from elastic.types import Job, Layout
 from elastic.types.grid import coordinates
 from elastic.worker.parallel.context_parallel import Sequence, check_calls, check_loss, cut, largest_cp
 from elastic.worker.process_groups.groups import Groups
@@ -92,6 +92,6 @@ def test_sequence_parallelism_of_a_part_that_is_odd_is_refused() -> None:
 
 
 def test_largest_cp_of_a_job() -> None:
-    assert largest_cp({"layout": "auto"}) == 1
-    assert largest_cp({"layout": "cp=4,tp=2"}) == 4
-    assert largest_cp({"layout": {"2": "cp=2", "4": "dp_shard=4"}}) == 2
+    assert largest_cp(Job(layout="auto")) == 1
+    assert largest_cp(Job(layout="cp=4,tp=2")) == 4
+    assert largest_cp(Job(layout={"2": "cp=2", "4": "dp_shard=4"})) == 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.worker.made_up_cuda import current, make_up
 
-from elastic.types import Box, Event, Layout, PinningFailed, WorkerId
+from elastic.types import Box, Event, Job, Layout, PinningFailed, WorkerId
 from elastic.types.orders import Rendezvous
 from elastic.worker.process.side_stream import SideStream, run_on
 from elastic.worker.session import generation as generations
@@ -78,7 +78,7 @@ def test_work_behind_the_steps_runs_on_the_workers_gpu(monkeypatch: pytest.Monke
         program: Any = SimpleNamespace(extra_state={})
         nothing: Any = None
         place = Workplace(
-            WorkerId("n", 0), program, nothing, {}, nothing, nothing, nothing, CUDA_1, print, print, pool.submit
+            WorkerId("n", 0), program, nothing, Job(), nothing, nothing, nothing, CUDA_1, print, print, pool.submit
         )  # fmt: skip
         assert place.background(current).result() == 1
         assert pool.submit(current).result() == 0, "the thread is as it was"
@@ -158,7 +158,7 @@ def test_the_driver_hears_that_a_worker_has_no_pinned_memory(caplog: pytest.LogC
     nothing: Any = None
     program: Any = SimpleNamespace(extra_state={})
     place = Workplace(
-        WorkerId("n", 0), program, nothing, {}, nothing, nothing, nothing, CUDA_1, told.append, print, nothing
+        WorkerId("n", 0), program, nothing, Job(), nothing, nothing, nothing, CUDA_1, told.append, print, nothing
     )  # fmt: skip
     place.host_memory._unpinned("17.00 GiB were asked for: no")
     assert told == [PinningFailed(WorkerId("n", 0), "17.00 GiB were asked for: no")] and "17.00 GiB" in caplog.text

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from elastic.errors import InternalError
 from elastic.program import load_program
-from elastic.types import Attention, HardwareProfile, Matmul
+from elastic.types import Attention, HardwareProfile, Job, Matmul
 from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
 from elastic.worker.profile import measure as measuring_side
 from elastic.worker.profile.measure import Wanted, hardware_of, measure
@@ -119,13 +119,21 @@ def test_of_gpus_the_links_between_nodes_are_not_known_from_one_node() -> None:
 
 def wanted(sizes: tuple[int, ...], storage: str = "", program: Path = PLACE) -> Wanted:
     job = JOB | {"program": str(program)}
-    some = samples_of(TINY, JOB, 3)
-    return Wanted(model_profile_of(TINY, JOB), samples=8, seconds=1.0, storage=storage, sizes=sizes, job=job, some=some)
+    some = samples_of(TINY, Job.from_plain(JOB), 3)
+    return Wanted(
+        model_profile_of(TINY, Job.from_plain(JOB)),
+        samples=8,
+        seconds=1.0,
+        storage=storage,
+        sizes=sizes,
+        job=Job.from_plain(job),
+        some=some,
+    )
 
 
 def test_passes_are_run_where_they_are_small() -> None:
     given = wanted((1, 2))
-    assert measuring_side._asked(given)["program"] == given.job
+    assert measuring_side._asked(given)["program"] == given.job.plain()
     sample = given.model.sample
     assert sample is not None
     for large in (replace(given.model, n_params=1 << 40), replace(given.model, sample=replace(sample, flop=1e13))):

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from elastic.models.llama import Llama, LlamaConfig, flop_per_token, loss_sum, tp_plan
 from elastic.program import Program, load_program
-from elastic.types import Attention, Matmul, SampleProfile
+from elastic.types import Attention, Job, Matmul, SampleProfile
 from elastic.worker.profile.sample_profile import traced_sample
 from elastic.worker.program.model_profile import n_expert_params
 
@@ -28,7 +28,7 @@ SAMPLE = {"input": torch.zeros(SEQ, dtype=torch.int64), "target": torch.zeros(SE
 
 
 def traced(program: Program, sample: Any = None, **job: Any) -> SampleProfile:
-    found = traced_sample(program, job, SAMPLE if sample is None else sample)
+    found = traced_sample(program, Job.from_plain(job), SAMPLE if sample is None else sample)
     assert found is not None
     return found
 

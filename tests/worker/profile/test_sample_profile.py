@@ -17,7 +17,7 @@ from elastic.models.attention import attention
 from elastic.models.llama import Llama, LlamaConfig, flop_per_token, loss_sum, tp_plan
 from elastic.policy.state.fold import State, fold
 from elastic.program import Program, load_program
-from elastic.types import DriverStarted, ModelProfile, Node, NodePrepared, NodeReady, Pool, SampleProfile
+from elastic.types import DriverStarted, Job, ModelProfile, Node, NodePrepared, NodeReady, Pool, SampleProfile
 from elastic.worker.parallel.activation_checkpointing import checkpoint_blocks
 from elastic.worker.profile.sample_profile import sample_profile
 from elastic.worker.program.model_profile import block_names
@@ -28,7 +28,7 @@ TINY = load_program(PROGRAMS / "tiny.py")
 
 def profile(program: Program, sample: Any = None, **job: Any) -> SampleProfile:
     dataset: Any = program.dataset and program.dataset()
-    found = sample_profile(program, job, dataset[0] if sample is None else sample)
+    found = sample_profile(program, Job.from_plain(job), dataset[0] if sample is None else sample)
     assert found is not None
     return found
 
@@ -119,7 +119,7 @@ def test_what_cannot_run_without_values_is_not_known() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layers[0](x[torch.nonzero(x)])
 
-    assert sample_profile(replace(TINY, model=Odd), {}, rows(16)) is None
+    assert sample_profile(replace(TINY, model=Odd), Job(), rows(16)) is None
 
 
 def test_transformers_are_run_with_their_masks() -> None:
@@ -129,7 +129,7 @@ def test_transformers_are_run_with_their_masks() -> None:
 
 
 def test_the_first_node_that_is_prepared_tells_the_planner() -> None:
-    model, pool = profile_of(TINY, {}), Pool("p")
+    model, pool = profile_of(TINY, Job()), Pool("p")
     start = DriverStarted("r", 1, {"global_batch": 4, "steps": 1}, (pool,), model)
     sample = profile(TINY)
     state = State()

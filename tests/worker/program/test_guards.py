@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +26,11 @@ from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import (
     Box,
+    GuardRule,
+    GuardRules,
     GuardTripped,
     Holding,
+    Job,
     Layout,
     Plan,
     Quiesced,
@@ -49,8 +52,8 @@ from elastic.worker.step.faulty_rank import UNNAMED, Offender, Tripped
 from elastic.worker.step.optimizer_step import Pending, Stepper
 
 
-def rules(**guards: Any) -> dict[str, Any]:
-    return Guards.model_validate(guards).model_dump()
+def rules(**guards: Any) -> GuardRules:
+    return GuardRules.from_plain(Guards.model_validate(guards).model_dump())
 
 
 def commit(loss: float, norm: float = 1.0, tokens: int = 10, blocks: tuple[float, ...] = ()) -> Commit:
@@ -58,7 +61,7 @@ def commit(loss: float, norm: float = 1.0, tokens: int = 10, blocks: tuple[float
     return Commit(squares[0], loss * tokens, tokens, block_square_norms=tuple(squares[1:]))
 
 
-def filled(given: dict[str, Any], losses: list[float], norm: float = 1.0) -> Memory:
+def filled(given: GuardRules, losses: list[float], norm: float = 1.0) -> Memory:
     memory = Memory(given)
     for loss in losses:
         memory.applied(commit(loss, norm))
@@ -137,8 +140,7 @@ def test_numbers_that_are_none_come_first() -> None:
     ],
 )  # fmt: skip
 def test_no_guard_goes_on_for_ever(rule: dict[str, Any], before: Any, in_a_row: int, do: str, more: str) -> None:
-    full = {"again": "stop", "rollbacks": 1, "in_a_row": 8} | rule
-    trip = trip_of(("g", "it is bad"), full, 9, before, in_a_row)
+    trip = trip_of(("g", "it is bad"), GuardRule(**rule), 9, before, in_a_row)
     assert (trip.guard, trip.step, trip.do, trip.reason) == ("g", 9, do, "step 9: it is bad")
     assert trip.more.startswith(more) and bool(trip.more) == bool(more)
 
@@ -155,7 +157,7 @@ def test_a_trip_is_one_line_that_names_at_most_sixteen_samples() -> None:
 @pytest.mark.parametrize(("n_samples", "named"), [(N_POSITIONS, "stream: no ids"), (4, "0, 1, 2, 3")])
 def test_samples_of_a_stream_have_no_ids_to_name(n_samples: int, named: str) -> None:
     plan = Plan(1, Layout(), (WorkerId("a", 0),), (4,), (1,), 1)
-    job = {"n_samples": n_samples, "global_batch": 4, "seed": 0}
+    job = Job(n_samples=n_samples, global_batch=4)
     shares: Any = Shares(job, plan)
     shares.ids = lambda step: sorted(Shares.ids(shares, step))
     told = Pending(9, {}, math.nan, 1.0)
@@ -173,8 +175,8 @@ def test_samples_of_a_stream_have_no_ids_to_name(n_samples: int, named: str) -> 
 
 def test_the_memory_is_part_of_the_training_state() -> None:
     given = rules(loss_spike={"window": 8, "after": 4})
-    program = with_job(load_program(PROGRAMS / "tiny.py"), {"guards": given})
-    assert with_job(program, {"guards": given}) is program
+    program = with_job(load_program(PROGRAMS / "tiny.py"), Job(guards=given))
+    assert with_job(program, Job(guards=given)) is program
     extra = ExtraState(program.extra_state)
     boxes = {spec.fqn: (None, torch.zeros(spec.shape, dtype=torch.uint8)) for spec in extra.specs()}
     memory = program.extra_state[MEMORY]
@@ -187,7 +189,7 @@ def test_the_memory_is_part_of_the_training_state() -> None:
     assert other.objects[MEMORY].losses.values == memory.losses.values == [math.log(n) for n in range(4, 12)]
     assert other.objects[MEMORY].in_a_row == 1
     with pytest.raises(SpecError, match=r"extra_state\['guards'\]: the name is taken"):
-        with_job(replace(program, extra_state={MEMORY: object()}), {"guards": given})
+        with_job(replace(program, extra_state={MEMORY: object()}), Job(guards=given))
 
 
 def test_a_job_that_says_nothing_keeps_no_memory() -> None:
@@ -245,7 +247,7 @@ def test_bad_steps_are_skipped_alike_in_every_layout(pool: Pool, tmp_path: Path)
     """One step without a number, one spike against a window that was begun in another layout: both are left out, the order of
     samples stays, and the state at the end is that of one process that leaves them out."""
     given = rules(not_finite="skip", loss_spike={"after": 8, "window": 32}, block_norm={"most": 1e9, "every": 3})
-    job = job_of("tiny_spike.py", STEPS) | {"seed": bad_seed(), "guards": given}
+    job = job_of("tiny_spike.py", STEPS) | {"seed": bad_seed(), "guards": asdict(given)}
     workers = pool.open(job, tmp_path)
     layouts = [Layout(dp_shard=3), Layout(pp=2, dp_shard=2), Layout(dp_shard=2, tp=2)]
     plans = [plan(1, layouts[0], workers, 12)]
@@ -344,7 +346,7 @@ def test_guards_and_a_loss_scale_may_be_given_to_a_run_that_goes_on_and_taken_fr
     some, more = rules(loss_spike={"window": 16}), rules(loss_spike={"window": 512})
     jobs = [(rules(), "float32"), (some, "float16"), (more, "float16"), (rules(), "float32")]
     for number, (given, precision) in enumerate(jobs, 1):
-        job = job_of("tiny.py", 2 * number) | {"guards": given, "precision": precision}
+        job = job_of("tiny.py", 2 * number) | {"guards": asdict(given), "precision": precision}
         workers = pool.open(job, tmp_path, n=1)
         pool.enter(plan(number, Layout(), workers, 12, resume=resume))
         pool.quiesced(number, 1)

@@ -19,7 +19,7 @@ from elastic.config.job import load_job
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program, load_program
 from elastic.storage import open_storage
-from elastic.types import Box, Layout, OptimizerSpec, ShardStored, StepDone
+from elastic.types import Box, Job, Layout, OptimizerSpec, ShardStored, StepDone
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.program.element_wise import what_they_keep
 from elastic.worker.program.job_program import with_job
@@ -106,19 +106,19 @@ def test_one_optimizer_and_one_schedule() -> None:
     own = load_program(PROGRAMS / "tiny.py")
     adamw, cosine = {"path": "torch.optim.AdamW"}, {"kind": "cosine", "warmup_steps": 2, "decay_steps": None, "min_factor": 0.0}
     with pytest.raises(SpecError, match=r"gives an optimizer, and Program\.optimizer is another; give one"):
-        with_job(own, {**RATES, "optimizer": adamw})
+        with_job(own, Job.from_plain({**RATES, "optimizer": adamw}))
     with pytest.raises(SpecError, match=r"gives a schedule, and Program\.lr_factor is another; give one"):
-        with_job(own, {**RATES, "lr_schedule": cosine})
+        with_job(own, Job.from_plain({**RATES, "lr_schedule": cosine}))
     with pytest.raises(SpecError, match="no optimizer: give Program.optimizer, or `optimizer:"):
-        with_job(BARE, RATES)
+        with_job(BARE, Job.from_plain(RATES))
     with pytest.raises(SpecError, match="sets its own learning rates"):
-        with_job(own, {**RATES, "lr_schedule": cosine, "script": "train.py"})
+        with_job(own, Job.from_plain({**RATES, "lr_schedule": cosine, "script": "train.py"}))
     with pytest.raises(SpecError, match="Program.loss is missing"):
         Program(model=lambda: None)
-    made = with_job(BARE, {**RATES, "optimizer": adamw, "lr_schedule": cosine})
-    assert with_job(made, {**RATES, "optimizer": adamw, "lr_schedule": cosine}) is made
+    made = with_job(BARE, Job.from_plain({**RATES, "optimizer": adamw, "lr_schedule": cosine}))
+    assert with_job(made, Job.from_plain({**RATES, "optimizer": adamw, "lr_schedule": cosine})) is made
     assert made.lr_factor is not None and made.lr_factor(0) == 0.5
-    scaled = with_job(own, {**RATES, "lr_scaling": "sqrt", "base_global_batch": 3})
+    scaled = with_job(own, Job.from_plain({**RATES, "lr_scaling": "sqrt", "base_global_batch": 3}))
     assert scaled.lr_factor is not None and own.lr_factor is not None
     assert [scaled.lr_factor(s) for s in range(8)] == [2 * own.lr_factor(s) for s in range(8)]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from elastic.types import LrCurve
 from elastic.worker.program.schedules import scale, schedule
 
 
 def factors(steps: int, kind: str, **keys: Any) -> list[float]:
-    given = {"kind": kind, "warmup_steps": 0, "decay_steps": None, "min_factor": 0.0} | keys
-    factor = schedule(given, steps)
+    factor = schedule(LrCurve(kind, **keys), steps)  # type: ignore[arg-type]
     return [round(factor(step), 6) for step in range(steps + 2)]
 
 

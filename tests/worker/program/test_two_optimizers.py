@@ -27,7 +27,7 @@ from elastic.policy.copies.recovery import covered
 from elastic.program import Program, load_program
 from elastic.reshard.shards import first_values, state_specs
 from elastic.storage import open_storage
-from elastic.types import Abort, Box, Layout, Plan, Quiesced, Resume, ShardStored, StepDone
+from elastic.types import Abort, Box, Job, Layout, Plan, Quiesced, Resume, ShardStored, StepDone
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.checkpoint.checkpoint_verbs import Wanted, import_state
 from elastic.worker.loop.script_host import capture
@@ -310,7 +310,7 @@ def test_another_split_is_another_run(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("")
 
     def mark(program: Program) -> dict[str, Any]:
-        return fingerprint(tmp_path / "program.py", {}, trace(program), 9)
+        return fingerprint(tmp_path / "program.py", Job(), trace(program), 9)
 
     norms, embed = adamw_and("second", lambda n: "norm" in n), adamw_and("second", lambda n: "embed" in n)
     one = with_optimizers(lambda named: torch.optim.AdamW([p for _, p in named]))
@@ -328,7 +328,7 @@ BARE = load_program(PROGRAMS / "tiny_bare.py")
 
 
 def traced(**given: Any) -> Any:
-    return trace(with_job(BARE, {"steps": 4, "global_batch": 2, "optimizer": given}))
+    return trace(with_job(BARE, Job(steps=4, global_batch=2, optimizer=given)))
 
 
 def test_several_in_job_yaml_by_patterns_of_names() -> None:

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from elastic.errors import ProgramError
 from elastic.program import Program, load_program
-from elastic.types import Layout, Rehearsal, WorkerId
+from elastic.types import Job, Layout, Rehearsal, WorkerId
 from elastic.worker.program.model_profile import trace
 from elastic.worker.session.rehearsal import rehearse, rehearse_plan
 
@@ -25,7 +25,7 @@ TINY = load_program(PROGRAMS / "tiny.py")
 def place(loss: Callable[[Any, Any], Any] | None = None) -> Any:
     program: Program = TINY if loss is None else replace(TINY, loss=loss)
     profile = trace(program)
-    job = {"seed": 7, "global_batch": 4, "clip_grad_norm": 1.0}
+    job = Job(seed=7, global_batch=4, clip_grad_norm=1.0)
     me = WorkerId("node0", 0)
     return SimpleNamespace(
         script=None,

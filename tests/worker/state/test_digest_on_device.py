@@ -15,7 +15,7 @@ from support.worker.made_up_cuda import make_up
 from support.worker.plans import plan as plan_of
 from support.worker.thread_wire import Reads
 
-from elastic.types import Box, Layout, Move, Resume, WorkerId
+from elastic.types import Box, Job, Layout, Move, Resume, WorkerId
 from elastic.types.orders import Rendezvous
 from elastic.worker.session import generation as generations
 from elastic.worker.session import takeover
@@ -50,7 +50,7 @@ def order_of(generation: int, via: Any = "host") -> EnterOrder:
 def workplace(pool: ThreadPoolExecutor, device: torch.device = CPU) -> Workplace:
     program: Any = SimpleNamespace(extra_state={})
     none: Any = None
-    return Workplace(WorkerId("n", 0), program, none, {}, none, none, none, device, print, print, pool.submit)
+    return Workplace(WorkerId("n", 0), program, none, Job(), none, none, none, device, print, print, pool.submit)
 
 
 def test_in_large_blocks_it_is_the_same_and_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

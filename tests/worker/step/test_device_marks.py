@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from elastic.cluster.workers.absent_ranks import At, missing
 from elastic.program import load_program
-from elastic.types import Layout, WorkerId
+from elastic.types import Job, Layout, WorkerId
 from elastic.types.grid import Coordinates
 from elastic.worker.parallel.model_options import Options
 from elastic.worker.parallel.parallelize import parallelize
@@ -201,7 +201,7 @@ def test_gathers_are_before_others_and_sums_behind_own(monkeypatch: pytest.Monke
         model = tiny()
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
         options = Options(compute=torch.bfloat16, reduce=torch.float32)
-        parallelize(model, PROGRAM, profile_of(PROGRAM, {}), mesh, options)
+        parallelize(model, PROGRAM, profile_of(PROGRAM, Job()), mesh, options)
         trained(model)
     finally:
         dist.destroy_process_group()

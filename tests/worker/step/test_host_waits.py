@@ -17,7 +17,7 @@ from support.worker.host_reads import HostReads
 from elastic.config.optimization import Guards
 from elastic.data.order import sample_ids
 from elastic.program import Program, load_program
-from elastic.types import Layout, Plan, WorkerId
+from elastic.types import Job, Layout, Plan, WorkerId
 from elastic.worker.loop.handoff import Word
 from elastic.worker.loop.loop import Offer, Outcome, Run
 from elastic.worker.process.fault_injection import DeviceFaults
@@ -46,12 +46,14 @@ def stepper_on(groups: Groups, rank: int, n_microbatches: int, program: Program,
     """Of a fresh state of the rank."""
     layout = groups.layout
     given = job_of("tiny.py", 12, BATCH) | {"n_samples": 512} | job
-    program = with_memory(program, given)
+    program = with_memory(program, Job.from_plain(given))
     layers = (2, 2) if layout.pp == 2 else (4,)
     workers = tuple(WorkerId("node0", i) for i in range(layout.world_size))
-    state = TrainState(program, profile_of(program, given), groups, (layout, layers, rank), given)
+    state = TrainState(
+        program, profile_of(program, Job.from_plain(given)), groups, (layout, layers, rank), Job.from_plain(given)
+    )
     state.fill_fresh(7)
-    stepper = Stepper(program, given, Plan(1, layout, workers, (BATCH,), layers, n_microbatches), state, groups)
+    stepper = Stepper(program, Job.from_plain(given), Plan(1, layout, workers, (BATCH,), layers, n_microbatches), state, groups)
     stepper.memory = program.extra_state.get(MEMORY)
     stepper.loss_scale.begin(256)
     return stepper

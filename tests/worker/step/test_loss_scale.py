@@ -12,7 +12,7 @@ from support.worker.chain import job_of
 
 from elastic.program import load_program
 from elastic.reshard.shards import LOSS_SCALE, RNG, owned_boxes
-from elastic.types import Layout
+from elastic.types import Job, Layout
 from elastic.worker.program.commit import Commit, step_done
 from elastic.worker.step.loss_scale import GROWTH_STEPS, LARGEST, SMALLEST, LossScale, fresh_scale, profile_of
 from elastic.worker.step.optimizer_step import Pending, Stepper
@@ -65,10 +65,10 @@ def test_it_is_a_box_of_the_state_in_float16_only() -> None:
     job = job_of("tiny.py", 1)
     program = load_program(Path(job["program"]))
     for precision, there in (("float32", False), ("bfloat16", False), ("float16", True)):
-        profile = profile_of(program, job | {"precision": precision})
+        profile = profile_of(program, Job.from_plain(job | {"precision": precision}))
         owned = [b.fqn for rank in range(4) for b in owned_boxes(profile, Layout(pp=2, tp=2), (2, 2), rank)]
         assert owned.count(LOSS_SCALE) == there and owned.count(RNG) == 1
-        assert bool(fresh_scale(job | {"precision": precision})) == there
+        assert bool(fresh_scale(Job.from_plain(job | {"precision": precision}))) == there
 
 
 def test_the_journal_tells_a_skipped_step() -> None:

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from elastic.data.open_datasets import Sets
 from elastic.errors import ProgramError
 from elastic.program import Program, load_program
-from elastic.types import Layout, Plan, WorkerId
+from elastic.types import Job, Layout, Plan, WorkerId
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.model_profile import trace
 from elastic.worker.session.generation import Generation
@@ -24,7 +24,7 @@ from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.optimizer_step import Stepper
 
 TINY = load_program(PROGRAMS / "tiny.py")
-JOB = {"seed": 7, "global_batch": 5, "n_samples": 512}
+JOB = Job(seed=7, global_batch=5, n_samples=512)
 N_SAMPLES = 13
 
 
@@ -76,7 +76,7 @@ def test_it_says_before_each_batch_that_it_gets_on(evaluated: Any) -> None:
 
 def test_the_worker_says_that_it_evaluates() -> None:
     phases: list[tuple[str, int]] = []
-    place = SimpleNamespace(job={}, at_phase=lambda *told: phases.append(told))
+    place = SimpleNamespace(job=Job(eval_samples=0), at_phase=lambda *told: phases.append(told))
 
     def evaluate(validation: Any, collate: Any, n_samples: int, tick: Any) -> dict[str, float]:
         tick()

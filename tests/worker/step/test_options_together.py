@@ -13,7 +13,7 @@ from support.worker.worker_pool import Pool
 
 from elastic.planner.layout_search import plan_layout
 from elastic.program import load_program
-from elastic.types import Layout, Node, StepDone
+from elastic.types import Job, Layout, Node, StepDone
 from elastic.worker.profile.sample_profile import sample_profile
 from elastic.worker.step.loss_scale import profile_of
 
@@ -65,8 +65,10 @@ def test_auto_cuts_the_sequence_of_a_single_sample(pool: Pool, tmp_path: Path, n
     job = job_of(name, 8, global_batch=1) | {"layout": "auto"}
     program = load_program(job["program"])
     assert program.dataset is not None
-    profile = replace(profile_of(program, job), sample=sample_profile(program, job, program.dataset()[0]))
-    layouts = [plan_layout(profile, job, [Node("node", "pool", gpus)]).layout for gpus in (2, 4)]
+    profile = replace(
+        profile_of(program, Job.from_plain(job)), sample=sample_profile(program, Job.from_plain(job), program.dataset()[0])
+    )
+    layouts = [plan_layout(profile, Job.from_plain(job), [Node("node", "pool", gpus)]).layout for gpus in (2, 4)]
     assert layouts[0].cp == 2 and layouts[1].cp * layouts[1].tp == 4
     steps = pass_through(pool, job, tmp_path, layouts, every=3)
     alone = train(program, job, job["steps"])

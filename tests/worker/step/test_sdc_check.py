@@ -15,7 +15,7 @@ from support.worker.chain import job_of
 from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 
-from elastic.types import Layout, NumbersChecked, Quiesce, StepDone, WorkerId, WrongNumbers
+from elastic.types import Job, Layout, NumbersChecked, Quiesce, StepDone, WorkerId, WrongNumbers
 from elastic.types.orders import InjectFault
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.step import sdc_check
@@ -123,7 +123,7 @@ class Scripted(EqualResults):
         self, every: int | str, answers: list[Row], entered: int = 0, layout: Layout = SHARDS, device: str = "cpu"
     ) -> None:
         stepper: Any = SimpleNamespace(
-            job={"check_numbers_every": every}, state=SimpleNamespace(step=entered), device=torch.device(device)
+            job=Job(check_numbers_every=every), state=SimpleNamespace(step=entered), device=torch.device(device)
         )
         workers = [WorkerId(str(i), 0) for i in range(layout.world_size)]
         super().__init__(stepper, plan(3, layout, workers, 8), DeviceFaults(), 0)

@@ -13,7 +13,7 @@ from support.worker.plans import N_BLOCKS, live, plan
 from support.worker.worker_pool import Pool
 
 from elastic.storage import open_storage
-from elastic.types import Layout, Plan, RanksTimed, Resume, SetShares, ShardStored, SharesSet, StepDone, WorkerId
+from elastic.types import Job, Layout, Plan, RanksTimed, Resume, SetShares, ShardStored, SharesSet, StepDone, WorkerId
 from elastic.types.grid import each_microbatches
 from elastic.worker.checkpoint import checkpoint_writer
 from elastic.worker.step.batch_shares import Shares
@@ -57,7 +57,7 @@ def test_replicas_with_more_samples_have_more_microbatches() -> None:
 
 def test_other_shares_hold_from_their_step_on() -> None:
     first = plan(1, Layout(dp_shard=2), [WorkerId("a", 0), WorkerId("b", 0)], 8)
-    shares = Shares({"n_samples": 64, "global_batch": 8, "seed": 0}, first)
+    shares = Shares(Job(n_samples=64, global_batch=8, seed=0), first)
     shares.set(5, (2, 6))
     shares.set(7, (3, 5))
     assert [shares.samples(step) for step in (0, 4, 5, 6, 7, 70)] == [(4, 4), (4, 4), (2, 6), (2, 6), (3, 5), (3, 5)]

@@ -24,7 +24,7 @@ from elastic.data.order import sample_ids
 from elastic.errors import InternalError
 from elastic.program import Program, Weights, load_program
 from elastic.storage import open_storage
-from elastic.types import Layout, Plan, ShardStored, StepDone, WorkerId
+from elastic.types import Job, Layout, Plan, ShardStored, StepDone, WorkerId
 from elastic.types.orders import Rendezvous
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.process_groups.groups import Groups
@@ -56,10 +56,10 @@ def begun() -> Iterator[Any]:
 
     def begin(guards: dict[str, Any]) -> tuple[TrainState, Stepper, Any]:
         job = job_of("tiny_counting.py", STEPS) | {"seed": bad_seed(), "guards": guards, "n_samples": 512}
-        state = TrainState(COUNTING, trace(COUNTING), groups, (Layout(), (4,), 0), job)
+        state = TrainState(COUNTING, trace(COUNTING), groups, (Layout(), (4,), 0), Job.from_plain(job))
         state.fill_fresh(7)
         dataset: Any = COUNTING.dataset and COUNTING.dataset()
-        stepper = Stepper(COUNTING, job, ALONE, state, groups)
+        stepper = Stepper(COUNTING, Job.from_plain(job), ALONE, state, groups)
         return state, stepper, lambda: [collate(dataset, sample_ids(512, 12, job["seed"], state.step))]
 
     yield begin
@@ -128,7 +128,7 @@ def test_a_step_that_is_broken_off_may_still_be_applied(begun: Any, monkeypatch:
     state, stepper, batch = begun(SKIP)
     commit = broken_off(stepper, batch(), monkeypatch)
     after = buffers_of(state)
-    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job={}, script=None)
+    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None)
     left = Generation(place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False))  # type: ignore[arg-type]
     left.state, left.copies = state, SimpleNamespace(unacknowledged=list)  # type: ignore[assignment]
     for _ in range(2):
@@ -161,7 +161,7 @@ def test_samples_that_the_order_does_not_give_are_an_error(begun: Any, monkeypat
 
 def test_a_state_in_the_middle_of_an_update_is_that_of_no_step(begun: Any) -> None:
     state, _, _ = begun(SKIP)
-    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job={}, script=None)
+    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None)
     left = Generation(place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False))  # type: ignore[arg-type]
     left.state, left.copies = state, SimpleNamespace(unacknowledged=list)  # type: ignore[assignment]
     left.take_along()
@@ -225,9 +225,9 @@ def test_frozen_weights_go_when_their_generation_is_left(tmp_path: Path) -> None
     """The live boxes stay for whoever takes them over; the frozen ones are given up at once, though the model is still there,
     and the whole of it goes once nobody holds the boxes."""
     program = with_frozen_blocks(tmp_path)
-    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job={}, script=None)
+    place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None)
     left = Generation(place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False))  # type: ignore[arg-type]
-    state = left.state = TrainState(program, trace(program), left.groups, (Layout(), (4,), 0), {})
+    state = left.state = TrainState(program, trace(program), left.groups, (Layout(), (4,), 0), Job())
     left.copies = SimpleNamespace(unacknowledged=list, close=list)  # type: ignore[assignment]
     state.read_frozen()
     state.fill_fresh(7)

@@ -18,7 +18,7 @@ from elastic.config.job import job_of as spec_of
 from elastic.data.budget import TokenBudget
 from elastic.data.order import sample_ids
 from elastic.program import Program, load_program
-from elastic.types import Evaluated, Layout, WorkerId
+from elastic.types import Evaluated, Job, Layout, WorkerId
 from elastic.worker.step.batch_shares import Shares
 
 SEQ, BUDGET = 16, 28
@@ -77,7 +77,7 @@ def shares_of(layout: Layout, **more: Any) -> Shares:
     wanted = job(1) | {"n_samples": 512}
     workers = [WorkerId("a", i) for i in range(layout.world_size)]
     dataset: Any = load_program(wanted["program"]).dataset()
-    return Shares(wanted, plan(1, layout, workers, 12, **more), TokenBudget(dataset.length, BUDGET))
+    return Shares(Job.from_plain(wanted), plan(1, layout, workers, 12, **more), TokenBudget(dataset.length, BUDGET))
 
 
 def test_all_ranks_have_equally_many_micro_batches_and_numbers_of_steps_differ() -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.data.collate import collate
 from elastic.program import load_program
-from elastic.types import Layout, WorkerId
+from elastic.types import Job, Layout, WorkerId
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.model_profile import trace
 from elastic.worker.state.train_state import TrainState
@@ -49,9 +49,9 @@ def collectives(layout: Layout) -> Counter[str]:
     groups = Groups(0, layout, torch.device("cpu"))
     try:
         groups.pretend(0)
-        state = TrainState(program, profile, groups, (layout, step.layers, 0), job)
+        state = TrainState(program, profile, groups, (layout, step.layers, 0), Job.from_plain(job))
         state.fill_zeros()
-        stepper = Stepper(program, job, step, state, groups)
+        stepper = Stepper(program, Job.from_plain(job), step, state, groups)
         dataset = program.dataset()
         with _Collectives() as mode:
             stepper.forward_backward([collate([dataset[i] for i in range(step.samples[0])])], train=True)

@@ -1,0 +1,262 @@
+"""The job, as all read it that stand behind its check: made once, from the checked spec (`JobSpec.job`) or from plain data that
+a journal or a message carries. Defaults of its keys stand here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from elastic.types.nouns import AUTO, LAYOUT_OPTIONS, Layout, Pool, named_after_auto, parse_layout
+
+T = TypeVar("T")
+Auto = Literal["auto"]
+Axis = Literal["dp", "tp", "cp", "pp"]
+Do = Literal["skip", "rollback", "stop"]
+LrScaling = Literal["none", "linear", "sqrt"]
+Precision = Literal["float32", "bfloat16", "float16"]
+Purpose = Literal["auto", "fastest", "cheapest"]
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["1f1b", "gpipe", "interleaved1f1b"]
+
+# Plain data without these keys is of a run that was begun before there were such, and goes on as it did: it has read no copy
+# back, has compared no ranks, was as fast as it could be, and has evaluated on all samples.
+OLDER: Mapping[str, Any] = {"verify_copies": False, "check_numbers_every": 0, "purpose": "fastest", "eval_samples": 0}
+
+
+@dataclass(frozen=True)
+class GuardRule:
+    """See `Guard` in config/optimization.py, and there the others."""
+
+    do: Do = "skip"
+    again: Literal["skip", "stop"] = "stop"
+    rollbacks: int = 1
+    in_a_row: int = 8
+
+
+@dataclass(frozen=True)
+class NotFiniteRule(GuardRule):
+    do: Do = "rollback"
+
+
+@dataclass(frozen=True)
+class LossSpikeRule(GuardRule):
+    z: float = 8.0
+    window: int = 64
+    after: int = 16
+
+
+@dataclass(frozen=True)
+class GradNormRule(GuardRule):
+    most: float | None = None
+    least: float | None = None
+    z: float | None = None
+    window: int = 64
+    after: int = 16
+
+
+@dataclass(frozen=True)
+class BlockNormRule(GuardRule):
+    most: float | None = None
+    least: float | None = None
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class GuardRules:
+    """None = not watched."""
+
+    not_finite: NotFiniteRule = NotFiniteRule()
+    loss_spike: LossSpikeRule | None = None
+    grad_norm: GradNormRule | None = None
+    block_norm: BlockNormRule | None = None
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> GuardRules:
+        return _made(cls, data, RULES)
+
+    def of(self, guard: str) -> GuardRule:
+        """The rule of a guard that has tripped."""
+        return getattr(self, guard, None) or GuardRule()
+
+    @property
+    def watched(self) -> tuple[GuardRule, ...]:
+        return tuple(rule for one in fields(self) if (rule := getattr(self, one.name)) is not None)
+
+
+@dataclass(frozen=True)
+class LrCurve:
+    """Of the key `lr_schedule`: see `LrSchedule` in config/optimization.py."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    min_factor: float = 0.0
+
+    def decay(self, steps: int) -> tuple[int, int]:
+        """Of a job of so many steps: the one from which the factor falls (counted from 0), and in how many."""
+        warmup, length = self.warmup_steps, self.decay_steps
+        if self.kind == "constant":
+            return steps, 0
+        if self.kind == "wsd":
+            begin = max(warmup, steps - (length if length is not None else max(1, steps // 10)))
+            return begin, steps - begin
+        return warmup, length if length is not None else steps - warmup
+
+
+@dataclass(frozen=True)
+class NoiseMeasure:
+    """Of the key `noise_scale`."""
+
+    every: int = 10
+
+
+@dataclass(frozen=True)
+class DataKeys:
+    """Of the key `data`: `train` and `validation` as plain data, which elastic/data opens."""
+
+    train: Mapping[str, Any] | None = None
+    validation: Mapping[str, Any] | None = None
+    cache: str | None = None
+    cache_gb: float = 20.0
+    loader_workers: int = 0
+    prefetch_steps: int = 2
+    prefetch_mb: float = 1024.0
+
+    def plain(self) -> dict[str, Any]:
+        """What it says besides the defaults."""
+        found = {one.name: (getattr(self, one.name), one.default) for one in fields(self)}
+        return {name: value for name, (value, default) in found.items() if value != default}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Keys of job.yaml as `JobSpec` explains them, and at the end what a running job is told besides."""
+
+    name: str = ""
+    folder: str = ""
+    program: str = ""
+    steps: int = 0
+    global_batch: int = 0
+    seed: int = 0
+    eval_every: int = 0
+    eval_samples: int = 64
+    clip_grad_norm: float | None = None
+    optimizer: Mapping[str, Any] | None = None
+    lr_schedule: LrCurve | None = None
+    lr_scaling: LrScaling = "none"
+    base_global_batch: int | None = None
+    noise_scale: NoiseMeasure | None = None
+    guards: GuardRules = GuardRules()
+    precision: Precision = "float32"
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    layout: str | Mapping[str, str] = AUTO
+    schedule: Schedule | None = None
+    virtual_stages: int | None = None
+    microbatch_size: int | None = None
+    microbatch_tokens: int | None = None
+    activation_checkpointing: Recompute | None = None
+    zero_stage: Literal[1, 2, 3] | None = None
+    compile: bool = False
+    float8: bool = False
+    offload: bool = False
+    min_workers: int = 1
+    max_workers: int | None = None
+    peer_every: Auto | int = "auto"
+    durable_every: Auto | int = "auto"
+    peer_copies: Auto | int = "auto"
+    copies_across_zones: bool = False
+    copy_link_share: float = 0.1
+    keep_last: int = 2
+    keep_every: int = 0
+    keep_best: int = 0
+    storage_quota_gb: float | None = None
+    verify_copies: bool = True
+    data: DataKeys = DataKeys()
+    storage: str | None = None
+    budget_usd: float | None = None
+    head_usd_per_h: float = 0.0
+    max_nodes: int | None = None
+    deadline_h: float | None = None
+    on_demand_floor: Auto | Literal["copy"] | int = "auto"
+    waiting_usd_per_h: Auto | float = "auto"
+    max_silence_s: float | None = None
+    orphan_lease_s: float = 900.0
+    purpose: Purpose = "auto"
+    pools: tuple[Pool, ...] = ()
+    trusted_axes: tuple[Axis, ...] = ()
+    rebalance: bool = True
+    across_zones: bool = False
+    check_numbers_every: Auto | int = "auto"
+    drill: tuple[Mapping[str, Any], ...] = ()
+    script: str | None = None
+    args: tuple[str, ...] = ()
+
+    restarted: bool = False  # `script` is restarted through Ray Train; it keeps its own copies
+    fingerprint: Mapping[str, Any] | None = None  # see config/fingerprint.py; None = not taken
+    computes_in: str | None = None  # type of fewest bits that the model was seen to compute in; None = nobody looked
+    n_samples: int = 0  # length of the dataset, once a worker has opened it
+    ep: bool = False  # may its layouts have ep?
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Job:
+        """Keys that this version does not know are ignored, for those that are missing or None see the defaults and OLDER."""
+        return _made(cls, {**OLDER, **{key: value for key, value in data.items() if value is not None}}, NESTED)
+
+    def plain(self) -> dict[str, Any]:
+        """The inverse: all keys of job.yaml, and what the running job was told."""
+        found: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        for name in TOLD:
+            if found[name] == getattr(type(self), name):
+                del found[name]
+        for name in ("lr_schedule", "noise_scale", "guards"):
+            found[name] = asdict(found[name]) if found[name] is not None else None
+        for name in ("layout", "optimizer", "fingerprint"):
+            if isinstance(found.get(name), Mapping):
+                found[name] = dict(found[name])
+        return found | {
+            "data": self.data.plain(),
+            "pools": [asdict(pool) for pool in self.pools],
+            "trusted_axes": list(self.trusted_axes),
+            "drill": [dict(entry) for entry in self.drill],
+            "args": list(self.args),
+        }
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What its keys say of all of its layouts."""
+        return {name: value for name in LAYOUT_OPTIONS if (value := getattr(self, name)) is not None}
+
+    @property
+    def pins(self) -> dict[str, Any]:
+        """Axes and options that it does not leave to the planner: options by its keys, and what its `layout` names after
+        `auto`. Raises SpecError as `parse_layout`."""
+        return self.options | named_after_auto(self.layout)
+
+    def layout_of(self, text: str) -> Layout:
+        """As `parse_layout`; options that the text leaves out are the job's."""
+        return parse_layout(text, self.options)
+
+
+def _made(cls: type[T], data: Mapping[str, Any], nested: Mapping[str, Callable[[Any], Any]]) -> T:
+    names = {one.name for one in fields(cls)}  # type: ignore[arg-type]
+    given = {name: value for name, value in data.items() if name in names}
+    return cls(
+        **{name: nested[name](value) if name in nested and value is not None else value for name, value in given.items()}
+    )
+
+
+def _reader(cls: type[T]) -> Callable[[Any], T]:
+    return lambda value: _made(cls, value, {})
+
+
+RULES: Mapping[str, Callable[[Any], Any]] = {
+    "not_finite": _reader(NotFiniteRule), "loss_spike": _reader(LossSpikeRule), "grad_norm": _reader(GradNormRule),
+    "block_norm": _reader(BlockNormRule),
+}  # fmt: skip
+NESTED: Mapping[str, Callable[[Any], Any]] = {
+    "lr_schedule": _reader(LrCurve), "noise_scale": _reader(NoiseMeasure), "guards": GuardRules.from_plain,
+    "data": _reader(DataKeys), "pools": lambda value: tuple(map(_reader(Pool), value)), "trusted_axes": tuple,
+    "drill": tuple, "args": tuple,
+}  # fmt: skip
+TOLD = ("restarted", "fingerprint", "computes_in", "n_samples", "ep")  # no keys of job.yaml
