@@ -1,4 +1,4 @@
-"""Elastic training on Ray: the run keeps going while nodes come and go.
+"""Elastic training on Ray: the run keeps going while nodes join and leave.
 
 Importing this package imports neither torch nor ray.
 """

@@ -227,7 +227,10 @@ class _Wait:
             self.backend.execute(action)
         if too_long and not certain and not done:
             trouble = getattr(self.backend, "trouble", None) or self.journal.trouble or TimeoutError("no answer")
-            text = f"run '{state.run}': ended at step {state.step} without a word of it, saved is step {state.saved_step}"
+            text = (
+                f"run '{state.run}': ended at step {state.step} without a recorded reason, last checkpoint at step "
+                f"{state.saved_step}"
+            )
             raise unwritten(trouble, f"{text}; run it again when its storage takes writes")
         return bool(done)
 
@@ -249,7 +252,7 @@ def decided(state: State, now_s: float, decide: Decide) -> Decision:
 
 
 def _at_once(state: State, now_s: float) -> Decision:
-    text = f"asked twice to stop: ended at once at step {state.step}; saved is step {state.saved_step}"
+    text = f"asked twice to stop: ended at once at step {state.step}; last checkpoint at step {state.saved_step}"
     return Decision((Stop("stopped", text),), text)
 
 

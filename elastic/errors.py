@@ -6,7 +6,7 @@
     ├── StorageFailed    storage is out of reach, after all retries: run it again (exit code 4; also an OSError)
     │   ├── StorageDamaged   it answers with other bytes than were written (exit code 1)
     │   └── StorageFull      nothing more can be written there (exit code 1)
-    ├── LostContact      the run goes on without this driver, or can: run it again (exit code 4)
+    ├── LostContact      the run continues without this driver, or can: run it again (exit code 4)
     ├── CloudFailed      a cloud's API does not answer, or did not do what it was asked
     ├── InfeasiblePlan   no layout fits the nodes or their memory
     ├── NoCapacity       no pool can give what the job needs
@@ -91,7 +91,7 @@ class StateLost(ElasticError):
 
 
 class PeerGarbled(ElasticError, ConnectionError):
-    """A rank has sent what no rank of this run sends: its memory is damaged, or it is a stranger. The generation is broken off
+    """A rank has sent what no rank of this run sends: its memory is damaged, or it is a stranger. The generation is aborted
     as after any fault of its connections, and the next one meets anew."""
 
 
@@ -104,6 +104,6 @@ class InternalError(ElasticError):
 
 
 class JournalDamaged(InternalError):
-    """A journal is not as it was written. The run's checkpoints are whole: it goes on from the newest (`--from-checkpoint`)."""
+    """A journal is not as it was written. The run's checkpoints are whole: it resumes from the newest (`--from-checkpoint`)."""
 
     exit_code = 2

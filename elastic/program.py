@@ -58,7 +58,7 @@ class Program:
     """What to train.
 
     model:      builds the plain `nn.Module`; called under the meta device, so it must not read parameter values.
-    init:       fills a materialised model's parameters and buffers; called once, on CPU, under the job's seed.
+    init:       fills a materialized model's parameters and buffers; called once, on CPU, under the job's seed.
     optimizer:  (name, parameter) pairs -> optimizer, or a dict of them by name; each must be element-wise (AdamW, SGD, RMSprop
                 ...), and each trainable parameter in exactly one. Called with the whole model's parameters, in their whole
                 shapes and without values, on every rank. None: the job's `optimizer` names one, or several.

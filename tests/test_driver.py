@@ -363,7 +363,7 @@ def test_without_a_copy_in_memory_a_loss_waits_for_storage() -> None:
     state = drive(backend, journal, start(durable=(Copy(1, "durable", 1, Layout(), (2,), uri="u"),)))
     assert state.phase == "succeeded" and [type(action) for action in backend.while_away] == [Abort]
     waits = [line.decision.reason for line in journal.lines if line.decision and "waits to begin" in line.decision.reason]
-    assert waits == ["waits to begin from step 1 from storage: storage does not answer (lease: no answer)"]
+    assert waits == ["waits to begin from step 1 from the checkpoint: storage does not answer (lease: no answer)"]
     assert replay(journal.lines).identical
 
 
@@ -426,7 +426,9 @@ def test_weather_that_changes_with_every_look_is_told_once_in_a_while() -> None:
 def test_the_end_of_a_run_waits_for_storage_and_not_for_ever(trouble: OSError, kind: type, code: int) -> None:
     backend = Away("n" * 100_000)
     backend.trouble = trouble
-    with pytest.raises(kind, match="ended at step 5 without a word of it.*run it again when.*" + trouble.args[-1]) as raised:
+    with pytest.raises(
+        kind, match="ended at step 5 without a recorded reason.*run it again when.*" + trouble.args[-1]
+    ) as raised:
         drive(backend, Memory(), start(job=JOB | {"orphan_lease_s": 60.0}))
     assert raised.value.exit_code == code and backend.closed == 1
     assert backend.time_s > 60.0 and backend.while_away == []

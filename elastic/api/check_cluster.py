@@ -96,7 +96,7 @@ def _of_job(spec: ClusterSpec, folder: str | Path) -> list[Problem]:
     wanted = 1 if job.on_demand_floor == "copy" else job.on_demand_floor
     if isinstance(wanted, int) and wanted > most:
         what = f"{where} asks for on_demand_floor: {job.on_demand_floor}, the pools that are no spot give {most} nodes"
-        found.append(Problem(("available_node_types",), what, "add a node type that is labelled on-demand, or lower the floor"))
+        found.append(Problem(("available_node_types",), what, "add a node type that is labeled on-demand, or lower the floor"))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The durable checkpoints of a run: list, verify, export, import, remove."""
+"""The checkpoints of a run: list, verify, export, import, remove."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def export(run: Storage, step: int | None, to: str, job: str | None = None, merg
 
 @dataclass(frozen=True)
 class Import:
-    """Where a state comes from, and which run begins with it. `at_step`: that the run goes on from."""
+    """Where a state comes from, and which run begins with it. `at_step`: that the run resumes from."""
 
     source: str
     into: str
@@ -84,7 +84,9 @@ def import_into(order: Import, spec: JobSpec, run: Storage, program: Program | N
     def buffers() -> dict[str, Any]:
         return fresh_buffers(program, spec.seed) | fresh_scale(job)
 
-    wanted = checkpoints.Wanted(profile_of(program, job), spec.seed, order.at_step, order.ignore_extra, buffers, spec.steps)
+    wanted = checkpoints.ImportRequest(
+        profile_of(program, job), spec.seed, order.at_step, order.ignore_extra, buffers, spec.steps
+    )
     return checkpoints.import_state(order.source, run, wanted)
 
 

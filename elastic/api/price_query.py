@@ -17,7 +17,7 @@ from elastic.types import Pool
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PriceQuery:
     """What is asked for, '' = all; `gpu` in any spelling, `own`: catalog files besides those of ELASTIC_CATALOG."""
 
     gpu: str = ""
@@ -40,7 +40,7 @@ class Prices:
         }  # fmt: skip
 
 
-def prices(cluster: str | Path | None = None, wanted: Wanted = Wanted()) -> Prices:
+def prices(cluster: str | Path | None = None, wanted: PriceQuery = PriceQuery()) -> Prices:
     """With a cluster file AWS is asked for the price of each of its pools there, if there are credentials, and for the
     placement scores of its zones: all that is known of availability. Raises SpecError."""
     known = catalog.read(wanted.own).instances
@@ -61,7 +61,7 @@ def prices(cluster: str | Path | None = None, wanted: Wanted = Wanted()) -> Pric
     return Prices(tuple(_chosen(rows, wanted)), tuple(market.problems), str(cluster))
 
 
-def gpus(wanted: Wanted = Wanted()) -> list[dict[str, Any]]:
+def gpus(wanted: PriceQuery = PriceQuery()) -> list[dict[str, Any]]:
     """The GPUs of the catalog, with peaks and sources. Raises SpecError."""
     if wanted.cloud or wanted.region:
         raise SpecError("--chips lists GPUs, which are the same everywhere: leave --cloud and --region out")
@@ -119,7 +119,7 @@ def _each(usd: float | None, gpus: int) -> float | None:
     return None if usd is None or not gpus else round(usd / gpus, 6)
 
 
-def _chosen(rows: Iterable[dict[str, Any]], wanted: Wanted) -> Iterator[dict[str, Any]]:
+def _chosen(rows: Iterable[dict[str, Any]], wanted: PriceQuery) -> Iterator[dict[str, Any]]:
     chips = {chip.name for chip in catalog.find_chips(wanted.gpu, wanted.own)} if wanted.gpu else None
     for row in rows:
         here = wanted.cloud in ("", row["cloud"]) and wanted.region in ("", row["region"])
@@ -127,7 +127,7 @@ def _chosen(rows: Iterable[dict[str, Any]], wanted: Wanted) -> Iterator[dict[str
             yield row
 
 
-def _check(wanted: Wanted, types: Iterable[catalog.InstanceType], pools: Sequence[Pool]) -> None:
+def _check(wanted: PriceQuery, types: Iterable[catalog.InstanceType], pools: Sequence[Pool]) -> None:
     """A word that nothing has is a slip of the pen: an empty table would not tell that."""
     found = list(types)
     clouds = ({each.cloud for each in found} | {pool.cloud for pool in pools}) - {""}

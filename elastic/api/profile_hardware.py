@@ -20,7 +20,7 @@ from elastic.program import load_program
 from elastic.types import HardwareProfile
 
 if TYPE_CHECKING:
-    from elastic.worker.profile.measure import Wanted
+    from elastic.worker.profile.measure import MeasureRequest
 
 START_S = 15.0  # until the measuring processes have loaded torch
 LEAST_S = 20
@@ -29,7 +29,7 @@ MANY = 16  # samples, of which the passes that are timed are made
 
 
 @dataclass(frozen=True)
-class Wishes:
+class ProfileRequest:
     """`out`: where the file goes, default: where plan and run look for it. `local`: this machine, also where a Ray address is
     known."""
 
@@ -69,9 +69,9 @@ class Profiled:
         return [*lines, "", f"written to {self.path}; elastic plan and elastic run read it from there"]
 
 
-def profile(job: str | Path, wishes: Wishes | None = None) -> tuple[Profiled, ...]:
+def profile(job: str | Path, wishes: ProfileRequest | None = None) -> tuple[Profiled, ...]:
     """Takes about `seconds`. Raises SpecError where the input is wrong, ProgramError where the program cannot be traced."""
-    wishes = wishes or Wishes()
+    wishes = wishes or ProfileRequest()
     if wishes.seconds < LEAST_S:
         raise SpecError(f"--seconds {wishes.seconds:g}: measuring takes at least {LEAST_S} s")
     spec = load_job(job, wishes.overrides)
@@ -79,12 +79,12 @@ def profile(job: str | Path, wishes: Wishes | None = None) -> tuple[Profiled, ..
     program = load_program(spec.program)
 
     from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
-    from elastic.worker.profile.measure import Wanted, accelerator_here
+    from elastic.worker.profile.measure import MeasureRequest, accelerator_here
 
     kind = _kind(spec, accelerator_here())
     check_writable(_path(wishes, kind))
     keys, uri = spec.job(), find_runs.storage_uri(spec.storage or default_storage())
-    wanted = Wanted(
+    wanted = MeasureRequest(
         model_profile_of(program, keys), spec.precision, spec.global_batch, wishes.seconds - START_S, uri, job=keys,
         some=samples_of(program, keys, MANY),
     )  # fmt: skip
@@ -96,13 +96,13 @@ def profile(job: str | Path, wishes: Wishes | None = None) -> tuple[Profiled, ..
     return tuple(_kept(_path(wishes, kind), kind, one, spec, uri) for kind, one in found.items())
 
 
-def _here(wanted: Wanted, kind: str) -> dict[str, dict[str, Any]]:
+def _here(wanted: MeasureRequest, kind: str) -> dict[str, dict[str, Any]]:
     from elastic.worker.profile import measure
 
     return {kind: measure.measure(wanted) | {"host": socket.gethostname()}}
 
 
-def _there(address: str, wanted: Wanted, spec: JobSpec) -> dict[str, dict[str, Any]]:
+def _there(address: str, wanted: MeasureRequest, spec: JobSpec) -> dict[str, dict[str, Any]]:
     from elastic.cluster.workers.measured_nodes import measured
 
     return measured(address, wanted, [pool.accelerator_type for pool in spec.pools])
@@ -121,7 +121,7 @@ def _kept(path: Path, kind: str, found: dict[str, Any], spec: JobSpec, uri: str)
     return Profiled(path, about, found, made)
 
 
-def _path(wishes: Wishes, kind: str) -> Path:
+def _path(wishes: ProfileRequest, kind: str) -> Path:
     return Path(wishes.out).expanduser() if wishes.out is not None else path_of(kind)
 
 

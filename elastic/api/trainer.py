@@ -130,7 +130,7 @@ class ElasticTrainer:
         error = result.reason if result.outcome == "failed" else ""
         copies = [(item.uri, item.step) for item in checkpoint_index.find(run)]
         rows = _rows(RunFolder.of(run).lines())
-        told = train_types.result_of(train_types.Told(str(run.uri), result.summary, rows, copies, error))
+        told = train_types.result_of(train_types.FinishedRun(str(run.uri), result.summary, rows, copies, error))
         if told.error is not None:
             raise told.error
         return told

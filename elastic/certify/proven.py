@@ -21,7 +21,7 @@ README, RESULTS, PAGE = "README.md", "docs/certified", "docs/proven.md"
 TESTS = "tests/whole_run.json"  # what `make test-all` keeps of its last run
 COLUMNS: Mapping[Kind, str] = {"cpu-gloo": "CPU gloo", "one-gpu": "One GPU", "several-gpus": "Several GPUs"}
 COMMAND = "python -m elastic.certify.proven"
-INTRO = f"""# What was shown where
+INTRO = f"""# Verification status
 
 Each claim of the [README](../README.md), and where `elastic certify` has tried it. Made by `{COMMAND}` from the results in
 [certified/](certified); [certify.md](certify.md) says what each check does and how to run it on your own machine.

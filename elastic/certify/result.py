@@ -62,7 +62,7 @@ class Check:
         return (text + "  ".join(part for part in parts if part)).rstrip()
 
     def lines(self) -> list[str]:
-        """The same; what is too long goes on in the next line, so that numbers and errors are whole."""
+        """The same; what is too long continues in the next line, so that numbers and errors are whole."""
         out, line = [], self.line()
         while len(line) > WIDTH:
             cut = line.rfind(" ", 60, WIDTH)

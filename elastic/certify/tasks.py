@@ -41,7 +41,7 @@ class Limit:
     def look(self, what: str) -> None:
         """Raises OutOfTime."""
         if self.left_s <= 0:
-            raise OutOfTime(f"broken off at '{what}': its share of the minutes was spent")
+            raise OutOfTime(f"aborted at '{what}': its share of the minutes was spent")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Tasks:
         began = time.monotonic()
         try:
             for check in task.work(limit):
-                if not self._has(check.name):  # a second try begins anew
+                if not self._has(check.name):  # a second try starts over
                     self.note(replace(check, seconds=round(time.monotonic() - began, 2), where=check.where or task.where))
                 began = time.monotonic()
         except OutOfTime as reason:

@@ -11,7 +11,7 @@ from elastic.observe import find_runs, run_tables
 
 
 def add(verbs: Any) -> None:
-    actions = verb_group(verbs, "checkpoint", "durable checkpoints of a run")
+    actions = verb_group(verbs, "checkpoint", "checkpoints of a run")
     run_verb(actions, "ls", _ls, "list them")
     run_verb(actions, "verify", _verify, "read every byte of them and compare with the digests")
     made = run_verb(actions, "export", _export, "write the weights of one as safetensors")
@@ -24,7 +24,7 @@ def add(verbs: Any) -> None:
     made.add_argument("source", metavar="SOURCE", help="a .safetensors file, a folder of them, or a checkpoint of plain DCP")
     made.add_argument("--into", metavar="RUN", required=True, help="name of the new run: elastic run JOB --run-name RUN")
     made.add_argument("--job", metavar="JOB", required=True, help="folder with job.yaml and program.py")
-    made.add_argument("--at-step", metavar="N", type=natural, default=0, help="step that the run goes on from (default: 0)")
+    made.add_argument("--at-step", metavar="N", type=natural, default=0, help="step that the run resumes from (default: 0)")
     made.add_argument("--ignore-extra", action="store_true", help="leave out tensors that the program does not have")
     made = run_verb(actions, "rm", _rm, "remove those of a step, whole or interrupted")
     made.add_argument("--step", metavar="N", type=int, required=True)
@@ -61,7 +61,7 @@ def _import(given: argparse.Namespace) -> int:
     lines = [f"{done['uri']}: {taken}", *(f"  {text}" for text in done["converted"][:8])]
     if done["ignored"]:
         lines.append(f"  left out: {len(done['ignored'])} tensors, the first is {done['ignored'][0]}")
-    show(given, done, [*lines, f"go on with it: elastic run {given.job} --run-name {given.into}"])
+    show(given, done, [*lines, f"continue with it: elastic run {given.job} --run-name {given.into}"])
     return 0
 
 

@@ -30,10 +30,10 @@ def _add_prices(verbs: Any) -> None:
 
 def _add_cluster(verbs: Any) -> None:
     actions = verb_group(verbs, "cluster", "cluster files: what `ray up` launches")
-    made = verb(actions, "check", _cluster_check, "say what is wrong in a cluster file, and print its pools with their prices")
+    made = verb(actions, "check", _cluster_check, "check a cluster file, and print its pools with their prices")
     made.add_argument("file", metavar="FILE", help="a file of Ray's cluster launcher, or a RayCluster or RayJob of KubeRay")
     made.add_argument("--job", metavar="JOB", help="folder of a job: also whether it can run there")
-    made = verb(actions, "reap", _cluster_reap, "list the EC2 instances that a dead cluster has left behind, and end them")
+    made = verb(actions, "reap", _cluster_reap, "list the EC2 instances that a dead cluster has leaked, and terminate them")
     made.add_argument("file", metavar="FILE", help="the file that `ray up` launched it from")
     made.add_argument("--yes", action="store_true", help="end them")
     made.add_argument("--alive", action="store_true", help="also where the cluster's head runs")
@@ -50,7 +50,7 @@ def _add_profile(verbs: Any) -> None:
 
 
 def _prices(given: argparse.Namespace) -> int:
-    wanted = api.Wanted(given.gpu, given.cloud, given.region, tuple(given.catalog))
+    wanted = api.PriceQuery(given.gpu, given.cloud, given.region, tuple(given.catalog))
     if given.chips:
         rows = api.gpus(wanted)
         show(given, {"chips": rows}, price_list.chips(rows))
@@ -78,6 +78,6 @@ def _cluster_reap(given: argparse.Namespace) -> int:
 
 
 def _profile(given: argparse.Namespace) -> int:
-    found = api.profile(given.job, api.ProfileWishes(given.out, given.seconds, overrides(given), given.local))
+    found = api.profile(given.job, api.ProfileRequest(given.out, given.seconds, overrides(given), given.local))
     show(given, {"hardware": [one.plain() for one in found]}, [line for one in found for line in one.lines()])
     return 0

@@ -16,7 +16,7 @@ EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line
 
 JOB is a folder with job.yaml and program.py; RUN is a run name, its folder or its URI;
 or how its name begins, or the name of a job: its newest run.
-Runs lie in ./elastic_runs, unless the job's `storage`, --storage or $ELASTIC_STORAGE says otherwise."""
+Runs are stored in ./elastic_runs, unless the job's `storage`, --storage or $ELASTIC_STORAGE says otherwise."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     top = Parser(
         prog="elastic",
-        description="Elastic training on Ray: the run keeps going while nodes come and go.",
+        description="Elastic training on Ray: the run keeps going while nodes join and leave.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -11,8 +11,8 @@ from elastic.cli.parser import opened, run_verb, show
 
 def add(verbs: Any) -> None:
     made = run_verb(verbs, "stop", _stop, "ask a live run to save its state and stop")
-    made.add_argument("--reason", default="asked on the command line", help="written to the journal")
-    made = run_verb(verbs, "drill", _drill, "take a node from a live run, or add one, to see what it does")
+    made.add_argument("--reason", default="requested on the command line", help="written to the journal")
+    made = run_verb(verbs, "drill", _drill, "remove a node from a live run, or add one, to see what it does")
     made.add_argument(
         "entry",
         metavar="KEY=VALUE",

@@ -155,7 +155,7 @@ def _picture(data: Mapping[str, Any], path: str) -> str:
 
 
 def _colored(texts: Sequence[Text]) -> list[str]:
-    """With colours where somebody looks at it."""
+    """With colors where somebody looks at it."""
     if not sys.stdout.isatty():
         return [text.plain for text in texts]
     console, lines = Console(highlight=False, soft_wrap=True), []

@@ -13,11 +13,11 @@ from elastic.observe import doctor, find_runs, logs, report, run_tables
 def add(verbs: Any) -> None:
     verb(verbs, "ls", _ls, "list the runs")
     for name, handler, about in (
-        ("status", _status, "where a run stands"),
-        ("why", _why, "what happened in a run, and why each decision was taken"),
-        ("ledger", _ledger, "where the time and the money of a run went"),
+        ("status", _status, "status of a run"),
+        ("why", _why, "events of a run, and the reason of each decision"),
+        ("ledger", _ledger, "time and cost of a run by category"),
         ("report", _report, "write loss.png and report.json of a run again and print the report"),
-        ("replay", _replay, "take all decisions of a run again from its journal alone and compare"),
+        ("replay", _replay, "replay all decisions of a run from its journal and compare"),
     ):
         run_verb(verbs, name, handler, about)
     verbs.choices["why"].add_argument("--last", metavar="N", type=int, default=0, help="only the last N lines")
@@ -69,8 +69,10 @@ def _replay(given: argparse.Namespace) -> int:
     from elastic.sim.replay import replay
 
     found = replay(find_runs.lines_of(opened(given)))
-    data: dict[str, Any] = {"decisions": found.n_decisions, "identical": found.identical}
-    lines = [f"{found.n_decisions} decisions taken again: {'all identical' if found.identical else 'NOT identical'}"]
+    data: dict[str, Any] = {"decisions": found.n_decisions, "identical": found.identical, "reworded": found.n_reworded}
+    lines = [f"{found.n_decisions} decisions replayed: {'all identical' if found.identical else 'NOT identical'}"]
+    if found.n_reworded:
+        lines.append(f"{found.n_reworded} sentences are worded differently; their actions and wake-up times are the same")
     if found.first_difference is not None:
         first = found.first_difference
         data["first_difference"] = {"at_s": first.at_s, "recorded": first.recorded.reason, "again": first.again.reason}

@@ -13,7 +13,7 @@ from elastic.cli.parser import EXIT, add_overrides, overrides, verb
 
 
 def add(verbs: Any) -> None:
-    made = verb(verbs, "run", _run, "train a job to its end; with the name of an interrupted run: go on with it")
+    made = verb(verbs, "run", _run, "train a job to its end; with the name of an interrupted run: resume it")
     made.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py (with --script: without)")
     made.add_argument(
         "--script", metavar="FILE", help="a training script instead of a program.py; its arguments come last, after --"
@@ -30,7 +30,7 @@ def add(verbs: Any) -> None:
         "--allow-changed", action="store_true", help="resume although program.py, the data or the mathematics have changed"
     )
     made.add_argument(
-        "--from-checkpoint", action="store_true", help="of a run whose journal is damaged: go on from its newest durable copy"
+        "--from-checkpoint", action="store_true", help="of a run whose journal is damaged: resume from its newest checkpoint"
     )
     made.add_argument(
         "--no-budget", action="store_true", help="paid pools without a limit: the job has neither budget_usd nor max_nodes"
@@ -42,7 +42,7 @@ def add(verbs: Any) -> None:
 def _run(given: argparse.Namespace) -> int:
     if given.supervise:
         if not given.run_name:
-            given.refuse("--supervise needs --run-name NAME: by it a driver that is started again goes on with the run")
+            given.refuse("--supervise needs --run-name NAME: by it a driver that is started again continues with the run")
         return supervised(command_of(given.words), lambda text: print(f"elastic: {text}", file=sys.stderr, flush=True))
     options = api.Options(
         run_name=given.run_name,

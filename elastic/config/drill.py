@@ -33,8 +33,8 @@ class DrillSpec(Strict):
     """One entry of a drill: exactly one of DRILL_KINDS; without `at_step` it happens at once.
 
     hang: the node's processes are stopped (SIGSTOP). partition: for `for_s` seconds they reach neither the driver nor their
-    peers nor storage, or only those of `from` not; they work all the while. stall: they answer, and their training stands
-    still. corrupt: what they compute is wrong. slow: they take `factor` times as long as they would (1 = as before); with
+    peers nor storage, or only those of `from` not; they work all the while. stall: they answer, and their training
+    stalls. corrupt: what they compute is wrong. slow: they take `factor` times as long as they would (1 = as before); with
     `unit_s` each forward and backward pass of one sample through one block takes unit_s x factor seconds at least; `jitter`:
     each pass by up to that part more or less. device_error: their next forward pass raises a CUDA error, and so does
     everything after it; `place`: not the forward pass, but the backward pass, the optimizer, a host copy for the peers, or

@@ -1,4 +1,4 @@
-"""What must stay the same for a run to go on along the same curve: the program's code, its data, the job's mathematics.
+"""What must stay the same for a run to continue along the same curve: the program's code, its data, the job's mathematics.
 
 Plain data: it stands in the journal (DriverStarted.job) and in every checkpoint.
 """
@@ -78,8 +78,8 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def batch_changed(run: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Why the run cannot go on with another batch, in one line; '' = it has the same. Its steps are counted in batches: step s
-    has the samples from s * global_batch on, so another batch would read some twice and others never."""
+    """Why the run cannot continue with another batch, in one line; '' = it has the same. Its steps are counted in batches: step
+    s has the samples from s * global_batch on, so another batch would read some twice and others never."""
     old, new = was.get("global_batch"), now.get("global_batch")
     if old is None or new is None or old == new:
         return ""

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_valid
 from elastic.catalog.bounded_yaml import read_yaml, yaml_of
 from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.config.drill import DrillSpec
+from elastic.config.key_names import STORED, shown_key, stored_keys
 from elastic.config.optimization import OWNERS, Guards, LrSchedule, NoiseScale, OptimizerKey, problem
 from elastic.config.strict import (
     BYTES_MOST,
@@ -296,12 +297,12 @@ def job_data(folder: str | Path, overrides: Iterable[str] = ()) -> tuple[dict[st
     data = read_yaml(file, str(shown))
     if not isinstance(data, dict):
         raise SpecError(f"{shown}: it must hold keys and values, not {_kind(data)}")
-    return data | overridden(overrides), str(shown)
+    return stored_keys(data, str(shown)) | overridden(overrides), str(shown)
 
 
 def overridden(overrides: Iterable[str]) -> dict[str, Any]:
     """'key=value' texts as keys and values. Raises SpecError."""
-    return dict(_override(text) for text in overrides)
+    return stored_keys(dict(_override(text) for text in overrides), "--set")
 
 
 def job_of(data: Mapping[str, Any], program: Path, where: str = "job") -> JobSpec:
@@ -309,7 +310,9 @@ def job_of(data: Mapping[str, Any], program: Path, where: str = "job") -> JobSpe
     if "folder" in data:
         raise SpecError(f"{where}: unknown key 'folder'; it is the folder of the program")
     root = program.resolve().parent
-    job = _checked(JobSpec, {"name": root.name} | dict(data) | {"folder": str(root), "program": str(program)}, where)
+    job = _checked(
+        JobSpec, {"name": root.name} | stored_keys(data, where) | {"folder": str(root), "program": str(program)}, where
+    )
     job._where = where
     return job
 
@@ -423,7 +426,7 @@ def _checked(model: type[Model], data: dict[str, Any], where: str) -> Model:
 
 
 def _first(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first problem, in words; unknown keys come first since a misspelt key also shows as a missing one."""
+    """The first problem, in words; unknown keys come first since a misspelled key also shows as a missing one."""
     problem = min(error.errors(), key=_late)
     location = problem["loc"]
     if problem["type"] == "extra_forbidden":
@@ -436,7 +439,7 @@ def _first(error: ValidationError, model: type[BaseModel]) -> str:
         message = "not in this version; leave it out"
     given = problem.get("input")
     shown = f" (it is {shown_of(given)})" if isinstance(given, str | int | float) and problem["type"] != "value_error" else ""
-    return f"key '{key}': {message[:1].lower()}{message[1:]}{shown}" if key else message
+    return f"key {shown_key(key)}: {message[:1].lower()}{message[1:]}{shown}" if key else message
 
 
 def _late(problem: Any) -> tuple[bool, bool]:
@@ -454,6 +457,7 @@ def _nearest(path: Sequence[str | int], model: type[BaseModel]) -> str:
     owner = next((owners[str(part)] for part in reversed(path[:-1]) if part in owners), model)
     owner = SourceSpec if owner is DataSpec and len(path) > 2 else owner
     names = [name for name in owner.__pydantic_fields__ if name != "folder"]
+    names += [*STORED] if owner is JobSpec else []
     found = difflib.get_close_matches(str(path[-1]), names, n=1, cutoff=0.5)
     return f"; did you mean '{found[0]}'?" if found else f"; keys are {', '.join(names)}"
 

@@ -1,4 +1,4 @@
-"""Keys of job.yaml for the optimisation: the optimizer and its learning rates, what guards watch and what they do."""
+"""Keys of job.yaml for the optimization: the optimizer and its learning rates, what guards watch and what they do."""
 
 from __future__ import annotations
 

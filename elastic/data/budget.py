@@ -55,7 +55,7 @@ class TokenBudget:
                     f"sample {sample} has {length} tokens (filled up: {self.filled(length)}), {KEY} is {self.tokens}; cut it "
                     "shorter in the dataset, or raise the budget"
                 )
-        ranks = [self._fitted([(lengths[i], ids[i]) for i in dealt]) for dealt in deal(lengths, weights)]
+        ranks = [self._fitted([(lengths[i], ids[i]) for i in dealt]) for dealt in partition(lengths, weights)]
         n = max(1, *(len(rank) for rank in ranks))
         return tuple(tuple(self._microbatch(part) for part in split(rank, n)) for rank in ranks)
 
@@ -68,7 +68,7 @@ class TokenBudget:
         return Microbatch((sample,) * max(1, min(times, self.tokens // length)), length)
 
     def _fitted(self, rows: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """Rows (length, sample), the longest first, in the fewest pieces of neighbours that the budget allows."""
+        """Rows (length, sample), the longest first, in the fewest pieces of neighbors that the budget allows."""
         found: list[list[tuple[int, int]]] = []
         for row in rows:
             if not found or (len(found[-1]) + 1) * self.filled(found[-1][0][0]) > self.tokens:
@@ -80,7 +80,7 @@ class TokenBudget:
         return Microbatch(tuple(sample for _, sample in rows), self.filled(rows[0][0] if rows else self.length(0)))
 
 
-def deal(lengths: Sequence[int], weights: Sequence[int]) -> list[list[int]]:
+def partition(lengths: Sequence[int], weights: Sequence[int]) -> list[list[int]]:
     """Places in `lengths` for each rank, the longest first: each goes where it would be finished first, when a rank gets
     through `weights[rank]` tokens at once (0: it gets none). Longest processing time first (Graham 1969): with equal weights
     no rank has more than the mean and one sample, nor more than 4/3 of the best there is."""

@@ -58,14 +58,14 @@ class Loader:
         self._reading: set[int] = set()  # steps of this round
         self._batch_bytes = 0  # of the largest so far
         self._next, self._round, self._closed = first_step, 0, False
-        self._wanted = first_step  # the step that will be taken next
+        self._wanted = first_step  # the step that will be preempted next
         self._threads = [threading.Thread(target=self._run, args=(one,), name="elastic-loader", daemon=True) for one in each]
         for thread in self._threads:
             thread.start()
 
     @property
     def n_ahead(self) -> int:
-        """Steps from the one that will be taken next on that may be read already: the same on all ranks of a job."""
+        """Steps from the one that will be preempted next on that may be read already: the same on all ranks of a job."""
         return self._steps
 
     def take(self, step: int) -> tuple[list[Batch], float]:

@@ -40,7 +40,7 @@ class Recipe:
 
 
 class Reader:
-    """One loader process. `load` may be called from any thread, one at a time; a process that is gone is started anew by the
+    """One loader process. `load` may be called from any thread, one at a time; a process that is gone is started over by the
     next call. Raises LoaderLost, or Unread where the dataset raised."""
 
     def __init__(self, recipe: Recipe) -> None:

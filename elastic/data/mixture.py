@@ -19,7 +19,7 @@ class Mixture:
 
     An epoch has `n_samples`; by default so many that every set has been gone through at least once. Of them, set c has
     n_c = weight * n_samples (rounded so that they add up), in a keyed order of its own: the first n_c of its samples, or all of
-    them as often as they fit in and then the first of another order. Ids of one set are neighbours: the order of the run
+    them as often as they fit in and then the first of another order. Ids of one set are neighbors: the order of the run
     shuffles them. Raises SpecError where a set is empty or a weight is not positive.
     """
 

@@ -12,7 +12,7 @@ from elastic.data.budget import check_lengths
 from elastic.data.mixture import Mixture
 from elastic.data.packing import Cut, Documents, Padded, Whole, Windows
 from elastic.data.sources.block_cache import Cache
-from elastic.data.sources.corpus import Corpus, FileBytes, TokenFiles, Tokenised, n_tokens
+from elastic.data.sources.corpus import Corpus, FileBytes, TokenFiles, Tokenized, n_tokens
 from elastic.data.sources.files import Files, files_at
 from elastic.data.sources.parquet import Rows
 from elastic.data.sources.records import Columns, HuggingFace, Jsonl, Parquet, Records
@@ -140,7 +140,7 @@ def _opened(source: SourceSpec, place: _Place) -> Any:
     records = _records(where, source, place.cache())
     if source.text is None and source.tokenizer is None and source.seq is None:
         return Columns(records, source.columns)
-    return _samples(_tokenised(records, source.text or TEXT, source, place), source, place)
+    return _samples(_tokenized(records, source.text or TEXT, source, place), source, place)
 
 
 def _mixture(source: SourceSpec, place: _Place) -> Mixture:
@@ -173,15 +173,15 @@ def _folder(where: str, source: SourceSpec, place: _Place) -> Corpus:
     files = split_files(files, source.part or "all", VALIDATION_SHARE)
     if source.tokenizer in (None, "bytes") and source.end_token is None:
         return FileBytes(files)
-    return _tokenised(_FileTexts(files), "", source, place)
+    return _tokenized(_FileTexts(files), "", source, place)
 
 
-def _tokenised(texts: Any, name: str, source: SourceSpec, place: _Place) -> Corpus:
+def _tokenized(texts: Any, name: str, source: SourceSpec, place: _Place) -> Corpus:
     if source.tokenizer is None:
         raise SpecError("key 'tokenizer' is missing: bytes, the path of a tokenizer.json, or none where the field holds ids")
     path = source.tokenizer if source.tokenizer in ("bytes", "none") else place.path(source.tokenizer)
     end = None if source.end_token is None else str(source.end_token)
-    return Tokenised(texts, name, tokenizer_of(path, end), place.cache())
+    return Tokenized(texts, name, tokenizer_of(path, end), place.cache())
 
 
 def _samples(corpus: Corpus, source: SourceSpec, place: _Place) -> Any:

@@ -47,7 +47,7 @@ class Windows:
 
 
 class Cut(Windows):
-    """The same windows, with document masks: a document that goes on beyond a window is cut there."""
+    """The same windows, with document masks: a document that continues beyond a window is cut there."""
 
     def __getitem__(self, index: int) -> Item:
         start = _inside(index, self._n) * self.seq
@@ -94,7 +94,7 @@ class Whole:
         pieces = self._pieces[int(self._firsts[index]) : int(self._firsts[index + 1])]
         source, target = np.zeros(self.seq, dtype=np.int64), np.full(self.seq, NO_TARGET, dtype=np.int64)
         begins, at = [], 0
-        for start, length, more in pieces.tolist():  # more: 1 where the document goes on behind the piece
+        for start, length, more in pieces.tolist():  # more: 1 where the document continues behind the piece
             ids = self.corpus.read(start, start + length + more)
             source[at : at + length] = ids[:length]
             target[at : at + length - 1 + more] = ids[1:]
@@ -140,8 +140,8 @@ class Padded(Documents):
 
 
 def packed(ends: NDArray[np.int64], seq: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The pieces [pieces, 3] (first token, length, does its document go on?) in the order of their samples, and the first piece
-    of each sample, [samples + 1]. A function of its arguments."""
+    """The pieces [pieces, 3] (first token, length, does its document continue?) in the order of their samples, and the first
+    piece of each sample, [samples + 1]. A function of its arguments."""
     starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
     n_cuts = -(-(ends - starts) // seq)
     document = np.repeat(np.arange(len(ends)), n_cuts)

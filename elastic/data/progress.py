@@ -1,4 +1,4 @@
-"""Long work on data says that it gets on, to whoever waits for it in the same thread: a worker that prepares."""
+"""Long work on data says that it makes progress, to whoever waits for it in the same thread: a worker that prepares."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Iterable datasets with state_dict(): read from the front by every rank, each keeping its own share of a step.
 
 The state of the stream behind the last committed step travels with the model, so a change of the workers neither reads a sample
-twice nor passes one over, as long as the dataset goes on from its own state exactly. What it gave has no sample ids: nobody can
+twice nor passes one over, as long as the dataset resumes from its own state exactly. What it gave has no sample ids: nobody can
 check that afterwards.
 """
 
@@ -30,7 +30,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 class Stream:
-    """An iterable dataset by positions, which must rise; position 0 can always be looked at. At its end it begins anew.
+    """An iterable dataset by positions, which must rise; position 0 can always be looked at. At its end it starts over.
 
     The training thread calls `taken`, `state_dict` and `load_state_dict`, another one reads, through `reader()`: loading a
     state waits for the item that is being read, and cuts off whoever reads for an older generation.
@@ -102,7 +102,7 @@ class Stream:
             self._items = iter(self.source)
             item = next(self._items, None)
             if item is None:
-                raise ProgramError("the dataset is a stream that gives nothing when it begins anew") from None
+                raise ProgramError("the dataset is a stream that gives nothing when it starts over") from None
         self._at += 1
         if self._at % self.global_batch == 0:
             self._states[self._at] = deepcopy(self.source.state_dict())  # it may be the very one that reading changes

@@ -268,7 +268,7 @@ class _Books:
 
     def _started(self, event: DriverStarted, at_s: float) -> None:
         """A driver that does not attach found nothing alive: its predecessor's nodes ended with it, at its last line unless the
-        event says until when they were paid for. Time goes on by this driver's clock."""
+        event says until when they were paid for. Time continues by this driver's clock."""
         if event.attached or event.paid_until_s is not None:
             self.advance(at_s if event.paid_until_s is None else min(at_s, event.paid_until_s))
         if not event.attached:
@@ -296,7 +296,7 @@ class _Books:
         self.away_since_s = None if event.answers else min(at_s, event.since_s)
 
     def _settle_wait(self) -> None:
-        """While a generation is broken off, waiting for its workers is a part of the transition."""
+        """While a generation is aborted, waiting for its workers is a part of the transition."""
         if self.aborted:
             self._waited("reshard")
             self.timing.settled_at_s = self.at_s
@@ -367,7 +367,7 @@ class _Books:
             if isinstance(action, EnterPlan):
                 self._ordered(action.plan, at_s)
             elif isinstance(action, Abort):
-                self._broken_off(at_s)
+                self._aborted(at_s)
             elif isinstance(action, Quiesce):
                 self.saving = True
             elif isinstance(action, Stop):
@@ -385,11 +385,11 @@ class _Books:
         self.target, self.saving = plan, False
         self.timing.ordered_at_s = at_s
 
-    def _broken_off(self, at_s: float) -> None:
+    def _aborted(self, at_s: float) -> None:
         self._settle_wait()
         gathered = self.group.taken()
         if gathered.wall_s:
-            begun = min(1.0, self.timing.ordinary_s / gathered.wall_s)  # the step that was broken off
+            begun = min(1.0, self.timing.ordinary_s / gathered.wall_s)  # the step that was aborted
             self.sums["wasted_progress"].add(gathered, begun)
             self.sums["reshard"].add(gathered, 1 - begun)
         if not self.aborted:
@@ -407,7 +407,7 @@ class _Books:
             self.sums[category].add(wait.taken())
 
     def closed(self) -> Account:
-        """The account as it stands; a run that goes on has its open time in `other`."""
+        """The account as it stands; a run that continues has its open time in `other`."""
         self._close_group()
         self.timing.close(None)
         sums = {name: replace(amount) for name, amount in self.sums.items()}

@@ -116,6 +116,6 @@ class Appender:
 
     def _failed(self, error: OSError) -> None:
         if self.trouble is None:
-            log.warning("%s cannot be written (%s): its lines wait in memory, training goes on", self.path, error)
+            log.warning("%s cannot be written (%s): its lines wait in memory, training continues", self.path, error)
         self.trouble = error
         self._change.notify_all()

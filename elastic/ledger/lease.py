@@ -153,7 +153,7 @@ class Lease:
             return
         if not patient and 0.0 <= time.time() - before.at_s <= before.ttl_s:
             raise SpecError(self._refusal(before))
-        self._watch(before)  # its clock may be behind or ahead of ours, or this machine stood still: does it still give signs?
+        self._watch(before)  # its clock may be behind or ahead of ours, or this machine stalled: does it still give signs?
 
     def _watch(self, before: Sign) -> None:
         """Raises SpecError when a new sign of life comes while the last one expires by our own clock."""
@@ -194,14 +194,14 @@ class Lease:
                 if self._said:
                     self._said = False
                     log.warning(
-                        "%s answers again: the run goes on under its own lease (epoch %d)", self.storage.uri, self.epoch
+                        "%s answers again: the run continues under its own lease (epoch %d)", self.storage.uri, self.epoch
                     )
 
     def _not_renewed(self, error: Exception) -> None:
         self.trouble = error
         if not self.certain and not self._said:
             self._said = True
-            text = "%s has taken no sign of life for %.0f s (%s): training and changes of plan go on, the run's end waits"
+            text = "%s has taken no sign of life for %.0f s (%s): training and changes of plan continue, the run's end waits"
             log.warning(text, self.storage.uri, self.unheard_s, error)
 
     def _renewed(self) -> bool:

@@ -205,7 +205,7 @@ class Packing:
             try:
                 self._pack(name, path, line, counted)
                 return
-            except Exception as error:  # noqa: BLE001 - the text is whole in its file; tried again
+            except Exception as error:  # noqa: BLE001 - the text is whole in its file; retried
                 if not said:
                     log.warning("%s: it cannot be packed yet (%s)", path, error)
                 said = True

@@ -170,7 +170,7 @@ class RunFolder:
             found, text = None, self._here() or b""
             stored, damage = Stored(), Damage(1, 0)
         if damage is None:
-            raise SpecError(f"run '{self.name}': its journal is whole; leave --from-checkpoint out, it goes on as it is")
+            raise SpecError(f"run '{self.name}': its journal is whole; leave --from-checkpoint out, it continues as it is")
         kept = text[: damage.offset]
         if damage.offset < len(stored.text):
             stored = stored.until(damage.offset)

@@ -36,7 +36,7 @@ AGAIN_S = 2.0  # between tries
 CLOSE_MOST_S = 15.0
 GO_ON = (
     "its checkpoints are whole: `elastic run` with this --run-name and --from-checkpoint sets the journal aside, keeps what "
-    "stands before the damage, and goes on from the newest durable copy"
+    "stands before the damage, and resumes from the newest checkpoint"
 )
 
 
@@ -279,7 +279,7 @@ class Segments:
         return self._at >= to
 
     def begin_anew(self) -> dict[str, int] | None:
-        """The file, which is stored to its end, begins anew: epoch -> segments that hold what it was. None = not now."""
+        """The file, which is stored to its end, starts over: epoch -> segments that hold what it was. None = not now."""
         if not self._working.acquire(blocking=False):
             return None
         try:
@@ -314,7 +314,7 @@ class Segments:
                     self._store()
                     if not last:
                         self._merge()
-            except Exception as error:  # noqa: BLE001 - tried again; who must be sure looks at `stored`
+            except Exception as error:  # noqa: BLE001 - retried; who must be sure looks at `stored`
                 self._tell(error)
             else:
                 self._tell(None)
@@ -324,7 +324,7 @@ class Segments:
     def _tell(self, trouble: Exception | None) -> None:
         where = f"{self._storage.uri}/{PREFIX}"
         if trouble is not None and self.trouble is None:
-            log.warning("%s: no journal can be stored (%s): training goes on", where, trouble)
+            log.warning("%s: no journal can be stored (%s): training continues", where, trouble)
         elif trouble is None and self.trouble is not None:
             log.warning("%s: the journal is stored again, and nothing is missing in it", where)
         with self._change:

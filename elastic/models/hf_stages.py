@@ -2,7 +2,7 @@
 
 A later stage is called with the hidden state in the place of embedded tokens (`inputs_embeds`); masks and rotary positions are
 computed on each stage again. Whether a model can be cut so is tried: without its blocks, embeddings, norm and head its forward
-must give back exactly what it is called with.
+must release exactly what it is called with.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def stage_factory(model: nn.Module, blocks: str) -> Callable[[nn.Module, int, in
 
 
 def passes_through(model: nn.Module, blocks: str) -> bool:
-    """Does the model without what the first and the last stage have, and without blocks, give back its `inputs_embeds`?"""
+    """Does the model without what the first and the last stage have, and without blocks, release its `inputs_embeds`?"""
     config: Any = model.config
     hidden = getattr(config.get_text_config(), "hidden_size", None)
     if not isinstance(hidden, int):
@@ -77,14 +77,14 @@ def passes_through(model: nn.Module, blocks: str) -> bool:
 
 
 def fill_plain_buffers(model: nn.Module) -> bool:
-    """Program.buffers: values of buffers that no checkpoint holds, as transformers' own initialisation gives them. False where
+    """Program.buffers: values of buffers that no checkpoint holds, as transformers' own initialization gives them. False where
     it gives none for one of them."""
     kept = set(model.state_dict())
     owners = {name.rpartition(".")[0] for name, _ in model.named_buffers() if name not in kept}
     for owner in owners:
         module = model.get_submodule(owner)
         if next(module.parameters(recurse=False), None) is not None:
-            return False  # its parameters would be initialised too
+            return False  # its parameters would be initialized too
         plain = [buffer for name, buffer in module.named_buffers(recurse=False) if f"{owner}.{name}".lstrip(".") not in kept]
         if not all(buffer.is_floating_point() for buffer in plain):
             return False

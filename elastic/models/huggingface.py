@@ -50,7 +50,7 @@ def causal_lm(
     source: a config (random weights, under the job's seed), or a local folder with config.json and, for pretrained weights,
     safetensors: each rank reads its own part of them. more: other fields of `elastic.Program` (validation, lr_factor ...).
     Blocks are found in the module tree; tp follows the model's own plan where elastic has all of its styles, else tp = 1;
-    pipeline stages are possible where the model without its blocks gives back the hidden state it is called with; parts of
+    pipeline stages are possible where the model without its blocks releases the hidden state it is called with; parts of
     sequences (cp) where its attention is causal and no more (`hf_sequence.why_whole`).
     Raises SpecError where transformers or files are missing.
     """
@@ -109,7 +109,7 @@ def before_cut(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def loss_sum(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy of each next token, summed over the batch (left out: tokens labelled -100, padding, and the first token
+    """Cross entropy of each next token, summed over the batch (left out: tokens labeled -100, padding, and the first token
     after padding). `output`: logits [batch, seq, vocab], or the model's output that holds them."""
     logits = getattr(output, "logits", output).float()
     logits = logits if "target" in batch else logits[:, :-1]

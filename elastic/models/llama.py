@@ -153,7 +153,7 @@ class Llama(nn.Module):
 
 @torch.no_grad()
 def init_weights(model: Llama) -> None:
-    """Fill a materialised model, parameter by parameter in named order: the same torch seed gives the same values.
+    """Fill a materialized model, parameter by parameter in named order: the same torch seed gives the same values.
 
     Normal of 0.02 as in GPT-2, the two projections that write to the residual stream scaled by 1/sqrt(2 * n_layers)
     (Radford et al. 2019, section 2.3); norms are 1. A tie that `to_empty` broke is made again.

@@ -25,8 +25,8 @@ MIN_DISK_BYTES = 2 << 30
 MIN_FILES = 4096
 TROUBLES = {
     "NodeLost": "nodes lost", "WorkerFailed": "worker failures", "Silent": "silent workers", "PlanFailed": "failed plans",
-    "DigestChecked": "content that differs", "CopyFailed": "durable copies not made", "CopyDamaged": "damaged copies",
-    "RequestFailed": "requests without a node", "WrongNumbers": "wrong numbers",
+    "DigestChecked": "content that differs", "CopyFailed": "checkpoints not made", "CopyDamaged": "damaged copies",
+    "RequestFailed": "requests without a node", "WrongNumbers": "silent data corruption",
 }  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def run_troubles(view: View) -> list[Check]:
     if lost:
         checks.append(Check("steps trained again", str(lost), "look", "elastic ledger shows their price (wasted_progress)"))
     if view.saved_step is None and view.step and not view.job.restarted:  # a script keeps its own copies
-        checks.append(Check("durable copy", "none", "look", "set durable_every, or the loss of all nodes ends the run"))
+        checks.append(Check("checkpoint", "none", "look", "set checkpoint_every, or the loss of all nodes ends the run"))
     return checks
 
 

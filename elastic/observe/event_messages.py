@@ -7,6 +7,9 @@ from typing import Any, Protocol
 from elastic import types
 from elastic.types import Event, Node, Plan
 
+# where a generation takes its state from, in the words of a message
+SOURCES: dict[str, str] = {"fresh": "fresh initialization", "live": "live GPUs", "peer": "peer memory", "durable": "checkpoint"}
+
 
 class Known(Protocol):
     """What a message may speak of: nodes and plans by name, and the time (run_view.View)."""
@@ -21,15 +24,17 @@ def of(event: Event, view: Known) -> str | None:
     match event:
         case types.DriverStarted():
             again = "driver attached again" if event.attached else "driver started"
-            found = f", newest durable copy at step {max(copy.step for copy in event.durable)}" if event.durable else ""
+            found = f", newest checkpoint at step {max(copy.step for copy in event.durable)}" if event.durable else ""
             cut = f"; {event.cut}" if event.cut else ""
             return f"{again} (run {event.run}, epoch {event.epoch}){found}{cut}"
         case types.NodeReady(node):
             return f"node {node.node_id} is ready: pool {node.pool}, {n_of(node.gpus, 'worker')}"
         case types.NodeRefused():
-            return f"{node_name(event.node_id, view)} is not let in: {event.reason}"
+            return f"{node_name(event.node_id, view)} is rejected: {event.reason}"
         case types.Notice():
-            return f"notice: {node_name(event.node_id, view)} goes in {max(0.0, event.deadline_s - view.at_s):.0f} s"
+            return (
+                f"notice: {node_name(event.node_id, view)} will be preempted in {max(0.0, event.deadline_s - view.at_s):.0f} s"
+            )
         case types.NoticeWithdrawn():
             return f"notice withdrawn: {node_name(event.node_id, view)} stays"
         case types.NodeWarned():
@@ -37,7 +42,7 @@ def of(event: Event, view: Known) -> str | None:
         case types.NodeLost():
             return f"{node_name(event.node_id, view)} was {'released' if event.cause == 'released' else f'lost: {event.cause}'}"
         case types.RequestFailed():
-            return f"pool {event.pool} has no other node now: {event.reason.removeprefix('no capacity: ')}"
+            return f"pool {event.pool} has no further node: {event.reason.removeprefix('no capacity: ')}"
         case types.PlanEntered():
             return _entered(event, view)
         case types.GroupsFormed():
@@ -48,11 +53,13 @@ def of(event: Event, view: Known) -> str | None:
         case types.Evaluated():
             return f"validation at step {event.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in event.metrics.items())
         case types.CopyStored(copy) if copy.kind == "durable":
-            return f"durable copy of step {copy.step} ({size(copy.n_bytes)}, {event.seconds:.2f} s)"
+            return f"checkpoint of step {copy.step} ({size(copy.n_bytes)}, {event.seconds:.2f} s)"
         case types.StorageSeen(answers=True):
             return f"storage answers again after {duration(view.at_s - event.since_s)}"
         case types.StorageSeen():
-            return f"storage has not answered for {max(0.0, view.at_s - event.since_s):.0f} s ({event.what}): training goes on"
+            return (
+                f"storage has not answered for {max(0.0, view.at_s - event.since_s):.0f} s ({event.what}): training continues"
+            )
         case types.PlansFound(plans):
             numbers = ", ".join(str(plan.generation) for plan in plans)
             return f"generation {numbers} was found with the workers: ordered while storage was away"
@@ -70,9 +77,9 @@ def _trouble(event: Event) -> str | None:
         case types.GuardTripped():
             return f"guard {event.guard} ({event.do}): {event.reason}"
         case types.CopyFailed():
-            return f"no durable copy of step {event.step}: {event.reason}; training goes on, the copies before it stay"
+            return f"no checkpoint of step {event.step}: {event.reason}; training continues, the copies before it stay"
         case types.CopyDamaged():
-            return f"a durable copy cannot be read: {event.reason}"
+            return f"a checkpoint cannot be read: {event.reason}"
         case types.CopyRemoved():
             return f"removed {event.uri}"
         case types.WorkerFailed(kind="device"):
@@ -87,16 +94,16 @@ def _trouble(event: Event) -> str | None:
         case types.SharesSet():
             return f"samples a step from step {event.from_step + 1} on: {', '.join(map(str, event.samples))}"
         case types.WrongNumbers():
-            who = ", ".join(map(str, event.workers)) or "nobody can tell whose"
-            return f"wrong numbers at step {event.step}, right until step {event.good_step} ({who}): {event.reason}"
+            who = ", ".join(map(str, event.workers)) or "faulty rank unknown"
+            return f"silent data corruption at step {event.step}, right until step {event.good_step} ({who}): {event.reason}"
         case types.DeviceNoted():
-            return f"GPU of worker {event.worker}: {event.note or 'nothing to note any more'}"
+            return f"GPU of worker {event.worker}: {event.note or 'no findings any more'}"
         case types.PinningFailed():
             return f"worker {event.worker} has no pinned host memory, its copies go through pageable memory: {event.reason}"
         case types.DigestChecked(ok=False):
             return f"generation {event.generation}: the content of the state changed on its way"
         case types.StopAsked():
-            return f"stop asked: {event.reason}"
+            return f"stop requested: {event.reason}"
         case types.DrillAsked():
             return f"drill: {drill(event.drill)}"
         case _:
@@ -113,8 +120,8 @@ def _entered(event: types.PlanEntered, view: Known) -> str:
         return f"generation {event.generation} entered at step {event.step}"
     moved = f", {size(event.bytes_moved)} moved" if event.bytes_moved else ""
     return (
-        f"generation {event.generation} entered at step {event.step}: {plan.layout} on {n_of(len(plan.ranks), 'worker')}, "
-        f"state from {plan.resume.source}{moved}"
+        f"generation {event.generation} started at step {event.step}: {plan.layout} on {n_of(len(plan.ranks), 'worker')}, "
+        f"source: {SOURCES[plan.resume.source]}{moved}"
     )
 
 

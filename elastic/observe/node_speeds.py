@@ -1,4 +1,4 @@
-"""What a person sees of the nodes' speeds: relative ones, samples of a step, and why a node is slow or was put aside."""
+"""What a person sees of the nodes' speeds: relative ones, samples of a step, and why a node is slow or was quarantined."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ALIKE = 0.05
 
 
 @dataclass
-class Paces:
-    """Seconds per unit of work as last told, what GPUs say of themselves, and why nodes were put aside."""
+class NodeSpeeds:
+    """Seconds per unit of work as last told, what GPUs say of themselves, and why nodes were quarantined."""
 
     unit_s: dict[WorkerId, float] = field(default_factory=dict)
     notes: dict[WorkerId, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Paces:
     def why(self, nodes: Mapping[str, Node], node_id: str) -> str:
         """What is to be said of the node; '' = nothing."""
         if node_id in self.aside:
-            return f"put aside: {self.aside[node_id]}"
+            return f"quarantined: {self.aside[node_id]}"
         mine = self.of_node(nodes, node_id)
         notes = dict.fromkeys(note for worker, note in self.notes.items() if worker.node_id == node_id and note)
         said = f" (the device says: {', '.join(notes)})" if notes else ""

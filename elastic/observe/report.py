@@ -68,7 +68,7 @@ def summary(view: View, books: Account) -> dict[str, Any]:
 
 def text(view: View, books: Account, data: Mapping[str, Any]) -> list[str]:
     """The report for a person."""
-    lines = [*_head(data), "", "TRANSITIONS", *transitions(books.transitions), "", "WHERE THE TIME WENT", *spent(books)]
+    lines = [*_head(data), "", "TRANSITIONS", *transitions(books.transitions), "", "TIME AND COST BY CATEGORY", *spent(books)]
     if data.get("sample"):
         lines += ["", "SAMPLE", *(f"  {line}" for line in str(data["sample"]).splitlines())]
     return lines
@@ -109,7 +109,9 @@ def spent(books: Account) -> list[str]:
             rows.append((name, f"{gpu_s:.1f}", share, f"{books.seconds[name]:.1f} s", f"{books.usd[name]:.4f}"))
     rows.append(("sum", f"{total_s:.1f}", "", f"{sum(books.seconds.values()):.1f} s", f"{sum(books.usd.values()):.4f}"))
     away_s = books.totals.storage_away_s
-    return columns(rows, right=(1, 2, 3, 4)) + ([f"storage took no word of the driver for {away_s:.0f} s"] if away_s else [])
+    return columns(rows, right=(1, 2, 3, 4)) + (
+        [f"storage accepted no write of the driver for {away_s:.0f} s"] if away_s else []
+    )
 
 
 def _head(data: Mapping[str, Any]) -> list[str]:
@@ -135,7 +137,7 @@ def _head(data: Mapping[str, Any]) -> list[str]:
     if data.get("noise_scale"):
         rows.append(("noise scale", data["noise_scale"]["advice"]))
     if data["copies_failed"]:
-        rows.append(("copies", f"{data['copies_failed']} durable copies not made or not readable: elastic why {data['run']}"))
+        rows.append(("copies", f"{data['copies_failed']} checkpoints not made or not readable: elastic why {data['run']}"))
     rows += [(f"no {name}", why) for name, why in data["unusable"].items()]
     rows += [("note", text) for text in data["notes"]]
     if data["data_wait"] > MUCH:

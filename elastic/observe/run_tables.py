@@ -112,7 +112,7 @@ def status(view: View, holder: str = "") -> list[str]:
             for step, found in list(view.evaluations.items())[-1:]
             for name, value in found.items()
         ),
-        ("durable copy", _durable(view)),
+        ("checkpoint", _durable(view)),
         *([("storage", away)] if (away := _away(view)) else []),
         *((f"no {name}", why) for name, why in view.unusable.items()),
         *(("note", text) for text in (view.model.notes if view.model else ())),
@@ -129,18 +129,18 @@ def status(view: View, holder: str = "") -> list[str]:
 
 
 def nodes(view: View) -> list[str]:
-    """`SPEED`: relative to the faster ones of the pool; below the table why a node is slow, or was put aside."""
+    """`SPEED`: relative to the faster ones of the pool; below the table why a node is slow, or was quarantined."""
     head = ("", "NODE", "POOL", "MARKET", "WORKERS", "SPEED", "SAMPLES", "STATUS")
     names = letters(list(view.nodes))
     rows = []
     for node in view.nodes.values():
         market = view.pools[node.pool].market_type if node.pool in view.pools else "-"
         speed, n = (
-            node_speeds.shown(view.paces.of_node(view.nodes, node.node_id)),
+            node_speeds.shown(view.node_speeds.of_node(view.nodes, node.node_id)),
             node_speeds.samples_of(view.plan, node.node_id),
         )
         rows.append((names[node.node_id], node.node_id, node.pool, market, node.gpus, speed, n or "-", view.status(node)))
-    whys = {name: why for name in view.nodes if (why := view.paces.why(view.nodes, name))}
+    whys = {name: why for name in view.nodes if (why := view.node_speeds.why(view.nodes, name))}
     return [*columns([head, *rows]), *(f"{names[name]} {name}: {why}" for name, why in whys.items())]
 
 
@@ -167,8 +167,9 @@ def status_plain(view: View, holder: str = "") -> dict[str, Any]:
         "nodes": [
             {
                 "node_id": n.node_id, "pool": n.pool, "workers": n.gpus, "status": view.status(n), "deadline_s": n.deadline_s,
-                "speeds": view.paces.of_node(view.nodes, n.node_id), "samples": node_speeds.samples_of(view.plan, n.node_id),
-                "why": view.paces.why(view.nodes, n.node_id),
+                "speeds": view.node_speeds.of_node(view.nodes, n.node_id),
+                "samples": node_speeds.samples_of(view.plan, n.node_id),
+                "why": view.node_speeds.why(view.nodes, n.node_id),
             }
             for n in view.nodes.values()
         ],
@@ -199,7 +200,7 @@ def _away(view: View) -> str:
 
 
 def _durable(view: View) -> str:
-    """`step 40; 1 failed: no durable copy of step 60: ...`."""
+    """`step 40; 1 failed: no checkpoint of step 60: ...`."""
     if view.job.restarted:
         return "the script's own affair: it is restarted, not changed live"
     newest = "none" if view.saved_step is None else f"step {view.saved_step}"

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from elastic.ledger.journal import Line, parse_line
 from elastic.ledger.launch_times import Launches
 from elastic.observe import event_messages
-from elastic.observe.node_speeds import Paces
+from elastic.observe.node_speeds import NodeSpeeds
 from elastic.types import (
     CopyStored,
     Decision,
@@ -82,7 +82,7 @@ class View:
     pools: dict[str, Pool] = field(default_factory=dict)
     model: ModelProfile | None = None
     nodes: dict[str, Node] = field(default_factory=dict)
-    released: set[str] = field(default_factory=set)  # of those that are gone: given back
+    released: set[str] = field(default_factory=set)  # of those that are gone: released
     planned: dict[int, Plan] = field(default_factory=dict)
     closed: dict[str, str] = field(default_factory=dict)  # axes and layouts that the run has closed for itself -> why
     plan: Plan | None = None
@@ -95,8 +95,8 @@ class View:
     notes: list[Note] = field(default_factory=list)
     reason: str = ""
     away: StorageSeen | None = None  # storage is, as the last driver has seen it
-    wanted: dict[str, int] = field(default_factory=dict)  # nodes that are asked for, per pool
-    paces: Paces = field(default_factory=Paces)
+    wanted: dict[str, int] = field(default_factory=dict)  # nodes that are requested, per pool
+    node_speeds: NodeSpeeds = field(default_factory=NodeSpeeds)
     launches: Launches = field(default_factory=Launches)
     started_at_s: float = 0.0
     at_s: float = 0.0
@@ -117,7 +117,7 @@ class View:
 
     @property
     def copies_failed(self) -> int:
-        """Durable copies that were not made, or could not be read."""
+        """Checkpoints that were not made, or could not be read."""
         return sum(note.kind in ("CopyFailed", "CopyDamaged") for note in self.notes)
 
     @property
@@ -127,7 +127,7 @@ class View:
 
     @property
     def saved_step(self) -> int | None:
-        """Step of the newest durable copy."""
+        """Step of the newest checkpoint."""
         stored = self.copies.get("durable")
         return stored.copy.step if stored else None
 
@@ -196,7 +196,7 @@ class View:
         return self.notes[n_before:]
 
     def _decided(self, decision: Decision, at_s: float) -> None:
-        self.paces.decided(decision)
+        self.node_speeds.decided(decision)
         if decision.actions and decision.reason:
             self.notes.append(Note(at_s, self.step, "Decision", decision.reason))
         self.reason = decision.reason or self.reason
@@ -221,7 +221,7 @@ class View:
             self.nodes[node_id] = replace(self.nodes[node_id], **changes)
 
     def _fold(self, event: Event) -> None:
-        self.paces.add(event, self.plan, self.model)
+        self.node_speeds.add(event, self.plan, self.model)
         match event:
             case StepDone():
                 self.step = event.step
@@ -292,7 +292,7 @@ def view_of(lines: Iterable[Line]) -> View:
 
 class Tail:
     """Reads what was added to a journal since the last call; half-written lines wait for their end. Where another file has
-    taken the place of one that became large, it goes on with that."""
+    taken the place of one that became large, it continues with that."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

@@ -147,7 +147,7 @@ def _progress(view: View) -> RenderableType:
     table.add_row("step", f"{view.step} / {view.steps or '-'}   ({view.phase})")
     table.add_row("train_loss", loss + (f"   validation {validation:.4f}" if validation is not None else ""))
     table.add_row("speed", f"{speed:,.0f} {view.unit}/s" if speed else "-")
-    table.add_row("durable copy", f"step {view.saved_step}" if view.saved_step is not None else "none yet")
+    table.add_row("checkpoint", f"step {view.saved_step}" if view.saved_step is not None else "none yet")
     table.add_row("ETA", duration(view.eta_s()))
     return table
 
@@ -175,7 +175,7 @@ def _nodes(view: View) -> RenderableType:
         left = f" {max(0.0, node.deadline_s - view.at_s):.0f} s" if node.deadline_s is not None else ""
         status = Text(view.status(node) + left, style=STATUS_STYLES.get(node.status, ""))
         speed, n = (
-            node_speeds.shown(view.paces.of_node(view.nodes, node.node_id)),
+            node_speeds.shown(view.node_speeds.of_node(view.nodes, node.node_id)),
             node_speeds.samples_of(view.plan, node.node_id),
         )
         kind = (node.pool, pool.market_type if pool else "-", str(node.gpus))

@@ -5,7 +5,7 @@ cp; plain data-parallel sharding cuts nothing): memory, or a batch smaller than 
 Among those, a layout that is simpler than the fastest and at most SLOWER slower is taken. A tp x cp group never leaves its
 node, nor a replica its zone. Fewer workers are taken where that is clearly faster: without the slow ones, where these compute
 hardly more than nothing, or where all of them together would need to cut more. Which worker is which rank: rank_placement.py;
-unequal shares and stages: hetero_split.py.
+unequal batch shares and stages: hetero_split.py.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from elastic.planner.cost import default_hardware, memory
 from elastic.planner.cost.compute import Chip
 from elastic.planner.cost.kernels import MEASURED, generation
 from elastic.planner.cost.memory import USABLE, Step
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Site, bubble, step_cost
 from elastic.planner.hetero import balance, rank_placement
-from elastic.planner.hetero.hetero_assign import RECOMPUTED, Dealer, Dealt, guessed
+from elastic.planner.hetero.hetero_assign import RECOMPUTED, HeteroAssigner, HeteroAssignment, guessed
 from elastic.planner.layout_space import Space, cut, n_options
 from elastic.planner.step_split import step_of
 from elastic.types import HardwareProfile, Job, Layout, ModelProfile, Node, WorkerId, is_auto, parse_layout
 
 SHOWN = 6  # rejections that an error message names
 SLOWER = 0.05  # that a simpler layout may be
-IDLE = 0.1  # of a step, that unequal GPUs may wait for each other before layouts that cut more are looked at
+IDLE = 0.1  # of a step, that heterogeneous GPUs may wait for each other before layouts that cut more are looked at
 MOST_CUTS, MOST_REPLICAS, MOST_DROPPED, MOST_FEWER = 4, 4, 6, 8  # how many of each are looked at
-MOST_DEALT = 24  # layouts of a size whose shares among unequal GPUs are worked out
+MOST_DEALT = 24  # layouts of a size whose shares among heterogeneous GPUs are worked out
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Choice:
     rejected: tuple[str, ...] = ()
 
 
-class Found(NamedTuple):
+class CostedLayout(NamedTuple):
     """A layout that fits."""
 
     layout: Layout
     step: Step
-    dealt: Dealt
+    assigned: HeteroAssignment
     least_cut: int = 1  # of the layouts of as many workers that fit
 
 
@@ -118,10 +118,10 @@ class _Search:
     nodes: Sequence[Node]
     limits: Limits
     rejected: list[str] = field(default_factory=list)
-    dealt: dict[tuple[Layout, int], Dealt] = field(default_factory=dict)
+    assigned: dict[tuple[Layout, int], HeteroAssignment] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.work = Work.of(self.model)
+        self.work = ModelCost.of(self.model)
         self.per_node = min((node.gpus for node in self.nodes), default=1)
         known = self.limits.hardware or {}
         self.known = bool(self.nodes) and all(node.node_id in known for node in self.nodes)
@@ -139,7 +139,7 @@ class _Search:
         usable = USABLE if self.model.sample is not None else 1.0
         room = {name: int(usable * n_bytes) for name, n_bytes in self.memory().items()}
         most, rows = self.job.max_workers or 0, self.job.microbatch_size or 0
-        self.dealer = Dealer(self.work, self.site, self.place, median(slowest) if slowest else 1.0, room, most, rows)
+        self.assigner = HeteroAssigner(self.work, self.site, self.place, median(slowest) if slowest else 1.0, room, most, rows)
         tight = bool(self.limits.memory_bytes or self.limits.infeasible)
         self.space = Space.of(self.model, self.job, self.nodes, bool(self.limits.memory_bytes), tight)
 
@@ -152,10 +152,10 @@ class _Search:
     def named(self, layout: Layout) -> Choice | None:
         """The layout that the job names. It is refused only where its state alone is too large, or where it was tried."""
         try:
-            next(self.place.arrangements(layout, self.dealer.max_workers))
+            next(self.place.arrangements(layout, self.assigner.max_workers))
             step = self.step(layout)
             self.check_size(layout, step, exact=True)
-            return self.choice(layout, step, self.deal(layout, step, exact=True))
+            return self.choice(layout, step, self.assign(layout, step, exact=True))
         except InfeasiblePlan as error:
             self.rejected.append(f"{layout}: {error}")
             return None
@@ -167,7 +167,7 @@ class _Search:
             self.rejected.append(
                 f"{Layout(dp_shard=n_workers)}: its shards would lie in {names}; only replicas may, unless across_zones is true"
             )
-        found: Found | None = None
+        found: CostedLayout | None = None
         for world in range(n_workers, 0, -1):
             if self.too_few(world):
                 return None  # fewer have less room still
@@ -181,21 +181,21 @@ class _Search:
         first = found
         for world, most_cut in self.fewer(first):
             other = self.of_size(world, most_cut)
-            if other is None or other.dealt.pace * (1 + SLOWER) >= found.dealt.pace:
+            if other is None or other.assigned.pace * (1 + SLOWER) >= found.assigned.pace:
                 continue
-            if most_cut or self.place.zones or other.dealt.busy_s <= found.dealt.busy_s * (1 + SLOWER):
+            if most_cut or self.place.zones or other.assigned.busy_s <= found.assigned.busy_s * (1 + SLOWER):
                 found = other
-        choice = self.choice(found.layout, found.step, found.dealt)
+        choice = self.choice(found.layout, found.step, found.assigned)
         if found is first:
             return choice
-        times, left = first.dealt.pace / found.dealt.pace, first.layout.world_size - found.layout.world_size
+        times, left = first.assigned.pace / found.assigned.pace, first.layout.world_size - found.layout.world_size
         why = f"{first.layout}: with {left} worker{'s' * (left > 1)} more a step would take {times:.2f} times as long"
         return replace(choice, rejected=(why, *choice.rejected))
 
-    def of_size(self, world: int, most_cut: int = 0) -> Found | None:
+    def of_size(self, world: int, most_cut: int = 0) -> CostedLayout | None:
         """The simplest of those that are about as fast as the fastest, among those that cut least; where GPUs are unequal and
         wait for each other also among those that cut more. `most_cut`: only those that cut less."""
-        best: Found | None = None
+        best: CostedLayout | None = None
         for space in self.spaces(world):
             n_looked_at = 0
             for n_cut, shapes in groupby(space.shapes(world), cut):
@@ -204,29 +204,29 @@ class _Search:
                 found = [one for shape in shapes for one in self.fitting(space, shape)]
                 if not found:
                     continue
-                below = best.dealt.pace / (1 + SLOWER) if best else inf
+                below = best.assigned.pace / (1 + SLOWER) if best else inf
                 one, n_looked_at = self.simplest(found, below), n_looked_at + 1
-                if one is not None and one.dealt.pace < below:
+                if one is not None and one.assigned.pace < below:
                     best = one._replace(least_cut=best.least_cut if best else n_cut)
-                if not self.place.uneven or (one and one.dealt.idle < IDLE) or n_looked_at == MOST_CUTS:
+                if not self.place.uneven or (one and one.assigned.idle < IDLE) or n_looked_at == MOST_CUTS:
                     break
         return best
 
-    def simplest(self, found: Sequence[tuple[Layout, Step]], below: float) -> Found | None:
+    def simplest(self, found: Sequence[tuple[Layout, Step]], below: float) -> CostedLayout | None:
         """Of those whose pace may be below that."""
         steps, paces, least = dict(found), dict[Layout, float](), inf
-        floors = {layout: self.dealer.floor(layout, step) for layout, step in found} if self.place.uneven else {}
+        floors = {layout: self.assigner.floor(layout, step) for layout, step in found} if self.place.uneven else {}
         for layout in sorted(steps, key=lambda layout: floors.get(layout, 0.0)):
             if floors and len(paces) == MOST_DEALT:
                 break  # those that are left are likely slower
             if floors.get(layout, 0.0) < min(below, least * (1 + SLOWER)):
-                paces[layout] = self.deal(layout, steps[layout]).pace
+                paces[layout] = self.assign(layout, steps[layout]).pace
                 least = min(least, paces[layout])
         if not paces:
             return None
         near = [layout for layout in paces if paces[layout] <= min(paces.values()) * (1 + SLOWER)]
         best = min(near, key=lambda layout: (n_options(layout), paces[layout]))
-        return Found(best, steps[best], self.deal(best, steps[best]))
+        return CostedLayout(best, steps[best], self.assign(best, steps[best]))
 
     def spaces(self, world: int) -> Iterator[Space]:
         """Where replicas must lie within a zone each, one for each number of them that goes, the fewest first."""
@@ -239,14 +239,14 @@ class _Search:
         for n in islice((n for n in fitting if not wanted or n == wanted), MOST_REPLICAS):
             yield replace(self.space, pins={**self.space.pins, "dp_replicate": n})
 
-    def fewer(self, found: Found) -> Iterator[tuple[int, int]]:
+    def fewer(self, found: CostedLayout) -> Iterator[tuple[int, int]]:
         """Numbers of workers that may be faster, and how little they must cut to be: without the slow ones, and where fewer
         need not be cut so far."""
         world, least = found.layout.world_size, self.job.min_workers
         kinds = sorted(rank_placement.kinds_of(self.place.rates).values())
         steps = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
         rates = sorted(self.place.rates.values(), reverse=True)
-        work = self.job.global_batch * self.work.n_blocks / (1 + SLOWER) / max(1e-300, found.dealt.busy_s)
+        work = self.job.global_batch * self.work.n_blocks / (1 + SLOWER) / max(1e-300, found.assigned.busy_s)
         enough = [n for n in steps if least <= n < world and sum(rates[:n]) >= work]
         yield from ((n, 0) for n in enough[-MOST_DROPPED:][::-1])
         n_cut = 0 if self.place.zones else found.least_cut
@@ -287,30 +287,30 @@ class _Search:
             if step.n_microbatches < layout.pp:
                 raise InfeasiblePlan(f"{step.n_microbatches} microbatches cannot fill {layout.pp} pipeline stages")
             self.check_size(layout, step, exact=False)
-            next(self.place.arrangements(layout, self.dealer.max_workers))
+            next(self.place.arrangements(layout, self.assigner.max_workers))
         except InfeasiblePlan as error:
             self.rejected.append(f"{layout}: {error}")
             return None
         return step
 
-    def deal(self, layout: Layout, step: Step, exact: bool = False) -> Dealt:
+    def assign(self, layout: Layout, step: Step, exact: bool = False) -> HeteroAssignment:
         key = layout, step.n_microbatches
-        if key not in self.dealt:
-            self.dealt[key] = self.dealer.deal(layout, step, exact) if self.place.uneven else self.alike(layout, step)
-        return self.dealt[key]
+        if key not in self.assigned:
+            self.assigned[key] = self.assigner.assign(layout, step, exact) if self.place.uneven else self.alike(layout, step)
+        return self.assigned[key]
 
-    def alike(self, layout: Layout, step: Step) -> Dealt:
+    def alike(self, layout: Layout, step: Step) -> HeteroAssignment:
         """On GPUs that are about equal: even stages, nodes in their order."""
-        slots, m = next(self.place.arrangements(layout, self.dealer.max_workers)), step.n_microbatches
+        slots, m = next(self.place.arrangements(layout, self.assigner.max_workers)), step.n_microbatches
         ranks = tuple(worker for slot in slots for worker in slot.workers)
         speeds = [min(slot.rate for slot in slots[d :: layout.dp]) for d in range(layout.dp)]
         samples = balance.shares(step.global_batch // m, speeds, m)
         layers = balance.stage_layers(self.model.n_blocks, layout.n_stages)
         parts = self.parts(layout, replace(step, largest_share=max(samples)))
-        pace = sum(self.parts(layout, step).values()) / len(ranks) / self.dealer.reference
+        pace = sum(self.parts(layout, step).values()) / len(ranks) / self.assigner.reference
         step_s = self.step_s(layout, replace(step, largest_share=max(samples)))
         rates = [self.place.rates[worker] for worker in ranks]
-        return Dealt(ranks, samples, layers, parts, pace, step_s, balance.busy_s(layout, samples, layers, m, rates))
+        return HeteroAssignment(ranks, samples, layers, parts, pace, step_s, balance.busy_s(layout, samples, layers, m, rates))
 
     def parts(self, layout: Layout, step: Step) -> dict[str, float]:
         """Of a step's time on equal GPUs, in multiples of a perfect split of the model's FLOPs over the same ranks."""
@@ -329,20 +329,20 @@ class _Search:
         known = self.model.sample is not None and self.model.sample.flop
         return step_cost(self.site, self.work, layout, step).step_s if known else 0.0
 
-    def choice(self, layout: Layout, step: Step, dealt: Dealt) -> Choice:
-        most = replace(step, largest_share=max(dealt.samples))
-        deepest = max(sum(dealt.layers[p :: layout.pp]) for p in range(layout.pp))
+    def choice(self, layout: Layout, step: Step, assigned: HeteroAssignment) -> Choice:
+        most = replace(step, largest_share=max(assigned.samples))
+        deepest = max(sum(assigned.layers[p :: layout.pp]) for p in range(layout.pp))
         state = memory.memory_bytes(self.work, layout, step.dtype)
         active = memory.activation_bytes(self.work, layout, most if self.place.uneven else step)
         if deepest > -(-self.work.n_blocks // layout.pp):
             active = memory.stage_bytes(self.work, layout, most, deepest) - state
         return Choice(
-            layout, dealt.ranks, dealt.samples, dealt.layers, step.n_microbatches,
+            layout, assigned.ranks, assigned.samples, assigned.layers, step.n_microbatches,
             memory_bytes=state,
             activation_bytes=active,
-            relative_time=sum(dealt.parts.values()),
-            parts=dealt.parts,
-            model_step_s=dealt.step_s,
+            relative_time=sum(assigned.parts.values()),
+            parts=assigned.parts,
+            model_step_s=assigned.step_s,
             hardware_known=self.known,
             rejected=tuple(self.rejected),
         )  # fmt: skip
@@ -370,7 +370,7 @@ class _Search:
         if self.limits.memory_bytes and needs > there:
             if not self.deepens(layout):
                 raise InfeasiblePlan(f"needs {_gib(needs)} GiB per worker, there are {_gib(there)}")
-            self.deal(layout, step)
+            self.assign(layout, step)
         bigger = [] if exact else [tried for tried in infeasible if self.needs(tried, self.step(tried)) <= needs]
         if bigger:
             raise InfeasiblePlan(f"needs at least as much memory as {bigger[0]}, which did not fit")

@@ -18,7 +18,7 @@ from elastic.planner import dollars, explain
 from elastic.planner.cost import memory
 from elastic.planner.cost.block_cost_cache import Cache
 from elastic.planner.cost.memory import USABLE, usable_bytes
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Site, step_cost
 from elastic.planner.hetero import balance, hetero_offers
 from elastic.planner.layout_search import site_of
@@ -65,7 +65,7 @@ class _Finder:
     _worst: float = float("inf")  # value of the last offer that is shown
 
     def __post_init__(self) -> None:
-        self.work = Work.of(self.model)
+        self.work = ModelCost.of(self.model)
         self.batch = self.job.global_batch
         self.cache = Cache(self.work)
 

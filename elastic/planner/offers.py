@@ -83,7 +83,7 @@ class Offer:
     hours: float = 0.0  # to the aim's tokens, lost time included; 0 = no tokens were named
     usd: float = 0.0
     state_bytes: float = 0.0
-    copy_stall_s: float = 0.0  # that a durable copy holds the steps up; it is written behind them in `copy_write_s`
+    copy_stall_s: float = 0.0  # that a checkpoint holds the steps up; it is written behind them in `copy_write_s`
     copy_write_s: float = 0.0
     lost_node_s: float = 0.0  # of training, that one taken node costs; `moved_s` of it fetch what was there
     moved_s: float = 0.0

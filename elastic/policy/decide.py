@@ -34,7 +34,7 @@ from elastic.types.replacing import replace
 
 QUIESCED_MOST_S = 5.0  # a survivor that has not answered an abort by then is treated as a dead process
 QUIESCED_ON_GPUS_MOST_S = 30.0  # NCCL aborts up to seven communicators of a rank and takes them down, each bounded by 10 s
-LAST_COPY_MOST_S = 120.0  # since the last step, or since what comes after it has got on last
+LAST_COPY_MOST_S = 120.0  # since the last step, or since what comes after it has made progress last
 ENTER_MOST_S = 600.0  # the last resort: workers report what goes wrong long before
 ATTACH_MOST_S = 30.0
 START_WAIT_S, GROWTH_WAIT_S = 10.0, 2.0  # for nodes that are being prepared, after the last one was
@@ -49,7 +49,7 @@ def decide(state: State, now_s: float) -> Decision:
     if state.unseen:
         return _attaching(state, now_s)
     if state.repeat and state.failure is None:  # else they are of a generation that cannot be entered any more
-        return Decision(tuple(state.repeat), "the driver is back: its last orders are given again")
+        return Decision(tuple(state.repeat), "the driver has restarted: its last actions are repeated")
     for rule in (
         _ending,
         _breaking_off,
@@ -88,7 +88,7 @@ def _ending(state: State, now_s: float) -> Decision | None:
     if state.fatal:
         return _stop("failed", state.fatal)
     if state.steps and state.saved_step >= state.steps:
-        done = f"all {state.steps} steps are done and the copy of the last one is stored"
+        done = f"all {state.steps} steps finished; the checkpoint of the last step is stored"
         return Decision((*removal(state).actions, Stop("succeeded", done)), done)
     why = retries.gave_up(state)
     return _stop("failed", why) if why else None
@@ -104,7 +104,9 @@ def _wish(state: State, now_s: float) -> StopWish | None:
 
 def _put_off(state: State, wish: StopWish, found: Decision) -> Decision:
     """Nothing new is begun: what breaks meanwhile is mended, since the state is in memory alone."""
-    text = f"{wish.reason}: {away(state)}; step {state.step} is saved when it answers, saved is step {state.saved_step}"
+    text = (
+        f"{wish.reason}: {away(state)}; step {state.step} is saved when it answers, last checkpoint at step {state.saved_step}"
+    )
     return found if found.actions else Decision((), text, found.wake_at_s)
 
 
@@ -114,14 +116,14 @@ def away(state: State) -> str:
 
 
 def _stopping(state: State, now_s: float) -> Decision | None:
-    """Save, then stop: the running generation is stopped at a step boundary with a durable copy."""
+    """Save, then stop: the running generation is stopped at a step boundary with a checkpoint."""
     wish = _wish(state, now_s)
     if wish is None:
         return None
     bound_s = wish.at_s + limits.stop_most_s(state)
     if state.durable_s:  # how long saving takes is known, and that much was kept for it
         bound_s = min(bound_s, max(wish.at_s, limits.spent_at_s(state, now_s)))
-    saved = f"step {state.step} reached, saved is step {state.saved_step}"
+    saved = f"step {state.step} reached, last checkpoint at step {state.saved_step}"
     if state.away and not wish.limit:
         return Decision((), f"{wish.reason}; {saved}: {away(state)}")
     if now_s >= bound_s:
@@ -129,7 +131,7 @@ def _stopping(state: State, now_s: float) -> Decision | None:
     if state.phase == "waiting":
         memory = recovery.from_memory(state)
         if memory and memory.step > state.saved_step and state.available:
-            if state.away:  # which goes on being paid for, but no longer than any save may take
+            if state.away:  # which continues being paid for, but no longer than any save may take
                 return Decision((), f"{wish.reason}; {saved}: {away(state)}", bound_s)
             return None  # enter once more, to save what only memory holds
         return _stop("stopped", f"{wish.reason}; {saved}")
@@ -143,7 +145,7 @@ def _stopping(state: State, now_s: float) -> Decision | None:
         return _stop("stopped", f"{wish.reason}; {saved}")
     if left and state.copy_failed and state.copy_failed.step == state.step:
         return _stop("stopped", f"{wish.reason}; {saved}: {state.copy_failed.reason}")
-    return Decision((), f"{wish.reason}: waits for the copy of step {state.step}", bound_s)
+    return Decision((), f"{wish.reason}: waiting for the checkpoint of step {state.step}", bound_s)
 
 
 def _stop(outcome: str, reason: str) -> Decision:
@@ -158,8 +160,8 @@ def _attaching(state: State, now_s: float) -> Decision:
     bound_s = state.attached_at_s + ATTACH_MOST_S
     names = sorted(state.unseen)
     if now_s < bound_s:
-        return Decision((), f"the driver is back and waits for {len(names)} nodes to report: {', '.join(names)}", bound_s)
-    why = f"not heard of for {ATTACH_MOST_S:.0f} s since the driver is back"
+        return Decision((), f"the driver has restarted and waits for {len(names)} nodes to report: {', '.join(names)}", bound_s)
+    why = f"no report for {ATTACH_MOST_S:.0f} s since the driver has restarted"
     orders = tuple(order for name in names for order in (Quarantine(name, why), ReleaseNode(name)))
     return Decision(orders, f"{', '.join(names)}: {why}, counted as lost")
 
@@ -169,10 +171,10 @@ def _breaking_off(state: State, now_s: float) -> Decision | None:
     if failure is None:
         return None
     survivors = [worker for worker in state.members - set(failure.kill) if state.lives(worker)]
-    copy = f"newest peer copy: step {state.peer.step}" if state.peer else "no peer copy"
+    copy = f"newest peer replica: step {state.peer.step}" if state.peer else "no peer replica"
     text = (
-        f"generation {state.generation} is broken off after step {state.step}: {failure.reason}; {len(survivors)} of "
-        f"{len(state.members)} workers are not known to be gone; {copy}, durable: step {state.saved_step}"
+        f"generation {state.generation} is aborted after step {state.step}: {failure.reason}; {len(survivors)} of "
+        f"{len(state.members)} workers are still reachable; {copy}, checkpoint: step {state.saved_step}"
     )
     return Decision((Abort(state.generation, failure.kill),), text, now_s + _quiesced_most_s(state))
 
@@ -189,7 +191,7 @@ def _waiting_for_survivors(state: State, now_s: float) -> Decision | None:
     bound_s = state.aborting.at_s + most_s
     n_owing = len(state.aborting.owing)
     if now_s < bound_s:
-        return Decision((), f"waits until {n_owing} workers have left generation {state.aborting.generation}", bound_s)
+        return Decision((), f"waiting for {n_owing} workers to leave generation {state.aborting.generation}", bound_s)
     owing = tuple(sorted(state.aborting.owing))
     names = ", ".join(str(worker) for worker in owing)
     text = f"{names} did not leave generation {state.aborting.generation} within {most_s:.0f} s: ended and replaced"
@@ -238,7 +240,7 @@ def _starting(state: State, now_s: float) -> Decision | None:
     except InfeasiblePlan as error:
         return _not_yet(state, error, now_s)
     if failure is None and state.generation == 0 and _others_coming(state) and now_s < state.prepared_at_s + START_WAIT_S:
-        wait = f"{choice.layout.world_size} workers are prepared; more are coming, waits up to {START_WAIT_S:.0f} s"
+        wait = f"{choice.layout.world_size} workers are prepared; more are joining: waiting up to {START_WAIT_S:.0f} s"
         return Decision((), wait, state.prepared_at_s + START_WAIT_S)
     try:
         newest = recovery.newest(state)
@@ -288,11 +290,11 @@ def _not_yet(state: State, error: InfeasiblePlan, now_s: float) -> Decision:
     except InfeasiblePlan as never:
         return _stop("failed", f"InfeasiblePlan: {never}")
     if why := hazard.in_vain(state):
-        return _stop("failed", f"{why}; step {state.step} reached, saved is step {state.saved_step}")
+        return _stop("failed", f"{why}; step {state.step} reached, last checkpoint at step {state.saved_step}")
     why = "" if _others_coming(state) else limits.nothing_to_buy(state, now_s)
     if why:
-        return _stop("stopped", f"{why}; {error}; step {state.step} reached, saved is step {state.saved_step}")
-    parts = (f"waits for nodes: {error}", missing_capacity(state))
+        return _stop("stopped", f"{why}; {error}; step {state.step} reached, last checkpoint at step {state.saved_step}")
+    parts = (f"waiting for workers: {error}", missing_capacity(state))
     return Decision((), "; ".join(part for part in parts if part))
 
 
@@ -312,7 +314,7 @@ def _changing(state: State, now_s: float, plan: Plan) -> Decision | None:
     """Nothing has to change, and what may is looked at."""
     if state.quiescing:
         done = state.quiesced >= plan.workers
-        return Decision((Abort(state.generation),), "the notice was withdrawn: goes on") if done else Decision()
+        return Decision((Abort(state.generation),), "the notice was withdrawn: continues") if done else Decision()
     more = back_to_spot(state, now_s) or _growing(state, now_s)
     more = more or share_rebalance.shares(state, now_s) or relayout.rearranged(state, now_s)
     return (
@@ -321,36 +323,36 @@ def _changing(state: State, now_s: float, plan: Plan) -> Decision | None:
 
 
 def _finishing(state: State, now_s: float) -> Decision:
-    """All steps are done: the copy of the last one is stored, tried again where it fails, and without it the run has failed."""
+    """All steps are done: the copy of the last one is stored, retried where it fails, and without it the run has failed."""
     bad = state.copy_failed
     if state.away:
-        return Decision((), f"all {state.steps} steps are done, saved is step {state.saved_step}: {away(state)}")
+        return Decision((), f"all {state.steps} steps are done, last checkpoint at step {state.saved_step}: {away(state)}")
     if bad is not None and bad.step >= state.steps:
         if state.copy_failures >= COPY_TRIES:
             return _stop("failed", f"the copy of the last step could not be stored in {COPY_TRIES} tries: {bad.reason}")
         again_s = state.copy_failed_at_s + COPY_WAIT_S
         text = f"the copy of the last step was not stored ({bad.reason})"
         if now_s < again_s:
-            return Decision((), f"{text}: tried again in {COPY_WAIT_S:.0f} s", again_s)
+            return Decision((), f"{text}: retried in {COPY_WAIT_S:.0f} s", again_s)
         if bad.generation == state.generation:
-            return Decision((Abort(state.generation),), f"{text}: tried again")
+            return Decision((Abort(state.generation),), f"{text}: retried")
     bound_s = max(state.last_step_at_s, state.busy_at_s) + LAST_COPY_MOST_S
     if now_s < bound_s:
-        return Decision((), f"all {state.steps} steps are done: waits for the durable copy of the last one", bound_s)
+        return Decision((), f"all {state.steps} steps are done: waiting for the checkpoint of the last one", bound_s)
     return Decision((Abort(state.generation),), f"the copy of step {state.step} was not stored within {LAST_COPY_MOST_S:.0f} s")
 
 
 def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decision:
-    """Nodes of the plan will be taken. They train on until a transition must begin; that one leaves them, and takes in whoever
-    has been prepared by then. Nodes with a later deadline stay where that is worth one more transition."""
+    """Nodes of the plan will be preempted. They train on until a transition must begin; that one leaves them, and takes in
+    whoever has been prepared by then. Nodes with a later deadline stay where that is worth one more transition."""
     assert state.plan is not None
     names = ", ".join(node.node_id for node in leaving)
     deadline_s = min(node.deadline_s or now_s for node in leaving)
-    left = f"{names} will be taken in {max(0.0, deadline_s - now_s):.0f} s"
+    left = f"{names} will be preempted in {max(0.0, deadline_s - now_s):.0f} s"
     if state.quiescing:
         text = f"{left}; generation {state.plan.generation} is saved"
         if state.quiesced >= state.plan.workers and _enough(state):  # it may never be taken: nobody waits for that
-            return Decision((Abort(state.generation),), f"{text}, and other nodes are there: goes on with these")
+            return Decision((Abort(state.generation),), f"{text}, and other nodes are there: continues with these")
         return Decision((), f"{text} and waits for other nodes")
     act_s = drain.act_at_s(state, leaving, now_s)
     stay = drain.kept(state, max(now_s, act_s))
@@ -366,7 +368,7 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
         lead = drain.lead_of(state, move.seconds if move else 0.0)
         act_s = deadline_s - lead.seconds
     if now_s < act_s:
-        text = f"{names} will be taken: trains on until {lead.seconds:.1f} s before ({lead})"
+        text = f"{names} will be preempted: trains on until {lead.seconds:.1f} s before ({lead})"
         form_s = act_s - forming_groups.FORM_MOST_S
         wait = Decision((), text, near_s if now_s < near_s else act_s)
         if now_s >= form_s and forming_groups.missing(state):
@@ -377,9 +379,7 @@ def _with_notice(state: State, now_s: float, leaving: Sequence[Node]) -> Decisio
             wait = replace(wait, wake_at_s=min(form_s, wait.wake_at_s or form_s))
         return _growing(state, now_s, act_s) or wait
     more = f", but {', '.join(node.node_id for node in stay)} stays for a while" if stay else ""
-    moved = enter(
-        state, choice, recovery.live(state), "notice", f"{left}: the state moves from live memory at the next step{more}"
-    )
+    moved = enter(state, choice, recovery.live(state), "notice", f"{left}: resharding from live memory at the next step{more}")
     used = {name for action in moved.actions if isinstance(action, EnterPlan) for name in action.plan.nodes}
     gone = tuple(
         DrainNode(node.node_id) for node in leaving if node.node_id not in used
@@ -404,8 +404,8 @@ def _save_before(state: State, now_s: float, deadline_s: float, why: str) -> Dec
     if now_s >= last_s:
         return Decision((Quiesce(generation, save=True),), f"{why}; saved at the next step")
     if state.stored_generation != generation:
-        return Decision((StoreCopy(generation),), f"{why}; a durable copy is taken now", last_s)
-    return Decision((), f"{why}; goes on until {margin_s:.0f} s before", last_s)
+        return Decision((StoreCopy(generation),), f"{why}; a checkpoint is taken now", last_s)
+    return Decision((), f"{why}; continues until {margin_s:.0f} s before", last_s)
 
 
 def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision | None:

@@ -53,7 +53,7 @@ def first(state: State, now_s: float, found: Decision | None) -> Decision | None
         return found
     if forming is not None and forming.plan.meeting == plan.meeting:
         return _wait(state, forming)
-    text = f"{found.reason}; its groups are made first, while generation {state.generation} trains on"
+    text = f"{found.reason}; its process groups are built first, while generation {state.generation} trains on"
     return Decision((FormGroups(plan),), text, now_s + FORM_MOST_S)
 
 

@@ -176,11 +176,11 @@ def enter(state: State, choice: Choice, resume: Resume, cause: Cause, why: str) 
     )
     actions: tuple[Action, ...] = (EnterPlan(plan),)
     where = f"{count(len(choice.ranks), 'worker')} of {count(len(nodes), 'node')}"
-    expected = f", a step is expected to take {plan.predicted_step_time_s:.3g} s" if plan.predicted_step_time_s else ""
+    expected = f", expected step time {plan.predicted_step_time_s:.3g} s" if plan.predicted_step_time_s else ""
     text = (
         f"{why}; generation {plan.generation}: {choice.layout} on {where}, "
         f"${plan.usd_per_h:.2f}/h, {_every('peer', plan.peer_every)}, {_every('durable', plan.durable_every)}{expected}"
-    ) + "".join(f"; {more}" for more in (_instead(choice), transition_cost.told(move), copies.note) if more)
+    ) + "".join(f"; {more}" for more in (_instead(choice), transition_cost.transfer_message(move), copies.note) if more)
     return Decision(actions, text)
 
 
@@ -195,7 +195,8 @@ def count(n: int, noun: str) -> str:
 
 
 def _every(kind: str, steps: int) -> str:
-    return f"{kind} copies every {count(steps, 'step')}" if steps else f"no {kind} copies on the way"
+    noun = {"peer": "peer replicas", "durable": "checkpoints"}[kind]
+    return f"{noun} every {count(steps, 'step')}" if steps else f"no {noun} until the next plan"
 
 
 def _expected_step_s(state: State, choice: Choice) -> float:
@@ -210,5 +211,10 @@ def _expected_step_s(state: State, choice: Choice) -> float:
 
 
 def from_where(resume: Resume) -> str:
-    place = {"fresh": "from the beginning", "peer": "from memory", "live": "from live memory", "durable": "from storage"}
+    place = {
+        "fresh": "from the beginning",
+        "peer": "from peer memory",
+        "live": "from live memory",
+        "durable": "from the checkpoint",
+    }
     return f"step {resume.step} {place[resume.source]}"

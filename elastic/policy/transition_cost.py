@@ -99,7 +99,7 @@ def _order(asked: _Transition) -> tuple[WorkerId, ...]:
     return place(state.model, cuts, held, choice.ranks, kinds)
 
 
-def told(move: Move | None) -> str:
+def transfer_message(move: Move | None) -> str:
     """For the decision's sentence."""
     if move is None:
         return ""

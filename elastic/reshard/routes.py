@@ -188,5 +188,5 @@ def _lost(placed: Placed, layout: Layout, ranks: Sequence[int]) -> StateLost:
     who = ", ".join(map(str, ranks))
     return StateLost(
         f"{placed.spec.fqn}: its part on rank {who} of the layout {layout} has no living holder; "
-        "an older peer or durable copy is needed"
+        "an older peer or checkpoint is needed"
     )

@@ -107,8 +107,8 @@ def _busiest_bytes(sent: tuple[Ints, Ints, Ints], node: Ints) -> int:
 
 
 def beside_torch(layout: Layout, sent: tuple[Ints, Ints, Ints], node: Ints) -> list[int]:
-    """Of each participant, what CUDA and NCCL take on its GPU while the state moves: the coming generation's groups have been
-    used once, and then who exchanges messages is connected."""
+    """Of each participant, what CUDA and NCCL take on its GPU while the state is resharded: the coming generation's groups have
+    been used once, and then who exchanges messages is connected."""
     n = len(node)
     senders, destinations, _ = sent
     moved = senders != destinations
@@ -132,7 +132,7 @@ def memory(
 
     device: the old shard stays, next to it the new one and the staging buffers, and then all that the first steps need. host:
     the old shard has left before the new one is made, so that only what it was larger by counts. Gradients that a step which
-    was broken off has left are gone by then (see elastic.worker.session.session).
+    was aborted has left are gone by then (see elastic.worker.session.session).
     """
     taken, room = place
     n_participants = len(taken)

@@ -26,7 +26,7 @@ class Functions:
         return any(getattr(layout, axis) > 1 for axis in self.broken)
 
     def break_new_axes(self, used: Iterable[Layout]) -> None:
-        """Those that none of the layouts uses: what has computed the right thing goes on to."""
+        """Those that none of the layouts uses: what has computed the right thing continues to."""
         right = [layout for layout in used if not self.wrong(layout)]
         self.broken |= {axis for axis in AXES if all(getattr(layout, axis) == 1 for layout in right)}
 

@@ -1,6 +1,6 @@
 """Simulated partitions: a node that neither the driver nor its peers reach for some time, and that works all the while.
 
-Its connections stand, so nothing is lost when it is back: a step that waited goes on, an order arrives, and what its workers
+Its connections stand, so nothing is lost when it is back: a step that waited continues, an order arrives, and what its workers
 had to say is heard. Unless the driver has ended them meanwhile: they obey that before anything else of them is heard.
 """
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.driver import Decide, decided
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
 from elastic.policy.decide import decide as decide_by_default
 from elastic.policy.state.fold import State, fold
-from elastic.types import Decided, Decision, DriverStarted
+from elastic.types import Action, Decided, Decision, DriverStarted, EnterPlan, FormGroups, Quarantine, Stop
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Replay:
-    """`state` is what the journal ends with."""
+    """`state` is what the journal ends with. `n_reworded`: decisions that are the same in other words, as those of another
+    version may be."""
 
     n_decisions: int
     identical: bool
     first_difference: Difference | None
     state: State
+    n_reworded: int = 0
 
 
 def replay(lines: Iterable[Line], decide: Decide = decide_by_default) -> Replay:
@@ -38,7 +40,7 @@ def replay(lines: Iterable[Line], decide: Decide = decide_by_default) -> Replay:
     Raises SpecError for a script that is restarted: Ray Train decides there.
     """
     state = State()
-    n_decisions = 0
+    n_decisions = n_reworded = 0
     first: Difference | None = None
     for line in lines:
         for at_s, event in line.events:
@@ -51,7 +53,24 @@ def replay(lines: Iterable[Line], decide: Decide = decide_by_default) -> Replay:
             continue
         n_decisions += 1
         again = decided(state, line.at_s, decide)
-        if again != line.decision and first is None:
-            first = Difference(line.at_s, line.decision, again)
+        if again != line.decision:
+            if wordless(again) == wordless(line.decision):
+                n_reworded += 1
+            elif first is None:
+                first = Difference(line.at_s, line.decision, again)
         state = fold(state, Decided(line.decision), line.at_s)
-    return Replay(n_decisions, first is None, first, state)
+    return Replay(n_decisions, first is None, first, state, n_reworded)
+
+
+def wordless(decision: Decision) -> Decision:
+    """What it does and when it looks again, without its sentences."""
+    return replace(decision, actions=tuple(map(_wordless, decision.actions)), reason="")
+
+
+def _wordless(action: Action) -> Action:
+    if isinstance(action, Quarantine | Stop):
+        return replace(action, reason="")
+    if isinstance(action, EnterPlan | FormGroups):
+        closed = tuple((name, "") for name, _ in action.plan.unusable)
+        return replace(action, plan=replace(action.plan, unusable=closed))
+    return action

@@ -153,7 +153,7 @@ class SimBackend(Partitions):
             self._machines[node_id].hung = True
             for group in self._running():
                 if group.members & {WorkerId(node_id, k) for k in range(self._machines[node_id].node.gpus)}:
-                    self._silence(group, "" if fault.kind == "hang" else f"in the all-reduce of step {group.step + 1}")
+                    self._unanswered(group, "" if fault.kind == "hang" else f"in the all-reduce of step {group.step + 1}")
         elif fault.kind == "error" and self._running():
             self._break(self._running()[-1], fault.moment)
         elif fault.kind == "corrupt" and self._running():

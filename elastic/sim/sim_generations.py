@@ -88,7 +88,7 @@ class Generations(Machines):
         self._spoilt: list[tuple[int, int]] = []  # generation, the last step that was right
         self._finds: dict[int, WrongNumbers] = {}  # to be told when its step is done
         self._wrong: set[int] = set()  # generations whose content is, as the policy knows
-        self._told_wrong: set[int] = set()  # those of whose wrong numbers it knows
+        self._told_wrong: set[int] = set()  # those of whose silent data corruption it knows
         self._not_finite: set[int] = set()  # steps that will give no number
         self._for_ever = False  # whenever they are done
         self.stored: dict[str, Copy] = {}  # checkpoints that are in storage, by uri, in the order in which they came
@@ -192,7 +192,9 @@ class Generations(Machines):
             step for generation, step in self._spoilt if generation == resume.generation and generation in self._told_wrong
         ]
         if resume.source != "fresh" and any(resume.step > step for step in spoilt):
-            self.violations.append(f"generation {plan.generation} goes on from wrong numbers of step {plan.resume.step}")
+            self.violations.append(
+                f"generation {plan.generation} resumes from silent data corruption of step {plan.resume.step}"
+            )
         if len(set(plan.ranks)) != plan.layout.world_size or sum(plan.samples) != self.job.global_batch:
             self.violations.append(f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit {plan.layout}")
         group = self._groups[plan.generation] = Group(plan)
@@ -208,7 +210,7 @@ class Generations(Machines):
         if failed or any(not self._lives(worker) for worker in group.members):
             self._break(group)
         elif any(not self._answers(worker) for worker in group.members):
-            self._silence(group)
+            self._unanswered(group)
         source = self._groups.get(plan.resume.generation)
         if plan.resume.source == "live" and source is not None and not source.ended:
             source.leave_for = plan
@@ -253,7 +255,7 @@ class Generations(Machines):
     def _entered(self, group: Group) -> None:
         plan, resume = group.plan, group.plan.resume
         if not group.ended and any(not self._answers(worker) for worker in group.members):
-            self._silence(group)
+            self._unanswered(group)
         if group.ended:
             return
         if not self.fits(plan):
@@ -391,7 +393,7 @@ class Generations(Machines):
             self._tell(WorkerFailed(worker, group.plan.generation, "not_finite", text, 0, step))
 
     def _corrupt(self, group: Group) -> None:
-        """What the generation took over was not what was sent; found out behind its first steps. One that begins anew took
+        """What the generation took over was not what was sent; found out behind its first steps. One that starts over took
         over nothing, and compares nothing."""
         if group.plan.resume.source == "fresh":
             return
@@ -528,7 +530,7 @@ class Generations(Machines):
             heard_s = self._cut_s([worker]) + self.delays.quiesce_s
             self._after(heard_s, lambda r=rank, w=worker: applied(r, w))  # type: ignore[misc]
 
-    def _silence(self, group: Group, why: str = "") -> None:
+    def _unanswered(self, group: Group, why: str = "") -> None:
         """Somebody in the group no longer answers: the others wait until he is found silent."""
         group.ended = True
         for worker in sorted(group.members):

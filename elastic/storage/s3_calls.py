@@ -61,7 +61,7 @@ WRONG_REGION = ("PermanentRedirect", "301", "AuthorizationHeaderMalformed", "Ill
 FORBIDDEN = ("AccessDenied", "403", "Forbidden", "AllAccessDisabled", "UnauthorizedAccess", "AccountProblem")
 
 
-# what botocore, or who reads its answer, makes of altered XML, and of an error whose body breaks off
+# what botocore, or who reads its answer, makes of altered XML, and of an error whose body aborts
 UNREADABLE = (ResponseParserError, HTTPError, ValueError, KeyError)
 
 

@@ -83,7 +83,7 @@ class SetShares(Action):
 
 @dataclass(frozen=True)
 class Quiesce(Action):
-    """Stop the generation at its next step boundary; `save`: leave a durable copy of it."""
+    """Stop the generation at its next step boundary; `save`: leave a checkpoint of it."""
 
     generation: int
     save: bool = True
@@ -91,7 +91,7 @@ class Quiesce(Action):
 
 @dataclass(frozen=True)
 class Abort(Action):
-    """Break off every generation up to this one; `kill` names workers that do not answer and must be ended first."""
+    """Abort every generation up to this one; `kill` names workers that do not answer and must be ended first."""
 
     generation: int
     kill: tuple[WorkerId, ...] = ()
@@ -99,14 +99,14 @@ class Abort(Action):
 
 @dataclass(frozen=True)
 class StoreCopy(Action):
-    """Take a durable copy at the next step boundary of the generation."""
+    """Take a checkpoint at the next step boundary of the generation."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class RemoveCopy(Action):
-    """Remove a durable copy that is not needed any more."""
+    """Remove a checkpoint that is not needed any more."""
 
     uri: str
 

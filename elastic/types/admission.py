@@ -33,7 +33,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a worker looks at when it prepares. `doors`: asks neighbours to listen, and says where they do (as Doors of
+    """What a worker looks at when it prepares. `doors`: asks neighbors to listen, and says where they do (as Doors of
     elastic.worker.profile.link_probe); called in the background, at most once."""
 
     terms: Terms
@@ -42,10 +42,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Admission:
-    """What was found of a node that was let in; of its workers the worst. `seconds`: that the checks took, most of them beside
-    the worker's preparation; `waited_s`: by which they made it longer. `flop_per_s`: of a short matmul. Free memory is what
-    was free before the state came; 0 = there is none. `link_bytes_per_s`: to `neighbour`; "" = nobody was there to be asked.
-    `mark`: text of the driver's file that was found in storage and answered; "" = that was not looked at."""
+    """What was found of a node that was admitted; of its workers the worst. `seconds`: that the checks took, most of them
+    beside the worker's preparation; `waited_s`: by which they made it longer. `flop_per_s`: of a short matmul. Free memory is
+    what was free before the state came; 0 = there is none. `link_bytes_per_s`: to `neighbor`; "" = nobody was there to be
+    asked. `mark`: text of the driver's file that was found in storage and answered; "" = that was not looked at."""
 
     seconds: float
     waited_s: float
@@ -54,7 +54,7 @@ class Admission:
     host_bytes: int
     gpu_bytes: int = 0
     link_bytes_per_s: float = 0.0
-    neighbour: str = ""
+    neighbor: str = ""
     mark: str = ""
 
 
@@ -73,7 +73,7 @@ def version_differences(run: Mapping[str, str], node: Mapping[str, str]) -> str:
 
 def worst(found: list[Admission]) -> Admission:
     """Of the workers of one node."""
-    linked = [one for one in found if one.neighbour]
+    linked = [one for one in found if one.neighbor]
     link = min(linked, key=lambda one: one.link_bytes_per_s) if linked else found[0]
     versions: dict[str, str] = {}
     for one in found:
@@ -81,5 +81,5 @@ def worst(found: list[Admission]) -> Admission:
     return Admission(
         max(one.seconds for one in found), max(one.waited_s for one in found), versions,
         min(one.flop_per_s for one in found), min(one.host_bytes for one in found), min(one.gpu_bytes for one in found),
-        link.link_bytes_per_s, link.neighbour, next((one.mark for one in found if one.mark), ""),
+        link.link_bytes_per_s, link.neighbor, next((one.mark for one in found if one.mark), ""),
     )  # fmt: skip

@@ -48,7 +48,7 @@ class NodeReady(Event):
 class NodePrepared(Event):
     """All workers of the node have imported the program and wait for a plan. `pids` are their process ids, `n_samples` is the
     length of the dataset that they have opened (0 = not told); `sample`: what one sample asks of the model, None = it could not
-    be found out; `admission`: what was found when it was let in, None = nobody looked. `pinned_rounded`: its torch rounds
+    be found out; `admission`: what was found when it was admitted, None = nobody looked. `pinned_rounded`: its torch rounds
     pinned host buffers up to a power of two bytes."""
 
     node_id: str
@@ -74,7 +74,7 @@ class NodeRefused(Event):
 
 @dataclass(frozen=True)
 class Notice(Event):
-    """The node will be taken at `deadline_s` (backend's clock)."""
+    """The node will be preempted at `deadline_s` (backend's clock)."""
 
     node_id: str
     deadline_s: float
@@ -89,7 +89,7 @@ class NoticeWithdrawn(Event):
 @dataclass(frozen=True)
 class NodeWarned(Event):
     """The cloud says something of the node that is no notice: it stays, and no deadline is known. `risk`: a reclaim has become
-    more likely (AWS's rebalance recommendation), which may count for its pool's hazard; else it will stand still a moment."""
+    more likely (AWS's rebalance recommendation), which may count for its pool's hazard; else it will stall a moment."""
 
     node_id: str
     what: str
@@ -98,7 +98,7 @@ class NodeWarned(Event):
 
 @dataclass(frozen=True)
 class NodeLost(Event):
-    """The node and all its workers are gone. `cause`: why it is believed so ('released' = given back by us)."""
+    """The node and all its workers are gone. `cause`: why it is believed so ('released' = released by us)."""
 
     node_id: str
     cause: str = ""
@@ -107,7 +107,7 @@ class NodeLost(Event):
 @dataclass(frozen=True)
 class InstancesSeen(Event):
     """Machines of the pool that the run pays for and that are none of its nodes: `starting` have been launched for it and have
-    not joined, `leaving` were given back and have not ended."""
+    not joined, `leaving` were released and have not ended."""
 
     pool: str
     starting: int = 0
@@ -218,7 +218,7 @@ class GroupRan(Event):
 
 @dataclass(frozen=True)
 class Evaluated(Event):
-    """`seconds`: for which the steps stood still meanwhile."""
+    """`seconds`: for which the steps stalled meanwhile."""
 
     generation: int
     step: int
@@ -255,7 +255,7 @@ class CopyStored(Event):
 
 @dataclass(frozen=True)
 class CopyFailed(Event):
-    """A durable copy was not made; training goes on, the copies before it stay."""
+    """A checkpoint was not made; training continues, the copies before it stay."""
 
     generation: int
     step: int
@@ -264,7 +264,7 @@ class CopyFailed(Event):
 
 @dataclass(frozen=True)
 class CopyDamaged(Event):
-    """A durable copy could not be read, or was found wrong when it was read back: `reason` names the file. Nothing resumes
+    """A checkpoint could not be read, or was found wrong when it was read back: `reason` names the file. Nothing resumes
     from it; the files stay."""
 
     uri: str
@@ -273,7 +273,7 @@ class CopyDamaged(Event):
 
 @dataclass(frozen=True)
 class CopyVerified(Event):
-    """Every byte of a durable copy was read back from storage, in `seconds`, and is what its digests say."""
+    """Every byte of a checkpoint was read back from storage, in `seconds`, and is what its digests say."""
 
     uri: str
     n_bytes: int = 0
@@ -282,7 +282,7 @@ class CopyVerified(Event):
 
 @dataclass(frozen=True)
 class CopyRemoved(Event):
-    """A durable copy was removed, as RemoveCopy had ordered."""
+    """A checkpoint was removed, as RemoveCopy had ordered."""
 
     uri: str
 
@@ -339,8 +339,8 @@ class Silent(Event):
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """A worker gets on with what has no steps (preparing, evaluating, finishing); told once a minute, by one worker of the node
-    or of the generation (0 = none)."""
+    """A worker makes progress with what has no steps (preparing, evaluating, finishing); told once a minute, by one worker of
+    the node or of the generation (0 = none)."""
 
     worker: WorkerId
     generation: int
@@ -358,7 +358,7 @@ class DigestChecked(Event):
 
 @dataclass(frozen=True)
 class ShardStored(Event):
-    """A rank has written its part of a durable copy. Goes from worker to backend, which tells the policy CopyStored."""
+    """A rank has written its part of a checkpoint. Goes from worker to backend, which tells the policy CopyStored."""
 
     generation: int
     step: int
@@ -400,7 +400,7 @@ class RanksTimed(Event):
 
 @dataclass(frozen=True)
 class SharesSet(Event):
-    """The generation goes on with other numbers of samples per data-parallel rank, from the step after `from_step` on."""
+    """The generation continues with other numbers of samples per data-parallel rank, from the step after `from_step` on."""
 
     generation: int
     samples: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Layout -> rank grid, coordinates, rank lists per axis. Integers only.
 
 Rank order is that of torchtitan's meshes: pp is the outermost axis, then dp_replicate, dp_shard, cp, tp innermost, so that
-neighbouring ranks (one node) share a tp group.
+neighboring ranks (one node) share a tp group.
 """
 
 from __future__ import annotations

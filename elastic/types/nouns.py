@@ -183,7 +183,7 @@ class Holding:
 class Resume:
     """Where a new generation takes its state from.
 
-    fresh: initialise. live: from the running generation, at the boundary where it stops (`step` and `holdings` are then
+    fresh: initialize. live: from the running generation, at the boundary where it stops (`step` and `holdings` are then
     not known beforehand: `holdings` names every rank of the old generation with step -1). peer: from `holdings`, all of
     `step`. durable: from `uri`. `generation`, `layout`, `layers` say how the source is cut (live and peer).
     """
@@ -218,8 +218,8 @@ class Move:
 class Plan:
     """One generation: who runs what. `ranks[i]` is the worker of rank i; `samples[d]` the samples per step of dp rank d.
 
-    `copies_to[i]`: the ranks that keep a peer copy of rank i's boxes in host memory; () = nobody does (replicas or durable
-    copies must do, or there are no peer copies at all). With `peer_every` > 0 every rank keeps its own boxes too.
+    `copies_to[i]`: the ranks that keep a peer replica of rank i's boxes in host memory; () = nobody does (replicas or
+    checkpoints must do, or there are no peer replicas at all). With `peer_every` > 0 every rank keeps its own boxes too.
     """
 
     generation: int
@@ -230,12 +230,12 @@ class Plan:
     n_microbatches: int = 1
     resume: Resume = field(default_factory=Resume)
     cause: Cause = "start"
-    peer_every: int = 0  # optimizer steps between peer copies, 0 = none
+    peer_every: int = 0  # optimizer steps between peer replicas, 0 = none
     copies_to: tuple[tuple[int, ...], ...] = ()
     copy_buffers: int = 2  # host buffers per kept copy; 1 = while a copy is in flight the one before it is gone already
-    copy_bytes_per_s: float = 0.0  # a rank sends its peer copies at most this fast under the steps, 0 = no limit
+    copy_bytes_per_s: float = 0.0  # a rank sends its peer replicas at most this fast under the steps, 0 = no limit
     move: Move | None = None  # None = not predicted
-    durable_every: int = 0  # optimizer steps between durable copies, 0 = only at the end
+    durable_every: int = 0  # optimizer steps between checkpoints, 0 = only at the end
     predicted_step_time_s: float = 0.0  # measurements taken into account; 0 = nothing is known
     model_step_s: float = 0.0  # by the cost model alone, before any measurement; 0 = the hardware is not known
     memory_bytes: int = 0

@@ -35,7 +35,7 @@ class WorkerOrder:
 
 @dataclass(frozen=True)
 class WriteShard(Action):
-    """Write another rank's part of a durable copy -> ShardStored, or CopyFailed where its boxes are not held there."""
+    """Write another rank's part of a checkpoint -> ShardStored, or CopyFailed where its boxes are not held there."""
 
     plan: Plan
     step: int
@@ -44,7 +44,7 @@ class WriteShard(Action):
 
 @dataclass(frozen=True)
 class InjectFault(Action):
-    """A drill: the worker's device is slow, stands still, computes wrong numbers, or fails (see DeviceFaults)."""
+    """A drill: the worker's device is slow, stalls, computes silent data corruption, or fails (see DeviceFaults)."""
 
     fault: str
     factor: float = 1.0

@@ -19,7 +19,7 @@ Purpose = Literal["auto", "fastest", "cheapest"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "gpipe", "interleaved1f1b"]
 
-# Plain data without these keys is of a run that was begun before there were such, and goes on as it did: it has read no copy
+# Plain data without these keys is of a run that was begun before there were such, and continues as it did: it has read no copy
 # back, has compared no ranks, was as fast as it could be, and has evaluated on all samples.
 OLDER: Mapping[str, Any] = {"verify_copies": False, "check_numbers_every": 0, "purpose": "fastest", "eval_samples": 0}
 

@@ -67,12 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(given: argparse.Namespace, asked: threading.Event) -> int:
     from elastic.config.job import load_job
     from elastic.worker.standalone.progress_lines import Lines
-    from elastic.worker.standalone.standalone_run import Alone, Wishes
+    from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
 
     spec = load_job(given.job, given.overrides)
     lines = Lines(spec.steps, max(1, given.every), sys.stderr if given.json else sys.stdout, spec.global_batch)
-    wishes = Wishes(given.layout, given.run_name, given.storage, given.allow_changed, lines.hear)
-    alone = Alone(spec, wishes)
+    wishes = StandaloneOptions(given.layout, given.run_name, given.storage, given.allow_changed, lines.hear)
+    alone = StandaloneRun(spec, wishes)
     stopped = threading.Event()
 
     def wait() -> None:

@@ -176,7 +176,7 @@ def test_a_run_that_is_done_is_not_run_again(folder: Path) -> None:
     journal.append(9.0, [], Decision((Stop("succeeded", "done"),), "done"))
     journal.close()
     one.spec = one.spec.model_copy(update={"steps": 20})
-    with pytest.raises(SpecError, match=r"run 'done' is done \(20 steps\); --set steps=N with more of them lets it go on"):
+    with pytest.raises(SpecError, match=r"run 'done' is done \(20 steps\); --set steps=N with more of them lets it continue"):
         one._before()
     one.spec = one.spec.model_copy(update={"steps": 21})
     assert len(one._before()[0]) == 3
@@ -197,7 +197,7 @@ def test_a_marker_that_cannot_be_read_is_told(folder: Path, monkeypatch: pytest.
     (event,) = one._damaged
     assert event.uri == uri and event.reason.startswith(f"{uri}/commit.json: not readable (")
     view = view_of([Line(0.0, 1, ((0.0, START), (0.0, event)))])
-    assert f"a durable copy cannot be read: {event.reason}" in [note.text for note in view.notes]
+    assert f"a checkpoint cannot be read: {event.reason}" in [note.text for note in view.notes]
 
 
 def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path) -> None:
@@ -321,7 +321,7 @@ def test_samples_are_counted_over_the_steps_that_stayed(folder: Path) -> None:
 
 
 def test_of_steps_that_a_killed_driver_had_not_written_down_nobody_knows(folder: Path) -> None:
-    """Their copy was there all the same, and the next driver went on from it."""
+    """Their copy was there all the same, and the next driver continued from it."""
     one = prepared(folder)
     one.program = replace(one.program, dataset=None)
 

@@ -16,7 +16,7 @@ from elastic.cli.command_line import main
 from elastic.config.hardware import PLACE, path_of, read_hardware
 from elastic.errors import SpecError
 from elastic.worker.profile import measure as measuring
-from elastic.worker.profile.measure import Wanted
+from elastic.worker.profile.measure import MeasureRequest
 
 PROGRAM = f"""
 from elastic.program import load_program
@@ -35,7 +35,7 @@ FOUND: dict[str, Any] = {
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[MeasureRequest]:
     """A job in ./tiny, a machine that is measured in no time, and what it was asked."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ELASTIC_STORAGE", raising=False)
@@ -45,9 +45,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "program.py").write_text(PROGRAM)
     (tmp_path / "tiny" / "job.yaml").write_text("steps: 4\nglobal_batch: 8\n")
-    given: list[Wanted] = []
+    given: list[MeasureRequest] = []
 
-    def measure(wanted: Wanted) -> dict[str, Any]:
+    def measure(wanted: MeasureRequest) -> dict[str, Any]:
         given.append(wanted)
         return dict(FOUND)
 
@@ -56,7 +56,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
 
 
 def test_it_prints_what_it_found_and_leaves_it_where_a_run_looks(
-    asked: list[Wanted], capsys: pytest.CaptureFixture[str]
+    asked: list[MeasureRequest], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["profile", "tiny"]) == 0
     out = capsys.readouterr().out
@@ -76,7 +76,7 @@ def test_it_prints_what_it_found_and_leaves_it_where_a_run_looks(
     assert about["accelerator_type"] == "CPU" == about["profile"]["accelerator_type"]
 
 
-def test_json_and_another_place(asked: list[Wanted], capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_another_place(asked: list[MeasureRequest], capsys: pytest.CaptureFixture[str]) -> None:
     words = ["profile", "tiny", "--json", "--out", "mine.json", "--seconds", "30", "--set", "precision=bfloat16"]
     assert main([*words, "--storage", "kept"]) == 0
     (told,) = json.loads(capsys.readouterr().out)["hardware"]
@@ -85,7 +85,7 @@ def test_json_and_another_place(asked: list[Wanted], capsys: pytest.CaptureFixtu
     assert (asked[0].precision, asked[0].seconds, asked[0].storage) == ("bfloat16", 15, str(Path("kept").absolute()))
 
 
-def test_no_profile_no_hardware(asked: list[Wanted]) -> None:
+def test_no_profile_no_hardware(asked: list[MeasureRequest]) -> None:
     assert run._Run(run.job_given("tiny", None, Options()), Options())._start(1, []).hardware == ()
 
 
@@ -100,7 +100,7 @@ def test_no_profile_no_hardware(asked: list[Wanted]) -> None:
     ],
 )
 def test_one_line_for_what_is_wrong(
-    asked: list[Wanted], capsys: pytest.CaptureFixture[str], words: list[str], line: str
+    asked: list[MeasureRequest], capsys: pytest.CaptureFixture[str], words: list[str], line: str
 ) -> None:
     assert main(["profile", *words]) == 2
     out, err = capsys.readouterr()
@@ -108,9 +108,9 @@ def test_one_line_for_what_is_wrong(
 
 
 def test_interrupted_it_writes_nothing(
-    asked: list[Wanted], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    asked: list[MeasureRequest], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(wanted: Wanted) -> dict[str, Any]:
+    def interrupted(wanted: MeasureRequest) -> dict[str, Any]:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(measuring, "measure", interrupted)
@@ -119,7 +119,7 @@ def test_interrupted_it_writes_nothing(
     assert sorted(os.listdir()) == ["tiny"]
 
 
-def test_a_bad_file_stops_a_run_before_it_begins(asked: list[Wanted]) -> None:
+def test_a_bad_file_stops_a_run_before_it_begins(asked: list[MeasureRequest]) -> None:
     path_of("CPU").parent.mkdir()
     path_of("CPU").write_text("{}")
     with pytest.raises(SpecError, match="not a hardware profile"):
@@ -130,7 +130,7 @@ def test_a_bad_file_stops_a_run_before_it_begins(asked: list[Wanted]) -> None:
     ("pools", "kind"), [("", "GPU"), ("pools: [{name: a, accelerator_type: A100, max_nodes: 1}]\n", "A100")]
 )
 def test_a_file_is_named_as_the_pools_name_their_gpus(
-    asked: list[Wanted], monkeypatch: pytest.MonkeyPatch, pools: str, kind: str
+    asked: list[MeasureRequest], monkeypatch: pytest.MonkeyPatch, pools: str, kind: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with open("tiny/job.yaml", "a") as job:

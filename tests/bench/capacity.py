@@ -2,7 +2,7 @@
 
 A spot interruption is written on the metadata server at any moment between two looks; until the run has the Notice, and until
 Ray drains the node too once the policy leaves it. Each repeat has a node of its own, which ends with it. Then a real run, to
-which nodes are added and from which they are killed: until it prepares a node that Ray has, and until it breaks off a step.
+which nodes are added and from which they are killed: until it prepares a node that Ray has, and until it aborts a step.
 """
 
 from __future__ import annotations

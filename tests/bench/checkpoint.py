@@ -1,4 +1,4 @@
-"""Durable copies: what a save costs the step, and how fast bytes go to storage and back, next to bare files and bare S3 calls.
+"""Checkpoints: what a save costs the step, and how fast bytes go to storage and back, next to bare files and bare S3 calls.
 
 Stall: a run of two workers on the embedded cluster that saves every few steps. Speeds: one process and the same bytes, one
 after the other within each round; figures are medians of the rounds' ratios, `_spread` their least and greatest. Raw: a file
@@ -221,7 +221,7 @@ def stall(clock: Clock, size: Size) -> dict[str, Any]:
     steps = [event for event in events if isinstance(event, StepDone) and event.step >= size.first]
     saved = [e for e in events if isinstance(e, CopyStored) and e.copy.kind == "durable" and e.copy.step >= size.first]
     if len(saved) < SEVERAL:
-        raise Failed(f"only {len(saved)} durable copies were stored")
+        raise Failed(f"only {len(saved)} checkpoints were stored")
     step_s = median(step.step_time_s for step in steps if step.step % size.every)
     stall_s = median(event.stall_s for event in saved)
     after = [step.step_time_s for step in steps if step.step % size.every == 1]  # the copy is written behind this one

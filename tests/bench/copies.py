@@ -1,4 +1,4 @@
-"""What a peer copy costs: two workers on two nodes, about 100 MB of state, a copy every few steps.
+"""What a peer replica costs: two workers on two nodes, about 100 MB of state, a copy every few steps.
 
 Next to it, at the same time on the same machine: how long the step would have waited had the copy been made at the boundary
 into a new buffer, as it was before copies were taken behind the steps; and raw copies of as many bytes.

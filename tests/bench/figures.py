@@ -192,7 +192,7 @@ def gaps(lines: Iterable[Line]) -> dict[int, float]:
 
 def phases(name: str, found: Sequence[Transition], gaps: Mapping[int, float]) -> dict[str, float]:
     """Median of each phase. `rest`: what of the time without a finished step lies in none of them (mostly the step that was
-    broken off); `ordinary_step`: what is taken off, so that all add up to the pause (each a median: nearly)."""
+    aborted); `ordinary_step`: what is taken off, so that all add up to the pause (each a median: nearly)."""
     counted = [phase for phase in PHASES if not (phase == "quiesce" and name in TRAINING)]
     out = {phase: median(t.phases_s.get(phase, 0.0) for t in found) for phase in counted}
     if known := [(t, gaps[t.generation]) for t in found if t.generation in gaps]:

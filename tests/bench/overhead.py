@@ -2,9 +2,9 @@
 
 Both are there at once, and one is frozen (SIGSTOP to all its processes) while the other runs: blocks of a few seconds in turn,
 elastic and bare, bare and elastic, so that whatever the machine does meanwhile falls on both. Under elastic: two nodes of one
-worker each (dp_shard=2) on the embedded cluster, peer copies and journal on. How often it copies is what a run before it comes
-to by itself (one that is frozen now and then measures long steps, and copies more often). Bare: bare.py in two processes. Wall
-seconds and CPU seconds per step; CPU seconds are of all processes, under elastic also of driver and Ray.
+worker each (dp_shard=2) on the embedded cluster, peer replicas and journal on. How often it copies is what a run before it
+comes to by itself (one that is frozen now and then measures long steps, and copies more often). Bare: bare.py in two processes.
+Wall seconds and CPU seconds per step; CPU seconds are of all processes, under elastic also of driver and Ray.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def warm(contender: Contender, n_steps: int, clock: Clock, process: Popen[bytes]
 
 
 def own_cadence(program: Path, n_steps: int, clock: Clock) -> int:
-    """Steps between peer copies that a run of the program comes to when nothing disturbs it."""
+    """Steps between peer replicas that a run of the program comes to when nothing disturbs it."""
     with running({**JOB, "program": str(program)}, clock) as trial:
         trial.until(lambda: len(trial.steps) >= n_steps, "the run that finds its cadence")
         return trial.peer_every

@@ -26,7 +26,7 @@ from trial import Clock
 
 from elastic.api.planning import model_source
 from elastic.config.hardware import read_hardware
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import step_cost
 from elastic.planner.layout_search import site_of
 from elastic.planner.step_split import step_of
@@ -88,7 +88,7 @@ def measure(clock: Clock, rounds: int, size: Size) -> dict[str, Any]:
                 clock.look(layout)
                 took[layout] += measured(folder, layout, turn, subject.step_tokens, size)
         profiles.append(profiled(folder, "after", size))
-    work, found = Work.of(subject.model), {}
+    work, found = ModelCost.of(subject.model), {}
     for text, seconds in took.items():
         layout = parse_layout(text)
         step = step_of(subject.model, subject.job, layout, 1)

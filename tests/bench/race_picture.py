@@ -47,7 +47,7 @@ def save(races: Sequence[Race], title: str, path: Path) -> Path:
         axes.set_ylabel(f"{TITLES[race.name]}\nworkers", fontsize=7)
         axes.set_ylim(0, 5)
         axes.set_yticks([0, 2, 4])
-    rows[-1].set_xlabel("seconds since the launch (grey line: nodes that stand; filled: workers that train)")
+    rows[-1].set_xlabel("seconds since the launch (gray line: nodes that stand; filled: workers that train)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return path

@@ -136,7 +136,7 @@ def happen(peer: Peer, cause: str) -> float:
 
 
 def run(peer: Peer, cause: str, length: Length) -> Change:
-    """One run with one event. Raises Failed when it does not go on within the clock's time."""
+    """One run with one event. Raises Failed when it does not continue within the clock's time."""
     before, after = length.worlds[cause]
     for _ in range(before):
         peer.add()

@@ -1,4 +1,4 @@
-"""How long training stands still when nodes leave and come, and what that costs in all, next to a cold restart, bare torch and
+"""How long training stalls when nodes leave and come, and what that costs in all, next to a cold restart, bare torch and
 Ray Train.
 
 drills: one run on the embedded cluster, four nodes of one worker: again and again a node is killed, drained, hung, added. Then
@@ -44,7 +44,7 @@ DRILLS = ("kill=any-spot", "add=spot", f"notice=any-spot deadline_s={NOTICE_S}",
 
 @dataclass(frozen=True)
 class Size:
-    """`world` and `least`: workers of the whole group, and with how few it goes on; `around`: steps on both sides of an event
+    """`world` and `least`: workers of the whole group, and with how few it continues; `around`: steps on both sides of an event
     that its excess looks at; `sizes`: width and layers of the models for `sizes`; `others`: what happens in the parts beside
     `drills`."""
 
@@ -95,7 +95,7 @@ program = replace(load_program({base!r}), model=lambda: Llama(config), dataset=t
 
 
 def happen(trial: Trial, world: int, settle: int, entry: str) -> None:
-    """Lets it happen; waits until the run goes on with `world` workers."""
+    """Lets it happen; waits until the run continues with `world` workers."""
     before = trial.generation
     trial.drill(*entry.split())
     trial.until(lambda: trial.settled(world, before, settle), f"{entry}: a generation of {world}")
@@ -117,7 +117,7 @@ def cold_restarts(trial: Trial, repeats: int, size: Size) -> list[ColdRestart]:
 
 
 def cold_restart(trial: Trial, size: Size) -> ColdRestart:
-    trial.until(lambda: trial.n_durable > 0, "a durable copy")
+    trial.until(lambda: trial.n_durable > 0, "a checkpoint")
     trial.until(lambda: trial.settled(size.world, 0, SHORT), f"a generation of {size.world}")
     at_s = trial.kill()
     trial.start()

@@ -6,7 +6,7 @@
 `looks`: the same policy over a state made directly, a step between two looks: nothing pending (`look_ms`), a notice for one
 node (`notice_ms`), the same when the move is near (`near_ms`); the first of these plans the move (`near_first_ms`).
 `answers`: what all workers of a generation say when it is over, folded into the state one by one.
-`gather`: the parts of one durable copy on their way to a commit. `orders`: what a worker is sent to enter a generation.
+`gather`: the parts of one checkpoint on their way to a commit. `orders`: what a worker is sent to enter a generation.
 `groups`, `meshes`: what a generation's groups cost each rank, as they are and as full meshes (scale_groups.py).
 `cluster`: a whole run with one notice on made-up workers, under the real driver loop, backend and journal (scale_cluster.py).
 
@@ -210,7 +210,7 @@ def plan_of(n: int) -> Plan:
 
 
 def answers(n: int, profile: ModelProfile) -> dict[str, float]:
-    """The slower of two ends: a generation is broken off, or stops at a boundary for the next one."""
+    """The slower of two ends: a generation is aborted, or stops at a boundary for the next one."""
     plan = plan_of(n)
     nodes = {name: Node(name, "spot", PER_NODE, "prepared") for name in plan.nodes}
     known = State(run="scale", job=Job(steps=STEPS), nodes=nodes, plans={1: plan}, generation=1, step=5)

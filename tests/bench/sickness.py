@@ -1,8 +1,9 @@
-"""What befalls a rank, and how soon the right one is named: it stands still while its process answers (stall), its process is
-stopped (hang), it computes ten times slower (slow), it computes wrong numbers (corrupt); on each of several ranks, rank 0 too.
+"""What befalls a rank, and how soon the right one is named: it stalls while its process answers (stall), its process is
+stopped (hang), it computes ten times slower (slow), it computes silent data corruption (corrupt); on each of several ranks,
+rank 0 too.
 
 Whole runs on the embedded cluster, four nodes of one worker, plainly sharded, results compared every few steps. Seconds are
-from the drill to the first decision that names the node; after it the run must go on, with or without the node.
+from the drill to the first decision that names the node; after it the run must continue, with or without the node.
 """
 
 from __future__ import annotations

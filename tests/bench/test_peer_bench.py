@@ -23,7 +23,7 @@ def lines(group: int, world: int, steps: range, first_s: float, step_s: float = 
 
 
 def story(world: int = 3) -> list[Done]:
-    """Four workers up to step 27 at 105.21; a new group goes on behind the checkpoint of step 20 at 180.01."""
+    """Four workers up to step 27 at 105.21; a new group continues behind the checkpoint of step 20 at 180.01."""
     return finished([*lines(1, 4, range(1, 28), 100.0), *lines(2, world, range(21, 31), 180.0)])
 
 

@@ -24,8 +24,8 @@ def steps(group: int, world: int, which: range, first_s: float, step_s: float) -
 
 
 def story(name: str = "torchrun") -> Race:
-    """Launched at 0; four workers do steps 1 to 10 in a second each from 11 on; one is killed at 21, three go on at 51 behind
-    the checkpoint of step 8, two seconds a step, up to step 14."""
+    """Launched at 0; four workers do steps 1 to 10 in a second each from 11 on; one is killed at 21, three continue at 51
+    behind the checkpoint of step 8, two seconds a step, up to step 14."""
     done = [*steps(1, 4, range(1, 11), 11.0, 1.0), *steps(2, 3, range(9, 15), 51.0, 2.0)]
     return Race(name, 0.0, 61.0, tuple(done), ((0.0, 4), (21.0, 3)), ((21.0, "kill"),))
 

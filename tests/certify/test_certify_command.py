@@ -216,11 +216,11 @@ def test_lines_say_verdict_name_and_seconds() -> None:
 def test_a_crew_that_was_only_starting_is_kept_and_one_that_had_begun_is_not() -> None:
     def used(lab: Lab, error: BaseException, entered: bool) -> bool:
         with pytest.raises(type(error)):
-            with lab.crew(Limit.after(60)) as crew:
+            with lab.worker_pool(Limit.after(60)) as worker_pool:
                 if entered:
-                    crew._begun = True
+                    worker_pool._begun = True
                 raise error
-        return lab._crew is crew
+        return lab._worker_group is worker_pool
 
     with Lab(Place("cpu-gloo", 1)) as lab:
         assert used(lab, OutOfTime("starting"), entered=False)

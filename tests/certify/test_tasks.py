@@ -48,7 +48,7 @@ def test_what_was_broken_off_is_tried_again_with_what_others_left() -> None:
         shares.append(limit.left_s)
         yield judge("a", {"n": len(shares)}, [Bound("n", "here", most=5)])
         if limit.left_s < 60:
-            raise OutOfTime("broken off")
+            raise OutOfTime("aborted")
         yield judge("b", {"n": 1}, [FINE])
 
     found, tasks = done([Task(("a", "b"), hungry, 0.0, 1.0), fine("c", weight=3.0)])
@@ -58,7 +58,7 @@ def test_what_was_broken_off_is_tried_again_with_what_others_left() -> None:
     shares.clear()
     found, _ = done([Task(("a", "b"), hungry, 0.0, 1.0), fine("c", weight=0.5)], budget_s=30.0)
     assert len(shares) == 1, "so little more would not help"
-    assert found["b"] == ("not run", "broken off")
+    assert found["b"] == ("not run", "aborted")
 
 
 def test_without_any_time_nothing_passes() -> None:
@@ -112,5 +112,5 @@ def test_a_check_that_never_comes_is_not_run() -> None:
 
 def test_the_limit() -> None:
     Limit.after(5.0).look("x")
-    with pytest.raises(OutOfTime, match="broken off at 'x'"):
+    with pytest.raises(OutOfTime, match="aborted at 'x'"):
         Limit(time.monotonic() - 1).look("x")

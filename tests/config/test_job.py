@@ -92,9 +92,15 @@ BOMB = "args: [&a0 [x, x], " + ", ".join(f"&a{k} [*a{k - 1}, *a{k - 1}]" for k i
         (GOOD + "layout: {4: tp=2}\n", "key 'layout': the entry for 4 workers is 'tp=2', a layout of 2"),
         (GOOD + "layout: dp_shard=16\n", "layout 'dp_shard=16' has 16 data-parallel ranks, global_batch=8 has fewer samples"),
         (GOOD + "min_workers: 4\nmax_workers: 2\n", "max_workers=2 is less than min_workers=4"),
-        (GOOD + "peer_copies: -1\n", "key 'peer_copies': must be 'auto' or a number of copies on other nodes"),
+        (
+            GOOD + "peer_copies: -1\n",
+            "key 'peer_replicas' (also 'peer_copies'): must be 'auto' or a number of copies on other nodes",
+        ),
         (GOOD + "copy_link_share: 2\n", "key 'copy_link_share': input should be less than or equal to 1 (it is 2)"),
-        (GOOD + "peer_every: -1\n", "key 'peer_every': must be 'auto' or a number of steps (0 = off), not -1"),
+        (
+            GOOD + "peer_every: -1\n",
+            "key 'replica_every' (also 'peer_every'): must be 'auto' or a number of steps (0 = off), not -1",
+        ),
         (GOOD + "precision: bf16\n", "key 'precision': input should be 'float32', 'bfloat16' or 'float16' (it is 'bf16')"),
         (GOOD + "deadline_h: 0\n", "key 'deadline_h': input should be greater than 0 (it is 0)"),
         (GOOD + "on_demand_floor: -1\n", "key 'on_demand_floor': must be a word or a number of at least 0, not -1"),

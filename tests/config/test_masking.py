@@ -89,7 +89,7 @@ def test_texts() -> None:
         "spot-1",
         "step-00000040.g0003",
         "s3://bucket/run",
-        "go on with --allow-changed, or --run-name",
+        "continue with --allow-changed, or --run-name",
         "git@host:a/b",
     ):
         assert masked_text(plain) == plain

@@ -120,7 +120,7 @@ def test_same_actions_in_same_order_of_events_out(backend: Backend) -> None:
     assert {e.copy.kind for e in talk.of(CopyStored)} == {"peer"}
 
     talk.order(StoreCopy(1))
-    talk.until(lambda: any(e.copy.kind == "durable" for e in talk.of(CopyStored)), "a durable copy")
+    talk.until(lambda: any(e.copy.kind == "durable" for e in talk.of(CopyStored)), "a checkpoint")
 
     _live_to_one_node(talk, first)
     _ends(talk, names, workers)
@@ -141,7 +141,7 @@ def _live_to_one_node(talk: Talk, first: Plan) -> None:
 
 
 def _refuses(talk: Talk) -> None:
-    """A node that may not take part is told with a reason, and stays until it is given back."""
+    """A node that may not take part is told with a reason, and stays until it is released."""
     if isinstance(talk.backend, SimBackend):
         talk.backend._fault(Fault(0.0, "refuse", pool="spot", lasts_s=1e6))
     else:
@@ -155,13 +155,13 @@ def _refuses(talk: Talk) -> None:
     assert (refused.node_id, refused.pool) == (node.node_id, "spot") and refused.reason
     assert not talk.of(NodeLost) and not talk.of(NodePrepared)
     talk.order(Quarantine(node.node_id, refused.reason), ReleaseNode(node.node_id))
-    talk.until(lambda: bool(talk.of(NodeLost)), "the refused node given back")
+    talk.until(lambda: bool(talk.of(NodeLost)), "the refused node released")
     assert [(e.node_id, e.cause) for e in talk.of(NodeLost)] == [(node.node_id, "released")]
 
 
 def _ends(talk: Talk, names: list[str], workers: tuple[WorkerId, ...]) -> None:
     talk.order(ReleaseNode(names[1]))
-    talk.until(lambda: bool(talk.of(NodeLost)), "the node given back")
+    talk.until(lambda: bool(talk.of(NodeLost)), "the node released")
     assert [(e.node_id, e.cause) for e in talk.of(NodeLost)] == [(names[1], "released")]
 
     _refuses(talk)

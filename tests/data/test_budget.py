@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.data.batches import batch_of, filled
-from elastic.data.budget import Microbatch, TokenBudget, check_lengths, deal, pad_share, split
+from elastic.data.budget import Microbatch, TokenBudget, check_lengths, pad_share, partition, split
 from elastic.data.collate import collate
 from elastic.errors import ProgramError, SpecError
 from elastic.types import Job
@@ -42,7 +42,7 @@ def test_each_sample_once_within_the_budget(lengths: list[int], weights: list[in
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 9))
 def test_equal_ranks_have_equal_tokens_but_for_one_sample(lengths: list[int], n_ranks: int) -> None:
-    loads = [sum(lengths[i] for i in dealt) for dealt in deal(lengths, [3] * n_ranks)]
+    loads = [sum(lengths[i] for i in dealt) for dealt in partition(lengths, [3] * n_ranks)]
     assert max(loads) - min(loads) <= max(lengths)
     assert max(loads) <= sum(lengths) / n_ranks + max(lengths) * (n_ranks - 1) / n_ranks
     least = max(max(lengths), sum(lengths) / n_ranks, 2 * sorted(lengths)[-n_ranks - 1] if len(lengths) > n_ranks else 0)
@@ -52,7 +52,7 @@ def test_equal_ranks_have_equal_tokens_but_for_one_sample(lengths: list[int], n_
 @settings(deadline=None)
 @given(LENGTHS, st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any))
 def test_no_rank_would_rather_give_its_last_sample_away(lengths: list[int], weights: list[int]) -> None:
-    dealt = deal(lengths, weights)
+    dealt = partition(lengths, weights)
     loads = [sum(lengths[i] for i in places) for places in dealt]
     for rank, places in enumerate(dealt):
         assert not places or weights[rank]

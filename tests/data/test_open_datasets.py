@@ -119,7 +119,7 @@ def test_text_is_tokenised_once(place: Path, monkeypatch: pytest.MonkeyPatch, ow
     with heard_by(lambda: heard.append(1)):
         first = tokens(opened(place, train=source))
     kept = sorted((own_cache / "built").iterdir())
-    assert heard, "it said that it gets on"
+    assert heard, "it said that it makes progress"
     monkeypatch.setattr("elastic.data.sources.tokenizers.TokenizerFile.encode", None)
     assert tokens(opened(place, train=source)) == first
     assert tokens(opened(place, train={**source, "seq": 2, "pack": "cut"}))[: len(first)] == first

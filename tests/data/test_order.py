@@ -42,7 +42,7 @@ def test_the_order_is_kept_from_release_to_release() -> None:
 
 
 def test_orders_look_random() -> None:
-    """Positions of sample 0 over many seeds are spread evenly; neighbours in the order are not neighbours in the data."""
+    """Positions of sample 0 over many seeds are spread evenly; neighbors in the order are not neighbors in the data."""
     n, tries = 16, 3200
     where = Counter(sample_ids(n, n, seed, 0).index(0) for seed in range(tries))
     chi2 = sum((where[i] - tries / n) ** 2 / (tries / n) for i in range(n))

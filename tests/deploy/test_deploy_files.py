@@ -175,7 +175,7 @@ def test_a_manifest_is_right_but_for_its_placeholders(kind: str) -> None:
         (("        ray.io/market-type: spot\n", ""), "spec.workerGroupSpecs.0.labels: the label ray.io/market-type is missing"),
         (
             ("ray.io/market-type: spot", "ray.io/market-type: on-demand"),
-            "labelled on-demand, but its node_config asks for spot nodes",
+            "labeled on-demand, but its node_config asks for spot nodes",
         ),
         (
             ("terminationGracePeriodSeconds: 120", "terminationGracePeriodSeconds: 5"),

@@ -129,7 +129,7 @@ def test_it_ends_when_the_head_is_gone_and_not_before(host: Host, head: Head) ->
 
 @pytest.mark.e2e
 def test_it_ends_when_the_head_hangs(host: Host, head: Head) -> None:
-    """Its kernel goes on to accept connections."""
+    """Its kernel continues to accept connections."""
     head.mute = True
     host.start(head.port, limit_s=2)
     until(host.ended.exists, "its end")

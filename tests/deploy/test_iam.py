@@ -10,7 +10,7 @@ from botocore.client import BaseClient
 from support.places import ROOT
 
 from elastic.cluster.backend.aggregate import Parts
-from elastic.cluster.backend.checkpoint_commit import DurableCopies
+from elastic.cluster.backend.checkpoint_commit import CheckpointCommitter
 from elastic.storage.s3 import S3Storage
 from elastic.storage.s3_calls import ACTIONS
 from elastic.types import Box, CopyRemoved, CopyStored, Layout, Plan, ShardStored, WorkerId
@@ -62,7 +62,7 @@ def test_a_worker_saves_and_loads_and_may_remove_nothing(s3: S3Storage, asked: s
 def test_a_driver_commits_removes_and_cleans_up(s3: S3Storage, asked: set[tuple[str, str]]) -> None:
     for step in (5, 10):
         checkpoint_writer.write_shard(s3, step, 1, 0, ITEMS)
-    copies = DurableCopies(s3, 1, {})
+    copies = CheckpointCommitter(s3, 1, {})
     copies.commit(Parts(PLAN, 5, {0: ShardStored(1, 5, 0, 8, 0.1, 0.0, 1)}))
     stored = copies._news.get(timeout=60)
     assert isinstance(stored, CopyStored)

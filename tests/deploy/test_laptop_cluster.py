@@ -1,5 +1,5 @@
 """The quickstart on a cluster launched from cluster_configs/laptop.yaml, in namespaces: Ray's autoscaler starts its nodes, and
-all of them are given back: at the end, by a driver that came after one that was killed, at Ctrl-C."""
+all of them are released: at the end, by a driver that came after one that was killed, at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ class Laptop:
 
 
 def a_driver_is_killed_and_another_is_stopped_by_hand(laptop: Laptop) -> None:
-    """The second finds the workers of the first at work and goes on with them; Ctrl-C gives their node back."""
+    """The second finds the workers of the first at work and continues with them; Ctrl-C gives their node back."""
     killed = laptop.run("second", steps=100_000)
     until(lambda: laptop.step("second") > 3 or killed.poll() is not None, "it trains")
     os.kill(below(killed), signal.SIGKILL)
     killed.communicate(timeout=WITHIN_S)
     attached = laptop.run("second", steps=100_000)
-    until(lambda: laptop.step("second", epoch=2) > 3 or attached.poll() is not None, "a new driver goes on")
+    until(lambda: laptop.step("second", epoch=2) > 3 or attached.poll() is not None, "a new driver continues")
     assert attached.poll() is None, attached.communicate()[1][-3000:]
     assert [plan.generation for plan in plans(laptop.lines("second"))] == [1], "with the workers that it found"
     assert not laptop.only_the_head()

@@ -1,4 +1,5 @@
-"""docs/ray-train.md: its scripts run as they stand there; what goes over to Ray Train and back goes on with the same losses."""
+"""docs/ray-train.md: its scripts run as they stand there; what goes over to Ray Train and back continues with the same
+losses."""
 
 from __future__ import annotations
 

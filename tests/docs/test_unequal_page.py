@@ -46,4 +46,4 @@ def test_the_numbers() -> None:
     assert (relayout.MUCH, relayout.REPLACE_AFTER_S, relayout.MOVES_MOST) == (3.0, 60.0, 3)
     assert "more than 3 times slower for a minute" in PAGE and "At most\nthree such moves" in PAGE
     assert (retries.SILENT_MOST, retries.PROCESS_MOST, speeds.WARM_UP_STEPS) == (2, 3, 4)
-    assert "stand still three times within an hour" in PAGE and "fail four times" in PAGE and "of the first four" in PAGE
+    assert "stall three times within an hour" in PAGE and "fail four times" in PAGE and "of the first four" in PAGE

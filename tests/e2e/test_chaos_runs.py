@@ -11,7 +11,8 @@ from support.chaos.processes import RUN_MOST_S, play
 from support.places import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.whole]
-# A minute or two each. 11 has a failed device and a loss at once, 35 wrong numbers of the only worker beside a killed driver.
+# A minute or two each. 11 has a failed device and a loss at once, 35 silent data corruption of the only worker beside a killed
+# driver.
 MINUTES = 10
 SEEDS = (0, 1, 4, 5, 11, 12, 14, 18, 30, 34, 35)
 

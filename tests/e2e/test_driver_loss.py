@@ -100,7 +100,7 @@ def test_on_a_cluster_a_new_driver_attaches(on_cluster: Shell) -> None:
     assert code == 0, err
     found = last_line(out)
     assert (found["steps"], found["samples_exact"]) == (70, True)
-    assert [t["generation"] for t in found["transitions"]] == [1], "the generation that ran went on"
+    assert [t["generation"] for t in found["transitions"]] == [1], "the generation that ran continued"
     steps = [e.step for e in events(shell, "attach", StepDone)]
     assert sorted(set(steps)) == list(range(1, 71))
     assert max(steps) > seen
@@ -111,11 +111,11 @@ def test_on_a_cluster_a_new_driver_attaches(on_cluster: Shell) -> None:
 
 @pytest.mark.whole
 def test_the_driver_and_a_node_are_lost_at_once(on_cluster: Shell) -> None:
-    """The next driver finds the survivors waiting and goes on from the copies in their memory: nothing was ever stored."""
+    """The next driver finds the survivors waiting and resumes from the copies in their memory: nothing was ever stored."""
     shell = on_cluster
     name = shell.job(steps=120, program=str(PROGRAMS / "tiny_slow.py"), durable_every=0, peer_every=4)
     first, _ = start_and_wait(shell, name, "both", 20)
-    until(lambda: bool(events(shell, "both", CopyStored)), "a peer copy")
+    until(lambda: bool(events(shell, "both", CopyStored)), "a peer replica")
     there = {e.node_id: e.pids for e in events(shell, "both", NodePrepared)}
     for pid in there["y"]:
         os.kill(pid, signal.SIGKILL)

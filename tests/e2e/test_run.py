@@ -32,7 +32,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.mark.whole  # test_object_storage.py tells the same story in s3://
 def test_a_run_is_driven_by_one_stopped_and_resumed(shell: Shell) -> None:
-    """Through a kill and a growth; a second driver is refused; what is stopped goes on under the same name."""
+    """Through a kill and a growth; a second driver is refused; what is stopped continues under the same name."""
     drill = [{"at_step": 6, "kill": "any-spot"}, {"at_step": 12, "add": "spot"}]
     name = shell.job(steps=100_000, eval_every=10, drill=drill, durable_every=50, program="program.py")
     (shell.root / name / "program.py").write_text(PACED)
@@ -169,11 +169,11 @@ def test_a_damaged_journal_and_marker_are_told_and_the_run_goes_on_from_the_copy
     assert shell.files() == before
     code, out, err = shell.call("run", name, "--run-name", "hurt", "--set", "steps=8", "--from-checkpoint", "--json")
     assert code == 0, err
-    assert f"a durable copy cannot be read: {marker}: not readable" in err
+    assert f"a checkpoint cannot be read: {marker}: not readable" in err
     assert (last_line(out)["steps"], last_line(out)["samples_exact"]) == (8, True)
     back = next(t for t in last_line(out)["transitions"] if t["source"] == "durable")
     assert (back["at_step"], back["digest_ok"]) == (3, True)
     assert (folder / "journal-damaged-1.jsonl").read_bytes() == b"\n".join(rows)
     told = shell.here("why", "hurt")[1]
-    assert f"a durable copy cannot be read: {marker}" in told and "its journal was damaged: 3 lines before that count" in told
+    assert f"a checkpoint cannot be read: {marker}" in told and "its journal was damaged: 3 lines before that count" in told
     assert json.loads(shell.here("replay", "hurt", "--json")[1])["identical"] is True

@@ -1,4 +1,4 @@
-"""A worker that stands still though its process answers; rank 0 and wrong numbers are in test_stories.py."""
+"""A worker that stalls though its process answers; rank 0 and silent data corruption are in test_stories.py."""
 
 from __future__ import annotations
 

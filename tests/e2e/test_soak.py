@@ -1,4 +1,4 @@
-"""Capacity events by chance on a real Ray cluster of four to six nodes: training goes on as if nothing had happened, and
+"""Capacity events by chance on a real Ray cluster of four to six nodes: training continues as if nothing had happened, and
 nothing of the run is left. `ELASTIC_SOAK_SEED=N` plays the same events again.
 """
 
@@ -31,7 +31,7 @@ SEED = 20
 POOL = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 6, "notice_s": 12}
 SHARDS = {n: f"dp_shard={n}" for n in (6, 5, 4, 3, 2, 1)}
 MIXED = SHARDS | {6: "dp_shard=3,tp=2", 4: "pp=2,dp_shard=2"}
-THREADS = ("lookouts", "survey", "autoscaler", "inbox", "lease", "drain")
+THREADS = ("notice_watchers", "survey", "autoscaler", "inbox", "lease", "drain")
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def nothing_left(look: Callable[[], list[str]]) -> None:
 
 
 def checked(transitions: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """Those whose digests some step has checked: not one behind the last step, nor one that was broken off before its first."""
+    """Those whose digests some step has checked: not one behind the last step, nor one that was aborted before its first."""
     after = [*transitions[1:], {"at_step": steps}]
     return [
         move
@@ -116,7 +116,7 @@ def test_each_kind_of_leak_is_seen(before: Before) -> None:
         left = sorted(text.partition(" (")[0] for text in before.left_on_cluster(cluster, {"stays"}))
         assert left == ["actor elastic-x/a", "node more is left", "placement group p", "ray::Event"]
         assert "node gone is gone" in before.left_on_cluster(cluster, {"stays", "more", "gone"})
-        assert any("ray" in text for text in before.left_on_machine()), "it stands still"
+        assert any("ray" in text for text in before.left_on_machine()), "it stalls"
     nothing_left(before.left_on_machine)
     segment, folder = Path(f"/dev/shm/leaked-{os.getpid()}"), before.temp / "leaked"
     segment.touch()

@@ -1,4 +1,4 @@
-"""Storage that answers nothing for longer than the driver's lease: the run trains on, and goes on where storage is back."""
+"""Storage that answers nothing for longer than the driver's lease: the run trains on, and continues where storage is back."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_embedded_run_outlives_an_outage_longer_than_its_lease(
     found = last_line(out)
     assert (found["outcome"], found["steps"], found["samples_exact"]) == ("succeeded", STEPS, True)
     assert before[0] > began, "it trained on while storage was away"
-    assert "Traceback" not in err and "training goes on" in err and "answers again" in err, err
+    assert "Traceback" not in err and "training continues" in err and "answers again" in err, err
     generations = {event.generation for _, event in events(journal, PlanEntered)}
     assert (len(generations) > 1) == a_worker_dies
     code, out, _ = shell.here("replay", f"{s3.uri}/away", "--json")

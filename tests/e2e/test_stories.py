@@ -68,13 +68,13 @@ def let_in(lines: list[Line]) -> None:
     found = [event.admission for event in prepared]
     assert found and all(one is not None and one.flop_per_s > 0 and one.host_bytes > 0 for one in found)
     joined = found[-1]
-    assert joined is not None and joined.neighbour in {node for plan in plans(lines) for node in plan.nodes}
-    assert joined.neighbour != prepared[-1].node_id and joined.link_bytes_per_s > 0
+    assert joined is not None and joined.neighbor in {node for plan in plans(lines) for node in plan.nodes}
+    assert joined.neighbor != prepared[-1].node_id and joined.link_bytes_per_s > 0
 
 
 def test_workers_that_answer_and_are_sick_all_the_same(embedded: LocalCluster, tmp_path: Path) -> None:
-    """Rank 0's GPU stands still while a durable copy has begun and results are compared: its process answers, the others wait
-    for it in a collective. Then one computes wrong numbers: the steps since the last comparison are done again."""
+    """Rank 0's GPU stalls while a checkpoint has begun and results are compared: its process answers, the others wait
+    for it in a collective. Then one computes silent data corruption: the steps since the last comparison are done again."""
     drill = [{"at_step": 20, "stall": "rank:0", "gpu": 0}, {"at_step": 42, "corrupt": "rank:2", "gpu": 0}]
     layouts = {4: "dp_shard=2,tp=2", 3: "dp_shard=3", 2: "dp_shard=2"}
     pools = [{"name": "spot", "market_type": "spot", "gpus_per_node": 1, "usd_per_node_h": 1.0, "max_nodes": 4}]
@@ -141,8 +141,8 @@ def test_a_device_that_fails_is_left_behind_and_its_node_quarantined(embedded: L
 
 @pytest.mark.whole
 def test_a_node_that_is_cut_off_is_given_up_and_taken_back(embedded: LocalCluster, tmp_path: Path) -> None:
-    """From the driver, its peers and storage, for longer than its workers are waited for: the others go on without it, what it
-    still does counts for nothing, and afterwards it takes part again."""
+    """From the driver, its peers and storage, for longer than its workers are waited for: the others continue without it, what
+    it still does counts for nothing, and afterwards it takes part again."""
     steps = 24
     drill = [{"at_step": 10, "partition": "any-spot", "for_s": 8}]
     pools = [{"name": "spot", "market_type": "spot", "gpus_per_node": 1, "usd_per_node_h": 1.0, "max_nodes": 3}]

@@ -20,7 +20,7 @@ def test_a_driver_that_is_killed_is_started_again(shell: Shell) -> None:
     folder = shell.root / "elastic_runs" / "one"
     process = shell.start("run", name, "--run-name", "one", "--json", "--supervise")
     try:
-        until(lambda: list(folder.glob("checkpoints/*/commit.json")) or process.poll() is not None, "a durable copy")
+        until(lambda: list(folder.glob("checkpoints/*/commit.json")) or process.poll() is not None, "a checkpoint")
         assert process.poll() is None, process.communicate()[1]
         sign = newest(open_storage(folder))
         assert sign is not None and sign.pid in processes.descendants(process.pid)

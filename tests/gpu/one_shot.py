@@ -180,7 +180,7 @@ def main() -> int:
             run(part, min(part.most_s or left_s, left_s), given.cpu, rows, log)
     if given.out is not None and (given.out / "log.txt").stat().st_size > LOG_MOST:
         os.truncate(given.out / "log.txt", LOG_MOST)
-    print(f"{rows.wrong} not as expected, {rows.broken} broken off", file=sys.stderr)
+    print(f"{rows.wrong} not as expected, {rows.broken} aborted", file=sys.stderr)
     return int(bool(rows.broken))
 
 

@@ -90,7 +90,7 @@ EXPECTED: dict[str, dict[str, Expect]] = {
         "sticky.process_alive": yes("it stays to serve host copies"),
         "sticky.others_left_s": Expect("s", "below 2", most=10.0),
         "sticky.lost_offers_live": no("nothing that lies on the lost device is offered"),
-        "sticky.went_on": yes("the other goes on from memory"),
+        "sticky.went_on": yes("the other resumes from memory"),
         "sticky.went_on_s": Expect("s", "below 5", most=30.0),
         "endless*.named_right": yes(),
         "endless*.named_s": Expect("s", "2", most=20.0),

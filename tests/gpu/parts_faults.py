@@ -15,7 +15,7 @@ from elastic.certify.harness import member
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import job_of, plan_of
 from elastic.certify.harness.place import Place, find
-from elastic.certify.harness.worker_pool import Crew
+from elastic.certify.harness.worker_pool import WorkerPool
 from elastic.certify.tasks import Limit, Tasks
 from elastic.types import Action, Layout, Quiesced, StepDone, WorkerFailed, WorkerId
 from elastic.types.orders import InjectFault, WorkerOrder
@@ -49,80 +49,82 @@ class FaultySession(RealFaultSession):
         self._put(Stands(self.me, beat.arrived, beat.doing, beat.where))  # type: ignore[arg-type]
 
 
-def _open(lab: Lab, crew: Crew) -> Any:
-    """Both train, with peer copies."""
+def _open(lab: Lab, worker_pool: WorkerPool) -> Any:
+    """Both train, with peer replicas."""
     from elastic.certify.reference.one_process import program_file
 
-    crew.open(job_of("faults", program_file("paced"), MANY), lab.run_folder())
-    plan = plan_of(1, Layout(dp_shard=2), crew.workers, SHORT_BLOCKS, peer_every=2)
-    crew.enter(plan)
-    crew.stepped(plan, 6)
+    worker_pool.open(job_of("faults", program_file("paced"), MANY), lab.run_folder())
+    plan = plan_of(1, Layout(dp_shard=2), worker_pool.workers, SHORT_BLOCKS, peer_every=2)
+    worker_pool.enter(plan)
+    worker_pool.stepped(plan, 6)
     return plan
 
 
-def _sticky(tell: Tell, lab: Lab, crew: Crew) -> None:
+def _sticky(tell: Tell, lab: Lab, worker_pool: WorkerPool) -> None:
     from elastic.certify.checks.fault_checks import _from_memory
 
-    plan = _open(lab, crew)
+    plan = _open(lab, worker_pool)
     lost, other = plan.ranks[1], plan.ranks[0]
     began = time.monotonic()
-    crew.order(lost, InjectFault("illegal"))
-    found = lambda: [e for e in crew.events(WorkerFailed) if e.worker == lost]  # noqa: E731
-    crew.until(lambda: bool(found()), "the error is reported", 30.0, broken=True)
+    worker_pool.order(lost, InjectFault("illegal"))
+    found = lambda: [e for e in worker_pool.events(WorkerFailed) if e.worker == lost]  # noqa: E731
+    worker_pool.until(lambda: bool(found()), "the error is reported", 30.0, broken=True)
     tell("sticky.reported_s", time.monotonic() - began)
     tell("sticky.kind_is_device", found()[0].kind == "device")
     tell("sticky.error", f"{found()[0].kind}: {found()[0].error}")
     asked = time.monotonic()
-    crew.abort(1, plan.ranks)
-    left = crew.left(plan, [other], 30.0, broken=True)
+    worker_pool.abort(1, plan.ranks)
+    left = worker_pool.left(plan, [other], 30.0, broken=True)
     tell("sticky.others_left_s", max(left.values()) - asked)
-    crew.until(lambda: any(e.worker == lost for e in crew.events(Quiesced)), "the lost one has left", 30.0, broken=True)
-    offered = [h for e in crew.events(Quiesced) if e.worker == lost for h in e.holdings]
-    tell("sticky.process_alive", not crew._member(lost).ended)
+    worker_pool.until(
+        lambda: any(e.worker == lost for e in worker_pool.events(Quiesced)), "the lost one has left", 30.0, broken=True
+    )
+    offered = [h for e in worker_pool.events(Quiesced) if e.worker == lost for h in e.holdings]
+    tell("sticky.process_alive", not worker_pool._member(lost).ended)
     tell("sticky.lost_offers_live", any(h.kind == "live" for h in offered))
-    after = plan_of(2, Layout(), (other,), SHORT_BLOCKS, resume=_from_memory(crew, plan, (other,)), cause="loss")
+    after = plan_of(2, Layout(), (other,), SHORT_BLOCKS, resume=_from_memory(worker_pool, plan, (other,)), cause="loss")
     asked = time.monotonic()
-    crew.enter(after)
-    crew.until(lambda: bool(crew.events(StepDone, 2)), "a step of the other", 60.0, broken=True)
+    worker_pool.enter(after)
+    worker_pool.until(lambda: bool(worker_pool.events(StepDone, 2)), "a step of the other", 60.0, broken=True)
     tell("sticky.went_on", True)
     tell("sticky.went_on_s", time.monotonic() - asked)
-    crew.kill(lost)
+    worker_pool.kill(lost)
 
 
-def _endless(tell: Tell, name: str, lab: Lab, crew: Crew) -> None:
+def _endless(tell: Tell, name: str, lab: Lab, worker_pool: WorkerPool) -> None:
     """`name`: of the fault, and of its rows."""
     from elastic.certify.checks.fault_checks import _quiet
-    from elastic.cluster.workers.absent_ranks import At, missing
+    from elastic.cluster.workers.absent_ranks import RankSite, absent_ranks
 
-    plan = _open(lab, crew)
+    plan = _open(lab, worker_pool)
     hangs, other = plan.ranks[1], plan.ranks[0]
-    crew.order(hangs, InjectFault(name))
+    worker_pool.order(hangs, InjectFault(name))
     began = time.monotonic()
-    _quiet(crew, plan)
+    _quiet(worker_pool, plan)
     seen: dict[WorkerId, Stands] = {}
     named: dict[WorkerId, str] = {}
     looks = 0
     while looks < 2 or (
         not named and time.monotonic() - began < NAMED_MOST_S
     ):  # what it is at is known from the second look on
-        asked, looks = len(crew.log), looks + 1
+        asked, looks = len(worker_pool.log), looks + 1
         for worker in plan.ranks:
-            crew.order(worker, SayWhere())
-        crew.until(lambda: len(_said(crew, asked)) == 2, "where they stand", 20.0, broken=True)  # noqa: B023
-        seen = _said(crew, asked)
-        named = missing({worker: At(s.arrived, s.doing, s.where) for worker, s in seen.items()}, staged=False)
+            worker_pool.order(worker, SayWhere())
+        worker_pool.until(lambda: len(_said(worker_pool, asked)) == 2, "where they stand", 20.0, broken=True)  # noqa: B023
+        seen = _said(worker_pool, asked)
+        named = absent_ranks({worker: RankSite(s.arrived, s.doing, s.where) for worker, s in seen.items()}, staged=False)
     tell(f"{name}.named_s", time.monotonic() - began)
     tell(f"{name}.named_right", list(named) == [hangs])
     shown = {str(worker): why for worker, why in named.items()}
     tell(f"{name}.named", shown or {str(worker): (s.arrived, s.doing, s.where) for worker, s in seen.items()})
     asked_s = time.monotonic()
-    crew.abort(1, [other])
-    tell(f"{name}.others_left_s", max(crew.left(plan, [other], 40.0, broken=True).values()) - asked_s)
-    crew.kill(hangs)
+    worker_pool.abort(1, [other])
+    tell(f"{name}.others_left_s", max(worker_pool.left(plan, [other], 40.0, broken=True).values()) - asked_s)
+    worker_pool.kill(hangs)
 
 
-def _said(crew: Crew, since: int) -> dict[WorkerId, Stands]:
-    return {e.worker: e for _, _, e in crew.log[since:] if isinstance(e, Stands)}
+def _said(worker_pool: WorkerPool, since: int) -> dict[WorkerId, Stands]:
+    return {e.worker: e for _, _, e in worker_pool.log[since:] if isinstance(e, Stands)}
 
 
 def faults(tell: Tell, cpu: bool, seconds: float) -> None:
@@ -131,13 +133,13 @@ def faults(tell: Tell, cpu: bool, seconds: float) -> None:
     place = Place("cpu-gloo", 2) if cpu else replace(find(1, True), ranks=2)
     limit = Limit.after(seconds)
 
-    def with_crew(work: Callable[[Lab, Crew], None]) -> None:
-        with lab.crew(limit) as crew:
-            work(lab, crew)
+    def with_worker_group(work: Callable[[Lab, WorkerPool], None]) -> None:
+        with lab.worker_pool(limit) as worker_pool:
+            work(lab, worker_pool)
 
     with Lab(place, session=f"{FaultySession.__module__}:{FaultySession.__qualname__}") as lab:
-        endless = [partial(with_crew, partial(_endless, tell, name)) for name in ("endless", BACK)]
-        guarded(tell, partial(with_crew, partial(_sticky, tell)), *endless)
+        endless = [partial(with_worker_group, partial(_endless, tell, name)) for name in ("endless", BACK)]
+        guarded(tell, partial(with_worker_group, partial(_sticky, tell)), *endless)
 
 
 # ------------------------------------------------------------------------------------------------ certify

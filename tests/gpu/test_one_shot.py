@@ -22,7 +22,7 @@ from torch import nn
 from elastic.certify.gpu import real_faults
 from elastic.certify.gpu.solo import slope
 from elastic.program import load_program
-from elastic.worker.step.block_timing import Spans
+from elastic.worker.step.block_timing import BlockTiming
 from elastic.worker.step.device_marks import DeviceMarks
 
 HERE = Path(__file__).resolve().parent
@@ -96,7 +96,7 @@ def test_a_kernel_without_end_lies_within_a_blocks_own_work(kind: str, at: int, 
     monkeypatch.setattr(DeviceMarks, "mark", lambda self, part: seen.append(part))
     monkeypatch.setattr(real_faults, "_sleep", lambda: seen.append("sleeps"))
     block, faults = nn.Linear(2, 2), real_faults.RealFaults()
-    spans = Spans([block], load_program(str(PROGRAMS / "tiny.py")), torch.device("cuda", 0), faults)
+    spans = BlockTiming([block], load_program(str(PROGRAMS / "tiny.py")), torch.device("cuda", 0), faults)
     spans.timing, faults.real = False, kind
     for _ in range(2):
         block(torch.ones(2, requires_grad=True)).sum().backward()

@@ -35,7 +35,7 @@ def test_layouts_cover_every_size_that_the_drill_leads_to(job: JobSpec, program:
 
 
 def test_the_drill_takes_the_nodes_that_there_are(job: JobSpec) -> None:
-    """Played on paper: spot nodes come and go as the entries say, and a durable copy lies between the loss of both and 0."""
+    """Played on paper: spot nodes join and leave as the entries say, and a checkpoint lies between the loss of both and 0."""
     spot, every = 2, 1
     counts = [every + spot]
     for entry in job.drill:

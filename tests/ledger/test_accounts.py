@@ -121,7 +121,7 @@ def test_an_evaluation_is_neither_a_step_nor_other_time() -> None:
 
 
 def lossy(*after: Line) -> list[Line]:
-    """Steps 1..6, node b goes at 22.5, is broken off at 23, survivors answer at 23.2, step 4 is entered at 24.2."""
+    """Steps 1..6, node b goes at 22.5, is aborted at 23, survivors answer at 23.2, step 4 is entered at 24.2."""
     lines = [*begun(), *(tick(16.0 + n, step(1, n)) for n in range(1, 7))]
     resume = {"source": "peer", "step": 4, "generation": 1, "cause": "loss"}
     return lines + [

@@ -141,7 +141,7 @@ def test_no_secret_reaches_the_file(tmp_path: Path) -> None:
 
 
 def test_fields_of_another_writer_are_ignored_and_unknown_kinds_are_not() -> None:
-    assert decode({"kind": "NodeLost", "node_id": "a", "colour": "red"}) == NodeLost("a")
+    assert decode({"kind": "NodeLost", "node_id": "a", "color": "red"}) == NodeLost("a")
     copy = {"step": 3, "kind": "peer", "generation": 1, "layout": {}, "holdings": [{"worker": {"node_id": "a"}, "rank": 0}]}
     assert decode({"kind": "CopyStored", "copy": copy}) == CopyStored(Copy(3, "peer", 1, Layout()))
     with pytest.raises(SpecError, match="NodeMelted"):

@@ -104,7 +104,7 @@ def test_a_driver_whose_clock_is_behind_still_lives(storage: Storage, monkeypatc
 def test_a_living_process_of_this_machine_that_was_held_up_is_refused(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The machine stood still for longer than its time to live; it gives its next sign now."""
+    """The machine stalled for longer than its time to live; it gives its next sign now."""
     me = {"boot": Machine.here().boot, "pid": os.getpid(), "started": started(os.getpid())}
     put(storage, at_s=time.time() - 1000, ttl_s=300.0, **me)
     gives_signs(monkeypatch, storage, **me)
@@ -202,7 +202,7 @@ OUTAGE = Times(renew_s=0.05, ttl_s=15.0)
 def test_a_holder_that_cannot_renew_is_not_certain_before_others_may_take_over_and_has_lost_nothing(
     s3: Storage, proxy: FaultyProxy, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also while a request hangs. When storage is back, however much later, it goes on under its own epoch."""
+    """Also while a request hangs. When storage is back, however much later, it continues under its own epoch."""
     lease = Lease(s3, "r", OUTAGE)
     proxy.faults.append(unavailable("lease/", times=12))
     clock.now_s += 10.0
@@ -216,12 +216,12 @@ def test_a_holder_that_cannot_renew_is_not_certain_before_others_may_take_over_a
     clock.now_s += 0.99
     assert not lease.certain and not lease.lost and lease.sign == last
     clock.now_s += 3600.0
-    until(lambda: "training and changes of plan go on, the run's end waits" in caplog.text, "the word of the outage")
+    until(lambda: "training and changes of plan continue, the run's end waits" in caplog.text, "the word of the outage")
     proxy.faults.clear()
     until(lambda: lease.certain, "certainty")
     assert lease.epoch == last.epoch and lease.sign.n > last.n and not lease.lost
     until(lambda: "answers again" in caplog.text, "the word that it is back")
-    assert caplog.text.count("changes of plan go on") == 1 and caplog.text.count("answers again") == 1
+    assert caplog.text.count("changes of plan continue") == 1 and caplog.text.count("answers again") == 1
     lease.release()
     after = newest(s3)
     assert after is not None and (after.epoch, after.released) == (last.epoch, True)

@@ -291,7 +291,7 @@ def test_no_plan_while_storage_is_out_of_reach(storage: Remote, tmp_path: Path) 
     begun_s = time.monotonic()
     journal.append(1.0, [], plan(1))
     assert not journal.settled and "out of reach" in str(journal.trouble)
-    steps(journal, 1, 1)  # what changes no plan goes on
+    steps(journal, 1, 1)  # what changes no plan continues
     assert time.monotonic() - begun_s < segments.WAIT_S
     storage.broken = None
     until(lambda: journal.settled, "the lines in their places")  # stored without being asked again

@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_compiled_once_whether_it_is_watched_or_not() -> None:
-    """Nothing that `attention` writes down makes torch.compile begin anew, or break the graph."""
+    """Nothing that `attention` writes down makes torch.compile start over, or break the graph."""
     torch._dynamo.reset()
     counter = CompileCounter()
 

@@ -55,7 +55,7 @@ def probed() -> list[Line]:
 
 
 def rolled_back() -> list[Line]:
-    """The transition of the notice is rolled back: the run goes on without pp."""
+    """The transition of the notice is rolled back: the run continues without pp."""
     all_lines = probed()
     at = next(
         i for i, line in enumerate(all_lines) if any(isinstance(e, PlanEntered) and e.generation == 2 for _, e in line.events)

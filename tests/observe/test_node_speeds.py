@@ -56,13 +56,13 @@ def test_before_anything_is_measured() -> None:
 def test_why_a_node_is_slow_or_was_put_aside() -> None:
     slow = timed(a=(3.0, 3.0), b=(1.0, 1.0), c=(1.0, 1.0))
     view = view_with(slow, DeviceNoted(A1, "clocks lowered: 87 degrees"))
-    assert view.paces.why(view.nodes, "a") == (
+    assert view.node_speeds.why(view.nodes, "a") == (
         "3 times slower than the faster ones of its pool on all GPUs (the device says: clocks lowered: 87 degrees)"
     )
     view.add(tick(6, DeviceNoted(A1, ""), actions=(Quarantine("a", "too slow: ..."),), reason="a is left"))
-    assert view.paces.why(view.nodes, "a") == "put aside: too slow: ..."
+    assert view.node_speeds.why(view.nodes, "a") == "quarantined: too slow: ..."
     view.add(tick(7, NodeLost("a", "released")))
-    assert view.paces.of_node(view.nodes, "a") == [] and "put aside" in "\n".join(run_tables.status(view))
+    assert view.node_speeds.of_node(view.nodes, "a") == [] and "quarantined" in "\n".join(run_tables.status(view))
 
 
 def test_the_new_events_as_sentences() -> None:
@@ -78,9 +78,9 @@ def test_the_new_events_as_sentences() -> None:
     texts = [note.text for note in view.notes if note.at_s > 1005]
     assert texts == [
         "samples a step from step 10 on: 2, 1, 2, 1, 1, 1",
-        "wrong numbers at step 30, right until step 20 (a/1): gradients differ",
+        "silent data corruption at step 30, right until step 20 (a/1): gradients differ",
         "GPU of worker a/1: 2 uncorrectable errors",
-        "GPU of worker a/1: nothing to note any more",
+        "GPU of worker a/1: no findings any more",
         "worker a/1 is silent for 2.0 s (stepping): in the all-reduce of step 9",
     ]
     line = tick(5, *events)

@@ -107,11 +107,11 @@ def test_what_is_counted_is_named() -> None:
 
 def test_notes_tell_event_and_reason() -> None:
     texts = [note.text for note in view_of(lines()).notes]
-    assert "notice: node b (spot) goes in 30 s" in texts
+    assert "notice: node b (spot) will be preempted in 30 s" in texts
     assert "b goes in 30 s: 6 -> 4 workers" in texts
     assert "node a (spot) was lost: its process is gone" in texts
-    assert "generation 2 entered at step 4: pp=2,dp_shard=2 on 4 workers, state from live, 4.0 kB moved" in texts
-    assert "durable copy of step 12 (2.5 MB, 0.30 s)" in texts
+    assert "generation 2 started at step 4: pp=2,dp_shard=2 on 4 workers, source: live GPUs, 4.0 kB moved" in texts
+    assert "checkpoint of step 12 (2.5 MB, 0.30 s)" in texts
 
 
 def test_a_node_that_was_given_back_is_not_lost() -> None:
@@ -124,7 +124,7 @@ def test_a_node_that_was_given_back_is_not_lost() -> None:
     assert [view.status(view.nodes[name]) for name in "ab"] == ["released", "prepared"]
     assert [row.split()[-1] for row in run_tables.nodes(view)[1:]] == ["released", "prepared", "prepared"]
     assert run_tables.status_plain(view)["nodes"][0]["status"] == "released"
-    assert view.notes[-1].text == "pool spot has no other node now: 2 of 2 in use"
+    assert view.notes[-1].text == "pool spot has no further node: 2 of 2 in use"
     view = view_of([*before, tick(3.4, NodeReady(view.nodes["a"])), tick(3.5, NodeLost("a", "its process is gone"))])
     assert view.status(view.nodes["a"]) == "lost"
 
@@ -201,7 +201,7 @@ def test_plain_terminal_follows_the_file(tmp_path: Path) -> None:
     until(lambda: terminal.view.phase == "succeeded", "the last line")
     terminal.stop()
     shown = stream.getvalue()
-    assert "6.1 s  step 4     notice: node b (spot) goes in 30 s" in shown
+    assert "6.1 s  step 4     notice: node b (spot) will be preempted in 30 s" in shown
     assert "6.1 s  step 4     > b goes in 30 s: 6 -> 4 workers" in shown
     assert "step 12/12  train_loss 4.8000  2,048 tokens/s  tp=2  ETA 0:00" in shown
 

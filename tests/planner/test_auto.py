@@ -16,7 +16,7 @@ from elastic.config.job import check_fit, job_of
 from elastic.errors import InfeasiblePlan
 from elastic.models.attention import SequenceShard
 from elastic.planner.cost import catalog_hardware, collectives, compute, memory, step_cost
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.layout_search import Choice, Limits, plan_layout, site_of
 from elastic.reshard.shards import check_layers
 from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, Pool, Resume, SampleProfile, grid, parse_layout
@@ -76,7 +76,7 @@ def test_a_long_sequence_is_cut() -> None:
 
 
 def cost_of(model: ModelProfile, layout: Layout) -> int:
-    step, work = memory.Step(1, 1, layout.dp, dtype="bfloat16"), Work.of(model)
+    step, work = memory.Step(1, 1, layout.dp, dtype="bfloat16"), ModelCost.of(model)
     return memory.memory_bytes(work, layout, "bfloat16") + memory.activation_bytes(work, layout, step)
 
 
@@ -180,7 +180,7 @@ def test_microbatches_in_flight() -> None:
 
 
 def test_the_stage_that_keeps_most_is_the_first_unless_the_last_has_the_logits() -> None:
-    work, layout = Work.of(eight_b()), Layout(pp=4)
+    work, layout = ModelCost.of(eight_b()), Layout(pp=4)
     assert work.sample is not None
     kept = work.n_blocks / 4 * memory.kept_bytes(work.sample, layout, "none")
     many = memory.activation_parts(work, layout, memory.Step(8, 8, 8))
@@ -208,9 +208,9 @@ def test_gathered_keys_and_values_of_cp() -> None:
 
 
 def test_gathered_parameters_by_stage() -> None:
-    site, work = site_of(Job(precision="bfloat16"), catalog_hardware.NOMINAL, 8), Work.of(eight_b())
+    site, work = site_of(Job(precision="bfloat16"), catalog_hardware.NOMINAL, 8), ModelCost.of(eight_b())
     step = memory.Step(4, 4, 32, dtype="bfloat16")
-    idle = compute.Passes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # nothing to hide under
+    idle = compute.BlockTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # nothing to hide under
     three, two, one = (step_cost._fsdp_s(site, work, Layout(dp_shard=8, zero_stage=stage), step, idle) for stage in (3, 2, 1))
     # per block, in units of a gather in bfloat16 (gradients in float32 are two): 8 + 8, 4 + 8, 1 + 2; of one block more each
     # microbatch nothing is hidden

@@ -1,4 +1,4 @@
-"""What losses, traffic between zones and stored copies cost, by hand."""
+"""What losses, traffic between zones and checkpoints cost, by hand."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 from support.planner.pools import LLAMA_8B, best, group
 
 from elastic.planner import dollars
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.offers import Aim
 from elastic.types import Layout
 
-WORK = Work.of(LLAMA_8B.profile())
+WORK = ModelCost.of(LLAMA_8B.profile())
 N = LLAMA_8B.n_params
 STATE = 12 * N  # parameters and moments in float32: what copies hold
 

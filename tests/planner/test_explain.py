@@ -10,7 +10,7 @@ from support.planner.pools import JOB, LLAMA_8B, LLAMA_70B, LLAMA_405B, SMALL, b
 from elastic.errors import InfeasiblePlan
 from elastic.planner import explain
 from elastic.planner.cost.memory import Step
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Cost
 from elastic.planner.offer_search import Candidate, find_offers
 from elastic.types import Layout
@@ -93,8 +93,8 @@ def test_nothing_fits_names_the_reason_and_what_would_do() -> None:
     with pytest.raises(InfeasiblePlan, match=said):
         find_offers(LLAMA_70B.profile(), job, [group()])
     # 16 bytes a parameter in 60 % of 73.6 GiB: 1051 / 44.2 GiB
-    assert explain.fewest(Work.of(LLAMA_70B.profile()), group()) == 24
-    assert explain.fewest(Work.of(LLAMA_8B.profile()), group(per_node=1)) == 3
+    assert explain.fewest(ModelCost.of(LLAMA_70B.profile()), group()) == 24
+    assert explain.fewest(ModelCost.of(LLAMA_8B.profile()), group(per_node=1)) == 3
     assert (
         explain.too_large(100 * explain.GIB, 73.6 * explain.GIB, 80 << 30) == "needs 100.0 GiB per GPU, 73.6 of 80 can be used"
     )

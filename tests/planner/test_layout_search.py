@@ -10,7 +10,7 @@ import pytest
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import memory
 from elastic.planner.cost.memory import USABLE, usable_bytes
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.layout_search import Limits, plan_layout
 from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, SampleProfile, TensorSpec, WorkerId
 
@@ -25,7 +25,7 @@ MODEL = ModelProfile(
 
 
 def memory_bytes(model: ModelProfile, layout: Layout) -> int:
-    return memory.memory_bytes(Work.of(model), layout)
+    return memory.memory_bytes(ModelCost.of(model), layout)
 
 
 def job(**changes: Any) -> Job:

@@ -13,7 +13,7 @@ from support.planner.pools import JOB, LLAMA_8B, SMALL, best, cost_on, gpu, grou
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import memory
 from elastic.planner.cost.memory import Step
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import step_cost
 from elastic.planner.hetero import hetero_offers
 from elastic.planner.layout_search import site_of
@@ -90,7 +90,7 @@ def test_parts_are_the_step_and_none_is_negative(
 @few
 @given(decoders(), layouts(), splits)
 def test_no_part_of_the_memory_is_negative(model: Decoder, layout: Layout, split: tuple[int, int]) -> None:
-    found = memory.parts(Work.of(model.profile()), layout, step_of(layout, split))
+    found = memory.parts(ModelCost.of(model.profile()), layout, step_of(layout, split))
     assert min(found.values()) >= 0 and sum(found.values()) > 0
 
 
@@ -132,7 +132,7 @@ def test_twice_all_rates_and_half_of_all_latencies_is_half_the_time(
 ) -> None:
     """Latencies of the software too. Without offload: the host's memory is no part of the profile."""
     layout, chip = replace(layout, offload=False), replace(chip, link_hop_s=1.2e-5, node_hop_s=4e-6, launch_s=5e-6)
-    work, step = Work.of(model.profile()), step_of(layout, split)
+    work, step = ModelCost.of(model.profile()), step_of(layout, split)
     twice = chip
     for name, times in [("flop_per_s", 2.0), *((name, 2.0) for name in RATES), *((name, 0.5) for name in HOPS)]:
         twice = faster(twice, name, times)
@@ -210,7 +210,7 @@ def test_equal_gpus_have_equal_shares_wherever_they_come_from() -> None:
     assert offer.layout == best(SMALL, group(n_nodes=4)).layout
 
 
-# ------------------------------------------------------------------------------------------ unequal GPUs
+# ------------------------------------------------------------------------------------------ heterogeneous GPUs
 
 kinds = st.lists(st.tuples(st.integers(1, 4), st.floats(0.2, 5.0)), min_size=1, max_size=3)
 

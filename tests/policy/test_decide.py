@@ -403,7 +403,7 @@ def test_content_that_differs_rolls_back_to_a_copy_that_is_trusted() -> None:
     back = plan_of(story.quiesced(plan, {"a": [(0, 8, "live")], "b": [(1, 8, "live")], "c": [(2, 8, "live")]}))
     assert (back.cause, back.resume.source, back.resume.step) == ("rollback", "durable", 5)
     assert "the content of generation 2 differs from what was sent" in story.decisions[-1].reason
-    assert "step 5 from storage, 3 steps back" in story.decisions[-1].reason
+    assert "step 5 from the checkpoint, 3 steps back" in story.decisions[-1].reason
 
 
 def test_the_way_cost_and_memory_of_a_move_stand_in_the_decision() -> None:
@@ -459,7 +459,7 @@ def test_a_node_that_tokenises_for_an_hour_is_not_put_aside() -> None:
     assert story.state.nodes["a"].status == "ready"
     assert not orders(story.tick(after_s=599), Quarantine)
     decision = story.tick(after_s=2)
-    assert orders(decision, Quarantine)[0].reason == "its preparation has not got on for 600 s"
+    assert orders(decision, Quarantine)[0].reason == "its preparation has made no progress for 600 s"
 
 
 def test_a_stop_saves_first() -> None:
@@ -470,7 +470,7 @@ def test_a_stop_saves_first() -> None:
     story.tick(Quiesced(WorkerId("a", 0), plan.generation, 5), Quiesced(WorkerId("b", 0), plan.generation, 5))
     assert not orders(story.decisions[-1], Stop)
     story.tick(durable(story, 5))
-    assert stopped(story).outcome == "stopped" and "saved is step 5" in stopped(story).reason
+    assert stopped(story).outcome == "stopped" and "last checkpoint at step 5" in stopped(story).reason
 
 
 def test_a_stop_does_not_wait_for_ever() -> None:

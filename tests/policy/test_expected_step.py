@@ -36,7 +36,7 @@ def test_what_was_measured_corrects_the_model() -> None:
     new = story.state.target
     assert new is not None and new.layout.world_size == 2
     assert new.predicted_step_time_s == pytest.approx(measured * new.model_step_s / old.model_step_s)
-    assert f"a step is expected to take {new.predicted_step_time_s:.3g} s" in story.decisions[-1].reason
+    assert f"expected step time {new.predicted_step_time_s:.3g} s" in story.decisions[-1].reason
 
 
 def test_without_a_profile_of_the_hardware_the_number_of_ranks_decides() -> None:

@@ -1,6 +1,6 @@
 """A tiny decoder on sequences that it can learn: the program of most tests of the worker.
 
-Item i starts at a number and goes on in equal strides; every third item has its last targets masked, so that shares of the
+Item i starts at a number and continues in equal strides; every third item has its last targets masked, so that shares of the
 global batch differ in their token counts.
 """
 

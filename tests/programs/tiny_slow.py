@@ -13,7 +13,7 @@ from elastic.program import load_program
 tiny = load_program(Path(__file__).parent / "tiny.py")
 PAUSE_S = float(
     os.environ.get("ELASTIC_TEST_PAUSE_S", 8.0)
-)  # at most, while the file is there: the run goes on as soon as it is gone
+)  # at most, while the file is there: the run continues as soon as it is gone
 LEARNING_RATE = 1e-3  # small: over hundreds of steps, rounding must not grow into another run
 
 

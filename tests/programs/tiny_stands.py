@@ -1,4 +1,4 @@
-"""The tiny program, whose blocks stand still in a process that says so in its environment."""
+"""The tiny program, whose blocks stall in a process that says so in its environment."""
 
 import os
 import time

@@ -14,7 +14,7 @@ from support.chaos.simulated import play
 from elastic.ledger.journal import Line
 from elastic.types import EnterPlan, Event, NodeLost, StepDone
 
-SEED = 12  # broken off, rolled back, and resumed from a checkpoint that is newer than what was resumed from before
+SEED = 12  # aborted, rolled back, and resumed from a checkpoint that is newer than what was resumed from before
 STEP = 30
 
 

@@ -1,5 +1,5 @@
-"""A pool whose nodes die at start, or are not let in: it is asked again ever later, the reason stands in the run's status, and
-the run goes on as soon as the pool is well."""
+"""A pool whose nodes die at start, or are rejected: it is retried ever later, the reason stands in the run's status, and
+the run continues as soon as the pool is well."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic.sim.scripted_faults import Fault, FaultKind
 from elastic.types import NodeLost, RequestNodes
 
 HOUR_S = 3600.0
-WHY = {"crash": "ended at start", "refuse": "not let in: scripted"}
+WHY = {"crash": "ended at start", "refuse": "rejected: scripted"}
 
 
 def asked(lines: Sequence[Line], pool: str) -> list[tuple[float, int]]:
@@ -42,9 +42,9 @@ def test_a_pool_of_bad_nodes_is_asked_ever_later_and_taken_up_again_when_it_is_w
     ill = [line for line in run.journal.lines if line.at_s < 2 * HOUR_S]
     said = "\n".join(run_tables.status(view_of(ill)))
     assert f"starts in a row ended before a node was prepared (the last one: {WHY[kind]})" in said
-    assert "asked again after" in said
+    assert "retried after" in said
     told = [note.text for note in view_of(ill).notes if note.kind == "NodeRefused"]
-    assert bool(told) == (kind == "refuse") and all(text.endswith("(spot) is not let in: scripted") for text in told)
+    assert bool(told) == (kind == "refuse") and all(text.endswith("(spot) is rejected: scripted") for text in told)
     assert replay(run.journal.lines).identical
     lost = [event for line in run.journal.lines for _, event in line.events if isinstance(event, NodeLost)]
     assert {event.cause for event in lost} >= {"released" if kind == "refuse" else "ended at start"}
@@ -60,4 +60,4 @@ def test_the_next_pool_does_the_work_meanwhile(kind: FaultKind) -> None:
     assert asked(run.journal.lines, "fixed") and sum(n for _, n in asked(run.journal.lines, "spot")) <= 20
     found = view_of(run.journal.lines).launches.medians()
     assert set(found) == {"fixed"} and found["fixed"]["median_s"] >= SLOW.boot_s + SLOW.prepare_s
-    assert f"first step    fixed {found['fixed']['median_s']:.1f} s" in "\n".join(run_tables.status(view_of(run.journal.lines)))
+    assert f"first step  fixed {found['fixed']['median_s']:.1f} s" in "\n".join(run_tables.status(view_of(run.journal.lines)))

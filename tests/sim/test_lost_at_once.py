@@ -1,4 +1,4 @@
-"""Any r nodes lost at once, at any time: the run goes on from memory, never from storage."""
+"""Any r nodes lost at once, at any time: the run resumes from memory, never from storage."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_cadence_follows_the_cost_and_does_not_swing() -> None:
             if isinstance(action, SetCadence)
         ]
         assert [action.peer_every for action, _ in changes] == [expected]
-        assert f"peer copies every {expected} steps instead of 5" in changes[0][1]
+        assert f"peer replicas every {expected} steps instead of 5" in changes[0][1]
         assert "ms and takes" in changes[0][1]
         plan = max(state.plans.values(), key=lambda plan: plan.generation)
         assert plan.peer_every == expected, "replayed from the journal it is the same"

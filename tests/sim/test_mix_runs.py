@@ -64,7 +64,7 @@ def check(seed: int) -> Run:
         assert run.hours <= job.deadline_h + 0.1, said
     if state.phase == "stopped":
         assert any(word in state.outcome_reason for word in ("budget", "deadline")), said
-        assert "saved is step" in state.outcome_reason, said
+        assert "last checkpoint at step" in state.outcome_reason, said
     again = replay(run.journal.lines)
     assert again.identical and again.state == state, f"{said}: {again.first_difference}"
     check_pace(run, said)

@@ -94,7 +94,7 @@ def test_ranks_that_are_cut_off_together_step_on_and_are_heard_later() -> None:
 
 
 def test_nothing_is_heard_any_more_of_ranks_that_were_given_up() -> None:
-    """All are cut off together and step on; the driver takes them for lost, and goes on from what was heard of."""
+    """All are cut off together and step on; the driver takes them for lost, and resumes from what was heard of."""
     _, _, journal = run(Fault(AT_S, "partition", 0, lasts_s=30.0), n_nodes=1, gpus=2)
     generations = [event.generation for _, event in told(journal, StepDone)]
     assert len(set(generations)) == 2 and generations == sorted(generations)

@@ -128,7 +128,7 @@ def test_the_copy_of_the_last_step_that_is_lost_with_its_node_is_made_again() ->
 
 
 def test_a_run_that_is_done_goes_on_when_more_steps_are_asked_for() -> None:
-    """The second driver finds only the durable copies of the first; one journal, whose sums are those of both."""
+    """The second driver finds only the checkpoints of the first; one journal, whose sums are those of both."""
     state, backend, journal = run(Fault(20.0, "loss", 1))
     assert (state.phase, state.step) == ("succeeded", 20)
     before, first, at_s = restored(journal.lines), account(journal.lines), backend.now_s()

@@ -71,7 +71,7 @@ def test_a_loss_costs_no_time_while_storage_is_away_and_everybody_is_told(monkey
     assert [(e.answers, round(e.since_s, 1)) for e in seen] == [(False, 14.0), (True, 14.0)]  # type: ignore[attr-defined]
     view = view_of(beside.lines)
     notes = [note.text for note in view.notes if note.kind == "StorageSeen"]
-    assert "training goes on" in notes[0] and notes[1] == "storage answers again after 0:40"
+    assert "training continues" in notes[0] and notes[1] == "storage answers again after 0:40"
     i = next(i for i, line in enumerate(beside.lines) if any(isinstance(e, StorageSeen) for _, e in line.events))
     during = view_of(beside.lines[: i + 1])
     assert any(re.search("does not answer since 0:1.*no answer", row) for row in status(during)), status(during)

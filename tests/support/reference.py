@@ -53,7 +53,7 @@ def output_of(program: Program, model: torch.nn.Module, batch: Batch) -> Any:
 
 
 def build(program: Program, seed: int) -> torch.nn.Module:
-    """The model on the CPU, initialised under the job's seed."""
+    """The model on the CPU, initialized under the job's seed."""
     torch.manual_seed(seed)
     model: torch.nn.Module = program.model()
     torch.manual_seed(seed)

@@ -17,7 +17,7 @@ SHARE = 0.2  # of a core, at most, that a look may take from what is looked at
 def until(condition: Callable[[], T], what: str | Callable[[], str], within_s: float = WITHIN_S) -> T:
     """Waits until the condition is true; returns what it gave. `what`: what is waited for; a function is asked at the end.
 
-    A last look begins after that, so that a machine that stood still fails nothing.
+    A last look begins after that, so that a machine that stalled fails nothing.
     """
     began_s = time.monotonic()
     while True:

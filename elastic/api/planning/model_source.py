@@ -16,7 +16,7 @@ from elastic.api.running.made_up_data import made_up_data
 from elastic.config.clusters import load_cluster
 from elastic.config.job import JobSpec, job_data, unlimited
 from elastic.errors import SpecError
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.published import known_decoders
 from elastic.program import Program
 from elastic.types import Job, ModelProfile, Pool
@@ -64,7 +64,7 @@ class Subject:
         sample = self.model.sample
         return {
             "name": self.name, "n_params": self.model.n_params, "n_expert_params": self.model.n_expert_params,
-            "n_blocks": self.model.n_blocks, "state_bytes": int(Work.of(self.model).state_bytes),
+            "n_blocks": self.model.n_blocks, "state_bytes": int(ModelCost.of(self.model).state_bytes),
             "sample_tokens": sample.tokens if sample else 0, "unit": "tokens" if sample and sample.tokens else "samples",
             "global_batch": self.job.global_batch, "step_tokens": self.step_tokens,
             "precision": self.job.precision, "layout": str(self.job.layout),

@@ -13,7 +13,7 @@ from elastic.api.planning.plan_nodes import Machines
 from elastic.errors import InfeasiblePlan
 from elastic.observe.plans import plan_tables
 from elastic.planner import explain
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, Group, Offer, Offers
 from elastic.types import Job, Layout, ModelProfile, is_auto
@@ -58,7 +58,7 @@ class Query:
 
 def _in_host_memory(found: Offers, groups: Sequence[Group], subject: Subject) -> Offers:
     """Without those whose offloaded state is more than a node's own memory. Raises InfeasiblePlan where none is left."""
-    work, room = Work.of(subject.model), [group for group in groups if group.host_memory_bytes]
+    work, room = ModelCost.of(subject.model), [group for group in groups if group.host_memory_bytes]
     needs = {offer.layout: _offloaded_bytes(work, offer.layout) for offer in found.best if offer.layout.offload}
     small = {
         layout: f"offload needs {n_bytes * group.gpus_per_node / explain.GIB:,.0f} GiB of a node's own memory, "
@@ -74,7 +74,7 @@ def _in_host_memory(found: Offers, groups: Sequence[Group], subject: Subject) ->
     return replace(found, best=fitting, rejected={**found.rejected, **left_out})
 
 
-def _offloaded_bytes(work: Work, layout: Layout) -> float:
+def _offloaded_bytes(work: ModelCost, layout: Layout) -> float:
     """Of a GPU: its shard of parameters, gradients and optimizer entries."""
     return work.state_bytes / (layout.pp * layout.tp * layout.cp * layout.dp_shard)
 

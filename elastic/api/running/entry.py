@@ -1,5 +1,5 @@
 """run(): a job, its program or its script, to the end. run_script(): a script instead of a Program; changed live where it
-enters `elastic.loop`, started anew where it does not.
+enters `elastic.loop`, started over where it does not.
 """
 
 from __future__ import annotations

@@ -160,7 +160,10 @@ def checked(model: ModelProfile, verdict: Verdict | None, program: Program) -> M
 def _said(verdict: Verdict) -> Iterator[str]:
     if verdict.equal:
         seconds = sum(verdict.equal.values())
-        yield f"{', '.join(verdict.equal)}: loss and gradients of a small copy are those of one process ({seconds:.1f} s, kept)"
+        yield (
+            f"{', '.join(verdict.equal)}: loss and gradients of a small copy match those of one process ({seconds:.1f} s, "
+            f"cached)"
+        )
     if verdict.skipped:
         yield f"the layouts' values were not compared before the start: {verdict.skipped}"
 

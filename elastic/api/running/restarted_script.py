@@ -1,4 +1,4 @@
-"""A script that does not enter `elastic.loop`: started anew at each change of capacity."""
+"""A script that does not enter `elastic.loop`: started over at each change of capacity."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FILLED = {"steps": 1, "global_batch": 1_000_000}  # what a job must have, and no
 RAY_TRAIN = re.compile(r"\bray\.train\b|from\s+ray\s+import\s+.*\btrain\b")
 RESTARTED = (
     "{file} does not enter elastic.loop: this is RESTART, not live. Ray Train starts it on the nodes that are there, and "
-    "starts it anew at each change of capacity; what it goes on from is its own checkpoint, as under torchrun"
+    "starts it anew at each change of capacity; what it resumes from is its own checkpoint, as under torchrun"
 )
 
 
@@ -60,7 +60,7 @@ def run_restarting(file: Path, args: Sequence[str], data: Mapping[str, Any], whe
 
 
 @dataclass
-class _Told:
+class _NotedJournal:
     """A journal whose notes are also shown to a person, with the script's own output between them."""
 
     journal: Journal
@@ -127,7 +127,7 @@ class _ScriptRun:
                 stack.callback(cluster.close)
             where = "a Ray cluster on this machine" if self.address is None else f"the Ray cluster at {self.address}"
             self._say(f"run {self.name}: uses {where}; its journal is {self.place.journal}")
-            journal = _Told(self.place.open_journal(lease.epoch, stored, cut), seen, self._say)
+            journal = _NotedJournal(self.place.open_journal(lease.epoch, stored, cut), seen, self._say)
             warn_of_clock(before, time.time())
             run = ScriptRun(self._job(), cluster, lease, journal, self._say, bill_of(before) if before else None)
             script = run.to_the_end(self._start(lease.epoch, before, cut.said if cut is not None else ""))
@@ -141,14 +141,14 @@ class _ScriptRun:
         return Result(self.name, script.outcome, data, self.place.folder)
 
     def _check_same(self, before: Sequence[Line], view: View) -> None:
-        """The run goes on with the script that it had. Raises SpecError; ProgramError where it has failed, unseen."""
+        """The run continues with the script that it had. Raises SpecError; ProgramError where it has failed, unseen."""
         if not before:
             return
         if not view.job.restarted:
             raise SpecError(f"run '{self.name}' is one that is changed live, not a script's; give another --run-name")
         was = view.job.script
         if view.phase == "succeeded":
-            raise SpecError(f"run '{self.name}' is done; give another --run-name, or none, to start anew")
+            raise SpecError(f"run '{self.name}' is done; give another --run-name, or none, to start over")
         if was != str(self.file) and not self.options.allow_changed:
             raise SpecError(f"run '{self.name}' was started with {was}; give another --run-name, or --allow-changed")
         if self.options.supervised and not self.options.allow_changed:

@@ -47,7 +47,7 @@ from elastic.version import PACKAGE
 
 if TYPE_CHECKING:
     from elastic.cluster.local.local_cluster import LocalCluster
-    from elastic.worker.checkpoint.checkpoint_index import Found
+    from elastic.worker.checkpoint.checkpoint_index import CheckpointInfo
 
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit`
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -63,8 +63,8 @@ class Options:
     overrides: tuple[str, ...] = ()  # key=value over job.yaml
     drill: str | Path | None = None  # a drill file instead of the job's own drill
     cluster: str | Path | None = None  # a cluster file: its pools instead of the job's own
-    from_checkpoint: bool = False  # of a run whose journal is damaged: set that aside, go on from the newest durable copy
-    allow_changed: bool = False  # go on although program, data or mathematics are not those that the run began with
+    from_checkpoint: bool = False  # of a run whose journal is damaged: set that aside, resume from the newest checkpoint
+    allow_changed: bool = False  # continue although program, data or mathematics are not those that the run began with
     supervised: bool = False  # nobody looks on: a run that its program has ended as failed is not begun again unchanged
     no_budget: bool = False  # paid pools although the job has neither budget_usd nor max_nodes
     show: bool = True  # progress while it runs
@@ -251,13 +251,14 @@ class _Run:
 
     def _before(self) -> tuple[list[Line], Stored, State | None]:
         """The journal of earlier drivers of this run, and the state that it ends with (folding one of weeks takes minutes).
-        Raises SpecError when the run is done and no more steps are asked for."""
+        Raises SpecError when the run is done and no more steps are requested."""
         lines, stored, self._cut = taken_over(self.place, self.options)
         state = restored(lines)
         if state is not None and state.phase == "succeeded" and self.spec.steps <= state.saved_step:
             raise SpecError(
-                f"run '{self.name}' is done ({state.saved_step} steps); --set steps=N with more of them lets it go on; another "
-                "--run-name, or none, starts anew"
+                f"run '{self.name}' is done ({state.saved_step} steps); --set steps=N with more of them lets it continue; "
+                f"another "
+                "--run-name, or none, starts over"
             )
         return lines, stored, state
 
@@ -393,7 +394,7 @@ def written_report(place: RunFolder, extras: dict[str, Any]) -> tuple[dict[str, 
         raise unwritten(error, text) from error
 
 
-def _copy(found: Found) -> Copy:
+def _copy(found: CheckpointInfo) -> Copy:
     """A checkpoint as the policy knows it; how it is cut matters to nobody who reads it."""
     from elastic.worker.checkpoint.checkpoint_format import SAMPLES
 

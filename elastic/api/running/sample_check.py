@@ -16,8 +16,8 @@ MOST_COUNTED = 2_000_000  # samples whose order is checked at the end; of longer
 
 
 def exact(lines: Iterable[Line], spec: JobSpec) -> bool | None:
-    """None = nobody knows. Steps that no line tells of are known where a checkpoint that the run went on from has their running
-    digest. The journal, which may be one of months, is gone through once."""
+    """None = nobody knows. Steps that no line tells of are known where a checkpoint that the run continued from has their
+    running digest. The journal, which may be one of months, is gone through once."""
     view, unwritten, n_samples, starts = View(), Unwritten(), None, list[DriverStarted]()
     for line in lines:
         view.add(line)

@@ -62,7 +62,8 @@ def warn_of_storage_clock(storage: Storage, sign: Sign) -> None:
     ahead_s, behind_s = sign.at_s - written_s, written_s - time.time()
     if max(ahead_s, behind_s) > CLOCK_S:
         log.warning(
-            "this machine's clock is %.0f s %s that of %s: set it right (NTP); bill and deadline go on by this machine's clock",
+            "this machine's clock is %.0f s %s that of %s: set it right (NTP); bill and deadline continue by this machine's "
+            "clock",
             max(ahead_s, behind_s), "ahead of" if ahead_s > 0 else "behind", storage.uri,
         )  # fmt: skip
 
@@ -73,7 +74,7 @@ def warn_of_clock(before: Sequence[Line], now_s: float) -> None:
     if behind_s > CLOCK_S:
         log.warning(
             "this machine's clock is %.0f s behind the newest line of the run's journal (%s): set it right (NTP); bill and "
-            "deadline go on by this clock", behind_s, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(before[-1].at_s)),
+            "deadline continue by this clock", behind_s, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(before[-1].at_s)),
         )  # fmt: skip
 
 
@@ -137,8 +138,8 @@ def check_cp(spec: JobSpec, program: Program) -> None:
 
 
 def check_same(before: list[Line], start: DriverStarted, meta: Mapping[str, Any], allow_changed: bool = False) -> None:
-    """A run goes on with the program, data and mathematics that it had; `meta`: of its newest checkpoint. Raises SpecError that
-    names what differs."""
+    """A run continues with the program, data and mathematics that it had; `meta`: of its newest checkpoint. Raises SpecError
+    that names what differs."""
     started = [e for line in before for _, e in line.events if isinstance(e, DriverStarted)]
     states = [line.state for line in before if line.state is not None]  # only parts of one: the whole takes long
     job: dict[str, Any] = started[-1].job if started else states[-1]["job"] if states else {}
@@ -156,16 +157,16 @@ def check_same(before: list[Line], start: DriverStarted, meta: Mapping[str, Any]
     if changed and not allow_changed:
         raise SpecError(
             f"run '{start.run}' was started with other values: {changed}; change them back, start another run with "
-            "--run-name, or go on all the same with --allow-changed"
+            "--run-name, or continue with --allow-changed"
         )
 
 
 def check_not_failed(run: str, fatal: str) -> None:
     """Raises ProgramError where the program has ended the run (`fatal`: how), as it would again: what starts runs again
-    (`backoffLimit` of a RayJob) may not pay for that once more. A person who goes on by hand is not asked."""
+    (`backoffLimit` of a RayJob) may not pay for that once more. A person who continues by hand is not asked."""
     if fatal:
         raise ProgramError(
-            f"run '{run}' has failed by its program, which is the same: {fatal}; after a change go on with "
+            f"run '{run}' has failed by its program, which is the same: {fatal}; after a change continue with "
             "--allow-changed, or once more as it is without --supervise"
         )
 

@@ -26,7 +26,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def supervised(words: Sequence[str], say: Callable[[str], None], waits: Callable[[float], object] | None = None) -> int:
     """Runs the command until it has ended for good; its exit code, 128 + the signal's number where it was killed.
 
-    A signal that asks this process to end goes on to the driver (a hangup as SIGTERM: it saves), and nothing is started after
+    A signal that asks this process to end continues to the driver (a hangup as SIGTERM: it saves), and nothing is started after
     it. `waits`: between two starts.
     """
     asked = threading.Event()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import N_BLOCKS, job_of, layouts, live, plan_of
-from elastic.certify.harness.worker_pool import Crew
+from elastic.certify.harness.worker_pool import WorkerPool
 from elastic.certify.reference.one_process import losses, program_file, worst_difference
 from elastic.certify.result import Bound, Check, judge
 from elastic.certify.tasks import Failed, Limit, Task
@@ -46,7 +46,9 @@ LOSS = Bound(
     most=5e-4,
 )
 NONE_LOST = Bound("steps_lost", "a change that is known beforehand costs no step", most=0)
-KEPT = Bound("steps_before_acknowledged_copy", "a loss costs at most the steps since the last acknowledged peer copy", most=0)
+KEPT = Bound(
+    "steps_before_acknowledged_copy", "a loss costs at most the steps since the last acknowledged peer replica", most=0
+)
 FUNCTION = Bound(
     "probe_difference",
     "the loss of one fixed sample, in the layout before and the one after, must agree within float32's tolerance (relative)",
@@ -73,47 +75,47 @@ def abort_task(lab: Lab) -> Task:
 
 def _abort(lab: Lab, found: list[Layout], limit: Limit) -> Iterator[Check]:
     for layout in found:
-        with lab.crew(limit) as crew:
-            crew.open(job_of("abort", program_file("small"), MANY), lab.run_folder())
-            yield _hang(crew, layout)
+        with lab.worker_pool(limit) as worker_pool:
+            worker_pool.open(job_of("abort", program_file("small"), MANY), lab.run_folder())
+            yield _hang(worker_pool, layout)
 
 
-def _hang(crew: Crew, layout: Layout) -> Check:
-    plan = plan_of(1, layout, crew.workers, N_BLOCKS)
-    crew.enter(plan)
-    crew.stepped(plan, 3)
+def _hang(worker_pool: WorkerPool, layout: Layout) -> Check:
+    plan = plan_of(1, layout, worker_pool.workers, N_BLOCKS)
+    worker_pool.enter(plan)
+    worker_pool.stepped(plan, 3)
     hung, others = plan.ranks[-1], plan.ranks[:-1]
-    crew.stop(hung)
-    _quiet(crew, plan)
+    worker_pool.stop(hung)
+    _quiet(worker_pool, plan)
     asked = time.monotonic()
-    crew.abort(1, others)
-    freed = crew.left(plan, others, broken=True)
-    crew.kill(hung)
+    worker_pool.abort(1, others)
+    freed = worker_pool.left(plan, others, broken=True)
+    worker_pool.kill(hung)
     after = plan_of(2, Layout(dp_shard=len(others)), others, N_BLOCKS)
-    crew.log.clear()
-    crew.enter(after)
-    crew.until(lambda: bool(crew.events(StepDone, 2)), "a step of those that were freed", broken=True)
+    worker_pool.log.clear()
+    worker_pool.enter(after)
+    worker_pool.until(lambda: bool(worker_pool.events(StepDone, 2)), "a step of those that were freed", broken=True)
     figures = {
         "freed_s": max(freed.values()) - asked, "ranks_freed": len(others),
-        "stepping_again_s": crew.when(StepDone, 2)[0] - asked,
+        "stepping_again_s": worker_pool.when(StepDone, 2)[0] - asked,
     }  # fmt: skip
-    leave(crew, after)
+    leave(worker_pool, after)
     return judge(f"abort {layout}", figures, [FREED])
 
 
-def _quiet(crew: Crew, plan: Plan) -> None:
+def _quiet(worker_pool: WorkerPool, plan: Plan) -> None:
     """Waits until all ranks hang in a collective: no step has come for a while."""
 
     def quiet() -> bool:
-        return time.monotonic() - max(crew.when(StepDone, plan.generation)) > QUIET_S
+        return time.monotonic() - max(worker_pool.when(StepDone, plan.generation)) > QUIET_S
 
-    crew.until(quiet, "a hung collective", most_s=20.0)
+    worker_pool.until(quiet, "a hung collective", most_s=20.0)
 
 
-def leave(crew: Crew, plan: Plan) -> None:
+def leave(worker_pool: WorkerPool, plan: Plan) -> None:
     for worker in plan.ranks:
-        crew.order(worker, Quiesce(plan.generation, save=False))
-    crew.left(plan, plan.ranks, broken=True)
+        worker_pool.order(worker, Quiesce(plan.generation, save=False))
+    worker_pool.left(plan, plan.ranks, broken=True)
 
 
 # ------------------------------------------------------------------------------------------------ kill, growth, notice
@@ -123,18 +125,18 @@ def leave(crew: Crew, plan: Plan) -> None:
 class Story:
     """What happened to one job: its plans, when each event came, and the losses of the steps that were kept."""
 
-    crew: Crew
+    worker_pool: WorkerPool
     cold_s: float  # from the start of the processes to the first step
     plans: list[Plan] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
 
     def note(self) -> None:
         """A step that was done again counts as it was done last."""
-        for event in sorted(self.crew.events(StepDone), key=lambda e: e.generation):
+        for event in sorted(self.worker_pool.events(StepDone), key=lambda e: e.generation):
             self.losses[event.step] = event.train_loss
 
     def last_step(self, generation: int) -> int:
-        return max(e.step for e in self.crew.events(StepDone, generation))
+        return max(e.step for e in self.worker_pool.events(StepDone, generation))
 
 
 def story_task(lab: Lab) -> Task:
@@ -145,17 +147,17 @@ def _story(lab: Lab, limit: Limit) -> Iterator[Check]:
     job = job_of("story", program_file("paced"), MANY)
     run = lab.run_folder()
     lab.drop()  # so that a cold start is seen
-    with lab.crew(limit) as crew:
-        crew.open(job, run)
-        first = plan_of(1, Layout(dp_shard=crew.n), crew.workers, SHORT_BLOCKS, peer_every=PEER_EVERY)
-        crew.enter(first)
-        crew.stepped(first, 1)
-        story = Story(crew, time.monotonic() - crew.started_s, [first])
+    with lab.worker_pool(limit) as worker_pool:
+        worker_pool.open(job, run)
+        first = plan_of(1, Layout(dp_shard=worker_pool.n), worker_pool.workers, SHORT_BLOCKS, peer_every=PEER_EVERY)
+        worker_pool.enter(first)
+        worker_pool.stepped(first, 1)
+        story = Story(worker_pool, time.monotonic() - worker_pool.started_s, [first])
         figures = [_kill(story)]
-        crew.reopen(crew.n - 1, job, run)
-        crew.until(lambda: _prepared_again(crew), "the new worker prepared", broken=True)
-        figures += [_move(story, crew.n), _move(story, crew.n - 1)]
-        leave(crew, story.plans[-1])
+        worker_pool.reopen(worker_pool.n - 1, job, run)
+        worker_pool.until(lambda: _prepared_again(worker_pool), "the new worker prepared", broken=True)
+        figures += [_move(story, worker_pool.n), _move(story, worker_pool.n - 1)]
+        leave(worker_pool, story.plans[-1])
         story.note()
         alone = losses("unpaced", job, max(story.losses), limit)
     moved = [NONE_LOST, CONTENT, FUNCTION, LOSS, _faster()]
@@ -178,46 +180,49 @@ def _kill_bounds() -> list[Bound]:
     return [KEPT, CONTENT, LOSS, _faster()]
 
 
-def _prepared_again(crew: Crew) -> bool:
-    return len(crew.events(NodePrepared)) > crew.n
+def _prepared_again(worker_pool: WorkerPool) -> bool:
+    return len(worker_pool.events(NodePrepared)) > worker_pool.n
 
 
 def _kill(story: Story) -> dict[str, float]:
-    """SIGKILL for the last rank; the others go on from memory."""
-    crew, old = story.crew, story.plans[-1]
-    crew.until(lambda: bool(_acknowledged(crew)), "a peer copy")
-    crew.stepped(old, PEER_EVERY + 2)
+    """SIGKILL for the last rank; the others resume from memory."""
+    worker_pool, old = story.worker_pool, story.plans[-1]
+    worker_pool.until(lambda: bool(_acknowledged(worker_pool)), "a peer replica")
+    worker_pool.stepped(old, PEER_EVERY + 2)
     lost, survivors = old.ranks[-1], old.ranks[:-1]
     killed = time.monotonic()
-    crew.kill(lost)
+    worker_pool.kill(lost)
     told_s = killed + TOLD_S
-    crew.until(lambda: bool(crew.events(WorkerFailed, 1)) or time.monotonic() > told_s, "the others notice", broken=True)
+    worker_pool.until(
+        lambda: bool(worker_pool.events(WorkerFailed, 1)) or time.monotonic() > told_s, "the others notice", broken=True
+    )
     noticed_s = time.monotonic() - killed
-    crew.abort(1, survivors)
-    crew.left(old, survivors, broken=True)
-    newest, copied = story.last_step(1), max(_acknowledged(crew))
-    resume = _from_memory(crew, old, survivors)
+    worker_pool.abort(1, survivors)
+    worker_pool.left(old, survivors, broken=True)
+    newest, copied = story.last_step(1), max(_acknowledged(worker_pool))
+    resume = _from_memory(worker_pool, old, survivors)
     plan = plan_of(
         2, Layout(dp_shard=len(survivors)), survivors, SHORT_BLOCKS, resume=resume, peer_every=PEER_EVERY, cause="loss"
     )
     story.plans.append(plan)
-    crew.enter(plan)
-    crew.until(lambda: bool(crew.events(StepDone, 2)), "a step after the kill", broken=True)
-    pause_s = crew.when(StepDone, 2)[0] - killed
+    worker_pool.enter(plan)
+    worker_pool.until(lambda: bool(worker_pool.events(StepDone, 2)), "a step after the kill", broken=True)
+    pause_s = worker_pool.when(StepDone, 2)[0] - killed
     return {
         "pause_s": pause_s, "noticed_s": noticed_s, "steps_lost": max(0, newest - resume.step),
-        "steps_before_acknowledged_copy": max(0, copied - resume.step), "content_equal": _content(crew, plan, len(survivors)),
+        "steps_before_acknowledged_copy": max(0, copied - resume.step),
+        "content_equal": _content(worker_pool, plan, len(survivors)),
         "from_step": resume.step,
     }  # fmt: skip
 
 
-def _acknowledged(crew: Crew) -> list[int]:
-    return [e.copy.step for e in crew.events(CopyStored) if e.copy.kind == "peer"]
+def _acknowledged(worker_pool: WorkerPool) -> list[int]:
+    return [e.copy.step for e in worker_pool.events(CopyStored) if e.copy.kind == "peer"]
 
 
-def _from_memory(crew: Crew, old: Plan, survivors: tuple[WorkerId, ...]) -> Resume:
+def _from_memory(worker_pool: WorkerPool, old: Plan, survivors: tuple[WorkerId, ...]) -> Resume:
     """The newest step whose every box one of the survivors holds."""
-    newest = {e.worker: e for e in crew.events(Quiesced) if e.worker in survivors}
+    newest = {e.worker: e for e in worker_pool.events(Quiesced) if e.worker in survivors}
     held: list[Holding] = [h for q in newest.values() for h in q.holdings if h.generation == old.generation]
     whole = [step for step in {h.step for h in held} if covered(old, [h for h in held if h.step == step])]
     if not whole:
@@ -228,36 +233,42 @@ def _from_memory(crew: Crew, old: Plan, survivors: tuple[WorkerId, ...]) -> Resu
 
 def _move(story: Story, n: int) -> dict[str, float]:
     """To `n` ranks, live: those that leave only send. From the last step before to the first one after."""
-    crew, old = story.crew, story.plans[-1]
-    crew.until(lambda: len(crew.events(StepDone, old.generation)) >= 3, "steps before the move", broken=True)
+    worker_pool, old = story.worker_pool, story.plans[-1]
+    worker_pool.until(lambda: len(worker_pool.events(StepDone, old.generation)) >= 3, "steps before the move", broken=True)
     cause = "growth" if n > len(old.ranks) else "notice"
     plan = plan_of(
-        old.generation + 1, Layout(dp_shard=n), crew.workers, SHORT_BLOCKS, resume=live(old), peer_every=PEER_EVERY, cause=cause
+        old.generation + 1,
+        Layout(dp_shard=n),
+        worker_pool.workers,
+        SHORT_BLOCKS,
+        resume=live(old),
+        peer_every=PEER_EVERY,
+        cause=cause,
     )
     story.plans.append(plan)
-    crew.enter(plan)
-    crew.until(lambda: len(crew.events(StepDone, plan.generation)) >= 2, f"steps after the {cause}", broken=True)
-    before, after = crew.when(StepDone, old.generation), crew.when(StepDone, plan.generation)
-    first = crew.events(StepDone, plan.generation)[0].step
+    worker_pool.enter(plan)
+    worker_pool.until(lambda: len(worker_pool.events(StepDone, plan.generation)) >= 2, f"steps after the {cause}", broken=True)
+    before, after = worker_pool.when(StepDone, old.generation), worker_pool.when(StepDone, plan.generation)
+    first = worker_pool.events(StepDone, plan.generation)[0].step
     pause_s = after[0] - before[-1] - (after[1] - after[0])
     return {
         "pause_s": max(0.0, pause_s), "steps_lost": abs(first - 1 - story.last_step(old.generation)),
-        "content_equal": _content(crew, plan, max(n, len(old.ranks))), "from_step": first - 1,
-        "probe_difference": _probe_difference(crew, plan),
+        "content_equal": _content(worker_pool, plan, max(n, len(old.ranks))), "from_step": first - 1,
+        "probe_difference": _probe_difference(worker_pool, plan),
     }  # fmt: skip
 
 
-def _probe_difference(crew: Crew, plan: Plan) -> float:
+def _probe_difference(worker_pool: WorkerPool, plan: Plan) -> float:
     """Relative, of the probe sample's loss; no number where it was not compared."""
-    found = [abs(e.loss - e.expected) / abs(e.expected) for e in crew.events(Probed, plan.generation) if e.expected]
+    found = [abs(e.loss - e.expected) / abs(e.expected) for e in worker_pool.events(Probed, plan.generation) if e.expected]
     return max(found, default=math.nan)
 
 
-def _content(crew: Crew, plan: Plan, n: int) -> int:
+def _content(worker_pool: WorkerPool, plan: Plan, n: int) -> int:
     """1 = the digests of all tensors before and after the move agree. Waits for them."""
     number = plan.generation
-    crew.until(lambda: len(crew.events(DigestPart, number)) >= n, f"digests of generation {number}", broken=True)
-    return int(digests_agree(crew.events(DigestPart, number)))
+    worker_pool.until(lambda: len(worker_pool.events(DigestPart, number)) >= n, f"digests of generation {number}", broken=True)
+    return int(digests_agree(worker_pool.events(DigestPart, number)))
 
 
 def digests_agree(parts: list[DigestPart]) -> bool:

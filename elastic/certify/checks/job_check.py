@@ -45,7 +45,7 @@ def _row(axis: str, found: Mapping[str, Any], named: bool) -> Check:
     """An axis that is closed to the program fails only where the job's layout has it."""
     equal, why = (found["equal"] or {}).get(axis), found["structure"][f"no_{axis}"]
     if equal is not None:
-        return Check(axis, "pass", seconds=equal, why="loss and gradients of a small copy are those of one process")
+        return Check(axis, "pass", seconds=equal, why="loss and gradients of a small copy match those of one process")
     if why:
         return Check(axis, "fail" if named else "not run", why=f"closed: {why}")
     plan = "there is no Program.tp" if axis == "tp" else "there are no blocks to cut between" if axis == "pp" else ""

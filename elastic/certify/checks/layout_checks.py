@@ -7,7 +7,7 @@ from statistics import median
 
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import N_BLOCKS, all_layouts, job_of, plan_of
-from elastic.certify.harness.worker_pool import Crew
+from elastic.certify.harness.worker_pool import WorkerPool
 from elastic.certify.reference.one_process import losses, program_file, worst_difference
 from elastic.certify.result import Bound, Check, failed, judge, not_run
 from elastic.certify.tasks import Failed, Limit, OutOfTime, Task
@@ -52,12 +52,12 @@ def _work(lab: Lab, found: list[Layout], limit: Limit) -> Iterator[Check]:
     groups_s: list[float] = []
     try:
         left = list(found)
-        while left:  # a layout that fails takes its processes with it; the others go on in new ones
+        while left:  # a layout that fails takes its processes with it; the others continue in new ones
             try:
-                with lab.crew(limit) as crew:
-                    crew.open(job, lab.run_folder())
+                with lab.worker_pool(limit) as worker_pool:
+                    worker_pool.open(job, lab.run_folder())
                     for number in range(1, len(left) + 1):
-                        check, took_s = _one(crew, number, left[0], alone)
+                        check, took_s = _one(worker_pool, number, left[0], alone)
                         left.pop(0)
                         groups_s.append(took_s)
                         yield check
@@ -70,15 +70,15 @@ def _work(lab: Lab, found: list[Layout], limit: Limit) -> Iterator[Check]:
     yield _groups(groups_s, lab.place.ranks) if groups_s else not_run("groups", "no layout was entered")
 
 
-def _one(crew: Crew, number: int, layout: Layout, alone: list[float]) -> tuple[Check, float]:
+def _one(worker_pool: WorkerPool, number: int, layout: Layout, alone: list[float]) -> tuple[Check, float]:
     """A fresh generation of its own."""
-    plan = plan_of(number, layout, crew.workers, N_BLOCKS)
-    crew.enter(plan)
-    crew.left(plan, plan.ranks)
-    steps = crew.events(StepDone, number)
+    plan = plan_of(number, layout, worker_pool.workers, N_BLOCKS)
+    worker_pool.enter(plan)
+    worker_pool.left(plan, plan.ranks)
+    steps = worker_pool.events(StepDone, number)
     if [step.step for step in steps] != list(range(1, STEPS + 1)):
         raise Failed(f"{layout}: steps {[step.step for step in steps]} were done, not 1 to {STEPS}")
-    entered = crew.events(PlanEntered, number)[0]
+    entered = worker_pool.events(PlanEntered, number)[0]
     figures = {
         "worst_loss_difference": worst_difference({s.step: s.train_loss for s in steps}, alone),
         "step_s": min(step.step_time_s for step in steps), "groups_s": entered.phases_s["groups"],

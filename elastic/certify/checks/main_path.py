@@ -38,7 +38,7 @@ LOOK_S, GONE_S = 0.3, 20.0
 CAUSES = ("kill", "growth", "notice")
 KEPT = Bound(
     "steps_lost",
-    "the steps since the last acknowledged peer copy: one every 4 steps, up to 3 more while it is in flight",
+    "the steps since the last acknowledged peer replica: one every 4 steps, up to 3 more while it is in flight",
     most=7,
 )
 FASTER = Bound(
@@ -71,7 +71,7 @@ def why_not(place: Place) -> str:
         return "without Ray (not installed, or --no-ray)"
     if place.address:
         return "" if len(place.nodes) > 1 else "it needs two nodes of the cluster at least; --local runs it on this host's own"
-    return "nodes that come and go need two GPUs at least; --gpus 0 runs it on the CPU" if place.kind == "one-gpu" else ""
+    return "nodes that join and leave need two GPUs at least; --gpus 0 runs it on the CPU" if place.kind == "one-gpu" else ""
 
 
 def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
@@ -135,7 +135,7 @@ def wrong_samples(digests: Mapping[int, str], seed: int) -> int:
 
 
 def replayed(lines: Iterable[Line]) -> Check:
-    """All decisions taken again from the journal, without a cluster."""
+    """All decisions replayed from the journal, without a cluster."""
     from elastic.sim.replay import replay
 
     found = replay(lines)

@@ -43,23 +43,23 @@ def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
     rates: list[float] = []
     plans: list[Plan] = []
     equal, moved_bytes, transfer_s = True, 0, 0.0
-    with lab.crew(limit) as crew:
-        crew.open(job_of("reshard", program_file("large"), MANY), lab.run_folder())
-        for number, layout in enumerate(chain(crew.n), 1):
+    with lab.worker_pool(limit) as worker_pool:
+        worker_pool.open(job_of("reshard", program_file("large"), MANY), lab.run_folder())
+        for number, layout in enumerate(chain(worker_pool.n), 1):
             more = {"resume": live(plans[-1])} if plans else {}
-            plan = plan_of(number, layout, crew.workers, LARGE_BLOCKS, **more)
-            crew.enter(plan)
-            entered = crew.entered(plan)
-            crew.stepped(plan, 1)
+            plan = plan_of(number, layout, worker_pool.workers, LARGE_BLOCKS, **more)
+            worker_pool.enter(plan)
+            entered = worker_pool.entered(plan)
+            worker_pool.stepped(plan, 1)
             if plans:
                 n_parts = max(len(plan.ranks), len(plans[-1].ranks))
-                crew.until(lambda: len(crew.events(DigestPart, number)) >= n_parts, "digests")  # noqa: B023
-                equal &= digests_agree(crew.events(DigestPart, number))
+                worker_pool.until(lambda: len(worker_pool.events(DigestPart, number)) >= n_parts, "digests")  # noqa: B023
+                equal &= digests_agree(worker_pool.events(DigestPart, number))
                 if entered.bytes_moved >= MOVED_LEAST_BYTES:
                     rates.append(entered.bytes_moved / entered.phases_s["transfer"] / 1e9)
                     moved_bytes, transfer_s = moved_bytes + entered.bytes_moved, transfer_s + entered.phases_s["transfer"]
             plans.append(plan)
-        leave(crew, plans[-1])
+        leave(worker_pool, plans[-1])
     if not rates:
         raise Failed(f"no move of {MOVED_LEAST_BYTES} bytes was among {[str(plan.layout) for plan in plans]}")
     lab.make_room()

@@ -38,7 +38,7 @@ def message(text: str) -> str:
 
 
 def main() -> None:
-    """One rank: an all-reduce and a message to the right neighbour, on the GPU."""
+    """One rank: an all-reduce and a message to the right neighbor, on the GPU."""
     import torch
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

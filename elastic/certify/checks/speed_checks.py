@@ -36,12 +36,12 @@ def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
     place = alone_on_gpu(lab.place)
     lab.make_room()
     before = bare_runs.train(place, STEPS, limit)
-    with lab.crew(limit) as crew:
-        crew.open(job_of("steps", program_file("large"), MANY), lab.run_folder())
-        plan = plan_of(1, Layout(dp_shard=place.ranks), crew.workers, LARGE_BLOCKS)
-        crew.enter(plan)
-        steps = crew.stepped(plan, STEPS)
-        leave(crew, plan)
+    with lab.worker_pool(limit) as worker_pool:
+        worker_pool.open(job_of("steps", program_file("large"), MANY), lab.run_folder())
+        plan = plan_of(1, Layout(dp_shard=place.ranks), worker_pool.workers, LARGE_BLOCKS)
+        worker_pool.enter(plan)
+        steps = worker_pool.stepped(plan, STEPS)
+        leave(worker_pool, plan)
     lab.drop()  # its processes take no time from the second bare run
     after = bare_runs.train(place, STEPS, limit)
     ours = median(step.step_time_s for step in steps[WARM:STEPS])

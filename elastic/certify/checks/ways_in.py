@@ -271,7 +271,7 @@ def next_loss(folder: str, step: int) -> float:
 
 
 def _restarted(lab: Lab, limit: Limit) -> Iterator[Check]:
-    """A DDP script that knows nothing of elastic; a node is killed, it goes on from its own checkpoint."""
+    """A DDP script that knows nothing of elastic; a node is killed, it resumes from its own checkpoint."""
     from elastic.certify.programs import plain_script
 
     lab.drop()

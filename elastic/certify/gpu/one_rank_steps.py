@@ -23,7 +23,7 @@ from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.rendezvous import host_store
 from elastic.worker.state.host_copy import HostCopies, HostMemory
 from elastic.worker.state.train_state import TrainState
-from elastic.worker.step.batch_shares import Shares
+from elastic.worker.step.batch_shares import BatchShares
 from elastic.worker.step.commit_vector import Words
 from elastic.worker.step.loss_scale import profile_of
 from elastic.worker.step.optimizer_step import Stepper
@@ -77,7 +77,7 @@ class Ours:
         """Steps have so many micro-batches from now on. (One stepper: each has hooks on the blocks.)"""
         plan = plan_for(self.me, 1, self.n_blocks, (self.rows, n_microbatches))
         self.stepper = self.stepper or Stepper(self.program, self.job, plan, self.state, self.groups)
-        self.stepper.plan, self.stepper.shares = plan, Shares(self.job, plan)
+        self.stepper.plan, self.stepper.shares = plan, BatchShares(self.job, plan)
 
     def steps(self, n: int, copy: bool = False) -> tuple[list[float], list[float]]:
         """Seconds and loss of each; with a host copy of each boundary."""

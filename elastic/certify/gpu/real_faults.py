@@ -19,11 +19,11 @@ class RealFaults(DeviceFaults):
     real = ""
     MADE_UP: ClassVar[dict[str, str]] = {"illegal": "device_error", "endless": "stall", BACK: "stall"}
 
-    def afflict(self, kind: str, *arguments: Any, **more: Any) -> None:
+    def inject_fault(self, kind: str, *arguments: Any, **more: Any) -> None:
         if torch.cuda.is_available() and kind in self.MADE_UP:
             self.real = kind
         else:
-            super().afflict(self.MADE_UP.get(kind, kind), *arguments, **more)
+            super().inject_fault(self.MADE_UP.get(kind, kind), *arguments, **more)
 
     @property
     def alters(self) -> bool:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from elastic.certify.harness.member import LocalMember, Member
 from elastic.certify.harness.place import Place
-from elastic.certify.harness.worker_pool import Crew
+from elastic.certify.harness.worker_pool import WorkerPool
 from elastic.certify.harness.worker_process import SESSION
 from elastic.certify.tasks import Limit, OutOfTime
 from elastic.ledger.run_folder import RunFolder
 from elastic.storage import Storage, open_storage
 
 if TYPE_CHECKING:
-    from elastic.cluster.workers.remote_processes import Hands
+    from elastic.cluster.workers.remote_processes import ProcessSignals
 
 SERVED = "elastic.certify.harness.worker_process:Served"
 
@@ -42,9 +42,9 @@ class Lab:
     session: str = SESSION
     storage: str = ""
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="elastic-certify-")))
-    _crew: Crew | None = None
+    _worker_group: WorkerPool | None = None
     _runs: int = 0
-    _hands: Hands | None = None
+    _hands: ProcessSignals | None = None
 
     def __enter__(self) -> Lab:
         return self
@@ -56,36 +56,36 @@ class Lab:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextmanager
-    def crew(self, limit: Limit) -> Iterator[Crew]:
-        """The warm crew; a new one where there is none, or where the last use of it was broken off."""
-        if self._crew is None:
-            self._crew = self._made(limit).__enter__()
-        self._crew.limit = limit
+    def worker_pool(self, limit: Limit) -> Iterator[WorkerPool]:
+        """The warm crew; a new one where there is none, or where the last use of it was aborted."""
+        if self._worker_group is None:
+            self._worker_group = self._made(limit).__enter__()
+        self._worker_group.limit = limit
         try:
-            yield self._crew
+            yield self._worker_group
         except OutOfTime:
-            if self._crew.entered_any:
+            if self._worker_group.entered_any:
                 self.drop()
             raise  # else its processes are still starting: the next task need not wait for new ones
         except BaseException:
             self.drop()
             raise
 
-    def _made(self, limit: Limit) -> Crew:
+    def _made(self, limit: Limit) -> WorkerPool:
         environments = self.place.environments()
         if not self.place.address:
-            return Crew(len(environments), lambda i: LocalMember(environments[i], self.session), limit=limit)
+            return WorkerPool(len(environments), lambda i: LocalMember(environments[i], self.session), limit=limit)
         from elastic.cluster.workers import remote_processes
 
         if self._hands is None:
-            self._hands = remote_processes.Hands(self.place.seats)
+            self._hands = remote_processes.ProcessSignals(self.place.seats)
         hands, seats = self._hands, self.place.seats
 
         def start(i: int) -> Member:
             order = remote_processes.Order(SERVED, (self.session,), environments[i])
-            return remote_processes.Outpost(seats[i], hands, order)
+            return remote_processes.RemoteProcess(seats[i], hands, order)
 
-        return Crew(len(seats), start, remote_processes.own_address(), limit)
+        return WorkerPool(len(seats), start, remote_processes.own_address(), limit)
 
     def make_room(self) -> None:
         """For other processes on the same GPUs: Ray gives a GPU to one at a time."""
@@ -94,9 +94,9 @@ class Lab:
 
     def drop(self) -> None:
         """Ends the processes of the crew."""
-        if self._crew is not None:
-            self._crew.__exit__()
-            self._crew = None
+        if self._worker_group is not None:
+            self._worker_group.__exit__()
+            self._worker_group = None
 
     @contextmanager
     def room(self, configured: bool = False) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from elastic.planner.hetero.balance import microbatches, shares, stage_layers
-from elastic.policy.copies.replica_placement import keepers
+from elastic.policy.copies.replica_placement import replica_holders
 from elastic.types import Holding, Layout, Plan, Resume, WorkerId
 
 N_BLOCKS, TP_LIMIT, GLOBAL_BATCH = 8, 8, 48  # of programs/small.py
@@ -33,12 +33,12 @@ def all_layouts(most: int) -> list[Layout]:
 
 
 def plan_of(number: int, layout: Layout, workers: Sequence[WorkerId], n_blocks: int, **more: Any) -> Plan:
-    """Generation `number` on the first workers; `more`: other fields of Plan. With peer copies each rank has one keeper."""
+    """Generation `number` on the first workers; `more`: other fields of Plan. With peer replicas each rank has one keeper."""
     ranks = tuple(workers[: layout.world_size])
     n = microbatches(GLOBAL_BATCH, layout)
     samples = shares(GLOBAL_BATCH // n, [1.0] * layout.dp, n)
     if more.get("peer_every"):
-        more["copies_to"] = keepers(layout, ranks, {}, 1)
+        more["copies_to"] = replica_holders(layout, ranks, {}, 1)
     return Plan(number, layout, ranks, samples, stage_layers(n_blocks, layout.pp), n, **more)
 
 

@@ -37,7 +37,7 @@ E = TypeVar("E", bound=Event)
 
 
 @dataclass
-class Crew:
+class WorkerPool:
     """`n` workers; `start` starts the i-th. `host`: this host as they reach it. Use as a `with` block; everything is gone
     afterwards."""
 
@@ -58,7 +58,7 @@ class Crew:
         """Has a generation been ordered since the sessions were opened?"""
         return self._begun
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         self.started_s = time.monotonic()
         try:
             for i in range(self.n):

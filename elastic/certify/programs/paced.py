@@ -13,7 +13,7 @@ PACE_S = 0.05
 
 
 def loss(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Waits, so that a run goes on for as long as the events take."""
+    """Waits, so that a run continues for as long as the events take."""
     time.sleep(PACE_S)
     return loss_sum(output, batch)
 

@@ -1,6 +1,6 @@
 """A tiny decoder that eight ranks can cut along any axis, on sequences that it can learn.
 
-Item i starts at a number and goes on in equal strides; every third item has its last targets masked, so that shares of the
+Item i starts at a number and continues in equal strides; every third item has its last targets masked, so that shares of the
 global batch differ in their token counts.
 """
 

@@ -81,7 +81,7 @@ def _on_cluster(place: Place, module: tuple[str, ...], limit: Limit, most_s: flo
     what = " ".join(module)
     try:
         ended = remote_processes.run(
-            seats, remote_processes.Errand(("-m", *module), environments, most_s), lambda: limit.look(what)
+            seats, remote_processes.RemoteCommand(("-m", *module), environments, most_s), lambda: limit.look(what)
         )
     except TimeoutError as error:
         raise Failed(str(error)) from error

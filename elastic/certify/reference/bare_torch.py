@@ -88,7 +88,7 @@ def train(device: torch.device, world: int, n_steps: int) -> dict[str, Any]:
 
 
 def wire(device: torch.device, world: int, n_bytes: int) -> float:
-    """Every rank sends to its right neighbour at once; GB/s of all together, the median of a few rounds."""
+    """Every rank sends to its right neighbor at once; GB/s of all together, the median of a few rounds."""
     rank = dist.get_rank()
     out = torch.ones(n_bytes, dtype=torch.uint8, device=device)
     rates = []

@@ -20,16 +20,16 @@ from elastic.types import (
     WorkerId,
     worst,
 )
-from elastic.worker.program.commit import Told
+from elastic.worker.program.commit import StepReports
 
-OPEN_COPIES = 4  # durable copies whose parts are waited for; of older ones the rest will not come
+OPEN_COPIES = 4  # checkpoints whose parts are waited for; of older ones the rest will not come
 LATE_LEAST_S, LATE_FACTOR = 10.0, 3.0  # a part is late after 3 x the time that the slowest of the others took
 RANKS_ASKED = 2  # other holders that are asked, one after the other, for a part that is late
 
 
 @dataclass
 class Parts:
-    """A durable copy whose parts are coming in."""
+    """A checkpoint whose parts are coming in."""
 
     plan: Plan
     step: int
@@ -49,12 +49,12 @@ class Parts:
 
 @dataclass
 class Gather:
-    """`complete` is called, with all parts, when every rank of a plan has stored its part of a durable copy."""
+    """`complete` is called, with all parts, when every rank of a plan has stored its part of a checkpoint."""
 
     complete: Callable[[Parts], None]
     workers_of: Callable[[str], int]  # node id -> workers that must report before the node counts as prepared
     plans: dict[int, Plan] = field(default_factory=dict)
-    _told: Told = field(default_factory=Told)
+    _told: StepReports = field(default_factory=StepReports)
     _pids: dict[str, dict[WorkerId, int]] = field(default_factory=dict)
     _admitted: dict[str, list[Admission]] = field(default_factory=dict)
     _sample: SampleProfile | None = None
@@ -77,7 +77,7 @@ class Gather:
         return self._formed[2] > 0
 
     def forget(self, node_id: str) -> None:
-        """A node is gone or starts anew."""
+        """A node is gone or starts over."""
         self._pids.pop(node_id, None)
         self._admitted.pop(node_id, None)
 
@@ -99,7 +99,7 @@ class Gather:
                 return self._told.add(event)
 
     def late(self, at_s: float) -> list[tuple[Parts, int]]:
-        """Parts of durable copies that others should write now: (copy, rank); each is named RANKS_ASKED times at most."""
+        """Parts of checkpoints that others should write now: (copy, rank); each is named RANKS_ASKED times at most."""
         found = []
         for parts in self._copies.values():
             if parts.stored and at_s - parts.newest_at_s > parts.bound_s:
@@ -162,6 +162,6 @@ class Gather:
         before = [p.before for p in parts.values() if p.before is not None]
         after = [p.after for p in parts.values() if p.after is not None]
         if not before:
-            return []  # a durable copy from elsewhere, without a digest
+            return []  # a checkpoint from elsewhere, without a digest
         equal = sum(before) % (1 << 64) == sum(after) % (1 << 64)
         return [DigestChecked(event.generation, equal, sum(p.n_bytes for p in parts.values()))]

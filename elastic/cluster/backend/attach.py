@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.cluster.backend.ray_run import RayRun
-from elastic.cluster.workers.worker_actor import Passport
-from elastic.cluster.workers.worker_group import Crew
+from elastic.cluster.workers.worker_actor import WorkerInfo
+from elastic.cluster.workers.worker_group import WorkerGroup
 from elastic.types import Event, Plan, StepDone, WorkerFailed, WorkerId
 
 
@@ -16,28 +16,28 @@ class Attached:
     storage was away; the newest last."""
 
     run: RayRun
-    crew: Crew
+    worker_group: WorkerGroup
     outlives: bool
     plans: tuple[Plan, ...] = field(init=False)
     found: tuple[Plan, ...] = field(init=False)
-    _passports: list[Passport] = field(init=False)
+    _worker_infos: list[WorkerInfo] = field(init=False)
     _written: int = field(init=False)  # the newest generation that is
 
     def __post_init__(self) -> None:
-        self._passports = self.crew.adopt(self.run.attach) if self.outlives else []
+        self._worker_infos = self.worker_group.adopt(self.run.attach) if self.outlives else []
         self._written = max((plan.generation for plan in self.run.plans), default=0)
-        self.found = self.crew.plans_after(self._written)
+        self.found = self.worker_group.plans_after(self._written)
         self.plans = (*self.run.plans, *self.found)
 
-    def take(self, node_id: str) -> list[Passport]:
+    def take(self, node_id: str) -> list[WorkerInfo]:
         """Of the workers on a node that has arrived."""
-        found = [passport for passport in self._passports if passport.me.node_id == node_id]
-        self._passports = [passport for passport in self._passports if passport not in found]
+        found = [worker_info for worker_info in self._worker_infos if worker_info.me.node_id == node_id]
+        self._worker_infos = [worker_info for worker_info in self._worker_infos if worker_info not in found]
         return found
 
     def elsewhere(self, nodes: dict[str, object]) -> list[WorkerId]:
         """Workers on nodes that are not among these."""
-        return [passport.me for passport in self._passports if passport.me.node_id not in nodes]
+        return [worker_info.me for worker_info in self._worker_infos if worker_info.me.node_id not in nodes]
 
     def is_known(self, message: Event) -> bool:
         """Workers tell a new driver their newest steps again; most of them its predecessor has written down."""
@@ -47,7 +47,7 @@ class Attached:
         """Workers that the last plan names on this node and that did not outlive its driver."""
         if not self.plans:
             return []
-        there, outdated = self.crew.workers(node_id), self.crew.outdated
+        there, outdated = self.worker_group.workers(node_id), self.worker_group.outdated
         known = dict.fromkeys((*self.plans[-1].ranks, *outdated))
         gone = [worker for worker in known if worker.node_id == node_id and worker not in there]
         why = {worker: f"it was replaced when the driver came back: it ran {text}" for worker, text in outdated.items()}

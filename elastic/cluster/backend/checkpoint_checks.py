@@ -1,4 +1,4 @@
-"""The newest durable copy, read back beside the run: by its digests, from storage itself, no faster than is needed."""
+"""The newest checkpoint, read back beside the run: by its digests, from storage itself, no faster than is needed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CopyChecks:
 
     def _done(self, copy: Copy) -> bool:
         """False: storage did not answer, and nothing is known."""
-        pace = Pace(max(LEAST_BYTES_PER_S, copy.n_bytes / READ_IN_S), self._closed.wait)
+        pace = ReadPace(max(LEAST_BYTES_PER_S, copy.n_bytes / READ_IN_S), self._closed.wait)
         began_s = time.monotonic()
         try:
             problems = self._verify(copy.uri, pace.read)
@@ -82,7 +82,7 @@ class CopyChecks:
         return True
 
 
-class Pace:
+class ReadPace:
     """`bytes_per_s` in the mean. `wait`: as Event.wait; True ends the reading by InterruptedError."""
 
     def __init__(self, bytes_per_s: float, wait: Callable[[float], bool], now_s: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""Durable copies on the driver's side: committed, removed and cleaned up in one thread beside the loop; outcomes are events.
+"""Checkpoints on the driver's side: committed, removed and cleaned up in one thread beside the loop; outcomes are events.
 
 Where storage is slower than the orders come, commits go first, the newest step before the others, so that what a run resumes
 from is never behind a queue; then removals; cleaning up waits, and is done once for all.
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 Commit = Callable[[Plan, int, int], str]  # (plan, step, digest of the state) -> uri
 UNFINISHED_S, UNFINISHED_AT_START_S = 3600.0, 60.0  # unfinished files that were begun so long ago are nobody's
 CLOSE_MOST_S = 10.0
-OVERDUE_S = 180.0  # of a commit; object storage is asked again for 120 s
+OVERDUE_S = 180.0  # of a commit; object storage is retried for 120 s
 REMOVE_TRIES, REMOVE_WAIT_S = 3, 1.0
 START, COMMIT, REMOVE, LAST = range(4)  # in this order
 
 
-class DurableCopies:
+class CheckpointCommitter:
     """`meta`: goes into each marker. `write`: makes the stored parts of a copy a checkpoint; None = as durable.commit does.
     `verify`: copies are read back, too. `digests`: step -> running digest of the sample ids; replaced at each step."""
 
@@ -96,7 +96,7 @@ class DurableCopies:
             self._change.notify()
 
     def _overdue(self, now_s: float) -> list[Event]:
-        """The newest commit has not come back for longer than storage is asked again: said once. It may still be done."""
+        """The newest commit has not come back for longer than storage is retried: said once. It may still be done."""
         with self._change:
             newest = max(self._open, key=lambda copy: copy[1], default=None)
             if newest is None or now_s - self._open[newest] <= OVERDUE_S:
@@ -126,7 +126,7 @@ class DurableCopies:
             uri = self._write(plan, step, sum(part.digest for part in shards) % (1 << 64))
         except Exception as error:  # noqa: BLE001 - the boundary of this thread: the run must hear of it
             text = str(error) if isinstance(error, OSError | ElasticError) else f"{type(error).__name__}: {error}"
-            log.warning("the durable copy of step %d was not committed: %s", step, text)
+            log.warning("the checkpoint of step %d was not committed: %s", step, text)
             self._news.put(CopyFailed(plan.generation, step, f"not committed: {text}"))
             return
         finally:
@@ -154,7 +154,7 @@ class DurableCopies:
         for left in reversed(range(REMOVE_TRIES)):
             try:
                 checkpoint_index.remove_copy(self.storage, uri, self.epoch)
-            except Exception as error:  # noqa: BLE001 - tried again
+            except Exception as error:  # noqa: BLE001 - retried
                 log.warning("%s was not removed: %s", uri, error)
                 time.sleep(REMOVE_WAIT_S if left else 0.0)
             else:
@@ -168,7 +168,7 @@ class DurableCopies:
             for folder in checkpoint_index.clean(self.storage, self.epoch, below_step):
                 log.info("%s: left by an interrupted save, removed", folder)
             self.storage.clean_unfinished(UNFINISHED_AT_START_S if below_step is None else UNFINISHED_S)
-        except Exception as error:  # noqa: BLE001 - tried again after the next copy
+        except Exception as error:  # noqa: BLE001 - retried after the next copy
             log.warning("what interrupted saves have left was not removed: %s", error)
 
 
@@ -179,7 +179,7 @@ def _verify(uri: str, paced: Paced) -> list[str]:
 
 
 def holders_of(parts: Parts, rank: int) -> list[WorkerId]:
-    """Who may hold the boxes of that rank besides itself: its replicas, then those that keep its peer copies."""
+    """Who may hold the boxes of that rank besides itself: its replicas, then those that keep its peer replicas."""
     plan = parts.plan
     at = coordinates(plan.layout, rank)
     replicas = [

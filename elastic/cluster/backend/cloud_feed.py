@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic.cluster.notices.merged_notices import Notices
-from elastic.cluster.notices.notice_watchers import Lookouts, OwnLookout
+from elastic.cluster.notices.notice_watchers import LocalNoticeWatcher, NoticeWatchers
 from elastic.cluster.notices.sources.watch import Report
 from elastic.cluster.prices.market import Ticker
 from elastic.types import Event, Node, Pool
@@ -21,27 +21,27 @@ DEAF = (
 
 
 @dataclass
-class Outlook:
+class CloudFeed:
     """`pools`: of the run."""
 
     pools: Sequence[Pool]
-    lookouts: Lookouts | OwnLookout
+    notice_watchers: NoticeWatchers | LocalNoticeWatcher
     ticker: Ticker
     notices: Notices = field(default_factory=Notices)
     _said: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, pools: Sequence[Pool], embedded: bool) -> Outlook:
+    def of(cls, pools: Sequence[Pool], embedded: bool) -> CloudFeed:
         """Of an embedded cluster nothing is looked up: its pools are made up, and all its nodes are this machine."""
-        return cls(pools, OwnLookout(), Ticker(())) if embedded else cls(pools, Lookouts(), Ticker(pools))
+        return cls(pools, LocalNoticeWatcher(), Ticker(())) if embedded else cls(pools, NoticeWatchers(), Ticker(pools))
 
     def news(
         self, nodes: Mapping[str, Node], ray_ids: Mapping[str, str], draining: Mapping[str, float], now_s: float
     ) -> list[Event]:
         """`nodes`: those that stand; `ray_ids`: node id -> Ray's. `draining`: Ray id -> deadline, 0 = not known."""
-        self.lookouts.keep(ray_ids)
+        self.notice_watchers.keep(ray_ids)
         events: list[Event] = []
-        for node_id, report in self.lookouts.take():
+        for node_id, report in self.notice_watchers.take():
             if node_id in nodes:
                 self._say(nodes[node_id], report)
                 events += self.notices.heard(node_id, report, now_s)
@@ -53,14 +53,14 @@ class Outlook:
         self.notices.forget(node_id)
 
     def close(self) -> None:
-        self.lookouts.close()
+        self.notice_watchers.close()
         self.ticker.close()
 
     def _say(self, node: Node, report: Report) -> None:
         """What a person should know of it, each once per run."""
         market = next((pool.market_type for pool in self.pools if pool.name == node.pool), "owned")
         deaf = [DEAF.format(node.pool)] if market == "spot" and not report.sources and report.version else []
-        for text in [*deaf, *report.notes] if isinstance(self.lookouts, Lookouts) else report.notes:
+        for text in [*deaf, *report.notes] if isinstance(self.notice_watchers, NoticeWatchers) else report.notes:
             if text not in self._said:
                 self._said.add(text)
                 log.warning("notices: %s", text)

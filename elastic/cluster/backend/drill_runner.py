@@ -17,7 +17,7 @@ from elastic.types import DrillAsked, Event, Node, Notice, Plan, Pool, WorkerId
 from elastic.types.orders import InjectFault, Isolate, WorkerOrder
 
 
-class Hands(Protocol):
+class DrillTargets(Protocol):
     """What is used of a Crew."""
 
     def workers(self, node_id: str | None = None) -> list[WorkerId]: ...
@@ -28,12 +28,12 @@ class Hands(Protocol):
 
 
 @dataclass
-class Drilling:
+class DrillRunner:
     """`nodes`: those that stand, kept by the backend. `die`: the driver itself is to be killed, once that is written down."""
 
     schedule: drills.Schedule
     provider: NodeProvider
-    crew: Hands
+    worker_group: DrillTargets
     nodes: Mapping[str, Node]
     pools: Sequence[Pool]
     die: bool = False
@@ -89,7 +89,7 @@ class Drilling:
         return []
 
     def _hang(self, node_id: str, entry: Mapping[str, Any], now_s: float) -> list[Event]:
-        self.crew.signal(self.crew.workers(node_id), signal.SIGSTOP)
+        self.worker_group.signal(self.worker_group.workers(node_id), signal.SIGSTOP)
         return []
 
     def _partition(self, node_id: str, entry: Mapping[str, Any], now_s: float) -> list[Event]:
@@ -97,23 +97,23 @@ class Drilling:
         for_s, sides = entry.get("for_s", PARTITION_S), entry.get("from", SIDES)
         sides = [sides] if isinstance(sides, str) else sides
         nodes, storage = "nodes" in sides, "storage" in sides
-        workers = self.crew.workers(node_id) if nodes or storage else []
+        workers = self.worker_group.workers(node_id) if nodes or storage else []
         order = WorkerOrder(Isolate(for_s, nodes, storage))
-        cut = [self.crew.order(worker, order) for worker in workers]
+        cut = [self.worker_group.order(worker, order) for worker in workers]
         if "driver" in sides:
-            cut.append(self.crew.cut(node_id, for_s))
+            cut.append(self.worker_group.cut(node_id, for_s))
         return [] if any(cut) else [DrillAsked({**entry, "error": f"drill: no worker of {node_id} can be cut off"})]
 
     def _wrong_layout(self, entry: Mapping[str, Any]) -> list[Event]:
         """Told to all workers that there are: which of them are in the next layout is not known yet."""
-        asked = [self.crew.order(worker, WorkerOrder(InjectFault("layout"))) for worker in self.crew.workers()]
+        asked = [self.worker_group.order(worker, WorkerOrder(InjectFault("layout"))) for worker in self.worker_group.workers()]
         return [DrillAsked(dict(entry) if any(asked) else {**entry, "error": "drill: no worker can be told"})]
 
     def _inject(self, node_id: str, kind: str, entry: Mapping[str, Any]) -> list[Event]:
         """What its workers do to themselves."""
         options = {key: entry[key] for key in ("factor", "unit_s", "jitter", "place") if key in entry}
-        chosen = [worker for worker in self.crew.workers(node_id) if entry.get("gpu") in (None, worker.local_rank)]
-        asked = [self.crew.order(worker, WorkerOrder(InjectFault(kind, **options))) for worker in chosen]
+        chosen = [worker for worker in self.worker_group.workers(node_id) if entry.get("gpu") in (None, worker.local_rank)]
+        asked = [self.worker_group.order(worker, WorkerOrder(InjectFault(kind, **options))) for worker in chosen]
         if any(asked):
             return []
         return [DrillAsked({**entry, "error": f"drill: no worker of {node_id} can be told to {kind}"})]
@@ -124,7 +124,7 @@ class Drilling:
 
     def _take(self, node_id: str) -> None:
         self._deadlines.pop(node_id, None)
-        pids = [pid for pid in map(self.crew.pid, self.crew.workers(node_id)) if pid]
+        pids = [pid for pid in map(self.worker_group.pid, self.worker_group.workers(node_id)) if pid]
         self.provider.kill(node_id, pids)
 
     def _pool(self, node_id: str) -> Pool:

@@ -107,7 +107,7 @@ class Schedule:
             i = self._left[0]
             try:
                 mine = self.storage.put(f"{DONE}{i:04d}.json", json.dumps(dict(self.entries[i])).encode(), if_absent=True)
-            except OSError as error:  # storage does not answer, or is full: tried again at the next step
+            except OSError as error:  # storage does not answer, or is full: retried at the next step
                 log.warning("the drill of step %s waits: %s", self.entries[i].get("at_step"), error)
                 break
             self._left.pop(0)
@@ -128,7 +128,7 @@ class Inbox:
     """Orders as they come. Object storage is asked by a thread every REMOTE_EVERY_S: the driver never waits for it.
 
     Anybody who may write the run's folder may leave a file there: nothing of it raises. What is no order, or cannot be read,
-    goes to inbox/rejected with the reason; what storage did not answer is asked again at the next look.
+    goes to inbox/rejected with the reason; what storage did not answer is retried at the next look.
     """
 
     def __init__(self, storage: Storage) -> None:

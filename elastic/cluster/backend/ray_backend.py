@@ -20,9 +20,9 @@ import ray
 
 from elastic.cluster.backend import drills
 from elastic.cluster.backend.attach import Attached
-from elastic.cluster.backend.checkpoint_commit import Commit, DurableCopies, holders_of
-from elastic.cluster.backend.cloud_feed import Outlook
-from elastic.cluster.backend.drill_runner import Drilling
+from elastic.cluster.backend.checkpoint_commit import CheckpointCommitter, Commit, holders_of
+from elastic.cluster.backend.cloud_feed import CloudFeed
+from elastic.cluster.backend.drill_runner import DrillRunner
 from elastic.cluster.backend.ray_run import RayRun
 from elastic.cluster.local.local_cluster import LAST_WORDS, LocalCluster
 from elastic.cluster.nodes.autoscaler import provider_for
@@ -31,11 +31,11 @@ from elastic.cluster.nodes.providers import AWAY_MOST_S, EmbeddedNodes, NodeProv
 from elastic.cluster.notices.notice_watchers import drain_in_ray
 from elastic.cluster.ray import _ray_private
 from elastic.cluster.workers.admission_links import Entrance
-from elastic.cluster.workers.liveness import Silence, patience_s
+from elastic.cluster.workers.liveness import Liveness, patience_s
 from elastic.cluster.workers.output import last_words
 from elastic.cluster.workers.poll_pacing import Pacing
 from elastic.cluster.workers.worker_actor import WorkerSetup
-from elastic.cluster.workers.worker_group import POLL_S, Answer, Berth, Broken, Crew
+from elastic.cluster.workers.worker_group import POLL_S, BrokenWorker, Placement, PollAnswer, WorkerGroup
 from elastic.errors import LostContact, SpecError
 from elastic.ledger.lease import Lease
 from elastic.policy.state.event_handlers import digested
@@ -87,7 +87,7 @@ SENT_EACH_MOST = 64  # orders of more workers, which grow with their number, go 
 class RayBackend:
     """`cluster`: the embedded one, ended by `close`; None = an existing cluster. `lease`: released by `close`.
 
-    `commit`: makes the stored parts of a durable copy a checkpoint and returns its uri. `show`: takes what rank 0 prints.
+    `commit`: makes the stored parts of a checkpoint a checkpoint and returns its uri. `show`: takes what rank 0 prints.
     """
 
     run: RayRun
@@ -122,19 +122,19 @@ class RayBackend:
             nobody, 0, "", dict(run.job), self.storage.uri, run.epoch, run.session, run.python_path,
             job.orphan_lease_s, outlives, run.logs,
         )  # fmt: skip
-        self.crew = Crew(setup, run.namespace, local=self.cluster is not None)
+        self.worker_group = WorkerGroup(setup, run.namespace, local=self.cluster is not None)
         folder = self.storage if outlives and not self.storage.remote else None  # embedded nodes are on this host
-        self.entrance = Entrance(self.crew, folder=folder, attached=run.attach)
+        self.entrance = Entrance(self.worker_group, folder=folder, attached=run.attach)
         verify = self.commit is None and job.verify_copies
-        self.copies = DurableCopies(self.storage, run.epoch, run.meta, self.commit, verify, run.digests)
+        self.copies = CheckpointCommitter(self.storage, run.epoch, run.meta, self.commit, verify, run.digests)
         self.gather = Gather(self.copies.commit, self._workers_of)
-        self.silence = Silence(POLL_S, job.max_silence_s, patience_s(job))
-        self.outlook = Outlook.of(run.pools, embedded=self.cluster is not None)
+        self.liveness = Liveness(POLL_S, job.max_silence_s, patience_s(job))
+        self.cloud_feed = CloudFeed.of(run.pools, embedded=self.cluster is not None)
         self.survey = Survey(AWAY_MOST_S if outlives else 0.0)
         self.provider = EmbeddedNodes(self.cluster, run.pools) if self.cluster else self._acquisition()
         schedule = drills.Schedule(job.drill, self.storage.hasty(drills.MARK_MOST_S))
-        self.drilling = Drilling(schedule, self.provider, self.crew, self.nodes, run.pools)
-        self.before = Attached(run, self.crew, outlives)
+        self.drilling = DrillRunner(schedule, self.provider, self.worker_group, self.nodes, run.pools)
+        self.before = Attached(run, self.worker_group, outlives)
         for plan in self.before.plans:
             self.gather.expect(plan)
             self._plan = plan
@@ -155,8 +155,8 @@ class RayBackend:
             os.kill(os.getpid(), signal.SIGKILL)
         while not self._closed:
             self._hold()
-            for worker in self.crew.open_polls():
-                self.silence.called(worker)
+            for worker in self.worker_group.open_polls():
+                self.liveness.called(worker)
             events = self._round(until_s)
             if events or (until_s is not None and self.now_s() >= until_s):
                 return events
@@ -193,15 +193,15 @@ class RayBackend:
         replaced = bool(self._successor())
         self._let_go = self._let_go or replaced
         ends = self._stopped and not self._let_go
-        left = left_paid(self.nodes.values(), self.run.pools, self.crew.setup.orphan_lease_s)
+        left = left_paid(self.nodes.values(), self.run.pools, self.worker_group.setup.orphan_lease_s)
         if left and self.cluster is None and not ends and not replaced:
             log.warning("%s", left)
         self.survey.close()
-        self.outlook.close()
+        self.cloud_feed.close()
         self.inbox.close()
         self.entrance.close()
         self.copies.close()
-        self.crew.close(end=self.cluster is None and ends, wait=not self.survey.head_lost, own=not self._let_go)
+        self.worker_group.close(end=self.cluster is None and ends, wait=not self.survey.head_lost, own=not self._let_go)
         self.provider.close(end=ends)
         self._stores.clear()
         if self._connected and self.cluster is not None:
@@ -221,7 +221,7 @@ class RayBackend:
     def _release(self, action: ReleaseNode) -> None:
         if action.node_id in self.nodes:
             self._end_workers(action.node_id)
-            announced_s = self.outlook.notices.announced_s(action.node_id)
+            announced_s = self.cloud_feed.notices.announced_s(action.node_id)
             self.provider.release(action.node_id, None if announced_s is None else announced_s - self.now_s())
             self._forget(action.node_id)
         self._early.append(NodeLost(action.node_id, "released"))
@@ -230,10 +230,10 @@ class RayBackend:
         node, ray_id = self.nodes.get(action.node_id), self.provider.ray_id(action.node_id)
         if node is None or ray_id is None:
             return
-        announced_s = self.outlook.notices.announced_s(node.node_id)
+        announced_s = self.cloud_feed.notices.announced_s(node.node_id)
         if announced_s is None and not self.provider.autoscaled:
             return  # it stays in the cluster: for others, or for the day when it is asked for again
-        self.outlook.notices.left(node.node_id)
+        self.cloud_feed.notices.left(node.node_id)
         drain_in_ray(ray_id, announced_s or self.now_s() + self._pool(node.pool).notice_s, "elastic leaves the node")
 
     def _quarantine(self, action: Quarantine) -> None:
@@ -246,14 +246,14 @@ class RayBackend:
             return
         self.gather.forget(node.node_id)
         pool, preparation = self._pool(node.pool), self.entrance.preparation(action, self._plan)
-        self._end([worker for worker in self.crew.workers(node.node_id) if self.silence.is_silent(worker)])
-        there = self.crew.workers(node.node_id)
+        self._end([worker for worker in self.worker_group.workers(node.node_id) if self.liveness.is_silent(worker)])
+        there = self.worker_group.workers(node.node_id)
         for k in range(node.gpus):
             me = WorkerId(node.node_id, k)
             if me in there:
-                self.crew.order(me, preparation)
+                self.worker_group.order(me, preparation)
             else:
-                self.crew.start(me, Berth(ray_id, node.pool, pool.accelerator_type != "CPU"), preparation)
+                self.worker_group.start(me, Placement(ray_id, node.pool, pool.accelerator_type != "CPU"), preparation)
 
     def _enter(self, action: EnterPlan) -> None:
         plan = action.plan
@@ -278,12 +278,12 @@ class RayBackend:
         if self._formed is not None:
             self._formed = None
             self._stores.pop(action.generation, None)
-        self.crew.order_all(action)
+        self.worker_group.order_all(action)
 
     def _meeting(self, plan: Plan) -> Rendezvous:
         from elastic.worker.session.workplace import host_rendezvous
 
-        timeout_s = self.silence.timeout_s(plan.predicted_step_time_s)
+        timeout_s = self.liveness.timeout_s(plan.predicted_step_time_s)
         rendezvous, self._stores[plan.generation] = host_rendezvous(plan, ray.util.get_node_ip_address(), timeout_s)
         return rendezvous
 
@@ -291,10 +291,10 @@ class RayBackend:
         """Gives it to all participants; returns those that are not there."""
         everyone, order = rendezvous.participants, WorkerOrder(action, rendezvous)
         sent: Any = ray.put(order) if len(everyone) > SENT_EACH_MOST else order
-        return [worker for worker in everyone if not self.crew.order(worker, sent)]
+        return [worker for worker in everyone if not self.worker_group.order(worker, sent)]
 
     def _pass_on(self, action: Action) -> None:
-        self.crew.order_all(action)
+        self.worker_group.order_all(action)
 
     def _remove_copy(self, action: RemoveCopy) -> None:
         self.copies.remove(action.uri)
@@ -304,7 +304,7 @@ class RayBackend:
         self._end(action.kill)
         self._drop_stores(action.generation + (self._formed is not None))
         self._formed = None
-        self.crew.order_all(action)
+        self.worker_group.order_all(action)
 
     def _stop(self, action: Stop) -> None:
         self._stopped = True
@@ -315,8 +315,8 @@ class RayBackend:
     def _round(self, until_s: float | None) -> list[Event]:
         events, self._early = self._early, []
         expected = self.survey.suspects or self.copies.committing
-        for answer in self.crew.collect(0.0 if events else self._pacing.wait_s(self.now_s(), until_s, expected)):
-            events += self._heard(answer) if isinstance(answer, Answer) else self._broke(answer)
+        for answer in self.worker_group.collect(0.0 if events else self._pacing.wait_s(self.now_s(), until_s, expected)):
+            events += self._heard(answer) if isinstance(answer, PollAnswer) else self._broke(answer)
         events += self._arrivals()
         events += self._losses()
         events += self.copies.news()
@@ -324,8 +324,8 @@ class RayBackend:
             events += self._look()
         return events
 
-    def _heard(self, answer: Answer) -> list[Event]:
-        self.silence.answered(answer.worker, answer.beat)
+    def _heard(self, answer: PollAnswer) -> list[Event]:
+        self.liveness.answered(answer.worker, answer.beat)
         if self.show is not None:
             for line in answer.beat.said:
                 self.show(f"[rank 0] {line}")
@@ -352,7 +352,7 @@ class RayBackend:
         """What the backend itself does about a worker's message."""
         if isinstance(event, StepDone):
             self.copies.digests = digested(self.copies.digests, event)
-            self.silence.stepped(event.generation, event.step_time_s)
+            self.liveness.stepped(event.generation, event.step_time_s)
             self._pacing.trains = self._plan is not None and event.generation == self._plan.generation
             return self._drilled(self.drilling.at_step(event.step, self._plan, self.now_s()))
         if isinstance(event, PlanEntered):
@@ -369,12 +369,12 @@ class RayBackend:
         ids = {self.provider.ray_id(node_id) for node_id in nodes}
         self.survey.suspect(ray_id for ray_id in ids if ray_id)
 
-    def _broke(self, broken: Broken) -> list[Event]:
+    def _broke(self, broken: BrokenWorker) -> list[Event]:
         worker = broken.worker
         if broken.kind == "replaced":
             self._replaced(broken.error)
         if broken.kind == "infrastructure":
-            return [WorkerFailed(worker, self.crew.generation(worker), "infrastructure", broken.error)]
+            return [WorkerFailed(worker, self.worker_group.generation(worker), "infrastructure", broken.error)]
         self._end([worker])
         ray_id = self.provider.ray_id(worker.node_id)
         why = self.survey.check(ray_id) if ray_id else ""
@@ -402,11 +402,11 @@ class RayBackend:
             return [event]
         node = event.node
         self.nodes[node.node_id] = node
-        self.crew.at(node.node_id, self.provider.ray_id(node.node_id) or "")
+        self.worker_group.at(node.node_id, self.provider.ray_id(node.node_id) or "")
         events: list[Event] = [event]
-        for passport in self.before.take(node.node_id):
-            if passport.prepared:
-                events += self.gather.add(passport.me, NodePrepared(node.node_id, (passport.pid,)))
+        for worker_info in self.before.take(node.node_id):
+            if worker_info.prepared:
+                events += self.gather.add(worker_info.me, NodePrepared(node.node_id, (worker_info.pid,)))
         return events + self.before.missed(node.node_id)
 
     def _losses(self) -> list[Event]:
@@ -418,16 +418,16 @@ class RayBackend:
         """A node is gone, and every worker on it; what still lives of it is fenced."""
         if node_id not in self.nodes:
             return []
-        workers = self.crew.workers(node_id)
+        workers = self.worker_group.workers(node_id)
         self._end_workers(node_id)
         self.provider.lost(node_id)
         self._forget(node_id)
-        failed = [WorkerFailed(worker, 0, "process", f"its node is gone: {why}") for worker in workers]
+        failed = [WorkerFailed(worker, 0, "process", f"its node was lost: {why}") for worker in workers]
         return [*failed, NodeLost(node_id, why)]
 
     def _look(self) -> list[Event]:
-        events: list[Event] = list(self.silence.look(time.monotonic()))
-        self._suspect(worker.node_id for worker in self.silence.late())
+        events: list[Event] = list(self.liveness.look(time.monotonic()))
+        self._suspect(worker.node_id for worker in self.liveness.late())
         orders = self.inbox.take()
         now_s = self.now_s()
         for entry in orders.drills:
@@ -442,38 +442,38 @@ class RayBackend:
         self._write_late_parts()
         self.drilling.pass_deadlines(now_s)
         ray_ids = {node_id: ray_id for node_id in self.nodes if (ray_id := self.provider.ray_id(node_id))}
-        return [*events, *self.outlook.news(self.nodes, ray_ids, self.survey.draining, now_s)]
+        return [*events, *self.cloud_feed.news(self.nodes, ray_ids, self.survey.draining, now_s)]
 
     def _drilled(self, events: list[Event]) -> list[Event]:
         """A drill's notice is one among those of its node."""
         for event in events:
             if isinstance(event, Notice):
-                self.outlook.notices.also(event)
+                self.cloud_feed.notices.also(event)
         return events
 
     def _write_late_parts(self) -> None:
-        """Parts of a durable copy that are long overdue are written by others that hold the same boxes."""
+        """Parts of a checkpoint that are long overdue are written by others that hold the same boxes."""
         for parts, rank in self.gather.late(time.monotonic()):
-            holders = [worker for worker in holders_of(parts, rank) if self.crew.actor(worker) is not None]
+            holders = [worker for worker in holders_of(parts, rank) if self.worker_group.actor(worker) is not None]
             if holders:
                 other = holders[(parts.asked[rank] - 1) % len(holders)]
                 log.info("step %d: %s is asked to write the part of rank %d, which is late", parts.step, other, rank)
-                self.crew.order(other, WorkerOrder(WriteShard(parts.plan, parts.step, rank)))
+                self.worker_group.order(other, WorkerOrder(WriteShard(parts.plan, parts.step, rank)))
 
     def _stuck_generation(self) -> list[Event]:
-        """All workers answer and none gets on: the ones that the others wait for are named. Where nobody can tell: broken off,
-        so that the one that does not obey is found."""
+        """All workers answer and none makes progress: the ones that the others wait for are named. Where nobody can tell:
+        aborted, so that the one that does not obey is found."""
         plan = self._plan
         if plan is None or plan.generation in self._stuck:
             return []
-        found = self.silence.missing(plan)
+        found = self.liveness.absent_ranks(plan)
         if found:
             return [*found]
-        still_s = self.silence.stuck_s(plan.generation)
+        still_s = self.liveness.stuck_s(plan.generation)
         if not still_s:
             return []
         self._stuck.add(plan.generation)
-        text = f"no worker of generation {plan.generation} has got on for {still_s:.0f} s although all answer"
+        text = f"no worker of generation {plan.generation} has made progress for {still_s:.0f} s although all answer"
         return [WorkerFailed(plan.ranks[0], plan.generation, "collective", text)]
 
     # ------------------------------------------------------------------------------------------ the rest
@@ -512,7 +512,7 @@ class RayBackend:
         asked: a driver that takes over attaches to them first. The embedded cluster's are this driver's alone."""
         if self.lease is not None and self.lease.lost:
             return f"its lease (epoch {self.lease.epoch}) was taken over"
-        return self.crew.replaced() if self.cluster is None and not self.certain and not self._let_go else ""
+        return self.worker_group.replaced() if self.cluster is None and not self.certain and not self._let_go else ""
 
     def _replaced(self, why: str) -> None:
         self._let_go = True
@@ -522,7 +522,7 @@ class RayBackend:
 
     def _acquisition(self) -> NodeProvider:
         run = self.run
-        order = Order(run.namespace, run.epoch, run.pools, self.crew.setup.orphan_lease_s)
+        order = Order(run.namespace, run.epoch, run.pools, self.worker_group.setup.orphan_lease_s)
         return provider_for(order, run.attach, run.spared)
 
     def _pool(self, name: str) -> Pool:
@@ -531,20 +531,20 @@ class RayBackend:
     def _forget(self, node_id: str) -> None:
         self.nodes.pop(node_id, None)
         self.drilling.forget(node_id)
-        self.outlook.forget(node_id)
+        self.cloud_feed.forget(node_id)
         self.entrance.forget(node_id)
         self.gather.forget(node_id)
 
     def _end_workers(self, node_id: str) -> None:
-        self._end(self.crew.workers(node_id))
+        self._end(self.worker_group.workers(node_id))
 
     def _end(self, workers: Sequence[WorkerId]) -> None:
         """Kills the processes and forgets them; no event comes of it."""
         if workers and (why := self._successor()):  # no epoch holds a signal back
             self._replaced(why)
-        self.crew.end(workers)
+        self.worker_group.end(workers)
         for worker in workers:
-            self.silence.forget(worker)
+            self.liveness.forget(worker)
             self.gather.forget(worker.node_id)
 
     def _drop_stores(self, generation: int) -> None:

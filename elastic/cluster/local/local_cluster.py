@@ -315,7 +315,7 @@ class _Nodes:
         return ended + processes.send(fork_server.forks_of(self.folder, ended))
 
 
-def main(folder: str, keeper: int) -> None:
+def main(folder: str, supervisor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "w")
     log = open(f"{folder}/cluster.log", "wb", buffering=0)  # noqa: SIM115 - until the end
@@ -323,23 +323,23 @@ def main(folder: str, keeper: int) -> None:
     os.dup2(log.fileno(), 2)
     try:
         nodes = _Nodes(folder, out)
-        for order in _orders(keeper):
+        for order in _orders(supervisor):
             nodes.obey(order)
     except Exception as error:  # noqa: BLE001 - a boundary: the driver hears of it
         tail = Path(log.name).read_text(errors="replace")[-LOG_TAIL:]
         out.write(json.dumps({"number": 0, "error": f"{type(error).__name__}: {error}; its log ends with: {tail}"}) + "\n")
         out.flush()
     finally:
-        if os.getppid() != keeper:  # nobody else is left to do it
+        if os.getppid() != supervisor:  # nobody else is left to do it
             processes.end_tree(os.getpid(), with_root=False)
             shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
-def _orders(keeper: int) -> Any:
+def _orders(supervisor: int) -> Any:
     """Orders from the driver until the end of input or of the keeper."""
     rest = b""
-    while os.getppid() == keeper:
+    while os.getppid() == supervisor:
         if not select.select([0], [], [], LOOK_S)[0]:
             continue
         found = os.read(0, 1 << 16)

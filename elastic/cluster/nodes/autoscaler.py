@@ -1,7 +1,7 @@
-"""Nodes of a cluster that Ray's autoscaler (v2) runs: asked for by pool, given back one by one, paid for only in between.
+"""Nodes of a cluster that Ray's autoscaler (v2) runs: asked for by pool, released one by one, paid for only in between.
 
-The watcher on the head asks and gives back; this is the driver's side of it. What the autoscaler starts beyond what was asked
-for (it replaces a node that is reclaimed by itself) answers an open request, or is given back.
+The watcher on the head asks and releases; this is the driver's side of it. What the autoscaler starts beyond what was asked
+for (it replaces a node that is reclaimed by itself) answers an open request, or is released.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.cluster.nodes.autoscaler_agent import NAME, NAMESPACE, Report, Watcher
+from elastic.cluster.nodes.autoscaler_agent import NAME, NAMESPACE, AutoscalerAgent, Report
 from elastic.cluster.nodes.demand import Order
 from elastic.cluster.nodes.providers import ClusterNodes, NodeProvider, RayNode, living
 from elastic.cluster.ray import _ray_private
@@ -37,13 +37,13 @@ JOIN_MOST_S = 840.0  # with one; the policy forgets a request after 900 s
 
 def provider_for(order: Order, take_over: bool, spared: bool = False) -> NodeProvider:
     """Of the cluster that this process is connected to."""
-    desk = Desk(replace(order, fresh=not take_over)) if _ray_private.autoscaler_v2() else None
+    desk = AutoscalerClient(replace(order, fresh=not take_over)) if _ray_private.autoscaler_v2() else None
     if desk is None or not desk.opened:
         return ClusterNodes(order.pools, spared)
     return AutoscalerNodes(order.pools, spared, desk=desk)
 
 
-class Desk:
+class AutoscalerClient:
     """Speaks to the watcher, in a thread of its own. `opened`: there is an autoscaler that starts nodes."""
 
     def __init__(self, order: Order) -> None:
@@ -51,11 +51,11 @@ class Desk:
         self._number = self._answered = 0
         self._lock = threading.Lock()
         self._wake, self._done = threading.Event(), threading.Event()
-        self._watcher = watcher(order.lease_s)
+        self._agent = autoscaler_agent(order.lease_s)
         self._thread = threading.Thread(target=self._run, name="autoscaler", daemon=True)
-        self.opened = bool(ray.get(self._watcher.serves.remote(), timeout=ANSWER_MOST_S))
+        self.opened = bool(ray.get(self._agent.serves.remote(), timeout=ANSWER_MOST_S))
         if not self.opened:
-            ray.kill(self._watcher)
+            ray.kill(self._agent)
             return
         self._speak()
         self._order = replace(order, fresh=False)
@@ -82,7 +82,7 @@ class Desk:
         if not end:
             return
         try:
-            ray.get(self._watcher.end.remote(self._order.namespace, self._order.epoch), timeout=END_MOST_S)
+            ray.get(self._agent.end.remote(self._order.namespace, self._order.epoch), timeout=END_MOST_S)
         except (RayError, OSError) as error:
             log.warning(
                 "the autoscaler's watcher cannot be told that the run is over (%s); it gives the nodes back by itself", error
@@ -105,27 +105,27 @@ class Desk:
 
     def _renew(self) -> None:
         try:
-            self._watcher = watcher(self._order.lease_s)
+            self._agent = autoscaler_agent(self._order.lease_s)
         except (RayError, ValueError, OSError) as error:
             log.warning("the autoscaler's watcher cannot be started again: %s", error)
 
     def _speak(self) -> None:
         with self._lock:
             order, number = self._order, self._number
-        report = ray.get(self._watcher.order.remote(order), timeout=ANSWER_MOST_S)
+        report = ray.get(self._agent.order.remote(order), timeout=ANSWER_MOST_S)
         with self._lock:
             self._report, self._answered = report, number
         if report.looked_s > LOOK_MOST_S:
             log.warning("the autoscaler's watcher has not looked for %.0f s: its process is replaced", report.looked_s)
-            ray.kill(self._watcher, no_restart=False)  # Ray starts it anew under its name; every driver tells it all it wants
+            ray.kill(self._agent, no_restart=False)  # Ray starts it anew under its name; every driver tells it all it wants
 
 
-def watcher(quiet_s: float) -> Any:
+def autoscaler_agent(quiet_s: float) -> Any:
     """The cluster's one, made where there is none. Raises ValueError when no head is listed."""
     head = next((node.ray_id for node in living() if node.head), None)
     if head is None:
         raise ValueError("Ray lists no head node")
-    made: Any = ray.remote(Watcher)
+    made: Any = ray.remote(AutoscalerAgent)
     return made.options(
         name=NAME, namespace=NAMESPACE, get_if_exists=True, lifetime="detached", max_restarts=-1, max_concurrency=4, num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=False),
@@ -150,7 +150,7 @@ class _Open:
 class AutoscalerNodes(ClusterNodes):
     """`launch_most_s`, `join_most_s`: how long a request may stay unanswered, without an instance and with one."""
 
-    desk: Desk = field(kw_only=True)
+    desk: AutoscalerClient = field(kw_only=True)
     autoscaled: bool = field(init=False, default=True)
     launch_most_s: float = LAUNCH_MOST_S
     join_most_s: float = JOIN_MOST_S

@@ -1,5 +1,5 @@
 """A small actor on the head of an autoscaled cluster: the one that asks the autoscaler for nodes, for all runs together, and
-gives back what nobody wants any more, also when no driver is left to say so.
+releases what nobody wants any more, also when no driver is left to say so.
 
 Drivers speak to it every second (Order); it answers with what the cluster does about it (Report).
 """
@@ -21,7 +21,7 @@ import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
-from elastic.cluster.nodes.demand import Claims, Order, Seen
+from elastic.cluster.nodes.demand import Demand, Order, Seen
 from elastic.cluster.nodes.node_types import Bundle, Monitor, NodeType, bundle_of, monitor_here, read_types, type_of
 from elastic.cluster.nodes.providers import RayNode, living, pool_of
 from elastic.cluster.ray import _ray_private
@@ -57,13 +57,13 @@ class Report:
     looked_s: float = 0.0
 
 
-class Watcher:
+class AutoscalerAgent:
     """`quiet_s`: after a start without any driver's word (its process was replaced) it leaves the request alone for so long."""
 
     def __init__(self, quiet_s: float) -> None:
         self._monitor = monitor_here()
         self._types = _types(self._monitor)
-        self._claims, self._pools = Claims(), dict[str, Pool]()
+        self._demand, self._pools = Demand(), dict[str, Pool]()
         self._reasons = Reasons(self._monitor.log if self._monitor else Path("/tmp/ray/session_latest/logs/monitor.log"))
         self._scaling = _ray_private.Scaling(Counter(), Counter(), Counter(), Counter())
         self._asked: Counter[Bundle] | None = None  # None = not known
@@ -83,9 +83,9 @@ class Watcher:
 
     def order(self, order: Order) -> Report:
         with self._lock:
-            run = self._claims.runs.get(order.namespace)
+            run = self._demand.runs.get(order.namespace)
             before = run.order if run is not None else None
-            if not self._claims.hear(order, time.monotonic()):
+            if not self._demand.hear(order, time.monotonic()):
                 return Report(replaced=True)
             self._pools |= {pool.name: pool for pool in order.pools}
             self._quiet_until_s = 0.0
@@ -97,7 +97,7 @@ class Watcher:
     def end(self, run: str, epoch: int) -> None:
         """The run is over."""
         with self._lock:
-            self._claims.end(run, epoch, time.monotonic())
+            self._demand.end(run, epoch, time.monotonic())
         self._wake.set()
 
     def leave(self) -> None:
@@ -108,8 +108,8 @@ class Watcher:
         with self._lock:
             return {
                 "asked": sum((self._asked or Counter()).values()),
-                "runs": sorted(self._claims.runs),
-                "leaving": sorted(self._claims.leaving),
+                "runs": sorted(self._demand.runs),
+                "leaving": sorted(self._demand.leaving),
             }
 
     def _report(self, order: Order) -> Report:
@@ -117,7 +117,7 @@ class Watcher:
         scaling, reasons = self._scaling, self._reasons.by_type
         bundles = {pool.name: bundle_of(pool, self._types) for pool in order.pools}
         return Report(
-            self._claims.given(order.namespace),
+            self._demand.given(order.namespace),
             {name: scaling.coming[kind] for name, kind in types.items()},
             {name: scaling.failed[kind] for name, kind in types.items()},
             {name: reasons[kind] for name, kind in types.items() if kind in reasons},
@@ -149,12 +149,12 @@ class Watcher:
         with self._lock:
             self._scaling = scaling
             seen = self._seen(nodes, draining)
-            self._claims.look(seen, now_s)
+            self._demand.look(seen, now_s)
             heard = self._heard
-            wanted, drain = self._claims.wanted(seen), self._claims.to_drain(seen, self._least())
-            overdue = [run.order.namespace for run in self._claims.overdue(now_s)]
-            self._claims.forget_gone()
-        if self._claims.runs or now_s > self._quiet_until_s:
+            wanted, drain = self._demand.wanted(seen), self._demand.to_drain(seen, self._least())
+            overdue = [run.order.namespace for run in self._demand.overdue(now_s)]
+            self._demand.forget_gone()
+        if self._demand.runs or now_s > self._quiet_until_s:
             self._ask(wanted, now_s)
             self._asked_for = heard
         for ray_id in drain:
@@ -188,7 +188,7 @@ class Watcher:
     def _maybe_leave(self, now_s: float) -> None:
         kinds = {self._type_name(pool) for pool in self._pools.values()}
         under_way = any(self._scaling.asked[kind] + self._scaling.coming[kind] for kind in kinds)
-        if self._claims.runs or self._claims.leaving or now_s < self._quiet_until_s or self._asked:
+        if self._demand.runs or self._demand.leaving or now_s < self._quiet_until_s or self._asked:
             self._busy_s = now_s
         elif now_s - self._busy_s > (LINGER_MOST_S if under_way else LINGER_S):
             self._me.leave.remote()
@@ -209,8 +209,8 @@ class Drains:
 
     def _end(self, ray_id: str) -> None:
         try:
-            _ray_private.end_when_idle(ray_id, "given back by elastic")
-        except (OSError, RuntimeError, RayError) as error:  # tried again
+            _ray_private.end_when_idle(ray_id, "released by elastic")
+        except (OSError, RuntimeError, RayError) as error:  # retried
             log.warning("node %s cannot be drained: %s", ray_id, error)
 
 

@@ -62,7 +62,7 @@ class _Run:
 
 
 @dataclass
-class Claims:
+class Demand:
     """`leaving`: nodes that nobody wants any more, since when. `_new`: nodes that came meanwhile, since when."""
 
     runs: dict[str, _Run] = field(default_factory=dict)

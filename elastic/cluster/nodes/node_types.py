@@ -1,4 +1,4 @@
-"""The node types of a cluster that Ray's autoscaler runs, as its head knows them, and how nodes of a pool are asked for there.
+"""The node types of a cluster that Ray's autoscaler runs, as its head knows them, and how nodes of a pool are requested there.
 
 The autoscaler launches by what its file says of a node type: labels that Ray gives a node when it starts (ray.io/node-group)
 do not count. A request that two types could answer would be answered by either: it is refused.
@@ -83,7 +83,7 @@ def bundle_of(pool: Pool, types: Mapping[str, NodeType] | None) -> Bundle | str:
     kind = type_of(pool, types)
     if kind is None:
         names = ", ".join(sorted(types)) or "none"
-        return f"no node type of the cluster is named or labelled '{pool.name}', or the only one of its kind; it has {names}"
+        return f"no node type of the cluster is named or labeled '{pool.name}', or the only one of its kind; it has {names}"
     amount = float(kind.resources.get(resource) or pool.gpus_per_node)
     same = [
         other.name

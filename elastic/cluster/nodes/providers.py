@@ -28,14 +28,14 @@ NODE_LABEL = "elastic-node"
 SURVEY_S, PROBE_S = 0.5, 0.1
 PROBE_WAIT_S, SUSPECT_MOST_S = 0.3, 5.0
 MUTE_MOST_S = 3.0  # a suspect whose raylet cannot be reached for so long is gone
-REFUSES = "its raylet's port refuses"
+REFUSES = "raylet unreachable"
 ASKED_MOST_S = 1.0  # a longer pause between two looks at the head was this process's own
 RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"  # Ray ends every process whose GCS is away for so long:
 AWAY_MOST_S = 0.5 * float(os.environ.get(RECONNECT) or 60.0)  # this one is to end before, in some 10 s
 
 
 class NodeProvider(Protocol):
-    """Gives and takes nodes; returns at once, what comes of it is in `news`. `autoscaled`: Ray ends what is given back."""
+    """Gives and takes nodes; returns at once, what comes of it is in `news`. `autoscaled`: Ray ends what is released."""
 
     autoscaled: bool
 
@@ -55,7 +55,7 @@ class NodeProvider(Protocol):
 
     def ray_id(self, node_id: str) -> str | None: ...
     def close(self, end: bool) -> None:
-        """No more news. `end`: the run is over, what it has is given back; else another driver has it."""
+        """No more news. `end`: the run is over, what it has is released; else another driver has it."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class EmbeddedNodes:
         used = sum(1 for p in self._names.values() if p == name)
         if used >= self._capacity[name]:
             taken = pool.max_nodes - self._capacity[name]
-            by_drills = f"{taken} of its {pool.max_nodes} nodes were taken by drills, " if taken > 0 else ""
+            by_drills = f"{taken} of its {pool.max_nodes} nodes were preempted by drills, " if taken > 0 else ""
             return f"no capacity: {by_drills}{used} of {self._capacity[name]} in use"
         gpus: tuple[str, ...] = ()
         if pool.accelerator_type != "CPU":
@@ -171,7 +171,7 @@ class ClusterNodes:
     """Nodes of an existing Ray cluster: each suitable living one is ours, also one that joins later, up to `max_nodes`.
 
     A node belongs to the pool that its label elastic-pool, pool or ray.io/node-group names; else to the first pool of its
-    market type and accelerator type. Released nodes stay in the cluster and come back when they are asked for again, unless
+    market type and accelerator type. Released nodes stay in the cluster and come back when they are requested again, unless
     they are about to be taken.
     `spared`: a drill takes the workers of a node and leaves the node itself alone.
     """
@@ -221,7 +221,7 @@ class ClusterNodes:
         return NodeReady(Node(node_id, pool.name, workers_of(found, pool), host_memory_bytes=found.memory_bytes))
 
     def _leaving(self, found: RayNode) -> bool:
-        """It was given back since it is to be taken, or Ray starts nothing there any more."""
+        """It was released since it is to be taken, or Ray starts nothing there any more."""
         return found.draining or time.monotonic() < self._not_before_s.get(found.ray_id, 0.0)
 
     def _used(self, pool: str) -> int:
@@ -383,7 +383,7 @@ class Survey:
 @dataclass
 class Head:
     """The head's GCS as it is seen from here. Where it keeps its memory elsewhere it may come back: `refused_most_s` is how
-    long that is waited for. What this process itself stood still does not count."""
+    long that is waited for. What this process itself stalled does not count."""
 
     address: str
     refused_most_s: float

@@ -95,7 +95,7 @@ class Notices:
         self._warned = {(name, what) for name, what in self._warned if name != node_id}
 
     def _give(self, node_id: str, teller: str, said: Mapping[str, float]) -> None:
-        """Replaces what the teller has said of the node; what it goes on saying keeps its deadline, whatever clocks do."""
+        """Replaces what the teller has said of the node; what it continues saying keeps its deadline, whatever clocks do."""
         before = self._given.get(node_id, {}).get(teller, {})
         if said or before:
             self._given.setdefault(node_id, {})[teller] = {what: before.get(what, at_s) for what, at_s in said.items()}

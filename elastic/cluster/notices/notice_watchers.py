@@ -30,7 +30,7 @@ AGAIN_S = 5.0  # until a lookout that has ended is started again
 DRAIN_LEAST_S = 1.0
 
 
-class Lookout:
+class NodeWatcher:
     """The actor: the watch of its node."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Lookout:
         return os.getpid()
 
 
-class Lookouts:
+class NoticeWatchers:
     """One for each node that is kept, started and asked in a thread of its own: nobody waits for them."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Lookouts:
         self._not_before_s: dict[str, float] = {}
         self._news: SimpleQueue[tuple[str, Report]] = SimpleQueue()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lookouts", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="notice_watchers", daemon=True)
         self._thread.start()
 
     def keep(self, nodes: Mapping[str, str]) -> None:
@@ -94,7 +94,7 @@ class Lookouts:
             if node_id in self._actors or now_s < self._not_before_s.get(node_id, 0.0):
                 continue
             where = NodeAffinitySchedulingStrategy(ray_id, soft=False)
-            actor_class: Any = ray.remote(Lookout)
+            actor_class: Any = ray.remote(NodeWatcher)
             actor = actor_class.options(num_cpus=0, max_restarts=0, max_concurrency=2, scheduling_strategy=where).remote()
             self._actors[node_id] = (ray_id, actor)
             self._ask(node_id, 0)
@@ -128,7 +128,7 @@ class Lookouts:
             return
 
 
-class OwnLookout:
+class LocalNoticeWatcher:
     """For nodes on this machine: they all end with it. Metadata addresses are asked only where this machine is known to be of a
     cloud."""
 

@@ -1,7 +1,7 @@
 """What AWS says of prices: three calls that read and change nothing, bounded in time.
 
 They need ec2:DescribeSpotPriceHistory, ec2:GetSpotPlacementScores and pricing:GetProducts. botocore's own retries are off: what
-may pass is asked again here, and never for longer than PATIENCE_S.
+may pass is retried here, and never for longer than PATIENCE_S.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""node_config against the service model of EC2 that botocore ships: misspelt keys, wrong kinds, bad values. Offline."""
+"""node_config against the service model of EC2 that botocore ships: misspelled keys, wrong kinds, bad values. Offline."""
 
 from __future__ import annotations
 

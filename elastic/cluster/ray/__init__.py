@@ -1,1 +1,2 @@
-"""The lowest layer of cluster: Ray's private names, its address, processes of this machine, threads that go on after errors."""
+"""The lowest layer of cluster: Ray's private names, its address, processes of this machine, threads that continue after
+errors."""

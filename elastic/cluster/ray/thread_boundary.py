@@ -1,4 +1,4 @@
-"""Boundary: what a lasting background thread raises is logged, and the thread goes on."""
+"""Boundary: what a lasting background thread raises is logged, and the thread continues."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Boundary:
-    """Whatever one look raises is logged, once as long as it stays the same, and the thread goes on with the next look."""
+    """Whatever one look raises is logged, once as long as it stays the same, and the thread continues with the next look."""
 
     def __init__(self, log: logging.Logger, what: str) -> None:
         self._log, self._what, self._said = log, what, ""
@@ -25,4 +25,4 @@ class Boundary:
         """What went wrong, unless that was said just before."""
         if text != self._said:
             self._said = text
-            self._log.warning("%s: %s; tried again", self._what, text)
+            self._log.warning("%s: %s; retried", self._what, text)

@@ -47,7 +47,7 @@ def _check(split: str, dataset: Any) -> None:
         if text.startswith(NO_NUMBERS):
             raise SpecError(
                 f"datasets['{split}']: column '{name}' holds {text}; a sample is made of numbers and tensors of one shape: "
-                "map it (tokenise, say) or drop it before"
+                "map it (tokenize, say) or drop it before"
             )
 
 

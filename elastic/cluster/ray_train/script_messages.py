@@ -11,7 +11,7 @@ OrderKind = Literal["end", "go", "leave"]
 
 
 @dataclass(frozen=True)
-class Word:
+class ScriptMessage:
     """Said by the supervisor of `rank` of `group`; a group is one start of the script, named by when its rank 0 began (ns)."""
 
     group: int
@@ -20,7 +20,7 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Hello(Word):
+class Hello(ScriptMessage):
     """The rank's process is started."""
 
     world: int
@@ -30,19 +30,19 @@ class Hello(Word):
 
 
 @dataclass(frozen=True)
-class Formed(Word):
+class Formed(ScriptMessage):
     """All ranks have met at MASTER_PORT."""
 
 
 @dataclass(frozen=True)
-class Said(Word):
+class ScriptOutput(ScriptMessage):
     """What the rank has printed, in whole lines."""
 
     lines: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Ended(Word):
+class Ended(ScriptMessage):
     """`code`: exit code, negative = signal. `asked`: it had been told to end. `tail`: the last lines of its standard error."""
 
     code: int
@@ -65,17 +65,17 @@ class Order:
 class Board:
     """A Ray actor beside the driver. Supervisors exchange words for orders, the driver the other way round."""
 
-    words: list[Word] = field(default_factory=list)
+    words: list[ScriptMessage] = field(default_factory=list)
     orders: dict[int, list[Order]] = field(default_factory=dict)
     heard_s: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def exchange(self, group: int, rank: int, words: Sequence[Word], n_seen: int) -> list[Order]:
+    def exchange(self, group: int, rank: int, words: Sequence[ScriptMessage], n_seen: int) -> list[Order]:
         """From a supervisor that has obeyed `n_seen` orders; returns the later ones."""
         self.heard_s[group, rank] = time.monotonic()
         self.words += words
         return self.orders.get(group, [])[n_seen:]
 
-    def take(self, orders: Sequence[Order]) -> tuple[list[Word], dict[tuple[int, int], float]]:
+    def take(self, orders: Sequence[Order]) -> tuple[list[ScriptMessage], dict[tuple[int, int], float]]:
         """From the driver; returns the words since the last call, and how long (s) each supervisor has been silent."""
         for order in orders:
             self.orders.setdefault(order.group, []).append(order)

@@ -16,8 +16,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster.backend import drills
-from elastic.cluster.backend.cloud_feed import Outlook
-from elastic.cluster.backend.drill_runner import Drilling
+from elastic.cluster.backend.cloud_feed import CloudFeed
+from elastic.cluster.backend.drill_runner import DrillRunner
 from elastic.cluster.local.local_cluster import LocalCluster
 from elastic.cluster.nodes.autoscaler import provider_for
 from elastic.cluster.nodes.demand import Order
@@ -26,7 +26,7 @@ from elastic.cluster.ray import _ray_private
 from elastic.cluster.ray_train.script_bill import ORPHAN_LEASE_S, counted
 from elastic.cluster.ray_train.script_fit import Fit
 from elastic.cluster.ray_train.script_job import ScriptJob
-from elastic.cluster.ray_train.script_messages import Board, Hello, Said, Word
+from elastic.cluster.ray_train.script_messages import Board, Hello, ScriptMessage, ScriptOutput
 from elastic.cluster.ray_train.script_state import Script, lines_of, some
 from elastic.driver import LINE_EVERY_S, Recorder, stop_signals
 from elastic.errors import LostContact
@@ -58,7 +58,7 @@ LEAVE_S = 3.0  # for the supervisors of a run that was stopped or has failed
 
 
 @dataclass
-class Hands:
+class ScriptWorkers:
     """The workers of the script, for drills."""
 
     script: Script
@@ -142,12 +142,12 @@ class ScriptRun:
         self.storage = open_storage(self.job.uri)
         pools = self.job.needs.pools
         self.inbox, self.survey = drills.Inbox(self.storage), Survey(AWAY_MOST_S if self.cluster is None else 0.0)
-        self.outlook = Outlook.of(pools, embedded=self.cluster is not None)
+        self.cloud_feed = CloudFeed.of(pools, embedded=self.cluster is not None)
         order = Order(self.job.namespace, start.epoch, tuple(pools), ORPHAN_LEASE_S)
         self.provider = EmbeddedNodes(self.cluster, pools) if self.cluster is not None else provider_for(order, take_over=False)
         schedule = drills.Schedule(self.job.drill, self.storage.hasty(drills.MARK_MOST_S))
-        hands = Hands(self.script, self.provider.ray_id)
-        self.drilling = Drilling(schedule, self.provider, hands, self.script.nodes, pools)
+        hands = ScriptWorkers(self.script, self.provider.ray_id)
+        self.drilling = DrillRunner(schedule, self.provider, hands, self.script.nodes, pools)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         board: Any = ray.remote(Board)
         self._board_name = f"board-{start.epoch}"
@@ -163,7 +163,7 @@ class ScriptRun:
     def _close(self) -> None:
         self.inbox.close()
         self.survey.close()
-        self.outlook.close()
+        self.cloud_feed.close()
         if hasattr(self, "provider"):
             self.provider.close(end=not self.lease.lost)
         if self.cluster is not None:
@@ -193,7 +193,7 @@ class ScriptRun:
             if len(asked) > 1:
                 script.end("stopped", "asked twice to stop: ended at once")
             script.pay(now_s)
-            if sure:  # while storage is away no node is asked for or given back, and no group is begun
+            if sure:  # while storage is away no node is asked for or released, and no group is begun
                 self._capacity(now_s)
                 self._first_group(now_s)
             script.look(now_s, silent_s)
@@ -216,14 +216,14 @@ class ScriptRun:
 
     def _exchange(self) -> dict[tuple[int, int], float]:
         orders, self.script.orders = self.script.orders, []
-        words: list[Word]
+        words: list[ScriptMessage]
         silent_s: dict[tuple[int, int], float]
         try:
             words, silent_s = ray.get(self.board.take.remote(orders), timeout=AWAY_MOST_S)
         except ray.exceptions.RayError as error:  # it stands beside this process
             self._lost(self.survey.head_lost or f"the board of its ranks has ended: {' '.join(str(error).split())[:200]}")
         for word in words:
-            if isinstance(word, Said):
+            if isinstance(word, ScriptOutput):
                 for line in word.lines:
                     self.show(f"[rank {word.rank}] {line}")
             before = self.script.last_step
@@ -268,7 +268,7 @@ class ScriptRun:
                 self._lose(node_id, why, now_s)
         self.drilling.pass_deadlines(now_s)
         ray_ids = {node_id: ray_id for node_id in self.script.nodes if (ray_id := self.provider.ray_id(node_id))}
-        for event in self.outlook.news(self.script.nodes, ray_ids, self.survey.draining, now_s):
+        for event in self.cloud_feed.news(self.script.nodes, ray_ids, self.survey.draining, now_s):
             if not (isinstance(event, Notice) and event.node_id in self.script.leaving):
                 self.script.node(event, now_s)
 
@@ -278,7 +278,7 @@ class ScriptRun:
             self._dead[ray_id] = node_id
         self.provider.lost(node_id)
         self.drilling.forget(node_id)
-        self.outlook.forget(node_id)
+        self.cloud_feed.forget(node_id)
         self.script.node(NodeLost(node_id, why), now_s)
 
     def _release(self, node_id: str, now_s: float) -> None:
@@ -287,7 +287,7 @@ class ScriptRun:
         if ray_id is not None and self.cluster is not None:
             self._dead[ray_id] = node_id
         self.drilling.forget(node_id)
-        self.outlook.forget(node_id)
+        self.cloud_feed.forget(node_id)
         self.script.node(NodeLost(node_id, "released"), now_s)
 
     def _orders(self, now_s: float) -> None:
@@ -355,7 +355,7 @@ class ScriptRun:
         self.fit.start(job, {"orders": orders})
 
     def _restarting(self, now_s: float) -> None:
-        """Before the next group: noticed nodes are given back, and Ray and Ray Train know which are gone."""
+        """Before the next group: noticed nodes are released, and Ray and Ray Train know which are gone."""
         script = self.script
         if not self.fit.started or script.outcome is not None:
             return

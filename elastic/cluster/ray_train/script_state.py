@@ -1,4 +1,4 @@
-"""What is known of a script that Ray Train starts anew at each change of capacity, and what follows.
+"""What is known of a script that Ray Train starts over at each change of capacity, and what follows.
 
 The groups of the script are the run's generations. `log` holds what is to be written to the journal, `orders` what supervisors
 are to be told, both in order; the driver takes them out.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elastic.cluster.ray_train.script_bill import counted
-from elastic.cluster.ray_train.script_messages import Ended, Formed, Hello, Order, Said, Word
+from elastic.cluster.ray_train.script_messages import Ended, Formed, Hello, Order, ScriptMessage, ScriptOutput
 from elastic.policy.state.event_handlers import billed
 from elastic.policy.state.fold import State
 from elastic.types import (
@@ -131,7 +131,7 @@ class Script:
     bill: State = field(default_factory=State)  # of all drivers: nodes, prices, dollars, budget and deadline
     plan: Plan | None = None
     group: Group | None = None
-    restart: bool = False  # the group has ended: nodes are to be given back, then `go`
+    restart: bool = False  # the group has ended: nodes are to be released, then `go`
     last_step: int = 0
     gap: int = 1  # steps between two lines
     killed: int = 0
@@ -169,7 +169,7 @@ class Script:
                 pass
 
     def pay(self, now_s: float) -> None:
-        """The bill goes on; the script is stopped where it has reached the budget, or the deadline is over."""
+        """The bill continues; the script is stopped where it has reached the budget, or the deadline is over."""
         self.bill = billed(self.bill, now_s)
         if self.bill.stop is not None:
             self.ask_stop(self.bill.stop.reason, now_s)
@@ -203,7 +203,7 @@ class Script:
 
     # ------------------------------------------------------------------------------------------ words
 
-    def heard(self, word: Word, node_id: str = "") -> None:
+    def heard(self, word: ScriptMessage, node_id: str = "") -> None:
         """From a supervisor; `node_id`: that of a Hello. Words of an older group do not count."""
         if isinstance(word, Hello):
             self._hello(word, node_id)
@@ -213,9 +213,9 @@ class Script:
             return
         if isinstance(word, Formed):
             group.formed_s = word.at_s
-            if not self.last_step:  # else its first step shows from where it goes on
+            if not self.last_step:  # else its first step shows from where it continues
                 self._entered(self.last_step, word.at_s)
-        elif isinstance(word, Said):
+        elif isinstance(word, ScriptOutput):
             for line in word.lines:
                 self._said(line, word.at_s)
         elif isinstance(word, Ended) and word.rank in group.seats:
@@ -380,7 +380,7 @@ class Script:
         self.log.append(Decision((Quiesce(self.generation),), text))
 
     def _broken(self, why: str, at_s: float) -> None:
-        """The group cannot go on since `at_s`; what is left of it is ended."""
+        """The group cannot continue since `at_s`; what is left of it is ended."""
         group = self.group
         if group is None or group.over:
             return
@@ -404,7 +404,7 @@ class Script:
             return
         self.generation += 1
         self.reason = ""
-        again = "" if cause == "start" and not self.resumed else " anew; it goes on from its own checkpoint"
+        again = "" if cause == "start" and not self.resumed else " anew; it resumes from its own checkpoint"
         self._plan(tuple(workers), cause, f"Ray Train starts the script on {some(len(workers), 'worker')}{again}")
 
     def _plan(self, ranks: Sequence[WorkerId], cause: Cause, text: str) -> None:
@@ -421,7 +421,7 @@ class Script:
     # ------------------------------------------------------------------------------------------ orders from outside
 
     def go(self) -> None:
-        """Nodes are given back and counted again: Ray Train may start the next group."""
+        """Nodes are released and counted again: Ray Train may start the next group."""
         self.restart = False
         if self.group is not None:
             self.orders.append(Order(self.group.name, "go"))

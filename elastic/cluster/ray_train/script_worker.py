@@ -1,7 +1,7 @@
 """On each Ray Train worker: starts the user's script in a process of its own, with torchrun's environment, and watches it.
 
 `supervise` is what Ray Train runs. It ends without an error when the script ended well, and with `Restart` when the driver says
-that the group is to be started anew.
+that the group is to be started over.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 
 from elastic.cluster.ray_train.script_child import PARENT, QUESTIONS
-from elastic.cluster.ray_train.script_messages import Ended, Formed, Hello, Order, Said, Word
+from elastic.cluster.ray_train.script_messages import Ended, Formed, Hello, Order, ScriptMessage, ScriptOutput
 from elastic.cluster.workers.output import FILE_BYTES, make_folder, open_log, prune
 
 BOARD_MOST_S = 120.0  # without an answer of the driver's board
@@ -102,7 +102,7 @@ class Supervisor:
     orders: Orders
     place: Place
     board: Any
-    _words: deque[Word] = field(default_factory=deque)
+    _words: deque[ScriptMessage] = field(default_factory=deque)
     _said: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
     _tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     _readers: list[threading.Thread] = field(default_factory=list)
@@ -164,7 +164,7 @@ class Supervisor:
         orders: list[Order] = self._exchange()
         for order in orders:
             if order.kind == "go":
-                raise Restart("the nodes have changed; the script is started anew")
+                raise Restart("the nodes have changed; the script is started over")
             if order.kind == "leave":
                 return True
             if code is None:
@@ -178,7 +178,7 @@ class Supervisor:
         me = (self.place.group, self.place.rank, time.time())
         lines = [self._said.popleft() for _ in range(len(self._said))]
         if lines:
-            self._words.append(Said(*me, tuple(lines)))
+            self._words.append(ScriptOutput(*me, tuple(lines)))
         if ended and code is not None:
             self._words.append(Ended(*me, code, self._asked, "\n".join(self._tail)))
             self._told_end = True

@@ -26,7 +26,7 @@ SHOWN_AT = ("DEBUG", "INFO", "NOTSET")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TrainRequest:
     """What the configurations ask for. `job`: keys of a job; `pool`: what they say of nodes; `show`: progress."""
 
     job: dict[str, Any]
@@ -36,7 +36,7 @@ class Wanted:
     show: bool = True
 
 
-def wanted(scaling: ray.train.ScalingConfig | None, run: ray.train.RunConfig | None) -> Wanted:
+def wanted(scaling: ray.train.ScalingConfig | None, run: ray.train.RunConfig | None) -> TrainRequest:
     """Raises SpecError that names the field that has no meaning here."""
     scaling = scaling if scaling is not None else ray.train.ScalingConfig()
     run = run if run is not None else ray.train.RunConfig()
@@ -49,7 +49,7 @@ def wanted(scaling: ray.train.ScalingConfig | None, run: ray.train.RunConfig | N
     level = str(getattr(getattr(run, "logging_config", None), "log_level", "INFO"))
     low, high = _workers(scaling)
     job = {"min_workers": low, "max_workers": high, "storage": str(run.storage_path), **kept}
-    return Wanted(job, pool, gpu, str(run.name), level.upper() in SHOWN_AT)
+    return TrainRequest(job, pool, gpu, str(run.name), level.upper() in SHOWN_AT)
 
 
 def _check_kind(given: Any, kind: type, name: str) -> None:
@@ -150,7 +150,7 @@ def _by_labels(selector: Any, gpu: bool) -> dict[str, Any]:
     return found
 
 
-def pools(asked: Wanted, on_cluster: bool) -> list[dict[str, Any]]:
+def pools(asked: TrainRequest, on_cluster: bool) -> list[dict[str, Any]]:
     """The pool that the configurations describe: nodes of this machine, or those of the cluster that this process is in."""
     low, high = asked.job["min_workers"], asked.job["max_workers"]
     if on_cluster:
@@ -165,7 +165,7 @@ def pools(asked: Wanted, on_cluster: bool) -> list[dict[str, Any]]:
     return [pool | {"gpus_per_node": each, "max_nodes": n_nodes}]
 
 
-def check_pools(asked: Wanted, kinds: Sequence[str]) -> None:
+def check_pools(asked: TrainRequest, kinds: Sequence[str]) -> None:
     """The job's own pools, of these accelerator types, and what the configurations say of nodes. Raises SpecError."""
     if asked.pool:
         name = next(iter(asked.pool))
@@ -199,7 +199,8 @@ _RUN_WHY = {
 }
 _FAILURE_WHY = {
     "max_preemption_failures": "a notice or a loss never ends a run; a budget or a deadline of the job can",
-    "controller_failure_limit": "the driver is this process; start it again with the same RunConfig(name) and the run goes on",
+    "controller_failure_limit": "the driver is this process; start it again with the same RunConfig(name) and the run "
+    "continues",
     "relax_collectives_on_preemption": "no collective waits for a rank that is gone; leave it out",
     "preemption_grace_s": "survivors are not torn down at a deadline; leave it out",
     "fail_fast": "errors of the program end the run at once; leave it out",
@@ -221,7 +222,7 @@ def _check_failures(failures: Any) -> None:
 
 
 def _kept(checkpoints: Any) -> dict[str, Any]:
-    """Which durable copies stay."""
+    """Which checkpoints stay."""
     known = ("num_to_keep", "checkpoint_score_attribute", "checkpoint_score_order")
     why = {"checkpoint_frequency": "give job['durable_every']", "checkpoint_at_end": "the last step is always stored"}
     _refuse_others(checkpoints, dict.fromkeys(known), why)
@@ -243,11 +244,11 @@ def train_loop(config: Mapping[str, Any]) -> dict[str, Any]:
     """A `train_loop_per_worker` for an ordinary TorchTrainer: runs a JOB at the fixed layout of its workers.
 
     train_loop_config: job (a folder that every worker sees), layout, set (keys over job.yaml), storage (shared; the run's own
-    copies, of which each worker group goes on), run_name. Every durable copy is reported, with the metrics of its step; the
+    copies, of which each worker group continues), run_name. Every checkpoint is reported, with the metrics of its step; the
     summary of the run is returned. Raises SpecError, ProgramError; anything else that ends a rank is a RuntimeError.
     """
     from elastic.config.job import load_job
-    from elastic.worker.standalone.standalone_run import Alone, Wishes
+    from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
 
     given = dict(config)
     unknown = sorted(set(given) - {"job", "layout", "set", "storage", "run_name"})
@@ -259,10 +260,10 @@ def train_loop(config: Mapping[str, Any]) -> dict[str, Any]:
     if not (given.get("storage") or spec.storage or os.environ.get("ELASTIC_STORAGE")):
         raise SpecError("train_loop_config: key 'storage' is missing; give a folder or s3:// URI that every worker reaches")
     said = logging.getLogger("elastic").info
-    wishes = Wishes(
+    wishes = StandaloneOptions(
         given.get("layout"), given.get("run_name"), given.get("storage"), hear=lambda event: said("%s", event), on_copy=_report
     )
-    ended = Alone(spec, wishes).to_the_end()
+    ended = StandaloneRun(spec, wishes).to_the_end()
     if ended.outcome != "succeeded":
         raise RuntimeError(f"{ended.run}: {ended.reason}")
     return ended.summary()
@@ -278,7 +279,7 @@ def _report(copy: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Told:
+class FinishedRun:
     """A finished run as plain data. `rows`: one per step; `copies`: durable ones (uri, step), newest first."""
 
     folder: str
@@ -288,7 +289,7 @@ class Told:
     error: str = ""
 
 
-def result_of(told: Told) -> ray.train.Result:
+def result_of(told: FinishedRun) -> ray.train.Result:
     """As `TorchTrainer.fit` gives it; the data frame has a row per step."""
     import pandas
 

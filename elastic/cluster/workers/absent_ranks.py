@@ -19,7 +19,7 @@ Arrived = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
-class At:
+class RankSite:
     """Where a rank stands."""
 
     arrived: Arrived = ()
@@ -27,7 +27,7 @@ class At:
     where: str = ""
 
 
-def missing(ranks: Mapping[WorkerId, At], staged: bool) -> dict[WorkerId, str]:
+def absent_ranks(ranks: Mapping[WorkerId, RankSite], staged: bool) -> dict[WorkerId, str]:
     """The ranks that all others wait for, each with why; {} = that cannot be told. `staged`: they are stages of a pipeline."""
     groups: dict[tuple[str, int], dict[WorkerId, int]] = {}
     for worker, at in ranks.items():
@@ -56,7 +56,7 @@ def missing(ranks: Mapping[WorkerId, At], staged: bool) -> dict[WorkerId, str]:
     return {} if many else {worker: why + _at(ranks[worker]) for worker, why in found.items()}
 
 
-def _hangs(ranks: Mapping[WorkerId, At]) -> dict[WorkerId, str]:
+def _hangs(ranks: Mapping[WorkerId, RankSite]) -> dict[WorkerId, str]:
     """The one whose GPU stands in work of its own, where those of all others wait. Of two nobody knows; with tp or cp a block's
     own work has collectives too, so there it must also have done less than those that compute the same samples with it."""
     parts = {
@@ -74,7 +74,7 @@ def _hangs(ranks: Mapping[WorkerId, At]) -> dict[WorkerId, str]:
     return {worker: f"has a GPU that stands in part {n + 1} of its work, which is its own; {others}"}
 
 
-def _waits(at: At, part: tuple[str, int, int] | None) -> bool:
+def _waits(at: RankSite, part: tuple[str, int, int] | None) -> bool:
     """Does its GPU wait for others, or has done all that its host has given it, while that waits for other hosts?"""
     return part is not None and (part[0] == DEVICE + "others" or (part[0] == DEVICE + "done" and at.doing == "others"))
 
@@ -83,7 +83,7 @@ def _absent(number: int, axis: str, n: int) -> str:
     return f"has not come to collective {number} of {axis}; {n} other rank{'s wait' if n > 1 else ' waits'} there"
 
 
-def _at(at: At) -> str:
+def _at(at: RankSite) -> str:
     where = f" ({at.where})" if at.where else ""
     if at.doing in PATIENT:
         return f"; it {PATIENT[at.doing]}{where}"

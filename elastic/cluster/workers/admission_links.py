@@ -1,4 +1,4 @@
-"""Nodes are let in: who may be asked as a neighbour, and what the run's versions are. The checks are the workers' own
+"""Nodes are admitted: who may be asked as a neighbor, and what the run's versions are. The checks are the workers' own
 (elastic.worker.profile.node_checks); here is what needs Ray.
 """
 
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from elastic.cluster.workers.neighbor_links import doors
-from elastic.cluster.workers.worker_group import Crew
+from elastic.cluster.workers.worker_group import WorkerGroup
 from elastic.errors import SpecError
 from elastic.storage import Storage
 from elastic.types import (
@@ -37,7 +37,7 @@ from elastic.version import versions
 log = logging.getLogger(__name__)
 
 PLACE = "admission"  # in the run's storage
-NEIGHBOURS = 2  # a node that reaches the second one is not at fault
+NEIGHBORS = 2  # a node that reaches the second one is not at fault
 DOUBT_S = 5.0  # within which a node that is gone is seen to be
 
 
@@ -45,14 +45,14 @@ DOUBT_S = 5.0  # within which a node that is gone is seen to be
 class Entrance:
     """The driver's side. `known`: versions of the run: the driver's own, and what only nodes know as the first one told it.
     `folder`: storage that may be this host's own; None = it is known to be the same everywhere. `attached`: to workers that
-    another driver has let in."""
+    another driver has admitted."""
 
-    crew: Crew
+    worker_group: WorkerGroup
     known: dict[str, str] = field(default_factory=versions)
     folder: Storage | None = None
     attached: bool = False
     _mark: str = ""
-    _inside: dict[str, None] = field(default_factory=dict)  # nodes that were let in, in order
+    _inside: dict[str, None] = field(default_factory=dict)  # nodes that were admitted, in order
     _asked: dict[str, Prepare] = field(default_factory=dict)  # the last of each node
     _doubted: dict[str, tuple[NodeRefused, float]] = field(default_factory=dict)  # refusals that wait, until when
 
@@ -60,16 +60,19 @@ class Entrance:
         """What the workers of a node are told."""
         self._asked[action.node_id] = action
         terms = Terms(dict(self.known), action.gpu_bytes, action.host_bytes, self._mark_for(action.node_id))
-        neighbours = tuple(self._neighbours(action.node_id, plan))
-        return WorkerOrder(action, entry=Entry(terms, partial(doors, neighbours)))
+        neighbors = tuple(self._neighbors(action.node_id, plan))
+        return WorkerOrder(action, entry=Entry(terms, partial(doors, neighbors)))
 
-    def _neighbours(self, node_id: str, plan: Plan | None) -> Iterable[Any]:
-        """Workers of other nodes: of the plan's first, then of those that are let in."""
-        workers = [*(plan.ranks if plan is not None else ()), *(w for name in self._inside for w in self.crew.workers(name))]
+    def _neighbors(self, node_id: str, plan: Plan | None) -> Iterable[Any]:
+        """Workers of other nodes: of the plan's first, then of those that are admitted."""
+        workers = [
+            *(plan.ranks if plan is not None else ()),
+            *(w for name in self._inside for w in self.worker_group.workers(name)),
+        ]
         first = {worker.node_id: worker for worker in reversed(workers) if worker.node_id not in (node_id, "")}
         names = [name for name in dict.fromkeys(worker.node_id for worker in workers) if name in first]
-        actors = (self.crew.actor(first[name]) for name in names)
-        return [actor for actor in actors if actor is not None][:NEIGHBOURS]
+        actors = (self.worker_group.actor(first[name]) for name in names)
+        return [actor for actor in actors if actor is not None][:NEIGHBORS]
 
     def _mark_for(self, node_id: str) -> Mark | None:
         """What a worker of the node shall find in storage and answer. A failure to write it says nothing of the node."""
@@ -133,7 +136,7 @@ class Entrance:
         again: list[Prepare] = []
         refused: list[Event] = []
         for node_id, (event, until_s) in list(self._doubted.items()):
-            if not all(name in nodes and len(self.crew.workers(name)) >= nodes[name].gpus for name in event.neighbors):
+            if not all(name in nodes and len(self.worker_group.workers(name)) >= nodes[name].gpus for name in event.neighbors):
                 log.info("%s is looked at once more: %s, and a node that it did not reach is gone", node_id, event.reason)
                 again.append(self._asked[node_id])
             elif now_s >= until_s:

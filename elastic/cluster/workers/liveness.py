@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import Protocol
 
-from elastic.cluster.workers.absent_ranks import Arrived, At, missing
+from elastic.cluster.workers.absent_ranks import Arrived, RankSite, absent_ranks
 from elastic.types import Job, Plan, Silent, WorkerId
 from elastic.worker.process.doing import PATIENT, Doing
 
@@ -15,8 +15,8 @@ STEPPING_LEAST_S, STEP_TIMES = 1.0, 5.0
 LATE_TIMES, LATE_HALF_S = 4.0, 15.0  # of the machine's lateness, half of which is forgotten in this time
 LATE_S = 0.25
 SLOW_KEPT = 0.9  # of the slowest step's time, with each step that follows
-STUCK_LEAST_S, STUCK_TIMES = 30.0, 3.0  # all answer and none gets on
-MISSING_LEAST_S = 10.0  # all answer, and all but some wait for those; programs do stand still for some seconds at times
+STUCK_LEAST_S, STUCK_TIMES = 30.0, 3.0  # all answer and none makes progress
+MISSING_LEAST_S = 10.0  # all answer, and all but some wait for those; programs do stall for some seconds at times
 PATIENT_LEAST_S = 60.0  # the same where those wait for their batch, compile, or store a copy
 COMPILING_S = 300.0  # the same where blocks are compiled, anew for shares of another size
 EVALUATING_STUCK_S = 600.0  # the same within one batch of a validation set: the program may make whole texts of it
@@ -54,7 +54,7 @@ class _Seen:
     open: bool = False
     still_s: float = 0.0  # since its progress changed
     quiet_s: float = 0.0  # the same, or since it began a collective
-    at: At = At()
+    at: RankSite = RankSite()
     told: bool = False
 
 
@@ -69,7 +69,7 @@ def patience_s(job: Job) -> float:
 
 
 @dataclass
-class Silence:
+class Liveness:
     """`wait_s`: how long a call may take anyway. `most_s`: the job's upper bound on every bound (None = none); where
     it is given, ranks wait just so long for one that does not come. `patience_s`: what they wait at least, where
     a rank may do by itself what takes its time.
@@ -103,7 +103,7 @@ class Silence:
             seen.still_s = 0.0
         if moved or beat.phase == "idle" or beat.arrived != seen.at.arrived:
             seen.quiet_s = 0.0
-        seen.at = At(beat.arrived, beat.doing, beat.where)
+        seen.at = RankSite(beat.arrived, beat.doing, beat.where)
         seen.generation, seen.phase, seen.progress = beat.generation, beat.phase, beat.progress
         seen.open, seen.waited_s, seen.told = False, 0.0, False
 
@@ -133,7 +133,7 @@ class Silence:
         return min(bound_s, self.most_s) if self.most_s is not None else bound_s
 
     def look(self, now_s: float) -> list[Silent]:
-        """Workers whose bound is passed while no peer of their generation gets on; each once per silence."""
+        """Workers whose bound is passed while no peer of their generation makes progress; each once per silence."""
         gap_s = 0.0 if self._looked_at_s is None else max(0.0, now_s - self._looked_at_s)
         passed_s = min(GAP_MOST_S, gap_s)
         self._looked_at_s = now_s
@@ -183,9 +183,9 @@ class Silence:
         still_s = min(seen.still_s for seen in members)
         return still_s if still_s > most_s else 0.0
 
-    def missing(self, plan: Plan) -> list[Silent]:
-        """Ranks that all others wait for in a collective: all answer, none gets on, for too long; each once. Not before the
-        generation's first step is done: until then nobody knows how long one takes."""
+    def absent_ranks(self, plan: Plan) -> list[Silent]:
+        """Ranks that all others wait for in a collective: all answer, none makes progress, for too long; each once. Not before
+        the generation's first step is done: until then nobody knows how long one takes."""
         generation = plan.generation
         seen = {worker: self._workers[worker] for worker in plan.ranks if worker in self._workers}
         steps = all(one.generation == generation and one.phase == "stepping" and self._fresh(one) for one in seen.values())
@@ -194,7 +194,7 @@ class Silence:
         quiet_s = min(one.quiet_s for one in seen.values())
         if quiet_s <= (MISSING_LEAST_S if self.most_s is None else self.most_s):
             return []
-        found = missing({worker: one.at for worker, one in seen.items()}, plan.layout.pp > 1)
+        found = absent_ranks({worker: one.at for worker, one in seen.items()}, plan.layout.pp > 1)
         patient = any(seen[worker].at.doing in PATIENT for worker in found)
         if quiet_s <= self.missing_bound_s(generation, patient):
             return []
@@ -203,7 +203,7 @@ class Silence:
         return [Silent(worker, generation, seen[worker].phase, round(quiet_s, 2), found[worker]) for worker in new]
 
     def missing_bound_s(self, generation: int, patient: bool) -> float:
-        """How long all may stand still before the ones that they wait for are named: many times what a step takes, so that one
+        """How long all may stall before the ones that they wait for are named: many times what a step takes, so that one
         that has become slow is not taken for one that does not come."""
         slow_s = self._slow_step_s.get(generation, 0.0)
         if self.most_s is not None:

@@ -14,12 +14,12 @@ from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.workers import remote_processes
 from elastic.errors import CloudFailed, ElasticError, NoCapacity
 from elastic.types.node_labels import ACCELERATOR_LABEL
-from elastic.worker.profile.measure import Wanted, accelerator_here, measure
+from elastic.worker.profile.measure import MeasureRequest, accelerator_here, measure
 
 WAIT_S = 120.0  # beyond the time that measuring takes: for GPUs that others use, and for Ray's worker to start
 
 
-def measured(address: str, wanted: Wanted, kinds: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+def measured(address: str, wanted: MeasureRequest, kinds: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """Kind of accelerator -> what was found there, with `host`. `kinds`: only these, where the cluster has them. Raises
     SpecError where the cluster cannot be reached, NoCapacity where a node's GPUs do not come free."""
     try:
@@ -44,13 +44,13 @@ def _chosen(nodes: Sequence[RayNode], kinds: Sequence[str]) -> dict[str, RayNode
     return {kind: node for kind, node in found.items() if kind in kinds} or found
 
 
-def _task(node: RayNode, wanted: Wanted) -> Any:
+def _task(node: RayNode, wanted: MeasureRequest) -> Any:
     where = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
     task: Any = ray.remote(_measure)
     return task.options(num_cpus=0, num_gpus=node.gpus, max_retries=0, scheduling_strategy=where).remote(wanted)
 
 
-def _measure(wanted: Wanted) -> tuple[str, dict[str, Any]]:
+def _measure(wanted: MeasureRequest) -> tuple[str, dict[str, Any]]:
     return accelerator_here(), measure(wanted)
 
 

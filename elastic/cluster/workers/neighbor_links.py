@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 HEAR_MOST_S = 5.0  # of a neighbor, which trains meanwhile
 
 
-def doors(neighbours: Iterable[Any]) -> list[Door]:
+def doors(neighbors: Iterable[Any]) -> list[Door]:
     """Where these actors listen; one that does not answer is left out: it may be ending, and says nothing of this node."""
     found = []
-    for ref in [actor.hear.remote() for actor in neighbours]:
+    for ref in [actor.hear.remote() for actor in neighbors]:
         try:
             found.append(ray.get(ref, timeout=HEAR_MOST_S))
         except (RayError, GetTimeoutError, OSError) as error:
-            log.info("a neighbour does not answer: %s", error)
+            log.info("a neighbor does not answer: %s", error)
     return found
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from elastic.ledger.run_folder import OF_NODE
 
 FILE_BYTES = 16 << 20  # then the file becomes FILE.1, in place of an older one
-FILES_KEPT, LOGS_BYTES = 256, 2 << 30  # in a run's folder, and those that are written: nodes come and go for months
+FILES_KEPT, LOGS_BYTES = 256, 2 << 30  # in a run's folder, and those that are written: nodes join and leave for months
 PRUNED, PRUNE_EVERY_S = ".pruned", 3600.0
 TELL_BYTES = 64 << 10  # told at once; of more only the newest part
 WORDS_BYTES = 4000  # of which the last words are taken
@@ -41,7 +41,7 @@ class Output:
         self._tells = False
         self._told_bytes = 0  # up to where the file was told
         self._left: tuple[str, ...] = ()  # lines of a generation that is over, not told yet
-        self._begin_file(f"the output goes on in {self.path}")
+        self._begin_file(f"the output continues in {self.path}")
 
     def begin(self, text: str, tells: bool) -> None:
         """A generation begins: said in the file; `tells`: from here on `take` gives what is printed."""
@@ -54,7 +54,7 @@ class Output:
         """Whole lines that were printed since the last call, where they are to be told."""
         with self._lock:
             lines, self._left = self._left + self._lines(), ()
-            with suppress(OSError):  # tried again at the next call
+            with suppress(OSError):  # retried at the next call
                 self._renew()
             return lines
 

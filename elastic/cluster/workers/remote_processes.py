@@ -130,7 +130,7 @@ class _Hosted:
         return os.getpid()
 
 
-class _Hand:
+class _NodeSignals:
     """On a node, always ready: signals to processes there."""
 
     def signal(self, pid: int, number: int) -> bool:
@@ -169,11 +169,11 @@ def _on(seat: Seat, takes_place: bool = True) -> dict[str, Any]:
     return {"num_cpus": 0, **need, "scheduling_strategy": where}
 
 
-class Hands:
+class ProcessSignals:
     """One on each node, started once."""
 
     def __init__(self, seats: Sequence[Seat]) -> None:
-        hand: Any = ray.remote(_Hand)
+        hand: Any = ray.remote(_NodeSignals)
         nodes = {seat.ray_id: seat for seat in seats}
         self._hands = {ray_id: hand.options(**_on(seat, False)).remote() for ray_id, seat in nodes.items()}
 
@@ -189,10 +189,10 @@ class Hands:
             ray.kill(hand)
 
 
-class Outpost:
+class RemoteProcess:
     """One process at a seat. `pipe` gives its messages, and ends with it."""
 
-    def __init__(self, seat: Seat, hands: Hands, order: Order) -> None:
+    def __init__(self, seat: Seat, hands: ProcessSignals, order: Order) -> None:
         self.seat, self.hands = seat, hands
         remote: Any = ray.remote  # its types do not know of groups
         hosted = remote(concurrency_groups={"orders": 1, "polls": 2})(_Hosted)
@@ -250,7 +250,7 @@ class Outpost:
 
 
 @dataclass(frozen=True)
-class Errand:
+class RemoteCommand:
     """`python WORDS` at each seat at once, with its environment."""
 
     words: tuple[str, ...]
@@ -264,16 +264,18 @@ def free_port(seat: Seat) -> int:
     return int(ray.get(task.options(**_on(seat, False)).remote()))
 
 
-def run(seats: Sequence[Seat], errand: Errand, look: Callable[[], None]) -> list[tuple[int, str]]:
+def run(seats: Sequence[Seat], remote_command: RemoteCommand, look: Callable[[], None]) -> list[tuple[int, str]]:
     """Exit code and output of each; `look` is called while it waits and may raise, which ends them. Where one
     has failed, those that wait for it are ended and left out. Raises TimeoutError."""
     task: Any = ray.remote(_command)
     refs = [
-        task.options(**_on(seat, seat.on_gpu), max_retries=0).remote(errand.words, dict(environment), errand.most_s)
-        for seat, environment in zip(seats, errand.environments, strict=True)
+        task.options(**_on(seat, seat.on_gpu), max_retries=0).remote(
+            remote_command.words, dict(environment), remote_command.most_s
+        )
+        for seat, environment in zip(seats, remote_command.environments, strict=True)
     ]
     try:
-        end_s = time.monotonic() + errand.most_s + GONE_MOST_S
+        end_s = time.monotonic() + remote_command.most_s + GONE_MOST_S
         done: dict[Any, tuple[int, str]] = {}
         while len(done) < len(refs):
             ready, _ = ray.wait([ref for ref in refs if ref not in done], timeout=0.2)
@@ -282,7 +284,7 @@ def run(seats: Sequence[Seat], errand: Errand, look: Callable[[], None]) -> list
                 break
             look()
             if time.monotonic() > end_s:
-                raise TimeoutError(f"{' '.join(errand.words)} did not end within {errand.most_s:.0f} s")
+                raise TimeoutError(f"{' '.join(remote_command.words)} did not end within {remote_command.most_s:.0f} s")
         return list(done.values())
     finally:
         for ref in refs:

@@ -52,7 +52,7 @@ class WorkerSetup:
 
 
 @dataclass(frozen=True)
-class Passport:
+class WorkerInfo:
     """What a new driver asks an actor that it finds."""
 
     me: WorkerId
@@ -88,10 +88,10 @@ class Worker:
         if setup.outlives:
             threading.Thread(target=self._watch_driver, name="orphan-watch", daemon=True).start()
 
-    def passport(self, epoch: int) -> Passport:
+    def worker_info(self, epoch: int) -> WorkerInfo:
         self._fence(epoch)
         setup = self.setup
-        return Passport(setup.me, setup.incarnation, setup.pool, os.getpid(), self.prepared, self.ordered, self.versions)
+        return WorkerInfo(setup.me, setup.incarnation, setup.pool, os.getpid(), self.prepared, self.ordered, self.versions)
 
     def newest_plans(self, epoch: int) -> tuple[Plan, ...]:
         """That it was given, the newest last: a driver may have given one while storage did not take its line."""
@@ -109,7 +109,7 @@ class Worker:
         self.session.order(order)
 
     def hear(self) -> Any:
-        """A neighbour that is being let in measures its link to here: a Door. That is no word of the driver."""
+        """A neighbor that is being admitted measures its link to here: a Door. That is no word of the driver."""
         from elastic.cluster.workers.neighbor_links import open_door
 
         return open_door(self.setup.me.node_id)
@@ -181,11 +181,11 @@ class Worker:
         return self.polled_at == since
 
     def _store_alone(self, wait_s: float) -> None:
-        """The durable copy is committed by the lowest rank; where it cannot be, the worker still leaves."""
+        """The checkpoint is committed by the lowest rank; where it cannot be, the worker still leaves."""
         try:
             uri = self.session.store_alone(self.epoch, wait_s)
         except (ElasticError, OSError, TimeoutError) as error:
-            log.warning("the last durable copy was not committed: %s", error)
+            log.warning("the last checkpoint was not committed: %s", error)
             return
         if uri:
             log.warning("no driver for %.0f s: the state was stored as %s", self.setup.orphan_lease_s, uri)

@@ -19,7 +19,7 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster.nodes.providers import signal_there
-from elastic.cluster.workers.worker_actor import MAX_CONCURRENCY, Passport, Worker, WorkerSetup
+from elastic.cluster.workers.worker_actor import MAX_CONCURRENCY, Worker, WorkerInfo, WorkerSetup
 from elastic.errors import SpecError
 from elastic.types import Action, Plan, WorkerId, version_differences
 from elastic.types.orders import WorkerOrder
@@ -36,7 +36,7 @@ TEXT_MOST = 400
 
 
 @dataclass(frozen=True)
-class Answer:
+class PollAnswer:
     """A worker answered a poll; `messages` are those that were not seen before."""
 
     worker: WorkerId
@@ -45,7 +45,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Broken:
+class BrokenWorker:
     """process: the worker is gone. infrastructure: a call to it failed. replaced: it obeys a newer driver."""
 
     worker: WorkerId
@@ -55,7 +55,7 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Berth:
+class Placement:
     """Where a worker is to be started: a node as Ray knows it, and what it takes there."""
 
     ray_id: str
@@ -75,7 +75,7 @@ class _Member:
 
 
 @dataclass
-class Crew:
+class WorkerGroup:
     """`setup` is that of every worker but for its name and node. `namespace` is Ray's. `local`: all on this machine."""
 
     setup: WorkerSetup
@@ -86,7 +86,7 @@ class Crew:
     outdated: dict[WorkerId, str] = field(init=False, default_factory=dict)  # not adopted -> which versions they ran
     _incarnations: dict[WorkerId, int] = field(default_factory=dict)
     _calls: dict[Any, WorkerId] = field(default_factory=dict)
-    _news: queue.SimpleQueue[Broken] = field(default_factory=queue.SimpleQueue)
+    _news: queue.SimpleQueue[BrokenWorker] = field(default_factory=queue.SimpleQueue)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _starting: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)  # as `_start` takes it
     _starters: list[threading.Thread] = field(default_factory=list)
@@ -119,9 +119,9 @@ class Crew:
         member = self._members.get(worker)
         return member.actor if member else None
 
-    def start(self, me: WorkerId, berth: Berth, first: WorkerOrder) -> None:
+    def start(self, me: WorkerId, placement: Placement, first: WorkerOrder) -> None:
         """Starts an actor in the background, which is given that order."""
-        if self._later(me.node_id, partial(self.start, me, berth, first)):
+        if self._later(me.node_id, partial(self.start, me, placement, first)):
             return
         with self._lock:
             self._incarnations[me] = self._incarnations.get(me, 0) + 1
@@ -129,60 +129,60 @@ class Crew:
         if len(self._starters) < STARTERS:  # daemons: making an actor waits for the head, and may do so for a minute
             self._starters.append(threading.Thread(target=self._run, name="start-workers", daemon=True))
             self._starters[-1].start()
-        self._starting.put((me, berth, incarnation, first))
+        self._starting.put((me, placement, incarnation, first))
 
     def _run(self) -> None:
         while (order := self._starting.get()) is not None and not self._closed:
             self._start(*order)
 
-    def _start(self, me: WorkerId, berth: Berth, incarnation: int, first: WorkerOrder) -> None:
-        setup = replace(self.setup, me=me, incarnation=incarnation, pool=berth.pool)
-        need: dict[str, Any] = {"num_cpus": 0, "num_gpus": 1} if berth.on_gpu else {"num_cpus": 1}
+    def _start(self, me: WorkerId, placement: Placement, incarnation: int, first: WorkerOrder) -> None:
+        setup = replace(self.setup, me=me, incarnation=incarnation, pool=placement.pool)
+        need: dict[str, Any] = {"num_cpus": 0, "num_gpus": 1} if placement.on_gpu else {"num_cpus": 1}
         actor_class: Any = ray.remote(Worker)
         try:
             actor = actor_class.options(
                 name=f"{me}.{incarnation}", namespace=self.namespace, lifetime="detached" if setup.outlives else None,
                 max_restarts=0, max_concurrency=MAX_CONCURRENCY,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(berth.ray_id, soft=False), **need,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(placement.ray_id, soft=False), **need,
             ).remote(setup)  # fmt: skip
         except (RayError, ValueError, OSError) as error:
-            self._news.put(Broken(me, "process", f"its actor could not be made: {_short(error)}"))
+            self._news.put(BrokenWorker(me, "process", f"its actor could not be made: {_short(error)}"))
             return
         with self._lock:
             if self._incarnations.get(me) != incarnation:
                 _kill(actor)
                 return
-            self._join(me, _Member(actor, berth.ray_id, incarnation))
+            self._join(me, _Member(actor, placement.ray_id, incarnation))
         self.order(me, first)
 
-    def adopt(self, keep: bool) -> list[Passport]:
+    def adopt(self, keep: bool) -> list[WorkerInfo]:
         """Finds the run's living actors, of each worker the newest; the others end, and so does one of other versions than this
         driver's (`outdated` says which). Not `keep`: all of them end."""
         found = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == self.namespace]
         actors = {name: actor for name in found if (actor := _actor(name, self.namespace)) is not None}
         asked: dict[Any, Any] = {}
         if keep:
-            asked = {actor.passport.remote(self.setup.epoch): actor for actor in actors.values()}
+            asked = {actor.worker_info.remote(self.setup.epoch): actor for actor in actors.values()}
         ready: list[Any] = ray.wait(list(asked), num_returns=len(asked), timeout=PASSPORT_MOST_S)[0] if asked else []
-        newest: dict[WorkerId, tuple[Passport, Any]] = {}
+        newest: dict[WorkerId, tuple[WorkerInfo, Any]] = {}
         for ref in ready:
             try:
-                passport = ray.get(ref)
+                worker_info = ray.get(ref)
             except RayError:
                 continue
-            if different := _outdated(passport):
-                self.outdated[passport.me] = different
-                log.warning("worker %s is replaced: it runs %s", passport.me, different)
-            elif passport.me not in newest or newest[passport.me][0].incarnation < passport.incarnation:
-                newest[passport.me] = (passport, asked[ref])
+            if different := _outdated(worker_info):
+                self.outdated[worker_info.me] = different
+                log.warning("worker %s is replaced: it runs %s", worker_info.me, different)
+            elif worker_info.me not in newest or newest[worker_info.me][0].incarnation < worker_info.incarnation:
+                newest[worker_info.me] = (worker_info, asked[ref])
         kept = {id(actor) for _, actor in newest.values()}
         for actor in actors.values():
             if id(actor) not in kept:
                 _kill(actor)
-        for me, (passport, actor) in newest.items():
-            self._incarnations[me] = passport.incarnation
-            self._join(me, _Member(actor, "", passport.incarnation, pid=passport.pid, generation=passport.generation))
-        return [passport for passport, _ in newest.values()]
+        for me, (worker_info, actor) in newest.items():
+            self._incarnations[me] = worker_info.incarnation
+            self._join(me, _Member(actor, "", worker_info.incarnation, pid=worker_info.pid, generation=worker_info.generation))
+        return [worker_info for worker_info, _ in newest.values()]
 
     def plans_after(self, generation: int) -> tuple[Plan, ...]:
         """Plans of newer generations that the adopted workers were given, the newest last."""
@@ -198,7 +198,7 @@ class Crew:
     def replaced(self) -> str:
         """Whether a newer driver has attached to the workers, as some of them say; '' = not to any that answer."""
         try:
-            self._asked(self.workers()[:ASKED_MOST], "passport")
+            self._asked(self.workers()[:ASKED_MOST], "worker_info")
         except SpecError as error:
             return str(error)
         return ""
@@ -272,7 +272,7 @@ class Crew:
                     member.poll = member.actor.poll.remote(self.setup.epoch, member.seen, POLL_S)
             return list(self._members)
 
-    def collect(self, wait_s: float) -> list[Answer | Broken]:
+    def collect(self, wait_s: float) -> list[PollAnswer | BrokenWorker]:
         """What has come, at the latest after `wait_s`."""
         with self._lock:
             polls = {member.poll: worker for worker, member in self._members.items() if member.poll is not None}
@@ -284,7 +284,7 @@ class Crew:
         else:
             ready = []
             time.sleep(wait_s)
-        found: list[Answer | Broken] = []
+        found: list[PollAnswer | BrokenWorker] = []
         for ref in ready:
             worker = polls[ref] if ref in polls else self._calls.pop(ref)
             answer = self._read(ref, worker, ref in polls)
@@ -294,7 +294,7 @@ class Crew:
             found.append(self._news.get())
         return found
 
-    def _read(self, ref: Any, worker: WorkerId, is_poll: bool) -> Answer | Broken | None:
+    def _read(self, ref: Any, worker: WorkerId, is_poll: bool) -> PollAnswer | BrokenWorker | None:
         member = self._members.get(worker)
         if is_poll and (member is None or member.poll != ref):
             return None
@@ -305,18 +305,18 @@ class Crew:
         except ActorUnavailableError:
             return None  # the connection broke; it may come back, and silence is measured on
         except RayTaskError as error:
-            return Broken(worker, "replaced" if isinstance(error, SpecError) else "infrastructure", _short(error))
+            return BrokenWorker(worker, "replaced" if isinstance(error, SpecError) else "infrastructure", _short(error))
         except RayError as error:  # ActorDiedError, OutOfMemoryError of the memory monitor, NodeDiedError ...
             if member is None:
                 return None
             self.forget(worker)
-            return Broken(worker, "process", f"its process is gone: {_why_gone(error)}", member.pid)
+            return BrokenWorker(worker, "process", f"its process is gone: {_why_gone(error)}", member.pid)
         if not is_poll or member is None:
             return None
         messages = tuple(event for number, event in beat.messages if number > member.seen)
         member.seen = max([member.seen, *(number for number, _ in beat.messages)])
         member.pid, member.generation = beat.pid, beat.generation or member.generation
-        return Answer(worker, beat, messages)
+        return PollAnswer(worker, beat, messages)
 
     # ------------------------------------------------------------------------------------------ ends
 
@@ -379,9 +379,11 @@ def _actor(name: str, namespace: str) -> Any:
         return None
 
 
-def _outdated(passport: Passport) -> str:
+def _outdated(worker_info: WorkerInfo) -> str:
     """How its versions differ from this driver's; '' = they do not."""
-    return version_differences(versions(), dict(passport.versions)) if passport.versions else "an older version of elastic"
+    return (
+        version_differences(versions(), dict(worker_info.versions)) if worker_info.versions else "an older version of elastic"
+    )
 
 
 def _kill(actor: Any) -> None:

@@ -91,7 +91,7 @@ def _zone_without_subnet(spec: ClusterSpec, worker: NodeType, named: set[str]) -
         )
     elif worker.zone and len(named) > 1:
         right = f"SubnetIds: [the one in {worker.zone}]"
-        what = f"{len(named)} subnets, but all nodes are labelled {worker.zone}: some would be elsewhere"
+        what = f"{len(named)} subnets, but all nodes are labeled {worker.zone}: some would be elsewhere"
         yield Problem(place, what, right)
 
 

@@ -37,7 +37,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class NodeType:
-    """One entry of `available_node_types`, or a worker group of KubeRay. `market_type`: as labelled, else as it is bought."""
+    """One entry of `available_node_types`, or a worker group of KubeRay. `market_type`: as labeled, else as it is bought."""
 
     name: str
     place: Place

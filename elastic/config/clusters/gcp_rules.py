@@ -18,7 +18,7 @@ def project(spec: ClusterSpec) -> Iterator[Problem]:
         yield Problem(("provider", "availability_zone"), what, "one zone; a second cluster file for another one")
     for worker in spec.workers:
         if worker.zone and spec.zones and worker.zone not in spec.zones:
-            what = f"labelled {worker.zone}, but Ray starts all nodes in {spec.zones[0]}"
+            what = f"labeled {worker.zone}, but Ray starts all nodes in {spec.zones[0]}"
             yield Problem((*worker.place, "labels"), what, spec.zones[0])
 
 

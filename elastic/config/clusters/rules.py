@@ -121,11 +121,11 @@ def _markets(spec: ClusterSpec) -> Iterator[Problem]:
         market = worker.labels.get(MARKET_LABEL)
         if worker.bought_as is not None and market in MARKETS and market != worker.bought_as:
             right = f"label it {worker.bought_as}, or ask for {market} nodes in node_config"
-            yield Problem(place, f"labelled {market}, but its node_config asks for {worker.bought_as} nodes", right)
+            yield Problem(place, f"labeled {market}, but its node_config asks for {worker.bought_as} nodes", right)
         region = worker.labels.get(REGION_LABEL)
         if region and spec.region and region != spec.region:
             label = (*worker.place, "labels", REGION_LABEL)
-            yield Problem(label, f"labelled {region}, but the cluster is in {spec.region}", spec.region)
+            yield Problem(label, f"labeled {region}, but the cluster is in {spec.region}", spec.region)
         if worker.market_type == "reserved" and worker.name in ends and ends[worker.name] is None:
             right = f'say metadata.elastic.pools.{worker.name}.ends_at: "2026-12-01T11:30:00Z"'
             yield Problem(worker.place, "the end of the reservation is not known", right, True)
@@ -136,7 +136,7 @@ def _floor(spec: ClusterSpec) -> Iterator[Problem]:
     most = sum(pool.max_nodes for pool in steady)
     if spec.on_demand_floor > most:
         have = f"{' + '.join(pool.name for pool in steady)} give {most}" if steady else "there is no on-demand pool"
-        right = "add a node type that is labelled on-demand (max_workers at least the floor), or lower the floor"
+        right = "add a node type that is labeled on-demand (max_workers at least the floor), or lower the floor"
         yield Problem((*PLACE, "on_demand_floor"), f"a floor of {spec.on_demand_floor} is asked, but {have}", right)
 
 

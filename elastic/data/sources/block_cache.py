@@ -1,9 +1,9 @@
 """A cache on the node's own disk: remote files in blocks, read once per node, and what is built from data once.
 
 <folder>/blocks/ab/<digest of the file>-<number>   bytes of a block, then their 8-byte xxh3 sum
-<folder>/built/<name>/                             an index or tokenised text; not counted, removed by hand
+<folder>/built/<name>/                             an index or tokenized text; not counted, removed by hand
 <folder>/built/.<name>-<8 digits>/                 being built; swept once its builder is gone (nobody holds its lock)
-<folder>/locks/                                    between the node's processes; a builder that gets on touches its own
+<folder>/locks/                                    between the node's processes; a builder that makes progress touches its own
 
 A block is checked when a process first reads it; one that is cut off or altered is fetched again. Where the blocks exceed
 `limit_bytes`, those that were not used for the longest time go.
@@ -41,7 +41,7 @@ ROOM = 0.9  # of the limit that is left when blocks had to go
 OLD_S = 3600.0  # unfinished files of this age belong to nobody
 WAIT_S = 0.1  # between looks at another process that builds
 UNFINISHED = re.compile(r"\.(.+)-[0-9a-f]{8}")
-LOCK_MOST_S, LOCK_LOOK_S = 150.0, 0.02  # storage is asked again for 120 s
+LOCK_MOST_S, LOCK_LOOK_S = 150.0, 0.02  # storage is retried for 120 s
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Cache:
 
     @contextmanager
     def _turn(self, name: str) -> Iterator[int]:
-        """The lock of what is built by that name. While another process builds it and gets on, so does this one."""
+        """The lock of what is built by that name. While another process builds it and makes progress, so does this one."""
         with self._opened(f"built-{name}") as handle:
             touched = os.fstat(handle).st_mtime_ns
             while not _locked(handle):
@@ -236,8 +236,8 @@ class Cache:
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        """Who holds it longer than storage is asked for is stopped, or hangs: the others go on without it, which costs what is
-        read twice, and no more."""
+        """Who holds it longer than storage is asked for is stopped, or hangs: the others continue without it, which costs what
+        is read twice, and no more."""
         with self._opened(name) as handle:
             until_s = time.monotonic() + LOCK_MOST_S
             while not _locked(handle):

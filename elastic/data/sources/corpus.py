@@ -24,7 +24,7 @@ Tokens = NDArray[np.int64]
 DTYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64", "uint64")
 VERSION = 1
 META, TOKENS, ENDS = "meta.json", "tokens.bin", "ends.npy"
-AT_ONCE = 1000  # documents that are tokenised in one call
+AT_ONCE = 1000  # documents that are tokenized in one call
 
 
 class Corpus(Protocol):
@@ -155,7 +155,7 @@ def _npy_head(files: Files, n: int) -> tuple[int, np.dtype[Any]]:
     return head.tell(), kind
 
 
-# ------------------------------------------------------------------------------------------------ tokenised once
+# ------------------------------------------------------------------------------------------------ tokenized once
 
 
 class Tokenizer(Protocol):
@@ -184,7 +184,7 @@ class Texts(Protocol):
     def where(self, index: int) -> str: ...
 
 
-class Tokenised:
+class Tokenized:
     """Documents as tokens: written once per node, for these documents and this tokenizer, then read by ranges."""
 
     def __init__(self, documents: Texts, field: str, tokenizer: Tokenizer, cache: Cache | None = None) -> None:

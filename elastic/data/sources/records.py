@@ -1,6 +1,6 @@
 """Records (a name -> value mapping each) by number: JSON lines, Parquet files, datasets saved by Hugging Face `datasets`.
 
-Read when they are asked for; what is kept is where they begin. pyarrow is imported when a Parquet or Arrow file is opened.
+Read when they are requested; what is kept is where they begin. pyarrow is imported when a Parquet or Arrow file is opened.
 """
 
 from __future__ import annotations

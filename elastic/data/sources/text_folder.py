@@ -46,7 +46,7 @@ def split_files(files: Files, split: str, validation_share: float) -> Files:
 
 @dataclass(eq=False)
 class TextFolder:
-    """Windows over the bytes of the text files of a folder (also under s3://), which are read when they are asked for.
+    """Windows over the bytes of the text files of a folder (also under s3://), which are read when they are requested.
 
     Files are taken in the order of their relative paths, a zero byte behind each, until there are `max_bytes` (None: all).
     Item i is {"input": int64 [seq], "target": int64 [seq]}: bytes i*seq .. i*seq+seq, the target one byte later.

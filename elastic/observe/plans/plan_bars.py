@@ -1,4 +1,4 @@
-"""Where the time and the memory of an offer go, as stacked bars: in the terminal (letters tell parts apart, colour only helps)
+"""Where the time and the memory of an offer go, as stacked bars: in the terminal (letters tell parts apart, color only helps)
 and as a picture."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from elastic.observe.plans.plan_tables import GIB, hours, seconds, size, usd
 
-# part -> letter, colour, what it is
+# part -> letter, color, what it is
 TIME = {
     "products": ("P", "#1f618d", "matrix products, forward and backward"),
     "attention": ("A", "#2e86c1", "attention"),
@@ -105,7 +105,7 @@ def _money(offer: Mapping[str, Any], data: Mapping[str, Any]) -> list[Text]:
     if not offer["usd_per_h"]:
         return []
     unit = data["model"]["unit"]
-    lost = f"; {1 - offer['goodput']:.1%} of the time goes to nodes that are taken" if offer["goodput"] < 0.999 else ""
+    lost = f"; {1 - offer['goodput']:.1%} of the time goes to preempted nodes" if offer["goodput"] < 0.999 else ""
     total = f"; {hours(offer['hours'])} and {usd(offer['usd'])} in all" if offer["hours"] else ""
     return [Text(f"{usd(offer['usd_per_h'])}/h, {usd(offer['usd_per_mtoken'])} per million {unit}{lost}{total}")]
 

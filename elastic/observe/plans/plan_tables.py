@@ -54,13 +54,11 @@ def _answer(data: Data, best: Data) -> list[str]:
     lines = [f"{head}{best['layout']}", f"      {seconds(best['step_s'])} a step, {best['tokens_per_s']:,.0f} {unit}/s{cost}"]
     if best["hours"]:
         rate = max((pool["lost_per_node_h"] for pool in data["pools"]), default=0.0)
-        taken = f", {1 - best['goodput']:.1%} of it lost to nodes that are taken (up to {rate:g} a node and hour assumed)"
+        taken = f", {1 - best['goodput']:.1%} of it lost to preempted nodes (up to {rate:g} a node and hour assumed)"
         lost = taken if best["goodput"] < 0.999 else ""
         total = f" and {usd(best['usd'])}" if best["usd"] else ""
         lines.append(f"      {count(data['tokens'])} {unit}: {hours(best['hours'])}{total}{lost}")
-    copy = (
-        f"a durable copy stops the steps for {seconds(best['copy_stall_s'])} and is written in {seconds(best['copy_write_s'])}"
-    )
+    copy = f"a checkpoint stops the steps for {seconds(best['copy_stall_s'])} and is written in {seconds(best['copy_write_s'])}"
     lines.append(f"      {copy}; a lost node costs about {seconds(best['lost_node_s'])}")
     return lines
 

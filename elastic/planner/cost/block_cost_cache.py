@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from elastic.planner.cost import compute
-from elastic.planner.cost.compute import Passes
+from elastic.planner.cost.compute import BlockTimes
 from elastic.planner.cost.memory import Step
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Site, optimizer_s
 from elastic.types import Layout
 
@@ -16,13 +16,13 @@ from elastic.types import Layout
 class Cache:
     """Of one model."""
 
-    work: Work
-    _blocks: dict[tuple[int, int, int, int, int, str], Passes] = field(default_factory=dict)
+    work: ModelCost
+    _blocks: dict[tuple[int, int, int, int, int, str], BlockTimes] = field(default_factory=dict)
     _lone: dict[tuple[int, int], float] = field(default_factory=dict)
     _floors: dict[tuple[int, int, int, int, int], float] = field(default_factory=dict)
     _sites: list[Site] = field(default_factory=list)  # held, so that no two have one id
 
-    def block_s(self, site: Site, layout: Layout, n_rows: int) -> Passes:
+    def block_s(self, site: Site, layout: Layout, n_rows: int) -> BlockTimes:
         key = (id(site), layout.tp, layout.cp, layout.ep, n_rows, layout.activation_checkpointing)
         if key not in self._blocks:
             sample = self.work.sample

@@ -50,7 +50,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Group:
-    """`size` ranks, the neighbours of which are `stride` ranks apart."""
+    """`size` ranks, the neighbors of which are `stride` ranks apart."""
 
     size: int
     stride: int = 1

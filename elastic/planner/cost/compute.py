@@ -32,7 +32,7 @@ class Chip:
 
 
 @dataclass(frozen=True)
-class Passes:
+class BlockTimes:
     """Seconds of a block, by what is done. `again`: computed a second time in the backward pass."""
 
     products: float
@@ -103,7 +103,7 @@ def moved_s(chip: Chip, n_bytes: float, n_ops: float = 0.0) -> float:
     return (n_bytes * kernels.moved / rate if rate else 0.0) + n_ops * (gpu.launch_s or kernels.launch_s)
 
 
-def block_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float, n_blocks: int) -> Passes:
+def block_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float, n_blocks: int) -> BlockTimes:
     """One microbatch of `n_rows` samples through a mean block. Where no products are known, the model's FLOPs are spread evenly
     over its blocks. Whole passes that were measured count as they were: nothing is added for what is no product."""
     if chip.gpu.crowded_passes:
@@ -126,17 +126,17 @@ def block_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float, n_
     backward = 2 * products + back + 2 * moved
     mode = layout.activation_checkpointing
     again = {"none": 0.0, "selective": 0.7 * own, "full": forward}[mode]
-    return Passes(products, ahead, moved, forward, backward, again)
+    return BlockTimes(products, ahead, moved, forward, backward, again)
 
 
-def _measured_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float) -> Passes:
+def _measured_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float) -> BlockTimes:
     rate = chip.gpu.crowded_passes[-1][1]
     flop = sum(p.count * p.flop for p in sample.matmuls)
     scores = sum(a.count * a.flop for a in sample.attentions)
     products, attention = (some * n_rows / (layout.tp * layout.cp) / rate for some in (flop, scores))
     forward = products + attention
     again = {"none": 0.0, "selective": 0.1 * forward, "full": forward}[layout.activation_checkpointing]
-    return Passes(products, attention, 0.0, forward, 2 * forward, again)
+    return BlockTimes(products, attention, 0.0, forward, 2 * forward, again)
 
 
 def ends_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float) -> float:

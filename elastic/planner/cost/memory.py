@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.reshard.communicators import CONTEXT_BYTES, running_bytes
 from elastic.types import DTYPE_BYTES, Layout, SampleProfile
 
@@ -54,7 +54,7 @@ class Held:
     experts: float
 
 
-def held(work: Work, layout: Layout) -> Held:
+def held(work: ModelCost, layout: Layout) -> Held:
     """Of the stage that has most: the first or the last one. Experts are not cut by tp where ep cuts them."""
     blocks = ceil(work.n_blocks / layout.pp)
     ends = work.first + work.last - work.tied if layout.pp == 1 else max(work.first, work.last)
@@ -62,7 +62,7 @@ def held(work: Work, layout: Layout) -> Held:
     return Held((blocks * work.block + ends) / layout.tp, experts)
 
 
-def state_parts(work: Work, layout: Layout, low: float) -> dict[str, float]:
+def state_parts(work: ModelCost, layout: Layout, low: float) -> dict[str, float]:
     """Bytes of a rank without activations. Its shard of parameters, gradients and optimizer entries (in host memory under
     `offload`: not counted); where they are sharded, also what is gathered, in the dtype of the computation (`low` of the stored
     one), as in ZeRO (Rajbhandari et al. 2020, section 3): at stage 3 one block twice (the running one and the prefetched one),
@@ -105,7 +105,7 @@ def ends_bytes(sample: SampleProfile, layout: Layout) -> float:
     return sample.ends_bytes / layout.cp / (layout.tp if sample.loss_parallel else 1)
 
 
-def activation_parts(work: Work, layout: Layout, step: Step) -> dict[str, float]:
+def activation_parts(work: ModelCost, layout: Layout, step: Step) -> dict[str, float]:
     """Of the pipeline stage that keeps most: the first has most microbatches in flight, the last has the logits. Where blocks
     are computed again, one of them has all of its activations for that time (Chen et al. 2016, section 3); by then the logits
     are gone."""
@@ -121,23 +121,23 @@ def activation_parts(work: Work, layout: Layout, step: Step) -> dict[str, float]
     return {"activations": rows * blocks, "logits": rows * max(0.0, ends - again), "again": rows * again}
 
 
-def parts(work: Work, layout: Layout, step: Step) -> Mapping[str, float]:
+def parts(work: ModelCost, layout: Layout, step: Step) -> Mapping[str, float]:
     """Bytes of a GPU by what they are for."""
     low = step.compute_bytes / max(1.0, work.element_bytes)
     return state_parts(work, layout, low) | activation_parts(work, layout, step)
 
 
-def memory_bytes(work: Work, layout: Layout, dtype: str = "float32") -> int:
+def memory_bytes(work: ModelCost, layout: Layout, dtype: str = "float32") -> int:
     """Of a rank without activations."""
     low = Step(1, 1, 1, dtype=dtype).compute_bytes / max(1.0, work.element_bytes)
     return int(sum(state_parts(work, layout, low).values()))
 
 
-def activation_bytes(work: Work, layout: Layout, step: Step) -> int:
+def activation_bytes(work: ModelCost, layout: Layout, step: Step) -> int:
     return int(sum(activation_parts(work, layout, step).values()))
 
 
-def stage_bytes(work: Work, layout: Layout, step: Step, n_blocks: int) -> int:
+def stage_bytes(work: ModelCost, layout: Layout, step: Step, n_blocks: int) -> int:
     """Of a rank that has so many blocks, and the larger one of what is before and what is behind them; as many microbatches in
     flight as at the first stage."""
     low = step.compute_bytes / max(1.0, work.element_bytes)

@@ -9,7 +9,7 @@ from elastic.types import DTYPE_BYTES, ModelProfile, SampleProfile, TensorSpec
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class ModelCost:
     """Bytes as the parameters are stored. `block`, `experts`: of a mean block, without and with experts only; `first`, `last`:
     before and behind the blocks, a tied matrix in both; `tied`: of `last`, what a single stage has only once. `trained`: the
     share of the parameters that is trained; `entries`: optimizer entries of the parameter's shape, on average over those."""
@@ -25,7 +25,7 @@ class Work:
     entries: float
 
     @classmethod
-    def of(cls, model: ModelProfile) -> Work:
+    def of(cls, model: ModelProfile) -> ModelCost:
         specs = [spec for spec in model.specs if not spec.buffer]
         own = [spec for spec in specs if spec.tied_to is None]
         n_blocks = max(1, model.n_blocks)

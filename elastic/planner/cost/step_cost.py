@@ -13,10 +13,10 @@ from math import ceil, log2
 
 from elastic.planner.cost import compute
 from elastic.planner.cost.collectives import Group, Links, commit_s, exchange_s, gather_s, reduce_s, send_s, under
-from elastic.planner.cost.compute import Chip, Passes
+from elastic.planner.cost.compute import BlockTimes, Chip
 from elastic.planner.cost.kernels import Kernels
 from elastic.planner.cost.memory import Held, Step, held, zero_stage
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.types import Layout, SampleProfile
 
 GRADIENT_BYTES = 4  # of an element, as gradients are summed
@@ -106,7 +106,7 @@ class Shards:
     replicas: float
 
 
-def shards(site: Site, work: Work, layout: Layout, step: Step) -> Shards:
+def shards(site: Site, work: ModelCost, layout: Layout, step: Step) -> Shards:
     """What is gathered (in the computation's dtype) and scattered (in float32) of one block; replicas add up their shards once
     a step."""
     low, links = step.compute_bytes / max(1.0, work.element_bytes), site.links
@@ -125,7 +125,7 @@ def shards(site: Site, work: Work, layout: Layout, step: Step) -> Shards:
     return Shards(gather, scatter, reduce_s(links, own, replicated))
 
 
-def optimizer_s(site: Site, work: Work, layout: Layout) -> float:
+def optimizer_s(site: Site, work: ModelCost, layout: Layout) -> float:
     """Parameters, gradients and entries are read, all but the gradients written, a low-precision copy written (Adam: 30 bytes a
     parameter)."""
     mine: Held = held(work, layout)
@@ -144,7 +144,7 @@ def slowest_stage(n_blocks: int, layout: Layout, ends: float) -> float:
     return min(max(last + ends, ceil((n_blocks - last) / (pp - 1) / v) * v) for last in range(fewest, even + 1))
 
 
-def offload_s(site: Site, work: Work, layout: Layout, m: int) -> float:
+def offload_s(site: Site, work: ModelCost, layout: Layout, m: int) -> float:
     """FSDP2's CPU offload: a rank's parameters go up for both passes of each microbatch, its gradients down once, and the
     optimizer runs at the bandwidth of the host's memory, which the node's GPUs share."""
     if not layout.offload:
@@ -156,7 +156,7 @@ def offload_s(site: Site, work: Work, layout: Layout, m: int) -> float:
     return shard * (2 * m + work.trained) / link + updated
 
 
-def accumulate_s(site: Site, work: Work, layout: Layout, m: int) -> float:
+def accumulate_s(site: Site, work: ModelCost, layout: Layout, m: int) -> float:
     """Gradients of each further microbatch are read in the computation's dtype and added to the sum, which stage 2 and 3 have
     cut already."""
     mine, cut = held(work, layout), 1 if zero_stage(layout) < 2 else layout.dp_shard * layout.cp
@@ -177,7 +177,7 @@ class Cost:
         return sum(self.parts.values())
 
 
-def step_cost(site: Site, work: Work, layout: Layout, step: Step, passes: Passes | None = None) -> Cost:
+def step_cost(site: Site, work: ModelCost, layout: Layout, step: Step, passes: BlockTimes | None = None) -> Cost:
     """Of a model whose sample profile is known. The pipeline runs at the pace of its slowest stage, the last one with the head
     or one with a block more; the others wait."""
     sample, m = work.sample, step.n_microbatches
@@ -213,7 +213,7 @@ def step_cost(site: Site, work: Work, layout: Layout, step: Step, passes: Passes
     return Cost(parts, sample.flop * step.global_batch)
 
 
-def _fsdp_s(site: Site, work: Work, layout: Layout, step: Step, passes: Passes) -> float:
+def _fsdp_s(site: Site, work: ModelCost, layout: Layout, step: Step, passes: BlockTimes) -> float:
     """What gathering and scattering add to the computation that they run under, block by block (Zhao et al. 2023, section 3.3);
     as often as the ZeRO stage says (docs/memory.md; Rajbhandari et al. 2020, section 7)."""
     if layout.dp_shard * layout.cp == 1:
@@ -235,7 +235,7 @@ def _fsdp_s(site: Site, work: Work, layout: Layout, step: Step, passes: Passes) 
     return alone - covered + crowd * covered
 
 
-def _replicas_s(site: Site, work: Work, layout: Layout, step: Step, passes: Passes) -> float:
+def _replicas_s(site: Site, work: ModelCost, layout: Layout, step: Step, passes: BlockTimes) -> float:
     """What the sum over replicas adds to the last microbatch's backward pass."""
     if layout.dp_replicate == 1:
         return 0.0

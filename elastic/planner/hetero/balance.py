@@ -1,4 +1,4 @@
-"""Unequal shares for unequal GPUs: samples per data-parallel rank, layers per stage. Integers only."""
+"""Unequal batch shares for heterogeneous GPUs: samples per data-parallel rank, layers per stage. Integers only."""
 
 from __future__ import annotations
 

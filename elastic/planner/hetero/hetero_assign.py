@@ -14,7 +14,7 @@ from itertools import islice
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import compute, memory
 from elastic.planner.cost.memory import Step
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Site, step_cost
 from elastic.planner.hetero import rank_placement
 from elastic.planner.hetero.balance import most_that
@@ -29,7 +29,7 @@ MOST_ORDERS = 10
 
 
 @dataclass(frozen=True)
-class Dealt:
+class HeteroAssignment:
     """`parts`: of a step, in multiples of a perfect split over the same workers; `pace`: seconds of it but for a factor that
     all layouts of a search have in common. `busy_s`: what the busiest rank computes, collectives left out, in samples x blocks
     by the rates' unit."""
@@ -49,11 +49,11 @@ class Dealt:
 
 
 @dataclass(eq=False)
-class Dealer:
+class HeteroAssigner:
     """`site`: of the slowest kind, whose GPUs have rate `reference`. `room`: node -> bytes that each of its workers may take;
     {} = not known."""
 
-    work: Work
+    work: ModelCost
     site: Site
     place: rank_placement.Site
     reference: float
@@ -63,13 +63,13 @@ class Dealer:
     _totals: dict[int, float] = field(default_factory=dict)
     _rows: dict[tuple[Layout, int, int, int], int] = field(default_factory=dict)
 
-    def deal(self, layout: Layout, step: Step, exact: bool = False) -> Dealt:
+    def assign(self, layout: Layout, step: Step, exact: bool = False) -> HeteroAssignment:
         """`exact`: the job names the layout, which is refused for no activations. Raises InfeasiblePlan."""
-        best: Dealt | None = None
+        best: HeteroAssignment | None = None
         errors: list[InfeasiblePlan] = []
         for slots in islice(self.place.arrangements(layout, self.max_workers), MOST_ORDERS):
             try:
-                found = self._dealt(layout, step, slots, exact)
+                found = self._assigned(layout, step, slots, exact)
             except InfeasiblePlan as error:
                 errors.append(error)
                 continue
@@ -79,7 +79,7 @@ class Dealer:
             raise errors[0]
         return best
 
-    def _dealt(self, layout: Layout, step: Step, slots: tuple[Slot, ...], exact: bool) -> Dealt:
+    def _assigned(self, layout: Layout, step: Step, slots: tuple[Slot, ...], exact: bool) -> HeteroAssignment:
         inner, dp, m = layout.tp * layout.cp, layout.dp, step.n_microbatches
         speeds = tuple(tuple(slots[p * dp + d].rate * inner for p in range(layout.pp)) for d in range(dp))
         task = Task(layout, self.work.n_blocks, step.global_batch, m, self.ends(layout, step))
@@ -92,7 +92,7 @@ class Dealer:
         total = sum(slot.rate for slot in slots) * inner
         parts, seconds = self.parts(layout, step, made, total)
         ranks = tuple(worker for slot in slots for worker in slot.workers)
-        return Dealt(ranks, made.samples, made.layers, parts, sum(parts.values()) / total, seconds, made.busy_s)
+        return HeteroAssignment(ranks, made.samples, made.layers, parts, sum(parts.values()) / total, seconds, made.busy_s)
 
     # -------------------------------------------------------------------------------------- time
 

@@ -1,6 +1,7 @@
-"""Layouts over GPUs of several kinds: unequal shares of a step, or pipeline stages of unequal depth, so that all end at once.
+"""Layouts over GPUs of several kinds: unequal batch shares of a step, or pipeline stages of unequal depth, so that all end at
+once.
 
-Every data-parallel rank lies within one kind under unequal shares (the same number of microbatches everywhere, of unequal
+Every data-parallel rank lies within one kind under unequal batch shares (the same number of microbatches everywhere, of unequal
 size); under unequal stages each stage does. Collectives over all of them run at the pace of the slowest links.
 """
 
@@ -28,7 +29,7 @@ MOST_MICROBATCHES = 10  # numbers of them that are tried
 
 
 @dataclass(frozen=True)
-class Found:
+class HeteroOffer:
     """A layout over several kinds, costed."""
 
     layout: Layout
@@ -88,7 +89,7 @@ def peak_of(pool: Sequence[Group], name: str, job: Job) -> float:
     return site_of(job, group.hardware, group.gpus_per_node).chip.gpu.peak(job.precision)
 
 
-def layouts(cache: Cache, job: Job, pool: Sequence[Group], worst: Callable[[], float]) -> Iterator[Found]:
+def layouts(cache: Cache, job: Job, pool: Sequence[Group], worst: Callable[[], float]) -> Iterator[HeteroOffer]:
     """`worst`: a step that takes longer than these seconds is of no interest (any more)."""
     kinds = kinds_of(job, pool)
     sizes = tuple(sorted({group.gpus_per_node for group in pool}))
@@ -104,10 +105,12 @@ def layouts(cache: Cache, job: Job, pool: Sequence[Group], worst: Callable[[], f
                 yield from _staged(cache, job, kinds, Layout(**{**space.pins, "tp": tp, "cp": cp}), worst)
 
 
-# ------------------------------------------------------------------------------------------ unequal shares
+# ------------------------------------------------------------------------------------------ unequal batch shares
 
 
-def _shared(cache: Cache, job: Job, kinds: tuple[Kind, ...], shape: Layout, worst: Callable[[], float]) -> Iterator[Found]:
+def _shared(
+    cache: Cache, job: Job, kinds: tuple[Kind, ...], shape: Layout, worst: Callable[[], float]
+) -> Iterator[HeteroOffer]:
     inner, batch = shape.tp * shape.cp * shape.pp, job.global_batch
     ranks = [kind.n_gpus // inner for kind in kinds]
     if not all(ranks) or sum(ranks) > batch:
@@ -129,7 +132,7 @@ def _shared(cache: Cache, job: Job, kinds: tuple[Kind, ...], shape: Layout, wors
 
 def _shares(
     cache: Cache, kinds: tuple[Kind, ...], ranks: list[int], layout: Layout, split: tuple[int, int], worst_s: float
-) -> Found | None:
+) -> HeteroOffer | None:
     """None where it does not fit, or where the blocks' computation alone takes longer than `worst_s`."""
     m, batch = split
     even = max(1, batch // m // sum(ranks))
@@ -160,7 +163,7 @@ def _shares(
         for kind, n_ranks, n_rows, step_s in zip(kinds, ranks, rows, steps)
         for group, n in taken(kind.groups, n_ranks * inner)
     )
-    return Found(
+    return HeteroOffer(
         layout, worst[1], worst[0], worst[2], parts, _lone_s(cache, kinds, ranks, inner, worst[1]), worst[3].memory_bytes
     )
 
@@ -183,7 +186,9 @@ def rows_of(n_rows: int, ranks: Sequence[int], speeds: Sequence[float]) -> list[
 # ------------------------------------------------------------------------------------------ unequal stages
 
 
-def _staged(cache: Cache, job: Job, kinds: tuple[Kind, ...], shape: Layout, worst: Callable[[], float]) -> Iterator[Found]:
+def _staged(
+    cache: Cache, job: Job, kinds: tuple[Kind, ...], shape: Layout, worst: Callable[[], float]
+) -> Iterator[HeteroOffer]:
     """Every pipeline goes through all kinds; the fastest one has the last stages, which also have the head."""
     inner, batch = shape.tp * shape.cp, job.global_batch
     if any(kind.n_gpus % inner for kind in kinds):
@@ -209,7 +214,7 @@ def _staged(cache: Cache, job: Job, kinds: tuple[Kind, ...], shape: Layout, wors
                     yield found
 
 
-def _stages(cache: Cache, kinds: tuple[Kind, ...], stages: list[int], layout: Layout, step: Step) -> Found | None:
+def _stages(cache: Cache, kinds: tuple[Kind, ...], stages: list[int], layout: Layout, step: Step) -> HeteroOffer | None:
     work, m = cache.work, step.n_microbatches
     assert work.sample is not None
     step = replace(step, dtype=kinds[0].site.chip.dtype)
@@ -244,7 +249,7 @@ def _stages(cache: Cache, kinds: tuple[Kind, ...], stages: list[int], layout: La
     took["jitter"] = base.parts["jitter"] / base.step_s * sum(took.values())
     ranks = [n * layout.dp for n in stages]
     lone = _lone_s(cache, kinds, ranks, layout.tp * layout.cp, step)
-    return Found(layout, step, Cost(took, base.flop), fullest[1], tuple(parts), lone, fullest[2].memory_bytes)
+    return HeteroOffer(layout, step, Cost(took, base.flop), fullest[1], tuple(parts), lone, fullest[2].memory_bytes)
 
 
 def _block_s(cache: Cache, site: Site, layout: Layout, step: Step) -> float:

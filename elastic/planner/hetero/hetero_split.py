@@ -1,4 +1,5 @@
-"""Samples per data-parallel rank and blocks per pipeline stage together, so that unequal GPUs end a step at the same time.
+"""Samples per data-parallel rank and blocks per pipeline stage together, so that heterogeneous GPUs end a step at the same
+time.
 
 Every data-parallel rank of a stage goes through the same blocks, so that stages follow what is common to them, and shares the
 rest. Blocks are moved one by one from stage to stage while that makes the step shorter.
@@ -79,7 +80,7 @@ def split(task: Task, speeds: Speeds) -> Split:
     plain: Split | None = None
     try:
         if all(n <= most for n, most in zip(blocks, task.most_blocks or blocks, strict=True)):
-            plain = _dealt(task, speeds, blocks, even)
+            plain = _assigned(task, speeds, blocks, even)
     except InfeasiblePlan:
         if pp == 1:
             raise
@@ -96,7 +97,7 @@ def split(task: Task, speeds: Speeds) -> Split:
     return found
 
 
-def _dealt(task: Task, speeds: Speeds, blocks: tuple[int, ...], layers: tuple[int, ...] = ()) -> Split:
+def _assigned(task: Task, speeds: Speeds, blocks: tuple[int, ...], layers: tuple[int, ...] = ()) -> Split:
     m = task.n_microbatches
     each = {row: task.sample_s(row, blocks) for row in set(speeds)}
     most = task.most_rows(blocks) if task.most_rows else ()
@@ -113,7 +114,7 @@ def _search(task: Task, speeds: Speeds, even: tuple[int, ...]) -> Split | None:
         blocks = _moved(task, blocks, lambda blocks, rows=rows: _together(task, rows, blocks))  # type: ignore[misc]
         for _ in range(ROUNDS):
             try:
-                found = _dealt(task, speeds, blocks)
+                found = _assigned(task, speeds, blocks)
             except InfeasiblePlan:
                 break
             if best is not None and found.busy_s >= best.busy_s * (1 - 1e-9):

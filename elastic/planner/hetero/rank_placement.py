@@ -139,11 +139,11 @@ class Site:
 
 
 def _stagewise(replicas: Sequence[Sequence[Slot]], layout: Layout) -> tuple[Slot, ...]:
-    """Neighbours share a stage: with slots sorted by kind, each stage is of one kind as far as the numbers go."""
+    """Neighbors share a stage: with slots sorted by kind, each stage is of one kind as far as the numbers go."""
     each = len(replicas[0]) // layout.pp
     return tuple(slot for p in range(layout.pp) for slots in replicas for slot in slots[p * each : (p + 1) * each])
 
 
 def _replicawise(replicas: Sequence[Sequence[Slot]], layout: Layout) -> tuple[Slot, ...]:
-    """Neighbours share a pipeline: with slots sorted by kind, each data-parallel rank is of one kind."""
+    """Neighbors share a pipeline: with slots sorted by kind, each data-parallel rank is of one kind."""
     return tuple(slot for p in range(layout.pp) for slots in replicas for slot in slots[p :: layout.pp])

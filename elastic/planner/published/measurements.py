@@ -19,7 +19,7 @@ from elastic.planner.cost import catalog_hardware
 from elastic.planner.cost.compute import Chip
 from elastic.planner.cost.kernels import LOGIT_BYTES, UNFUSED, Kernels, generation
 from elastic.planner.cost.memory import Step, parts
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Cost, Site, step_cost
 from elastic.planner.published.decoder import Decoder
 from elastic.types import Layout
@@ -47,7 +47,7 @@ class Case:
     software: str
     layout: Layout
     step: Step
-    work: Work
+    work: ModelCost
     site: Site
     tokens: int  # of a sample
     tokens_per_s: float
@@ -90,7 +90,7 @@ def _case(row: Mapping[str, str], seqs: Mapping[str, int]) -> Case:
     profile = decoder.profile()
     if software in UNFUSED and profile.sample is not None:
         profile = replace(profile, sample=replace(profile.sample, sequence_parallel=False))
-    work = Work.of(profile)
+    work = ModelCost.of(profile)
     layout = _checkpointed(work, layout, step, chip.memory_bytes) if not row.get("activation_ckpt") else layout
     return Case(
         name=row.get("id", ""),
@@ -111,7 +111,7 @@ def _case(row: Mapping[str, str], seqs: Mapping[str, int]) -> Case:
     )
 
 
-def _checkpointed(work: Work, layout: Layout, step: Step, room_bytes: int) -> Layout:
+def _checkpointed(work: ModelCost, layout: Layout, step: Step, room_bytes: int) -> Layout:
     """With the first way of checkpointing under which it fits; with none where it never does."""
     for mode in ("none", "selective", "full"):
         tried = replace(layout, activation_checkpointing=mode)

@@ -20,7 +20,7 @@ CHANGE_COPIES, CHANGE_WAIT_S = 3, 10.0  # measured, and passed, since the plan w
 
 
 def peer_every(state: State, nodes: Sequence[Node], copies: Copies) -> int:
-    """Steps between peer copies of a new plan; 0 when nobody keeps them."""
+    """Steps between peer replicas of a new plan; 0 when nobody keeps them."""
     if not copies.to:
         return 0
     wanted = state.job.peer_every
@@ -31,7 +31,7 @@ def peer_every(state: State, nodes: Sequence[Node], copies: Copies) -> int:
 
 
 def copy_cost_s(state: State) -> float:
-    """What a peer copy costs the run, as measured: steps that waited for it, and steps that ran slower; 0 = not measured."""
+    """What a peer replica costs the run, as measured: steps that waited for it, and steps that ran slower; 0 = not measured."""
     return state.copy_stall_s + state.copy_slowed_s
 
 
@@ -50,7 +50,7 @@ def best_every(state: State, nodes: Sequence[Node], cost_s: float, flight_s: flo
 
 
 def durable_every(state: State, nodes: Sequence[Node], alone: bool = False) -> int:
-    """Steps between durable copies: sqrt(2 x stall x mean time between losses) (Young 1974, Daly 2006), at least 20 steps
+    """Steps between checkpoints: sqrt(2 x stall x mean time between losses) (Young 1974, Daly 2006), at least 20 steps
     and at most a quarter of the job; at most 10 when no other node holds a copy (`alone`, or there is one node only)."""
     wanted = state.job.durable_every
     if wanted != "auto":
@@ -67,7 +67,7 @@ def durable_every(state: State, nodes: Sequence[Node], alone: bool = False) -> i
 
 
 def adjust(state: State, now_s: float) -> Decision | None:
-    """Another number of steps between peer copies for the running plan, when the measured cost says so clearly."""
+    """Another number of steps between peer replicas for the running plan, when the measured cost says so clearly."""
     plan = state.plan
     if plan is None or not plan.copies_to or not plan.peer_every or state.job.peer_every != "auto":
         return None
@@ -83,7 +83,7 @@ def adjust(state: State, now_s: float) -> Decision | None:
     cost_s = copy_cost_s(state)
     share = cost_s / (plan.peer_every * state.step_time_s)
     why = (
-        f"peer copies every {new} steps instead of {plan.peer_every}: a copy costs {cost_s * 1000:.3g} ms and takes "
+        f"peer replicas every {new} steps instead of {plan.peer_every}: a copy costs {cost_s * 1000:.3g} ms and takes "
         f"{state.copy_flight_s:.3g} s to cross, a step {state.step_time_s:.3g} s ({share:.1%} spent on copies)"
     )
     return Decision((SetCadence(plan.generation, new, plan.durable_every),), why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic.errors import StateLost
 from elastic.policy.faults import refused_layouts
-from elastic.policy.faults.corruption import spoilt
+from elastic.policy.faults.corruption import corrupted
 from elastic.policy.state.state import State
 from elastic.types import Copy, Holding, Layout, Plan, Resume, RollForward
 from elastic.types.grid import replica_key
@@ -33,7 +33,7 @@ def _held(state: State) -> dict[tuple[int, int], list[Holding]]:
     for worker, held in state.holdings.items():
         for holding in held if state.lives(worker) else ():
             known = holding.generation in state.plans and holding.generation not in state.distrusted
-            if known and not spoilt(state, holding.generation, holding.step):
+            if known and not corrupted(state, holding.generation, holding.step):
                 found.setdefault((holding.step, holding.generation), []).append(holding)
     return found
 
@@ -92,15 +92,15 @@ def newest(state: State) -> Resume:
         return left  # what a generation of a wrong layout had taken over before its first step
     if state.damaged:
         raise StateLost(
-            f"no durable copy can be read: {'; '.join(state.damaged.values())}; mend one, or remove them all to start anew "
+            f"no checkpoint can be read: {'; '.join(state.damaged.values())}; mend one, or remove them all to start over "
             "(elastic checkpoint rm)"
         )
     lost_s = state.best_step * state.step_time_s
     if lost_s <= REDO_S or not state.best_step:
         return Resume("fresh")
     raise StateLost(
-        f"no copy of the training state is left: step {state.best_step} was reached ({lost_s:.0f} s of steps), no durable copy "
-        f"was ever stored, and the workers that still live hold no whole copy; set durable_every and start again"
+        f"no copy of the training state is left: step {state.best_step} was reached ({lost_s:.0f} s of steps), no checkpoint "
+        f"was ever stored, and the living workers hold no complete copy; set checkpoint_every and start again"
     )
 
 

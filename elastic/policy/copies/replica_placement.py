@@ -1,4 +1,4 @@
-"""Which ranks keep whose peer copies, and whether the host memory is there for it."""
+"""Which ranks keep whose peer replicas, and whether the host memory is there for it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Keepers = tuple[tuple[int, ...], ...]
 
 COPIES = 1  # in other failure domains, where the job says 'auto'
 RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE_MOST = 0.2, 8 << 30, 0.25  # of a node's host memory: for everything else
-STORING = 1  # own buffers besides those of peer copies, while a durable copy is written
+STORING = 1  # own buffers besides those of peer replicas, while a checkpoint is written
 
 
 @dataclass(frozen=True)
 class Copies:
-    """The part of a Plan that says who keeps what. `to`: () = no peer copies. `n_bytes`: the most that one rank sends.
+    """The part of a Plan that says who keeps what. `to`: () = no peer replicas. `n_bytes`: the most that one rank sends.
     `replicas`: ranks of other nodes hold every box anyway. `note`: what is not as asked, for the plan's reason."""
 
     to: Keepers = ()
@@ -38,7 +38,9 @@ class Copies:
         return bool(self.note) and not self.to and not self.replicas
 
 
-def keepers(layout: Layout, ranks: Sequence[WorkerId], zones: Mapping[str, str], n: int, across: bool = False) -> Keepers:
+def replica_holders(
+    layout: Layout, ranks: Sequence[WorkerId], zones: Mapping[str, str], n: int, across: bool = False
+) -> Keepers:
     """For each rank the ranks that keep its copy, so that every box is held by workers of n + 1 nodes, where there are so many.
 
     A node is a failure domain. `zones`: node -> its zone; a copy stays in its zone, unless `across`: then the first goes to
@@ -140,7 +142,7 @@ def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
     room = _room(state, choice, nodes, used)
     first = ""
     for k, buffers in [*((k, 2) for k in range(n, 0, -1)), (1, 1)]:
-        to = keepers(choice.layout, choice.ranks, zones, k, across)
+        to = replica_holders(choice.layout, choice.ranks, zones, k, across)
         held = min(len(found) for found in holders(choice.layout, choice.ranks, to).values()) - 1
         if not held and not any(to):
             break
@@ -152,9 +154,9 @@ def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
             return Copies(to, buffers, pace, sent, _replicated(choice, n), note)
         first = first or short
     if first:
-        return Copies(replicas=_replicated(choice, n), note=f"no peer copies: {first}")
+        return Copies(replicas=_replicated(choice, n), note=f"no peer replicas: {first}")
     zone = next(iter(zones.values()))
-    return Copies(note=f"no peer copies: each node is alone in its zone ({zone or 'unnamed'} ...)")
+    return Copies(note=f"no peer replicas: each node is alone in its zone ({zone or 'unnamed'} ...)")
 
 
 def _replicated(choice: Choice, n: int) -> bool:
@@ -164,11 +166,11 @@ def _replicated(choice: Choice, n: int) -> bool:
 def _note(wanted: int, held: int, buffers: int, short: str, zones: Mapping[str, str]) -> str:
     if short:
         how = "one buffer each, no whole copy while one is sent" if buffers < 2 else f"{held} of {wanted}"
-        return f"peer copies: {how}, since {short}"
+        return f"peer replicas: {how}, since {short}"
     if held >= wanted:
         return ""
     why = f"{len(zones)} nodes" if len(set(zones.values())) == 1 else f"{len(zones)} nodes in {len(set(zones.values()))} zones"
-    return f"peer copies: {held} of {wanted}, there are {why}"
+    return f"peer replicas: {held} of {wanted}, there are {why}"
 
 
 def _zone(state: State, node: Node | None) -> str:

@@ -1,4 +1,4 @@
-"""Which durable copies stay, and what becomes of them: failed, damaged, removed.
+"""Which checkpoints stay, and what becomes of them: failed, damaged, removed.
 
 Job keys: keep_last (the newest n), keep_every (also those of steps that are a multiple), keep_best (also the n of the lowest
 validation_loss), storage_quota_gb (fewer, so that the next copy fits). The newest copy that is not known to be damaged stays
@@ -36,7 +36,7 @@ def removal(state: State) -> Decision:
         return Decision()
     steps = ", ".join(str(copy.step) for copy in gone)
     n_bytes = sum(copy.n_bytes for copy in gone)
-    why = f"durable copies of step {steps} ({n_bytes / 1e9:.2f} GB) are removed: {_rules(state)}, {len(keep)} stay"
+    why = f"checkpoints of step {steps} ({n_bytes / 1e9:.2f} GB) are removed: {_rules(state)}, {len(keep)} stay"
     return Decision(tuple(RemoveCopy(copy.uri) for copy in gone), why)
 
 
@@ -67,7 +67,8 @@ def _verified(state: State) -> list[Copy]:
 
 
 def _from_before_a_check(state: State) -> list[Copy]:
-    """What the run goes back to where ranks turn out to have computed wrong numbers since the last check that found nothing."""
+    """What the run goes back to where ranks turn out to have computed silent data corruption since the last check that found
+    nothing."""
     wanted = bool(state.job.check_numbers_every)
     return [copy for copy in state.durable if copy.step <= state.checked_step][:1] if wanted else []
 

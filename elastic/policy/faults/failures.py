@@ -57,7 +57,7 @@ def without(state: State, gone: frozenset[WorkerId], why: str, at_s: float) -> S
 
 
 def failed(state: State, failure: Failure) -> State:
-    """The running or entering generation cannot go on. A loss explains an error of the infrastructure, not the reverse."""
+    """The running or entering generation cannot continue. A loss explains an error of the infrastructure, not the reverse."""
     if state.phase not in ("running", "entering"):
         return state
     old = state.failure
@@ -175,7 +175,7 @@ def _device_failed(state: State, event: WorkerFailed, text: str, at_s: float) ->
 
 def _asserted(state: State, event: WorkerFailed, text: str, at_s: float) -> State:
     """An index out of range in a kernel: the program's fault, or that of a device which made the index. The first report of a
-    step is tried again, with another process; a second one of the same step, from another rank or when it is done again, ends
+    step is retried, with another process; a second one of the same step, from another rank or when it is done again, ends
     the run: a step has the same samples each time."""
     node = state.nodes.get(event.worker.node_id)
     if node is None or node.status in ("lost", "quarantined") or event.worker in state.dead:
@@ -187,7 +187,7 @@ def _asserted(state: State, event: WorkerFailed, text: str, at_s: float) -> Stat
 
 
 def short_of_memory(state: State, node: Node, reason: str, at_s: float) -> State:
-    """A process that is gone still holds memory of its GPU, and the node has others: it is looked at again, not given back. It
+    """A process that is gone still holds memory of its GPU, and the node has others: it is looked at again, not released. It
     counts as a failure of one of its processes."""
     state = _with_failure(state, node.node_id, at_s)
     return replace(state, short={**state.short, node.node_id: reason})

@@ -13,7 +13,7 @@ from elastic.policy.state.state import State
 from elastic.types import Action, Decision, Node, Quarantine, ReleaseNode
 from elastic.types.replacing import replace
 
-SETTLE_S = 10.0  # after a generation was broken off: by then the next one has been ordered, if there are nodes for it
+SETTLE_S = 10.0  # after a generation was aborted: by then the next one has been ordered, if there are nodes for it
 KEEP_MOST_S = 600.0  # while nothing runs, for state that no other node holds
 
 

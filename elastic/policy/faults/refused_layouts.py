@@ -36,7 +36,7 @@ def closed_by(layout: Layout, old: Layout | None) -> tuple[str, ...]:
 
 
 def before(state: State, plan: Plan) -> Layout | None:
-    """The layout that the plan's state comes from; where it begins anew, that of the plan before it."""
+    """The layout that the plan's state comes from; where it starts over, that of the plan before it."""
     older = [number for number in state.plans if number < plan.generation]
     return plan.resume.layout or (state.plans[max(older)].layout if older else None)
 
@@ -75,7 +75,7 @@ def probe_of(state: State, resume: Resume) -> float | None:
 
 
 def comparable(state: State, step: int) -> bool:
-    """Would a layout that computes something else be found out when it goes on from that step?"""
+    """Would a layout that computes something else be found out when it resumes from that step?"""
     return step in state.probes or step + 1 in state.losses
 
 

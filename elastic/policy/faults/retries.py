@@ -7,7 +7,7 @@ from elastic.policy.state.state import State
 
 INFRASTRUCTURE_MOST = 5  # in a row without progress
 PROCESS_MOST = 3  # replacements per node and hour
-SILENT_MOST = 2  # times that a node stands still, per hour
+SILENT_MOST = 2  # times that a node stalls, per hour
 ROLLBACKS_MOST = 2
 LAYOUTS_MOST = 6  # that compute something else than the one before although they have no new axis
 
@@ -23,7 +23,7 @@ def gave_up(state: State) -> str:
     if failure is None:
         return ""
     if failure.cause == "infrastructure" and state.retries >= INFRASTRUCTURE_MOST:
-        return f"{state.retries} attempts in a row got no further than step {state.best_step}; the last one: {failure.reason}"
+        return f"{state.retries} attempts in a row made no progress past step {state.best_step}; the last one: {failure.reason}"
     if failure.cause == "rollback" and state.rollbacks - len(state.rolled_back) > ROLLBACKS_MOST:  # guards count for themselves
         return f"{state.rollbacks} roll-backs; the last one: {failure.reason}"
     if failure.cause == "rollback" and len(unusable_layouts(state)) > LAYOUTS_MOST:
@@ -35,7 +35,7 @@ def worn_out(state: State, node_id: str, now_s: float) -> str:
     """Why the node must not be prepared again; empty while it may."""
     silent = [why for t, why in state.silences.get(node_id, ()) if t > now_s - 3600]
     if len(silent) > SILENT_MOST:
-        return f"it stood still {len(silent)} times within an hour, {SILENT_MOST} are borne (the last time: {silent[-1]})"
+        return f"it stalled {len(silent)} times within an hour, {SILENT_MOST} are borne (the last time: {silent[-1]})"
     hour = [t for t in state.process_failures.get(node_id, ()) if t > now_s - 3600]
     if len(hour) <= PROCESS_MOST:
         return ""

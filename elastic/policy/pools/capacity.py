@@ -13,7 +13,7 @@ from elastic.policy.speed.relayout import left_for
 from elastic.policy.state.state import Backoff, Request, State
 from elastic.types import Action, Decision, Node, Prepare, Quarantine, ReleaseNode, RequestNodes
 
-PREPARE_MOST_S = 600.0  # since its preparation was asked for, or has got on last
+PREPARE_MOST_S = 600.0  # since its preparation was asked for, or has made progress last
 LEAVE_MOST_S = 5.0
 
 
@@ -39,9 +39,9 @@ def _prepare(state: State, now_s: float) -> Decision:
         if node.status != "ready":
             continue
         if node.node_id in state.refused:
-            why = f"not let in: {state.refused[node.node_id]}"
+            why = f"rejected: {state.refused[node.node_id]}"
             actions += [Quarantine(node.node_id, why), ReleaseNode(node.node_id)]
-            reasons.append(f"node {node.node_id} of pool {node.pool} is given back, {why}")
+            reasons.append(f"node {node.node_id} of pool {node.pool} is released, {why}")
             continue
         since_s = state.preparing.get(node.node_id)
         if node.node_id in state.short and node.node_id in living:
@@ -52,12 +52,12 @@ def _prepare(state: State, now_s: float) -> Decision:
         why = (
             worn_out(state, node.node_id, now_s)
             if since_s is None
-            else f"its preparation has not got on for {PREPARE_MOST_S:.0f} s"
+            else f"its preparation has made no progress for {PREPARE_MOST_S:.0f} s"
         )
         if why:
             why += f" (the last time: {state.short[node.node_id]})" if node.node_id in state.short else ""
             actions += [Quarantine(node.node_id, why), ReleaseNode(node.node_id)]
-            reasons.append(f"node {node.node_id} is put aside: {why}")
+            reasons.append(f"node {node.node_id} is quarantined: {why}")
         else:
             actions.append(Prepare(node.node_id))
     ready = [action.node_id for action in actions if isinstance(action, Prepare)]
@@ -92,8 +92,8 @@ def _released(state: State, done: list[Node], now_s: float, wake_at_s: float | N
     slow = left_for(state, done, now_s)
     actions: list[Action] = [Quarantine(name, f"too slow: {why}") for name, why in slow.items()]
     actions += [ReleaseNode(node.node_id) for node in done]
-    put = "".join(f"; put aside: {why}" for why in slow.values())
-    return Decision(tuple(actions), f"nothing is left on {names}: given back{put}", wake_at_s)
+    put = "".join(f"; quarantined: {why}" for why in slow.values())
+    return Decision(tuple(actions), f"no state is left on {names}: released{put}", wake_at_s)
 
 
 def _still_leaving(state: State) -> set[str]:
@@ -106,7 +106,7 @@ def _still_leaving(state: State) -> set[str]:
 
 def _request(state: State, now_s: float) -> Decision:
     """Fill the pools as the mix wants it, up to the job's bounds, what its layout can use, and what the budget bears."""
-    wanted, need = pool_allocation.wants(state, now_s)
+    wanted, need = pool_allocation.pool_demands(state, now_s)
     book = _Book(state, now_s)
     for request in state.requests.values():
         book.withdraw(request)
@@ -150,7 +150,7 @@ class _Book:
             f"pool {request.pool} has not answered for {self.now_s - request.at_s:.0f} s: not waited for any more"
         )
 
-    def ask(self, want: pool_allocation.Want) -> None:
+    def ask(self, want: pool_allocation.PoolDemand) -> None:
         pool, state = want.pool, self.state
         have, gpus = self.have[pool.name], max(1, pool.gpus_per_node)
         workers = self.workers + (self.stand_in if pool.market_type != "on-demand" else 0)
@@ -180,11 +180,11 @@ class _Book:
         ready = sum(node.pool == pool and node.status in ("pending", "ready") for node in self.state.nodes.values())
         return ready + pool_allocation.asked(self.state, pool, self.now_s)
 
-    def _order(self, want: pool_allocation.Want, n: int, have: int) -> None:
+    def _order(self, want: pool_allocation.PoolDemand, n: int, have: int) -> None:
         pool = want.pool
         request_id = f"{pool.name}-{self.state.n_requests + sum(a.count > 0 for a in self.actions) + 1}"
         self.actions.append(RequestNodes(pool.name, n, request_id))
-        text = f"{n} of {pool.max_nodes} nodes of pool {pool.name} ({pool.market_type}) asked for, {have} there or coming"
+        text = f"{n} of {pool.max_nodes} nodes of pool {pool.name} ({pool.market_type}) requested, {have} available or joining"
         self.reasons.append(f"{text}: {want.why}" if want.why else text)
         self.have[pool.name] += n
         self.nodes -= n
@@ -209,4 +209,4 @@ def missing_capacity(state: State) -> str:
 
 
 def _said_no(pool: str, backoff: Backoff) -> str:
-    return f"pool {pool}: {backoff.reason}, asked again after {backoff.wait_s:.0f} s"
+    return f"pool {pool}: {backoff.reason}, retried after {backoff.wait_s:.0f} s"

@@ -15,7 +15,7 @@ BUSY_LEAST = 0.5  # of the time, that reclaims leave
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitDecision:
     """`look_s`: when waiting will have become too dear, if nothing comes."""
 
     falls_back: bool
@@ -24,7 +24,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Pace:
+class DeadlineProgress:
     """What the deadline asks for. `workers`: that get it done; `last_call`: spot cannot be counted on any more."""
 
     workers: int
@@ -35,7 +35,7 @@ class Pace:
     wakes: tuple[float, ...] = ()
 
 
-def waiting(state: State, fixed: Pool, missing: int, now_s: float) -> Waiting:
+def waiting(state: State, fixed: Pool, missing: int, now_s: float) -> WaitDecision:
     """Falls back when what waiting on is expected to cost is more than what on-demand nodes cost instead.
 
     Waiting costs per hour w = what idle nodes cost + waiting_usd_per_h. On-demand nodes cost per hour f = their price less that
@@ -59,16 +59,16 @@ def waiting(state: State, fixed: Pool, missing: int, now_s: float) -> Waiting:
     waits = f"waiting costs ${idle + hour:.2f}/h (${idle:.2f} of it idle nodes)"
     costs = f"{waits}, on demand ${price - spot_usd:.2f}/h more than spot"
     if less <= 0:
-        return Waiting(False, f"{costs}: spot is waited for", now_s + LOOK_S)
+        return WaitDecision(False, f"{costs}: waiting for spot", now_s + LOOK_S)
     if less * dry_h < once:
         until = f"until it is expected to stay away for {60 * once / less:.0f} min (a start on demand costs ${once:.2f})"
-        return Waiting(False, f"{costs}: spot is waited for {until}", now_s + max(1.0, 3600 * (once / less - dry_h) * ends))
+        return WaitDecision(False, f"{costs}: waiting for spot {until}", now_s + max(1.0, 3600 * (once / less - dry_h) * ends))
     awaited = f"spot is expected in {60 * dry_h:.0f} min" if dry_h < inf else "there is no spot pool"
     saves = f"falling back saves ${less * min(dry_h, 1e6):.2f} for ${once:.2f} once"
-    return Waiting(True, f"too few nodes to run: {costs}, and {awaited}: {saves}", now_s)
+    return WaitDecision(True, f"too few nodes to run: {costs}, and {awaited}: {saves}", now_s)
 
 
-def needed(state: State, fixed: Pool, steady_workers: int, now_s: float) -> Pace | None:
+def needed(state: State, fixed: Pool, steady_workers: int, now_s: float) -> DeadlineProgress | None:
     """The 'uniform progress' rule of Can't Be Late (Wu et al., NSDI 2024, section 4), for many workers; None = no deadline.
 
     Progress is expected to grow evenly from the first start (and one changeover d) to the deadline: c_e(t). Behind it,
@@ -90,16 +90,16 @@ def needed(state: State, fixed: Pool, steady_workers: int, now_s: float) -> Pace
     look = (now_s + max(1.0, -lag_s if not behind else LOOK_S), now_s + LOOK_S)
     if not state.worker_step_s:
         text = f"no step yet, {left_s / 60:.0f} min before the deadline"
-        return Pace(0, behind, False, False, text, look)
+        return DeadlineProgress(0, behind, False, False, text, look)
     rest_s = (steps - step) * state.worker_step_s / _busy(state)
     usable_s = left_s * (1 - DEADLINE_KEPT) - 2 * change_s
     workers = ceil(rest_s / usable_s) if usable_s > 0 else 10**9
     last = steady_workers > 0 and left_s * (1 - DEADLINE_KEPT) <= rest_s / steady_workers + 2 * change_s
     text = (
         f"step {step} of {steps}, {_minutes(lag_s)} even progress; the deadline is in {left_s / 60:.0f} min and asks for "
-        f"{min(workers, 10**6)} workers" + ("; spot is not counted on any more" if last else "")
+        f"{min(workers, 10**6)} workers" + ("; spot is no longer counted on" if last else "")
     )
-    return Pace(workers, behind, ahead, last, text, look)
+    return DeadlineProgress(workers, behind, ahead, last, text, look)
 
 
 def safe_step(state: State) -> int:

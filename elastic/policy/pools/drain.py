@@ -1,4 +1,4 @@
-"""Late drain: how long nodes that will be taken train on, and which of them a plan may still use.
+"""Late drain: how long nodes that will be preempted train on, and which of them a plan may still use.
 
 A transition must have ended when the first node goes, so it begins `lead` before that. What a node could still do is weighed in
 GPU-seconds against what one more pause costs all others.
@@ -17,7 +17,7 @@ PRIOR_PAUSE_S = 5.0  # before the run has seen a live transition
 PAUSE_LEAST_S = 1.0
 SAFETY = 2.0  # times the predicted pause
 STEPS_BEFORE = 2  # the order may just miss the word of a step
-COPY_MOST_S = 5.0  # how long a generation that stops waits for a peer copy in flight
+COPY_MOST_S = 5.0  # how long a generation that stops waits for a peer replica in flight
 NEAR = 3.0  # leads before a deadline from which on the coming move itself is predicted
 MARGIN_S = 3.0  # for notices and orders on their way
 WORTH = 2.0  # a second transition must gain this many times the pause that it costs: first steps are slow, and each is a risk
@@ -40,7 +40,7 @@ class Lead:
     def __str__(self) -> str:
         known = f"median of {self.measured}" if self.measured else "none measured yet"
         parts = [f"{SAFETY:.0f} x {self.pause_s:.1f} s for a transition ({known})", f"{self.steps_s:.1f} s for two steps"]
-        parts += [f"{self.copy_s:.1f} s for a peer copy"] if self.copy_s >= 0.05 else []
+        parts += [f"{self.copy_s:.1f} s for a peer replica"] if self.copy_s >= 0.05 else []
         parts += [f"{self.setup_s:.1f} s for process groups"] if self.setup_s >= 0.05 else []
         return f"{', '.join(parts)}, {MARGIN_S:.0f} s of margin"
 

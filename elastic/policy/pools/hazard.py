@@ -16,7 +16,7 @@ from elastic.types.replacing import replace
 RECLAIMS_PER_NODE_H = {"spot": 0.05, "on-demand": 0.002, "reserved": 0.002, "owned": 0.002}  # prior: one per 20 and 500 h
 PRIOR_NODE_H = 20.0  # weight of the prior against what the run sees
 WARNED_SHARE = 0.2  # of a reclaim, that a warned node counts as until it is taken; nobody publishes how many of them are
-DROUGHT_PRIOR_H = 0.25  # how long a pool that said no is believed to go on with that, before any drought has ended
+DROUGHT_PRIOR_H = 0.25  # how long a pool that said no is believed to continue with that, before any drought has ended
 START_PRIOR_S = 180.0  # from the request to a node that is prepared, before the pool has given one
 BACKOFF_S, BACKOFF_MAX_S = 30.0, 600.0  # of a pool that has no capacity
 DEATHS_BORNE = 1  # at start, in a row, before the pool is left alone
@@ -42,7 +42,7 @@ def reclaims_per_node_h(state: State, pool: str) -> float:
 
 
 def losses_per_h(state: State, nodes: Sequence[Node]) -> float:
-    """Expected losses per hour of these nodes; what was given back in time is none."""
+    """Expected losses per hour of these nodes; what was released in time is none."""
     by_pool = {name: _rate_per_node_h(state, name, of(state, name).losses) for name in {node.pool for node in nodes}}
     return sum(by_pool[node.pool] for node in nodes)
 
@@ -53,7 +53,7 @@ def reclaims_per_h(state: State, nodes: Sequence[Node]) -> float:
 
 
 def dry_for_h(state: State, pool: str, now_s: float) -> float:
-    """How long a pool that gives nothing is expected to go on with that.
+    """How long a pool that gives nothing is expected to continue with that.
 
     Droughts are believed to end at a rate with a Gamma prior of one end in DROUGHT_PRIOR_H; hours without an end count too, so
     the longer this one lasts, the longer it is expected to last.
@@ -85,7 +85,7 @@ def lived(state: State, passed_s: float) -> dict[str, PoolSeen]:
 
 
 def taken(state: State, node: Node, lost: bool, known: bool) -> State:
-    """The node will be or is taken. `lost`: it is gone, and was not given back; `known`: there was a notice. A warning of it
+    """The node will be or is taken. `lost`: it is gone, and was not released; `known`: there was a notice. A warning of it
     was right, and counts no more beside the reclaim."""
     seen, warned = of(state, node.pool), not known and node.node_id in state.warned
     state = replace(state, warned=state.warned - {node.node_id}) if warned else state
@@ -136,7 +136,7 @@ def started(state: State, node: Node, at_s: float) -> State:
 
 
 def died(state: State, node: Node, why: str, at_s: float) -> State:
-    """The node is gone or put aside before it was prepared: after the second in a row the pool is left alone, twice as long
+    """The node is gone or quarantined before it was prepared: after the second in a row the pool is left alone, twice as long
     each time. Those that were asked for before the last one had died count with it."""
     asked_s = state.born.get(node.node_id)
     if asked_s is None:

@@ -10,8 +10,8 @@ from elastic.types import Pool
 
 STOP_MOST_S = 60.0  # at least, for saving after a wish to stop
 SAVE_STEPS = 2  # the order may just miss the word of a step
-SAVE_SAFETY = 1.5  # times the seconds that a durable copy took
-SAVE_PRIOR_S = 2.0  # for a durable copy, before one was stored
+SAVE_SAFETY = 1.5  # times the seconds that a checkpoint took
+SAVE_PRIOR_S = 2.0  # for a checkpoint, before one was stored
 START_LEAST_S = 10.0  # before a pool has given a node: requests are not refused by guesses
 
 
@@ -55,7 +55,7 @@ def _by_budget(state: State, at_s: float) -> StopWish | None:
     if usd >= budget:
         return StopWish(f"the budget of ${budget:.2f} is spent (${usd:.2f})", at_s, limit=True)
     if usd + state.usd_per_h * kept_s / 3600 >= budget:
-        text = f"the budget of ${budget:.2f} is all but spent (${usd:.2f}; the last {kept_s:.0f} s are kept for saving)"
+        text = f"the budget of ${budget:.2f} is almost spent (${usd:.2f}; the last {kept_s:.0f} s are kept for saving)"
         return StopWish(text, at_s, limit=True)
     return None
 

@@ -11,7 +11,7 @@ from math import ceil
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost.memory import USABLE
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.policy.plans import choice_of
 from elastic.policy.pools import deadline, drain, hazard
 from elastic.policy.state.state import Request, State
@@ -21,14 +21,14 @@ ORDER = {"owned": 0, "reserved": 1, "spot": 2, "on-demand": 3}
 REQUEST_LASTS_S = 900.0  # a request without an answer is withdrawn then
 PATIENCE, PATIENCE_LEAST_S = 2.0, 60.0  # times an ordinary start, where another pool could give
 LOSS_SHARE, LOSS_SHARE_KEPT = 0.01, 0.005  # of the spend, that the floor's default bears; and below which a floor is given up
-TOGETHER = 0.2  # of the losses, believed to take the holders of the peer copies with them
+TOGETHER = 0.2  # of the losses, believed to take the holders of the peer replicas with them
 UNSCORED = 5
 END_NOTICE_S = 600.0  # a reservation's end is a notice from then on
 
 
 @dataclass(frozen=True)
-class Want:
-    """At most so many nodes of a pool, those that are there or coming included."""
+class PoolDemand:
+    """At most so many nodes of a pool, those that are available or joining included."""
 
     pool: Pool
     nodes: int
@@ -36,7 +36,7 @@ class Want:
 
 
 @dataclass(frozen=True)
-class Need:
+class OnDemandNeed:
     """Workers on demand beyond the floor; `wakes`: when to look again; `note`: why no more of them."""
 
     workers: int = 0
@@ -53,18 +53,18 @@ def cheapest(state: State) -> bool:
     return job.purpose == "cheapest"
 
 
-def wants(state: State, now_s: float) -> tuple[list[Want], Need]:
+def pool_demands(state: State, now_s: float) -> tuple[list[PoolDemand], OnDemandNeed]:
     """In the order in which pools are asked; and what was found of on-demand nodes."""
     pools = [pool for pool in by_price(state) if not ends_soon(state, pool, now_s)]
     cheap = [pool for pool in pools if pool.market_type != "on-demand"]
     if not cheapest(state) or not cheap:
-        return [Want(pool, pool.max_nodes) for pool in pools], Need()
+        return [PoolDemand(pool, pool.max_nodes) for pool in pools], OnDemandNeed()
     fixed = [pool for pool in pools if pool.market_type == "on-demand"]
     floor, why = floor_nodes(state, fixed)
     first = _shared(state, fixed, floor, why, now_s)
     need = fall_back(state, now_s)
     last = _shared(state, fixed, floor + _nodes_for(fixed, need.workers), need.why, now_s)
-    return [*first, *(Want(pool, pool.max_nodes) for pool in _by_worth(state, cheap)), *last], need
+    return [*first, *(PoolDemand(pool, pool.max_nodes) for pool in _by_worth(state, cheap)), *last], need
 
 
 def on_demand(state: State) -> list[Pool]:
@@ -99,7 +99,7 @@ def _nodes_for(fixed: list[Pool], workers: int) -> int:
     return ceil(workers / max(1, fixed[0].gpus_per_node)) if fixed and workers > 0 else 0
 
 
-def _shared(state: State, fixed: list[Pool], nodes: int, why: str, now_s: float) -> list[Want]:
+def _shared(state: State, fixed: list[Pool], nodes: int, why: str, now_s: float) -> list[PoolDemand]:
     """So many nodes on demand, from the cheapest pool that gives some; one that said no keeps what it has."""
     found = []
     for pool in fixed:
@@ -107,7 +107,7 @@ def _shared(state: State, fixed: list[Pool], nodes: int, why: str, now_s: float)
         most = pool.max_nodes
         if backoff is not None and now_s < backoff.until_s:
             most = min(most, sum(node.pool == pool.name for node in there(state)) + asked(state, pool.name, now_s))
-        found.append(Want(pool, min(nodes, most), why))
+        found.append(PoolDemand(pool, min(nodes, most), why))
         nodes -= min(nodes, most)
     return found
 
@@ -161,7 +161,7 @@ def least_workers(state: State) -> int:
     memory = max((pool.memory_bytes_per_gpu for pool in state.pools), default=0)
     if state.model is None or not memory or job.offload:
         return least
-    return max(least, ceil(Work.of(state.model).state_bytes / (USABLE * memory)))
+    return max(least, ceil(ModelCost.of(state.model).state_bytes / (USABLE * memory)))
 
 
 # ------------------------------------------------------------------------------------------------ the floor
@@ -182,7 +182,7 @@ def floor_nodes(state: State, fixed: list[Pool]) -> tuple[int, str]:
     have = any(node.pool == pool.name for node in there(state) for pool in fixed)
     if share <= (LOSS_SHARE_KEPT if have else LOSS_SHARE):
         return 0, ""
-    return n, f"{price}: with durable copies alone more than {LOSS_SHARE:.0%} of the spend would be done again"
+    return n, f"{price}: with checkpoints alone more than {LOSS_SHARE:.0%} of the spend would be done again"
 
 
 def _copy_nodes(state: State, pool: Pool) -> int:
@@ -190,12 +190,12 @@ def _copy_nodes(state: State, pool: Pool) -> int:
     room = pool.memory_bytes_per_gpu * pool.gpus_per_node * USABLE
     if state.model is None or not room:
         return 1
-    return max(1, ceil(Work.of(state.model).state_bytes / room))
+    return max(1, ceil(ModelCost.of(state.model).state_bytes / room))
 
 
 def expected_loss_share(state: State) -> float:
     """Of the spend, what is expected to be done again because nodes are lost with every copy of their state in memory: losses
-    per hour of the plan's spot nodes x half the time between durable copies; where peer copies are kept, the share TOGETHER of
+    per hour of the plan's spot nodes x half the time between checkpoints; where peer replicas are kept, the share TOGETHER of
     that."""
     plan, step_s = state.plan, state.step_time_s
     if plan is None or not step_s:
@@ -209,15 +209,15 @@ def expected_loss_share(state: State) -> float:
 # ------------------------------------------------------------------------------------------------ falling back
 
 
-def fall_back(state: State, now_s: float) -> Need:
+def fall_back(state: State, now_s: float) -> OnDemandNeed:
     """Workers on demand beyond the floor that are wanted now: the most that the minimum or the deadline asks for."""
     fixed = on_demand(state)
     if not fixed:
-        return Need()
+        return OnDemandNeed()
     by_minimum, by_deadline = _for_minimum(state, fixed, now_s), _for_deadline(state, fixed, now_s)
     wakes = (*by_minimum.wakes, *by_deadline.wakes)
     most = max(by_deadline, by_minimum, key=lambda need: need.workers)
-    return Need(most.workers, most.why, wakes, by_minimum.note)
+    return OnDemandNeed(most.workers, most.why, wakes, by_minimum.note)
 
 
 def on_demand_workers(state: State, fixed: list[Pool], now_s: float | None = None) -> int:
@@ -248,22 +248,22 @@ def cheap_workers(state: State, now_s: float | None = None) -> int:
     return _workers_of(state, [pool for pool in state.pools if pool.market_type != "on-demand"], now_s)
 
 
-def _for_minimum(state: State, fixed: list[Pool], now_s: float) -> Need:
+def _for_minimum(state: State, fixed: list[Pool], now_s: float) -> OnDemandNeed:
     """Too few nodes to run at all: on demand, when waiting on costs more."""
     floor = floor_workers(state, fixed)
     have = max(0, on_demand_workers(state, fixed, now_s) - floor)
     missing = _missing(state, fixed, cheap_workers(state) + floor)
     if missing <= 0:
-        return Need()
-    kept = Need(min(missing, have), "too few spot nodes are there to run without")
+        return OnDemandNeed()
+    kept = OnDemandNeed(min(missing, have), "too few spot nodes are there to run without")
     ask_s = [r.at_s + patience_s(state, r.pool) for r in state.requests.values()]
     wakes = tuple(at_s for at_s in ask_s if at_s > now_s)
     if missing <= cheap_workers(state, now_s) - cheap_workers(state) or _can_be_asked(state, now_s):
-        return Need(kept.workers, kept.why, wakes)  # they may come yet
+        return OnDemandNeed(kept.workers, kept.why, wakes)  # they may come yet
     worth = deadline.waiting(state, fixed[0], missing, now_s)
     if worth.falls_back:
-        return Need(missing, worth.why)
-    return Need(kept.workers, kept.why, (*wakes, worth.look_s), worth.why)
+        return OnDemandNeed(missing, worth.why)
+    return OnDemandNeed(kept.workers, kept.why, (*wakes, worth.look_s), worth.why)
 
 
 def _can_be_asked(state: State, now_s: float) -> bool:
@@ -296,23 +296,23 @@ def _missing(state: State, fixed: list[Pool], workers: int) -> int:
     return 0
 
 
-def _for_deadline(state: State, fixed: list[Pool], now_s: float) -> Need:
+def _for_deadline(state: State, fixed: list[Pool], now_s: float) -> OnDemandNeed:
     """Progress is below what the deadline needs."""
     floor = floor_workers(state, fixed)
     found = deadline.needed(state, fixed[0], _steady_workers(state, fixed), now_s)
     if found is None:
-        return Need()
+        return OnDemandNeed()
     steady = [p.name for p in state.pools if p.market_type in ("owned", "reserved")]
     owned = sum(node.gpus for node in there(state) if node.pool in steady)
     workers = max(found.workers, least_workers(state))
     if found.last_call:
-        return Need(max(0, workers - owned - floor), found.why)
+        return OnDemandNeed(max(0, workers - owned - floor), found.why)
     missing = max(0, workers - cheap_workers(state, now_s) - floor)
     if found.behind:
-        return Need(missing, found.why)
+        return OnDemandNeed(missing, found.why)
     have = max(0, on_demand_workers(state, fixed, now_s) - floor)
     kept = 0 if found.ahead else min(have, missing)
-    return Need(kept, "the lead on the deadline is still small" if kept else "", found.wakes)
+    return OnDemandNeed(kept, "the lead on the deadline is still small" if kept else "", found.wakes)
 
 
 def _steady_workers(state: State, fixed: list[Pool]) -> int:

@@ -58,7 +58,7 @@ def _surplus(state: State, now_s: float) -> tuple[list[ReleaseNode], list[str]]:
     if spare:
         usd = sum(pool.usd_per_node_h for node in spare if (pool := state.pool(node.pool)))
         names = ", ".join(node.node_id for node in spare)
-        texts = [*texts, f"{names} on demand not needed any more: given back, ${usd:.2f}/h less"]
+        texts = [*texts, f"{names} on demand not needed any more: released, ${usd:.2f}/h less"]
     return [*above, *(ReleaseNode(node.node_id) for node in spare)], texts
 
 
@@ -78,7 +78,7 @@ def _above_bound(state: State) -> tuple[list[ReleaseNode], list[str]]:
     found = sorted(_idle(state), key=lambda node: -price.get(node.pool, 0.0))[:n]
     orders = [ReleaseNode(node.node_id) for node in found]
     names = ", ".join(node.node_id for node in found)
-    return orders, [f"{names}: given back, max_nodes is {bound}"] if found else []
+    return orders, [f"{names}: released, max_nodes is {bound}"] if found else []
 
 
 def _spare(state: State, now_s: float) -> list[Node]:
@@ -113,7 +113,7 @@ def _beyond(state: State, nodes: list[Node], now_s: float) -> list[Node]:
 
 def back_to_spot(state: State, now_s: float) -> Decision | None:
     """On-demand nodes of the plan are left when others do their work, and the move pays for itself: one transition that takes
-    in the new nodes and leaves these; the state moves from live memory."""
+    in the new nodes and leaves these; resharding from live memory."""
     plan = state.plan
     if plan is None or not pool_allocation.cheapest(state) or state.steps - state.step <= 1:
         return None

@@ -82,7 +82,7 @@ def _even_s(state: State, plan: Plan, units: Mapping[WorkerId, Estimate]) -> flo
     mean = sum(1 / units[worker].unit_s for worker in plan.ranks) / len(plan.ranks)
     even = {worker: Estimate(1 / mean, 0.0, 1, 0.0) for worker in plan.ranks}
     load = load_of(plan, even)
-    return load.busy_s(share_rebalance.dealt(state, plan, load))
+    return load.busy_s(share_rebalance.assigned_shares(state, plan, load))
 
 
 def _price_s(state: State) -> float:
@@ -215,7 +215,8 @@ def _replaced(state: State, node: Node | None, now_s: float) -> Decision | None:
         return None
     how = "the plan is as fast without it" if idle else f"it gives {gives / every:.0%} of all that is computed"
     why = (
-        f"{speeds.told(state, node.node_id, slower, now_s)}: {how}; it is left for another node of pool {node.pool}, which is "
+        f"{speeds.speed_message(state, node.node_id, slower, now_s)}: {how}; it is left for another node of pool "
+        f"{node.pool}, which is "
         f"expected after {hazard.start_s(state, node.pool):.0f} s and gains {gained_s:.0f} s, for {lost_s:.0f} s of pauses and "
         f"of its work until then"
     )
@@ -252,4 +253,4 @@ def left_for(state: State, nodes: Sequence[Node], now_s: float) -> dict[str, str
     slower = speeds.times_slower(state)
     left = [node.node_id for node in nodes if node.node_id in state.given_up]
     worst = speeds.of_nodes(slower, left)
-    return {name: speeds.told(state, name, slower, now_s) for name in left if worst[name] >= speeds.SLOW}
+    return {name: speeds.speed_message(state, name, slower, now_s) for name in left if worst[name] >= speeds.SLOW}

@@ -3,7 +3,7 @@
 A move costs hardly anything (no transition: tensors of other shapes for a step), so what holds it back is doubt alone. Two
 horizons:
 
-- At once, where the gain is sure. Each rank may really be as fast as its estimate within BAND (clocks, heat and neighbours move
+- At once, where the gain is sure. Each rank may really be as fast as its estimate within BAND (clocks, heat and neighbors move
   that much by themselves) and within its statistical error (two standard errors of the median over the steps that it was
   measured for). The least that a move can gain while every rank is somewhere within these bounds is the sure gain: all ranks
   are taken as alike as the bounds allow. It must be SURE of the step. So a rank that takes twice as long is acted upon after
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from math import inf
 
 from elastic.planner.cost import memory
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.hetero import balance
 from elastic.planner.hetero.balance import most_that
 from elastic.policy.plans import gpu_bytes, on_gpus
@@ -153,7 +153,7 @@ def _at_once(state: State, plan: Plan, load: Load) -> tuple[tuple[int, ...], flo
     moved = speeds.recent(state.shares_moved, state.timed_at_s)
     exact = bool(moved) and moved[-1].n_steps < FEW and speeds.measured_steps(state) >= ENOUGH
     band = EXACT if exact else BAND * (1 + len(moved))
-    new = dealt(state, plan, load)
+    new = assigned_shares(state, plan, load)
     gain = 1 - load.busy_s(new) / load.busy_s(plan.samples)
     if new == plan.samples or gain < SURE or (sure := sure_gain(state, plan, load, band)) < SURE:
         return None
@@ -168,7 +168,7 @@ def sure_gain(state: State, plan: Plan, load: Load, band: float) -> float:
     least = max(t / w for t, w in zip(times, within, strict=True))  # of the busiest rank at best
     alike = [min(least, t * w) for t, w in zip(times, within, strict=True)]
     best = Load(tuple(t / n for t, n in zip(alike, plan.samples, strict=True)), load.error)
-    return 1 - best.busy_s(dealt(state, plan, best)) / least
+    return 1 - best.busy_s(assigned_shares(state, plan, best)) / least
 
 
 def _lasting(state: State, plan: Plan, now_s: float) -> tuple[tuple[int, ...], float, str] | None:
@@ -181,7 +181,7 @@ def _lasting(state: State, plan: Plan, now_s: float) -> tuple[tuple[int, ...], f
         return None
     then = {worker: _units_at(state.speeds[worker], times) for worker in plan.ranks}
     mean = {worker: Estimate(sum(units) / SAMPLED, 0.0, 1, 0.0) for worker, units in then.items()}
-    new = dealt(state, plan, load_of(plan, mean))
+    new = assigned_shares(state, plan, load_of(plan, mean))
     busy, better = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
     for i in range(SAMPLED):
         load = load_of(plan, {worker: Estimate(units[i], 0.0, 1, 0.0) for worker, units in then.items()})
@@ -206,7 +206,7 @@ def _units_at(windows: Sequence[Window], times: Sequence[float]) -> list[float]:
 # ------------------------------------------------------------------------------------------------ shares
 
 
-def dealt(state: State, plan: Plan, load: Load) -> tuple[int, ...]:
+def assigned_shares(state: State, plan: Plan, load: Load) -> tuple[int, ...]:
     """The best shares in multiples of the number of microbatches, none larger than the memory of its GPUs allows."""
     m = plan.n_microbatches
     n_units, rates = sum(plan.samples) // m, [1 / one for one in load.sample_s]
@@ -238,7 +238,7 @@ def rows_that_fit(state: State, plan: Plan, room_bytes: int, most: int) -> int:
     most = min(most, pinned) if pinned else most
     if model is None or model.sample is None or not room_bytes:
         return min(most, layout.microbatch_size) if layout.microbatch_size and room_bytes else most
-    work, dtype = Work.of(model), state.job.precision
+    work, dtype = ModelCost.of(model), state.job.precision
     deepest = max(balance.blocks_at(layout, plan.layers))
     usable = memory.usable_bytes(room_bytes, layout, on_gpus(state, plan.nodes))
 
@@ -266,7 +266,7 @@ def slow_ones(state: State, plan: Plan, now_s: float) -> str:
     if not names:
         again = " any more" if speeds.recent(state.shares_moved, now_s) else ""
         return f"no node is {speeds.SLOW - 1:.0%} slower than the others of its pool{again}"
-    said = [speeds.told(state, name, slower, now_s) for name in names[:NAMED]]
+    said = [speeds.speed_message(state, name, slower, now_s) for name in names[:NAMED]]
     return "; ".join(said) + (f"; and {len(names) - NAMED} more nodes" if len(names) > NAMED else "")
 
 

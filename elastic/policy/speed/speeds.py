@@ -81,9 +81,9 @@ def remembered(moved: tuple[Moved, ...], state: State, at_s: float) -> tuple[Mov
 
 
 def rates(state: State, nodes: Sequence[Node]) -> dict[WorkerId, float] | None:
-    """Units per second of every worker of these nodes; None = nothing was measured, or unequal shares did not fit. A worker
-    within BAND of the median of its pool counts as that. Who was never measured: the median of its pool, else that of another
-    pool as the hardware of the two differs, else the median of all."""
+    """Units per second of every worker of these nodes; None = nothing was measured, or unequal batch shares did not fit. A
+    worker within BAND of the median of its pool counts as that. Who was never measured: the median of its pool, else that of
+    another pool as the hardware of the two differs, else the median of all."""
     if not state.speeds or state.uneven_failed or not state.job.rebalance:
         return None
     known = {worker: 1 / found.unit_s for worker, found in estimates(state).items() if _counts(state, worker)}
@@ -160,7 +160,7 @@ def of_nodes(slower: Mapping[WorkerId, float], node_ids: Iterable[str]) -> dict[
     return {node_id: worst.get(node_id, 1.0) for node_id in node_ids}
 
 
-def told(state: State, node_id: str, slower: Mapping[WorkerId, float], now_s: float) -> str:
+def speed_message(state: State, node_id: str, slower: Mapping[WorkerId, float], now_s: float) -> str:
     """`node b computes 2.1 times slower than the faster half (all 2 of its GPUs, for 12 s; its GPU says: clocks lowered)`."""
     mine = {worker: times for worker, times in slower.items() if worker.node_id == node_id}
     slow = {worker: times for worker, times in mine.items() if times >= SLOW}

@@ -107,7 +107,7 @@ def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
         for worker in sorted(killed):
             state = process_failed(state, worker, f"worker {worker} did not answer the abort", at_s)
         return state
-    failure = state.failure or Failure("infrastructure", f"generation {action.generation} was broken off", at_s)
+    failure = state.failure or Failure("infrastructure", f"generation {action.generation} was aborted", at_s)
     owing = frozenset(worker for worker in state.members - killed if state.lives(worker))
     state = replace(
         state, phase="waiting", plan=None, target=None, failure=None, quiescing=None, repeat=(), forming=None,

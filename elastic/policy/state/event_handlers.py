@@ -15,7 +15,7 @@ from elastic.data.order import NO_STEP, chained
 from elastic.policy.copies.retention import HANDLERS as COPIES
 from elastic.policy.faults import refused_layouts
 from elastic.policy.faults.corruption import HANDLERS as SUSPECTS
-from elastic.policy.faults.corruption import spoilt, without_copies
+from elastic.policy.faults.corruption import corrupted, without_copies
 from elastic.policy.faults.failures import (
     FAILURES,
     computes_else,
@@ -88,7 +88,7 @@ def billed(state: State, at_s: float) -> State:
 
 
 def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
-    found = (c for c in event.durable if c.generation not in state.distrusted and not spoilt(state, c.generation, c.step))
+    found = (c for c in event.durable if c.generation not in state.distrusted and not corrupted(state, c.generation, c.step))
     durable = _newest_first((*found, *(state.durable if event.attached else ())))
     model = event.model
     if event.attached and state.model is not None:  # its workers have told, and will not do so again
@@ -170,7 +170,7 @@ def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
 
 
 def _node_refused(state: State, event: NodeRefused, at_s: float) -> State:
-    """It is put aside by the next decision, and counts for its pool as a start that failed. Not where a node that was in use
+    """It is quarantined by the next decision, and counts for its pool as a start that failed. Not where a node that was in use
     lacks memory that may become free: it is looked at again."""
     state, node = seen(state, event.node_id), state.nodes.get(event.node_id)
     if node is None or node.status in ("lost", "quarantined") or event.node_id in state.releasing:
@@ -372,7 +372,7 @@ def _copy_stored(state: State, event: CopyStored, at_s: float) -> State:
     copy = event.copy
     if copy.generation in state.distrusted:
         return state
-    if spoilt(state, copy.generation, copy.step):
+    if corrupted(state, copy.generation, copy.step):
         return without_copies(state, [copy]) if copy.kind == "durable" else state
     if copy.kind == "durable":
         stall_s = event.stall_s if not state.durable_stall_s else 0.5 * (state.durable_stall_s + event.stall_s)
@@ -387,7 +387,7 @@ def _copy_stored(state: State, event: CopyStored, at_s: float) -> State:
 
 
 def _copy_timed(state: State, event: CopyStored) -> State:
-    """Running means of what a peer copy costs. The first of a generation counts only where nothing was measured before: its
+    """Running means of what a peer replica costs. The first of a generation counts only where nothing was measured before: its
     buffers are new."""
     if event.copy.step == state.entered_step and state.copy_flight_s:
         return state

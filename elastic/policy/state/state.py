@@ -63,7 +63,7 @@ class PoolSeen:
     node_s: float = 0.0  # node-seconds
     reclaims: int = 0  # nodes that were taken, with a notice or without
     warnings: int = 0  # nodes that the cloud said are likelier to be taken, and that were not taken since
-    losses: int = 0  # nodes that were gone before they had been given back
+    losses: int = 0  # nodes that were gone before they had been released
     start_s: float = 0.0  # from the request to the prepared node, a running mean; 0 = none yet
     deaths: int = 0  # starts in a row that ended before a node was prepared
     died_at_s: float = 0.0
@@ -74,7 +74,7 @@ class PoolSeen:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the running or entering generation cannot go on."""
+    """Why the running or entering generation cannot continue."""
 
     cause: FailureCause
     reason: str
@@ -85,7 +85,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Aborting:
-    """A generation that is being broken off: which workers still owe a Quiesced. Stays until the next plan is ordered."""
+    """A generation that is being aborted: which workers still owe a Quiesced. Stays until the next plan is ordered."""
 
     generation: int
     at_s: float
@@ -164,15 +164,15 @@ class State:
     nodes: Mapping[str, Node] = field(default_factory=dict)  # in order of arrival; lost ones stay, with their status
     prepared: frozenset[str] = frozenset()  # nodes whose workers all live and have imported the program
     prepared_at_s: float = 0.0  # when the last node was prepared
-    preparing: Mapping[str, float] = field(default_factory=dict)  # node -> when it was asked, or has got on last
-    refused: Mapping[str, str] = field(default_factory=dict)  # nodes that may not take part -> why, until they are put aside
+    preparing: Mapping[str, float] = field(default_factory=dict)  # node -> when it was asked, or has made progress last
+    refused: Mapping[str, str] = field(default_factory=dict)  # nodes that may not take part -> why, until they are quarantined
     releasing: frozenset[str] = frozenset()
     faulty: Mapping[WorkerId, str] = field(default_factory=dict)  # whose device has failed -> how; until their node is left
     device_errors: tuple[tuple[int, str], ...] = ()  # step, node: of the newest such errors
     asserts: tuple[int, ...] = ()  # steps in which a device-side assert was reported, newest last
     short: Mapping[str, str] = field(default_factory=dict)  # nodes on which memory was not free again -> what was missing
-    given_up: frozenset[str] = frozenset()  # nodes that we leave without being told to; released when nothing is left on them
-    dead: frozenset[WorkerId] = frozenset()  # processes that are gone on nodes that are not
+    given_up: frozenset[str] = frozenset()  # nodes that we leave without being told to; released when no state is left on them
+    dead: frozenset[WorkerId] = frozenset()  # processes that are continued nodes that are not
     requests: Mapping[str, Request] = field(default_factory=dict)
     instances: Mapping[str, InstancesSeen] = field(default_factory=dict)  # pool -> its machines that are not nodes
     backoff: Mapping[str, Backoff] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class State:
     quiesced: frozenset[WorkerId] = frozenset()  # workers that have left the running generation
     sent: frozenset[tuple[int, WorkerId]] = frozenset()  # generation, worker that only sent to it and has left
     considered: tuple[str, ...] = ()  # the nodes that the newest plan was made from
-    stored_generation: int = 0  # a durable copy of this generation was ordered, because of a notice
+    stored_generation: int = 0  # a checkpoint of this generation was ordered, because of a notice
 
     step: int = 0
     best_step: int = 0
@@ -206,23 +206,23 @@ class State:
     entered_step: int = 0
     last_step: StepDone | None = None
     last_step_at_s: float = 0.0
-    busy_at_s: float = 0.0  # when the plan's rank 0 has last said that it gets on between steps
+    busy_at_s: float = 0.0  # when the plan's rank 0 has last said that it makes progress between steps
     move_pace: float = 1.0  # measured by predicted seconds of moves between memories
     step_time_s: float = 0.0  # running mean; 0 = not measured
     worker_step_s: float = 0.0  # worker-seconds per step, data and copies included; 0 = not measured
     pauses_s: tuple[float, ...] = ()  # of the newest live transitions: from step to step, less an ordinary one
-    copy_stall_s: float = 0.0  # of a peer copy; 0 = not measured
-    copy_slowed_s: float = 0.0  # by which a peer copy made the steps of its flight longer
+    copy_stall_s: float = 0.0  # of a peer replica; 0 = not measured
+    copy_slowed_s: float = 0.0  # by which a peer replica made the steps of its flight longer
     copy_flight_s: float = 0.0  # from its boundary until it was stored
     n_copies_timed: int = 0  # since the plan was entered or its cadence changed
     cadence_at_s: float = 0.0  # when the running plan's cadence was changed
     durable_stall_s: float = 0.0
-    durable_s: float = 0.0  # from its boundary until a durable copy was stored
-    peer: Copy | None = None  # the newest acknowledged peer copy
+    durable_s: float = 0.0  # from its boundary until a checkpoint was stored
+    peer: Copy | None = None  # the newest acknowledged peer replica
     durable: tuple[Copy, ...] = ()  # newest first
-    verified: frozenset[str] = frozenset()  # URIs of durable copies that were read back and are right
-    damaged: Mapping[str, str] = field(default_factory=dict)  # durable copies that could not be read: URI -> what is wrong
-    copy_failed: CopyFailed | None = None  # the newest durable copy that was not made
+    verified: frozenset[str] = frozenset()  # URIs of checkpoints that were read back and are right
+    damaged: Mapping[str, str] = field(default_factory=dict)  # checkpoints that could not be read: URI -> what is wrong
+    copy_failed: CopyFailed | None = None  # the newest checkpoint that was not made
     copy_failed_at_s: float = 0.0
     copy_failures: int = 0  # in a row; of the last step's copy alone
     validation: Mapping[int, float] = field(default_factory=dict)  # step -> validation_loss
@@ -230,11 +230,11 @@ class State:
     commits: Mapping[WorkerId, tuple[float, ...]] = field(default_factory=dict)  # that of the live step there, likewise
     pending: Mapping[WorkerId, int] = field(default_factory=dict)  # step whose gradients are there, its commit was not seen
     distrusted: frozenset[int] = frozenset()  # generations whose content was found wrong
-    wrong: tuple[tuple[int, int], ...] = ()  # (g, s): of generations up to g, steps after s hold wrong numbers
-    spoilt: tuple[str, ...] = ()  # URIs of durable copies of such steps, to be removed
+    wrong: tuple[tuple[int, int], ...] = ()  # (g, s): of generations up to g, steps after s hold silent data corruption
+    spoilt: tuple[str, ...] = ()  # URIs of checkpoints of such steps, to be removed
     checked_step: int = 0  # of the newest comparison of ranks that found nothing
-    suspects: frozenset[str] = frozenset()  # nodes that may have computed wrong numbers
-    blamed: Mapping[str, str] = field(default_factory=dict)  # nodes that have -> what; put aside by the next decision
+    suspects: frozenset[str] = frozenset()  # nodes that may have computed silent data corruption
+    blamed: Mapping[str, str] = field(default_factory=dict)  # nodes that have -> what; quarantined by the next decision
     below_step: int | None = None  # recover only to copies of less than this step (NaN)
     infeasible: Mapping[Layout, int] = field(default_factory=dict)  # layout -> measured bytes
     unusable: Mapping[str, str] = field(default_factory=dict)  # pp, tp, cp, dp or `layout ...` -> why (see refused_layouts.py)
@@ -283,7 +283,7 @@ class State:
 
     @property
     def saved_step(self) -> int:
-        """Step of the newest durable copy, 0 when there is none."""
+        """Step of the newest checkpoint, 0 when there is none."""
         return self.durable[0].step if self.durable else 0
 
     @property

@@ -1,4 +1,4 @@
-"""The files of a durable checkpoint and their JSON, checked while it is read: nothing in it is trusted.
+"""The files of a checkpoint and their JSON, checked while it is read: nothing in it is trusted.
 
 checkpoints/step-00000040.g0003/
     __0_0.distcp   boxes of rank 0, one torch.save blob after the other without gaps (DCP's file format)

@@ -1,4 +1,4 @@
-"""Finding, checking and reading durable checkpoints; see checkpoint_format.py for the files."""
+"""Finding, checking and reading checkpoints; see checkpoint_format.py for the files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from elastic.worker.checkpoint.checkpoint_reader import Checkpoint, check_size
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointInfo:
     """A committed checkpoint; its data files have not been looked at."""
 
     step: int
@@ -50,7 +50,7 @@ def read_marker(storage: Storage, folder: str) -> Marker | None:
     return decode_marker(data, storage.uri_of(key))
 
 
-def find(storage: Storage, problems: list[str] | None = None) -> list[Found]:
+def find(storage: Storage, problems: list[str] | None = None) -> list[CheckpointInfo]:
     """Committed checkpoints of a run, newest first; markers that are not whole are left out (and told in `problems`)."""
     out = []
     for key in storage.list(f"{FOLDER}/"):
@@ -70,11 +70,11 @@ def find(storage: Storage, problems: list[str] | None = None) -> list[Found]:
             continue
         uri = storage.uri_of(f"{FOLDER}/{folder}")
         n_bytes = sum(note.n_bytes for note in marker.files)
-        out.append(Found(marker.step, marker.generation, uri, marker.meta, n_bytes, marker.epoch, marker.world_size))
+        out.append(CheckpointInfo(marker.step, marker.generation, uri, marker.meta, n_bytes, marker.epoch, marker.world_size))
     return sorted(out, key=lambda found: (found.step, found.generation), reverse=True)
 
 
-def find_valid(storage: Storage, deep: bool = True) -> tuple[Found | None, list[str]]:
+def find_valid(storage: Storage, deep: bool = True) -> tuple[CheckpointInfo | None, list[str]]:
     """The newest checkpoint in which nothing is wrong, and what is wrong with newer ones (each names a file).
 
     deep: every byte is read and compared with its digest; else presence, sizes and the index only.

@@ -1,4 +1,4 @@
-"""Durable copies of one rank, written behind the steps from a host copy. They outlive the generation that they are of.
+"""Checkpoints of one rank, written behind the steps from a host copy. They outlive the generation that they are of.
 
 A copy that falls due while the one before is still being written is left out: training never waits for storage. Ranks may
 decide differently; a copy without all its parts is never committed.
@@ -77,7 +77,7 @@ class Kept:
 
 
 class Saving:
-    """The durable copies of a worker. `writing`: the newest one; `of`: its plan, step and rank."""
+    """The checkpoints of a worker. `writing`: the newest one; `of`: its plan, step and rank."""
 
     def __init__(self, place: Holder) -> None:
         self.place = place
@@ -88,7 +88,7 @@ class Saving:
 
     @doing("copying")
     def save(self, plan: Plan, state: TrainState, copy: Boundary | None = None, must: bool = False) -> None:
-        """Starts a durable copy of this boundary from `copy` (else from a snapshot taken now), which it releases.
+        """Starts a checkpoint of this boundary from `copy` (else from a snapshot taken now), which it releases.
 
         While the one before is still being written it is left out -> CopyFailed; `must`: it is written after that one.
         """
@@ -170,7 +170,7 @@ class Saving:
 
 
 def state_bytes(profile: ModelProfile) -> int:
-    """Of the whole training state, each element once: about the size of a durable copy."""
+    """Of the whole training state, each element once: about the size of a checkpoint."""
     return sum(prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in state_specs(profile))
 
 

@@ -33,7 +33,7 @@ BY_POSITION = re.compile(r"(^|\.)state\.\d+\.\w+$")
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedCheckpoint:
     """A copy in a run's storage. An uncommitted one is being written, or was left by an interrupted save."""
 
     step: int
@@ -46,10 +46,12 @@ class Listed:
     saved_at_s: float | None = None
 
 
-def listed(run: Storage, problems: list[str] | None = None) -> list[Listed]:
+def listed(run: Storage, problems: list[str] | None = None) -> list[ListedCheckpoint]:
     """Newest first; what is wrong with markers goes into `problems`."""
     out = [
-        Listed(f.step, f.generation, True, f.uri, f.n_bytes, _layout(f.meta), f.world_size, _number(f.meta.get("saved_at_s")))
+        ListedCheckpoint(
+            f.step, f.generation, True, f.uri, f.n_bytes, _layout(f.meta), f.world_size, _number(f.meta.get("saved_at_s"))
+        )
         for f in checkpoint_index.find(run, problems)
     ]
     known = {item.uri for item in out}
@@ -61,11 +63,11 @@ def listed(run: Storage, problems: list[str] | None = None) -> list[Listed]:
     for uri, n_bytes in sizes.items():
         match = FOLDER_NAME.fullmatch(uri.rpartition("/")[2])
         if match:
-            out.append(Listed(int(match[1]), int(match[2]), False, uri, n_bytes))
+            out.append(ListedCheckpoint(int(match[1]), int(match[2]), False, uri, n_bytes))
     return sorted(out, key=lambda item: (item.step, item.generation), reverse=True)
 
 
-def chosen(run: Storage, step: int | None) -> checkpoint_index.Found:
+def chosen(run: Storage, step: int | None) -> checkpoint_index.CheckpointInfo:
     """The newest committed copy, or the newest of that step. Raises SpecError that names the steps there are."""
     found = checkpoint_index.find(run)
     for item in found:
@@ -143,9 +145,9 @@ class Tensors(Protocol):
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """How to make a copy of a program's state from tensors under other names. `at_step`: where the run goes on; None = as many
-    steps as the optimizer there counts, 0 where it counts none.
+class ImportRequest:
+    """How to make a copy of a program's state from tensors under other names. `at_step`: where the run continues; None = as
+    many steps as the optimizer there counts, 0 where it counts none.
 
     `buffers`: gives the values of buffers, by fqn; asked only where one is missing there. `steps`: of the job, None = any.
     """
@@ -159,7 +161,7 @@ class Wanted:
 
 
 @dataclass
-class Matched:
+class TensorMatch:
     """Which tensor there becomes which here: fqn of the state -> name there; the others are made."""
 
     names: dict[str, str]
@@ -167,7 +169,7 @@ class Matched:
     extra: list[str]
 
 
-def import_state(source: str, run: Storage, wanted: Wanted) -> dict[str, Any]:
+def import_state(source: str, run: Storage, wanted: ImportRequest) -> dict[str, Any]:
     """Makes a committed copy in an empty run from safetensors (a file or folder) or from a checkpoint of plain DCP.
 
     Moments are taken over where they are there, else they begin at 0. Raises SpecError naming the tensor that is missing or of
@@ -192,8 +194,8 @@ def import_state(source: str, run: Storage, wanted: Wanted) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _step(tensors: Tensors, wanted: Wanted, matched: Matched) -> int:
-    """Where the run goes on. Raises SpecError where that is not before the end of the job."""
+def _step(tensors: Tensors, wanted: ImportRequest, matched: TensorMatch) -> int:
+    """Where the run continues. Raises SpecError where that is not before the end of the job."""
     step = wanted.at_step
     if step is None:
         counters = [name for fqn, name in matched.names.items() if fqn.startswith("optim.step.")]
@@ -216,14 +218,14 @@ def _open_source(source: str) -> tuple[Tensors, Any]:
     return files, files.close
 
 
-def match(tensors: Tensors, wanted: Wanted) -> Matched:
+def match(tensors: Tensors, wanted: ImportRequest) -> TensorMatch:
     """Names there, found by a common prefix of all weights (`model.`, `module.` ...) and one pattern of all moments."""
     specs = {spec.fqn: spec for spec in state_specs(wanted.profile) if 0 not in spec.shape and spec.fqn != RNG}
     weights = [fqn.removeprefix(MODEL) for fqn in specs if fqn.startswith(MODEL)]
     needed = [fqn for fqn in weights if not specs[MODEL + fqn].buffer]
     prefix = _prefix(list(tensors.tensors), needed, tensors.uri)
     names = {MODEL + fqn: prefix + fqn for fqn in weights if prefix + fqn in tensors.tensors}
-    found = Matched(names | _all_moments(set(tensors.tensors), wanted.profile, specs), [], [])
+    found = TensorMatch(names | _all_moments(set(tensors.tensors), wanted.profile, specs), [], [])
     for fqn, name in found.names.items():
         shape, dtype = tensors.tensors[name]
         if shape != specs[fqn].shape:
@@ -298,7 +300,7 @@ def _moments(names: set[str], wanted: list[str]) -> dict[str, str]:
     return {fqn: fqn for fqn in wanted} if names.issuperset(wanted) else {}
 
 
-def _items(tensors: Tensors, wanted: Wanted, matched: Matched) -> Iterator[tuple[Box, Tensor]]:
+def _items(tensors: Tensors, wanted: ImportRequest, matched: TensorMatch) -> Iterator[tuple[Box, Tensor]]:
     """The state in parts, each read when it is written."""
     made: dict[str, Tensor] = {}
     first = first_values(wanted.profile)

@@ -1,4 +1,4 @@
-"""Durable checkpoints: every rank writes its boxes, then one commit marker makes them a checkpoint.
+"""Checkpoints: every rank writes its boxes, then one commit marker makes them a checkpoint.
 
 No process group is used. The files are those of checkpoint_format.py. The reader takes its own JSON index and the tensors'
 memory where it lies in the blobs: nothing in a checkpoint is ever executed.

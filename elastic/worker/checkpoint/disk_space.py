@@ -1,4 +1,4 @@
-"""Is there room for another durable copy? Asked before the first byte is written, so that a full disk harms nobody."""
+"""Is there room for another checkpoint? Asked before the first byte is written, so that a full disk harms nobody."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NoRoom(ElasticError):
 def check_space(storage: Storage, copy: tuple[int, int], sizes: tuple[int, int], quota_gb: float | None = None) -> None:
     """Raises NoRoom unless the copy (step, generation) fits; sizes: (this rank's bytes, all ranks' bytes).
 
-    Once another rank has begun to write, only this rank's bytes are asked for.
+    Once another rank has begun to write, only this rank's bytes are requested.
     """
     own_bytes, all_bytes = (int(size * OVERHEAD) for size in sizes)
     if quota_gb is not None:

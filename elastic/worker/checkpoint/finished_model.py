@@ -1,4 +1,4 @@
-"""The finished model on one CPU: built from a durable checkpoint, to let the program show what it has learned."""
+"""The finished model on one CPU: built from a checkpoint, to let the program show what it has learned."""
 
 from __future__ import annotations
 

@@ -407,7 +407,7 @@ def _values(small: Copy, job: Job, known: tuple[Batch, Pass], place: tuple[Layou
 
 
 class Outputs:
-    """What each module gives back in forward passes of a batch, by name, in the order in which they are done."""
+    """What each module releases in forward passes of a batch, by name, in the order in which they are done."""
 
     def __init__(self, models: Sequence[nn.Module], n_rows: int = ROWS) -> None:
         self.models, self.n_rows, self.found, self.hooks = models, n_rows, dict[str, list[Tensor]](), list[Any]()

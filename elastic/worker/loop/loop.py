@@ -25,7 +25,7 @@ from torch import nn
 
 from elastic.errors import ProgramError, SpecError
 from elastic.models.blocks import blocks_of
-from elastic.worker.loop.handoff import Turns, Word
+from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop_model import LoopModel
 from elastic.worker.loop.loss_reduction import is_mean
 from elastic.worker.process.readback import Number, join_default_stream
@@ -204,7 +204,7 @@ class Run:
     def __init__(self, program: LoopProgram, optimizer: Own) -> None:
         self.program, self.optimizer = program, optimizer
         self.model = LoopModel(lambda: _on_meta(program))
-        self.turns = Turns()
+        self.handoff = Handoff()
         self.step_index = self.epoch = self.rank = self.steps = 0
         self.world_size = 1
         self.committed = False
@@ -223,7 +223,7 @@ class Run:
             raise ProgramError(
                 f"the batch of step {self.step_index + 1} was left without run.step(); call it once for each batch"
             )
-        offer = self.turns.say(Word("next", error=self.model.take_error()))
+        offer = self.handoff.say(HandoffMessage("next", error=self.model.take_error()))
         if offer is None:
             raise StopIteration
         self.step_index, self.epoch = offer.step, offer.epoch
@@ -257,8 +257,8 @@ class Run:
             self._refuse_a_mean(int(tokens))
         self._batch = None
         join_default_stream(self._loss_sum)
-        word = Word("step", self._loss_sum, tokens, clip_grad_norm, self.model.take_error())
-        outcome: Outcome = self.turns.say(word)
+        word = HandoffMessage("step", self._loss_sum, tokens, clip_grad_norm, self.model.take_error())
+        outcome: Outcome = self.handoff.say(word)
         self.committed = outcome.committed
         if outcome.committed:
             self.train_loss, self.grad_norm = outcome.train_loss, outcome.grad_norm

@@ -1,8 +1,8 @@
-"""`run.model`: this rank's part of the model, called in the user's loop body, where a collective may break off at any time.
+"""`run.model`: this rank's part of the model, called in the user's loop body, where a collective may abort at any time.
 
-What breaks off is noted and not raised: it would end the user's `for`. From then on calls return zeros of the true output's
+What aborts is noted and not raised: it would end the user's `for`. From then on calls return zeros of the true output's
 shape until `run.step()` (or the next batch) hands the error to the training thread, which leaves the generation and comes back
-with the state and the batch from which training goes on.
+with the state and the batch from which training continues.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastic.errors import ProgramError
 from elastic.worker.process_groups.transport import is_collective_error
 
 
-class BrokenOff(ConnectionAbortedError):
+class GenerationAborted(ConnectionAbortedError):
     """A call had to return something and there was no way to know its shape. The script is started again from its top."""
 
 
@@ -46,9 +46,9 @@ class LoopModel:
         return error  # type: ignore[no-any-return]
 
     def attempt(self, call: Callable[[], Any]) -> bool:
-        """Calls unless something has broken off before; False: it has, or does now."""
+        """Calls unless something has aborted before; False: it has, or does now."""
         if self._error is None and not self._live:
-            self.__dict__["_error"] = BrokenOff("the generation is over")
+            self.__dict__["_error"] = GenerationAborted("the generation is over")
         if self._error is not None:
             return False
         try:
@@ -74,14 +74,14 @@ class LoopModel:
         return _zeros(self._outlines[key], device)
 
     def _outline_on_meta(self, args: Any, kwargs: Any) -> Any:
-        """Shapes of the output of a call that has never come back, by a module without memory. Raises BrokenOff."""
+        """Shapes of the output of a call that has never come back, by a module without memory. Raises GenerationAborted."""
         try:
             module = self._build_meta().train(self._module.training)
             with torch.device("meta"):
                 args, kwargs = (_mapped(part, lambda t: t.to("meta")) for part in (args, kwargs))
                 return _outline(module(*args, **kwargs))
         except Exception as error:
-            raise BrokenOff(f"a collective broke off in the first call of run.model ({self._error})") from error
+            raise GenerationAborted(f"a collective aborted in the first call of run.model ({self._error})") from error
 
     def __getattr__(self, name: str) -> Any:
         if self._module is None:

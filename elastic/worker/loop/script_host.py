@@ -22,7 +22,7 @@ import torch
 
 from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.types import Job
-from elastic.worker.loop.handoff import Turns, Word
+from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import Offer, Outcome, Run, here
 from elastic.worker.process.readback import Number
 from elastic.worker.process_groups.transport import is_collective_error
@@ -150,13 +150,13 @@ class Script:
 
     The script stands before its next batch, or works on one, or waits in run.step() until it is decided what became of the
     step: done here, done elsewhere (the state that is taken over is that of a later step), or to be done again. Where a
-    collective has broken off outside of run.model, or steps are done again that the script is past, it is started from its top;
+    collective has aborted outside of run.model, or steps are done again that the script is past, it is started from its top;
     what it must remember is extra state.
     """
 
     def __init__(self, source: Source, device: torch.device) -> None:
         self.source, self.device = source, device
-        self.turns = Turns()
+        self.handoff = Handoff()
         self.run: Run | None = None  # of the loop that was entered last
         self.offered = -1  # the step of the batch that the script was given last
         self.clip_grad_norm: float | None = None  # as told in run.step()
@@ -173,7 +173,7 @@ class Script:
     def entered(self, run: Run) -> None:
         if self._inside:
             raise ProgramError("elastic.loop is entered a second time; a script has one loop")
-        self._inside, self.run, run.turns = True, run, self.turns
+        self._inside, self.run, run.handoff = True, run, self.handoff
 
     def _work(self) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -182,22 +182,22 @@ class Script:
         here.host = self
         while True:
             self._inside = False
-            self.turns.say(self._once())
+            self.handoff.say(self._once())
 
-    def _once(self) -> Word:
+    def _once(self) -> HandoffMessage:
         try:
             self.source.run()
         except SystemExit as error:
             if error.code not in (None, 0):
-                return Word("ended", error=ProgramError(f"{self.source.file}: it left by sys.exit({error.code!r})"))
+                return HandoffMessage("ended", error=ProgramError(f"{self.source.file}: it left by sys.exit({error.code!r})"))
         except BaseException as error:  # noqa: BLE001 - a boundary: the user's script may raise anything
-            return Word("ended", error=self._why(error))
+            return HandoffMessage("ended", error=self._why(error))
         if self.run is None:
-            return Word("ended", error=ProgramError(f"{self.source.file}: it ended before it entered elastic.loop"))
-        return Word("ended")
+            return HandoffMessage("ended", error=ProgramError(f"{self.source.file}: it ended before it entered elastic.loop"))
+        return HandoffMessage("ended")
 
     def _why(self, error: BaseException) -> BaseException:
-        """A collective that broke off outside of run.model, and memory that gave out, stay what they are."""
+        """A collective that aborted outside of run.model, and memory that gave out, stay what they are."""
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or (self._inside and is_collective_error(error)):
             return error.with_traceback(None)
         if not isinstance(error, ElasticError):  # what ours say in one line is all
@@ -209,19 +209,19 @@ class Script:
     def _stand(self, step: int) -> Run:
         """Waits until the script stands before its next batch, from wherever it is; `step`: steps that are done."""
         while True:
-            word = self.turns.hear()
+            word = self.handoff.hear()
             assert word is not None
             if word.kind == "next" and self.run is not None and not self.finished:
                 return self.run
             if word.kind == "step":
-                self.turns.answer(Outcome(step > self.offered))
+                self.handoff.answer(Outcome(step > self.offered))
             elif word.kind == "next":
-                self.turns.answer(None)  # past its loop: to its end, and from the top
+                self.handoff.answer(None)  # past its loop: to its end, and from the top
             elif isinstance(word.error, ProgramError | SpecError) and not self.finished:
                 raise word.error
             else:
                 self.finished = False
-                self.turns.answer(AGAIN)
+                self.handoff.answer(AGAIN)
 
     def begin(self, plan: Plan, state: TrainState, job: Job, extra: ExtraState) -> Program:
         """A generation begins: its state goes to the script's own objects. Returns the program that they make."""
@@ -237,25 +237,25 @@ class Script:
 
     def compute(self, batch: Mapping[str, torch.Tensor], step: int, epoch: int) -> tuple[Number, Number]:
         """One pass through the loop's body up to run.step(): loss sum and tokens of this rank, scalar tensors where they are
-        still on the device. Raises what broke off there."""
+        still on the device. Raises what aborted there."""
         self.offered = step
-        self.turns.answer(Offer(batch, step, epoch))
+        self.handoff.answer(Offer(batch, step, epoch))
         word = self._heard(step)
         self.clip_grad_norm = word.clip_grad_norm
         return word.loss_sum, word.tokens
 
     def applied(self, commit: Commit, step: int, live: bool = True) -> None:
         """The step is done. Returns when the script stands before the next one, or has left the loop after the last; `live`:
-        collectives that broke off on the way there are raised."""
-        self.turns.answer(Outcome(True, commit.train_loss, commit.grad_norm))
+        collectives that aborted on the way there are raised."""
+        self.handoff.answer(Outcome(True, commit.train_loss, commit.grad_norm))
         assert self.run is not None
         if live:
             self._heard(step, last=step == self.run.steps)
         else:
-            self.turns.hear()
+            self.handoff.hear()
 
-    def _heard(self, step: int, last: bool = False) -> Word:
-        word = self.turns.hear()
+    def _heard(self, step: int, last: bool = False) -> HandoffMessage:
+        word = self.handoff.hear()
         assert word is not None
         if word.error is not None:
             raise word.error
@@ -274,14 +274,14 @@ class Script:
         while time.monotonic() < until_s:
             tick()
             if aborted():
-                raise ConnectionAbortedError("broken off while the script was past its loop")
-            word = self.turns.hear(LOOK_S)
+                raise ConnectionAbortedError("aborted while the script was past its loop")
+            word = self.handoff.hear(LOOK_S)
             if word is not None and word.kind == "ended":
                 if word.error is not None:
                     log.error("after its loop: %s", word.error)
                 return
             if word is not None:
-                self.turns.answer(None)
+                self.handoff.answer(None)
         log.warning(
             "%s: what comes after its loop takes more than %.0f s and is not waited for", self.source.file, AFTER_MOST_S
         )

@@ -28,7 +28,7 @@ class PassThrough(nn.Module):
 def cut_stage(model: nn.Module, program: Program, profile: ModelProfile, layers: tuple[int, ...], stage: int) -> nn.Module:
     """Puts pass-through modules in the place of every module that another stage holds; names stay as they were.
 
-    What stands outside of the blocks is taken away as a whole, with what its forward does besides its own modules."""
+    What stands outside of the blocks is preempted as a whole, with what its forward does besides its own modules."""
     if len(layers) < 2:
         return model
     mine = set(stage_blocks(layers, stage))

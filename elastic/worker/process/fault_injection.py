@@ -1,4 +1,4 @@
-"""What a drill lets a worker's device do: compute slowly, stand still, compute wrong numbers, fail; and what it lets layouts
+"""What a drill lets a worker's device do: compute slowly, stall, compute silent data corruption, fail; and what it lets layouts
 do. For trials only.
 
 The hooks on the model's blocks (elastic/worker/step/block_timing.py) ask for it in each pass, so that what is timed, compared
@@ -42,7 +42,8 @@ class Slowness:
 
 @dataclass
 class DeviceFaults:
-    """What is the matter with this worker's device; changed by `afflict` from any thread, asked for by the training thread.
+    """What is the matter with this worker's device; changed by `inject_fault` from any thread, asked for by the training
+    thread.
 
     `layout`: not the device, but layouts: one that has several ranks on an axis on which the one before had one computes
     something else than the model, from now on; `other`: that of the generation that is here does."""
@@ -58,7 +59,9 @@ class DeviceFaults:
     _chance: random.Random = field(default_factory=random.Random)
     _now: Slowness = Slowness()
 
-    def afflict(self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0, place: str = "forward") -> None:
+    def inject_fault(
+        self, kind: str, factor: float = 1.0, unit_s: float = 0.0, jitter: float = 0.0, place: str = "forward"
+    ) -> None:
         """`slow`, `stall`, `corrupt` or `device_error` (in this one of PLACES), as in a drill; `layout` is its wrong_layout.
         Raises ValueError for another kind or place."""
         match kind:
@@ -98,8 +101,8 @@ class DeviceFaults:
         while self._stall:
             self._end.wait(60.0)
 
-    def spoilt(self, output: torch.Tensor) -> torch.Tensor:
-        """What a device that computes wrong numbers makes of a result."""
+    def corrupted(self, output: torch.Tensor) -> torch.Tensor:
+        """What a device that computes silent data corruption makes of a result."""
         return output * WRONG if self.wrong and output.is_floating_point() else output
 
     @property
@@ -111,7 +114,7 @@ class DeviceFaults:
         """What becomes of what a block gives."""
         if self._fails_in == "backward" and output.requires_grad:
             output.register_hook(lambda gradient: self.check("backward"))
-        return self.spoilt(output) * OTHER if self.other and output.is_floating_point() else self.spoilt(output)
+        return self.corrupted(output) * OTHER if self.other and output.is_floating_point() else self.corrupted(output)
 
     @staticmethod
     def wait(seconds: float) -> None:

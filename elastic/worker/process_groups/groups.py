@@ -1,4 +1,4 @@
-"""Process groups of one generation: made together, broken off together.
+"""Process groups of one generation: made together, aborted together.
 
 They are made without torch's tables of groups, of which a process has one set (`form`), and put into them when the generation
 before has left (`join`): so they can be made while that one trains. All groups hang on one TCPStore that the driver's side
@@ -80,10 +80,10 @@ class Groups:
     """The groups of one generation as one rank sees them.
 
     `world`, the default group, spans all participants (ranks of the plan first, then workers that only send); messages go over
-    it, and those of peer copies over `copies`. `control` is for numbers from all participants, `commit` for those of the plan's
-    ranks. Above MESH_MOST ranks these four have no full mesh of connections (elastic.worker.process_groups.control_tree).
-    `mesh` is this rank's pipeline stage with the axes dp_replicate, fsdp (= dp_shard x cp), tp that are larger than 1; with
-    `fsdp` that axis is there in any case.
+    it, and those of peer replicas over `copies`. `control` is for numbers from all participants, `commit` for those of the
+    plan's ranks. Above MESH_MOST ranks these four have no full mesh of connections
+    (elastic.worker.process_groups.control_tree). `mesh` is this rank's pipeline stage with the axes dp_replicate, fsdp (=
+    dp_shard x cp), tp that are larger than 1; with `fsdp` that axis is there in any case.
     """
 
     def __init__(
@@ -163,13 +163,13 @@ class Groups:
         finally:
             self._joining.clear()
         if self._aborted:
-            raise ConnectionAbortedError(f"generation {self.generation} was broken off while it met")
+            raise ConnectionAbortedError(f"generation {self.generation} was aborted while it met")
         self._formed = True
 
     def _form(self, store: tuple[str, int], me: int, n_participants: int, timeout: timedelta, secret: str) -> None:
         host, port = store
         if self._aborted:
-            raise ConnectionAbortedError(f"generation {self.generation} was broken off before it met")
+            raise ConnectionAbortedError(f"generation {self.generation} was aborted before it met")
         # a store that is gone refuses at once; TCPStore would retry
         with socket.create_connection(store, timeout=CONNECT_S) as there:
             interface = interface_of(there.getsockname()[0])
@@ -179,7 +179,7 @@ class Groups:
         tcp.set_timeout(timeout)
         self._store_port = port  # known to `abort` from here on: a connection that it shuts while it is made is made again
         if self._aborted:
-            raise ConnectionAbortedError(f"generation {self.generation} was broken off before it met")
+            raise ConnectionAbortedError(f"generation {self.generation} was aborted before it met")
         self._store, self._secret = PrefixStore(rendezvous.place(self.generation, secret), tcp), secret
         self._make_world(me, n_participants, timeout)
         if me < self.layout.world_size:
@@ -375,9 +375,9 @@ class Groups:
 
     def check(self) -> None:
         """After results of the device were read, before they are believed: an aborted kernel ends like one that is done.
-        Raises ConnectionAbortedError when this generation was broken off."""
+        Raises ConnectionAbortedError when this generation was aborted."""
         if self._aborted:
-            raise ConnectionAbortedError(f"generation {self.generation} was broken off")
+            raise ConnectionAbortedError(f"generation {self.generation} was aborted")
 
     def _shut_until_joined(self) -> None:
         knocked: set[Any] = set()

@@ -3,9 +3,9 @@ connections of a generation are found and shut.
 
 How they are shut matters. gloo (transport/tcp/pair.cc) frees whoever waits for a connection when it reads its end, but for two:
 a send that the kernel refused (EPIPE) or has not taken yet, and a message of which a part has come. Those wait for the group's
-timeout. So reading is shut first, which no send notices. When gloo has let go of the connection, the kernel goes on to take
+timeout. So reading is shut first, which no send notices. When gloo has let go of the connection, the kernel continues to take
 what the peer sends, and it is read and thrown away: a socket that had said its end would answer with a reset, and the peer's
-next send would be refused before its gloo has read of the end. Who is told to break off as well shuts its own side in that
+next send would be refused before its gloo has read of the end. Who is told to abort as well shuts its own side in that
 time; who is not hears of the end afterwards. What is left: a part of a large message of a peer that was killed. A worker that
 is not freed is replaced.
 """

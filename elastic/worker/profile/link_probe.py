@@ -26,7 +26,7 @@ _ANSWER = struct.Struct("<QI")  # bytes that arrived, their crc32
 
 @dataclass(frozen=True)
 class Door:
-    """Where a neighbour listens, once. `name`: of its node."""
+    """Where a neighbor listens, once. `name`: of its node."""
 
     name: str
     host: str

@@ -31,7 +31,7 @@ LAST_LINES = 3
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MeasureRequest:
     """`job`, `some`: with a few samples of its dataset; its passes are run too, where they are not too large.
     `samples`: of a step, on all ranks; `seconds`: of measuring, once the processes are there; `storage`: URI, '' = is not
     measured; `sizes`: () = as many processes as this machine bears."""
@@ -46,7 +46,7 @@ class Wanted:
     some: Sequence[Mapping[str, Any]] = ()
 
 
-def measure(wanted: Wanted) -> dict[str, Any]:
+def measure(wanted: MeasureRequest) -> dict[str, Any]:
     """What the processes have found, as plain data with units in its names. Raises SpecError where the machine is too small,
     InternalError where one of the processes ends early."""
     asked = _asked(wanted)
@@ -76,7 +76,7 @@ def accelerator_here() -> str:
     return words[1] if len(words) > 1 else words[0]
 
 
-def _asked(wanted: Wanted) -> dict[str, Any]:
+def _asked(wanted: MeasureRequest) -> dict[str, Any]:
     sample = wanted.model.sample
     on_gpu = torch.cuda.is_available()
     matmuls = (*sample.matmuls, *sample.ends_matmuls) if sample is not None else ()
@@ -99,7 +99,7 @@ def _asked(wanted: Wanted) -> dict[str, Any]:
     }
 
 
-def _runs_here(wanted: Wanted, sizes: Sequence[int]) -> bool:
+def _runs_here(wanted: MeasureRequest, sizes: Sequence[int]) -> bool:
     """Are weights, gradients and what a pass keeps small enough for so many processes, and a pass short enough?"""
     sample, on_gpu = wanted.model.sample, torch.cuda.is_available()
     if sample is None or not sample.flop:

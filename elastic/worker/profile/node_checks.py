@@ -1,4 +1,4 @@
-"""Whether this worker's node may take part in the run: versions, memory, a matmul, the program, a link to a neighbour.
+"""Whether this worker's node may take part in the run: versions, memory, a matmul, the program, a link to a neighbor.
 
 What costs nothing is looked at before the program is opened, the rest beside that. Most nodes that are bad are so from their
 start (a wrong image, memory that others use, a GPU that computes wrongly, a security group that lets nothing through): here it
@@ -279,7 +279,7 @@ def _settle(device: torch.device) -> None:
 
 
 def try_links(doors: Callable[[], Sequence[Door]]) -> Link | None:
-    """The first neighbour that is reached; None = nobody was there to be asked. Where none of several is reached, the node is
+    """The first neighbor that is reached; None = nobody was there to be asked. Where none of several is reached, the node is
     at fault and not one of them."""
     failed: list[Link] = []
     for door in doors():

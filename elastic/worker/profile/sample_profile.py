@@ -122,7 +122,7 @@ class _Run:
 
     def _found(self, n_blocks: int, output: Any) -> SampleProfile:
         bytes_of = {"none": self.none, "selective": self.selective, "full": self.full}
-        out_bytes = sum(x.numel() * max(4, x.element_size()) for x in tensors_in(output))  # given back, and its gradient
+        out_bytes = sum(x.numel() * max(4, x.element_size()) for x in tensors_in(output))  # released, and its gradient
         styles = self.program.tp.values()
         inside, ends, n = self.operations.blocks, self.operations.ends, max(1, n_blocks)
         found = SampleProfile(

@@ -72,7 +72,7 @@ def step_done(
 
 
 @dataclass
-class Told:
+class StepReports:
     """Every step is told of once: by rank 0, or, where that is gone or has missed the commit, by what another has left with;
     and what a guard has found in it by the first rank that says so."""
 

@@ -99,7 +99,7 @@ def with_memory(program: Program, job: Job) -> Program:
     return replace(program, extra_state={**program.extra_state, MEMORY: Memory(rules)})
 
 
-# ------------------------------------------------------------------------------------------------ judgement
+# ------------------------------------------------------------------------------------------------ judgment
 
 
 def deviations(values: Sequence[float], value: float) -> tuple[float, float]:

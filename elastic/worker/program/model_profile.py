@@ -171,7 +171,7 @@ def _specs(model: nn.Module, blocks: list[str], styles: dict[str, str], reread: 
 
 
 def fresh_buffers(program: Program, seed: int) -> dict[str, torch.Tensor]:
-    """Values of the persistent buffers of a model that was just initialised, and of extra_state; builds it on the CPU."""
+    """Values of the persistent buffers of a model that was just initialized, and of extra_state; builds it on the CPU."""
     torch.manual_seed(seed)
     model = program.model()
     if program.init is not None:

@@ -35,13 +35,13 @@ from elastic.worker.session.layout_probe import Probe
 from elastic.worker.session.takeover import Taken, Takeover, check_digest
 from elastic.worker.session.workplace import EnterOrder, Workplace
 from elastic.worker.state.host_copy import Flat, HostCopies, HostCopy, Lease
-from elastic.worker.state.peer_replicas import PeerCopies, kept_by
+from elastic.worker.state.peer_replicas import PeerReplicas, kept_by
 from elastic.worker.state.replica_stream import GroupWire
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.commit_vector import Heard, Words
-from elastic.worker.step.faulty_rank import Offender, Tripped
+from elastic.worker.step.faulty_rank import FaultyRank, Tripped
 from elastic.worker.step.optimizer_step import Stepper
-from elastic.worker.step.sdc_check import EqualResults
+from elastic.worker.step.sdc_check import SdcCheck
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +72,8 @@ class Generation:
         self._built: Stepper | None = None
         self._probe: Probe | None = None
         self.host: HostCopies | None = None
-        self.copies: PeerCopies | None = None
-        self.new_cadence: tuple[int, int] | None = None  # steps between peer and durable copies, to be told in a commit
+        self.copies: PeerReplicas | None = None
+        self.new_cadence: tuple[int, int] | None = None  # steps between peer and checkpoints, to be told in a commit
         self.new_shares: tuple[int, ...] | None = None  # samples per data-parallel rank, to be told in a commit
         self._times = RankTimes(order.plan.generation)
         self._waited_s = 0.0
@@ -167,7 +167,7 @@ class Generation:
         self._mark = now
 
     def _start(self, taken: Taken) -> None:
-        """Everyone has its state: tell the driver, take the first peer copy, check digests behind the next steps."""
+        """Everyone has its state: tell the driver, take the first peer replica, check digests behind the next steps."""
         place, plan, state = self.place, self.plan, self.state
         after: HostCopy | None = None
         leases = [held.lease.retain() for held in taken.before if held.lease is not None]  # before anything lets go of them
@@ -191,12 +191,12 @@ class Generation:
     def _prepare_copies(self, state: TrainState) -> HostCopies:
         place, plan, group = self.place, self.plan, self.groups.copies
         volatile = frozenset({RNG, *(f"model.{spec.fqn}" for spec in place.profile.specs if spec.buffer)})
-        # besides those of peer copies one that a digest or the durable writer reads, and one that it keeps for replicas
+        # besides those of peer replicas one that a digest or the durable writer reads, and one that it keeps for replicas
         limit = plan.copy_buffers + (2 if plan.layout.dp_replicate > 1 else 1)
         self.host = HostCopies(place.host_memory, state.tensors, volatile, limit)
         state.before_change = self._before_change
         wire = None if group is None else lambda n: GroupWire(group, n % TAGS)
-        self.copies = PeerCopies(place.profile, plan, state.rank, self.host, wire)
+        self.copies = PeerReplicas(place.profile, plan, state.rank, self.host, wire)
         if group is not None:
             self.groups.connect(group, {*self.copies.to, *self.copies.kept})
         return self.host
@@ -248,7 +248,7 @@ class Generation:
         loader = self.loader = Loader(dataset, parts_of_step, state.step, Ahead.of(job), place.readers, finish=finish)
         stepper.coming = lambda: loader.ready(state.step + 1)
         stop, entered_step = False, state.step
-        equal = EqualResults(stepper, plan, place.faults, min(place.good_step, state.step))
+        equal = SdcCheck(stepper, plan, place.faults, min(place.good_step, state.step))
         if state.step >= last:
             self._finish(state)
             place.saving.save(plan, state, must=True)  # all steps were done before, and the copy of the last was not stored
@@ -295,29 +295,29 @@ class Generation:
         try:
             return stepper.run(batches, replace(self._say(), data_s=data_s))
         except Tripped as error:
-            self._tell_of(error.trip, error.offender)
+            self._tell_of(error.trip, error.faulty_rank)
             raise
 
-    def _tell_of(self, trip: Trip, offender: Offender) -> None:
-        """Every rank does: those that come late may find the groups broken off already."""
-        who = (offender.rank, offender.worker, offender.samples or ())
-        self.place.report(GuardTripped(self.number, trip.step, trip.guard, trip.do, offender.sentence(trip), *who))
+    def _tell_of(self, trip: Trip, faulty_rank: FaultyRank) -> None:
+        """Every rank does: those that come late may find the groups aborted already."""
+        who = (faulty_rank.rank, faulty_rank.worker, faulty_rank.samples or ())
+        self.place.report(GuardTripped(self.number, trip.step, trip.guard, trip.do, faulty_rank.sentence(trip), *who))
 
     def _stepped(self, commit: Commit, live: bool = True) -> None:
-        """A step is done: the script goes on to its next batch, what the program remembers besides the model is noted, and
-        that a guard has left the update out is told, also where the generation breaks off meanwhile."""
+        """A step is done: the script continues to its next batch, what the program remembers besides the model is noted, and
+        that a guard has left the update out is told, also where the generation aborts meanwhile."""
         assert self.stepper is not None
         state, trip = self.stepper.state, self.stepper.trip
-        offender = self.stepper.offender(trip, together=False) if trip is not None else None
+        faulty_rank = self.stepper.faulty_rank(trip, together=False) if trip is not None else None
         try:
             if self.place.script is not None:
                 self.place.script.applied(commit, state.step, live)
             if trip is not None and live:
-                offender = self.stepper.offender(trip)
+                faulty_rank = self.stepper.faulty_rank(trip)
         finally:
             self.place.extra.note(state.tensors)
-            if trip is not None and offender is not None:
-                self._tell_of(trip, offender)
+            if trip is not None and faulty_rank is not None:
+                self._tell_of(trip, faulty_rank)
 
     def _finish(self, state: TrainState) -> None:
         if self.place.script is not None:
@@ -354,15 +354,15 @@ class Generation:
         shape = (round(self.stepper.imbalance, 4), round(self.stepper.shares.pad_share(state.step - 1), 4))
         self.place.report(step_done(self.number, state.step, commit, times, skipped, shape))
 
-    def _compare(self, equal: EqualResults, step: int, batches: list[Batch], step_s: float) -> None:
-        """Results of ranks that must be equal, where it is time. The steps go on whatever is found: the driver ends them."""
+    def _compare(self, equal: SdcCheck, step: int, batches: list[Batch], step_s: float) -> None:
+        """Results of ranks that must be equal, where it is time. The steps continue whatever is found: the driver ends them."""
         found = equal.after(step, batches, step_s)
         self.place.good_step = equal.good_step
         if found is not None and self.rank == 0:
             self.place.report(found)
 
     def _copies_after(self, heard: Heard, state: TrainState) -> float:
-        """Peer and durable copies that are due at this boundary. Returns the seconds that the step waited for them."""
+        """Peer and checkpoints that are due at this boundary. Returns the seconds that the step waited for them."""
         began = time.monotonic()
         place, copies = self.place, self.copies
         last = state.step == place.job.steps
@@ -437,7 +437,7 @@ class Generation:
             self.place.held += self.copies.unacknowledged()
 
     def _at_a_boundary(self, state: TrainState) -> bool:
-        """Takes back what a step that was broken off did to buffers. False: the device does not let it."""
+        """Takes back what a step that was aborted did to buffers. False: the device does not let it."""
         try:
             state.buffers.take_back()
         except RuntimeError as error:

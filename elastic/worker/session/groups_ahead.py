@@ -19,7 +19,7 @@ from elastic.worker.session.workplace import EnterOrder
 
 log = logging.getLogger(__name__)
 
-ENDED_MOST_S = 10.0  # for a thread whose groups were broken off
+ENDED_MOST_S = 10.0  # for a thread whose groups were aborted
 
 
 class Ahead:

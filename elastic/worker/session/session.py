@@ -1,7 +1,7 @@
 """One worker: idle -> prepare -> enter(plan) -> step* -> quiesce. Thread-safe: `order` takes every order, and outcomes are
 messages that `poll` hands out.
 
-One thread does all the training work; an order is only left for it, or breaks off what it waits for.
+One thread does all the training work; an order is only left for it, or aborts what it waits for.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ SCRIPT_THREAD = "script"
 
 @dataclass(frozen=True)
 class Beat:
-    """Answer to a poll. `progress` changes whenever the worker gets on; `arrived`: see Generation.arrived. `doing`, `where`:
-    what a worker is at that has not got on since the poll before."""
+    """Answer to a poll. `progress` changes whenever the worker makes progress; `arrived`: see Generation.arrived. `doing`,
+    `where`: what a worker is at that has made no progress since the poll before."""
 
     messages: tuple[tuple[int, Event], ...]
     generation: int
@@ -118,14 +118,14 @@ class Session:
         self._closed = False
         self._phase, self._step, self._progress = "idle", 0, 0
         self._polled = -1  # its progress at the last poll
-        self._told_s = 0.0  # when this phase began, or when it was told last that this worker gets on with it
+        self._told_s = 0.0  # when this phase began, or when it was told last that this worker makes progress with it
         self._generation: Generation | None = None
         self._ahead: Ahead | None = None
         self._broken: Generation | None = None  # left with gradients whose commit was not seen; until another is ordered
         self._unfinished = False  # the generation left last was, by an error in the middle of something
         self._commit: tuple[float, ...] = ()  # of the newest step done in the generation left last
         self._forward: tuple[int, int, tuple[float, ...]] | None = None  # generation, step, commit: to be applied
-        self._aborted = 0  # generations up to this one are broken off
+        self._aborted = 0  # generations up to this one are aborted
         self._stop_at, self._save_at = 0, 0  # generations up to this one stop (save) at their next boundary
         self._place: Workplace | None = None
         self._notes: DeviceNotes | None = None
@@ -170,7 +170,7 @@ class Session:
                 if self._place is not None:
                     self._place.saving.write_for(plan, step, rank)
             case InjectFault(fault, factor, unit_s, jitter, place):
-                self._faults.afflict(fault, factor, unit_s, jitter, place)
+                self._faults.inject_fault(fault, factor, unit_s, jitter, place)
             case Isolate(for_s, nodes, storage):
                 self._isolate(for_s, nodes, storage)
             case action:
@@ -216,7 +216,7 @@ class Session:
             self._drop_groups(running.number + 1)
 
     def _abort(self, generation: int) -> None:
-        """Break off every generation up to this one -> Quiesced, also when the worker was idle."""
+        """Abort every generation up to this one -> Quiesced, also when the worker was idle."""
         with self._lock:
             self._aborted = max(self._aborted, generation)
             self._orders = [o for o in self._orders if o.plan.generation > generation]
@@ -250,7 +250,7 @@ class Session:
         return [self._thread, *(thread for thread in threading.enumerate() if thread.name == SCRIPT_THREAD)]
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Ends the training thread as soon as it is free, and waits so long for it; what waits in a group is broken off."""
+        """Ends the training thread as soon as it is free, and waits so long for it; what waits in a group is aborted."""
         with self._lock:
             self._closed = True
             running = self._generation
@@ -275,7 +275,7 @@ class Session:
         return self._place
 
     def store_alone(self, epoch: int, wait_s: float) -> str | None:
-        """Without a driver: waits for this rank's part of the last durable copy; the lowest rank commits the whole under the
+        """Without a driver: waits for this rank's part of the last checkpoint; the lowest rank commits the whole under the
         last driver's epoch. Returns the copy's uri where it was committed. Raises Fenced when a newer driver has committed."""
         place = self._place
         if place is None or place.saving.writing is None or place.saving.of is None:
@@ -414,7 +414,7 @@ class Session:
         except Exception as error:
             if device_lost(error):
                 raise
-            log.warning("rehearsal of %s was broken off: %s", rehearsal.layout, text_of(error))
+            log.warning("rehearsal of %s was aborted: %s", rehearsal.layout, text_of(error))
 
     def _open(self) -> Workplace:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -1,4 +1,4 @@
-"""Fills the state of a new generation from where it is: fresh, live or peer memory, a durable copy; and proves the content."""
+"""Fills the state of a new generation from where it is: fresh, live or peer memory, a checkpoint; and proves the content."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OF_THE_JOB = (EXTRA + MEMORY, EXTRA + STATE, LOSS_SCALE)  # boxes that follow fr
 @dataclass(frozen=True)
 class Taken:
     """What a worker knows after the takeover. `given`: the parts of old boxes that it gave to others or kept, one for each
-    transfer, and `before` the boxes that they lie in; `stored_digest`: that of the durable copy that was read, known to
+    transfer, and `before` the boxes that they lie in; `stored_digest`: that of the checkpoint that was read, known to
     rank 0."""
 
     given: tuple[tuple[Box, torch.Tensor], ...] | None = None
@@ -146,7 +146,7 @@ class Takeover:
 
 def differing(mine: Mapping[str, TensorSpec], there: Mapping[str, tuple[tuple[int, ...], str]], stream: bool) -> set[str]:
     """Boxes OF_THE_JOB that are others in the checkpoint, or in one of the two only: other guards, another precision, weights
-    that were imported into a job with a stream. They begin anew (a stream then passes over what its steps have used up).
+    that were imported into a job with a stream. They start over (a stream then passes over what its steps have used up).
     `stream`: the dataset is one; else a box of its name is the program's own."""
     found = set()
     for fqn in OF_THE_JOB:
@@ -165,7 +165,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def device_bytes(held: Iterable[Held]) -> int:
-    """Device memory behind the boxes. Peer copies are in host memory."""
+    """Device memory behind the boxes. Peer replicas are in host memory."""
     return storage_bytes(t for one in held if one.kind == "live" and not one.on_host for _, t in one.tensors.values())
 
 

@@ -69,7 +69,7 @@ class Workplace:
     storage: Storage
     device: torch.device
     report: Callable[[Event], None]
-    at_phase: Callable[[str, int], None]  # phase, step: tells the outside that this worker gets on
+    at_phase: Callable[[str, int], None]  # phase, step: tells the outside that this worker makes progress
     background: Callable[..., Future[Any]]  # runs a function behind the steps, on `device`
     held: list[Held] = field(default_factory=list)
     saving: Saving = field(init=False)

@@ -35,9 +35,9 @@ class Lines:
                 self.say(f"guard {event.guard} ({event.do}): {event.reason}")
             case WrongNumbers(_, step, good_step, workers, reason):
                 who = ", ".join(map(str, workers))
-                self.say(f"step {step}: WRONG NUMBERS since step {good_step}, on {who}: {reason}")
+                self.say(f"step {step}: silent data corruption after step {good_step}, on {who}: {reason}")
             case CopyFailed():
-                self.say(f"step {event.step}: no durable copy: {event.reason}")
+                self.say(f"step {event.step}: no checkpoint: {event.reason}")
 
     def say(self, text: str) -> None:
         print(text, file=self.out, flush=True)

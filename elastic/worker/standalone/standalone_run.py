@@ -1,8 +1,8 @@
 """A job at a fixed layout without a driver: ranks that torchrun, or another trainer, has started.
 
-Each rank runs one Session for one generation. Rank 0 holds the run's lease, decides where the run begins, commits the durable
-copies once every rank has said that its part is stored, and removes old ones. There are no peer copies: a loss ends all ranks,
-and whoever started them starts them anew from the newest durable copy.
+Each rank runs one Session for one generation. Rank 0 holds the run's lease, decides where the run begins, commits the
+checkpoints once every rank has said that its part is stored, and removes old ones. There are no peer replicas: a loss ends all
+ranks, and whoever started them starts them anew from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -56,31 +56,31 @@ from elastic.worker.equivalence.structure import structure_of
 from elastic.worker.session.session import Session
 from elastic.worker.session.workplace import Workplace
 from elastic.worker.standalone.meeting import Meeting, Started, meet
-from elastic.worker.standalone.static_checkpoints import Copies, Stored
+from elastic.worker.standalone.static_checkpoints import CommittedCheckpoint, StaticCheckpoints
 
 TICK_S = 0.1
 TIMEOUT_S = 300.0  # of the meeting and of the groups: the last resort
 TOLD = StepDone | Evaluated | CopyFailed | PlanEntered | GuardTripped | WrongNumbers
-SETTLE_MOST_S = 600.0  # from the last step until its durable copy is committed
-AUTO_EVERY_S = 600.0  # between durable copies where the job says "auto"
+SETTLE_MOST_S = 600.0  # from the last step until its checkpoint is committed
+AUTO_EVERY_S = 600.0  # between checkpoints where the job says "auto"
 GOODBYE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Wishes:
+class StandaloneOptions:
     """How to run; none of it changes what is computed. `on_copy`: called on every rank, in the same order, for each committed
     copy. `hear`: rank 0 is told events and sentences."""
 
     layout: str | None = None
-    run_name: str | None = None  # default: the job's name, so that ranks that are started anew go on
+    run_name: str | None = None  # default: the job's name, so that ranks that are started over continue
     storage: str | None = None
     allow_changed: bool = False
     hear: Callable[[Event | str], None] = lambda event: None
-    on_copy: Callable[[Stored], None] | None = None
+    on_copy: Callable[[CommittedCheckpoint], None] | None = None
 
 
 @dataclass
-class Ended:
+class StandaloneResult:
     """How it ended; the numbers are known to rank 0."""
 
     run: str
@@ -103,7 +103,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Begin:
+class StartDecision:
     """What rank 0 has decided before the first step."""
 
     generation: int
@@ -121,17 +121,17 @@ class Refused(SpecError):
     """Rank 0 says why, once; the others only leave with the same exit code."""
 
 
-class Alone:
+class StandaloneRun:
     """One rank of a job at a fixed layout. Raises SpecError where the input is wrong; `stop` may come from any thread."""
 
-    def __init__(self, spec: JobSpec, wishes: Wishes, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, spec: JobSpec, wishes: StandaloneOptions, environment: Mapping[str, str] = os.environ) -> None:
         self.spec, self.wishes = spec, wishes
         self.me = Started.of(environment)
         self.layout: Layout = layout_of(spec, self.me.world_size, wishes.layout)
         self.name = wishes.run_name or spec.name
         root = wishes.storage or spec.storage or environment.get("ELASTIC_STORAGE") or DEFAULT_STORAGE
         self.storage: Storage = open_storage(f"{open_storage(root).uri}/{self.name}")
-        self.ended = Ended(self.name, "failed", "", layout=str(self.layout), world_size=self.me.world_size)
+        self.ended = StandaloneResult(self.name, "failed", "", layout=str(self.layout), world_size=self.me.world_size)
         self._stop_reason = ""
         self._ack = 0
         self._losses: dict[int, float] = {}
@@ -150,7 +150,7 @@ class Alone:
     def leads(self) -> bool:
         return self.me.rank == 0
 
-    def to_the_end(self) -> Ended:
+    def to_the_end(self) -> StandaloneResult:
         began = time.monotonic()
         job = self.spec.plain() | {"drill": [], "layout": str(self.layout)}
         self.session = session = Session(self._worker(), job, self.storage.uri)
@@ -187,7 +187,7 @@ class Alone:
     # ------------------------------------------------------------------------------------------ the run
 
     def _train(self, meeting: Meeting, job: Job) -> None:
-        """Generations, until one has begun to step: a durable copy that turns out damaged is passed over."""
+        """Generations, until one has begun to step: a checkpoint that turns out damaged is passed over."""
         assert self.session.place is not None
         profile = self._checked(self.session.place)
         mark = fingerprint(self.spec.program, job, profile, job.n_samples)
@@ -196,7 +196,7 @@ class Alone:
             begin = self._begin(meeting, mark, passed)
             plan = plan_of(self.spec, profile, self.layout, begin.generation, begin.resume)
             meta = {"run": self.name, KEY: mark}
-            copies = Copies(self.storage, meeting, plan, begin.epoch, meta, self.spec, self._metrics)
+            copies = StaticCheckpoints(self.storage, meeting, plan, begin.epoch, meta, self.spec, self._metrics)
             self.ended.resumed_at = begin.step
             self._generation(meeting, plan, copies)
             if self._entered or not begin.uri:
@@ -222,25 +222,25 @@ class Alone:
             raise SpecError(text) if self.leads else Refused(text)
         return profile
 
-    def _begin(self, meeting: Meeting, mark: Mapping[str, Any], passed: list[str]) -> Begin:
+    def _begin(self, meeting: Meeting, mark: Mapping[str, Any], passed: list[str]) -> StartDecision:
         def decide() -> str:
             try:
                 return json.dumps(asdict(self._found(mark, passed)))
             except (ElasticError, OSError) as error:
-                return json.dumps(asdict(Begin(0, 0, error=" ".join(str(error).split()))))
+                return json.dumps(asdict(StartDecision(0, 0, error=" ".join(str(error).split()))))
 
-        begin = Begin(**json.loads(meeting.decided(f"begin/{len(passed)}", decide)))
+        begin = StartDecision(**json.loads(meeting.decided(f"begin/{len(passed)}", decide)))
         if begin.error:
             raise SpecError(begin.error) if self.leads else Refused(begin.error)
         if self.leads:
-            where = f"goes on from step {begin.step} ({begin.uri})" if begin.uri else "begins at step 0"
+            where = f"resumes from step {begin.step} ({begin.uri})" if begin.uri else "begins at step 0"
             self.wishes.hear(
                 f"run {self.name}: {self.layout} on {self.me.world_size} ranks, {where}; copies in {self.storage.uri}"
             )
         return begin
 
-    def _found(self, mark: Mapping[str, Any], passed: list[str]) -> Begin:
-        """The newest durable copy that has not been passed over. Raises SpecError when the run is done, is another run, or is
+    def _found(self, mark: Mapping[str, Any], passed: list[str]) -> StartDecision:
+        """The newest checkpoint that has not been passed over. Raises SpecError when the run is done, is another run, or is
         driven by somebody else."""
         self._taken()
         problems: list[str] = []
@@ -268,12 +268,12 @@ class Alone:
             if changed and not self.wishes.allow_changed:
                 raise SpecError(
                     f"run '{self.name}' was started with other values: {changed}; change them back, give another --run-name, "
-                    "or go on all the same with --allow-changed"
+                    "or continue with --allow-changed"
                 )
-            return Begin(generation + len(passed), epoch, item.step, item.uri)
+            return StartDecision(generation + len(passed), epoch, item.step, item.uri)
         if left:
             raise SpecError(f"{self.storage.uri}: no checkpoint there is whole; mend one, or give another --run-name")
-        return Begin(generation, epoch)
+        return StartDecision(generation, epoch)
 
     def _taken(self) -> int:
         """Epoch of this run's lease, which rank 0 holds from here on. Raises SpecError while another process has it."""
@@ -285,7 +285,7 @@ class Alone:
         if self._lease is not None and self._lease.lost:
             raise LostContact(f"run '{self.name}': its lease (epoch {self._lease.epoch}) was taken over by another process")
 
-    def _generation(self, meeting: Meeting, plan: Plan, copies: Copies) -> None:
+    def _generation(self, meeting: Meeting, plan: Plan, copies: StaticCheckpoints) -> None:
         self._asked_copy_s = time.monotonic()
         self.session.order(WorkerOrder(EnterPlan(plan), Rendezvous(plan.ranks, meeting.address, TIMEOUT_S)))
         deadline: float | None = None
@@ -311,14 +311,14 @@ class Alone:
         while not holds():
             self._hear(None)
 
-    def _hear(self, copies: Copies | None) -> None:
+    def _hear(self, copies: StaticCheckpoints | None) -> None:
         self._hold()
         beat = self.session.poll(self._ack, TICK_S)
         for number, event in beat.messages:
             self._ack = number
             self._heard(event, copies)
 
-    def _heard(self, event: Event, copies: Copies | None) -> None:
+    def _heard(self, event: Event, copies: StaticCheckpoints | None) -> None:
         match event:
             case StepDone():
                 self._losses[event.step] = event.train_loss
@@ -347,7 +347,7 @@ class Alone:
     # ------------------------------------------------------------------------------------------ the end
 
     def _damage(self, meeting: Meeting, plan: Plan) -> str:
-        """Whether some rank could not read the durable copy: its reason, told to all."""
+        """Whether some rank could not read the checkpoint: its reason, told to all."""
         key = f"damaged/{plan.generation}"
         meeting.say(key, self._damaged)
         deadline = time.monotonic() + GOODBYE_S
@@ -357,7 +357,7 @@ class Alone:
             time.sleep(TICK_S)
         return next(filter(None, words.values()), "")
 
-    def _leave(self, meeting: Meeting, copies: Copies) -> None:
+    def _leave(self, meeting: Meeting, copies: StaticCheckpoints) -> None:
         """Nobody goes before rank 0 has committed the last copy, and rank 0, which hosts the store, goes last."""
         if self._failure is not None:
             return
@@ -371,7 +371,7 @@ class Alone:
         if copies.error:
             self._failure = WorkerFailed(self._worker(), 0, "infrastructure", copies.error)
 
-    def _result(self, began: float) -> Ended:
+    def _result(self, began: float) -> StandaloneResult:
         ended = self.ended
         ended.wall_s = time.monotonic() - began
         ended.step = self._left.step if self._left is not None else 0

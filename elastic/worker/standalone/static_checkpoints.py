@@ -1,4 +1,4 @@
-"""Durable copies without a driver: each rank says in the ranks' own store what it has stored, rank 0 commits what is whole."""
+"""Checkpoints without a driver: each rank says in the ranks' own store what it has stored, rank 0 commits what is whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
-class Stored:
+class CommittedCheckpoint:
     """A committed copy, as rank 0 tells the others of it."""
 
     step: int
@@ -29,7 +29,7 @@ class Stored:
 
 
 @dataclass
-class Copies:
+class StaticCheckpoints:
     """The copies of one generation. `heard` and `look` belong to the rank's main thread."""
 
     storage: Storage
@@ -39,7 +39,7 @@ class Copies:
     meta: dict[str, Any]
     spec: JobSpec
     metrics: Callable[[int], dict[str, Any] | None]  # of a step; None = rank 0 has not heard of it yet
-    newest: Stored | None = None
+    newest: CommittedCheckpoint | None = None
     error: str = ""  # the copy of the last boundary was not made
     pending: set[int] = field(default_factory=set)  # steps whose part is stored here, and that are not committed yet
     _done: set[int] = field(default_factory=set)
@@ -63,7 +63,7 @@ class Copies:
             self.meeting.tell(self._key("failed", event.step), event.reason)
             self._done.add(event.step)
 
-    def look(self, on_copy: Callable[[Stored], None] | None) -> None:
+    def look(self, on_copy: Callable[[CommittedCheckpoint], None] | None) -> None:
         """Commits what is whole (rank 0), and tells of what was committed."""
         if self._leads:
             for step in sorted(self.pending):
@@ -71,7 +71,7 @@ class Copies:
         if on_copy is not None:
             while (words := self.meeting.said(f"copy/{self.plan.generation}/{self._told}")) is not None:
                 self._told += 1
-                on_copy(Stored(**json.loads(words)))
+                on_copy(CommittedCheckpoint(**json.loads(words)))
 
     def settled(self, step: int) -> bool:
         """Nothing more is to be done here about the copy of that step."""
@@ -100,7 +100,7 @@ class Copies:
         cut = {"layout": asdict(plan.layout), "layers": list(plan.layers), "samples": list(plan.samples)}
         meta = {**self.meta, **cut, "digest": str(digest), "saved_at_s": time.time()}
         uri = checkpoint_writer.commit(self.storage, step, plan.generation, len(plan.ranks), self.epoch, meta)
-        self.newest = Stored(step, uri, {**metrics, "step": step})
+        self.newest = CommittedCheckpoint(step, uri, {**metrics, "step": step})
         self._validation[step] = float(metrics.get("validation_loss", math.inf))
         self.meeting.tell(f"copy/{plan.generation}/{self._committed}", json.dumps(asdict(self.newest)))
         self._committed += 1
@@ -121,7 +121,7 @@ class Copies:
     def _loss(self, step: int) -> float:
         return self._validation.get(step, math.inf)
 
-    def finish(self, on_copy: Callable[[Stored], None] | None, most_s: float) -> None:
+    def finish(self, on_copy: Callable[[CommittedCheckpoint], None] | None, most_s: float) -> None:
         """Rank 0 says that all is committed; the others wait for that. What was committed has been told of then."""
         deadline = time.monotonic() + most_s
         if self._leads:
@@ -135,4 +135,4 @@ class Copies:
         known: dict[str, Any] = json.loads(end or silent)
         self.look(on_copy)
         self.error = known["error"]
-        self.newest = Stored(**known["newest"]) if known["newest"] else None
+        self.newest = CommittedCheckpoint(**known["newest"]) if known["newest"] else None

@@ -43,7 +43,7 @@ class StepBuffers:
         self._noted = self._taken_back = False
 
     def take_back(self) -> None:
-        """The step was broken off; it may still be applied (`keep`). Of one that is applied nothing is taken back."""
+        """The step was aborted; it may still be applied (`keep`). Of one that is applied nothing is taken back."""
         if self._noted and not self._taken_back:
             self._exchange()
             self._taken_back = True

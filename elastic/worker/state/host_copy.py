@@ -29,7 +29,7 @@ SAID_MOST = 200  # characters of an error
 ALIGN = 8  # each box starts at a multiple of so many bytes
 
 
-class Hands:
+class CopyThreads:
     """Threads that wait for work. Starting a thread waits until it was scheduled, which takes milliseconds on a busy machine;
     handing work to one that is there does not. `device`: their current one."""
 
@@ -55,7 +55,7 @@ class Hands:
 
 
 class Lease:
-    """A host buffer in use. Given back by its last user it is used again; only dropped, it is freed."""
+    """A host buffer in use. Released by its last user it is used again; only dropped, it is freed."""
 
     def __init__(self, memory: HostMemory, n_bytes: int, whole: torch.Tensor | None = None) -> None:
         self._memory, self._whole, self.n_bytes = memory, whole, n_bytes
@@ -76,17 +76,17 @@ class Lease:
         return self._users > 0
 
     def retain(self) -> Lease:
-        """One more user. Raises InternalError when the buffer was given back already: its bytes may be another copy's."""
+        """One more user. Raises InternalError when the buffer was released already: its bytes may be another copy's."""
         with self._memory.lock:
             if not self._users:
-                raise InternalError("a host buffer is read after it was given back")
+                raise InternalError("a host buffer is read after it was released")
             self._users += 1
         return self
 
     def release(self) -> None:
         with self._memory.lock:
             if not self._users:
-                raise InternalError("a host buffer was given back twice")
+                raise InternalError("a host buffer was released twice")
             self._users -= 1
             if not self._users and self._whole is not None:
                 self._memory.free.append(self._whole)
@@ -237,7 +237,7 @@ class HostCopies:
         self._newest: weakref.ref[HostCopy] | None = None
         self.device = device or next((tensor.device for _, tensor in tensors.values() if tensor.is_cuda), CPU)
         self._side = SideStream(self.device)
-        self._hands = Hands(1, "host-copy", self.device)
+        self._hands = CopyThreads(1, "host-copy", self.device)
 
     @property
     def available(self) -> bool:

@@ -1,4 +1,5 @@
-"""Peer copies: each rank's boxes in the host memory of workers in other failure domains, taken and sent behind the next steps.
+"""Peer replicas: each rank's boxes in the host memory of workers in other failure domains, taken and sent behind the next
+steps.
 
 A copy is taken at the same step by all ranks. It counts once every rank has seen in a commit that all parts are stored, their
 sums compared; until then the copy before it is kept. While one is in flight no other is started. Whether one starts, counts or
@@ -17,7 +18,7 @@ from elastic.errors import InternalError
 from elastic.reshard.shards import boxes
 from elastic.types import Box, Copy, CopyStored, ModelProfile, Plan
 from elastic.worker.process.doing import doing
-from elastic.worker.state.host_copy import Flat, Hands, HostCopies, HostCopy, Lease, Tensors
+from elastic.worker.state.host_copy import CopyThreads, Flat, HostCopies, HostCopy, Lease, Tensors
 from elastic.worker.state.replica_stream import Pace, Wire, receive_boxes, send_boxes
 from elastic.worker.state.train_state import Held
 
@@ -81,8 +82,8 @@ def kept_by(profile: ModelProfile, plan: Plan, rank: int) -> dict[int, tuple[Box
     return {r: boxes(profile, plan.layout, plan.layers, r) for r in senders}
 
 
-class PeerCopies:
-    """The peer copies of one generation on one rank. `wire(n)`: messages of the n-th copy; None = there is nobody else."""
+class PeerReplicas:
+    """The peer replicas of one generation on one rank. `wire(n)`: messages of the n-th copy; None = there is nobody else."""
 
     def __init__(
         self, profile: ModelProfile, plan: Plan, rank: int, host: HostCopies, wire: Callable[[int], Wire] | None
@@ -97,7 +98,7 @@ class PeerCopies:
         self.acknowledged_step = -1
         self.n_started = self.n_given_up = 0
         self._next = 0
-        self._hands = Hands(1 + len(self.kept), "peer-copy", host.device) if self.on else None
+        self._hands = CopyThreads(1 + len(self.kept), "peer-copy", host.device) if self.on else None
         self._wall, self._cpu = _Steps(), _Steps()
 
     @property

@@ -167,7 +167,7 @@ class TrainState:
         return out
 
     def fill_fresh(self, seed: int) -> None:
-        """Step 0: every rank reads its own boxes of the program's weights; without any it initialises the whole model on the
+        """Step 0: every rank reads its own boxes of the program's weights; without any it initializes the whole model on the
         CPU under the job's seed and keeps its own boxes."""
         self.rng[0], self.rng[1] = seed, 0
         first = first_values(self.profile)

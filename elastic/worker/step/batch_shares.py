@@ -14,7 +14,7 @@ from elastic.worker.step.gradient_noise import parts_of
 STEPS_KEPT = 32  # cuts of steps that are read ahead
 
 
-class Shares:
+class BatchShares:
     """By the plan's numbers of samples, or others that the ranks have agreed on since; with a budget, by tokens in the
     proportion of those numbers. Steps count from 0."""
 

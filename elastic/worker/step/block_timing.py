@@ -26,7 +26,7 @@ Mark = float | torch.cuda.Event
 FIRST, EVERY = 8, 8  # steps of a generation that are timed on a GPU: as many first ones, then every such
 
 
-class Spans:
+class BlockTiming:
     """Hooks on the blocks of these stages (on the whole modules where the program names no blocks, or those are elsewhere)."""
 
     def __init__(self, models: Sequence[nn.Module], program: Program, device: torch.device, faults: DeviceFaults) -> None:

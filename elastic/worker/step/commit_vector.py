@@ -26,10 +26,10 @@ class Words:
 
     stop: bool = False
     save: bool = False
-    copy_stored: bool = False  # this rank's part of the peer copy in flight
+    copy_stored: bool = False  # this rank's part of the peer replica in flight
     copy_failed: bool = False  # that part never will be stored
     copy_free: bool = False  # could another one be taken at this boundary?
-    cadence: tuple[int, int] | None = None  # steps between peer and durable copies from now on; only rank 0 says so
+    cadence: tuple[int, int] | None = None  # steps between peer and checkpoints from now on; only rank 0 says so
     data_s: float = 0.0  # for which this rank has waited for its batch
     shares: tuple[int, ...] | None = None  # other numbers of samples per data-parallel rank; only rank 0 says so
 
@@ -105,9 +105,9 @@ class Heard:
     tokens: tuple[int, ...]
     stop: bool = False
     save: bool = False
-    n_copies_stored: int = 0  # ranks whose part of the peer copy in flight is stored
+    n_copies_stored: int = 0  # ranks whose part of the peer replica in flight is stored
     n_copies_failed: int = 0  # ranks whose part cannot be
-    n_copies_free: int = 0  # ranks that could take another peer copy at this boundary
+    n_copies_free: int = 0  # ranks that could take another peer replica at this boundary
     cadence: tuple[int, int] | None = None
     shares: tuple[int, ...] | None = None
     small_square_norm: float = 0.0

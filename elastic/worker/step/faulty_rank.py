@@ -16,12 +16,12 @@ from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.guards import Trip
 
 NAMED_SAMPLES_MOST = 16
-UNNAMED = "which rank it was is not known, the generation broke off before the ranks had compared"
+UNNAMED = "which rank it was is not known, the generation aborted before the ranks had compared"
 Row = Sequence[float]  # of a rank: its loss sum, the tokens of that, the square norm of its part of the gradient
 
 
 @dataclass(frozen=True)
-class Offender:
+class FaultyRank:
     """`rank` -1: no single rank; `what` says what is wrong there. `samples`: of that rank, or of all; None = those of a stream
     have no ids."""
 
@@ -45,24 +45,24 @@ def _named(samples: Sequence[int]) -> str:
 class Tripped(ProgramError):
     """The step was not applied; the run goes back or ends. Every rank raises the same."""
 
-    def __init__(self, trip: Trip, offender: Offender) -> None:
-        super().__init__(offender.sentence(trip))
-        self.trip, self.offender = trip, offender
+    def __init__(self, trip: Trip, faulty_rank: FaultyRank) -> None:
+        super().__init__(faulty_rank.sentence(trip))
+        self.trip, self.faulty_rank = trip, faulty_rank
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tripped, (self.trip, self.offender)
+        return Tripped, (self.trip, self.faulty_rank)
 
 
-def find_offender(trip: Trip, mine: Row, ids: Sequence[Sequence[int]] | None, plan: Plan, groups: Groups) -> Offender:
+def find_faulty_rank(trip: Trip, mine: Row, ids: Sequence[Sequence[int]] | None, plan: Plan, groups: Groups) -> FaultyRank:
     """The same on every rank: all of them have seen this commit, so all of them take part here. `ids`: samples of the
     step, of each data-parallel rank; None = a stream's."""
     table = groups.commit.gather(torch.tensor(mine, dtype=torch.float64))
     rank, what = _worst(trip.guard, table.tolist(), plan)
     worker = plan.ranks[rank] if rank >= 0 else None
     if ids is None:
-        return Offender(rank, worker, what, None)
+        return FaultyRank(rank, worker, what, None)
     here = [ids[coordinates(plan.layout, rank).dp(plan.layout)]] if rank >= 0 else ids
-    return Offender(rank, worker, what, tuple(sample for share in here for sample in share))
+    return FaultyRank(rank, worker, what, tuple(sample for share in here for sample in share))
 
 
 def _worst(guard: str, table: list[list[float]], plan: Plan) -> tuple[int, str]:

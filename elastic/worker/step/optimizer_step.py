@@ -45,11 +45,11 @@ from elastic.worker.program.commit import Commit
 from elastic.worker.program.guards import Memory, Trip, judge, trip_of
 from elastic.worker.program.loop_program import LoopProgram
 from elastic.worker.state.train_state import TrainState
-from elastic.worker.step.batch_shares import Shares
-from elastic.worker.step.block_timing import Spans
-from elastic.worker.step.commit_vector import Heard, RankPart, Slots, Words
+from elastic.worker.step.batch_shares import BatchShares
+from elastic.worker.step.block_timing import BlockTiming
+from elastic.worker.step.commit_vector import CommitFields, CommitReport, RankPart, Slots
 from elastic.worker.step.evaluation import modes_kept
-from elastic.worker.step.faulty_rank import UNNAMED, Offender, Tripped, find_offender
+from elastic.worker.step.faulty_rank import UNNAMED, FaultyRank, Tripped, find_faulty_rank
 from elastic.worker.step.gradient_noise import LocalGradients, cannot, noise
 from elastic.worker.step.loss_scale import LossScale
 from elastic.worker.step.sums import Sums
@@ -109,14 +109,14 @@ class Stepper:
         self.device = groups.device
         self._pipeline: tuple[tuple[int, int], Pipeline] | None = None  # and the rows and microbatches that it was made for
         self._staged: list[nn.Module] | None = None
-        self.spans = Spans(state.models, program, self.device, faults or DeviceFaults())
+        self.spans = BlockTiming(state.models, program, self.device, faults or DeviceFaults())
         self._incoming = Incoming(self.device)
         self.coming: Callable[[], list[Batch]] = list  # batches of the step behind the one under way, if they are read
         last_stage = self.at.pp == plan.layout.pp - 1
         self.speaks = last_stage and self.at.tp == 0  # for the loss of its part of the sequences of its samples
         self.counts = self.speaks and self.at.cp == 0  # its samples and their tokens
         self.sequence = Sequence(program, plan.layout, self.at, groups)
-        self.shares = Shares(job, plan)
+        self.shares = BatchShares(job, plan)
         self.has_blocks = not plan.layers or any(plan.layers[stage] for stage in stages_at(plan.layout, self.at.pp))
         cut = plan.layout.tp > 1 and "sequence_colwise_loss" in program.tp.values()
         self.cut_loss: Callable[[], AbstractContextManager[None]] = loss_parallel if cut else nullcontext
@@ -145,7 +145,7 @@ class Stepper:
 
     def read_by(self, dataset: Any) -> None:
         """What the steps are cut by, where the job gives micro-batches a budget of tokens."""
-        self.shares = Shares(self.job, self.plan, self._budget_of(dataset))
+        self.shares = BatchShares(self.job, self.plan, self._budget_of(dataset))
 
     def _budget_of(self, dataset: Any) -> TokenBudget | None:
         return budget_of(self.job, dataset, self.sequence.multiple)
@@ -274,13 +274,13 @@ class Stepper:
 
     # ------------------------------------------------------------------------------------------ one step
 
-    def run(self, batches: Iterable[Batch], words: Words) -> Heard:
+    def run(self, batches: Iterable[Batch], words: CommitFields) -> CommitReport:
         """Gradients, commit, update; or no update, where a guard says so (`trip`). Raises Tripped where a guard wants to go
         back or to stop; the state then stays as it was.
 
         The gradients are whole before the commit begins: every collective that adds them up has returned on this rank. A commit
-        that breaks off leaves only its own vector in an unknown state, and that is thrown away; `pending` and the state are
-        those of a rank that waits for the word to go on (`roll_forward`), or that never heard of this step.
+        that aborts leaves only its own vector in an unknown state, and that is thrown away; `pending` and the state are
+        those of a rank that waits for the word to continue (`roll_forward`), or that never heard of this step.
         """
         step = self.state.step
         mine = self.dp * self.plan.layout.cp + self.at.cp
@@ -307,7 +307,7 @@ class Stepper:
         if self.trip is not None and self.trip.do != "skip":
             self.pending = None
             self.state.buffers.take_back()
-            raise Tripped(self.trip, self.offender(self.trip))
+            raise Tripped(self.trip, self.faulty_rank(self.trip))
         self._done(commit)
         self.noise = self._noise(heard) if small and commit.finite and not commit.overflowed else None
         return heard
@@ -344,7 +344,7 @@ class Stepper:
     def _measures_noise(self, step: int) -> bool:
         return self.noise_every > 0 and step % self.noise_every == 0
 
-    def _noise(self, heard: Heard) -> tuple[float, float] | None:
+    def _noise(self, heard: CommitReport) -> tuple[float, float] | None:
         """Of the step that was just done; None where one micro-batch had all of its samples."""
         sizes = self.shares.sizes(self.state.step - 1)
         if len([size for size in sizes if size]) < 2:
@@ -366,7 +366,7 @@ class Stepper:
         in_a_row = self.memory.in_a_row if self.memory is not None else 0
         return trip_of(found, self.rules.of(found[0]), step, self.plan.rolled_back, in_a_row)
 
-    def offender(self, trip: Trip, together: bool = True) -> Offender:
+    def faulty_rank(self, trip: Trip, together: bool = True) -> FaultyRank:
         """Which rank it was; all ranks take part here, or else (`together`) nobody is named."""
         assert self._told is not None
         told = self._told
@@ -375,8 +375,8 @@ class Stepper:
         stream = self.job.n_samples == N_POSITIONS
         ids = None if stream else [self.shares.ids_of(step, dp) for dp in range(n)]
         if not together:
-            return Offender(-1, None, UNNAMED, None if stream else tuple(self.shares.ids(step)))
-        return find_offender(trip, mine, ids, self.plan, self.groups)
+            return FaultyRank(-1, None, UNNAMED, None if stream else tuple(self.shares.ids(step)))
+        return find_faulty_rank(trip, mine, ids, self.plan, self.groups)
 
     def _done(self, commit: Commit) -> None:
         if self.trip is None:
@@ -431,16 +431,16 @@ class Stepper:
         for gradient, part in zip(mine, flat.split([gradient.numel() for gradient in mine]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def _commit(self, pending: Pending, words: Words) -> Heard:
+    def _commit(self, pending: Pending, words: CommitFields) -> CommitReport:
         """The one float64 all-reduce of the generation. Raises InternalError when the samples were not those of the step."""
         slots = Slots.of(self.plan.layout, len(pending.block_square_norms), len(pending.small))
         vector = self.groups.commit.all_reduce(self._part(pending, words).pack(slots))
-        heard = Heard.unpack(vector, slots)
+        heard = CommitReport.unpack(vector, slots)
         self._check_samples(heard.commit)
         self._weigh(heard)
         return heard
 
-    def _part(self, pending: Pending, words: Words) -> RankPart:
+    def _part(self, pending: Pending, words: CommitFields) -> RankPart:
         overflowed = self.loss_scale.on and not math.isfinite(pending.square_norm)
         sums = Commit(
             0.0 if overflowed else pending.square_norm, pending.loss_sum, pending.tokens,
@@ -452,7 +452,7 @@ class Stepper:
         unit_s = self.spans.taken_s() * group / units if units else 0.0
         return RankPart(self.rank, self.dp, sums, words, unit_s, sum(pending.small))
 
-    def _weigh(self, heard: Heard) -> None:
+    def _weigh(self, heard: CommitReport) -> None:
         each = zip(heard.tokens, self.shares.samples(self.state.step), strict=True)
         fullest = max(tokens / n_samples for tokens, n_samples in each if n_samples)
         mean = heard.commit.tokens / self.job.global_batch

@@ -1,4 +1,5 @@
-"""Ranks that must have equal results are compared now and then: a device that computes wrong numbers says nothing of it.
+"""Ranks that must have equal results are compared now and then: a device that computes silent data corruption says nothing of
+it.
 
 Three questions, at a boundary that all ranks agree on. What does each rank make of a small product of integers whose result is
 known, on whatever device? What loss does the same sample have on each data-parallel rank, in evaluation mode, to the last bit?
@@ -36,11 +37,11 @@ AUTO_EVERY, AUTO_SHARE = 200, 0.005  # steps at first; of the time of the steps
 TENSORS = 4  # of the training state, compared over replicas in one check
 ALIKE = 0.02  # relative: losses of one sample on devices of different kinds
 NEARLY = 1e-3  # of a loss: what orders of sums make of it in 16 bits
-KNOWN_SIZE = 128  # of the matrices of the known product: sums up to it are exact in bfloat16 too
+KNOWN_SIZE = 128  # of the matrices of the golden matmul: sums up to it are exact in bfloat16 too
 
 
 @dataclass(frozen=True)
-class Row:
+class SdcRow:
     """What one rank says in a check. `loss`: of the sample, NaN = it computes none; `kind`: of its device; `content`: digest of
     tensors that replicas share, in two halves; `good_step`: of the newest check that it knows to have found nothing."""
 
@@ -59,13 +60,13 @@ class Row:
                 float(self.good_step), self.check_s, self.step_s]  # fmt: skip
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> Row:
+    def of(cls, numbers: Sequence[float]) -> SdcRow:
         there, loss, wrong, kind, low, high, good, check_s, step_s = numbers
         return cls(loss if there else math.nan, wrong > 0, int(kind), (int(low), int(high)), int(good), check_s, step_s)
 
 
 @dataclass(frozen=True)
-class Finding:
+class SdcFinding:
     """`ranks` that may be wrong. `by_loss`: only the losses say so."""
 
     ranks: tuple[int, ...]
@@ -73,24 +74,26 @@ class Finding:
     by_loss: bool = False
 
 
-def compare(rows: Sequence[Row], layout: Layout, exact: bool = True) -> Finding | None:
+def compare(rows: Sequence[SdcRow], layout: Layout, exact: bool = True) -> SdcFinding | None:
     """What the answers of all ranks say; None = all is well. `exact`: devices of one kind make a loss of the same bits."""
     wrong = tuple(rank for rank, row in enumerate(rows) if row.known_wrong)
     if wrong:
-        return Finding(wrong, f"{_named(wrong)} got a known product of integers wrong")
+        return SdcFinding(wrong, f"{_named(wrong)} got a golden matmul of integers wrong")
     return _by_content(rows, layout) or _by_loss(rows, layout, exact)
 
 
-def _by_content(rows: Sequence[Row], layout: Layout) -> Finding | None:
+def _by_content(rows: Sequence[SdcRow], layout: Layout) -> SdcFinding | None:
     odd: list[int] = []
     for replicas in axis_groups(layout, ("dp_replicate",)) if layout.dp_replicate > 1 else ():
         odd += _odd({rank: (rows[rank].kind, rows[rank].content) for rank in replicas})
     return (
-        Finding(tuple(sorted(odd)), f"the training state of {_named(odd)} differs from that of its replicas") if odd else None
+        SdcFinding(tuple(sorted(odd)), f"the training state of {_named(odd)} differs from that of its replicas")
+        if odd
+        else None
     )
 
 
-def _by_loss(rows: Sequence[Row], layout: Layout, exact: bool) -> Finding | None:
+def _by_loss(rows: Sequence[SdcRow], layout: Layout, exact: bool) -> SdcFinding | None:
     """Data-parallel ranks with equal devices must agree to the last bit (NEARLY where that is not `exact`), others to ALIKE."""
     units: dict[int, list[int]] = {}
     for rank in range(layout.world_size):
@@ -111,7 +114,7 @@ def _by_loss(rows: Sequence[Row], layout: Layout, exact: bool) -> Finding | None
     usual = Counter(losses[dp] for dp in units if dp not in odd).most_common(1)
     other = f"the others {sum(usual[0][0]):.9g}" if usual else "nobody knows which of them is right"
     found = ", ".join(f"{sum(losses[dp]):.9g}" for dp in odd)
-    return Finding(tuple(sorted(ranks)), f"of the same sample {_named(ranks)} made a loss of {found}, {other}", by_loss=True)
+    return SdcFinding(tuple(sorted(ranks)), f"of the same sample {_named(ranks)} made a loss of {found}, {other}", by_loss=True)
 
 
 def _odd(answers: dict[int, tuple[object, object]]) -> list[int]:
@@ -128,7 +131,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
-class EqualResults:
+class SdcCheck:
     """The checks of one generation. `good_step`: of the newest check before it, as far as this rank knows."""
 
     def __init__(self, stepper: Stepper, plan: Plan, faults: DeviceFaults, good_step: int) -> None:
@@ -168,7 +171,7 @@ class EqualResults:
         workers = tuple(self.plan.ranks[rank] for rank in finding.ranks)
         return WrongNumbers(self.plan.generation, step, good_step, workers, finding.reason)
 
-    def _repeats(self, rows: Sequence[Row], again: Sequence[Row]) -> bool:
+    def _repeats(self, rows: Sequence[SdcRow], again: Sequence[SdcRow]) -> bool:
         """A program whose losses are others each time cannot be checked by them."""
         pairs = [(one.loss, two.loss) for one, two in zip(rows, again, strict=True) if not math.isnan(one.loss)]
         most = 0.0 if self.exact else NEARLY
@@ -179,15 +182,15 @@ class EqualResults:
 
     # ------------------------------------------------------------------------------------------ one rank's answers
 
-    def _ask(self, step: int, batches: Sequence[Batch], step_s: float) -> list[Row]:
+    def _ask(self, step: int, batches: Sequence[Batch], step_s: float) -> list[SdcRow]:
         began = time.monotonic()
         layout = self.plan.layout
         loss = self._loss(batches) if layout.dp > 1 and self.repeats else math.nan
         content = self._content(step) if layout.dp_replicate > 1 else (0, 0)
-        wrong = not known_product(self.stepper.device, self.faults.spoilt)
-        row = Row(loss, wrong, self._name, content, self.good_step, time.monotonic() - began, step_s)
+        wrong = not golden_matmul(self.stepper.device, self.faults.corrupted)
+        row = SdcRow(loss, wrong, self._name, content, self.good_step, time.monotonic() - began, step_s)
         table = self.stepper.groups.commit.gather(torch.tensor(row.numbers(), dtype=torch.float64))
-        return [Row.of(numbers) for numbers in table.tolist()]
+        return [SdcRow.of(numbers) for numbers in table.tolist()]
 
     def _content(self, step: int) -> tuple[int, int]:
         state = self.stepper.state
@@ -203,7 +206,7 @@ class EqualResults:
         into microbatches."""
         stepper = self.stepper
         samples = stepper.shares.samples(stepper.state.step - 1)
-        if isinstance(stepper.program, LoopProgram) or stepper.groups.pp is not None:  # a schedule begins anew after it
+        if isinstance(stepper.program, LoopProgram) or stepper.groups.pp is not None:  # a schedule starts over after it
             return math.nan
         one = self._same_sample(batches, next(dp for dp, n in enumerate(samples) if n))
         with evaluating(stepper.state, stepper.job, stepper.device), _same_kernels():
@@ -232,15 +235,15 @@ def _device_name(device: torch.device) -> str:
     return f"{torch.backends.cpu.get_cpu_capability()} {model.strip()}"
 
 
-def known_product(device: torch.device, spoilt: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+def golden_matmul(device: torch.device, corrupted: Callable[[torch.Tensor], torch.Tensor]) -> bool:
     """Is a product of small integers what it must be, in each precision that models compute in? Its sums are exact in any
-    order, on any device. `spoilt`: what a drill makes of a result."""
+    order, on any device. `corrupted`: what a drill makes of a result."""
     index = torch.arange(KNOWN_SIZE, dtype=torch.float64)
     left = (index[:, None] * 7 + index * 3) % 3 - 1
     right = (index[:, None] * 5 + index * 2 + 1) % 3 - 1
     known = left @ right
     for dtype in (torch.float32, torch.bfloat16):
-        result = spoilt(left.to(device, dtype) @ right.to(device, dtype))
+        result = corrupted(left.to(device, dtype) @ right.to(device, dtype))
         if not torch.equal(result.to("cpu", torch.float64), known):
             return False
     return True

@@ -81,7 +81,7 @@ def test_an_answer_is_kept_until_a_file_of_the_program_changes(program: Path) ->
         first.close()
     assert found is not None and set(found.equal or {}) == {"dp"}, found
     assert set(found.files or {}) == {"program.py", "width.py", "sizes.json"}
-    assert (found.packages or {})["torch"] and LayoutCheck(question).known == found  # nobody is asked again
+    assert (found.packages or {})["torch"] and LayoutCheck(question).known == found  # nobody is retried
     for name in ("width.py", "sizes.json"):
         before = (program.parent / name).read_text()
         (program.parent / name).write_text(before + "\n")

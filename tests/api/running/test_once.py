@@ -44,7 +44,7 @@ COMMANDS: dict[str, Any] = {
     "run with a program": lambda folder: elastic.run(load_program(PROGRAMS / "tiny.py"), folder),
     "plan": lambda folder: of_job(str(folder)),
     "import and export": lambda folder: entry.loaded(folder),
-    "profile": lambda folder: api.profile(folder, api.ProfileWishes(local=True)),
+    "profile": lambda folder: api.profile(folder, api.ProfileRequest(local=True)),
 }
 
 
@@ -101,7 +101,7 @@ def test_a_resumed_run_reads_and_folds_each_line_of_the_drivers_before_once(
     assert one.to_the_end().step > 0
     *first, last = written
     assert len(first) > 5 and {text: parsed[text] for text in first} == dict.fromkeys(first, 1)
-    assert parsed[last] == 2, "by the journal too, which goes on behind it"
+    assert parsed[last] == 2, "by the journal too, which continues behind it"
     events = Counter(type(event).__name__ for line in journals.read(one.journal_path) for _, event in line.events)
     assert folded == events + Counter(
         {Decided.__name__: sum(line.decision is not None for line in lines.lines[: len(written)])}

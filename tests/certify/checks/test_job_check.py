@@ -44,7 +44,7 @@ def test_plan_compares_values_where_it_is_asked_to_and_keeps_the_answer(
 ) -> None:
     for _ in range(2):
         assert command_line.main(["plan", str(folder), "--check", "--gpus", "H100:4"]) == 0
-        assert "dp, tp, pp: loss and gradients of a small copy are those of one process" in capsys.readouterr().out
+        assert "dp, tp, pp: loss and gradients of a small copy match those of one process" in capsys.readouterr().out
     assert len([*(folder / "kept").iterdir()]) == 1
     assert command_line.main(["plan", str(folder), "--gpus", "H100:4"]) == 0
     assert "small copy" not in capsys.readouterr().out

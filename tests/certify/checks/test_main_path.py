@@ -102,7 +102,7 @@ def test_a_decision_that_comes_out_otherwise_fails() -> None:
     assert replayed(journal.lines).verdict == "pass"
     i, line = next((i, line) for i, line in enumerate(journal.lines) if line.decision is not None and line.decision.actions)
     assert line.decision is not None
-    journal.lines[i] = replace(line, decision=replace(line.decision, reason="because"))
+    journal.lines[i] = replace(line, decision=replace(line.decision, actions=()))
     assert replayed(journal.lines).verdict == "fail"
 
 

@@ -122,9 +122,9 @@ class TestReal:
         nodes = remote_processes.connect(cluster[0])
         try:
             place = cluster_place.place_of(cluster[0], nodes, 2)
-            hands = remote_processes.Hands(place.seats)
+            hands = remote_processes.ProcessSignals(place.seats)
             order = remote_processes.Order("support.certify.certify_echo:Echo", ("a",), {"SAID": "b"})
-            one = remote_processes.Outpost(place.seats[0], hands, order)
+            one = remote_processes.RemoteProcess(place.seats[0], hands, order)
             assert one.ready(300) == ""
             one.send(("c", 1, 2))
             assert one.pipe.recv() == ("a", "b", "c", (1, 2))
@@ -135,7 +135,7 @@ class TestReal:
             one.join()
             assert one.ended
             failing = "import os, sys, time; r = os.environ['R']; print('rank', r); r == '0' and sys.exit(3); time.sleep(60)"
-            errand = remote_processes.Errand(("-c", failing), ({"R": "0"}, {"R": "1"}), 30.0)
-            assert remote_processes.run(place.seats, errand, lambda: None) == [(3, "rank 0\n")]
+            remote_command = remote_processes.RemoteCommand(("-c", failing), ({"R": "0"}, {"R": "1"}), 30.0)
+            assert remote_processes.run(place.seats, remote_command, lambda: None) == [(3, "rank 0\n")]
         finally:
             remote_processes.disconnect()

@@ -75,13 +75,13 @@ def test_a_new_driver_finds_the_workers_and_goes_on(stage: Make) -> None:
     running = plan(1, workers)
     first.backend.execute(EnterPlan(running))
     first.wait(lambda e: isinstance(e, StepDone) and e.step >= 3)
-    pids = [first.backend.crew.pid(worker) for worker in workers]
+    pids = [first.backend.worker_group.pid(worker) for worker in workers]
     drop(first)
     second = stage(embedded=False, pools=(POOL,), name="again", attach=True, epoch=2, plans=(running,), step=2)
     second.wait(NodeReady)
     steps = [second.wait(StepDone) for _ in range(8)]  # those after the last one that was written down, without a gap
     assert [(e.generation, e.step) for e in steps] == [(1, step) for step in range(3, 11)]
-    assert [second.backend.crew.pid(worker) for worker in workers] == pids
+    assert [second.backend.worker_group.pid(worker) for worker in workers] == pids
     second.backend.execute(EnterPlan(plan(2, workers[:2])))
     assert second.wait(PlanEntered).generation == 2
     second.backend.execute(Stop("stopped", "enough"))
@@ -94,7 +94,7 @@ def test_workers_that_did_not_outlive_the_driver_are_told_at_once(stage: Make) -
     running = plan(1, workers)
     first.backend.execute(EnterPlan(running))
     first.wait(StepDone)
-    pids = {worker: first.backend.crew.pid(worker) for worker in workers}
+    pids = {worker: first.backend.worker_group.pid(worker) for worker in workers}
     drop(first)
     gone = workers[-1]
     os.kill(pids[gone], signal.SIGKILL)
@@ -128,7 +128,7 @@ def test_a_driver_that_was_replaced_while_storage_was_away_harms_no_worker(stage
     first.wait(StepDone)
     lease.certain = False
     assert not first.backend.certain
-    pids = [first.backend.crew.pid(worker) for worker in workers]
+    pids = [first.backend.worker_group.pid(worker) for worker in workers]
     name, more = first.backend.run.name, {"attach": True, "epoch": 2, "plans": (running,)}
     second = stage(embedded=False, pools=(POOL,), name=name, **more)
     second.wait(NodeReady)
@@ -138,7 +138,7 @@ def test_a_driver_that_was_replaced_while_storage_was_away_harms_no_worker(stage
     assert raised.value.exit_code == 4
     first.backend.close()
     second.wait(lambda e: isinstance(e, StepDone) and e.step > 5)
-    assert [second.backend.crew.pid(worker) for worker in workers] == pids
+    assert [second.backend.worker_group.pid(worker) for worker in workers] == pids
     second.backend.execute(Stop("stopped", "enough"))
     wait_gone(pids)
 
@@ -155,7 +155,7 @@ def test_attaching_reports_prepared_nodes(stage: Make) -> None:
 def test_without_attach_old_workers_end(stage: Make) -> None:
     first = stage(embedded=False, pools=(POOL,), name="fresh")
     workers = prepared(first)
-    pids = [first.backend.crew.pid(worker) for worker in workers]
+    pids = [first.backend.worker_group.pid(worker) for worker in workers]
     drop(first)
     stage(embedded=False, pools=(POOL,), name="fresh", epoch=2)
     wait_gone(pids)
@@ -166,7 +166,7 @@ def test_the_driver_of_an_older_epoch_is_refused(stage: Make) -> None:
     workers = prepared(first)
     second = stage(embedded=False, pools=(POOL,), name="fenced", attach=True, epoch=2)
     assert {second.wait(NodePrepared).node_id for _ in range(2)} == {"x", "y"}
-    pids = [second.backend.crew.pid(worker) for worker in workers]
+    pids = [second.backend.worker_group.pid(worker) for worker in workers]
     with pytest.raises(LostContact, match="driver of epoch 1 has been replaced by that of epoch 2"):
         first.wait(WorkerFailed)
     first.backend.close()
@@ -183,7 +183,7 @@ def test_orphans_save_and_end(stage: Make, tmp_path) -> None:
     workers = prepared(on)
     on.backend.execute(EnterPlan(plan(1, workers[:3])))
     on.wait(StepDone)
-    pids = [on.backend.crew.pid(worker) for worker in workers]
+    pids = [on.backend.worker_group.pid(worker) for worker in workers]
     at = time.monotonic()
     drop(on)
     wait_gone(pids)

@@ -1,4 +1,4 @@
-"""Durable copies are read back beside the run."""
+"""Checkpoints are read back beside the run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from elastic.cluster.backend import checkpoint_checks
 from elastic.cluster.backend.aggregate import Parts
-from elastic.cluster.backend.checkpoint_checks import CopyChecks, Pace, Paced
-from elastic.cluster.backend.checkpoint_commit import DurableCopies
+from elastic.cluster.backend.checkpoint_checks import CopyChecks, Paced, ReadPace
+from elastic.cluster.backend.checkpoint_commit import CheckpointCommitter
 from elastic.storage import open_storage
 from elastic.types import Box, Copy, CopyDamaged, CopyStored, CopyVerified, Event, Layout, Plan, ShardStored, WorkerId
 from elastic.worker.checkpoint import checkpoint_writer
@@ -81,7 +81,7 @@ def test_reading_keeps_its_pace_and_ends_with_the_driver() -> None:
         now_s[0] += wait_s
         return False
 
-    pace = Pace(10.0, wait, lambda: now_s[0])
+    pace = ReadPace(10.0, wait, lambda: now_s[0])
     for _ in range(4):
         pace.read(5)
     assert sum(waits) == pytest.approx(2.0)
@@ -93,12 +93,12 @@ def test_reading_keeps_its_pace_and_ends_with_the_driver() -> None:
     ended = threading.Event()
     ended.set()
     with pytest.raises(InterruptedError):
-        Pace(10.0, ended.wait).read(5)
+        ReadPace(10.0, ended.wait).read(5)
 
 
 def test_a_copy_whose_bytes_changed_after_it_was_written_is_found(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
-    copies = DurableCopies(storage, 1, {}, verify=True)
+    copies = CheckpointCommitter(storage, 1, {}, verify=True)
     for step in (5, 10):
         checkpoint_writer.write_shard(storage, step, 1, 0, [(Box("w", (0,), (64,), "float32"), torch.arange(64.0))])
     shard = next((tmp_path / "checkpoints" / "step-00000010.g0001").glob("*.distcp"))

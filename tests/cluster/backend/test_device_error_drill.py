@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic.cluster.backend import drills
-from elastic.cluster.backend.drill_runner import Drilling
+from elastic.cluster.backend.drill_runner import DrillRunner
 from elastic.config.drill import DrillSpec
 from elastic.config.job import drill_entry
 from elastic.errors import SpecError
@@ -43,12 +43,12 @@ class Crew:
 
 
 def test_the_worker_of_that_gpu_is_told_where_to_fail(tmp_path: Path) -> None:
-    crew, schedule = Crew(), drills.Schedule([ENTRY], open_storage(tmp_path))
+    worker_group, schedule = Crew(), drills.Schedule([ENTRY], open_storage(tmp_path))
     nodes = {name: Node(name, "p", 2) for name in "ab"}
-    on = Drilling(schedule, None, crew, nodes, (Pool("p", "CPU", 2, "spot", 1.0, 0, 2),))  # type: ignore[arg-type]
+    on = DrillRunner(schedule, None, worker_group, nodes, (Pool("p", "CPU", 2, "spot", 1.0, 0, 2),))  # type: ignore[arg-type]
     (event,) = on.at_step(4, None, 0.0)
     assert event == DrillAsked({**ENTRY, "device_error": ["b"]})
-    assert crew.told == [(WorkerId("b", 1), InjectFault("device_error", place="backward"))]
+    assert worker_group.told == [(WorkerId("b", 1), InjectFault("device_error", place="backward"))]
     assert drill(event.drill) == "device_error b gpu 1 place backward (at step 4)"
 
 
@@ -64,7 +64,7 @@ def test_what_an_entry_may_say() -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_it_fails_there_first_and_then_everywhere(place: str) -> None:
     faults = DeviceFaults()
-    faults.afflict("device_error", place=place)
+    faults.inject_fault("device_error", place=place)
     assert faults.alters == (place == "backward")
     for other in PLACES:
         if other != place:
@@ -76,12 +76,12 @@ def test_it_fails_there_first_and_then_everywhere(place: str) -> None:
         with pytest.raises(torch.AcceleratorError):
             faults.check(other)
     with pytest.raises(ValueError, match="'device_error' in 'loss'"):
-        DeviceFaults().afflict("device_error", place="loss")
+        DeviceFaults().inject_fault("device_error", place="loss")
 
 
 def test_the_backward_pass_through_a_block_fails() -> None:
     faults = DeviceFaults()
-    faults.afflict("device_error", place="backward")
+    faults.inject_fault("device_error", place="backward")
     x = torch.ones(2, requires_grad=True)
     altered = faults.altered(x * 2)
     assert torch.equal(altered, torch.full((2,), 2.0))

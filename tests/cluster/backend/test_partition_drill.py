@@ -12,10 +12,10 @@ import ray
 from support.waiting import until
 
 from elastic.cluster.backend import drills
-from elastic.cluster.backend.drill_runner import Drilling
-from elastic.cluster.workers import worker_group as crew_module
+from elastic.cluster.backend.drill_runner import DrillRunner
+from elastic.cluster.workers import worker_group as worker_group_module
 from elastic.cluster.workers.worker_actor import WorkerSetup
-from elastic.cluster.workers.worker_group import Answer, Berth, Crew, _Member
+from elastic.cluster.workers.worker_group import Placement, PollAnswer, WorkerGroup, _Member
 from elastic.config.job import drill_entry
 from elastic.observe.event_messages import drill
 from elastic.storage import open_storage
@@ -46,10 +46,10 @@ class Told:
         return self.takes
 
 
-def carried_out(entry: dict[str, Any], crew: Told, folder: Path) -> list[Any]:
+def carried_out(entry: dict[str, Any], worker_group: Told, folder: Path) -> list[Any]:
     nodes = {name: Node(name, "p", 1) for name in "ab"}
     schedule = drills.Schedule([entry], open_storage(folder))
-    on = Drilling(schedule, None, crew, nodes, (Pool("p", "CPU", 1, "spot", 1.0, 0, 2),))  # type: ignore[arg-type]
+    on = DrillRunner(schedule, None, worker_group, nodes, (Pool("p", "CPU", 1, "spot", 1.0, 0, 2),))  # type: ignore[arg-type]
     return on.at_step(4, None, 0.0)
 
 
@@ -65,10 +65,10 @@ def carried_out(entry: dict[str, Any], crew: Told, folder: Path) -> list[Any]:
 def test_who_is_told_what(sides: Any, told: list[Any], tmp_path: Path) -> None:
     entry = ENTRY | ({"from": sides} if sides else {})
     assert drill_entry(entry).plain() == entry
-    crew = Told()
-    (event,) = carried_out(drill_entry(entry).plain(), crew, tmp_path)
+    worker_group = Told()
+    (event,) = carried_out(drill_entry(entry).plain(), worker_group, tmp_path)
     assert event == DrillAsked({**entry, "partition": ["b"]})
-    assert crew.calls == told, "the workers hear of it before they cannot be reached"
+    assert worker_group.calls == told, "the workers hear of it before they cannot be reached"
     assert drill(event.drill).startswith("partition b for_s 8.0")
 
 
@@ -104,65 +104,65 @@ class Clock:
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Crew, dict[WorkerId, Actor], Clock, list[Any]]:
+def two(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerGroup, dict[WorkerId, Actor], Clock, list[Any]]:
     """A crew of two workers; its clock; and whom it has killed."""
     clock, killed = Clock(), list[Any]()
     actors = {A: Actor("a"), B: Actor("b")}
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (list(refs), []))
     monkeypatch.setattr(ray, "get", lambda ref: ref.value)
-    monkeypatch.setattr(crew_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=lambda s: None))
-    monkeypatch.setattr(crew_module, "_kill", lambda actor: killed.append(actor.name))
-    monkeypatch.setattr(crew_module.os, "kill", lambda pid, number: killed.append((pid, number)))
-    crew = Crew(WorkerSetup(A, 1, "spot", {}, "", 1), "test", local=True)
+    monkeypatch.setattr(worker_group_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=lambda s: None))
+    monkeypatch.setattr(worker_group_module, "_kill", lambda actor: killed.append(actor.name))
+    monkeypatch.setattr(worker_group_module.os, "kill", lambda pid, number: killed.append((pid, number)))
+    worker_group = WorkerGroup(WorkerSetup(A, 1, "spot", {}, "", 1), "test", local=True)
     for worker, actor in actors.items():
-        crew._join(worker, _Member(actor, "", 1, pid=7))
-    return crew, actors, clock, killed
+        worker_group._join(worker, _Member(actor, "", 1, pid=7))
+    return worker_group, actors, clock, killed
 
 
-def heard(crew: Crew) -> list[WorkerId]:
-    crew.open_polls()
-    return [answer.worker for answer in crew.collect(0.0) if isinstance(answer, Answer)]
+def heard(worker_group: WorkerGroup) -> list[WorkerId]:
+    worker_group.open_polls()
+    return [answer.worker for answer in worker_group.collect(0.0) if isinstance(answer, PollAnswer)]
 
 
 def test_a_node_that_is_cut_off_is_not_heard_and_its_orders_wait(two: Any) -> None:
-    crew, actors, clock, _ = two
-    assert heard(crew) == [A, B]
-    crew.open_polls()  # one is open, and its answer has come, when the node is cut off
-    assert crew.cut("b", 8.0)
+    worker_group, actors, clock, _ = two
+    assert heard(worker_group) == [A, B]
+    worker_group.open_polls()  # one is open, and its answer has come, when the node is cut off
+    assert worker_group.cut("b", 8.0)
     orders = [(B, Abort(1)), (B, Quiesce(2)), (A, Abort(1))]
-    assert all(crew.order(worker, WorkerOrder(action)) for worker, action in orders)
+    assert all(worker_group.order(worker, WorkerOrder(action)) for worker, action in orders)
     before = list(actors[B].heard)
     clock.now_s += 7.9
-    assert heard(crew) == [A] and crew.open_polls() == [A, B], "silence is measured on"
+    assert heard(worker_group) == [A] and worker_group.open_polls() == [A, B], "silence is measured on"
     assert actors[B].heard == before and Abort(1) in actors[A].heard
     clock.now_s += 0.2
-    assert B in heard(crew)
+    assert B in heard(worker_group)
     assert [told for told in actors[B].heard if told != "poll"] == [Abort(1), Quiesce(2)], "in the order in which they came"
 
 
 def test_who_was_ended_meanwhile_is_killed_before_anything_of_it_is_heard(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then it lives on, and a generation that it is in may: nobody listens."""
-    crew, actors, clock, killed = two
+    worker_group, actors, clock, killed = two
     started: list[Any] = []
-    monkeypatch.setattr(crew, "_start", lambda me, *rest: started.append(me))
-    crew.open_polls()
-    crew.cut("b", 8.0)
-    crew.end([B])
-    crew.start(B, Berth("ray", "spot", False), WorkerOrder(Prepare("b")))
-    assert crew.workers() == [A] and not killed and not crew._starters
+    monkeypatch.setattr(worker_group, "_start", lambda me, *rest: started.append(me))
+    worker_group.open_polls()
+    worker_group.cut("b", 8.0)
+    worker_group.end([B])
+    worker_group.start(B, Placement("ray", "spot", False), WorkerOrder(Prepare("b")))
+    assert worker_group.workers() == [A] and not killed and not worker_group._starters
     clock.now_s += 8.0
-    assert heard(crew) == [A]
+    assert heard(worker_group) == [A]
     assert killed == [(7, signal.SIGKILL), "b"]
     until(lambda: started == [B], "the worker that takes its place")
-    crew.close(end=False)
+    worker_group.close(end=False)
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_what_waits_is_done_when_the_run_ends_but_not_by_a_driver_that_was_replaced(two: Any, own: bool) -> None:
-    crew, _, _, killed = two
-    crew.cut("b", 3600.0)
-    crew.end([B])
-    crew.close(end=False, own=own)
+    worker_group, _, _, killed = two
+    worker_group.cut("b", 3600.0)
+    worker_group.end([B])
+    worker_group.close(end=False, own=own)
     assert killed == ([(7, signal.SIGKILL), "b"] if own else [])
 
 

@@ -45,6 +45,6 @@ def test_a_run_whose_first_node_is_elsewhere_is_refused(stage: Make) -> None:
     on.backend.execute(Prepare("far"))
     with pytest.raises(SpecError, match=f"^node far: {APART}: .*; give `storage` a folder that all nodes share and may write"):
         on.wait(NodePrepared)
-    pids = [on.backend.crew.pid(WorkerId("far", gpu)) for gpu in range(2)]
+    pids = [on.backend.worker_group.pid(WorkerId("far", gpu)) for gpu in range(2)]
     on.backend.close()
     wait_gone(pids, 60.0)

@@ -14,7 +14,7 @@ from elastic.cluster.backend.attach import Attached
 from elastic.cluster.backend.ray_run import RayRun
 from elastic.cluster.ray import processes
 from elastic.cluster.workers.worker_actor import Worker, WorkerSetup
-from elastic.cluster.workers.worker_group import Crew, _Member
+from elastic.cluster.workers.worker_group import WorkerGroup, _Member
 from elastic.errors import SpecError
 from elastic.types import EnterPlan, StepDone, WorkerId
 from elastic.types.orders import WorkerOrder
@@ -37,7 +37,7 @@ class Actor:
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Crew, dict[WorkerId, Worker]]:
+def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[WorkerGroup, dict[WorkerId, Worker]]:
     """A crew of epoch 2 over two workers: of epoch 1, which gave both generation 3, and the first 4 and 5."""
     monkeypatch.setattr(processes, "stand_back", lambda: False)
 
@@ -49,32 +49,32 @@ def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Crew, dict[Wor
 
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (list(refs), []))
     monkeypatch.setattr(ray, "get", get)
-    crew = Crew(WorkerSetup(A, 1, "spot", {}, "", 2), "test", local=False)
+    worker_group = WorkerGroup(WorkerSetup(A, 1, "spot", {}, "", 2), "test", local=False)
     workers = {me: Worker(WorkerSetup(me, 1, "spot", {"folder": ""}, str(tmp_path), 1, FAKE)) for me in (A, B)}
     for me, worker in workers.items():
         worker.session = SimpleNamespace(order=lambda order: None)
         for generation in (3, 4, 5) if me == A else (3,):
             worker.order(1, WorkerOrder(EnterPlan(plan(generation, [A, B]))))
-        crew._join(me, _Member(Actor(worker), "", 1, generation=worker.ordered))
-    return crew, workers
+        worker_group._join(me, _Member(Actor(worker), "", 1, generation=worker.ordered))
+    return worker_group, workers
 
 
 def test_plans_that_are_not_written_down_are_found_and_steps_of_theirs_are_news(
     two: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew, _ = two
-    assert [p.generation for p in crew.plans_after(3)] == [4, 5] and crew.plans_after(5) == ()
-    monkeypatch.setattr(Crew, "adopt", lambda self, keep: [])
-    before = Attached(RayRun("r", "u", {}, (), 2, attach=True, plans=(plan(3, [A, B]),), step=20), crew, outlives=True)
+    worker_group, _ = two
+    assert [p.generation for p in worker_group.plans_after(3)] == [4, 5] and worker_group.plans_after(5) == ()
+    monkeypatch.setattr(WorkerGroup, "adopt", lambda self, keep: [])
+    before = Attached(RayRun("r", "u", {}, (), 2, attach=True, plans=(plan(3, [A, B]),), step=20), worker_group, outlives=True)
     assert [p.generation for p in before.plans] == [3, 4, 5] and [p.generation for p in before.found] == [4, 5]
     assert before.is_known(StepDone(3, 20, 1.0, 1, 0.1)) and not before.is_known(StepDone(4, 19, 1.0, 1, 0.1))
     assert [event.worker for event in before.missed("c")] == []  # type: ignore[attr-defined]
-    crew.forget(B)
+    worker_group.forget(B)
     assert [event.worker for event in before.missed("b")] == [B]  # type: ignore[attr-defined]
 
 
 def test_workers_say_whether_another_driver_has_attached(two: Any) -> None:
-    crew, workers = two
-    assert crew.replaced() == ""
-    workers[B].passport(3)
-    assert "replaced by that of epoch 3" in crew.replaced()
+    worker_group, workers = two
+    assert worker_group.replaced() == ""
+    workers[B].worker_info(3)
+    assert "replaced by that of epoch 3" in worker_group.replaced()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastic.cluster.backend import drills
-from elastic.cluster.backend.drill_runner import Drilling
+from elastic.cluster.backend.drill_runner import DrillRunner
 from elastic.config.job import drill_entry
 from elastic.errors import SpecError
 from elastic.observe.event_messages import drill
@@ -41,17 +41,17 @@ class Crew:
         return True
 
 
-def drilling(folder: Path, crew: Crew) -> Drilling:
+def drilling(folder: Path, worker_group: Crew) -> DrillRunner:
     schedule = drills.Schedule([ENTRY], open_storage(folder))
-    return Drilling(schedule, None, crew, {}, ())  # type: ignore[arg-type]
+    return DrillRunner(schedule, None, worker_group, {}, ())  # type: ignore[arg-type]
 
 
 def test_every_worker_is_told_once_at_its_step(tmp_path: Path) -> None:
-    crew = Crew(WORKERS)
-    on = drilling(tmp_path, crew)
-    assert on.at_step(3, None, 0.0) == [] == crew.told
+    worker_group = Crew(WORKERS)
+    on = drilling(tmp_path, worker_group)
+    assert on.at_step(3, None, 0.0) == [] == worker_group.told
     assert on.at_step(4, None, 0.0) == [DrillAsked(ENTRY)]
-    assert crew.told == [(worker, InjectFault("layout")) for worker in WORKERS]
+    assert worker_group.told == [(worker, InjectFault("layout")) for worker in WORKERS]
     assert on.at_step(5, None, 0.0) == []
 
 
@@ -71,5 +71,5 @@ def test_it_belongs_to_no_node() -> None:
 def test_a_worker_that_is_told_knows_it() -> None:
     faults = DeviceFaults()
     assert not faults.layout
-    faults.afflict("layout")
+    faults.inject_fault("layout")
     assert faults.layout and not faults.wrong

@@ -47,7 +47,7 @@ def test_a_driver_that_dies_leaves_nothing(number: int) -> None:
     wait_removed(told["folder"])
 
 
-def kill_keeper(cluster: LocalCluster) -> None:
+def kill_supervisor(cluster: LocalCluster) -> None:
     os.kill(cluster.pid, signal.SIGKILL)
 
 
@@ -55,7 +55,7 @@ def kill_cluster_process(cluster: LocalCluster) -> None:
     os.kill(processes.descendants(cluster.pid)[0], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("end", [LocalCluster.close, kill_keeper, kill_cluster_process])
+@pytest.mark.parametrize("end", [LocalCluster.close, kill_supervisor, kill_cluster_process])
 def test_no_end_leaves_anything(end: Callable[[LocalCluster], None]) -> None:
     with LocalCluster() as cluster:
         answers = [cluster.add(NodeOrder(name, 1)) for name in ("a", "b")]

@@ -1,4 +1,4 @@
-"""When a request to the autoscaler counts as failed, and how nodes are given back. No Ray."""
+"""When a request to the autoscaler counts as failed, and how nodes are released. No Ray."""
 
 from __future__ import annotations
 

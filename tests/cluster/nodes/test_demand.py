@@ -17,8 +17,8 @@ import pytest
 from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.cluster.nodes import autoscaler, autoscaler_agent
 from elastic.cluster.nodes.autoscaler import AutoscalerNodes
-from elastic.cluster.nodes.autoscaler_agent import Reasons, Report, Watcher
-from elastic.cluster.nodes.demand import LEAVE_MOST_S, UNASKED_S, Claims, Order, Seen
+from elastic.cluster.nodes.autoscaler_agent import AutoscalerAgent, Reasons, Report
+from elastic.cluster.nodes.demand import LEAVE_MOST_S, UNASKED_S, Demand, Order, Seen
 from elastic.cluster.nodes.node_types import Bundle, NodeType, bundle_of, read_types
 from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.ray._ray_private import Scaling
@@ -33,87 +33,87 @@ def nodes(**pools: str) -> dict[str, Seen]:
 
 
 def test_nodes_are_dealt_to_those_that_wait_once_each() -> None:
-    claims = Claims()
-    claims.hear(replace(ORDER, waits={"spot": 2}), 0)
-    claims.hear(replace(ORDER, namespace="b", waits={"spot": 1}), 0)
-    claims.look(nodes(n1="spot", n2="spot", n3="spot", n4="spot", n5="safe"), 0)
-    assert (set(claims.given("a")), set(claims.given("b"))) == ({"n1", "n2"}, {"n3"})
-    claims.look(nodes(n1="spot", n2="spot", n3="spot", n4="spot", n5="safe"), 1)
-    assert len(claims.given("a")) == 2, "what was given answers what is waited for, until the driver says that it has it"
-    assert not claims.leaving, "n4 and n5 stood there before: they are somebody else's"
+    demand = Demand()
+    demand.hear(replace(ORDER, waits={"spot": 2}), 0)
+    demand.hear(replace(ORDER, namespace="b", waits={"spot": 1}), 0)
+    demand.look(nodes(n1="spot", n2="spot", n3="spot", n4="spot", n5="safe"), 0)
+    assert (set(demand.given("a")), set(demand.given("b"))) == ({"n1", "n2"}, {"n3"})
+    demand.look(nodes(n1="spot", n2="spot", n3="spot", n4="spot", n5="safe"), 1)
+    assert len(demand.given("a")) == 2, "what was given answers what is waited for, until the driver says that it has it"
+    assert not demand.leaving, "n4 and n5 stood there before: they are somebody else's"
 
 
 def test_the_request_is_the_sum_of_what_is_held_and_waited_for() -> None:
-    claims = Claims()
-    claims.hear(replace(ORDER, waits={"spot": 1, "safe": 0}, held=frozenset({"n1", "n2"})), 0)
-    claims.hear(replace(ORDER, namespace="b", waits={"safe": 2}), 0)
+    demand = Demand()
+    demand.hear(replace(ORDER, waits={"spot": 1, "safe": 0}, held=frozenset({"n1", "n2"})), 0)
+    demand.hear(replace(ORDER, namespace="b", waits={"safe": 2}), 0)
     seen = nodes(n1="spot") | {"n2": Seen("spot", draining=True)}
-    claims.look(seen, 0)
-    assert claims.wanted(seen) == Counter({"spot": 2, "safe": 2}), "a node that is taken away is not asked for any more"
+    demand.look(seen, 0)
+    assert demand.wanted(seen) == Counter({"spot": 2, "safe": 2}), "a node that is preempted is not asked for any more"
 
 
 def test_a_dropped_node_leaves_and_is_not_dealt_again() -> None:
-    claims = Claims()
-    claims.hear(replace(ORDER, held=frozenset({"n1", "n2"})), 0)
-    claims.look(nodes(n1="spot", n2="spot"), 0)
-    claims.hear(replace(ORDER, waits={"spot": 1}, held=frozenset({"n2"}), dropped=frozenset({"n1"})), 1)
-    claims.look(nodes(n1="spot", n2="spot"), 1)
-    assert claims.to_drain(nodes(n1="spot", n2="spot"), {}) == ["n1"] and set(claims.given("a")) == {"n2"}
-    claims.look(nodes(n2="spot"), 2)
-    assert not claims.leaving
+    demand = Demand()
+    demand.hear(replace(ORDER, held=frozenset({"n1", "n2"})), 0)
+    demand.look(nodes(n1="spot", n2="spot"), 0)
+    demand.hear(replace(ORDER, waits={"spot": 1}, held=frozenset({"n2"}), dropped=frozenset({"n1"})), 1)
+    demand.look(nodes(n1="spot", n2="spot"), 1)
+    assert demand.to_drain(nodes(n1="spot", n2="spot"), {}) == ["n1"] and set(demand.given("a")) == {"n2"}
+    demand.look(nodes(n2="spot"), 2)
+    assert not demand.leaving
 
 
 def test_a_node_below_the_least_of_its_type_stays_for_the_next_request() -> None:
-    claims, seen = Claims(), nodes(n1="spot", n2="spot")
-    claims.hear(replace(ORDER, held=frozenset(seen)), 0)
-    claims.look(seen, 0)
-    claims.end("a", 1, 1)
-    claims.look(seen, 1)
-    assert claims.to_drain(seen, {"spot": 1}) == ["n2"]
-    claims.hear(replace(ORDER, namespace="b", waits={"spot": 1}), 2)
-    claims.look(nodes(n1="spot"), 2)
-    assert set(claims.given("b")) == {"n1"}
+    demand, seen = Demand(), nodes(n1="spot", n2="spot")
+    demand.hear(replace(ORDER, held=frozenset(seen)), 0)
+    demand.look(seen, 0)
+    demand.end("a", 1, 1)
+    demand.look(seen, 1)
+    assert demand.to_drain(seen, {"spot": 1}) == ["n2"]
+    demand.hear(replace(ORDER, namespace="b", waits={"spot": 1}), 2)
+    demand.look(nodes(n1="spot"), 2)
+    assert set(demand.given("b")) == {"n1"}
 
 
 def test_what_comes_unasked_goes_after_a_while() -> None:
-    claims = Claims()
-    claims.hear(ORDER, 0)
-    claims.look({}, 0)
-    claims.look(nodes(n1="spot"), 1)
-    claims.look(nodes(n1="spot"), UNASKED_S)
-    assert not claims.leaving
-    claims.look(nodes(n1="spot"), 1 + UNASKED_S)
-    assert set(claims.leaving) == {"n1"}
+    demand = Demand()
+    demand.hear(ORDER, 0)
+    demand.look({}, 0)
+    demand.look(nodes(n1="spot"), 1)
+    demand.look(nodes(n1="spot"), UNASKED_S)
+    assert not demand.leaving
+    demand.look(nodes(n1="spot"), 1 + UNASKED_S)
+    assert set(demand.leaving) == {"n1"}
 
 
 def test_a_silent_driver_loses_its_request_and_its_nodes_and_may_come_back() -> None:
-    claims, seen = Claims(), nodes(n1="spot")
+    demand, seen = Demand(), nodes(n1="spot")
     order = replace(ORDER, waits={"safe": 1}, held=frozenset(seen))
-    claims.hear(order, 0)
-    claims.look(seen, 100)
-    assert claims.wanted(seen)
-    claims.look(seen, 101)
-    assert not claims.wanted(seen) and claims.to_drain(seen, {}) == ["n1"] and not claims.overdue(101)
-    claims.forget_gone()
-    assert [run.order.namespace for run in claims.overdue(102 + LEAVE_MOST_S)] == ["a"]
-    claims.hear(replace(order, epoch=2), 103)
-    claims.look(seen, 103)
-    assert not claims.leaving and set(claims.given("a")) == {"n1"}
-    claims.look({}, 300)
-    claims.forget_gone()
-    assert not claims.runs
+    demand.hear(order, 0)
+    demand.look(seen, 100)
+    assert demand.wanted(seen)
+    demand.look(seen, 101)
+    assert not demand.wanted(seen) and demand.to_drain(seen, {}) == ["n1"] and not demand.overdue(101)
+    demand.forget_gone()
+    assert [run.order.namespace for run in demand.overdue(102 + LEAVE_MOST_S)] == ["a"]
+    demand.hear(replace(order, epoch=2), 103)
+    demand.look(seen, 103)
+    assert not demand.leaving and set(demand.given("a")) == {"n1"}
+    demand.look({}, 300)
+    demand.forget_gone()
+    assert not demand.runs
 
 
 def test_an_older_driver_is_not_heard_and_a_fresh_one_inherits_nothing() -> None:
-    claims, seen = Claims(), nodes(n1="spot")
-    claims.hear(replace(ORDER, epoch=2, held=frozenset(seen)), 0)
-    claims.look(seen, 0)
-    assert not claims.hear(ORDER, 1)
-    claims.end("a", 1, 1)
-    assert claims.given("a")
-    claims.hear(replace(ORDER, epoch=3, fresh=True), 2)
-    claims.look(seen, 2)
-    assert not claims.given("a") and set(claims.leaving) == {"n1"}
+    demand, seen = Demand(), nodes(n1="spot")
+    demand.hear(replace(ORDER, epoch=2, held=frozenset(seen)), 0)
+    demand.look(seen, 0)
+    assert not demand.hear(ORDER, 1)
+    demand.end("a", 1, 1)
+    assert demand.given("a")
+    demand.hear(replace(ORDER, epoch=3, fresh=True), 2)
+    demand.look(seen, 2)
+    assert not demand.given("a") and set(demand.leaving) == {"n1"}
 
 
 # ------------------------------------------------------------------------------------------ how a node is asked for
@@ -135,11 +135,11 @@ class DeafDesk:
         self.waits, self.dropped = dict(waits), dropped
 
 
-class Stuck(Watcher):
+class Stuck(AutoscalerAgent):
     """A watcher without a cluster; `looked` says when its thread last came back from a look."""
 
     def __init__(self, looked: float) -> None:
-        self._claims, self._types, self._pools = Claims(), {}, {}
+        self._demand, self._types, self._pools = Demand(), {}, {}
         self._reasons, self._scaling = Reasons(Path("none")), Scaling(Counter(), Counter(), Counter(), Counter())
         self._asked, self._heard, self._asked_for, self._looked_s = None, 0, 0, looked
         self._lock, self._wake = threading.Lock(), threading.Event()
@@ -155,13 +155,13 @@ def test_a_watcher_that_answers_and_does_not_look_is_replaced(
         order=SimpleNamespace(remote=stuck.order),
         end=SimpleNamespace(remote=stuck.end),
     )
-    monkeypatch.setattr(autoscaler, "watcher", lambda quiet_s: actor)
+    monkeypatch.setattr(autoscaler, "autoscaler_agent", lambda quiet_s: actor)
     monkeypatch.setattr(
         autoscaler,
         "ray",
         SimpleNamespace(get=lambda answer, timeout: answer, kill=lambda it, no_restart: kills.append((it, no_restart))),
     )
-    desk = autoscaler.Desk(ORDER)  # its first word is told in the constructor
+    desk = autoscaler.AutoscalerClient(ORDER)  # its first word is told in the constructor
     desk.close(end=True)
     assert kills[:1] == [(actor, False)] * killed
     assert desk.heard()[0].looked_s >= hangs_s
@@ -199,7 +199,7 @@ def test_a_request_that_is_taken_back_brings_no_node() -> None:
     desk.report = Report(given={"r1": "spot", "r2": "safe"})
     alive = {ray_id: RayNode(ray_id, "10.0.0.1", 1, {}, 8, 8, False) for ray_id in ("r1", "r2")}
     ready, *machines = nodes.news(alive)
-    assert isinstance(ready, NodeReady) and ready.node.pool == "safe", "the other one had been on its way: it is given back"
+    assert isinstance(ready, NodeReady) and ready.node.pool == "safe", "the other one had been on its way: it is released"
     assert machines == [InstancesSeen("spot", leaving=1)], "and paid for until it has ended"
 
 
@@ -234,7 +234,7 @@ def test_a_bundle_fills_a_node_of_its_type() -> None:
 
 def test_what_cannot_be_asked_for_is_said() -> None:
     text = bundle_of(SAFE, {"big": BIG})
-    assert isinstance(text, str) and "named or labelled 'safe'" in text and "big" in text
+    assert isinstance(text, str) and "named or labeled 'safe'" in text and "big" in text
     twin = replace(BIG, name="twin", resources={"GPU": 16})
     text = bundle_of(replace(SPOT, name="big"), {"big": BIG, "twin": twin})
     assert isinstance(text, str) and "'big' and 'twin' have the same labels" in text and "elastic-pool: big" in text
@@ -280,8 +280,8 @@ def test_a_driver_that_ends_without_its_run_says_what_stays_paid(
     held._successor = lambda: "its lease was taken over" if replaced else ""
     held.nodes = {name: Node(name, pool) for name, pool in (("s-2", "spot"), ("s-1", "spot"), ("own-1", "own"))}
     held.run = SimpleNamespace(pools=(replace(SPOT, usd_per_node_h=6.0), Pool("own")))
-    held.crew = MagicMock(setup=SimpleNamespace(orphan_lease_s=900.0))
-    for part in ("survey", "outlook", "inbox", "entrance", "copies", "provider", "_stores"):
+    held.worker_group = MagicMock(setup=SimpleNamespace(orphan_lease_s=900.0))
+    for part in ("survey", "cloud_feed", "inbox", "entrance", "copies", "provider", "_stores"):
         setattr(held, part, MagicMock())
     RayBackend.close(held)
     held.provider.close.assert_called_once_with(end=stopped)

@@ -78,7 +78,7 @@ def test_nodes_of_a_cluster_come_leave_and_come_back() -> None:
 
 
 def test_a_node_that_is_about_to_be_taken_is_not_given_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was given back for that, and would be prepared again and again until it is gone."""
+    """It was released for that, and would be prepared again and again until it is gone."""
     now_s = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     nodes = ClusterNodes((Pool("spot", "CPU", 1, "spot", max_nodes=2),))
@@ -147,7 +147,7 @@ def test_why_there_is_no_node() -> None:
     assert why("a third") == "no capacity: 2 of 2 in use"
     nodes.change_capacity("spot", -1)
     nodes.lost("spot-1")
-    assert why("another") == "no capacity: 1 of its 2 nodes were taken by drills, 1 of 1 in use"
+    assert why("another") == "no capacity: 1 of its 2 nodes were preempted by drills, 1 of 1 in use"
 
 
 def test_a_port_answers_or_refuses() -> None:

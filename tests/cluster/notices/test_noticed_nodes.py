@@ -1,4 +1,4 @@
-"""A notice on a metadata server leads a run on a real Ray cluster away from the node, and training goes on."""
+"""A notice on a metadata server leads a run on a real Ray cluster away from the node, and training continues."""
 
 from __future__ import annotations
 

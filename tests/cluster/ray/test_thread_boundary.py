@@ -1,4 +1,4 @@
-"""Threads that follow something as long as the driver lives go on after what nobody thought of."""
+"""Threads that follow something as long as the driver lives continue after what nobody thought of."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from elastic.cluster.backend.drill_runner import Drilling
+from elastic.cluster.backend.drill_runner import DrillRunner
 from elastic.cluster.backend.drills import Schedule
 from elastic.cluster.nodes import providers
 from elastic.cluster.nodes.providers import Survey
 from elastic.cluster.notices import notice_watchers
-from elastic.cluster.notices.notice_watchers import Lookouts
+from elastic.cluster.notices.notice_watchers import NoticeWatchers
 from elastic.cluster.notices.sources.detect import Sources
 from elastic.cluster.notices.sources.watch import Watch
 from elastic.cluster.prices import market
@@ -49,8 +49,8 @@ def ticker(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 def notices(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
     patch.setattr(notice_watchers, "AGAIN_S", 0.01)
-    patch.setattr(Lookouts, "_place", raises)
-    return Lookouts().close
+    patch.setattr(NoticeWatchers, "_place", raises)
+    return NoticeWatchers().close
 
 
 def survey(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
@@ -79,10 +79,10 @@ def test_the_same_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     boundary, raises = Boundary(logging.getLogger("test"), "looking"), Raises()
     assert [boundary.holds(raises) for _ in range(3)] == [False] * 3
     assert boundary.holds(lambda: None)
-    assert [record.message for record in caplog.records] == ["looking: Odd: of another kind; tried again"]
+    assert [record.message for record in caplog.records] == ["looking: Odd: of another kind; retried"]
 
 
 def test_an_order_to_add_a_node_of_no_pool_is_refused() -> None:
-    drilling = Drilling(Schedule((), None), None, None, {}, [Pool("spot")])  # type: ignore[arg-type]
+    drilling = DrillRunner(Schedule((), None), None, None, {}, [Pool("spot")])  # type: ignore[arg-type]
     (asked,) = drilling.carry_out({"add": "spto"}, None, 0.0)
     assert asked.drill == {"add": "spto", "error": "drill: there is no pool 'spto'"}

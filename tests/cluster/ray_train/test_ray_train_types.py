@@ -16,7 +16,7 @@ from elastic.program import Program, load_program
 
 train = pytest.importorskip("ray.train")
 from elastic.cluster.ray_train import train_types  # noqa: E402
-from elastic.cluster.ray_train.train_types import Told, pools, read_checkpoint, result_of, wanted  # noqa: E402
+from elastic.cluster.ray_train.train_types import FinishedRun, pools, read_checkpoint, result_of, wanted  # noqa: E402
 
 TINY = PROGRAMS / "tiny.py"
 Scaling, Run, Failure, Keep = train.ScalingConfig, train.RunConfig, train.FailureConfig, train.CheckpointConfig
@@ -186,14 +186,16 @@ def test_a_checkpoint_that_is_no_dcp_folder(tmp_path: Path) -> None:
 
 def test_a_run_becomes_a_result(tmp_path: Path) -> None:
     rows = [{"step": 1, "train_loss": 2.0}, {"step": 2, "train_loss": 1.0, "validation_loss": 3.0}]
-    told = Told(str(tmp_path), {"outcome": "succeeded", "goodput": 0.9, "transitions": []}, rows, [(str(tmp_path / "c"), 2)])
+    told = FinishedRun(
+        str(tmp_path), {"outcome": "succeeded", "goodput": 0.9, "transitions": []}, rows, [(str(tmp_path / "c"), 2)]
+    )
     result = result_of(told)
     assert isinstance(result, train.Result)
     assert result.metrics == {"outcome": "succeeded", "goodput": 0.9, "step": 2, "train_loss": 1.0, "validation_loss": 3.0}
     assert list(result.metrics_dataframe["train_loss"]) == [2.0, 1.0]
     assert (result.path, result.error, result.checkpoint.path) == (str(tmp_path), None, str(tmp_path / "c"))
     assert result.best_checkpoints[0][1]["validation_loss"] == 3.0
-    failed = result_of(Told(str(tmp_path), {}, [], [], "step 3: boom"))
+    failed = result_of(FinishedRun(str(tmp_path), {}, [], [], "step 3: boom"))
     assert isinstance(failed.error, train.TrainingFailedError)
     assert "boom" in str(pickle.loads(pickle.dumps(failed.error)))
     assert failed.checkpoint is None

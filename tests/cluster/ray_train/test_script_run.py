@@ -18,7 +18,7 @@ from elastic.cluster.nodes.demand import LEAVE_MOST_S
 from elastic.cluster.ray_train import script_state
 from elastic.cluster.ray_train.script_bill import ORPHAN_LEASE_S, bill_of, counted
 from elastic.cluster.ray_train.script_child import PARENT, asker
-from elastic.cluster.ray_train.script_messages import Board, Ended, Formed, Hello, Order, Said
+from elastic.cluster.ray_train.script_messages import Board, Ended, Formed, Hello, Order, ScriptOutput
 from elastic.cluster.ray_train.script_state import Needs, Script, lines_of, step_in
 from elastic.cluster.ray_train.script_worker import here, listens, n_guests
 from elastic.driver import LINE_EVERY_S
@@ -76,7 +76,7 @@ class Story:
         self.script.heard(Formed(self.group, 0, self.now_s))
 
     def say(self, line: str) -> None:
-        self.script.heard(Said(self.group, 0, self.now_s, (line,)))
+        self.script.heard(ScriptOutput(self.group, 0, self.now_s, (line,)))
 
     def ended(self, rank: int, code: int = 0, asked: bool = False, tail: str = "") -> None:
         self.script.heard(Ended(self.group, rank, self.now_s, code, asked, tail))

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from elastic.cluster.workers.absent_ranks import At, missing
-from elastic.cluster.workers.liveness import Silence, patience_s
+from elastic.cluster.workers.absent_ranks import RankSite, absent_ranks
+from elastic.cluster.workers.liveness import Liveness, patience_s
 from elastic.types import Job, Layout, Plan, Silent, WorkerId
 from elastic.worker.process.doing import DEVICE, Doing
 
@@ -15,53 +15,53 @@ RANKS = tuple(WorkerId(f"n{i}", 0) for i in range(4))
 A, B, C, D = RANKS
 
 
-def at(**numbers: int) -> At:
+def at(**numbers: int) -> RankSite:
     """`fsdp_0=5`: has begun five collectives of the group fsdp whose first rank is 0."""
-    return At(tuple((name.rpartition("_")[0], int(name.rpartition("_")[2]), n) for name, n in numbers.items()))
+    return RankSite(tuple((name.rpartition("_")[0], int(name.rpartition("_")[2]), n) for name, n in numbers.items()))
 
 
 def test_one_group() -> None:
-    found = missing({A: at(dp_0=9), B: at(dp_0=8), C: at(dp_0=9), D: at(dp_0=9)}, staged=False)
+    found = absent_ranks({A: at(dp_0=9), B: at(dp_0=8), C: at(dp_0=9), D: at(dp_0=9)}, staged=False)
     assert found == {B: "has not come to collective 9 of dp; 3 other ranks wait there"}
 
 
 def test_one_that_waits_in_another_group_is_not_the_one() -> None:
     """A is missed by B in tp; C and D wait for A and B in dp: B is behind there since it waits in tp."""
     ranks = {A: at(dp_0=5, tp_0=7), B: at(dp_1=5, tp_0=8), C: at(dp_0=6, tp_2=9), D: at(dp_1=6, tp_2=9)}
-    assert list(missing(ranks, staged=False)) == [A]
+    assert list(absent_ranks(ranks, staged=False)) == [A]
 
 
 def test_nobody_where_all_have_come() -> None:
-    assert missing({rank: at(dp_0=5) for rank in RANKS}, staged=False) == {}
-    assert missing({rank: at() for rank in RANKS}, staged=False) == {}
+    assert absent_ranks({rank: at(dp_0=5) for rank in RANKS}, staged=False) == {}
+    assert absent_ranks({rank: at() for rank in RANKS}, staged=False) == {}
 
 
 def test_two_that_stand_on_one_node_are_both_named() -> None:
-    found = missing({A: at(dp_0=8), B: at(dp_0=8), C: at(dp_0=9), D: at(dp_0=9)}, staged=False)
+    found = absent_ranks({A: at(dp_0=8), B: at(dp_0=8), C: at(dp_0=9), D: at(dp_0=9)}, staged=False)
     assert list(found) == [A, B]
 
 
 def test_nobody_is_named_where_most_would_be_or_where_several_only_wait_for_their_batch() -> None:
     most = {A: at(dp_0=9), B: at(dp_0=8), C: at(dp_0=8), D: at(dp_0=8)}
-    assert missing(most, staged=False) == {}, "rather A has run ahead"
+    assert absent_ranks(most, staged=False) == {}, "rather A has run ahead"
     two = {A: at(dp_0=8), B: at(dp_0=8), C: at(dp_0=9), D: at(dp_0=9)}
     reading = {rank: replace(one, doing="batch") if rank in (A, B) else one for rank, one in two.items()}
-    assert missing(reading, staged=False) == {}, "storage is slow for both"
-    assert list(missing({**reading, B: two[B]}, staged=False)) == [A, B]
+    assert absent_ranks(reading, staged=False) == {}, "storage is slow for both"
+    assert list(absent_ranks({**reading, B: two[B]}, staged=False)) == [A, B]
 
 
-def gpu(part: str, n: int, first: int, doing: Doing = "device", **numbers: int) -> At:
+def gpu(part: str, n: int, first: int, doing: Doing = "device", **numbers: int) -> RankSite:
     """Its GPU is in a part of this kind, behind `n`; `first`: of the ranks that compute the same samples."""
-    return At((*at(dp_0=9).arrived, *at(**numbers).arrived, (DEVICE + part, first, n)), doing)
+    return RankSite((*at(dp_0=9).arrived, *at(**numbers).arrived, (DEVICE + part, first, n)), doing)
 
 
 def test_a_gpu_that_hangs_is_told_from_those_that_wait_for_it() -> None:
     """Every host has enqueued the same, and waits for its device, or for other hosts."""
     ranks = {rank: gpu("own" if rank == C else "others", 6, i) for i, rank in enumerate(RANKS)}
     why = "has a GPU that stands in part 7 of its work, which is its own; those of the 3 other ranks wait"
-    assert missing(ranks, staged=False) == {C: why}
-    assert list(missing({**ranks, A: gpu("done", 9, 0, "others")}, staged=True)) == [C]
-    assert list(missing({**ranks, D: replace(ranks[D], arrived=at(dp_0=8).arrived)}, staged=False)) == [D], (
+    assert absent_ranks(ranks, staged=False) == {C: why}
+    assert list(absent_ranks({**ranks, A: gpu("done", 9, 0, "others")}, staged=True)) == [C]
+    assert list(absent_ranks({**ranks, D: replace(ranks[D], arrived=at(dp_0=8).arrived)}, staged=False)) == [D], (
         "its host did not come"
     )
 
@@ -69,36 +69,38 @@ def test_a_gpu_that_hangs_is_told_from_those_that_wait_for_it() -> None:
 def test_a_replica_with_fewer_micro_batches_is_not_the_one() -> None:
     """It has passed fewer marks than the others for good."""
     ranks = {rank: gpu("others", 40 if rank == B else 90, i) for i, rank in enumerate(RANKS)}
-    assert missing(ranks, staged=False) == {}
-    assert list(missing({**ranks, A: gpu("own", 88, 0)}, staged=False)) == [A], "though it has done more than B"
+    assert absent_ranks(ranks, staged=False) == {}
+    assert list(absent_ranks({**ranks, A: gpu("own", 88, 0)}, staged=False)) == [A], "though it has done more than B"
 
 
 def test_nobody_where_two_gpus_stand_in_work_of_their_own_or_one_is_unknown() -> None:
     ranks = {rank: gpu("own" if rank in (A, C) else "others", 6, i) for i, rank in enumerate(RANKS)}
-    assert missing(ranks, staged=False) == {} == missing(ranks, staged=True)
+    assert absent_ranks(ranks, staged=False) == {} == absent_ranks(ranks, staged=True)
     hangs = {**ranks, C: gpu("others", 6, 2)}
-    assert list(missing(hangs, staged=False)) == [A]
-    assert missing({**hangs, B: gpu("done", 6, 1)}, staged=False) == {}, "it has nothing to do, and its host waits for nobody"
-    assert missing({**hangs, B: at(dp_0=9)}, staged=False) == {}
+    assert list(absent_ranks(hangs, staged=False)) == [A]
+    assert absent_ranks({**hangs, B: gpu("done", 6, 1)}, staged=False) == {}, (
+        "it has nothing to do, and its host waits for nobody"
+    )
+    assert absent_ranks({**hangs, B: at(dp_0=9)}, staged=False) == {}
 
 
 def test_with_tp_a_gpu_within_a_block_may_wait_for_the_other_one() -> None:
     """A and B compute the same samples. B stands before the block that A is in: A waits in a collective there."""
     ranks = {A: gpu("own", 11, 0), B: gpu("others", 10, 0), C: gpu("others", 30, 2), D: gpu("others", 30, 2)}
-    assert missing(ranks, staged=False) == {}
-    assert list(missing({**ranks, B: gpu("others", 12, 0)}, staged=False)) == [A]
+    assert absent_ranks(ranks, staged=False) == {}
+    assert list(absent_ranks({**ranks, B: gpu("others", 12, 0)}, staged=False)) == [A]
 
 
 def test_stages_are_told_apart_by_what_they_do() -> None:
     """C waits for a message of A: behind D among its own stage, though A is the one that stands."""
     ranks = {A: at(dp_0=5), B: at(dp_0=6), C: at(dp_2=5), D: at(dp_2=6)}
     doing: dict[WorkerId, Doing] = {A: "own", B: "others", C: "others", D: "others"}
-    assert list(missing({rank: replace(one, doing=doing[rank]) for rank, one in ranks.items()}, staged=True)) == [A]
-    numberless = {rank: At((), doing[rank], "f.py:3 in g") for rank in RANKS}
-    found = missing(numberless, staged=True)
+    assert list(absent_ranks({rank: replace(one, doing=doing[rank]) for rank, one in ranks.items()}, staged=True)) == [A]
+    numberless = {rank: RankSite((), doing[rank], "f.py:3 in g") for rank in RANKS}
+    found = absent_ranks(numberless, staged=True)
     assert found == {A: "is in no collective; 3 other ranks wait for a message or a collective; it stands at f.py:3 in g"}
-    assert missing({rank: At((), "others") for rank in RANKS}, staged=True) == {}
-    assert missing({**numberless, B: At()}, staged=True) == {}, "of one nobody knows what it does"
+    assert absent_ranks({rank: RankSite((), "others") for rank in RANKS}, staged=True) == {}
+    assert absent_ranks({**numberless, B: RankSite()}, staged=True) == {}, "of one nobody knows what it does"
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,10 @@ class Run:
     doing: Doing = "own"
     mute: tuple[WorkerId, ...] = ()
     plan: Plan = Plan(1, Layout(dp_shard=4), RANKS, (2, 2, 2, 2), (4,))
-    silence: Silence = field(init=False)
+    liveness: Liveness = field(init=False)
 
     def __post_init__(self) -> None:
-        self.silence = Silence(0.5, self.most_s)
+        self.liveness = Liveness(0.5, self.most_s)
 
     def until(self, end_s: float, stuck: bool = False, moves: bool = False) -> list[tuple[float, Silent]]:
         """`moves`: though stuck in its step, B begins a collective now and then."""
@@ -134,20 +136,20 @@ class Run:
         while self.now_s < end_s:
             self.now_s += 0.25
             if not stuck:
-                self.silence.stepped(1, self.step_time_s)
+                self.liveness.stepped(1, self.step_time_s)
             if not stuck or (moves and self.now_s % 4 == 0):
                 self.n += 1
             for worker in RANKS:
-                self.silence.called(worker)
+                self.liveness.called(worker)
                 if self.now_s % 0.5 == 0 and worker not in self.mute:
                     mine = stuck and worker == B
                     n = self.n - 1 if mine else self.n
                     progress = 0 if stuck else self.n
                     beat = Beat(1, self.phase, progress, (("dp_shard", 0, n),), self.doing if mine else "others")
-                    self.silence.answered(worker, beat)
-                    self.silence.called(worker)
-            self.silence.look(self.now_s)
-            found += [(self.now_s, silent) for silent in self.silence.missing(self.plan)]
+                    self.liveness.answered(worker, beat)
+                    self.liveness.called(worker)
+            self.liveness.look(self.now_s)
+            found += [(self.now_s, silent) for silent in self.liveness.absent_ranks(self.plan)]
         return found
 
 
@@ -187,7 +189,7 @@ def test_a_rank_that_waits_for_its_batch_has_a_minute_and_is_named_with_that() -
     run = Run(doing="batch")
     run.until(10)
     assert run.until(69, stuck=True) == []
-    assert run.silence.stuck_s(1) == 0.0, "nor is all of it broken off meanwhile"
+    assert run.liveness.stuck_s(1) == 0.0, "nor is all of it aborted meanwhile"
     found = run.until(73, stuck=True)
     assert [silent.worker for _, silent in found] == [B]
     assert "it waits for its batch" in found[0][1].why
@@ -223,7 +225,7 @@ def test_the_jobs_upper_bound_holds_here_too() -> None:
 
 def test_how_long_others_may_wait_is_for_the_job_to_say() -> None:
     """10 s at least, 60 s for a script's own loop, and what `max_silence_s` says, shorter or longer."""
-    bounds = [Silence(0.5, most_s, least_s, {1: 0.1}).missing_bound_s(1, False) for most_s, least_s in BOUNDS]
+    bounds = [Liveness(0.5, most_s, least_s, {1: 0.1}).missing_bound_s(1, False) for most_s, least_s in BOUNDS]
     assert bounds == [10.0, 60.0, 2.0, 300.0, 300.0]
 
 

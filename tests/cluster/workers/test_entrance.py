@@ -1,4 +1,4 @@
-"""The driver's side of admission: who is asked as a neighbour, and nodes that came together held against each other."""
+"""The driver's side of admission: who is asked as a neighbor, and nodes that came together held against each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support.cluster.stage import FAKE
 
 from elastic.cluster.backend.aggregate import Gather
-from elastic.cluster.workers.admission_links import DOUBT_S, NEIGHBOURS, Entrance
+from elastic.cluster.workers.admission_links import DOUBT_S, NEIGHBORS, Entrance
 from elastic.cluster.workers.worker_actor import Worker, WorkerSetup
 from elastic.errors import SpecError
 from elastic.storage.local import LocalStorage
@@ -37,7 +37,7 @@ from elastic.worker.profile.node_checks import answer
 NODES = {name: Node(name, "spot", 2) for name in "abcd"}
 
 
-class FakeCrew:
+class FakeWorkerGroup:
     """An actor is its worker's name."""
 
     def __init__(self, *nodes: str) -> None:
@@ -55,8 +55,8 @@ def prepared(node_id: str, **more: str) -> NodePrepared:
 
 
 def entrance(*nodes: str) -> Entrance:
-    crew: Any = FakeCrew(*nodes)
-    return Entrance(crew)
+    worker_group: Any = FakeWorkerGroup(*nodes)
+    return Entrance(worker_group)
 
 
 def terms(at: Entrance, node_id: str) -> Terms:
@@ -69,8 +69,8 @@ def terms(at: Entrance, node_id: str) -> Terms:
 def asked(at: Entrance, node_id: str, plan: Plan | None = None) -> tuple[Any, ...]:
     """Who is asked for a door."""
     entry: Any = at.preparation(Prepare(node_id), plan).entry
-    (neighbours,) = entry.doors.args
-    return tuple(neighbours)
+    (neighbors,) = entry.doors.args
+    return tuple(neighbors)
 
 
 def test_the_first_node_has_no_neighbour_then_those_that_were_let_in_are_asked() -> None:
@@ -93,7 +93,7 @@ def test_workers_of_the_plan_are_asked_first_one_of_a_node_and_not_more_than_eno
     ranks = [WorkerId("gone", 0), WorkerId("d", 1), WorkerId("d", 0), WorkerId("a", 0), WorkerId("c", 1)]
     running = Plan(1, Layout(dp_shard=5), tuple(ranks), (1,) * 5, (4,))
     found = asked(at, "a", running)
-    assert found == ("d/1", "c/1") and len(found) == NEIGHBOURS
+    assert found == ("d/1", "c/1") and len(found) == NEIGHBORS
 
 
 def test_what_the_driver_does_not_know_the_first_node_says_for_all() -> None:
@@ -119,8 +119,8 @@ def test_a_refusal_waits_whether_the_neighbor_is_gone() -> None:
     assert at.settled(without_b, 10.5) == ([order], [])
     assert at.settled(without_b, 99.0) == ([], []), "once"
     assert at.doubts(refusal, 20.0)
-    at.crew.there.remove(WorkerId("c", 1))  # type: ignore[attr-defined]
-    assert at.settled(NODES, 20.5) == ([order], []), "a worker of it is gone, and is started anew"
+    at.worker_group.there.remove(WorkerId("c", 1))  # type: ignore[attr-defined]
+    assert at.settled(NODES, 20.5) == ([order], []), "a worker of it is gone, and is started over"
 
 
 def test_one_that_holds_is_told_and_one_of_a_lost_node_is_not() -> None:
@@ -173,7 +173,7 @@ def test_the_shell_passes_terms_on_and_a_neighbour_that_does_not_answer_is_left_
     answers: list[float] = []
     monkeypatch.setattr(neighbor_links.ray, "get", get)
     at = entrance()
-    monkeypatch.setattr(at, "_neighbours", lambda node_id, plan: [Actor, Actor])
+    monkeypatch.setattr(at, "_neighbors", lambda node_id, plan: [Actor, Actor])
     order = at.preparation(Prepare("a"), None)
     worker.order(1, order)
     assert told == [order] and order.entry is not None and order.entry.terms == Terms(at.known)
@@ -197,8 +197,8 @@ def told(node_id: str, mark: Mark) -> NodePrepared:
 
 
 def test_a_node_that_shares_the_storage_is_let_in_and_asked_once(tmp_path: Path) -> None:
-    crew: Any = FakeCrew("a")
-    at = Entrance(crew, folder=LocalStorage(tmp_path))
+    worker_group: Any = FakeWorkerGroup("a")
+    at = Entrance(worker_group, folder=LocalStorage(tmp_path))
     event = answered(at, "a")
     assert at.passed(event, NODES) == event
     assert terms(at, "a").mark is None
@@ -210,8 +210,8 @@ def test_a_node_that_shares_the_storage_is_let_in_and_asked_once(tmp_path: Path)
 
 
 def test_a_node_whose_file_the_driver_does_not_find_is_refused(tmp_path: Path) -> None:
-    crew: Any = FakeCrew("a", "b")
-    at = Entrance(crew, folder=LocalStorage(tmp_path))
+    worker_group: Any = FakeWorkerGroup("a", "b")
+    at = Entrance(worker_group, folder=LocalStorage(tmp_path))
     at.passed(answered(at, "a"), NODES)
     mark = terms(at, "b").mark
     event = at.passed(told("b", mark), NODES)  # it has seen a copy of the folder
@@ -222,22 +222,22 @@ def test_a_node_whose_file_the_driver_does_not_find_is_refused(tmp_path: Path) -
 
 
 def test_the_run_is_refused_where_the_first_node_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    crew: Any = FakeCrew("a", "b")
+    worker_group: Any = FakeWorkerGroup("a", "b")
     refused = NodeRefused("a", apart(str(tmp_path), "..."))
-    at = Entrance(crew, folder=LocalStorage(tmp_path))
+    at = Entrance(worker_group, folder=LocalStorage(tmp_path))
     with pytest.raises(SpecError, match=f"^node a: {APART}: .* give `storage` a folder that all nodes share"):
         at.passed(refused, NODES)
     at.passed(answered(at, "b"), NODES)
     assert at.passed(refused, NODES) == replace(refused, pool="spot"), "the others train on"
-    again = Entrance(crew, folder=LocalStorage(tmp_path), attached=True)
+    again = Entrance(worker_group, folder=LocalStorage(tmp_path), attached=True)
     assert again.passed(refused, NODES) == replace(refused, pool="spot"), "workers of an earlier driver may train"
-    assert again.passed(prepared("b"), NODES) == prepared("b"), "it was let in by that driver"
+    assert again.passed(prepared("b"), NODES) == prepared("b"), "it was admitted by that driver"
 
 
 def test_storage_that_cannot_be_written_says_nothing_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crew: Any = FakeCrew("a")
+    worker_group: Any = FakeWorkerGroup("a")
     folder = LocalStorage(tmp_path)
-    at = Entrance(crew, folder=folder)
+    at = Entrance(worker_group, folder=folder)
     with monkeypatch.context() as full:
 
         def put(key: str, data: bytes) -> bool:

@@ -13,8 +13,8 @@ from elastic.cluster.backend.aggregate import Gather
 from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.cluster.workers.absent_ranks import Arrived
 from elastic.cluster.workers.admission_links import Entrance
-from elastic.cluster.workers.liveness import Silence, patience_s
-from elastic.cluster.workers.worker_group import Answer, Broken
+from elastic.cluster.workers.liveness import Liveness, patience_s
+from elastic.cluster.workers.worker_group import BrokenWorker, PollAnswer
 from elastic.types import Event, Job, Layout, Node, NodeLost, NodePrepared, Plan, WorkerFailed, WorkerId
 from elastic.worker.process.doing import Doing
 
@@ -40,12 +40,12 @@ def test_gloo_gives_up_behind_all_that_ranks_may_wait(
     """A worker that joins and compiles for minutes does not break the commit that the others stand in."""
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     backend: Any = object.__new__(RayBackend)
-    backend.silence, backend._stores = Silence(0.5, job.get("max_silence_s"), patience_s(Job.from_plain(job))), {}
+    backend.liveness, backend._stores = Liveness(0.5, job.get("max_silence_s"), patience_s(Job.from_plain(job))), {}
     worker = WorkerId("n1", 0)
     plan = Plan(3, Layout(), (worker,), (4,), (4,), predicted_step_time_s=step_s)
     order = backend._meeting(plan)
-    backend.silence.stepped(3, step_s)
-    assert order.timeout_s == least_s > backend.silence.missing_bound_s(3, False)
+    backend.liveness.stepped(3, step_s)
+    assert order.timeout_s == least_s > backend.liveness.missing_bound_s(3, False)
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -53,12 +53,12 @@ def test_a_prepared_worker_of_a_lost_node_is_no_news(lost: bool, monkeypatch: py
     here, gone = WorkerId("n1", 0), WorkerId("n1", 1)
     backend: Any = object.__new__(RayBackend)
     backend.nodes = {"n1": Node("n1", "spot", 1, "ready")}
-    backend.silence, backend.show = Silence(1.0), None
+    backend.liveness, backend.show = Liveness(1.0), None
     backend.before = SimpleNamespace(is_known=lambda message: False)
     backend.gather = Gather(lambda parts: None, backend._workers_of)
     backend.entrance = Entrance(SimpleNamespace())  # type: ignore[arg-type]
 
-    def broke(broken: Broken) -> list[Event]:
+    def broke(broken: BrokenWorker) -> list[Event]:
         if lost:
             del backend.nodes["n1"]
         return [WorkerFailed(broken.worker, 0, "process", broken.error), *([NodeLost("n1", "gone")] if lost else [])]
@@ -66,7 +66,10 @@ def test_a_prepared_worker_of_a_lost_node_is_no_news(lost: bool, monkeypatch: py
     monkeypatch.setattr(backend, "_broke", broke)
     heard = [
         event
-        for said in (Broken(gone, "process", "its process is gone"), Answer(here, Beat(), (NodePrepared("n1", (7,)),)))
-        for event in (backend._heard(said) if isinstance(said, Answer) else backend._broke(said))
+        for said in (
+            BrokenWorker(gone, "process", "its process is gone"),
+            PollAnswer(here, Beat(), (NodePrepared("n1", (7,)),)),
+        )
+        for event in (backend._heard(said) if isinstance(said, PollAnswer) else backend._broke(said))
     ]
     assert [type(event) for event in heard] == [WorkerFailed, NodeLost if lost else NodePrepared]

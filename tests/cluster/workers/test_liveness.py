@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.cluster.workers.absent_ranks import Arrived
-from elastic.cluster.workers.liveness import Silence
+from elastic.cluster.workers.liveness import Liveness
 from elastic.types import WorkerId
 from elastic.worker.process.doing import Doing
 
@@ -26,8 +26,8 @@ class Run:
     """Two workers whose polls are answered every 0.5 s unless they are named as mute."""
 
     def __init__(self, most_s: float | None = None, step_time_s: float = 0.1) -> None:
-        self.silence = Silence(0.5, most_s)
-        self.silence.step_time_s[1] = step_time_s
+        self.liveness = Liveness(0.5, most_s)
+        self.liveness.step_time_s[1] = step_time_s
         self.now_s = 0.0
         self.progress = 0
 
@@ -37,11 +37,11 @@ class Run:
             self.now_s += 0.25
             self.progress += moving
             for worker in (A, B):
-                self.silence.called(worker)
+                self.liveness.called(worker)
                 if worker not in mute and self.now_s % 0.5 == 0:
-                    self.silence.answered(worker, Beat(1, phase, self.progress))
-                    self.silence.called(worker)
-            found += [(round(self.now_s, 2), s.worker) for s in self.silence.look(self.now_s)]
+                    self.liveness.answered(worker, Beat(1, phase, self.progress))
+                    self.liveness.called(worker)
+            found += [(round(self.now_s, 2), s.worker) for s in self.liveness.look(self.now_s)]
         return found
 
 
@@ -73,8 +73,8 @@ def test_many_prompt_answers_at_once_do_not_make_a_late_one_forgotten() -> None:
     run.until(11.25, mute=(A, B), moving=False)  # 0.75 s late
     run.until(11.5)
     for progress in range(1000):  # small steps: many answers in a second
-        run.silence.called(A)
-        run.silence.answered(A, Beat(1, "stepping", progress))
+        run.liveness.called(A)
+        run.liveness.answered(A, Beat(1, "stepping", progress))
     assert run.until(14.25, mute=(B,), moving=False) == []
 
 
@@ -83,7 +83,7 @@ def test_a_driver_that_is_late_itself_is_patient_before_any_answer_is_late() -> 
     run = Run()
     run.until(10)
     run.now_s += 1.25
-    assert run.silence.look(run.now_s) == []  # its gap was 0.75 s longer than may be
+    assert run.liveness.look(run.now_s) == []  # its gap was 0.75 s longer than may be
     assert run.until(13.5, mute=(B,), moving=False) == []
     assert [worker for _, worker in run.until(17, mute=(B,), moving=False)] == [B]
 
@@ -92,7 +92,7 @@ def test_a_driver_that_was_stopped_for_long_is_patient_for_seconds_only() -> Non
     run = Run()
     run.until(10)
     run.now_s += 1000
-    assert run.silence.look(run.now_s) == []
+    assert run.liveness.look(run.now_s) == []
     assert [worker for _, worker in run.until(1021, mute=(B,), moving=False)] == [B]
 
 
@@ -132,38 +132,38 @@ def test_a_pause_of_the_driver_itself_is_nobodys_silence() -> None:
     run = Run()
     run.until(2)
     run.now_s += 1000  # the driver was stopped; all polls were answered meanwhile but not read
-    assert run.silence.look(run.now_s) == []
+    assert run.liveness.look(run.now_s) == []
 
 
 def test_a_generation_that_answers_and_stands_still_is_stuck() -> None:
     run = Run()
     run.until(10)
-    assert run.silence.stuck_s(1) == 0.0
+    assert run.liveness.stuck_s(1) == 0.0
     run.until(45, moving=False)
-    assert run.silence.stuck_s(1) == 0.0
+    assert run.liveness.stuck_s(1) == 0.0
     run.until(55, moving=False)
-    assert run.silence.stuck_s(1) > 40.0, "30 s after a rank that is waited for could have been named"
-    assert run.silence.stuck_s(2) == 0.0
+    assert run.liveness.stuck_s(1) > 40.0, "30 s after a rank that is waited for could have been named"
+    assert run.liveness.stuck_s(2) == 0.0
 
 
 def test_a_validation_is_stuck_only_after_minutes_within_one_batch() -> None:
     run = Run()
     run.until(10)
     run.until(200, phase="evaluating", moving=False)
-    assert run.silence.stuck_s(1) == 0.0, "15 steps and 30 s are over"
+    assert run.liveness.stuck_s(1) == 0.0, "15 steps and 30 s are over"
     run.until(200.5, phase="evaluating")
     run.until(790, phase="evaluating", moving=False)
-    assert run.silence.stuck_s(1) == 0.0, "it got on since"
+    assert run.liveness.stuck_s(1) == 0.0, "it got on since"
     run.until(810, phase="evaluating", moving=False)
-    assert run.silence.stuck_s(1) > 600.0
-    run.silence.answered(A, Beat(1, "stepping", 1))  # the first that is through waits for the others
-    assert run.silence.stuck_s(1) == 0.0, "it got on"
+    assert run.liveness.stuck_s(1) > 600.0
+    run.liveness.answered(A, Beat(1, "stepping", 1))  # the first that is through waits for the others
+    assert run.liveness.stuck_s(1) == 0.0, "it got on"
 
 
 def test_a_late_answer_is_known_long_before_it_is_silence() -> None:
     run = Run()
     run.until(10)
-    assert run.silence.late() == []
+    assert run.liveness.late() == []
     run.until(11.25, mute=(B,), moving=False)
-    assert run.silence.late() == [B]
-    assert not run.silence.is_silent(B)
+    assert run.liveness.late() == [B]
+    assert not run.liveness.is_silent(B)

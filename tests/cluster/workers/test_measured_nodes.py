@@ -20,9 +20,9 @@ from elastic.config.job import load_job
 from elastic.errors import InternalError, NoCapacity, SpecError
 from elastic.types import ModelProfile
 from elastic.types.node_labels import ACCELERATOR_LABEL
-from elastic.worker.profile.measure import Wanted
+from elastic.worker.profile.measure import MeasureRequest
 
-WANTED = Wanted(ModelProfile(1, 1, ()), seconds=1.0, sizes=(1,))
+WANTED = MeasureRequest(ModelProfile(1, 1, ()), seconds=1.0, sizes=(1,))
 
 
 def node(name: str, gpus: int, kind: str = "") -> RayNode:
@@ -48,7 +48,7 @@ def test_a_file_for_each_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     }  # fmt: skip
     for kind in ("H100", "A100"):
         profile_hardware._kept(
-            profile_hardware._path(profile_hardware.Wishes(), kind), kind, found | {"host": kind}, spec, "s3://b/runs"
+            profile_hardware._path(profile_hardware.ProfileRequest(), kind), kind, found | {"host": kind}, spec, "s3://b/runs"
         )
     assert {file.name for file in tmp_path.iterdir()} == {"H100.json", "A100.json"}
     assert read_hardware(tmp_path / "A100.json").accelerator_type == "A100"
@@ -80,7 +80,7 @@ def test_a_node_measures_itself(own_cluster: str) -> None:
 
 @pytest.mark.e2e
 def test_what_goes_wrong_there_is_told_here(own_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(wanted: Wanted) -> Any:
+    def broken(wanted: MeasureRequest) -> Any:
         raise InternalError("measuring process 0 ended with 1: no memory")
 
     monkeypatch.setattr(measured_nodes, "_measure", broken)

@@ -59,7 +59,7 @@ def test_everything_is_in_the_file_and_rank_0_is_told(tmp_path: Path) -> None:
     assert [line for lines in many for line in lines] == [f"line {k:03} of many" for k in range(200)]
     file = tmp_path / "logs" / f"spot-1-0-{pid}.log"
     old = Path(f"{file}.1")
-    assert out.splitlines() == [f"{output.MARK}the output goes on in {file}"]
+    assert out.splitlines() == [f"{output.MARK}the output continues in {file}"]
     assert {path.name for path in file.parent.glob("*.log*")} == {file.name, old.name}
     assert "line 199 of many" in file.read_text() and "line 199" not in old.read_text()
     assert file.stat().st_size < 3500 and old.stat().st_size < 3500

@@ -9,7 +9,7 @@ import pytest
 
 from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.cluster.workers.poll_pacing import LEAST_S, LOOK_S, SLICE_S, Pacing
-from elastic.cluster.workers.worker_group import Answer
+from elastic.cluster.workers.worker_group import PollAnswer
 from elastic.types import Action, Event, Layout, Plan, RequestNodes, StepDone, WorkerId
 from elastic.worker.session.session import Beat
 
@@ -26,17 +26,17 @@ class Quiet(RayBackend):
         quiet: Any = SimpleNamespace
         self.drilling = quiet(die=False, at_step=lambda *_: [])
         self.survey, self.copies = quiet(suspects=False), quiet(committing=False, news=list, digests={})
-        self.silence = quiet(called=print, answered=lambda *_: None, stepped=lambda *_: None)
+        self.liveness = quiet(called=print, answered=lambda *_: None, stepped=lambda *_: None)
         self.gather, self.show = quiet(add=lambda worker, message, at_s: [message]), None
         self.entrance = quiet(passed=lambda event, nodes: event, doubts=lambda *_: ())
         self.run, self.nodes = quiet(plans=()), {}
         self.before: Any = quiet(is_known=lambda message: False)
-        self.crew: Any = quiet(open_polls=list, collect=self.collect)
+        self.worker_group: Any = quiet(open_polls=list, collect=self.collect)
 
     def now_s(self) -> float:
         return self.clock_s
 
-    def collect(self, wait_s: float) -> list[Answer]:
+    def collect(self, wait_s: float) -> list[PollAnswer]:
         self.n_rounds += 1
         self.waits_s.append(wait_s)
         due_s = (self.n_steps + 1) * STEP_S
@@ -45,7 +45,7 @@ class Quiet(RayBackend):
             return []
         self.clock_s, self.n_steps = due_s, self.n_steps + 1
         done = StepDone(3, self.n_steps, 1.0, 1, STEP_S)
-        return [Answer(PLAN.ranks[0], Beat((), 3, "stepping", self.n_steps, 0, 1), (done,))]
+        return [PollAnswer(PLAN.ranks[0], Beat((), 3, "stepping", self.n_steps, 0, 1), (done,))]
 
     def _hold(self) -> None: ...
     def _arrivals(self) -> list[Event]: return []  # fmt: skip

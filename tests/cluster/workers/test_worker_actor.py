@@ -113,13 +113,13 @@ def test_the_next_driver_hears_the_newest_steps_again(worker: Worker) -> None:
 
 
 def test_the_passport_says_whether_it_is_prepared(worker: Worker) -> None:
-    assert worker.passport(3).prepared is False
+    assert worker.worker_info(3).prepared is False
     worker.order(3, WorkerOrder(Prepare("a")))
     beat = worker.poll(3, 0, 1.0)
     assert beat.messages[0][1] == NodePrepared("a", (os.getpid(),))
-    passport = worker.passport(4)
-    assert (passport.me, passport.pid, passport.prepared) == (ME, os.getpid(), True)
-    assert dict(passport.versions) == versions()
+    worker_info = worker.worker_info(4)
+    assert (worker_info.me, worker_info.pid, worker_info.prepared) == (ME, os.getpid(), True)
+    assert dict(worker_info.versions) == versions()
     worker.session.close()
 
 
@@ -131,7 +131,7 @@ class Exit(BaseException):
 def test_who_hears_of_no_driver_stops_and_leaves_however_well_it_trains(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, heard_at_s: float | None
 ) -> None:
-    """All ranks may be cut off from a driver that lives: their collectives work, and their steps go on."""
+    """All ranks may be cut off from a driver that lives: their collectives work, and their steps continue."""
     now, calls = SimpleNamespace(s=0.0), list[tuple[Any, ...]]()
     beat = SimpleNamespace(phase="stepping", messages=())
 

@@ -9,52 +9,52 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, NodeDiedError, OutOfMemoryError, RayError
 
-from elastic.cluster.workers import worker_group as crew_module
-from elastic.cluster.workers.worker_actor import Passport, WorkerSetup
-from elastic.cluster.workers.worker_group import Broken, Crew, _Member
+from elastic.cluster.workers import worker_group as worker_group_module
+from elastic.cluster.workers.worker_actor import WorkerInfo, WorkerSetup
+from elastic.cluster.workers.worker_group import BrokenWorker, WorkerGroup, _Member
 from elastic.types import WorkerId
 from elastic.version import versions
 
 ME = WorkerId("spot-1", 0)
 
 
-def crew_whose_poll_raises(error: RayError, monkeypatch: pytest.MonkeyPatch) -> Crew:
+def worker_group_whose_poll_raises(error: RayError, monkeypatch: pytest.MonkeyPatch) -> WorkerGroup:
     def raises(ref: Any) -> Any:
         raise error
 
     monkeypatch.setattr(ray, "get", raises)
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
-    crew = Crew(WorkerSetup(ME, 1, "spot", {}, "", 1), "test", local=True)
-    crew._join(ME, _Member(actor=None, ray_id="", incarnation=1, poll="the poll", pid=4711))
-    return crew
+    worker_group = WorkerGroup(WorkerSetup(ME, 1, "spot", {}, "", 1), "test", local=True)
+    worker_group._join(ME, _Member(actor=None, ray_id="", incarnation=1, poll="the poll", pid=4711))
+    return worker_group
 
 
 def test_the_memory_monitor_takes_a_worker_not_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     report = OutOfMemoryError("Task was killed due to the node running low on memory.\nTop 10 memory users: ...")
-    crew = crew_whose_poll_raises(report, monkeypatch)
-    (broken,) = crew.collect(0.0)
-    assert broken == Broken(
+    worker_group = worker_group_whose_poll_raises(report, monkeypatch)
+    (broken,) = worker_group.collect(0.0)
+    assert broken == BrokenWorker(
         ME, "process", "its process is gone: Ray's memory monitor killed it, since the host's memory was nearly used up", 4711
     )
-    assert crew.workers() == []
+    assert worker_group.workers() == []
 
 
 def test_a_dead_node_is_a_worker_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = crew_whose_poll_raises(NodeDiedError("the node of the actor died"), monkeypatch)
-    (broken,) = crew.collect(0.0)
-    assert isinstance(broken, Broken) and broken.kind == "process" and "the node of the actor died" in broken.error
+    worker_group = worker_group_whose_poll_raises(NodeDiedError("the node of the actor died"), monkeypatch)
+    (broken,) = worker_group.collect(0.0)
+    assert isinstance(broken, BrokenWorker) and broken.kind == "process" and "the node of the actor died" in broken.error
 
 
 def test_a_connection_that_may_come_back_says_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = crew_whose_poll_raises(ActorUnavailableError("unavailable", actor_id=None), monkeypatch)
-    assert crew.collect(0.0) == [] and crew.workers() == [ME]
+    worker_group = worker_group_whose_poll_raises(ActorUnavailableError("unavailable", actor_id=None), monkeypatch)
+    assert worker_group.collect(0.0) == [] and worker_group.workers() == [ME]
 
 
 class Found:
-    """An actor that a new driver finds; `passport.remote` gives what it will answer."""
+    """An actor that a new driver finds; `worker_info.remote` gives what it will answer."""
 
-    def __init__(self, passport: Passport) -> None:
-        self.passport = SimpleNamespace(remote=lambda epoch: passport)
+    def __init__(self, worker_info: WorkerInfo) -> None:
+        self.worker_info = SimpleNamespace(remote=lambda epoch: worker_info)
 
 
 def test_workers_of_another_version_are_replaced_and_that_is_said(
@@ -63,16 +63,18 @@ def test_workers_of_another_version_are_replaced_and_that_is_said(
     ours = versions()
     said = {"same": ours, "other": ours | {"elastic": "0.0.9"}, "silent": {}}
     actors = {
-        name: Found(Passport(WorkerId(name, 0), 1, "spot", 10, True, 1, tuple(known.items()))) for name, known in said.items()
+        name: Found(WorkerInfo(WorkerId(name, 0), 1, "spot", 10, True, 1, tuple(known.items()))) for name, known in said.items()
     }
     killed: list[Any] = []
     monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: [{"name": name, "namespace": "test"} for name in actors])
-    monkeypatch.setattr(crew_module, "_actor", lambda name, namespace: actors[name])
-    monkeypatch.setattr(crew_module, "_kill", killed.append)
+    monkeypatch.setattr(worker_group_module, "_actor", lambda name, namespace: actors[name])
+    monkeypatch.setattr(worker_group_module, "_kill", killed.append)
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
     monkeypatch.setattr(ray, "get", lambda ref: ref)
-    crew = Crew(WorkerSetup(ME, 1, "spot", {}, "", 1), "test", local=False)
-    assert [passport.me.node_id for passport in crew.adopt(keep=True)] == ["same"] and crew.workers() == [WorkerId("same", 0)]
+    worker_group = WorkerGroup(WorkerSetup(ME, 1, "spot", {}, "", 1), "test", local=False)
+    assert [worker_info.me.node_id for worker_info in worker_group.adopt(keep=True)] == ["same"] and worker_group.workers() == [
+        WorkerId("same", 0)
+    ]
     assert killed == [actors["other"], actors["silent"]]
-    assert crew.outdated[WorkerId("other", 0)] == f"elastic 0.0.9 (the run has {ours['elastic']})"
+    assert worker_group.outdated[WorkerId("other", 0)] == f"elastic 0.0.9 (the run has {ours['elastic']})"
     assert "worker other/0 is replaced: it runs elastic 0.0.9" in caplog.text and "worker silent/0" in caplog.text

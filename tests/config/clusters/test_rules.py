@@ -46,7 +46,7 @@ ERRORS = [
     (
         CHEAP,
         ("ray.io/market-type: spot", "ray.io/market-type: on-demand"),
-        "labelled on-demand, but its node_config asks for spot",
+        "labeled on-demand, but its node_config asks for spot",
     ),
     (CHEAP, ("availability-region: us-east-1", "availability-region: us-east-2"), "but the cluster is in us-east-1"),
     (CHEAP, ("availability-zone: us-east-1b", "availability-zone: -b-"), "'-b-' is no value of a label: Ray refuses the node"),
@@ -113,7 +113,7 @@ ERRORS = [
     (
         ZONES,
         ("      NetworkInterfaces: *network_c", "      SubnetIds: [x, y]"),
-        "2 subnets, but all nodes are labelled us-east-1c",
+        "2 subnets, but all nodes are labeled us-east-1c",
     ),
     (ZONES, ("us-east-1a,us-east-1b,us-east-1c", "us-east-1a,us-east-1b"), "its zone us-east-1c is not among the cluster's"),
     (

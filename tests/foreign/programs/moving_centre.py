@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.embed = nn.Embedding(VOCAB, D)
         self.layers = nn.ModuleList(Block() for _ in range(4))
         self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, VOCAB)
-        self.register_buffer("centre", torch.zeros(VOCAB), persistent=False)
+        self.register_buffer("center", torch.zeros(VOCAB), persistent=False)
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -62,8 +62,8 @@ program = elastic.Program(
 )
 
 EXPECT = {
-    "dp": "refused: the buffer centre",
+    "dp": "refused: the buffer center",
     "tp": "equal",
-    "cp": "refused: the buffer centre",
-    "pp": "refused: the buffer centre",
+    "cp": "refused: the buffer center",
+    "pp": "refused: the buffer center",
 }

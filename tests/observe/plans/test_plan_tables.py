@@ -1,4 +1,4 @@
-"""What `elastic plan` prints: numbers as words, tables, and bars that read without colour at 80 columns."""
+"""What `elastic plan` prints: numbers as words, tables, and bars that read without color at 80 columns."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_with_tokens_it_says_how_long_and_how_much() -> None:
     timed = {**OFFER, "hours": 600.0, "usd": 2_345_678.0, "goodput": 0.95}
     lines = plan_tables.plan({**DATA, "tokens": 1e12, "offers": [timed]})
     assert (
-        "      1 T tokens: 25.0 days and $2.35 M, 5.0% of it lost to nodes that are taken (up to 0.05 a node and hour assumed)"
+        "      1 T tokens: 25.0 days and $2.35 M, 5.0% of it lost to preempted nodes (up to 0.05 a node and hour assumed)"
         in lines
     )
     assert any(line.endswith("25.0 days  2,345,678") for line in lines)

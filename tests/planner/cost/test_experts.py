@@ -9,7 +9,7 @@ import pytest
 from elastic import catalog
 from elastic.planner.cost import catalog_hardware
 from elastic.planner.cost.memory import memory_bytes
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, Group
 from elastic.planner.published.decoder import Decoder
@@ -33,6 +33,6 @@ def test_only_where_it_is_asked_for() -> None:
 @pytest.mark.parametrize("ep", [2, 4, 8])
 def test_what_is_gathered_of_a_block_falls_with_ep(ep: int) -> None:
     """The state is spread over all ranks either way; a rank gathers only the experts that it has."""
-    work = Work.of(MOE)
+    work = ModelCost.of(MOE)
     plain, spread = (memory_bytes(work, Layout(dp_shard=8, ep=n), "bfloat16") for n in (1, ep))
     assert plain - spread == pytest.approx(2 * work.experts * 0.5 * (1 - 1 / ep), rel=1e-3)

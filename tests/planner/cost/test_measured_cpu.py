@@ -10,7 +10,7 @@ from elastic.planner.cost import catalog_hardware, collectives, step_cost
 from elastic.planner.cost.collectives import Group, Links
 from elastic.planner.cost.kernels import MEASURED
 from elastic.planner.cost.memory import Step
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.layout_search import site_of
 from elastic.planner.published.decoder import Decoder
 from elastic.types import HardwareProfile, Job, Layout
@@ -47,7 +47,7 @@ def test_gpus_do_not_crowd_each_other() -> None:
 
 def step_s(layout: Layout, gpu: HardwareProfile = CPU) -> float:
     site = site_of(JOB, gpu, 1, layout.world_size)
-    return step_cost.step_cost(site, Work.of(MODEL), layout, Step(1, 8 // layout.dp, 8, dtype="float32")).step_s
+    return step_cost.step_cost(site, ModelCost.of(MODEL), layout, Step(1, 8 // layout.dp, 8, dtype="float32")).step_s
 
 
 def test_a_lone_step_takes_its_flop_at_the_measured_rate() -> None:

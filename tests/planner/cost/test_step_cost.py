@@ -11,12 +11,12 @@ from support.planner.pools import JOB, LLAMA_8B, LLAMA_405B, cost_on, gpu
 from elastic.planner.cost import step_cost as cost
 from elastic.planner.cost.collectives import Group, commit_s, gather_s, reduce_s
 from elastic.planner.cost.memory import Step
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Site, step_cost
 from elastic.planner.layout_search import site_of
 from elastic.types import Layout
 
-WORK = Work.of(LLAMA_8B.profile())
+WORK = ModelCost.of(LLAMA_8B.profile())
 SAMPLE = LLAMA_8B.sample()
 SITE = site_of(JOB, gpu(), 8)
 STEP = Step(8, 8, 64, 8, "bfloat16")

@@ -1,4 +1,4 @@
-"""Unequal GPUs and zones in the search: shares, stages, places, who is left out, and that no GPU idles for arithmetic."""
+"""Heterogeneous GPUs and zones in the search: shares, stages, places, who is left out, and that no GPU idles for arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.planner.pools import LLAMA_8B, SMALL, gpu
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import memory
 from elastic.planner.cost.memory import Step
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.hetero import balance
 from elastic.planner.hetero.hetero_split import Task, split
 from elastic.planner.layout_search import Choice, Limits, plan_layout
@@ -70,7 +70,7 @@ def test_a_number_that_does_not_divide_is_no_reason_to_cut_the_model_thinly() ->
     there = nodes(8, 5)
     whole = plan_layout(one, job(), there)
     assert whole.layout == Layout(dp_shard=13)
-    least = memory.memory_bytes(Work.of(one), Layout(dp_shard=6, tp=2))
+    least = memory.memory_bytes(ModelCost.of(one), Layout(dp_shard=6, tp=2))
     found = plan_layout(one, job(schedule="1f1b"), there, Limits(memory_bytes=least))
     assert found.layout == Layout(dp_shard=6, tp=2)
     assert found.rejected[0] == "pp=13: with 1 worker more a step would take 1.16 times as long"
@@ -160,7 +160,7 @@ def test_no_stage_is_deeper_and_no_share_larger_than_memory_holds() -> None:
     there = [Node("small", "q", 8), Node("fast", "p", 8)]
     room = {"fast": 80 << 30, "small": 48 << 30}
     profile = LLAMA_8B.profile()
-    work, usable = Work.of(profile), {name: 0.92 * n for name, n in room.items()}
+    work, usable = ModelCost.of(profile), {name: 0.92 * n for name, n in room.items()}
     limits = Limits(48 << 30, hardware=hardware, memory=room)
     data = {"global_batch": 64, "precision": "bfloat16"}
     for keys in ({"layout": "auto"}, {"layout": "auto,pp=2"}, {"layout": "auto,pp=4"}):

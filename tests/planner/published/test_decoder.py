@@ -8,7 +8,7 @@ from math import prod
 import pytest
 from support.planner.pools import LLAMA_8B, LLAMA_70B, LLAMA_405B, QWEN_MOE
 
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.published.decoder import Decoder
 from elastic.types import Attention
 
@@ -23,7 +23,7 @@ TINY = Decoder(2, 8, 2, 1, 12, 10, 6)
 )
 def test_parameters_are_those_that_are_published(model: Decoder, published: float) -> None:
     assert model.n_params == pytest.approx(published, rel=1e-3)
-    work = Work.of(model.profile())
+    work = ModelCost.of(model.profile())
     assert work.parameter_bytes == 4 * model.n_params  # its tensors add up to the same
     assert work.state_bytes == 16 * model.n_params  # parameters, gradients, both moments
 

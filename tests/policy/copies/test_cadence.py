@@ -72,7 +72,7 @@ def test_durable_copies_follow_young_and_daly() -> None:
 def test_a_single_node_stores_at_least_every_ten_steps() -> None:
     measured = replace(STATE, step_time_s=1.0, durable_stall_s=0.5)
     assert durable_every(measured, NODES[:1]) == 10
-    assert durable_every(measured, NODES, alone=True) == 10, "no peer copies fit: storage is all there is"
+    assert durable_every(measured, NODES, alone=True) == 10, "no peer replicas fit: storage is all there is"
 
 
 # ------------------------------------------------------------------------------------------------ while a plan runs

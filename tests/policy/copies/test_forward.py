@@ -39,7 +39,7 @@ WHOLE: Copies = ((0, 6), (1, 6), (2, 6), (3, 6))
 
 
 def left(plan: Plan, name: str, step: int, said: str = "", copies: Copies = ()) -> Quiesced:
-    """What worker 0 of a node says when it has left: live after `step`, and peer copies. `said`: it has seen the "commit" of
+    """What worker 0 of a node says when it has left: live after `step`, and peer replicas. `said`: it has seen the "commit" of
     that step, or waits with the gradients of the next ("pending")."""
     worker, generation = WorkerId(name, 0), plan.generation
     held = [Holding(worker, generation, plan.ranks.index(worker), step, "live")]

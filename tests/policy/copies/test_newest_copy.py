@@ -10,7 +10,7 @@ from support.policy.story import SPOT, job
 
 from elastic.errors import StateLost
 from elastic.policy.copies.recovery import covered, from_memory, newest
-from elastic.policy.copies.replica_placement import keepers
+from elastic.policy.copies.replica_placement import replica_holders
 from elastic.policy.state.fold import State
 from elastic.types import Copy, Holding, Job, Layout, Node, Plan, WorkerId
 
@@ -64,7 +64,7 @@ def test_replicas_stand_in_for_each_other() -> None:
 def test_every_loss_of_one_node_is_covered_by_keepers() -> None:
     for layout in (Layout(dp_shard=4), Layout(pp=2, dp_shard=2), Layout(dp_shard=2, tp=2)):
         whole = plan(layout)
-        to = keepers(layout, whole.ranks, {}, 1)
+        to = replica_holders(layout, whole.ranks, {}, 1)
         holdings = [Holding(whole.ranks[keeper], 1, rank, 5, "peer") for rank in range(len(to)) for keeper in (rank, *to[rank])]
         for lost in NAMES:
             assert covered(whole, [h for h in holdings if h.worker.node_id != lost])

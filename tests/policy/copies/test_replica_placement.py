@@ -12,7 +12,7 @@ from support.policy.story import MODEL, SPOT, Story, job, plan_of
 
 from elastic.planner.layout_search import plan_layout
 from elastic.policy.copies.recovery import covered
-from elastic.policy.copies.replica_placement import Copies, copies, holders, keepers, node_bytes, rank_bytes
+from elastic.policy.copies.replica_placement import Copies, copies, holders, node_bytes, rank_bytes, replica_holders
 from elastic.policy.state.fold import State
 from elastic.types import (
     HardwareProfile,
@@ -54,7 +54,7 @@ def test_every_box_has_a_holder_after_the_loss_of_any_r_nodes(
     case: tuple[Layout, tuple[WorkerId, ...], int, list[int]],
 ) -> None:
     layout, ranks, n, gpus = case
-    to = keepers(layout, ranks, {}, n)
+    to = replica_holders(layout, ranks, {}, n)
     plan = Plan(1, layout, ranks, (), (), copies_to=to)
     holdings = [Holding(ranks[k], 1, rank, 5, "peer") for rank in range(len(ranks)) for k in (rank, *to[rank])]
     r = min(n, len(gpus) - 1)
@@ -72,30 +72,30 @@ def test_every_box_has_a_holder_after_the_loss_of_any_r_nodes(
 
 def test_what_a_node_held_comes_back_from_several() -> None:
     ranks = workers([4, 4, 4, 4, 4])
-    to = keepers(Layout(dp_shard=20), ranks, {}, 1)
+    to = replica_holders(Layout(dp_shard=20), ranks, {}, 1)
     assert {ranks[to[rank][0]].node_id for rank in range(4)} == {"n1", "n2", "n3", "n4"}
 
 
 def test_replicas_count_and_only_one_of_them_sends() -> None:
     two_nodes = workers([2, 2])
-    assert keepers(Layout(dp_replicate=2, dp_shard=2), two_nodes, {}, 1) == ((), (), (), ())
-    same_node = keepers(Layout(dp_shard=2, dp_replicate=2), tuple(two_nodes[i] for i in (0, 2, 1, 3)), {}, 1)
+    assert replica_holders(Layout(dp_replicate=2, dp_shard=2), two_nodes, {}, 1) == ((), (), (), ())
+    same_node = replica_holders(Layout(dp_shard=2, dp_replicate=2), tuple(two_nodes[i] for i in (0, 2, 1, 3)), {}, 1)
     assert sum(map(bool, same_node)) == 2, "both replicas on one node: one of them sends to the other node"
     three = workers([1, 1, 1, 1])
-    to = keepers(Layout(dp_replicate=2, dp_shard=2), three, {}, 2)
+    to = replica_holders(Layout(dp_replicate=2, dp_shard=2), three, {}, 2)
     assert [len(t) for t in to] == [1, 1, 0, 0]
     assert all(len(nodes) == 3 for nodes in holders(Layout(dp_replicate=2, dp_shard=2), three, to).values())
 
 
 def test_copies_stay_in_their_zone_unless_the_job_widens_it() -> None:
     ranks, zones = workers([1, 1, 1, 1]), {"n0": "a", "n1": "a", "n2": "b", "n3": "b"}
-    inside = keepers(Layout(dp_shard=4), ranks, zones, 1)
+    inside = replica_holders(Layout(dp_shard=4), ranks, zones, 1)
     assert inside == ((1,), (0,), (3,), (2,))
-    across = keepers(Layout(dp_shard=4), ranks, zones, 1, across=True)
+    across = replica_holders(Layout(dp_shard=4), ranks, zones, 1, across=True)
     assert all(zones[f"n{rank}"] != zones[f"n{kept[0]}"] for rank, kept in enumerate(across)), "a zone may be lost"
-    both = keepers(Layout(dp_shard=4), ranks, zones, 2, across=True)
+    both = replica_holders(Layout(dp_shard=4), ranks, zones, 2, across=True)
     assert all(len(kept) == 2 for kept in both)
-    assert keepers(Layout(dp_shard=4), ranks, zones, 2) == inside, "no second node in the zone"
+    assert replica_holders(Layout(dp_shard=4), ranks, zones, 2) == inside, "no second node in the zone"
 
 
 # ------------------------------------------------------------------------------------------------ host memory and link
@@ -118,12 +118,12 @@ def planned(pool: Pool = GPU, **changes: object) -> Copies:
 
 def room_for(n_copies: int, buffers: int) -> int:
     """Host memory that is just enough: 25 % of so small a node is kept free."""
-    to = keepers(CHOICE.layout, CHOICE.ranks, {}, n_copies)
+    to = replica_holders(CHOICE.layout, CHOICE.ranks, {}, n_copies)
     return -(-max(node_bytes(CHOICE.ranks, to, rank_bytes(MODEL, CHOICE), buffers).values()) * 4 // 3) + 4
 
 
 def test_without_a_known_host_memory_copies_are_as_asked() -> None:
-    assert planned().to == keepers(CHOICE.layout, CHOICE.ranks, {}, 1)
+    assert planned().to == replica_holders(CHOICE.layout, CHOICE.ranks, {}, 1)
     assert (planned().note, planned().buffers) == ("", 2)
     assert max(len(kept) for kept in planned(peer_copies=2).to) == 2
     assert planned(peer_copies=0) == planned(peer_every=0) == Copies()
@@ -137,12 +137,12 @@ def test_where_host_memory_is_short_fewer_copies_then_one_buffer_then_none() -> 
     assert enough.note == "" and {len(kept) for kept in enough.to} == {2}
     fewer = with_room(room_for(2, 2) - 64)
     assert {len(kept) for kept in fewer.to} == {1} and fewer.buffers == 2
-    assert fewer.note.startswith("peer copies: 1 of 2, since ") and "GiB of host memory and has" in fewer.note
+    assert fewer.note.startswith("peer replicas: 1 of 2, since ") and "GiB of host memory and has" in fewer.note
     single = with_room(room_for(1, 2) - 64)
     assert single.buffers == 1 and {len(kept) for kept in single.to} == {1}
     assert "one buffer each, no whole copy while one is sent" in single.note
     none = with_room(room_for(1, 1) - 64)
-    assert none.to == () and none.missing and none.note.startswith("no peer copies: ")
+    assert none.to == () and none.missing and none.note.startswith("no peer replicas: ")
 
 
 def test_on_cpu_nodes_what_training_takes_is_not_there_for_copies() -> None:
@@ -160,7 +160,7 @@ def test_a_nodes_own_memory_counts_before_its_pools() -> None:
 def test_too_few_nodes_for_all_copies_are_told() -> None:
     choice = plan_layout(MODEL, Job.from_plain(job()), NODES[:2])
     found = copies(state(peer_copies=3), choice, NODES[:2])
-    assert {len(kept) for kept in found.to} == {1} and found.note == "peer copies: 1 of 3, there are 2 nodes"
+    assert {len(kept) for kept in found.to} == {1} and found.note == "peer replicas: 1 of 3, there are 2 nodes"
     alone = copies(state(), plan_layout(MODEL, Job.from_plain(job()), NODES[:1]), NODES[:1])
     assert alone == Copies(), "one node has nobody to send to, which is no news"
 
@@ -178,7 +178,7 @@ def test_the_plan_holds_it_and_its_reason_says_what_is_not_as_asked() -> None:
     decision = story.tick(after_s=20)
     plan = plan_of(decision)
     assert plan.copies_to == ((1,), (0,)) and plan.peer_every > 0 and plan.copy_bytes_per_s > 0
-    assert decision.reason.endswith("peer copies: 1 of 2, there are 2 nodes")
+    assert decision.reason.endswith("peer replicas: 1 of 2, there are 2 nodes")
 
 
 def test_without_room_for_copies_storage_is_written_more_often() -> None:
@@ -188,7 +188,7 @@ def test_without_room_for_copies_storage_is_written_more_often() -> None:
     decision = story.tick(after_s=20)
     plan = plan_of(decision)
     assert (plan.peer_every, plan.copies_to, plan.durable_every) == (0, (), 10)
-    assert "no peer copies: a would need" in decision.reason
+    assert "no peer replicas: a would need" in decision.reason
 
 
 def test_pinned_buffers_that_are_rounded_up_need_more_host_memory() -> None:

@@ -1,4 +1,4 @@
-"""Which durable copies stay, and what a copy that fails or cannot be read leads to."""
+"""Which checkpoints stay, and what a copy that fails or cannot be read leads to."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def copy(step: int, n_bytes: int = 10**9) -> Copy:
 
 
 def state(steps: Sequence[int], losses: dict[int, float] | None = None, **job: Any) -> State:
-    """A run that has stored copies of these steps (newest first)."""
+    """A run that has checkpoints of these steps (newest first)."""
     made = State(
         phase="running",
         run="r",
@@ -102,7 +102,7 @@ def test_a_removal_says_why_and_nothing_resumes_from_it() -> None:
     was = state([50, 40, 30, 20])
     decision = retention(was)
     assert decision.actions == (RemoveCopy("u30"), RemoveCopy("u20"))
-    assert decision.reason == "durable copies of step 30, 20 (2.00 GB) are removed: keep_last=2, 2 stay"
+    assert decision.reason == "checkpoints of step 30, 20 (2.00 GB) are removed: keep_last=2, 2 stay"
     after = fold(was, Decided(decision), 1.0)
     assert [c.step for c in after.durable] == [50, 40]
     assert fold(after, CopyRemoved("u30"), 2.0).durable == after.durable
@@ -152,7 +152,7 @@ def test_the_copy_of_the_last_step_is_tried_again_and_then_fails_the_run() -> No
     at_s, now = 100.0, replace(state([50]), step=1000, last_step_at_s=100.0)
     for attempt in range(1, COPY_TRIES):
         now = fold(now, CopyFailed(now.generation, 1000, "rank 0: the disk is full"), at_s)
-        assert decide(now, at_s).actions == () and "tried again in 5 s" in decide(now, at_s).reason
+        assert decide(now, at_s).actions == () and "retried in 5 s" in decide(now, at_s).reason
         at_s += COPY_WAIT_S
         assert decide(now, at_s).actions == (Abort(now.generation),), attempt
         now = replace(now, generation=now.generation + 1, plan=replace(PLAN, generation=now.generation + 1))
@@ -175,7 +175,7 @@ def test_a_damaged_copy_is_passed_over_and_never_removed_by_itself() -> None:
 
 def test_when_no_copy_can_be_read_the_run_does_not_begin_anew() -> None:
     now = fold(replace(state([50]), phase="waiting", best_step=0), CopyDamaged("u50", "u50/commit.json: altered"), 1.0)
-    with pytest.raises(StateLost, match=r"no durable copy can be read: u50/commit\.json: altered; mend one"):
+    with pytest.raises(StateLost, match=r"no checkpoint can be read: u50/commit\.json: altered; mend one"):
         newest(now)
 
 

@@ -1,4 +1,4 @@
-"""A device that fails is a loss: the run goes on without it, and its node is quarantined once nothing on it is needed."""
+"""A device that fails is a loss: the run continues without it, and its node is quarantined once nothing on it is needed."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def tripped(plan: Plan, step: int, do: str) -> list[WorkerFailed]:
 
 
 def left(story: Story, plan: Plan, live: int, copy: int) -> Plan:
-    """Both workers leave with their live state and a peer copy of both; the plan that follows."""
+    """Both workers leave with their live state and a peer replica of both; the plan that follows."""
     for rank, worker in enumerate(plan.ranks):
         held = [Holding(worker, plan.generation, rank, live, "live")]
         held += [Holding(worker, plan.generation, r, copy, "peer") for r in (0, 1)]

@@ -120,7 +120,7 @@ def test_a_probe_of_an_older_generation_is_no_news_while_the_newest_is_broken_of
 
 
 def test_a_node_with_notice_that_only_sends_still_gives_its_boxes() -> None:
-    """dp_shard=2 on a and b; b will be taken, c has come: what b holds is nowhere else."""
+    """dp_shard=2 on a and b; b will be preempted, c has come: what b holds is nowhere else."""
     story = Story(layout={2: "pp=2", 1: "dp_shard=1"}, peer_every=0)
     plan = story.running("a", "b", steps=8)
     sent = replace(plan, generation=2, layout=Layout(tp=2), ranks=(WorkerId("a", 0),))
@@ -236,7 +236,7 @@ def test_probes_of_steps_that_are_done_again_are_forgotten_and_few_are_kept() ->
 
 
 def lost(story: Story, plan: Plan) -> Plan:
-    """Node b goes with the steps since the durable copy; what is ordered then."""
+    """Node b goes with the steps since the checkpoint; what is ordered then."""
     story.tick(NodeLost("b", "gone"), WorkerFailed(WorkerId("a", 0), plan.generation, "collective", "reset"))
     story.tick(Quiesced(WorkerId("a", 0), plan.generation, story.state.step))
     assert story.state.target is not None, story.decisions[-1].reason
@@ -244,7 +244,7 @@ def lost(story: Story, plan: Plan) -> Plan:
 
 
 def redone(**changes: Any) -> tuple[Story, Plan]:
-    """Steps 7 to 10 were done on dp_shard=2; a and two new nodes go on from the copy of step 6 in pp=3."""
+    """Steps 7 to 10 were done on dp_shard=2; a and two new nodes resume from the copy of step 6 in pp=3."""
     copy = Copy(6, "durable", 3, Layout(dp_shard=2), (4,), "s3://6")
     model = changes.pop("model", MODEL)
     story = Story(durable=(copy,), layout=changes.pop("layout", {2: "dp_shard=2", 3: "pp=3"}), **changes)
@@ -335,7 +335,7 @@ def test_steps_that_do_not_repeat_close_nothing() -> None:
 
 
 def test_what_came_of_wrong_content_is_nothing_to_compare_with_and_what_was_before_it_is() -> None:
-    """Steps 7 to 10 were done before the content was found wrong; pp=3 goes on from the copy of step 6."""
+    """Steps 7 to 10 were done before the content was found wrong; pp=3 resumes from the copy of step 6."""
     story, plan = redone()
     story.tick(Probed(plan.generation, 6, 2.43), again(plan, 7, 2.93), again(plan, 11, 2.5))
     assert list(story.state.losses) == [7, 8, 9, 10, 11] and story.state.probes

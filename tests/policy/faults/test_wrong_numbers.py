@@ -1,4 +1,4 @@
-"""Wrong numbers: back to a copy from before them, and away from who computed them."""
+"""Silent data corruption: back to a copy from before them, and away from who computed them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wrong(plan: Plan, step: int, good: int, *workers: WorkerId) -> WrongNumbers:
 
 
 def left(story: Story, plan: Plan, *names: str, live: int, copy: int) -> Decision:
-    """These workers leave with their live state and a peer copy of all ranks."""
+    """These workers leave with their live state and a peer replica of all ranks."""
     decision = Decision()
     for name in names:
         rank, worker = next((i, w) for i, w in enumerate(plan.ranks) if w.node_id == name)
@@ -206,5 +206,5 @@ def test_a_node_that_stands_still_again_and_again_is_put_aside() -> None:
                 story.entered()
             story.steps(3)
     put = [order for one in found for order in orders(one, Quarantine)]
-    assert [order.node_id for order in put] == ["b"] and "stood still 3 times within an hour" in put[0].reason
+    assert [order.node_id for order in put] == ["b"] and "stalled 3 times within an hour" in put[0].reason
     assert "in the all-reduce of step 21" in put[0].reason and not any(orders(one, StoreCopy) for one in found)

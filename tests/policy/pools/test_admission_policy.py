@@ -1,4 +1,4 @@
-"""A node that is not let in is given back with the reason, and its pool is not asked again in a tight loop."""
+"""A node that is rejected is released with the reason, and its pool is not asked again in a tight loop."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_a_refused_node_is_given_back_with_the_reason() -> None:
     decision = story.tick(NodeRefused("a", WHY, "spot"), NodeRefused("a", "another worker of it says so too", "spot"))
     assert [order.node_id for order in orders(decision, ReleaseNode)] == ["a"]
     assert [order.node_id for order in orders(decision, Quarantine)] == ["a"]
-    assert "node a of pool spot is given back, not let in: " in decision.reason
+    assert "node a of pool spot is released, rejected: " in decision.reason
     assert story.state.nodes["a"].status == "quarantined" and not story.state.refused
     late = story.tick(NodeRefused("a", WHY, "spot"))
     assert not orders(late, ReleaseNode), "once"
     story.tick(NodeLost("a", "released"))
     story.tick(NodePrepared("b"))
-    assert story.state.n_losses == 0, "it was given back"
+    assert story.state.n_losses == 0, "it was released"
 
 
 def test_a_pool_whose_nodes_all_are_refused_is_backed_off_and_the_reason_stands() -> None:
@@ -55,8 +55,8 @@ def test_a_pool_whose_nodes_all_are_refused_is_backed_off_and_the_reason_stands(
         if k:
             backoff = story.state.backoff["spot"]
             waits.append(backoff.wait_s)
-            said = f"pool spot: {k + 1} starts in a row ended before a node was prepared (the last one: not let in: {WHY})"
-            assert f"{said}, asked again after {backoff.wait_s:.0f} s" in decision.reason
+            said = f"pool spot: {k + 1} starts in a row ended before a node was prepared (the last one: rejected: {WHY})"
+            assert f"{said}, retried after {backoff.wait_s:.0f} s" in decision.reason
             assert decision.wake_at_s is not None and decision.wake_at_s >= backoff.until_s - 1.0, "nobody looks again before"
             asked = orders(story.tick(after_s=backoff.until_s - story.now_s), RequestNodes)
             assert [order.pool for order in asked] == ["spot"]

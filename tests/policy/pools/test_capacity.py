@@ -1,4 +1,4 @@
-"""Which nodes are asked for."""
+"""Which nodes are requested."""
 
 from __future__ import annotations
 

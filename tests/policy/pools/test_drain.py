@@ -162,7 +162,7 @@ def test_a_node_with_a_much_later_deadline_stays_and_the_reason_says_so() -> Non
     assert plan.nodes == ("a", "c", "d") and "c stays for a while" in decision.reason
     story.entered()
     story.steps(2)
-    story.tick(after_s=6)  # b is given back
+    story.tick(after_s=6)  # b is released
     assert plan_of(acted(story, deadline_s)).nodes == ("a", "d")
     assert story.now_s > 500
 
@@ -244,7 +244,7 @@ def test_a_short_job_never_moves() -> None:
     story.tick(Notice("b", story.now_s + FAR_S))
     story.steps(17)
     assert all(not orders(decision, EnterPlan) for decision in story.decisions[-18:])
-    assert "waits for the durable copy of the last one" in story.decisions[-1].reason
+    assert "waiting for the checkpoint of the last one" in story.decisions[-1].reason
 
 
 def test_a_stop_meanwhile_still_saves_and_ends() -> None:
@@ -297,4 +297,4 @@ def test_waiting_changes_nothing_and_says_the_same() -> None:
     first = story.tick(Notice("b", story.now_s + FAR_S))
     second = decide(story.state, story.now_s + 20)
     assert (first.wake_at_s, second.actions) == (second.wake_at_s, ())
-    assert second.reason.startswith("b will be taken: trains on until")
+    assert second.reason.startswith("b will be preempted: trains on until")

@@ -1,4 +1,4 @@
-"""What is learnt of each pool: reclaims, droughts, starts, and nodes that die at start."""
+"""What is learned of each pool: reclaims, droughts, starts, and nodes that die at start."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_warned_node_counts_a_little_until_it_is_taken() -> None:
     decision = story.tick(NodeWarned("b", "AWS: rebalance recommendation", risk=True))
     assert not decision.actions and story.state.nodes["b"].status == "prepared", "it trains on"
     assert rate() == pytest.approx((1.0 + 0.2) / 20)
-    story.tick(NodeWarned("b", "again, in other words", risk=True), NodeWarned("c", "GCP: it stands still", risk=False))
+    story.tick(NodeWarned("b", "again, in other words", risk=True), NodeWarned("c", "GCP: it stalls", risk=False))
     assert rate() == pytest.approx((1.0 + 0.2) / 20)
     assert hazard.losses_per_h(story.state, [story.state.nodes["b"]]) <= losses, "it says nothing of losses without a notice"
     story.tick(NodeWarned("a", "AWS: rebalance recommendation", risk=True))
@@ -134,7 +134,7 @@ def test_a_pool_whose_nodes_die_at_start_is_asked_again_at_once_and_then_ever_la
         assert bool(asked) == (k == 0), "both of a request are one start; the second in a row is one too many"
         if asked:
             continue
-        assert f"pool spot: {k + 1} starts in a row" in decision.reason and "asked again after" in decision.reason
+        assert f"pool spot: {k + 1} starts in a row" in decision.reason and "retried after" in decision.reason
         backoff = story.state.backoff["spot"]
         waits.append(backoff.wait_s)
         assert f"{k + 1} starts in a row" in backoff.reason and "boot failed" in backoff.reason
@@ -164,7 +164,7 @@ def test_a_run_of_which_no_node_is_ever_prepared_ends() -> None:
     assert story.state.phase == "failed"
     assert story.state.outcome_reason == (
         "no node can be prepared: pool spot: 12 starts in a row ended before a node was prepared (the last one: its "
-        "preparation has not got on for 600 s); step 0 reached, saved is step 0"
+        "preparation has made no progress for 600 s); step 0 reached, last checkpoint at step 0"
     )
 
 

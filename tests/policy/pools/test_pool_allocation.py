@@ -43,7 +43,7 @@ def story(*pools: Pool, **changes: Any) -> Story:
 
 
 def asked(told: Story, back: int = 1) -> dict[str, int]:
-    """Pool -> nodes asked for, in the newest decision."""
+    """Pool -> nodes requested, in the newest decision."""
     return {order.pool: order.count for order in orders(told.decisions[-back], RequestNodes)}
 
 
@@ -296,7 +296,7 @@ def measured(step: int, hours: float, step_s: float = 60.0, **changes: Any) -> S
     return told
 
 
-def need(told: Story) -> pool_allocation.Need:
+def need(told: Story) -> pool_allocation.OnDemandNeed:
     return pool_allocation.fall_back(told.state, told.now_s)
 
 
@@ -317,7 +317,7 @@ def test_the_safety_net_does_not_count_on_spot() -> None:
     """The rest takes 4.3 h on the four on-demand nodes alone, and that much time is left."""
     told = measured(10, 5.9, step_s=55.0 * 2)
     found = need(told)
-    assert found.workers >= 4 and "spot is not counted on any more" in found.why
+    assert found.workers >= 4 and "spot is no longer counted on" in found.why
 
 
 def test_on_demand_stays_until_the_lead_is_two_changes_wide() -> None:
@@ -377,7 +377,7 @@ def test_the_state_is_saved_before_the_budget_is_gone() -> None:
     told.steps(4, step_time_s=30.0)
     told.tick(CopyStored(Copy(2, "durable", plan.generation, Layout(dp_shard=2), (), "file://c2"), 20.0))
     decision = told.tick(after_s=3600 - 89 - told.now_s)
-    assert orders(decision, Quiesce) and "$2.00 is all but spent ($1.95; the last 90 s are kept for saving)" in decision.reason
+    assert orders(decision, Quiesce) and "$2.00 is almost spent ($1.95; the last 90 s are kept for saving)" in decision.reason
     assert told.state.stop is not None
     told.tick(after_s=88)
     assert not orders(told.decisions[-1], Stop)
@@ -392,7 +392,7 @@ def test_nodes_above_max_nodes_are_given_back_and_those_that_leave_count() -> No
     told.running("a", "b", steps=2)
     told.tick(NodeReady(Node("c", "spot")))
     released = [order.node_id for d in told.decisions for order in orders(d, ReleaseNode)]
-    assert released == ["c"] and "given back, max_nodes is 2" in "; ".join(d.reason for d in told.decisions)
+    assert released == ["c"] and "released, max_nodes is 2" in "; ".join(d.reason for d in told.decisions)
     told.tick(NodeLost("c", "released"))
     told.tick(Notice("b", told.now_s + 600))
     assert not asked(told), "two are paid for"
@@ -442,6 +442,6 @@ def test_between_equal_prices_the_better_placement_score_is_asked_first(
     pools = [Pool(name, "CPU", 1, "spot", usd, 0, 4) for name, usd in (("a", usd_of_a), ("b", 1.0))]
     told = story(*pools, FIXED)
     told.tick(*(PriceSeen(pool.name, pool.usd_per_node_h, scores.get(pool.name, 0)) for pool in pools))
-    wanted, _ = pool_allocation.wants(told.state, told.now_s)
+    wanted, _ = pool_allocation.pool_demands(told.state, told.now_s)
     assert [want.pool.name for want in wanted if want.pool.market_type == "spot"][0] == first
     assert told.state.scores == scores

@@ -102,7 +102,7 @@ def test_notice_and_its_withdrawal() -> None:
     state = fold(replace(story.state, releasing=frozenset()), NoticeWithdrawn("a"), story.now_s)
     assert state.nodes["a"].status == "prepared" and state.nodes["a"].deadline_s is None
     state = fold(replace(story.state, releasing=frozenset({"a"})), NoticeWithdrawn("a"), story.now_s)
-    assert state.nodes["a"].status == "draining", "it is being given back already"
+    assert state.nodes["a"].status == "draining", "it is being released already"
 
 
 def test_a_refused_request_backs_off_30_s_then_doubles_to_10_minutes() -> None:
@@ -224,7 +224,7 @@ def test_a_new_drivers_clock_does_not_spend_the_budget() -> None:
     ahead = attached_at(story, now_s + 86400, now_s + most_s)
     assert ahead.usd == pytest.approx(spent + 21 * a_minute) and ahead.stop is None
     behind = attached_at(story, now_s - 86400, now_s + most_s)
-    assert behind.usd == pytest.approx(spent + a_minute), "the bill goes on by its clock"
+    assert behind.usd == pytest.approx(spent + a_minute), "the bill continues by its clock"
     as_recorded = attached_at(story, now_s + 86400, None)
     assert as_recorded.usd == pytest.approx(spent + 1441 * a_minute) and as_recorded.stop is not None
     alone = fold(story.state, replace(story.start, epoch=2, paid_until_s=now_s + 120), now_s + 3600)

@@ -1,4 +1,4 @@
-"""What is wrong with a check of a real run, on a machine that may be slow or stand still for ten seconds."""
+"""What is wrong with a check of a real run, on a machine that may be slow or stall for ten seconds."""
 
 from __future__ import annotations
 

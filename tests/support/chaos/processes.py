@@ -142,7 +142,7 @@ class Played:
 
 @dataclass
 class Scene:
-    """A run that goes on, and its surroundings."""
+    """A run that continues, and its surroundings."""
 
     shell: Shell
     storage: Path | None  # None = object storage

@@ -1,4 +1,4 @@
-"""Runs under faults on the virtual clock: drivers die, stand still or lose sight of storage; nodes and workers outlive them."""
+"""Runs under faults on the virtual clock: drivers die, stall or lose sight of storage; nodes and workers outlive them."""
 
 from __future__ import annotations
 

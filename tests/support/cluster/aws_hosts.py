@@ -133,7 +133,7 @@ class Host:
 
 @dataclass
 class Aws:
-    """The account. `hosts`: instance id -> host. `held`: instances whose host goes on though EC2 has ended them."""
+    """The account. `hosts`: instance id -> host. `held`: instances whose host continues though EC2 has ended them."""
 
     folder: Path
     hosts: dict[str, Host] = field(default_factory=dict)
@@ -226,7 +226,7 @@ class Aws:
                 for instance_id in set(self.hosts) - set(live) - self.held:
                     self._stop(self.hosts.pop(instance_id))
                 self._shut_down()
-            except Exception as error:  # noqa: BLE001 - the account goes on; the test is told
+            except Exception as error:  # noqa: BLE001 - the account continues; the test is told
                 self.problems.append(f"{type(error).__name__}: {error}")
                 print(self.problems[-1], file=sys.stderr, flush=True)
 
@@ -309,7 +309,7 @@ class Aws:
         os.kill(host.process.pid, signal.SIGKILL)
 
     def cut(self, host: Host) -> None:
-        """Its cable. What runs there goes on, alone, and EC2 cannot end it soon."""
+        """Its cable. What runs there continues, alone, and EC2 cannot end it soon."""
         self.held.add(host.instance_id)
         sh("ip", "link", "set", host.link, "down")
 

@@ -250,7 +250,7 @@ def killed(hand: Stagehand) -> Any:
 
 
 def cut(hand: Stagehand) -> Any:
-    """A machine that nobody reaches runs on: the driver's side goes on, the other one ends itself, workers and machine."""
+    """A machine that nobody reaches runs on: the driver's side continues, the other one ends itself, workers and machine."""
     hand.until(lambda: any(node.startswith("spot-") for node in hand.members()), "a spot node that trains")
     host, node = hand.a_spot()
     began, at_s = time.monotonic(), time.time()

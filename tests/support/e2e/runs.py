@@ -72,7 +72,7 @@ def looks(journal: Path, ended: threading.Event, every_s: float) -> Iterator[lis
 
 
 class Watch(threading.Thread):
-    """Looks, while a run goes on, at the processes that it names: none of them may be another one under the same id."""
+    """Looks, while a run continues, at the processes that it names: none of them may be another one under the same id."""
 
     def __init__(self, journal: Path) -> None:
         super().__init__(daemon=True)
@@ -146,7 +146,7 @@ def alone(steps: int) -> tuple[float, ...]:
 
 def run(folder: Path, name: str = "run", on: LocalCluster | None = None) -> tuple[dict[str, Any], list[Line]]:
     """Runs the job to its end; gives its summary and its journal. Nothing that it started is left. `on`: an embedded cluster
-    that stands already and goes on; None = one of the run's own."""
+    that stands already and continues; None = one of the run's own."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     os.environ[MARK] = mark  # inherited by all that the run starts
     stood = set(on.pids()) if on is not None else set()
@@ -180,7 +180,7 @@ def _command(pid: int) -> str:
 
 def not_compared(lines: list[Line]) -> set[int]:
     """Generations whose contents nobody can have compared: that happens behind the steps, by all who gave or took something,
-    and one of them was lost within SOON_LOST_S of entering, or the generation was broken off then."""
+    and one of them was lost within SOON_LOST_S of entering, or the generation was aborted then."""
     entered = {event.generation: at_s for line in lines for at_s, event in line.events if isinstance(event, PlanEntered)}
     ends = [(at_s, event) for line in lines for at_s, event in line.events]
     lost = [(at_s, event.node_id) for at_s, event in ends if isinstance(event, NodeLost)]
@@ -213,7 +213,7 @@ def went_on_as_if_nothing_happened(summary: dict[str, Any], lines: list[Line], s
 
 
 def lost_only_what_no_copy_had(transition: dict[str, Any], lines: list[Line]) -> None:
-    """The run went on from memory, at the newest peer copy that stood in the journal when the plan was made, or later."""
+    """The run continued from memory, at the newest peer replica that stood in the journal when the plan was made, or later."""
     assert transition["source"] == "peer"
     known: list[Line] = []
     for line in lines:

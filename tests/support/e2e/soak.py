@@ -113,7 +113,7 @@ class Seen:
 
 
 class Chance(threading.Thread):
-    """Lets the script happen to the cluster while the run goes on. `played`: what was done, for a person."""
+    """Lets the script happen to the cluster while the run continues. `played`: what was done, for a person."""
 
     def __init__(self, cluster: LocalCluster, folder: Path, journal: Path, script: list[Happening]) -> None:
         super().__init__(name="chance", daemon=True)
@@ -252,8 +252,8 @@ class Before:
         return cls(mark, temp, frozenset(os.listdir("/dev/shm")))
 
     def left_on_cluster(self, cluster: LocalCluster, stay: set[str], drained: frozenset[str] = frozenset()) -> list[str]:
-        """Of a run that is over, on a cluster that goes on: nodes beyond `stay`, actors, their processes, placement groups. Who
-        was `drained` (a notice may be taken back a moment too late for that) need not be there any more."""
+        """Of a run that is over, on a cluster that continues: nodes beyond `stay`, actors, their processes, placement groups.
+        Who was `drained` (a notice may be taken back a moment too late for that) need not be there any more."""
         import ray
 
         from elastic.cluster.nodes.providers import NODE_LABEL, living

@@ -8,7 +8,7 @@ from typing import Any
 from elastic import catalog
 from elastic.planner.cost import catalog_hardware
 from elastic.planner.cost.memory import Step
-from elastic.planner.cost.model_cost import Work
+from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Cost, step_cost
 from elastic.planner.layout_search import site_of
 from elastic.planner.offer_search import find_offers
@@ -40,4 +40,4 @@ def best(model: Decoder | ModelProfile, *groups: Group, batch: int = 64, aim: Ai
 def cost_on(model: Decoder, chip: HardwareProfile, layout: Layout, rows: int = 1, m: int = 1, per_node: int = 8) -> Cost:
     """Of `m` microbatches of `rows` samples on each data-parallel rank."""
     step = Step(m, m * rows, m * rows * layout.dp, per_node, "bfloat16")
-    return step_cost(site_of(JOB, chip, per_node), Work.of(model.profile()), layout, step)
+    return step_cost(site_of(JOB, chip, per_node), ModelCost.of(model.profile()), layout, step)

@@ -148,7 +148,7 @@ def storage(seed: int, pools: list[str]) -> list[Fault]:
 
 
 def drivers(seed: int) -> list[Fault]:
-    """In every third run: drivers that are killed or stand still, for up to an hour; the next one's clock may be off."""
+    """In every third run: drivers that are killed or stall, for up to an hour; the next one's clock may be off."""
     chance = random.Random(seed + 6000)
     if chance.random() > 1 / 3:
         return []

@@ -38,7 +38,7 @@ def pass_through(
         target = every * (i + 1)
         pool.wait(lambda: any(e.step >= target for e in pool.events(StepDone)), f"step {target}")  # noqa: B023
     pool.quiesced(len(layouts), len(plans[-1].ranks))
-    pool.wait(lambda: len(pool.events(ShardStored)) == len(plans[-1].ranks), "the last durable copy")
+    pool.wait(lambda: len(pool.events(ShardStored)) == len(plans[-1].ranks), "the last checkpoint")
     checkpoint_writer.commit(open_storage(str(run)), job["steps"], len(layouts), len(plans[-1].ranks), 1, {})
     return pool.events(StepDone)
 

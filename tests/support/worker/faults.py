@@ -1,8 +1,8 @@
 """Faults at a chosen collective of a chosen step, put into a worker process of a test from outside: the product has no hook.
 
 Collectives are seen as torch dispatches them (c10d and functional ones alike) while `Stepper.run` is under way, and where other
-threads call send and receive for peer copies. A process that is armed dies by SIGKILL, as a lost node would, or does not hear a
-commit that the others hear.
+threads call send and receive for peer replicas. A process that is armed dies by SIGKILL, as a lost node would, or does not hear
+a commit that the others hear.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Kind = Literal["before", "after", "soon", "deaf", "list"]
 @dataclass(frozen=True)
 class Fault:
     """`step`: done before the one in which it happens. `at`: index of the collective, or "commit", or "copy" (the first send or
-    receive of a peer copy that begins after that step).
+    receive of a peer replica that begins after that step).
 
     before, after: the process dies when the call begins, has returned. soon: `delay_s` after it has begun. deaf: the call is
     made, its result destroyed, and an error raised as if a peer had gone. list: nothing; the names go to `path`.

@@ -17,7 +17,7 @@ from elastic.program import Program, Weights
 from elastic.storage import open_storage
 from elastic.types import Job, ModelProfile
 from elastic.types.grid import parse_layout
-from elastic.worker.checkpoint.checkpoint_verbs import Wanted, export, import_state
+from elastic.worker.checkpoint.checkpoint_verbs import ImportRequest, export, import_state
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.model_profile import trace
 from elastic.worker.program.weights import cut
@@ -46,7 +46,7 @@ def begin() -> int:
 def export_peak(path: Path, profile: ModelProfile) -> int:
     """Of a committed copy as safetensors."""
     run = open_storage(str(path / "run"))
-    import_state(str(path), run, Wanted(profile, 3))
+    import_state(str(path), run, ImportRequest(profile, 3))
     to = open_storage(str(path / "out"))
     before_bytes = begin()
     export(run, None, to)

@@ -3,7 +3,8 @@ CPU.
 
 - The first use of a group needs all of its ranks, and of a batch of messages too.
 - An operation returns before it is done; who waits for it is freed by `abort` of that group and by nothing else: not by the end
-  of a connection, not by another group's abort. `abort` raises nothing in those that wait; the outputs hold wrong numbers.
+  of a connection, not by another group's abort. `abort` raises nothing in those that wait; the outputs hold silent data
+  corruption.
 - `abort` frees memory, which waits for all kernels that are on the device then, those of other groups too: aborted one after
   the other, groups that hang wait for each other.
 - After its abort a group refuses further calls. `shutdown` waits for the group's own kernels, which `abort` ends first where
@@ -12,7 +13,7 @@ CPU.
 - Tensors of host memory are refused beside those of the device, and so are types that NCCL does not have.
 
 Numbers in host memory go through gloo as they do beside NCCL: float64, int64, bytes that are few (messages of the ranks), and
-what the threads of peer copies send; everything else counts as being on the device.
+what the threads of peer replicas send; everything else counts as being on the device.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from elastic.worker.process.fault_injection import MADE_UP, DeviceFaults
 from elastic.worker.process_groups import groups
 from elastic.worker.process_groups.transport import Host, Nccl, gloo_of
-from elastic.worker.state.host_copy import Hands
+from elastic.worker.state.host_copy import CopyThreads
 
 NAME = "nccllike"
 FEW_BYTES = 4096
@@ -46,7 +47,7 @@ NO_TYPE = (torch.int16, torch.complex64, torch.complex128)  # of NCCL's
 
 
 def in_host_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """As elastic uses them: commits, sums, messages between ranks and peer copies are never on the device. Raises what torch
+    """As elastic uses them: commits, sums, messages between ranks and peer replicas are never on the device. Raises what torch
     does where only some of them are."""
     if threading.current_thread().name == COPIES:
         return True
@@ -140,16 +141,16 @@ class NcclLike(dist.ProcessGroup):
         self.gone = threading.Event()
         self.set_up = False
         self.from_host = False  # everything that is sent lies in host memory
-        self._stream: Hands | None = None
+        self._stream: CopyThreads | None = None
         self.n_enqueued = 0
         self.known_as = self.described_as = ""
 
     # ------------------------------------------------------------------------------------------ as a communicator
 
     @property
-    def stream(self) -> Hands:
+    def stream(self) -> CopyThreads:
         """Begins operations in the order of their calls."""
-        self._stream = self._stream or Hands(1, "device-stream")
+        self._stream = self._stream or CopyThreads(1, "device-stream")
         return self._stream
 
     def abort(self) -> None:

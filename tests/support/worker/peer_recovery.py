@@ -1,4 +1,4 @@
-"""A loss that peer copies bridge: begun, brought about, and judged at its end."""
+"""A loss that peer replicas bridge: begun, brought about, and judged at its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def begin(pool: Pool, job: dict[str, Any], run: Path, layout: Layout, per_node: 
     workers = pool.open(job, run, per_node)
     first = plan(1, layout, workers, job["global_batch"], peer_every=2, **more)
     pool.enter(first)
-    pool.wait(lambda: any(e.copy.step >= 2 for e in pool.events(CopyStored)), "a peer copy")
+    pool.wait(lambda: any(e.copy.step >= 2 for e in pool.events(CopyStored)), "a peer replica")
     return first
 
 

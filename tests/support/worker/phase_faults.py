@@ -2,7 +2,7 @@
 the product has no hook.
 
 kill: the process dies, as with a lost node. stop: it is stopped, its connections stay. stuck: its training thread never comes
-back, as from a kernel that does not end; nothing frees it. abort: it waits there until its generation is broken off.
+back, as from a kernel that does not end; nothing frees it. abort: it waits there until its generation is aborted.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def spring(fault: PhaseFault) -> None:
         threading.Event().wait()  # sleeps: a thread that never comes back is the fault
     else:
         while not _running[-1].aborted:
-            time.sleep(LOOK_S)  # sleeps: in a worker, which is broken off from outside
+            time.sleep(LOOK_S)  # sleeps: in a worker, which is aborted from outside
 
 
 Session.arm_phase = arm_phase  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elastic.planner.hetero.balance import microbatches
-from elastic.policy.copies.replica_placement import keepers
+from elastic.policy.copies.replica_placement import replica_holders
 from elastic.types import Holding, Layout, Plan, Resume, WorkerId
 
 N_BLOCKS = 4  # of the tiny programs
@@ -24,7 +24,7 @@ def plan(generation: int, layout: Layout, workers: list[WorkerId], global_batch:
     m = more.pop("n_microbatches", microbatches(global_batch, layout) if layout.microbatch_size else full)
     ranks = tuple(workers[: layout.world_size])
     if more.get("peer_every") and "copies_to" not in more:
-        more["copies_to"] = keepers(layout, ranks, {}, more.pop("n_copies", 1))
+        more["copies_to"] = replica_holders(layout, ranks, {}, more.pop("n_copies", 1))
     return Plan(generation, layout, ranks, shares(global_batch, layout.dp, m), layers, m, **more)
 
 

@@ -25,7 +25,7 @@ def newest_whole(old: Plan, quiesced: list[Quiesced]) -> tuple[int, tuple[Holdin
 
 
 def loss_curve_agrees(pool: Pool, job: dict[str, Any], tolerance: float = 1e-4, resumed: int = 0) -> None:
-    """The last report of each step is that of one process, and every step was done. `resumed`: the step that a loss went on
+    """The last report of each step is that of one process, and every step was done. `resumed`: the step that a loss continued
     from, of which a rank 0 that is gone may not have told; the others hold it."""
     alone = train_alone(load_program(job["program"]), job, job["steps"])
     last = {e.step: e.train_loss for e in sorted(pool.events(StepDone), key=lambda e: e.generation)}
@@ -35,11 +35,11 @@ def loss_curve_agrees(pool: Pool, job: dict[str, Any], tolerance: float = 1e-4, 
 
 
 def start(pool: Pool, job: dict[str, Any], run: Path, layout: Layout, per_node: int = 1) -> tuple[list[WorkerId], Plan]:
-    """Generation 1 with peer copies, after its third step and its first acknowledged copy."""
+    """Generation 1 with peer replicas, after its third step and its first acknowledged copy."""
     workers = pool.open(job, run, per_node)
     first = plan(1, layout, workers, job["global_batch"], peer_every=2)
     pool.enter(first)
-    pool.wait(lambda: any(e.copy.step >= 2 for e in pool.events(CopyStored)), "a peer copy")
+    pool.wait(lambda: any(e.copy.step >= 2 for e in pool.events(CopyStored)), "a peer replica")
     return workers, first
 
 

@@ -1,4 +1,4 @@
-"""A made-up training state, and durable copies of it."""
+"""A made-up training state, and checkpoints of it."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _serve(pipe: Connection) -> None:
             session = Session(*arguments)
             threading.Thread(target=forward, args=(session, serial), daemon=True).start()
         elif name == "order" and session is None:
-            continue  # one that was started anew
+            continue  # one that was started over
         elif name == "exit":
             os._exit(0)
         elif name == "patch":
@@ -109,7 +109,7 @@ class Pool:
         self.pids.insert(i, process.pid)
 
     def open(self, job: dict[str, Any], run: Path, per_node: int = 1, n: int | None = None) -> list[WorkerId]:
-        """New sessions for a job; the processes stay. What still runs is broken off: else it would wait for those that are
+        """New sessions for a job; the processes stay. What still runs is aborted: else it would wait for those that are
         through with it until the groups' timeout."""
         for pipe in self.pipes if self.stores else ():
             with suppress(OSError):

@@ -24,7 +24,7 @@ from elastic.reshard.shards import owned_boxes, state_specs
 from elastic.storage import Storage, open_storage
 from elastic.types import Box, Layout, ModelProfile
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_verbs, checkpoint_writer
-from elastic.worker.checkpoint.checkpoint_verbs import Wanted, import_state, listed, remove
+from elastic.worker.checkpoint.checkpoint_verbs import ImportRequest, import_state, listed, remove
 from elastic.worker.checkpoint.finished_model import load_model
 from elastic.worker.program.model_profile import fresh_buffers, trace
 
@@ -37,8 +37,8 @@ def program() -> Program:
     return load_program(str(TINY))
 
 
-def wanted(program: Program, **more: Any) -> Wanted:
-    return Wanted(trace(program), 3, buffers=lambda: fresh_buffers(program, 3), **more)
+def wanted(program: Program, **more: Any) -> ImportRequest:
+    return ImportRequest(trace(program), 3, buffers=lambda: fresh_buffers(program, 3), **more)
 
 
 def trained(program: Program) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

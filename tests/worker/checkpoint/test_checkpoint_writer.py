@@ -1,4 +1,4 @@
-"""Durable checkpoints: they come back in any layout, DCP reads them, and whatever is wrong with one has a name."""
+"""Checkpoints: they come back in any layout, DCP reads them, and whatever is wrong with one has a name."""
 
 from __future__ import annotations
 

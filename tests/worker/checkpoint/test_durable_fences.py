@@ -1,4 +1,4 @@
-"""What keeps a run's durable copies from a driver that was replaced, and from markers that somebody has changed."""
+"""What keeps a run's checkpoints from a driver that was replaced, and from markers that somebody has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a durable copy of many ranks asks of object storage: one request for each manifest, and a few for all files."""
+"""What a checkpoint of many ranks asks of object storage: one request for each manifest, and a few for all files."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from elastic.program import Program, load_program
 from elastic.storage import open_storage
 from elastic.types import Job, Layout
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
-from elastic.worker.checkpoint.checkpoint_verbs import PART_BYTES, Wanted, export_for, import_state
+from elastic.worker.checkpoint.checkpoint_verbs import PART_BYTES, ImportRequest, export_for, import_state
 from elastic.worker.checkpoint.finished_model import load_model
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.model_profile import trace
@@ -43,7 +43,7 @@ def stored(program: Program, folder: Path) -> torch.nn.Module:
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.3)
     model.save_pretrained(folder / "made")
-    import_state(str(folder / "made"), open_storage(str(folder / "run")), Wanted(trace(program), 3))
+    import_state(str(folder / "made"), open_storage(str(folder / "run")), ImportRequest(trace(program), 3))
     return model.eval()
 
 

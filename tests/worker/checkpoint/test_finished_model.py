@@ -1,4 +1,4 @@
-"""A model that is built from a durable checkpoint has exactly the stored weights."""
+"""A model that is built from a checkpoint has exactly the stored weights."""
 
 from __future__ import annotations
 

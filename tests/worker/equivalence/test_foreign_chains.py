@@ -76,7 +76,7 @@ def test_a_chain_of_layouts(pool: Pool, tmp_path: Path, name: str) -> None:
     workers = pool.open(job, tmp_path)
     one = plan(1, first, workers, BATCH, peer_every=2)
     pool.enter(one)
-    pool.wait(lambda: any(e.copy.step >= 2 for e in pool.events(CopyStored)), "a peer copy")
+    pool.wait(lambda: any(e.copy.step >= 2 for e in pool.events(CopyStored)), "a peer replica")
     try:
         two = recover(pool, one, second, [one.ranks[-1]])
         pool.wait(lambda: any(e.generation == 2 for e in pool.events(StepDone)), "a step of generation 2")

@@ -87,7 +87,7 @@ def test_a_stopped_peer_does_not_hold_the_loop(pool: Pool, tmp_path: Path) -> No
 
 @pytest.mark.e2e
 def test_extra_state_of_a_program_travels(pool: Pool, tmp_path: Path) -> None:
-    """Live to a worker that comes later, by peer copies after a loss, and into the durable copy."""
+    """Live to a worker that comes later, by peer replicas after a loss, and into the checkpoint."""
     job = job_of("tiny_counted.py", steps=12)
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=2))
     second = plan(2, Layout(dp_shard=3), workers[:1] + workers[2:], 12, resume=live(first), peer_every=2)
@@ -116,7 +116,7 @@ def test_from_a_durable_copy_in_new_processes(pool: Pool, tmp_path: Path) -> Non
     workers = pool.open(job, tmp_path)
     first = plan(1, Layout(dp_shard=2, tp=2), workers, 12, durable_every=4)
     pool.enter(first)
-    pool.wait(lambda: sum(e.step == 4 for e in pool.events(ShardStored)) == 4, "a durable copy")
+    pool.wait(lambda: sum(e.step == 4 for e in pool.events(ShardStored)) == 4, "a checkpoint")
     pool.order(workers[0], Quiesce(1, save=False))
     pool.quiesced(1, 4)
     uri = checkpoint_writer.commit(open_storage(str(tmp_path)), 4, 1, 4, 1, {})

@@ -1,4 +1,4 @@
-"""Collectives that break off inside the body of a script's loop: the `for` goes on in the same processes, the losses stay."""
+"""Collectives that abort inside the body of a script's loop: the `for` continues in the same processes, the losses stay."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def starts(run: Path) -> Counter[int]:
 
 
 def finished(driver: LoopDriver) -> Plan:
-    """Runs to the end; all is as in one process, the schedule too; gives the plan that it went on with."""
+    """Runs to the end; all is as in one process, the schedule too; gives the plan that it continued with."""
     driver.run()
     driver.check_end()
     assert driver.last_extra("scheduler")["last_epoch"] == STEPS
@@ -121,7 +121,7 @@ def test_a_step_that_others_have_is_rolled_forward_with_its_schedule(pool: Fault
 
 @pytest.mark.e2e
 def test_a_collective_of_the_scripts_own_starts_the_script_again(pool: FaultyPool, tmp_path: Path) -> None:
-    """What breaks off outside of run.model ends the loop's body: the script runs again from its top, in the same process."""
+    """What aborts outside of run.model ends the loop's body: the script runs again from its top, in the same process."""
     names = collectives(pool, tmp_path, SHARDS, 2, "--own-collective")
     driver = loop_driver(pool, tmp_path / "run", SHARDS, PEER_EVERY, "--own-collective")
     pool.call(driver.workers[2], "arm_loop", Fault("before", AT, len(names) - 1))

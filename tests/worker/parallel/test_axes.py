@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Case:
-    """`program` for `steps` under `layout`; a global batch of 13 gives the data-parallel ranks unequal shares."""
+    """`program` for `steps` under `layout`; a global batch of 13 gives the data-parallel ranks unequal batch shares."""
 
     program: str
     layout: str
@@ -75,7 +75,7 @@ PROGRAMS = ("tiny.py", "tiny_tied.py", "tiny_packed.py", "tiny_vocab.py", "tiny_
 
 
 def product() -> list[Case]:
-    """Every axis and pair of axes for 20 steps: each program, unequal shares, accumulation, each schedule."""
+    """Every axis and pair of axes for 20 steps: each program, unequal batch shares, accumulation, each schedule."""
     sets = [(a,) for a in AXES] + list(combinations(AXES, 2))
     out = []
     for axes in sets:

@@ -23,7 +23,7 @@ class NotSupported(Exception):
 
 
 class Nvml:
-    """The names of pynvml that are asked for, with the answers of one GPU."""
+    """The names of pynvml that are requested, with the answers of one GPU."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers = {

@@ -1,4 +1,4 @@
-"""Batches reach a GPU ahead of their step, on a stream beside the training's, and their memory is given back behind it."""
+"""Batches reach a GPU ahead of their step, on a stream beside the training's, and their memory is released behind it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from elastic.worker.session.generation import Generation
 from elastic.worker.session.takeover import _to_host
 from elastic.worker.session.workplace import Workplace
 from elastic.worker.state import peer_replicas as peer_copies
-from elastic.worker.state.host_copy import Hands, HostCopies, HostMemory, Tensors
+from elastic.worker.state.host_copy import CopyThreads, HostCopies, HostMemory, Tensors
 from elastic.worker.state.train_state import Held
 
 CUDA_1 = torch.device("cuda", 1)
@@ -55,7 +55,7 @@ def test_a_host_copy_is_made_on_the_gpu_of_its_tensors(monkeypatch: pytest.Monke
 def test_threads_that_wait_for_work_have_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     make_up(monkeypatch)
     seen, done = [], threading.Event()
-    hands = Hands(1, "hand", CUDA_1)
+    hands = CopyThreads(1, "hand", CUDA_1)
     hands.do(lambda: seen.append(current()))
     hands.do(done.set)
     assert done.wait(60)

@@ -1,4 +1,4 @@
-"""A generation that is broken off between and within messages: gloo does not free a send that the kernel has refused."""
+"""A generation that is aborted between and within messages: gloo does not free a send that the kernel has refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRIALS = 10
 LATE_MOST = 2  # shut in both directions at once, a fifth of all trials is late; as it is, 1 of 180 was
 N_NUMBERS = 512  # of each rank in each message
 
-# A rank that is in one collective after the other. Each line of standard input is the order to break off.
+# A rank that is in one collective after the other. Each line of standard input is the order to abort.
 BUSY = """
 import itertools, sys, threading, time
 import torch, torch.distributed as dist
@@ -91,7 +91,7 @@ def test_nobody_waits_for_one_that_has_left(ranks: list[subprocess.Popen[str]]) 
         for _ in range(TRIALS):
             say(ranks, name)
             assert hear(ranks) == [["works"]] * N_RANKS
-            say(ranks, "break off")
+            say(ranks, "abort")
             found = hear(ranks)
             assert {word for word, _ in found} == {"free"}
             late += any(float(seconds) > WITHIN_S for _, seconds in found)

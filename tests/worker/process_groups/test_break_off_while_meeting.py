@@ -1,4 +1,4 @@
-"""A generation that is broken off while its participants meet: whenever the order comes, nobody waits for one that is gone."""
+"""A generation that is aborted while its participants meet: whenever the order comes, nobody waits for one that is gone."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ PIECE = b"x" * 65536
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Of a TCP connection: that of a process which breaks off, and that of its peer."""
+    """Of a TCP connection: that of a process which aborts, and that of its peer."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
         mine, _ = server.accept()
         with mine:

@@ -80,7 +80,7 @@ def test_whoever_waits_in_any_group_is_freed_and_believes_nothing(where: str) ->
     waited = [rank for rank in (1, 2, 3) if found[rank][1] == [WRONG] * 3]
     assert waited == {"world": [1, 2, 3], "fsdp": [2], "tp": [1]}[where], "nobody was aborted: this test shows nothing"
     assert max(seconds for seconds, _, _ in found) < FREED_S
-    assert {said for _, _, said in found[1:]} == {"generation 1 was broken off"}
+    assert {said for _, _, said in found[1:]} == {"generation 1 was aborted"}
 
 
 def two_kernels_hang(rank: int, n: int, store: tuple[str, int]) -> tuple[str, float, float]:

@@ -22,7 +22,7 @@ from elastic.program import load_program
 from elastic.types import Attention, HardwareProfile, Job, Matmul
 from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
 from elastic.worker.profile import measure as measuring_side
-from elastic.worker.profile.measure import Wanted, hardware_of, measure
+from elastic.worker.profile.measure import MeasureRequest, hardware_of, measure
 from elastic.worker.profile.measured_ops import Limits, attended, fitting, mixed, ordinary, product, product_flop, stored
 
 CPU = torch.device("cpu")
@@ -117,10 +117,10 @@ def test_of_gpus_the_links_between_nodes_are_not_known_from_one_node() -> None:
 # ------------------------------------------------------------------------------------------ processes
 
 
-def wanted(sizes: tuple[int, ...], storage: str = "", program: Path = PLACE) -> Wanted:
+def wanted(sizes: tuple[int, ...], storage: str = "", program: Path = PLACE) -> MeasureRequest:
     job = JOB | {"program": str(program)}
     some = samples_of(TINY, Job.from_plain(JOB), 3)
-    return Wanted(
+    return MeasureRequest(
         model_profile_of(TINY, Job.from_plain(JOB)),
         samples=8,
         seconds=1.0,

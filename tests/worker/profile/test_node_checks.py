@@ -142,7 +142,7 @@ def test_memory_of_a_process_that_was_killed_is_waited_for() -> None:
         ticks.append(now_s[0])
 
     found = awaited(60 << 30, free, clock=lambda: now_s[0], sleep=sleep, tick=tick)
-    assert found >= 60 << 30 and 104.0 <= now_s[0] <= 105.0 and len(ticks) >= 4, "its worker gets on meanwhile"
+    assert found >= 60 << 30 and 104.0 <= now_s[0] <= 105.0 and len(ticks) >= 4, "its worker makes progress meanwhile"
     now_s[0] = 200.0
     assert awaited(80 << 30, free, clock=lambda: now_s[0], sleep=sleep) == 70 << 30
     assert now_s[0] == 200.0 + FREE_MOST_S
@@ -283,7 +283,7 @@ def test_all_checks_of_a_good_node(background: Callable[..., Any]) -> None:
     checks.begin(background)
     checks.program({"program": "p", "n_samples": None}, {"program": "p", "n_samples": 5})
     found = checks.end()
-    assert found.neighbour == "b" and min(found.flop_per_s, found.link_bytes_per_s, found.host_bytes, found.seconds) > 0
+    assert found.neighbor == "b" and min(found.flop_per_s, found.link_bytes_per_s, found.host_bytes, found.seconds) > 0
     assert found.versions == versions() and found.gpu_bytes == 0
     with pytest.raises(Refused, match=r"its program is another one: the code of its program\.py"):
         checks.program({"program": "p"}, {"program": "q"})
@@ -387,7 +387,7 @@ def test_a_refused_node_may_be_looked_at_again(tmp_path: Path) -> None:
         ((_, event),) = session.poll(number, 120.0).messages
     finally:
         session.close()
-    assert isinstance(event, NodePrepared) and event.admission is not None and event.admission.neighbour == "b"
+    assert isinstance(event, NodePrepared) and event.admission is not None and event.admission.neighbor == "b"
 
 
 def test_a_bad_node_is_not_the_programs_fault(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Promise 4: whatever collective of a step breaks, the survivors agree on a whole step and go on from it.
+"""Promise 4: whatever collective of a step breaks, the survivors agree on a whole step and resume from it.
 
 A worker dies by SIGKILL at each collective of a step in turn; the policy itself decides what the survivors do; the state of the
 run's end is compared with a plain trainer's.
@@ -36,7 +36,8 @@ def pool() -> Iterator[FaultyPool]:
 def broken(
     pool: FaultyPool, run: Path, layout: Layout, faults: dict[int, Fault], peer_every: int = PEER_EVERY
 ) -> tuple[Driver, Plan]:
-    """A run whose fifth step breaks by `faults` (rank -> fault), finished by the policy; and the plan that it went on with."""
+    """A run whose fifth step breaks by `faults` (rank -> fault), finished by the policy; and the plan that it continued
+    with."""
     driver = Driver(pool, job_of("tiny.py", STEPS), run, layout, peer_every)
     for rank, fault in faults.items():
         pool.arm(driver.workers[rank], fault)

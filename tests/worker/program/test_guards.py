@@ -42,13 +42,13 @@ from elastic.types import (
 )
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.process_groups.control_tree import Control
-from elastic.worker.program.commit import Commit, Told, step_done
+from elastic.worker.program.commit import Commit, StepReports, step_done
 from elastic.worker.program.extra_state import ExtraState
 from elastic.worker.program.guards import MEMORY, Memory, Trip, deviations, judge, needs_memory, trip_of
 from elastic.worker.program.job_program import with_job
 from elastic.worker.session.generation import Generation
-from elastic.worker.step.batch_shares import Shares
-from elastic.worker.step.faulty_rank import UNNAMED, Offender, Tripped
+from elastic.worker.step.batch_shares import BatchShares
+from elastic.worker.step.faulty_rank import UNNAMED, FaultyRank, Tripped
 from elastic.worker.step.optimizer_step import Pending, Stepper
 
 
@@ -68,7 +68,7 @@ def filled(given: GuardRules, losses: list[float], norm: float = 1.0) -> Memory:
     return memory
 
 
-# ------------------------------------------------------------------------------------------ judgement
+# ------------------------------------------------------------------------------------------ judgment
 
 LEVEL = [2.0, 2.1, 1.9, 2.05, 1.95, 2.0, 2.02, 1.98]
 
@@ -147,7 +147,7 @@ def test_no_guard_goes_on_for_ever(rule: dict[str, Any], before: Any, in_a_row: 
 
 def test_a_trip_is_one_line_that_names_at_most_sixteen_samples() -> None:
     trip = Trip("loss_spike", 9, "skip", "step 9: it is bad", "again")
-    error = Tripped(trip, Offender(2, WorkerId("b", 0), "rank 2 on b/0 has the largest train_loss (9)", tuple(range(20))))
+    error = Tripped(trip, FaultyRank(2, WorkerId("b", 0), "rank 2 on b/0 has the largest train_loss (9)", tuple(range(20))))
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) and again.trip == trip
     named = ", ".join(map(str, range(16)))
@@ -158,15 +158,15 @@ def test_a_trip_is_one_line_that_names_at_most_sixteen_samples() -> None:
 def test_samples_of_a_stream_have_no_ids_to_name(n_samples: int, named: str) -> None:
     plan = Plan(1, Layout(), (WorkerId("a", 0),), (4,), (1,), 1)
     job = Job(n_samples=n_samples, global_batch=4)
-    shares: Any = Shares(job, plan)
-    shares.ids = lambda step: sorted(Shares.ids(shares, step))
+    shares: Any = BatchShares(job, plan)
+    shares.ids = lambda step: sorted(BatchShares.ids(shares, step))
     told = Pending(9, {}, math.nan, 1.0)
     stepper: Any = SimpleNamespace(
         job=job, plan=plan, groups=SimpleNamespace(commit=Control(0, 1, ())), _told=told, shares=shares
     )
-    offender = Stepper.offender(stepper, Trip("not_finite", 9, "skip", "step 9: train_loss nan", ""))
-    assert (offender.rank, offender.worker) == (0, WorkerId("a", 0))
-    said = offender.sentence(Trip("not_finite", 9, "skip", "step 9: train_loss nan", ""))
+    faulty_rank = Stepper.faulty_rank(stepper, Trip("not_finite", 9, "skip", "step 9: train_loss nan", ""))
+    assert (faulty_rank.rank, faulty_rank.worker) == (0, WorkerId("a", 0))
+    said = faulty_rank.sentence(Trip("not_finite", 9, "skip", "step 9: train_loss nan", ""))
     assert said == f"step 9: train_loss nan: the loss of rank 0 on a/0 is not finite; its samples: {named}"
 
 
@@ -259,7 +259,7 @@ def test_bad_steps_are_skipped_alike_in_every_layout(pool: Pool, tmp_path: Path)
         pool.enter(plans[-1])
         pool.entered(number)
     pool.quiesced(3, 4)
-    pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last durable copy")
+    pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last checkpoint")
     checkpoint_writer.commit(open_storage(str(tmp_path)), STEPS, 3, 4, 1, {})
     done = pool.events(StepDone)
     assert [e.step for e in done] == list(range(1, STEPS + 1))
@@ -297,14 +297,14 @@ def check_trips(tripped: dict[str, GuardTripped], plans: dict[int, Any], job: di
 
 
 def test_what_every_rank_says_of_a_guard_is_told_once() -> None:
-    told = Told()
+    told = StepReports()
     event = GuardTripped(3, 9, "loss_spike", "skip", "step 9: it is bad")
     assert told.add(event) == [event] and told.add(event) == []
     assert told.add(replace(event, step=10)) and told.add(replace(event, generation=4))
 
 
 def test_a_step_that_was_left_out_is_told_as_such_by_what_a_worker_has_left_with() -> None:
-    told, worker = Told({3: 8}), WorkerId("a", 0)
+    told, worker = StepReports({3: 8}), WorkerId("a", 0)
     told.add(GuardTripped(3, 9, "loss_spike", "skip", "step 9: it is bad"))
     left = Quiesced(worker, 3, 9, (Holding(worker, 3, 0, 9, "live"),), commit(9.0).numbers)
     done, said = told.add(left)
@@ -321,10 +321,10 @@ def test_a_skip_is_told_also_where_the_generation_breaks_off(breaks: str) -> Non
     def fail(*_: Any) -> None:
         raise ConnectionError("gone")
 
-    def offender(trip: Trip, together: bool = True) -> Offender:
-        return fail() if together else Offender(-1, None, UNNAMED, (5,))  # type: ignore[func-returns-value, return-value]
+    def faulty_rank(trip: Trip, together: bool = True) -> FaultyRank:
+        return fail() if together else FaultyRank(-1, None, UNNAMED, (5,))  # type: ignore[func-returns-value, return-value]
 
-    stepper = SimpleNamespace(state=SimpleNamespace(step=9, tensors={}), trip=trip, offender=offender)
+    stepper = SimpleNamespace(state=SimpleNamespace(step=9, tensors={}), trip=trip, faulty_rank=faulty_rank)
     script = SimpleNamespace(applied=fail if breaks == "script" else lambda *_: None)
     place = SimpleNamespace(script=script, extra=SimpleNamespace(note=noted.append), report=reported.append)
     generation: Any = Generation.__new__(Generation)
@@ -341,7 +341,7 @@ def test_a_skip_is_told_also_where_the_generation_breaks_off(breaks: str) -> Non
 
 @pytest.mark.slow
 def test_guards_and_a_loss_scale_may_be_given_to_a_run_that_goes_on_and_taken_from_it(pool: Pool, tmp_path: Path) -> None:
-    """Each process goes on from the durable copy of the one before, with other guards, or in another precision."""
+    """Each process resumes from the checkpoint of the one before, with other guards, or in another precision."""
     resume = Resume()
     some, more = rules(loss_spike={"window": 16}), rules(loss_spike={"window": 512})
     jobs = [(rules(), "float32"), (some, "float16"), (more, "float16"), (rules(), "float32")]
@@ -350,7 +350,7 @@ def test_guards_and_a_loss_scale_may_be_given_to_a_run_that_goes_on_and_taken_fr
         workers = pool.open(job, tmp_path, n=1)
         pool.enter(plan(number, Layout(), workers, 12, resume=resume))
         pool.quiesced(number, 1)
-        pool.wait(lambda: pool.events(ShardStored), "the last durable copy")
+        pool.wait(lambda: pool.events(ShardStored), "the last checkpoint")
         digest = int(pool.events(ShardStored)[-1].digest)
         uri = checkpoint_writer.commit(open_storage(str(tmp_path)), 2 * number, number, 1, 1, {"digest": digest})
         resume = Resume("durable", 2 * number, number, uri=uri)

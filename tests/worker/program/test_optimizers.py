@@ -208,7 +208,7 @@ def test_an_optimizer_by_path_and_its_schedule_in_three_layouts(pool: Pool, tmp_
         pool.entered(number)
         pool.wait(lambda: any(e.step >= 3 * number for e in pool.events(StepDone)), f"step {3 * number}")  # noqa: B023
     pool.quiesced(3, 4)
-    pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last durable copy")
+    pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last checkpoint")
     checkpoint_writer.commit(open_storage(str(tmp_path)), STEPS, 3, 4, 1, {})
     done = pool.events(StepDone)
     assert [e.step for e in done] == list(range(1, STEPS + 1))

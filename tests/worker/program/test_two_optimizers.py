@@ -29,7 +29,7 @@ from elastic.reshard.shards import first_values, state_specs
 from elastic.storage import open_storage
 from elastic.types import Abort, Box, Job, Layout, Plan, Quiesced, Resume, ShardStored, StepDone
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
-from elastic.worker.checkpoint.checkpoint_verbs import Wanted, import_state
+from elastic.worker.checkpoint.checkpoint_verbs import ImportRequest, import_state
 from elastic.worker.loop.script_host import capture
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
@@ -78,7 +78,7 @@ def test_two_optimizers_through_four_layouts_a_skipped_step_and_a_roll_back(pool
         pool.enter(plans[-1])
         pool.entered(number)
     pool.quiesced(len(CHAIN), 4)
-    pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last durable copy")
+    pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last checkpoint")
     digest = sum(int(e.digest) for e in pool.events(ShardStored)) % (1 << 64)
     uri = checkpoint_writer.commit(open_storage(str(tmp_path)), STEPS, len(CHAIN), 4, 1, {"digest": digest})
     last = {e.step: e for e in sorted(pool.events(StepDone), key=lambda e: e.generation)}
@@ -153,7 +153,7 @@ def test_checkpoints_of_plain_torch_come_in_and_ours_go_out(tmp_path: Path, apar
     else:
         saved["optim"] = get_optimizer_state_dict(model, tuple(optimizers.values()))
     dcp.save(saved, checkpoint_id=tmp_path / "plain", no_dist=True)
-    done = import_state(str(tmp_path / "plain"), open_storage(tmp_path / "run"), Wanted(trace(TWO), 3, at_step=None))
+    done = import_state(str(tmp_path / "plain"), open_storage(tmp_path / "run"), ImportRequest(trace(TWO), 3, at_step=None))
     n_blocks = sum(name.startswith("layers.") for name, _ in model.named_parameters())
     n_others = done["weights"] - n_blocks
     assert (done["step"], done["moments"]) == (1, n_blocks + 3 * n_others)

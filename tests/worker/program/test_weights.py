@@ -46,7 +46,7 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor], n_files: int = 1) -> 
 def with_weights(path: Path, file: str = "tiny.py", **more: Any) -> Program:
     """Its init must not be called."""
     program = load_program(PROGRAMS / file)
-    return replace(program, weights=Weights(path, **more), init=lambda model: pytest.fail("the whole model was initialised"))
+    return replace(program, weights=Weights(path, **more), init=lambda model: pytest.fail("the whole model was initialized"))
 
 
 # ------------------------------------------------------------------------------------------------ ranges

@@ -13,7 +13,7 @@ from support.waiting import until
 from support.worker.plans import plan
 from support.worker.worker_pool import Pool
 
-from elastic.cluster.workers.absent_ranks import At, missing
+from elastic.cluster.workers.absent_ranks import RankSite, absent_ranks
 from elastic.types import Layout, Quiesce, StepDone, WorkerId
 
 pytestmark = pytest.mark.slow
@@ -35,8 +35,8 @@ def go_on() -> None:
     os.environ.pop(STANDS)
 
 
-def when_nobody_gets_on(pool: Pool, victim: WorkerId) -> dict[WorkerId, At]:
-    """Where each rank stands, once nobody gets on any more."""
+def when_nobody_gets_on(pool: Pool, victim: WorkerId) -> dict[WorkerId, RankSite]:
+    """Where each rank stands, once nobody makes progress any more."""
     done_s = [at_s for at_s, _, event in pool.log if isinstance(event, StepDone)][-3:]
     still_s = min(STILL_MOST_S, STILL_STEPS * max(done_s[1] - done_s[0], done_s[2] - done_s[1]))
     before: dict[WorkerId, Any] = {}
@@ -50,8 +50,8 @@ def when_nobody_gets_on(pool: Pool, victim: WorkerId) -> dict[WorkerId, At]:
             before, since_s = now, time.monotonic()
         return beats if time.monotonic() - since_s > still_s else {}
 
-    beats = until(still, lambda: f"ranks that stand still for {still_s:.2f} s: {before}")
-    return {worker: At(beat.arrived, beat.doing, beat.where) for worker, beat in beats.items()}
+    beats = until(still, lambda: f"ranks that stall for {still_s:.2f} s: {before}")
+    return {worker: RankSite(beat.arrived, beat.doing, beat.where) for worker, beat in beats.items()}
 
 
 @pytest.mark.whole  # cluster/workers/test_absent_ranks.py has the arithmetic, e2e/test_stories.py a rank that does not come
@@ -66,7 +66,7 @@ def test_the_rank_that_does_not_come_is_told_apart(pool: Pool, tmp_path: Path, l
         pool.wait(lambda done=done: len(pool.events(StepDone)) > done + 2, "steps")
         pool.patch(victim, stand_still)
         ranks = when_nobody_gets_on(pool, victim)
-        found = missing(ranks, layout.pp > 1)
+        found = absent_ranks(ranks, layout.pp > 1)
         assert list(found) == [victim], (found, ranks)
         assert "in stand" in found[victim] and "wait" in found[victim]
         print(f"{layout}: {found[victim]}")

@@ -71,7 +71,7 @@ def test_each_side_of_a_transition_says_the_same(pool: Pool, tmp_path: Path, lay
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", OTHERS[:3], ids=str)
 def test_a_layout_that_computes_something_else_makes_no_step(pool: Pool, tmp_path: Path, layout: Layout) -> None:
-    """Every rank says so, those that leave too; the old boxes are still there, and a layout that is right goes on from them."""
+    """Every rank says so, those that leave too; the old boxes are still there, and a layout that is right resumes from them."""
     job = job_of("tiny.py", steps=10)
     first = begun(pool, job, tmp_path)
     for worker in first.ranks:

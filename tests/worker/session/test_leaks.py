@@ -40,7 +40,7 @@ def test_old_generations_go(pool: Pool, tmp_path: Path) -> None:
             pool.enter(plans[-1])
             pool.entered(i + 1)
             n = len(pool.events(StepDone, i + 1))
-            pool.wait(lambda: len(pool.events(StepDone, i + 1)) >= n + 8, "a peer copy that is acknowledged")  # noqa: B023
+            pool.wait(lambda: len(pool.events(StepDone, i + 1)) >= n + 8, "a peer replica that is acknowledged")  # noqa: B023
         pool.patch(workers[0], note_generations)
         pool.wait(note.is_file, "the worker's note")
         assert note.read_text() == "6"

@@ -94,7 +94,7 @@ def test_a_lost_device_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def watch() -> None:
-    """In the worker: what of the generation that breaks off next is still there when the state after it is built."""
+    """In the worker: what of the generation that aborts next is still there when the state after it is built."""
     failed, made = Session._failed, generation.TrainState
     left: list[weakref.ref[Any]] = []
     found: dict[str, Any] = {}

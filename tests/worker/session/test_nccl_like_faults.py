@@ -1,5 +1,5 @@
 """Each kind of fault within each phase of a generation, on a process group that behaves like NCCL's: those that are left have
-left soon, go on from what they hold, and reach the losses of a run that nothing has happened to."""
+left soon, resume from what they hold, and reach the losses of a run that nothing has happened to."""
 
 from __future__ import annotations
 

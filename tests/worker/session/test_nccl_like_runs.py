@@ -1,4 +1,4 @@
-"""Chains of layouts, kills and hangs on a process group that behaves like NCCL's: the state goes on as on gloo, and nobody is
+"""Chains of layouts, kills and hangs on a process group that behaves like NCCL's: the state continues as on gloo, and nobody is
 lost but the one that died."""
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def test_replicas_stand_in_for_one_another(pool: NcclLikePool, tmp_path: Path) -
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", range(0, 12, 3))
 def test_a_rank_that_dies_within_a_step(pool: NcclLikePool, tmp_path: Path, at: int) -> None:
-    """Before one of the collectives of a step; the others' kernels spin, and end with wrong numbers when they are aborted."""
+    """Before one of the collectives of a step; the others' kernels spin, and end with silent data corruption when they are
+    aborted."""
     job = job_of("tiny.py", steps=12)
     workers = pool.open(job, tmp_path)
     first = plan(1, Layout(dp_shard=4), workers, job["global_batch"], peer_every=2)

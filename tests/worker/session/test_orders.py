@@ -75,7 +75,7 @@ def test_the_newest_order_to_enter_counts_whichever_comes_first(session: Any) ->
     assert ordered(session) == [4]
     session._aborted = 5
     session.order(to_enter(5))
-    assert ordered(session) == [4], "a generation that was broken off is not entered"
+    assert ordered(session) == [4], "a generation that was aborted is not entered"
 
 
 def test_a_generation_that_is_superseded_stops_and_a_copy_is_asked_for_once(session: Any) -> None:
@@ -176,6 +176,6 @@ def test_the_old_boxes_leave_the_device_where_both_shards_do_not_fit(via: Any, m
     groups: Any = SimpleNamespace(world=None)
     Takeover(place, taking, groups).make_room()
     live, peer = place.held
-    assert live.on_host == moves and not peer.on_host, "a peer copy is in host memory anyway"
+    assert live.on_host == moves and not peer.on_host, "a peer replica is in host memory anyway"
     assert (tensors["live"].untyped_storage().nbytes() == 0) == moves and tensors["peer"].untyped_storage().nbytes() == 16
     assert live.tensors[box.fqn][1].tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -1,4 +1,4 @@
-"""Losses of one and of two failure domains at once, with real processes: the run goes on from host memory in another layout."""
+"""Losses of one and of two failure domains at once, with real processes: the run resumes from host memory in another layout."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_one_buffer_keeps_a_whole_copy_between_flights(pool: Pool, tmp_path: Pat
     workers = pool.open(job, tmp_path)
     first = replace(plan(1, Layout(dp_shard=3), workers, 12, peer_every=5), copy_buffers=1)
     pool.enter(first)
-    pool.wait(lambda: any(e.copy.step >= 5 for e in pool.events(CopyStored)), "a peer copy")
+    pool.wait(lambda: any(e.copy.step >= 5 for e in pool.events(CopyStored)), "a peer replica")
     pool.quiesced(1, 3)
     assert [e.copy.step for e in pool.events(CopyStored) if e.copy.kind == "peer"] == [0, 5, 10]
     loss_curve_agrees(pool, job)

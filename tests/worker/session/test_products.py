@@ -1,4 +1,4 @@
-"""One generation against one process: products of the axes, tied embeddings, unequal shares, replicas, validation."""
+"""One generation against one process: products of the axes, tied embeddings, unequal batch shares, replicas, validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker says that it gets on with what has no steps."""
+"""A worker says that it makes progress with what has no steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss of workers: survivors go on in the same processes from copies in memory, in another layout."""
+"""Loss of workers: survivors continue in the same processes from copies in memory, in another layout."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_leaving_ranks_only_send_and_growth_brings_them_back(pool: Pool, tmp_pat
 
 
 def test_replicas_are_copies_too(pool: Pool, tmp_path: Path) -> None:
-    """With dp_replicate the survivors hold every box live: no peer copy is needed and no step is lost."""
+    """With dp_replicate the survivors hold every box live: no peer replica is needed and no step is lost."""
     job = job_of("tiny.py", steps=12)
     workers = pool.open(job, tmp_path)
     first = plan(1, Layout(dp_replicate=2, dp_shard=2), workers, 12)
@@ -192,7 +192,7 @@ def test_replicas_are_copies_too(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
-    """Everyone is gone: new sessions go on from storage in another layout, bit for bit what was stored."""
+    """Everyone is gone: new sessions resume from storage in another layout, bit for bit what was stored."""
     job = job_of("tiny.py", steps=12)
     storage = open_storage(str(tmp_path))
     workers = pool.open(job, tmp_path)
@@ -206,7 +206,7 @@ def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
     gather = Gather(commit, lambda node: 1)
     gather.expect(first)
     pool.enter(first)
-    pool.wait(lambda: sum(e.step == 4 for e in pool.events(ShardStored)) == 4, "a durable copy")
+    pool.wait(lambda: sum(e.step == 4 for e in pool.events(ShardStored)) == 4, "a checkpoint")
     for part in [e for e in pool.events(ShardStored) if e.step == 4]:
         gather.add(WorkerId("", 0), part)
     pool.order(workers[0], Quiesce(1, save=False))

@@ -14,7 +14,7 @@ import torch
 from support.waiting import until
 
 import elastic
-from elastic.worker.loop.handoff import Turns
+from elastic.worker.loop.handoff import Handoff
 from elastic.worker.process.doing import Doing, Said, doing, said
 from elastic.worker.session.stall_site import stall_site
 
@@ -103,7 +103,7 @@ def test_those_files_are_there() -> None:
 
 
 def test_a_script_is_at_work_while_the_training_thread_waits_for_it() -> None:
-    turns = Turns()
+    turns = Handoff()
     hearing = threading.Thread(target=turns.hear)
     hearing.start()
     try:

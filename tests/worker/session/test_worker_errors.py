@@ -92,7 +92,7 @@ def test_what_the_program_raises_is_its_own_whatever_words_it_takes(words: str) 
 
 
 def test_nor_is_a_connection_of_its_own_a_lost_peer() -> None:
-    """It may come back: the step is tried again."""
+    """It may come back: the step is retried."""
     found = raised(lambda: gives_up("the feature store has closed", ConnectionResetError))
     assert kind_of(found) == "infrastructure"
     with closing(socket.socket()) as port:

@@ -33,8 +33,8 @@ from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.equivalence.static_plan import layout_of, plan_of
 from elastic.worker.program.model_profile import trace
 from elastic.worker.standalone.meeting import Started
-from elastic.worker.standalone.standalone_run import Alone, Wishes
-from elastic.worker.standalone.static_checkpoints import Stored
+from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
+from elastic.worker.standalone.static_checkpoints import CommittedCheckpoint
 
 TINY = PROGRAMS / "tiny.py"
 SLOW = TINY.with_name("tiny_slow.py")
@@ -127,7 +127,7 @@ def test_two_ranks_stop_at_sigterm_and_go_on_as_another_layout(tmp_path: Path, a
     code, last, said = run(3, folder, "--layout", "dp_shard=3", "--set", f"steps={at + 4}", "--set", "durable_every=2")
     assert code == 0, said
     assert last["resumed_at"] == at
-    assert f"goes on from step {at}" in said
+    assert f"resumes from step {at}" in said
     for step, loss in losses(said).items():
         if step <= len(slow):
             assert abs(loss - slow[step - 1]) < 1e-4
@@ -223,14 +223,14 @@ def test_changed_mathematics_are_refused_and_epochs_grow(tmp_path: Path) -> None
     folder = job(tmp_path)
     run_folder = open_storage(folder / "runs" / "tiny")
     Lease(run_folder, "tiny").release()
-    wishes = Wishes(storage=str(folder / "runs"))
-    ended = Alone(load_job(folder, ["steps=4"]), wishes, {}).to_the_end()
+    wishes = StandaloneOptions(storage=str(folder / "runs"))
+    ended = StandaloneRun(load_job(folder, ["steps=4"]), wishes, {}).to_the_end()
     assert ended.outcome == "succeeded"
     assert checkpoint_index.find(run_folder)[0].epoch == 2
     sign = newest(run_folder)
     assert sign is not None and sign.released and sign.epoch == 2
     with pytest.raises(SpecError, match=r"started with other values: seed \(3, now 5\)"):
-        Alone(load_job(folder, ["seed=5"]), wishes, {}).to_the_end()
+        StandaloneRun(load_job(folder, ["seed=5"]), wishes, {}).to_the_end()
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -240,15 +240,15 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_a_run_that_another_process_drives_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     folder = job(tmp_path)
-    wishes = Wishes(storage=str(folder / "runs"))
-    Alone(load_job(folder, ["steps=4"]), wishes, {}).to_the_end()
+    wishes = StandaloneOptions(storage=str(folder / "runs"))
+    StandaloneRun(load_job(folder, ["steps=4"]), wishes, {}).to_the_end()
     unfinished = folder / "runs" / "tiny" / "checkpoints" / "step-00000008.g0001"
     unfinished.mkdir()
     (unfinished / "__0_0.distcp").write_bytes(b"half, by the one that drives it")
     before, lease = files(folder / "runs"), Lease(open_storage(folder / "runs" / "tiny"), "tiny")
     try:
         with pytest.raises(SpecError, match=f"run 'tiny' is driven by process {os.getpid()} on .*; stop it first"):
-            Alone(load_job(folder), wishes, {}).to_the_end()
+            StandaloneRun(load_job(folder), wishes, {}).to_the_end()
         assert files(folder / "runs") == before
     finally:
         lease.release()
@@ -277,7 +277,7 @@ def test_it_is_refused_to_others_meanwhile_and_ends_where_it_was_taken_over(
             run_folder.put(after.key, json.dumps(asdict(after)).encode())
 
     with pytest.raises(LostContact, match=r"its lease \(epoch 1\) was taken over"):
-        Alone(load_job(folder), Wishes(storage=str(folder / "runs"), hear=take_over), {}).to_the_end()
+        StandaloneRun(load_job(folder), StandaloneOptions(storage=str(folder / "runs"), hear=take_over), {}).to_the_end()
     assert f"driven by process {os.getpid()} on" in refused[0]
     last = newest(run_folder)
     assert checkpoint_index.find(run_folder) == [] and last is not None and (last.epoch, last.released) == (2, False)
@@ -320,7 +320,7 @@ def test_a_group_that_was_there_is_there_again_and_leftovers_are_removed(tmp_pat
     (left / "__0_0.distcp").write_bytes(b"half")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        ended = Alone(load_job(folder), Wishes(storage=str(tmp_path / "runs")), {}).to_the_end()
+        ended = StandaloneRun(load_job(folder), StandaloneOptions(storage=str(tmp_path / "runs")), {}).to_the_end()
         assert (ended.outcome, ended.step) == ("succeeded", 2)
         assert dist.is_initialized() and dist.get_world_size() == 1
         dist.all_reduce(torch.ones(1))
@@ -331,9 +331,9 @@ def test_a_group_that_was_there_is_there_again_and_leftovers_are_removed(tmp_pat
 
 @pytest.mark.slow
 def test_each_copy_is_told_of_once_with_the_metrics_of_its_step(tmp_path: Path) -> None:
-    told: list[Stored] = []
-    wishes = Wishes(storage=str(tmp_path / "runs"), on_copy=told.append)
-    ended = Alone(load_job(job(tmp_path, program=str(SLOW), durable_every=5)), wishes, {}).to_the_end()
+    told: list[CommittedCheckpoint] = []
+    wishes = StandaloneOptions(storage=str(tmp_path / "runs"), on_copy=told.append)
+    ended = StandaloneRun(load_job(job(tmp_path, program=str(SLOW), durable_every=5)), wishes, {}).to_the_end()
     assert [copy.step for copy in told] == [5, 10, 12]
     assert all(copy.metrics["step"] == copy.step and copy.metrics["train_loss"] > 0 for copy in told)
     assert (told[-1].uri, told[-1].metrics["train_loss"]) == (ended.checkpoint, ended.final_loss)

@@ -1,4 +1,4 @@
-"""Host copies: what they hold, when the optimizer may go on, and that a buffer is not used twice at a time."""
+"""Host copies: what they hold, when the optimizer may continue, and that a buffer is not used twice at a time."""
 
 from __future__ import annotations
 
@@ -147,9 +147,9 @@ def test_no_buffer_is_used_twice_at_a_time_and_none_means_go_without() -> None:
     assert third is not None and third.lease.buffer.data_ptr() == first.lease.buffer.data_ptr(), "warm pages are used again"
     host.settle()
     assert float(third.wait()["w"][1].sum()) == -15 and float(second.wait()["w"][1].sum()) == 105
-    with pytest.raises(InternalError, match="given back twice"):
+    with pytest.raises(InternalError, match="released twice"):
         first.release()
-    with pytest.raises(InternalError, match="after it was given back"):
+    with pytest.raises(InternalError, match="after it was released"):
         first.retain()
 
 

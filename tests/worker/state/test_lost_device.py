@@ -1,4 +1,4 @@
-"""A sticky CUDA error, made up: nothing on the device is offered, what is in host memory is served, the others go on."""
+"""A sticky CUDA error, made up: nothing on the device is offered, what is in host memory is served, the others continue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic.types.orders import InjectFault
 from elastic.worker.process.fault_injection import MADE_UP
 from elastic.worker.session.generation import Generation
 from elastic.worker.state.host_copy import Flat
-from elastic.worker.state.peer_replicas import PeerCopies
+from elastic.worker.state.peer_replicas import PeerReplicas
 
 VICTIM = 1
 
@@ -103,7 +103,7 @@ def test_of_a_lost_device_only_what_lies_in_host_memory_is_taken_along() -> None
     host, device, moved = (
         SimpleNamespace(kind=kind, on_host=there) for kind, there in (("peer", False), ("live", False), ("live", True))
     )
-    copies = PeerCopies.__new__(PeerCopies)
+    copies = PeerReplicas.__new__(PeerReplicas)
     copies.plan = plan(1, Layout(dp_shard=2), [WorkerId("a", 0), WorkerId("b", 0)], 12)
     lease: Any = SimpleNamespace(buffer=torch.empty(0, dtype=torch.uint8))
     copies.flight = SimpleNamespace(stored=True, step=4, own=None, incoming={1: lease})  # type: ignore[assignment]

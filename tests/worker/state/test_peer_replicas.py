@@ -1,4 +1,4 @@
-"""Peer copies of a generation over queues: when they count, when they are given up, what is held after a loss."""
+"""Peer replicas of a generation over queues: when they count, when they are given up, what is held after a loss."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from support.waiting import is_waiting, until
 from support.worker.wires import Lines, QueueWire
 
 from elastic.ledger.journal import Line, write_line
-from elastic.policy.copies.replica_placement import keepers
+from elastic.policy.copies.replica_placement import replica_holders
 from elastic.reshard.shards import RNG, boxes
 from elastic.types import CopyStored, Layout, ModelProfile, OptimizerSpec, Plan, TensorSpec, WorkerId
 from elastic.worker.state.host_copy import HostCopies, HostMemory, Tensors
-from elastic.worker.state.peer_replicas import PeerCopies, slowdown
+from elastic.worker.state.peer_replicas import PeerReplicas, slowdown
 from elastic.worker.state.train_state import Held
 
 PROFILE = ModelProfile(2, 64, (TensorSpec("w", (16, 4), "float32", None, 0),), (OptimizerSpec(("exp_avg",), ("step",)),))
@@ -29,13 +29,13 @@ class Ranks:
     def __init__(self, layout: Layout, n_copies: int = 1, per_node: int = 1, **more: object) -> None:
         n = layout.world_size
         workers = tuple(WorkerId(f"n{i // per_node}", i % per_node) for i in range(n))
-        to = keepers(layout, workers, {}, n_copies)
+        to = replica_holders(layout, workers, {}, n_copies)
         self.plan = Plan(3, layout, workers, (1,) * layout.dp, (2,), peer_every=2, copies_to=to)
         self.plan = replace(self.plan, **more)
         self.lines, self.step_now = Lines(), 0
         self.live = [self._tensors(rank) for rank in range(n)]
         self.hosts = [HostCopies(HostMemory(), t, frozenset({RNG}), 3) for t in self.live]
-        self.copies = [PeerCopies(PROFILE, self.plan, r, self.hosts[r], self._wire(r)) for r in range(n)]
+        self.copies = [PeerReplicas(PROFILE, self.plan, r, self.hosts[r], self._wire(r)) for r in range(n)]
         self.held: list[list[Held]] = [[] for _ in range(n)]
 
     def _wire(self, rank: int) -> Callable[[int], QueueWire]:

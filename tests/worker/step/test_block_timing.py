@@ -1,4 +1,4 @@
-"""What a rank computes by itself is timed apart from what it waits for, and a drill makes it slow, wrong or stand still."""
+"""What a rank computes by itself is timed apart from what it waits for, and a drill makes it slow, wrong or stall."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic.program import load_program
 from elastic.types import Layout, RanksTimed, StepDone
 from elastic.types.orders import InjectFault
 from elastic.worker.process.fault_injection import DeviceFaults, Slowness
-from elastic.worker.step.block_timing import Spans
+from elastic.worker.step.block_timing import BlockTiming
 
 PROGRAM = load_program(str(PROGRAMS / "tiny.py"))
 
@@ -28,7 +28,7 @@ def one_pass(faults: DeviceFaults) -> tuple[float, float, torch.Tensor, torch.Te
     torch.manual_seed(0)
     model = PROGRAM.model()
     PROGRAM.init(model)
-    spans = Spans([model], PROGRAM, torch.device("cpu"), faults)
+    spans = BlockTiming([model], PROGRAM, torch.device("cpu"), faults)
     assert spans.n_blocks == 4
     spans.next_step()
     began = time.perf_counter()
@@ -40,13 +40,13 @@ def one_pass(faults: DeviceFaults) -> tuple[float, float, torch.Tensor, torch.Te
 def test_a_slow_device_takes_its_time_forward_and_backward_and_computes_the_same() -> None:
     plain = one_pass(DeviceFaults())
     slow = DeviceFaults()
-    slow.afflict("slow", factor=2.0, unit_s=0.006)
+    slow.inject_fault("slow", factor=2.0, unit_s=0.006)
     passes = [one_pass(slow) for _ in range(5)]
     for timed_s, wall_s, output, gradient in passes:
         assert torch.equal(output, plain[2]) and torch.equal(gradient, plain[3])
         assert wall_s >= 2 * 4 * 0.006 * 2  # rows x blocks x unit_s x factor
         assert timed_s >= 2 * 4 * 0.006 * 2 / 3 * 0.5
-    # In one of them at least, on a machine that stands still at times.
+    # In one of them at least, on a machine that stalls at times.
     assert min(timed_s / wall_s for timed_s, wall_s, *_ in passes) < 0.5, "a third of it is the forward pass"
     assert plain[0] > 0
 
@@ -60,7 +60,7 @@ def test_a_slow_device_without_a_unit_takes_a_multiple() -> None:
 
 def test_jitter_is_drawn_for_each_step() -> None:
     faults = DeviceFaults()
-    faults.afflict("slow", factor=2.0, jitter=0.1)
+    faults.inject_fault("slow", factor=2.0, jitter=0.1)
     drawn = []
     for _ in range(50):
         faults.next_step()
@@ -70,19 +70,19 @@ def test_jitter_is_drawn_for_each_step() -> None:
 
 def test_a_corrupt_device_computes_wrong_numbers() -> None:
     wrong = DeviceFaults()
-    wrong.afflict("corrupt")
+    wrong.inject_fault("corrupt")
     assert not torch.allclose(one_pass(DeviceFaults())[2], one_pass(wrong)[2], rtol=1e-3)
 
 
 def test_a_stalled_device_stands_still() -> None:
     stalled = DeviceFaults()
-    stalled.afflict("stall")
+    stalled.inject_fault("stall")
     thread = threading.Thread(target=one_pass, args=(stalled,), daemon=True)
     thread.start()
-    until(lambda: is_waiting(thread) or not thread.is_alive(), "its standing still")
+    until(lambda: is_waiting(thread) or not thread.is_alive(), "its stalling")
     assert thread.is_alive()
     with pytest.raises(ValueError, match="not 'tired'"):
-        stalled.afflict("tired")
+        stalled.inject_fault("tired")
 
 
 @pytest.mark.e2e

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from elastic.cluster.workers.absent_ranks import At, missing
+from elastic.cluster.workers.absent_ranks import RankSite, absent_ranks
 from elastic.program import load_program
 from elastic.types import Job, Layout, WorkerId
 from elastic.types.grid import Coordinates
@@ -23,7 +23,7 @@ from elastic.worker.process.doing import DEVICE
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.session.generation import Generation
 from elastic.worker.step import device_marks
-from elastic.worker.step.block_timing import Spans
+from elastic.worker.step.block_timing import BlockTiming
 from elastic.worker.step.device_marks import DeviceMarks
 from elastic.worker.step.loss_scale import profile_of
 
@@ -126,7 +126,7 @@ def test_a_beat_tells_it_beside_the_collectives() -> None:
 def trained(model: nn.Module, n_microbatches: int = 1) -> DeviceMarks:
     """The marks of a step, with nothing passed yet."""
     Device.n = Device.recorded = 0
-    spans = Spans([model], PROGRAM, torch.device("cuda", 0), DeviceFaults())
+    spans = BlockTiming([model], PROGRAM, torch.device("cuda", 0), DeviceFaults())
     spans.timing = False
     for i in range(n_microbatches):
         model(torch.arange(32).reshape(2, 16) + i).sum().backward()
@@ -138,18 +138,18 @@ def kinds(marks: DeviceMarks) -> list[str]:
     return [kind for _, kind in marks._ahead]
 
 
-def stands(marks: DeviceMarks, n: int, dp: int) -> At:
+def stands(marks: DeviceMarks, n: int, dp: int) -> RankSite:
     """A rank whose GPU has passed `n` of them."""
     Device.n = n
     passed, part = marks.passed()
-    return At((("dp_shard", 0, 9), (DEVICE + part, dp, passed)), "device")
+    return RankSite((("dp_shard", 0, 9), (DEVICE + part, dp, passed)), "device")
 
 
 @pytest.mark.usefixtures("marks")
 def test_each_block_has_marks_before_and_behind_it_there_and_back() -> None:
     assert kinds(trained(tiny())) == ["others", "own"] * 8 + ["others"]
     with torch.no_grad():
-        marks = Spans([model := tiny()], PROGRAM, torch.device("cuda", 0), DeviceFaults()).marks
+        marks = BlockTiming([model := tiny()], PROGRAM, torch.device("cuda", 0), DeviceFaults()).marks
         model(torch.arange(32).reshape(2, 16))
     assert kinds(marks) == ["others", "own"] * 4
 
@@ -157,7 +157,7 @@ def test_each_block_has_marks_before_and_behind_it_there_and_back() -> None:
 @pytest.mark.usefixtures("marks")
 def test_marks_change_no_number() -> None:
     plain, marked = tiny(), tiny()
-    Spans([marked], PROGRAM, torch.device("cuda", 0), DeviceFaults()).timing = False
+    BlockTiming([marked], PROGRAM, torch.device("cuda", 0), DeviceFaults()).timing = False
     tokens = torch.arange(32).reshape(2, 16)
     for model in (plain, marked):
         model(tokens).square().sum().backward()
@@ -172,16 +172,16 @@ def test_a_gpu_that_hangs_there_or_back_is_named_by_those_that_wait_before_the_n
     before = 2 * (block + 4 * back) + 1  # marks up to that block
     hangs = stands(trained(tiny()), before, 0)
     others = [stands(trained(tiny()), before + 1, dp) for dp in (1, 2)]
-    assert list(missing({A: hangs, B: others[0], C: others[1]}, staged=False)) == [A]
+    assert list(absent_ranks({A: hangs, B: others[0], C: others[1]}, staged=False)) == [A]
 
 
 @pytest.mark.usefixtures("marks")
 def test_whoever_has_fewer_micro_batches_is_not_named() -> None:
     """All have computed what they had, and wait for a sum that does not come."""
     n = [stands(trained(tiny(), n), 16 * n, n) for n in (1, 2)]
-    assert missing({A: n[0], B: n[1]}, staged=False) == {}
+    assert absent_ranks({A: n[0], B: n[1]}, staged=False) == {}
     hangs = stands(trained(tiny(), 2), 16 + 9, 2)
-    assert list(missing({A: n[0], B: hangs}, staged=False)) == [B], "though it has done more than A"
+    assert list(absent_ranks({A: n[0], B: hangs}, staged=False)) == [B], "though it has done more than A"
 
 
 @pytest.mark.usefixtures("marks")

@@ -18,7 +18,7 @@ from elastic.config.optimization import Guards
 from elastic.data.order import sample_ids
 from elastic.program import Program, load_program
 from elastic.types import Job, Layout, Plan, WorkerId
-from elastic.worker.loop.handoff import Word
+from elastic.worker.loop.handoff import HandoffMessage
 from elastic.worker.loop.loop import Offer, Outcome, Run
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.readback import read, square_norms, to_device
@@ -30,7 +30,7 @@ from elastic.worker.program.guards import MEMORY, with_memory
 from elastic.worker.program.loop_program import LoopProgram
 from elastic.worker.session.generation import Generation
 from elastic.worker.state.train_state import TrainState
-from elastic.worker.step.block_timing import EVERY, FIRST, Spans
+from elastic.worker.step.block_timing import EVERY, FIRST, BlockTiming
 from elastic.worker.step.commit_vector import Heard, Words
 from elastic.worker.step.device_marks import DeviceMarks
 from elastic.worker.step.loss_scale import profile_of
@@ -130,7 +130,7 @@ def test_the_host_waits_once_in_a_step_of_a_loop() -> None:
     stepper = stepper_on(groups, 0, 1, program)
     run, said = Run(program, {}), []
 
-    def say(word: Word) -> Any:
+    def say(word: HandoffMessage) -> Any:
         said.append(word)
         return offers.pop() if word.kind == "next" else Outcome(True, 1.0, 1.0)
 
@@ -278,7 +278,7 @@ def test_blocks_are_timed_in_few_steps_on_a_gpu_by_events_that_are_used_again(mo
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "made", 0)
     model = TINY.model()
-    spans = Spans([model], TINY, torch.device("cuda"), DeviceFaults())
+    spans = BlockTiming([model], TINY, torch.device("cuda"), DeviceFaults())
     spans.marks = DeviceMarks(torch.device("cpu"))  # they have events of their own
     taken = []
     for step in range(64):

@@ -39,7 +39,7 @@ def test_bfloat16_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 def test_float16_skips_alike_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
-    """Some steps overflow: every layout skips the same ones and goes on with the same scale, which is in the durable copy."""
+    """Some steps overflow: every layout skips the same ones and continues with the same scale, which is in the checkpoint."""
     job = job_of("tiny_half.py", steps=24) | {"precision": "float16"}
     steps = pass_through(pool, job, tmp_path, LAYOUTS, every=2)
     first = 2.0 ** math.floor(math.log2(2**16 / (12 * job["global_batch"])))  # sample 0 counts 12 tokens

@@ -1,4 +1,4 @@
-"""Ranks that must have equal results: the one that computes wrong numbers is named, and the check leaves no trace."""
+"""Ranks that must have equal results: the one that computes silent data corruption is named, and the check leaves no trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic.types import Job, Layout, NumbersChecked, Quiesce, StepDone, Worker
 from elastic.types.orders import InjectFault
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.step import sdc_check
-from elastic.worker.step.sdc_check import EqualResults, Row, compare, known_product
+from elastic.worker.step.sdc_check import SdcCheck, SdcRow, compare, golden_matmul
 
 EVERY = 3
 LAYOUTS = [
@@ -28,8 +28,8 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-def rows(losses: list[float], **more: Any) -> list[Row]:
-    return [Row(loss, **more) for loss in losses]
+def rows(losses: list[float], **more: Any) -> list[SdcRow]:
+    return [SdcRow(loss, **more) for loss in losses]
 
 
 # ------------------------------------------------------------------------------------------ what the answers say
@@ -65,28 +65,37 @@ def test_sums_in_another_order_are_no_wrong_numbers() -> None:
     assert compare(near, layout) is not None
     found = compare(rows([2.5, 2.5, 2.51, 2.51, 2.5, 2.5]), layout, exact=False)
     assert found is not None and found.ranks == (2, 3)
-    unlike = [Row(2.5, kind=1), Row(2.5, kind=1), Row(2.5, kind=1), Row(2.5, kind=1), Row(2.53, kind=2), Row(2.53, kind=2)]
+    unlike = [
+        SdcRow(2.5, kind=1),
+        SdcRow(2.5, kind=1),
+        SdcRow(2.5, kind=1),
+        SdcRow(2.5, kind=1),
+        SdcRow(2.53, kind=2),
+        SdcRow(2.53, kind=2),
+    ]
     assert compare(unlike, layout, exact=False) is None, "the only one of its kind may be 2 % off"
 
 
 def test_a_known_answer_that_is_wrong_tells_which_of_them_it_is() -> None:
     both = rows([2.5, 2.6])
     found = compare([both[0], replace(both[1], known_wrong=True)], Layout(dp_shard=2))
-    assert found is not None and found.ranks == (1,) and "known product" in found.reason
+    assert found is not None and found.ranks == (1,) and "golden matmul" in found.reason
 
 
 def test_devices_of_another_kind_may_differ_a_little() -> None:
-    unlike = [Row(2.5, kind=1), Row(2.5, kind=1), Row(2.51, kind=2), Row(2.49, kind=3)]
+    unlike = [SdcRow(2.5, kind=1), SdcRow(2.5, kind=1), SdcRow(2.51, kind=2), SdcRow(2.49, kind=3)]
     assert compare(unlike, Layout(dp_shard=4)) is None
-    found = compare([*unlike[:3], Row(2.8, kind=3)], Layout(dp_shard=4))
+    found = compare([*unlike[:3], SdcRow(2.8, kind=3)], Layout(dp_shard=4))
     assert found is not None and found.ranks == (3,)
-    found = compare([Row(2.5, kind=1), Row(2.5000001, kind=1), Row(2.5, kind=1), Row(2.51, kind=2)], Layout(dp_shard=4))
+    found = compare(
+        [SdcRow(2.5, kind=1), SdcRow(2.5000001, kind=1), SdcRow(2.5, kind=1), SdcRow(2.51, kind=2)], Layout(dp_shard=4)
+    )
     assert found is not None and found.ranks == (1,), "equal devices must agree to the last bit"
 
 
 def test_replicas_whose_state_differs() -> None:
     layout = Layout(dp_replicate=3, dp_shard=2)
-    same = [Row(2.5, content=(7, rank % 2)) for rank in range(6)]
+    same = [SdcRow(2.5, content=(7, rank % 2)) for rank in range(6)]
     assert compare(same, layout) is None
     found = compare([*same[:3], replace(same[3], content=(8, 1)), *same[4:]], layout)
     assert found is not None and found.ranks == (3,) and not found.by_loss
@@ -95,32 +104,32 @@ def test_replicas_whose_state_differs() -> None:
 
 
 def test_a_row_survives_its_journey() -> None:
-    for row in (Row(), Row(2.5, True, 2**32 - 1, (2**32 - 1, 5), 400, 0.25, 1.5)):
-        back = Row.of(torch.tensor(row.numbers(), dtype=torch.float64).tolist())
+    for row in (SdcRow(), SdcRow(2.5, True, 2**32 - 1, (2**32 - 1, 5), 400, 0.25, 1.5)):
+        back = SdcRow.of(torch.tensor(row.numbers(), dtype=torch.float64).tolist())
         assert str(back) == str(row)
 
 
 def test_the_known_product() -> None:
     cpu = torch.device("cpu")
-    assert known_product(cpu, lambda result: result)
-    assert not known_product(cpu, lambda result: result * 1.015625)
+    assert golden_matmul(cpu, lambda result: result)
+    assert not golden_matmul(cpu, lambda result: result * 1.015625)
 
     def one_bit(result: torch.Tensor) -> torch.Tensor:
         result = result.clone()
         result[17, 5] += 1
         return result
 
-    assert not known_product(cpu, one_bit)
+    assert not golden_matmul(cpu, one_bit)
 
 
 SHARDS = Layout(dp_shard=4)
 
 
-class Scripted(EqualResults):
+class Scripted(SdcCheck):
     """Answers are given; `asked`: the steps after which there was a question."""
 
     def __init__(
-        self, every: int | str, answers: list[Row], entered: int = 0, layout: Layout = SHARDS, device: str = "cpu"
+        self, every: int | str, answers: list[SdcRow], entered: int = 0, layout: Layout = SHARDS, device: str = "cpu"
     ) -> None:
         stepper: Any = SimpleNamespace(
             job=Job(check_numbers_every=every), state=SimpleNamespace(step=entered), device=torch.device(device)
@@ -129,7 +138,7 @@ class Scripted(EqualResults):
         super().__init__(stepper, plan(3, layout, workers, 8), DeviceFaults(), 0)
         self.answers, self.asked = answers, list[int]()
 
-    def _ask(self, step: int, batches: Any, step_s: float) -> list[Row]:
+    def _ask(self, step: int, batches: Any, step_s: float) -> list[SdcRow]:
         self.asked.append(step)
         return [replace(row, good_step=self.good_step) for row in self.answers]
 
@@ -184,7 +193,7 @@ def test_told_once_with_the_last_step_that_was_right() -> None:
 
 def test_a_program_whose_loss_is_another_one_each_time() -> None:
     class Chance(Scripted):
-        def _ask(self, step: int, batches: Any, step_s: float) -> list[Row]:
+        def _ask(self, step: int, batches: Any, step_s: float) -> list[SdcRow]:
             super()._ask(step, batches, step_s)
             return rows([len(self.asked) + rank / 8 for rank in range(4)])
 
@@ -197,12 +206,12 @@ def test_a_program_whose_loss_is_another_one_each_time() -> None:
 
 
 def blind() -> None:
-    """In a worker's process: the known product finds nothing, as where a fault spares it."""
-    sdc_check.known_product = lambda device, spoilt: True
+    """In a worker's process: the golden matmul finds nothing, as where a fault spares it."""
+    sdc_check.golden_matmul = lambda device, spoilt: True
 
 
 def seeing() -> None:
-    sdc_check.known_product = known_product
+    sdc_check.golden_matmul = golden_matmul
 
 
 def run(pool: Pool, job: dict[str, Any], folder: Path, layout: Layout) -> list[StepDone]:
@@ -234,7 +243,7 @@ def test_the_check_leaves_no_trace(pool: Pool, tmp_path: Path, layout: Layout, p
 @pytest.mark.parametrize("see", [True, False], ids=["known", "loss"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_rank_that_computes_wrong_numbers_is_named(pool: Pool, tmp_path: Path, layout: Layout, see: bool) -> None:
-    """Each rank in turn, rank 0 too (the first and the last of the later layouts); `see`: the known product fails there too."""
+    """Each rank in turn, rank 0 too (the first and the last of the later layouts); `see`: the golden matmul fails there too."""
     job = job_of("tiny.py", steps=1_000_000, global_batch=16 if layout.pp > 1 else 12) | {"check_numbers_every": EVERY}
     for victim in range(0, layout.world_size, 1 if layout in LAYOUTS[:3] else layout.world_size - 1):
         workers = pool.open(job, tmp_path / str(victim))
@@ -249,7 +258,7 @@ def test_the_rank_that_computes_wrong_numbers_is_named(pool: Pool, tmp_path: Pat
             pool.wait(lambda done=done: len(pool.events(StepDone)) > done + 3 * EVERY, "steps")
             assert not pool.events(WrongNumbers), "there is nothing to compare with"
         else:
-            pool.wait(lambda: pool.events(WrongNumbers), "wrong numbers")
+            pool.wait(lambda: pool.events(WrongNumbers), "silent data corruption")
             (found,) = pool.events(WrongNumbers)
             named_right(found, workers, victim, layout, see)
         for worker in workers[: layout.world_size]:
@@ -272,23 +281,23 @@ def named_right(found: WrongNumbers, workers: list[WorkerId], victim: int, layou
         assert named == list(range(layout.world_size)), "of two parts nobody knows which"
 
 
-LOSS, ASK = EqualResults._loss, EqualResults._ask
+LOSS, ASK = SdcCheck._loss, SdcCheck._ask
 
 
 def as_it_was() -> None:
-    sdc_check.EqualResults._loss, sdc_check.EqualResults._ask = LOSS, ASK  # type: ignore[method-assign]
+    sdc_check.SdcCheck._loss, sdc_check.SdcCheck._ask = LOSS, ASK  # type: ignore[method-assign]
 
 
 def no_loss() -> None:
     """In a worker's process: digests of the state are left."""
-    sdc_check.EqualResults._loss = lambda self, batches: math.nan  # type: ignore[method-assign]
+    sdc_check.SdcCheck._loss = lambda self, batches: math.nan  # type: ignore[method-assign]
 
 
 def one_bit_flips() -> None:
     """In a worker's process: at step 20 a bit of one number of the model's first tensor."""
-    ask = sdc_check.EqualResults._ask
+    ask = sdc_check.SdcCheck._ask
 
-    def flips(self: EqualResults, step: int, batches: Any, step_s: float) -> list[Row]:
+    def flips(self: SdcCheck, step: int, batches: Any, step_s: float) -> list[SdcRow]:
         if step == 20:
             tensors = self.stepper.state.tensors
             _, tensor = tensors[next(name for name in sorted(tensors) if name.startswith("model."))]
@@ -296,7 +305,7 @@ def one_bit_flips() -> None:
                 tensor.view(torch.int32).view(-1)[0] ^= 1 << 20
         return ask(self, step, batches, step_s)
 
-    sdc_check.EqualResults._ask = flips  # type: ignore[method-assign]
+    sdc_check.SdcCheck._ask = flips  # type: ignore[method-assign]
 
 
 @pytest.mark.whole
@@ -308,7 +317,7 @@ def test_a_bit_that_flips_in_a_replica_is_found(pool: Pool, tmp_path: Path, vict
         pool.patch(worker, no_loss)
     pool.patch(workers[victim], one_bit_flips)
     pool.enter(plan(1, Layout(dp_replicate=3), workers, 12))
-    pool.wait(lambda: pool.events(WrongNumbers), "wrong numbers")
+    pool.wait(lambda: pool.events(WrongNumbers), "silent data corruption")
     (found,) = pool.events(WrongNumbers)
     assert found.workers == (workers[victim],) and found.step >= 20
     assert "training state" in found.reason and "replicas" in found.reason
@@ -329,7 +338,7 @@ def test_what_was_right_is_known_in_the_next_generation(pool: Pool, tmp_path: Pa
     pool.enter(plan(2, Layout(dp_shard=3), workers, 12, resume=live(first)))
     pool.entered(2)
     pool.order(workers[1], InjectFault("corrupt"))
-    pool.wait(lambda: pool.events(WrongNumbers), "wrong numbers")
+    pool.wait(lambda: pool.events(WrongNumbers), "silent data corruption")
     (found,) = pool.events(WrongNumbers)
     assert found.workers == (workers[1],) and found.generation == 2
     assert found.step - 5 <= found.good_step >= 10

@@ -1,5 +1,5 @@
-"""Unequal shares, stages and numbers of microbatches, given at the start or while a generation runs: the loss is that of one
-process, step for step."""
+"""Unequal batch shares, stages and numbers of microbatches, given at the start or while a generation runs: the loss is that of
+one process, step for step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.storage import open_storage
 from elastic.types import Job, Layout, Plan, RanksTimed, Resume, SetShares, ShardStored, SharesSet, StepDone, WorkerId
 from elastic.types.grid import each_microbatches
 from elastic.worker.checkpoint import checkpoint_writer
-from elastic.worker.step.batch_shares import Shares
+from elastic.worker.step.batch_shares import BatchShares
 
 LAYOUTS = [
     Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=2, microbatch_size=3), Layout(pp=2, dp_shard=2),
@@ -57,7 +57,7 @@ def test_replicas_with_more_samples_have_more_microbatches() -> None:
 
 def test_other_shares_hold_from_their_step_on() -> None:
     first = plan(1, Layout(dp_shard=2), [WorkerId("a", 0), WorkerId("b", 0)], 8)
-    shares = Shares(Job(n_samples=64, global_batch=8, seed=0), first)
+    shares = BatchShares(Job(n_samples=64, global_batch=8, seed=0), first)
     shares.set(5, (2, 6))
     shares.set(7, (3, 5))
     assert [shares.samples(step) for step in (0, 4, 5, 6, 7, 70)] == [(4, 4), (4, 4), (2, 6), (2, 6), (3, 5), (3, 5)]
@@ -92,14 +92,14 @@ def test_random_shares_stages_and_moves(pool: Pool, tmp_path: Path, seed: int) -
         pool.wait(lambda: any(e.step >= EVERY * (i + 1) - 1 for e in pool.events(StepDone)), "steps")  # noqa: B023
     assert n_set
     pool.quiesced(len(layouts), len(plans[-1].ranks))
-    pool.wait(lambda: len(pool.events(ShardStored)) == len(plans[-1].ranks), "the last durable copy")
+    pool.wait(lambda: len(pool.events(ShardStored)) == len(plans[-1].ranks), "the last checkpoint")
     checkpoint_writer.commit(open_storage(str(tmp_path)), job["steps"], len(layouts), len(plans[-1].ranks), 1, {})
     check(job, tmp_path, pool.events(StepDone), 1e-4)
 
 
 @pytest.mark.e2e
 def test_shares_change_without_a_new_generation(pool: Pool, tmp_path: Path) -> None:
-    """All ranks change at the same step, the loss goes on as that of one process, and each rank's time per unit is told."""
+    """All ranks change at the same step, the loss continues as that of one process, and each rank's time per unit is told."""
     job = job_of("tiny.py", steps=14)
     workers = pool.open(job, tmp_path)
     first = plan(1, Layout(dp_shard=4), workers, 12)
@@ -109,7 +109,7 @@ def test_shares_change_without_a_new_generation(pool: Pool, tmp_path: Path) -> N
     for worker in workers:
         pool.order(worker, order)
     pool.quiesced(1, 4)
-    pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last durable copy")
+    pool.wait(lambda: len(pool.events(ShardStored)) == 4, "the last checkpoint")
     checkpoint_writer.commit(open_storage(str(tmp_path)), job["steps"], 1, 4, 1, {})
     check(job, tmp_path, pool.events(StepDone), 1e-4)
     (told,) = pool.events(SharesSet)

@@ -81,7 +81,7 @@ def test_gradients_that_were_read_after_an_abort_are_not_kept(begun: Any, monkey
         return real(tensors)
 
     monkeypatch.setattr(step_module, "read", aborted_meanwhile)
-    with pytest.raises(ConnectionAbortedError, match="generation 0 was broken off"):
+    with pytest.raises(ConnectionAbortedError, match="generation 0 was aborted"):
         stepper.run(batch(), Words())
     assert stepper.pending is None, "they could be applied when the others say so"
     assert state.step == 1
@@ -124,7 +124,7 @@ def broken_off(stepper: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any
 
 
 def test_a_step_that_is_broken_off_may_still_be_applied(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit breaks off here; the state that is taken along is that of the step before; then the word comes to apply it."""
+    """The commit aborts here; the state that is taken along is that of the step before; then the word comes to apply it."""
     state, stepper, batch = begun(SKIP)
     commit = broken_off(stepper, batch(), monkeypatch)
     after = buffers_of(state)
@@ -189,7 +189,7 @@ def test_all_ranks_leave_out_the_same(pool: Pool, tmp_path: Path) -> None:
     pool.wait(lambda: any(e.step >= NAN_AT + 2 for e in pool.events(StepDone)), "steps after the bad one")
     pool.enter(plan(2, Layout(dp_replicate=3), workers, 12, resume=live(first)))
     pool.quiesced(2, 3)
-    pool.wait(lambda: len(pool.events(ShardStored)) == 3, "the last durable copy")
+    pool.wait(lambda: len(pool.events(ShardStored)) == 3, "the last checkpoint")
     uri = checkpoint_writer.commit(open_storage(str(tmp_path)), STEPS, 2, 3, 1, {})
     assert [e.step for e in pool.events(StepDone) if e.skipped] == [NAN_AT]
     checkpoint = checkpoint_index.open_checkpoint(uri)

@@ -19,7 +19,7 @@ from elastic.data.streams import N_POSITIONS
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import Job, Layout, Resume, StepDone
-from elastic.worker.checkpoint.checkpoint_verbs import Wanted, import_state
+from elastic.worker.checkpoint.checkpoint_verbs import ImportRequest, import_state
 from elastic.worker.program.model_profile import fresh_buffers
 from elastic.worker.step.loss_scale import profile_of
 
@@ -62,7 +62,9 @@ def test_weights_are_imported_into_a_job_with_a_stream(pool: Pool, tmp_path: Pat
         {name: tensor.detach().clone() for name, tensor in program.model().named_parameters()},
         tmp_path / "in" / "a.safetensors",
     )
-    wanted = Wanted(profile_of(program, Job.from_plain(job)), seed, at_step=2, buffers=lambda: fresh_buffers(program, seed))
+    wanted = ImportRequest(
+        profile_of(program, Job.from_plain(job)), seed, at_step=2, buffers=lambda: fresh_buffers(program, seed)
+    )
     done = import_state(str(tmp_path / "in"), open_storage(tmp_path / "run"), wanted)
     workers = pool.open(job, tmp_path / "run", n=1)
     pool.enter(plan(5, Layout(), workers, 12, resume=Resume("durable", 2, 0, uri=done["uri"])))

@@ -19,7 +19,7 @@ from elastic.data.budget import TokenBudget
 from elastic.data.order import sample_ids
 from elastic.program import Program, load_program
 from elastic.types import Evaluated, Job, Layout, WorkerId
-from elastic.worker.step.batch_shares import Shares
+from elastic.worker.step.batch_shares import BatchShares
 
 SEQ, BUDGET = 16, 28
 CHAIN = [
@@ -73,11 +73,11 @@ def test_unequal_samples_through_a_chain_of_layouts(pool: Pool, tmp_path: Path) 
     assert sum(event.pad_share for event in steps) > 0 and sum(event.imbalance for event in steps) > 1
 
 
-def shares_of(layout: Layout, **more: Any) -> Shares:
+def shares_of(layout: Layout, **more: Any) -> BatchShares:
     wanted = job(1) | {"n_samples": 512}
     workers = [WorkerId("a", i) for i in range(layout.world_size)]
     dataset: Any = load_program(wanted["program"]).dataset()
-    return Shares(Job.from_plain(wanted), plan(1, layout, workers, 12, **more), TokenBudget(dataset.length, BUDGET))
+    return BatchShares(Job.from_plain(wanted), plan(1, layout, workers, 12, **more), TokenBudget(dataset.length, BUDGET))
 
 
 def test_all_ranks_have_equally_many_micro_batches_and_numbers_of_steps_differ() -> None:

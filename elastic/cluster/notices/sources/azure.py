@@ -1,5 +1,5 @@
 """Azure: scheduled events. Preempt (a Spot VM, at least 30 s ahead), Terminate, Reboot and Redeploy end what runs on the VM;
-Freeze lets it stand still for seconds. The document lists events of all VMs of a scale or availability set: only those that
+Freeze lets it stall for seconds. The document lists events of all VMs of a scale or availability set: only those that
 name this one count. `NotBefore` is empty once an event has started.
 Source: https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
 """
@@ -57,7 +57,7 @@ def _finding(event: Mapping[str, Any], answer: Answer) -> Finding | None:
     kind, at = str(event.get("EventType", "")), str(event.get("NotBefore") or "")
     what = f"Azure: {kind} {event.get('EventId', '')}" + (f" not before {at}" if at else ", started")
     if kind == "Freeze":
-        return Finding(f"{what} (it stands still for seconds)")
+        return Finding(f"{what} (it stalls for seconds)")
     if kind not in LEAST_S:
         return None
     try:

@@ -1,7 +1,7 @@
 """GCP: preemption of a Spot VM, and maintenance that ends the VM or moves it.
 
 `instance/preempted` turns from FALSE to TRUE with the preemption notice, about 30 s before the end.
-`instance/maintenance-event` is NONE, MIGRATE_ON_HOST_MAINTENANCE (it stands still for a moment) or
+`instance/maintenance-event` is NONE, MIGRATE_ON_HOST_MAINTENANCE (it stalls for a moment) or
 TERMINATE_ON_HOST_MAINTENANCE, 60 s ahead, an hour where the VM has GPUs. Neither names a time: it counts from when it was seen.
 `instance/upcoming-maintenance`, where the VM has GPUs, is {} or {"window_start_time": "2026-12-01T19:00:01Z",
 "maintenance_status": "PENDING", ...}, days ahead: a warning until an hour before. All are polled: a request that is held until
@@ -55,7 +55,7 @@ class Gcp:
         if event.startswith("TERMINATE"):
             found.append(Finding(f"GCP: maintenance-event {event}", self._maintenance_s))
         elif event.startswith("MIGRATE"):
-            found.append(Finding(f"GCP: maintenance-event {event} (it stands still for a moment)"))
+            found.append(Finding(f"GCP: maintenance-event {event} (it stalls for a moment)"))
         planned = self._planned() if self._gpus and not event.startswith("TERMINATE") else None
         return [*found, planned] if planned is not None else found
 

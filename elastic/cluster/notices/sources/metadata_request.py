@@ -22,7 +22,7 @@ MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Finding:
-    """`in_s`: seconds until the node is taken; None = a warning: it may be taken, or will only stand still. `what` names the
+    """`in_s`: seconds until the node is taken; None = a warning: it may be taken, or will only stall. `what` names the
     source, and is another text where it is another notice. `risk`: a warning that makes a reclaim more likely."""
 
     what: str

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from elastic.cluster.backend.cloud_feed import Outlook
+from elastic.cluster.backend.cloud_feed import CloudFeed
 from elastic.cluster.notices.merged_notices import DRILL, RAY, RESERVATION, Notices
-from elastic.cluster.notices.notice_watchers import Lookouts
+from elastic.cluster.notices.notice_watchers import NoticeWatchers
 from elastic.cluster.notices.sources.metadata_request import Finding
 from elastic.cluster.notices.sources.watch import Report
 from elastic.cluster.prices.market import Ticker
@@ -58,7 +58,7 @@ def test_what_is_said_again_keeps_its_deadline_whatever_the_clocks_do() -> None:
     notices = Notices()
     notices.heard("a", said(GCP=Finding("GCP: instance/preempted", 30.0)), 1000.0)
     assert notices.news() == [Notice("a", 1030.0, "GCP: instance/preempted")]
-    notices.heard("a", said(GCP=Finding("GCP: instance/preempted", 30.0)), 1020.0)  # of a lookout that was started anew
+    notices.heard("a", said(GCP=Finding("GCP: instance/preempted", 30.0)), 1020.0)  # of a lookout that was started over
     assert notices.news() == []
 
 
@@ -66,7 +66,7 @@ def test_a_source_that_has_not_answered_withdraws_nothing() -> None:
     notices = Notices()
     notices.heard("a", said(AWS=Finding(AWS, 120.0)), 1000.0)
     notices.news()
-    notices.heard("a", Report(1, ("AWS",)), 1010.0)  # a lookout that was started anew, before its first answer
+    notices.heard("a", Report(1, ("AWS",)), 1010.0)  # a lookout that was started over, before its first answer
     assert notices.news() == []
 
 
@@ -117,8 +117,8 @@ def test_the_end_of_a_reservation_is_told_ten_minutes_ahead() -> None:
     assert notices.news() == []
 
 
-class Quiet(Lookouts):
-    """Lookouts that were told what to say."""
+class Quiet(NoticeWatchers):
+    """NoticeWatchers that were told what to say."""
 
     def __init__(self, reports: list[tuple[str, Report]]) -> None:
         self.reports, self.kept = reports, dict[str, str]()
@@ -138,9 +138,9 @@ def test_that_a_pool_hears_nothing_is_said_once(caplog: pytest.LogCaptureFixture
     quiet = Quiet([("spot-1", Report(1)), ("spot-2", Report(1, (), (note,))), ("ours-1", Report(1)), ("gone", Report(1))])
     ticker = Ticker(())
     ticker._news.put(PriceSeen("spot", 2.0))
-    outlook = Outlook(pools, quiet, ticker)
+    cloud_feed = CloudFeed(pools, quiet, ticker)
     with caplog.at_level(logging.WARNING):
-        heard = outlook.news(nodes, {"spot-1": "x"}, {"x": 50.0, "y": 60.0}, 10.0)
+        heard = cloud_feed.news(nodes, {"spot-1": "x"}, {"x": 50.0, "y": 60.0}, 10.0)
     assert heard == [Notice("spot-1", 50.0, RAY), PriceSeen("spot", 2.0)]
     assert quiet.kept == {"spot-1": "x"}
     assert [record.getMessage().split(" (")[0].removeprefix("notices: ") for record in caplog.records] == [
