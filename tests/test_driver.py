@@ -15,7 +15,7 @@ import pytest
 
 from elastic.driver import LINE_EVERY_S, drive, restored, stop_signals
 from elastic.errors import LostContact, StateLost, StorageFull
-from elastic.ledger.journal import Journal, Memory, read
+from elastic.ledger.journal import Journal, MemoryJournal, read
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
 from elastic.types import (
@@ -62,7 +62,7 @@ def start(**changes: Any) -> DriverStarted:
 class Tiny:
     """One node, no delays. `at_step`: called when that step is done; `log`: what happened, in order."""
 
-    def __init__(self, journal: Memory | None = None, at_step: dict[int, Callable[[], object]] | None = None) -> None:
+    def __init__(self, journal: MemoryJournal | None = None, at_step: dict[int, Callable[[], object]] | None = None) -> None:
         self.journal, self.at_step = journal, at_step or {}
         self.out: list[Event] = []
         self.actions: list[Action] = []
@@ -111,7 +111,7 @@ class Tiny:
 
 
 def test_a_run_from_start_to_end() -> None:
-    journal = Memory()
+    journal = MemoryJournal()
     backend = Tiny(journal)
     state = drive(backend, journal, start())
     assert state.phase == "succeeded" and state.step == 5 and backend.closed == 1
@@ -140,7 +140,7 @@ def test_what_is_known_at_the_start_is_recorded_and_folded_with_it(tmp_path: Pat
 
 
 def test_ticks_without_events_or_orders_leave_no_line() -> None:
-    journal = Memory()
+    journal = MemoryJournal()
     backend = Tiny(journal)
     decided = 0
 
@@ -167,13 +167,13 @@ def test_a_wake_that_is_over_does_not_stop_the_clock() -> None:
         looks.append(now_s)
         return Decision((Stop("stopped", "enough"),), "enough") if len(looks) > 9 else Decision((), "waits", now_s)
 
-    drive(Waits(), Memory(), start(), decide=now_again)
+    drive(Waits(), MemoryJournal(), start(), decide=now_again)
     assert len(set(looks)) == len(looks)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_asks_once_for_a_stop_that_saves(number: int) -> None:
-    journal = Memory()
+    journal = MemoryJournal()
     before = signal.getsignal(number)
     backend = Tiny(journal, {3: lambda: os.kill(os.getpid(), number)})
     state = drive(backend, journal, start())
@@ -189,7 +189,7 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    journal = Memory()
+    journal = MemoryJournal()
     backend = Tiny(journal, {3: twice})
     state = drive(backend, journal, start())
     assert state.phase == "stopped" and "asked twice" in state.outcome_reason and backend.closed == 1
@@ -201,7 +201,7 @@ def test_a_closed_terminal_asks_once_however_often_it_says_so_and_not_at_all_und
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)
 
-    journal = Memory()
+    journal = MemoryJournal()
     backend = Tiny(journal, {3: hang_up})
     state = drive(backend, journal, start())
     assert state.phase == "stopped" and state.saved_step == 3 and "signal SIGHUP" in state.outcome_reason
@@ -223,7 +223,7 @@ def test_an_interrupt_inside_poll_is_a_wish_to_stop() -> None:
     raised: list[int] = []
     backend = Tiny()
     backend.on_poll = interrupt
-    state = drive(backend, Memory(), start())
+    state = drive(backend, MemoryJournal(), start())
     assert raised and state.phase == "stopped" and state.saved_step == 2
 
 
@@ -232,7 +232,7 @@ def test_a_policy_that_raises_ends_the_run_on_record(error: Exception) -> None:
     def faulty(state: State, now_s: float) -> Decision:
         raise error
 
-    journal, backend = Memory(), Tiny()
+    journal, backend = MemoryJournal(), Tiny()
     state = drive(backend, journal, start(), decide=faulty)
     assert state.phase == "failed" and str(error) in state.outcome_reason and backend.closed == 1
     assert journal.lines[-1].decision is not None and isinstance(journal.lines[-1].decision.actions[0], Stop)
@@ -251,7 +251,7 @@ def test_after_an_order_the_loop_looks_again_at_once() -> None:
         return Decision(orders.get(len(backend.asked), ()), "because", now_s + 0.5)
 
     backend = Watched()
-    drive(backend, Memory(), start(), decide=policy)
+    drive(backend, MemoryJournal(), start(), decide=policy)
     assert backend.asked == [0.5, 0.0, 0.5]
 
 
@@ -262,7 +262,7 @@ def test_a_backend_that_raises_is_closed() -> None:
 
     backend = Broken()
     with pytest.raises(OSError, match="cluster is gone"):
-        drive(backend, Memory(), start())
+        drive(backend, MemoryJournal(), start())
     assert backend.closed == 1
 
 
@@ -285,7 +285,7 @@ def test_a_second_driver_goes_on_where_the_first_one_left(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("usd_per_node_h", [0.0, 1.0])
 def test_while_nodes_are_paid_for_there_is_a_line_every_minute(usd_per_node_h: float) -> None:
-    journal, backend = Memory(), Tiny()
+    journal, backend = MemoryJournal(), Tiny()
     ready = NodeReady(Node("a", "p"))
     backend.out = [ready]
 
@@ -340,7 +340,7 @@ class Breaks(Away):
 
 
 def test_a_loss_while_storage_is_away_is_mended_from_memory_at_once() -> None:
-    journal = Memory()
+    journal = MemoryJournal()
     backend = Breaks("n" * 40, 2, journal=journal)
     backend.trouble = TimeoutError("no answer")
     state = drive(backend, journal, start())
@@ -358,7 +358,7 @@ def test_without_a_copy_in_memory_a_loss_waits_for_storage() -> None:
             super().execute(action)
             self.out = [replace(e, holdings=()) if isinstance(e, Quiesced) else e for e in self.out]
 
-    journal = Memory()
+    journal = MemoryJournal()
     backend = Forgets("n" * 40, 2, journal=journal)
     state = drive(backend, journal, start(durable=(Copy(1, "durable", 1, Layout(), (2,), uri="u"),)))
     assert state.phase == "succeeded" and [type(action) for action in backend.while_away] == [Abort]
@@ -368,7 +368,7 @@ def test_without_a_copy_in_memory_a_loss_waits_for_storage() -> None:
 
 
 def test_orders_are_carried_out_though_their_line_is_not_stored_and_the_end_is_not() -> None:
-    journal = Memory()
+    journal = MemoryJournal()
     backend = Tiny(journal)
     at_stop: list[bool] = []
 
@@ -386,7 +386,7 @@ def test_orders_are_carried_out_though_their_line_is_not_stored_and_the_end_is_n
 
 @pytest.mark.parametrize("limit", [{"budget_usd": 1.0}, {"deadline_h": 0.01}])
 def test_a_limit_ends_the_run_within_its_bound_though_storage_is_away(limit: dict[str, float]) -> None:
-    journal = Memory()
+    journal = MemoryJournal()
     backend = Away("n" * 100_000, journal=journal)
     backend.at_step = {2: lambda: setattr(backend, "time_s", 30.0)}
     pool = replace(POOL, usd_per_node_h=3600.0 / 30 if "budget_usd" in limit else 0.0)
@@ -397,7 +397,7 @@ def test_a_limit_ends_the_run_within_its_bound_though_storage_is_away(limit: dic
 
 
 def test_a_person_s_wish_to_stop_waits_for_storage_that_what_it_ends_can_be_saved() -> None:
-    journal = Memory()
+    journal = MemoryJournal()
     backend = Away("n" * 10, journal=journal, at_step={2: lambda: backend.out.append(StopAsked("enough"))})
     state = drive(backend, journal, start(job=JOB | {"steps": 50}))
     assert state.phase == "stopped" and state.saved_step == state.step and backend.while_away == []
@@ -406,7 +406,7 @@ def test_a_person_s_wish_to_stop_waits_for_storage_that_what_it_ends_can_be_save
 
 
 def test_weather_that_changes_with_every_look_is_told_once_in_a_while() -> None:
-    journal = Memory()
+    journal = MemoryJournal()
     backend = Away("ny" * 400, journal=journal)
 
     def on() -> None:
@@ -429,7 +429,7 @@ def test_the_end_of_a_run_waits_for_storage_and_not_for_ever(trouble: OSError, k
     with pytest.raises(
         kind, match="ended at step 5 without a recorded reason.*run it again when.*" + trouble.args[-1]
     ) as raised:
-        drive(backend, Memory(), start(job=JOB | {"orphan_lease_s": 60.0}))
+        drive(backend, MemoryJournal(), start(job=JOB | {"orphan_lease_s": 60.0}))
     assert raised.value.exit_code == code and backend.closed == 1
     assert backend.time_s > 60.0 and backend.while_away == []
 
@@ -438,7 +438,7 @@ def test_asked_twice_while_storage_is_away_it_ends_and_carries_out_nothing() -> 
     backend = Away("n" * 100_000)
     backend.at_step = {3: lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]}
     with pytest.raises(LostContact, match="ended at step"):
-        drive(backend, Memory(), start())
+        drive(backend, MemoryJournal(), start())
     assert backend.while_away == [] and backend.time_s < 10.0
 
 
@@ -451,4 +451,4 @@ def test_what_fails_at_the_end_does_not_hide_what_ended_the_run() -> None:
             raise RuntimeError("also at the end")
 
     with pytest.raises(OSError, match="cluster is gone"):
-        drive(Worse(), Memory(), start())
+        drive(Worse(), MemoryJournal(), start())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from elastic.certify import tasks
 from elastic.certify.harness import cluster_place
 from elastic.certify.harness.place import NO_RAY, Place, find
-from elastic.certify.result import Check, Report, not_run, place_lines
+from elastic.certify.result import CertifyReport, Check, not_run, place_lines
 from elastic.errors import SpecError
 from elastic.storage import open_storage
 
@@ -31,7 +31,7 @@ NO_PLANNER = "there is no planner that predicts step times yet"
 
 
 @dataclass(frozen=True)
-class Options:
+class CertifyOptions:
     """Of one run of certify."""
 
     gpus: int | None = None
@@ -64,7 +64,7 @@ def run(given: argparse.Namespace) -> int:
 
         return certify_job(given.job, given.json)
     only = tuple(name.strip() for name in given.only.split(",") if name.strip())
-    options = Options(given.gpus, given.minutes, given.storage, given.no_ray, given.local, only, given.out, given.json)
+    options = CertifyOptions(given.gpus, given.minutes, given.storage, given.no_ray, given.local, only, given.out, given.json)
     report = certify(options)
     text, lines = json.dumps(report.plain(), indent=1), report.summary()
     if options.out:
@@ -75,13 +75,13 @@ def run(given: argparse.Namespace) -> int:
     return report.exit_code
 
 
-def _file(out: Path, report: Report) -> Path:
+def _file(out: Path, report: CertifyReport) -> Path:
     """In a folder the file is named by the kind of place."""
     more = "-no-ray" if report.place["ray"] == NO_RAY else "" if report.place["on"] == tasks.HERE else "-cluster"
     return out / f"{report.place['kind']}{more}.json" if out.is_dir() else out
 
 
-def certify(options: Options) -> Report:
+def certify(options: CertifyOptions) -> CertifyReport:
     """Raises SpecError where the options are wrong. Ctrl-C ends it early, with what was found."""
     _check(options)
     storage = open_storage(options.storage or os.environ.get("ELASTIC_STORAGE") or DEFAULT_STORAGE).uri
@@ -101,11 +101,11 @@ def certify(options: Options) -> Report:
             except KeyboardInterrupt:
                 done.interrupted = True
         seconds = round(time.monotonic() - began, 1)
-        return Report(place.plain(storage), tuple(done.checks), options.minutes * 60, seconds, done.interrupted)
+        return CertifyReport(place.plain(storage), tuple(done.checks), options.minutes * 60, seconds, done.interrupted)
 
 
 @contextmanager
-def _place(options: Options) -> Iterator[Place]:
+def _place(options: CertifyOptions) -> Iterator[Place]:
     """The Ray cluster that `elastic run` would use, else this host. Raises SpecError."""
     address = "" if options.local or options.no_ray else cluster_place.address()
     if not address:
@@ -119,7 +119,7 @@ def _place(options: Options) -> Iterator[Place]:
         remote_processes.disconnect()
 
 
-def _check(options: Options) -> None:
+def _check(options: CertifyOptions) -> None:
     if not 0 < options.minutes < 1e5:
         raise SpecError(f"--minutes {options.minutes:g}: it must be more than 0, as in --minutes 5")
     if options.gpus is not None and options.gpus < 0:

@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic.certify.claims import Claim, stated
 from elastic.certify.harness.place import Kind
-from elastic.certify.result import Check, Report, shown
+from elastic.certify.result import CertifyReport, Check, shown
 from elastic.certify.tasks import HERE
 from elastic.errors import SpecError
 
@@ -33,12 +33,12 @@ Each claim of the [README](../README.md), and where `elastic certify` has tried 
 """
 
 
-def read_results(folder: Path) -> dict[str, Report]:
+def read_results(folder: Path) -> dict[str, CertifyReport]:
     """File name -> result. Raises SpecError for a file that is none."""
     out = {}
     for file in sorted(folder.glob("*.json")):
         try:
-            out[file.name] = Report.from_plain(json.loads(file.read_text()), str(file))
+            out[file.name] = CertifyReport.from_plain(json.loads(file.read_text()), str(file))
         except ValueError as error:
             raise SpecError(f"{file}: not JSON ({error}); run elastic certify --json again") from error
     return out
@@ -49,7 +49,7 @@ def read_whole_run(file: Path) -> dict[str, Any] | None:
     return dict(json.loads(file.read_text())) if file.is_file() else None
 
 
-def page(readme: str, results: Mapping[str, Report], whole_run: Mapping[str, Any] | None = None) -> str:
+def page(readme: str, results: Mapping[str, CertifyReport], whole_run: Mapping[str, Any] | None = None) -> str:
     """The text of docs/proven.md. `whole_run`: the last run of every tier of the tests."""
     for name, report in results.items():
         if report.place.get("kind") not in COLUMNS:
@@ -68,7 +68,7 @@ def page(readme: str, results: Mapping[str, Report], whole_run: Mapping[str, Any
     return "\n".join(lines) + "\n"
 
 
-def cell(claim: Claim, reports: Sequence[Report]) -> str:
+def cell(claim: Claim, reports: Sequence[CertifyReport]) -> str:
     """What certify found of the claim in one kind of place."""
     if not claim.checks:
         return "no check"
@@ -96,7 +96,7 @@ def matches(name: str, wanted: str) -> bool:
     return name.startswith(wanted[:-1]) if wanted.endswith("*") else name == wanted
 
 
-def merged(reports: Sequence[Report]) -> list[Check]:
+def merged(reports: Sequence[CertifyReport]) -> list[Check]:
     """One check per name: a failure counts before a pass, and that before one that was not run."""
     order = ("fail", "pass", "not run")
     best: dict[str, Check] = {}
@@ -122,7 +122,7 @@ def _tests(ran: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _place(name: str, report: Report) -> list[str]:
+def _place(name: str, report: CertifyReport) -> list[str]:
     place = report.place
     gpus = f", {' and '.join(map(str, place['gpus']))}" if place["gpus"] else ""
     counts = f"{report.count('pass')} passed, {report.count('fail')} failed, {report.count('not run')} not run"

@@ -93,7 +93,7 @@ def not_run(name: str, why: str) -> Check:
 
 
 @dataclass(frozen=True)
-class Report:
+class CertifyReport:
     """A whole run of certify. `place`: what it ran on, as plain data."""
 
     place: dict[str, Any]
@@ -123,7 +123,7 @@ class Report:
         }  # fmt: skip
 
     @classmethod
-    def from_plain(cls, data: Any, where: str) -> Report:
+    def from_plain(cls, data: Any, where: str) -> CertifyReport:
         """The inverse of `plain`. Raises SpecError that begins with `where`."""
         if not isinstance(data, Mapping) or data.get("certify") != FORMAT:
             raise SpecError(f'{where}: not what `elastic certify --json` prints ("certify": {FORMAT})')

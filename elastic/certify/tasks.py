@@ -20,7 +20,7 @@ class OutOfTime(Exception):
     """The task's share of the minutes is spent. Neither pass nor fail."""
 
 
-class Refused(Exception):
+class TaskRefused(Exception):
     """The machine does not offer what the task needs; the message says what it says."""
 
 
@@ -102,7 +102,7 @@ class Tasks:
                 began = time.monotonic()
         except OutOfTime as reason:
             return str(reason)
-        except Refused as reason:
+        except TaskRefused as reason:
             self._rest(task, str(reason))
         except Exception as error:  # noqa: BLE001 - the boundary of a check: whatever is raised in it is its result
             name = next((n for n in task.names if not self._has(n)), task.names[-1] + " (afterwards)")

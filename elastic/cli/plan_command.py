@@ -15,8 +15,8 @@ from rich.text import Text
 from elastic.api.planning import model_source, plan_nodes, scoring, sizing
 from elastic.api.planning import query as answers
 from elastic.api.planning.model_source import Subject
-from elastic.api.planning.plan_nodes import Machines
-from elastic.api.planning.quantities import Asked, gpus_of, hours_of, tokens_of
+from elastic.api.planning.plan_nodes import MachineGroup
+from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, tokens_of
 from elastic.cli.parser import show, verb
 from elastic.errors import SpecError
 from elastic.observe.plans import plan_bars, plan_tables
@@ -37,7 +37,7 @@ GPUS are KIND:COUNT, KIND a GPU or an instance type; with commas several pools a
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanAnswer:
     plain: Mapping[str, Any]
     lines: Sequence[str]
 
@@ -100,7 +100,7 @@ def _answered(given: argparse.Namespace) -> int:
     return 0
 
 
-def answer(given: argparse.Namespace) -> Answer:
+def answer(given: argparse.Namespace) -> PlanAnswer:
     """Raises SpecError, InfeasiblePlan."""
     if given.score:
         return _scored(given)
@@ -113,27 +113,27 @@ def answer(given: argparse.Namespace) -> Answer:
     if given.what_if:
         choices = [(text, _machines(gpus_of(text, "--what-if"), given.cloud)) for text in given.what_if]
         data = answers.what_if(query, choices)
-        return Answer(data, plan_tables.what_if(data))
+        return PlanAnswer(data, plan_tables.what_if(data))
     if given.scaling:
         one = _one(asked, given.cloud) if asked else _of_files(given, subject)[0]
         data = answers.scaling(query, one, given.efficiency, asked[0].n_gpus if asked else 0)
-        return Answer(data, plan_tables.scaling(data))
+        return PlanAnswer(data, plan_tables.scaling(data))
     if query.aim.deadline_h and (not _has_nodes(given, asked)):
         kinds = [plan_nodes.of_asked(each, given.cloud) for each in asked or gpus_of(KINDS)]
         data = sizing.capacity(query, kinds)
-        return Answer(data, plan_tables.capacity(data))
+        return PlanAnswer(data, plan_tables.capacity(data))
     return _plan(given, query, _counted(asked, given.cloud) if asked else _of_files(given, subject))
 
 
-def _scored(given: argparse.Namespace) -> Answer:
+def _scored(given: argparse.Namespace) -> PlanAnswer:
     if given.job or given.model:
         raise SpecError(f"plan: {'JOB' if given.job else '--model'} and --score are two questions; ask one of them")
     found = scoring.scored(given.score)
     data = found.plain()
-    return Answer(data, plan_tables.scored(data, found.table()))
+    return PlanAnswer(data, plan_tables.scored(data, found.table()))
 
 
-def _plan(given: argparse.Namespace, query: answers.Query, found: tuple[Machines, ...]) -> Answer:
+def _plan(given: argparse.Namespace, query: answers.Query, found: tuple[MachineGroup, ...]) -> PlanAnswer:
     data = answers.plan(query, found)
     if given.explain and given.explain > len(data["offers"]):
         raise SpecError(f"--explain {given.explain}: there are {len(data['offers'])} offers; --top N shows more")
@@ -144,7 +144,7 @@ def _plan(given: argparse.Namespace, query: answers.Query, found: tuple[Machines
     if given.png:
         data["png"] = _picture(data, given.png)
         lines += ["", f"picture: {data['png']}"]
-    return Answer(data, lines)
+    return PlanAnswer(data, lines)
 
 
 def _picture(data: Mapping[str, Any], path: str) -> str:
@@ -217,32 +217,32 @@ def _aim(given: argparse.Namespace, subject: Subject, tokens: float, within_h: f
     return Aim(purpose, tokens, within_h, given.top)
 
 
-def _has_nodes(given: argparse.Namespace, asked: Sequence[Asked]) -> bool:
+def _has_nodes(given: argparse.Namespace, asked: Sequence[GpuRequest]) -> bool:
     """Are nodes named, so that their number is no question?"""
     if asked:
         return any(each.n_gpus for each in asked)
     return bool(given.cluster or given.job)
 
 
-def _one(asked: Sequence[Asked], cloud: str) -> Machines:
+def _one(asked: Sequence[GpuRequest], cloud: str) -> MachineGroup:
     if len(asked) > 1:
         raise SpecError("--scaling looks at one kind of GPU; give one: --gpus H100")
     return plan_nodes.of_asked(asked[0], cloud)
 
 
-def _counted(asked: Sequence[Asked], cloud: str) -> tuple[Machines, ...]:
+def _counted(asked: Sequence[GpuRequest], cloud: str) -> tuple[MachineGroup, ...]:
     for each in asked:
         if not each.n_gpus:
             raise SpecError(f"--gpus {each.text}: how many? give {each.kind}:64 (or --tokens and --within, which find that)")
     return _machines(asked, cloud)
 
 
-def _machines(asked: Sequence[Asked], cloud: str) -> tuple[Machines, ...]:
+def _machines(asked: Sequence[GpuRequest], cloud: str) -> tuple[MachineGroup, ...]:
     for each in asked:
         if not each.n_gpus:
             raise SpecError(f"{each.text}: how many? as in {each.kind}:64")
     return tuple(plan_nodes.of_asked(each, cloud) for each in asked)
 
 
-def _of_files(given: argparse.Namespace, subject: Subject) -> tuple[Machines, ...]:
+def _of_files(given: argparse.Namespace, subject: Subject) -> tuple[MachineGroup, ...]:
     return model_source.machines_of(subject, given.cluster, plan_nodes.nodes_of(given.nodes))

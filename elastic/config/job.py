@@ -13,7 +13,7 @@ from elastic.catalog.bounded_yaml import read_yaml, yaml_of
 from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.config.drill import DrillSpec
 from elastic.config.key_names import STORED, shown_key, stored_keys
-from elastic.config.optimization import OWNERS, Guards, LrSchedule, NoiseScale, OptimizerKey, problem
+from elastic.config.optimization import OWNERS, Guards, LrSchedule, NoiseScaleSettings, OptimizerKey, problem
 from elastic.config.strict import (
     BYTES_MOST,
     GB_MOST,
@@ -101,7 +101,7 @@ class JobSpec(Strict):
     lr_schedule: LrSchedule | None = None  # instead of Program.lr_factor
     lr_scaling: LrScaling = Job.lr_scaling
     base_global_batch: int | None = Field(None, gt=0, le=SAMPLES_MOST)  # that the learning rates were found with
-    noise_scale: NoiseScale | None = None  # None = not measured
+    noise_scale: NoiseScaleSettings | None = None  # None = not measured
     guards: Guards = Guards()
     precision: Precision = Job.precision  # of forward and backward pass; parameters stay as they are
     reduce_dtype: Literal["float32", "bfloat16"] = Job.reduce_dtype  # in which gradients are added up

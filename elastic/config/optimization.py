@@ -168,7 +168,7 @@ class LrSchedule(Strict):
         return self
 
 
-class NoiseScale(Strict):
+class NoiseScaleSettings(Strict):
     """The gradient noise scale is measured every `every` steps: advice for the batch, in the report."""
 
     every: int = Field(NoiseMeasure.every, ge=1, le=STEPS_MOST)
@@ -187,5 +187,5 @@ def problem(steps: int, schedule: LrSchedule | None, scaling: LrScaling, base_gl
 
 OWNERS: Mapping[str, type[Strict]] = {  # whose keys may stand under a key of job.yaml
     "guards": Guards, "not_finite": NotFinite, "loss_spike": LossSpike, "grad_norm": GradNorm, "block_norm": BlockNorm,
-    "lr_schedule": LrSchedule, "noise_scale": NoiseScale,
+    "lr_schedule": LrSchedule, "noise_scale": NoiseScaleSettings,
 }  # fmt: skip

@@ -17,7 +17,7 @@ from elastic.types import Job
 
 
 @dataclass(frozen=True)
-class Ahead:
+class ReadAhead:
     """How far a loader reads ahead: steps (those being read included), and bytes of what is ready and being read; one batch may
     be larger."""
 
@@ -25,7 +25,7 @@ class Ahead:
     most_bytes: int = 1 << 30
 
     @classmethod
-    def of(cls, job: Job) -> Ahead:
+    def of(cls, job: Job) -> ReadAhead:
         return cls(job.data.prefetch_steps, int(job.data.prefetch_mb * 1e6))
 
 
@@ -44,14 +44,14 @@ class Loader:
         dataset: Any,
         parts_of_step: Callable[[int], Sequence[Microbatch]],
         first_step: int,
-        ahead: Ahead | int = 2,
+        ahead: ReadAhead | int = 2,
         readers: Readers | None = None,
         *,
         finish: Callable[[Batch], Batch] = dict,
     ) -> None:
         self._dataset, self._parts_of_step, self._finish = dataset, parts_of_step, finish
         each: tuple[Reader | None, ...] = readers.each if readers is not None else (None,)
-        ahead = Ahead(ahead) if isinstance(ahead, int) else ahead
+        ahead = ReadAhead(ahead) if isinstance(ahead, int) else ahead
         self._steps, self._most_bytes = max(1, ahead.steps, len(each) if readers is not None else 1), ahead.most_bytes
         self._changed = threading.Condition()
         self._ready: dict[int, list[Batch] | Exception] = {}

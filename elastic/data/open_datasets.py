@@ -10,8 +10,8 @@ from typing import Any
 from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.data.budget import check_lengths
 from elastic.data.mixture import Mixture
-from elastic.data.packing import Cut, Documents, Padded, Whole, Windows
-from elastic.data.sources.block_cache import Cache
+from elastic.data.packing import Documents, MaskedWindows, Padded, Whole, Windows
+from elastic.data.sources.block_cache import BlockCache
 from elastic.data.sources.corpus import Corpus, FileBytes, TokenFiles, Tokenized, n_tokens
 from elastic.data.sources.files import Files, files_at
 from elastic.data.sources.parquet import Rows
@@ -96,7 +96,7 @@ class _Place:
     """Where relative paths begin, and the node's cache."""
 
     folder: Path
-    cache: Callable[[], Cache]
+    cache: Callable[[], BlockCache]
     seed: int
 
     def path(self, text: str) -> str:
@@ -104,11 +104,11 @@ class _Place:
 
 
 def _place(job: Job, data: DataSpec) -> _Place:
-    made: list[Cache] = []
+    made: list[BlockCache] = []
 
-    def cache() -> Cache:
+    def cache() -> BlockCache:
         if not made:
-            made.append(Cache(data.cache, int(data.cache_gb * 1e9)))
+            made.append(BlockCache(data.cache, int(data.cache_gb * 1e9)))
         return made[0]
 
     return _Place(Path(job.folder).absolute(), cache, job.seed)
@@ -161,7 +161,7 @@ def _shapes(item: Mapping[str, Any], unequal: bool) -> str:
     return ", ".join(f"{key} {value.dtype} {shapes[key]}" for key, value in sorted(item.items()))
 
 
-def _records(where: str, source: SourceSpec, cache: Cache) -> Records:
+def _records(where: str, source: SourceSpec, cache: BlockCache) -> Records:
     if source.kind == "huggingface":
         return HuggingFace(where, source.split, cache)
     kind = Jsonl if source.kind == "jsonl" else Parquet
@@ -189,7 +189,7 @@ def _samples(corpus: Corpus, source: SourceSpec, place: _Place) -> Any:
         raise SpecError("key 'seq' is missing: the tokens of a sample")
     if source.pack == "whole":
         return Whole(corpus, source.seq, place.cache())
-    kinds: dict[str | None, type[Windows | Documents]] = {"cut": Cut, "pad": Padded, "document": Documents}
+    kinds: dict[str | None, type[Windows | Documents]] = {"cut": MaskedWindows, "pad": Padded, "document": Documents}
     found = kinds.get(source.pack, Windows)(corpus, source.seq)
     if not len(found):
         raise SpecError(f"it holds {n_tokens(corpus)} tokens; one sample of seq={source.seq} needs {source.seq + 1}")

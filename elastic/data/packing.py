@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.data.progress import gets_on
-from elastic.data.sources.block_cache import Cache
+from elastic.data.sources.block_cache import BlockCache
 from elastic.data.sources.corpus import Corpus, n_tokens
 from elastic.errors import SpecError
 
@@ -46,7 +46,7 @@ class Windows:
         return {"input": ids[:-1], "target": ids[1:]}
 
 
-class Cut(Windows):
+class MaskedWindows(Windows):
     """The same windows, with document masks: a document that continues beyond a window is cut there."""
 
     def __getitem__(self, index: int) -> Item:
@@ -65,7 +65,7 @@ class Whole:
     """Documents that are not cut unless they are longer than seq, best-fit packed into samples in their own order, LOOK_AHEAD
     at a time. The plan is made once per node and kept in the cache."""
 
-    def __init__(self, corpus: Corpus, seq: int, cache: Cache | None = None) -> None:
+    def __init__(self, corpus: Corpus, seq: int, cache: BlockCache | None = None) -> None:
         self.corpus, self.seq = corpus, _checked(seq)
 
         def plan(into: Path) -> None:
@@ -74,7 +74,7 @@ class Whole:
             np.save(into / FIRSTS, firsts)
 
         name = f"packed-{corpus.name}-{seq}-{LOOK_AHEAD}"
-        folder = (cache or Cache()).once(name, plan, lambda at: (at / FIRSTS).is_file())
+        folder = (cache or BlockCache()).once(name, plan, lambda at: (at / FIRSTS).is_file())
         self._pieces: NDArray[np.int64] = np.load(folder / PIECES, mmap_mode="r")
         self._firsts: NDArray[np.int64] = np.load(folder / FIRSTS, mmap_mode="r")
 

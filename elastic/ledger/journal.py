@@ -460,7 +460,7 @@ def _is_whole(text: bytes) -> bool:
     return True
 
 
-class Memory:
+class MemoryJournal:
     """A journal that is never written: the lines of a run as a list."""
 
     def __init__(self, epoch: int = 1) -> None:

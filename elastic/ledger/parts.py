@@ -116,7 +116,7 @@ class Name:
 
 
 @dataclass(frozen=True)
-class Parts:
+class JournalParts:
     """Those of a run, as they were listed. `states`: of which of them there is the State."""
 
     storage: Storage
@@ -125,7 +125,7 @@ class Parts:
     _texts: dict[Name, tuple[dict[str, int], bytes]] = field(default_factory=dict)  # the newest that was read
 
     @classmethod
-    def of(cls, storage: Storage) -> Parts:
+    def of(cls, storage: Storage) -> JournalParts:
         """Raises JournalDamaged where one is missing."""
         found = [match for key in storage.list(PREFIX) if (match := _NAME.fullmatch(key))]
         newest: dict[int, Name] = {}
@@ -169,9 +169,9 @@ class Parts:
         """Epoch -> segments that they stand for."""
         return self.read(self.names[-1])[0] if self.names else {}
 
-    def shorter(self) -> Parts:
+    def shorter(self) -> JournalParts:
         """Without the last one."""
-        return Parts(self.storage, self.names[:-1], self.states)
+        return JournalParts(self.storage, self.names[:-1], self.states)
 
 
 class Packing:

@@ -19,8 +19,8 @@ from pathlib import Path
 from elastic.errors import JournalDamaged, SpecError
 from elastic.ledger.journal import CLOSED, Damage, Journal, Line, Sieve, damaged, read_text, sift
 from elastic.ledger.parts import PREFIX as PARTS
-from elastic.ledger.parts import Packing, Parts
-from elastic.ledger.segments import PREFIX, Segments, Stored, read_stored
+from elastic.ledger.parts import JournalParts, Packing
+from elastic.ledger.segments import PREFIX, Segments, StoredJournal, read_stored
 from elastic.storage import LocalStorage, Storage, open_storage
 
 DEFAULT_STORAGE = "elastic_runs"
@@ -47,9 +47,9 @@ def _of_another(folder: Path, uri: str) -> bool:
 class _Found:
     """Of a journal: its closed parts, the text after them, what storage holds of that. `where`: of the text, for messages."""
 
-    parts: Parts
+    parts: JournalParts
     text: bytes
-    stored: Stored
+    stored: StoredJournal
     where: str
 
     def __iter__(self) -> Iterator[Line]:
@@ -73,7 +73,7 @@ class _Found:
 
 
 @dataclass(frozen=True)
-class Cut:
+class JournalCut:
     """Of a damaged journal: what is said of it, the file that gets the whole text, and what the journal begins with instead.
     What is stored stays, and counts no more."""
 
@@ -147,11 +147,11 @@ class RunFolder:
             newest_s = self.journal.stat().st_mtime
         return max(0.0, time.time() - newest_s)
 
-    def take_over(self) -> tuple[list[Line], Stored]:
+    def take_over(self) -> tuple[list[Line], StoredJournal]:
         """What earlier drivers wrote: the newest State and the lines since, where there is one. Makes this machine's journal
         file begin with what is stored. Raises JournalDamaged."""
         if not self.storage.remote and self._here() is None:
-            return [], Stored()
+            return [], StoredJournal()
         found = self._found()
         if self.storage.remote:
             LocalStorage(self.folder).put(STORED_AT, self.storage.uri.encode() + b"\n")
@@ -159,7 +159,7 @@ class RunFolder:
         self._begin_with(found.text)
         return lines, found.stored
 
-    def without_damage(self) -> tuple[list[Line], Stored, Cut]:
+    def without_damage(self) -> tuple[list[Line], StoredJournal, JournalCut]:
         """Instead of `take_over`, where the journal is damaged: what stands before the damage. Nothing is written before
         `open_journal`. Raises SpecError where nothing is damaged."""
         try:
@@ -168,7 +168,7 @@ class RunFolder:
             damage = sift(text)[1]
         except JournalDamaged:  # a segment or a part is missing
             found, text = None, self._here() or b""
-            stored, damage = Stored(), Damage(1, 0)
+            stored, damage = StoredJournal(), Damage(1, 0)
         if damage is None:
             raise SpecError(f"run '{self.name}': its journal is whole; leave --from-checkpoint out, it continues as it is")
         kept = text[: damage.offset]
@@ -178,9 +178,9 @@ class RunFolder:
         lines = sift(kept)[0] if found is None else replace(found, text=kept).newest()
         aside = next(path for n in count(1) if not (path := self.folder / ASIDE.format(n)).exists())
         said = f"its journal was damaged: {len(lines)} lines before that count, the whole text is in {aside}"
-        return lines, stored, Cut(said, aside.name, text, kept)
+        return lines, stored, JournalCut(said, aside.name, text, kept)
 
-    def open_journal(self, epoch: int, before: Stored, cut: Cut | None = None) -> Journal:
+    def open_journal(self, epoch: int, before: StoredJournal, cut: JournalCut | None = None) -> Journal:
         """To append to. Where the run is in object storage, a plan is stored before `append` returns."""
         if cut is not None:
             local = LocalStorage(self.folder)
@@ -188,7 +188,7 @@ class RunFolder:
                 local.put(STORED_AT, self.storage.uri.encode() + b"\n")
             local.put(cut.aside, cut.text)
             self._begin_with(cut.kept)
-        parts = Parts.of(self.storage)
+        parts = JournalParts.of(self.storage)
         journal = Journal(self.journal, epoch, parts.last())
         journal.parts = Packing(self.storage, epoch, len(parts.names), before.base)
         if self.storage.remote:
@@ -202,11 +202,11 @@ class RunFolder:
 
     def _found(self) -> _Found:
         here = self._here()  # before the parts: what is closed meanwhile is then in both
-        parts = Parts.of(self.storage)
+        parts = JournalParts.of(self.storage)
         if not self.storage.remote:
             if here is None:
                 raise FileNotFoundError(self.journal)
-            return _Found(parts, self._since(parts, here), Stored(), str(self.journal))
+            return _Found(parts, self._since(parts, here), StoredJournal(), str(self.journal))
         stored = read_stored(self.storage, parts.counted())
         while not stored.fits:  # its driver had been replaced when it packed the last one
             parts = parts.shorter()
@@ -216,7 +216,7 @@ class RunFolder:
             return _Found(parts, text, stored, str(self.journal))
         return _Found(parts, stored.text, stored, f"{self.storage.uri}/{PREFIX}")
 
-    def _since(self, parts: Parts, here: bytes) -> bytes:
+    def _since(self, parts: JournalParts, here: bytes) -> bytes:
         """Of the text that is here, what the last part does not hold."""
         last = parts.read(parts.names[-1])[1] if parts.names and here else b""
         return here[len(last) :] if last and here.startswith(last) else here

@@ -58,7 +58,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Head:
+class SegmentHead:
     """First line of an object. `n_bytes`: of each segment in it; `before`: older epoch -> its segments that count."""
 
     v: int
@@ -78,7 +78,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredJournal:
     """What storage holds of a journal after its closed parts. `counted`: epoch -> segments of it that count; `base`: those of
     them that the parts stand for; `fits`: drivers that came after had read these."""
 
@@ -98,7 +98,7 @@ class Stored:
                 return f" ({uri}, line {self.text.count(NEWLINE, begin, offset) + 2})"  # the first is the head
         return ""
 
-    def until(self, offset: int) -> Stored:
+    def until(self, offset: int) -> StoredJournal:
         """The segments that end there or before: the others count no more, and stay where they are."""
         kept, at = list[Piece](), 0
         for piece in self.pieces:
@@ -107,10 +107,10 @@ class Stored:
             kept.append(piece)
             at += piece.n_bytes
         counted = Counter(self.base) + Counter(str(piece.epoch) for piece in kept)
-        return Stored(self.text[:at], dict(counted), tuple(kept), self.base)
+        return StoredJournal(self.text[:at], dict(counted), tuple(kept), self.base)
 
 
-def read_stored(storage: Storage, base: dict[str, int] | None = None) -> Stored:
+def read_stored(storage: Storage, base: dict[str, int] | None = None) -> StoredJournal:
     """All segments that count after `base`, joined. A last one that is missing or not whole is left out. Raises JournalDamaged
     for a gap."""
     for _ in range(N_LOOKS):
@@ -130,7 +130,7 @@ def _spans(keys: Sequence[str]) -> list[Span]:
     return found
 
 
-def _join(storage: Storage, spans: list[Span], base: dict[str, int]) -> Stored:
+def _join(storage: Storage, spans: list[Span], base: dict[str, int]) -> StoredJournal:
     """The newest epoch whose first segment can be read says which older ones count."""
     least = max(map(int, base), default=0)
     for epoch in sorted({span.epoch for span in spans if span.epoch >= least}, reverse=True):
@@ -145,8 +145,8 @@ def _join(storage: Storage, spans: list[Span], base: dict[str, int]) -> Stored:
         found += _segments(storage, pieces)
         counted = before | {str(epoch): begin + sum(len(head.n_bytes) for head, _ in pieces)}
         fits = all(counted.get(known, 0) >= n for known, n in base.items())
-        return Stored(b"".join(text for _, text in found), counted, tuple(piece for piece, _ in found), base, fits)
-    return Stored(counted=dict(base), base=base)
+        return StoredJournal(b"".join(text for _, text in found), counted, tuple(piece for piece, _ in found), base, fits)
+    return StoredJournal(counted=dict(base), base=base)
 
 
 def remove_covered(storage: Storage, counted: dict[str, int]) -> None:
@@ -165,7 +165,7 @@ def _of_older(storage: Storage, spans: list[Span], epoch: int, wanted: tuple[int
     return _segments(storage, _pieces(storage, row, last_may_be_torn=False))[: max(0, n - begin)]
 
 
-def _segments(storage: Storage, pieces: Sequence[tuple[Head, bytes]]) -> list[tuple[Piece, bytes]]:
+def _segments(storage: Storage, pieces: Sequence[tuple[SegmentHead, bytes]]) -> list[tuple[Piece, bytes]]:
     found = []
     for head, body in pieces:
         uri, at = storage.uri_of(Span(head.epoch, head.first, head.first + len(head.n_bytes) - 1).key), 0
@@ -194,7 +194,7 @@ def _row(spans: Sequence[Span], at: int) -> list[Span]:
     return row
 
 
-def _pieces(storage: Storage, row: Sequence[Span], last_may_be_torn: bool) -> list[tuple[Head, bytes]]:
+def _pieces(storage: Storage, row: Sequence[Span], last_may_be_torn: bool) -> list[tuple[SegmentHead, bytes]]:
     with ThreadPoolExecutor(N_READERS) as pool:
         texts = list(pool.map(lambda span: _text(storage, span), row))
     found = []
@@ -215,7 +215,7 @@ def _text(storage: Storage, span: Span) -> bytes:
         return b""  # read as not whole
 
 
-def _parsed(text: bytes, span: Span) -> tuple[Head, bytes]:
+def _parsed(text: bytes, span: Span) -> tuple[SegmentHead, bytes]:
     """Raises ValueError when it is not whole, SpecError when a newer version wrote it."""
     line, _, body = text.partition(NEWLINE)
     try:
@@ -227,7 +227,7 @@ def _parsed(text: bytes, span: Span) -> tuple[Head, bytes]:
     if data["v"] > VERSION:
         raise SpecError(f"{span.key}: version {data['v']} is newer than {VERSION}, the newest that this elastic reads")
     try:
-        head = Head(data["v"], data["epoch"], data["first"], tuple(data["n_bytes"]), counts_of(data["before"]))
+        head = SegmentHead(data["v"], data["epoch"], data["first"], tuple(data["n_bytes"]), counts_of(data["before"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"its head lacks {error}") from error
     if not all(type(n) is int and n >= 0 for n in head.n_bytes):
@@ -252,7 +252,7 @@ class Segments:
     `before`: what was stored when this driver took the run over; the file begins with exactly that text.
     """
 
-    def __init__(self, storage: Storage, epoch: int, path: Path, before: Stored, every_s: float | None = None) -> None:
+    def __init__(self, storage: Storage, epoch: int, path: Path, before: StoredJournal, every_s: float | None = None) -> None:
         self._storage, self._epoch, self._path, self._before = storage, epoch, path, before
         self._every_s = EVERY_S if every_s is None else every_s
         self._at = len(before.text)
@@ -372,7 +372,7 @@ class Segments:
                 self._storage.delete(kept.key)
 
     def _packed(self, span: Span, texts: Sequence[bytes], sizes: Sequence[int] | None = None) -> bytes:
-        head = Head(VERSION, span.epoch, span.first, tuple(sizes or map(len, texts)), self._before.counted)
+        head = SegmentHead(VERSION, span.epoch, span.first, tuple(sizes or map(len, texts)), self._before.counted)
         return b"\n".join([json.dumps(asdict(head), separators=(",", ":")).encode(), b"".join(texts)])
 
     def _text(self, start: int, end: int | None) -> bytes:

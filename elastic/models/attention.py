@@ -51,7 +51,7 @@ class SequenceShard:
 
 
 @dataclass
-class Seen:
+class AttentionUse:
     """What a run of the model has met. `asked`: for positions."""
 
     shard: SequenceShard | None
@@ -59,15 +59,15 @@ class Seen:
     asked: bool = False
 
 
-_now: Seen | None = None  # of the forward and backward pass that runs; its end takes it away
+_now: AttentionUse | None = None  # of the forward and backward pass that runs; its end takes it away
 
 
 @contextmanager
-def over(shard: SequenceShard | None) -> Iterator[Seen]:
+def over(shard: SequenceShard | None) -> Iterator[AttentionUse]:
     """While this is open, `attention` and `positions` see a sequence that is cut as `shard` says. Backward passes of what was
     computed belong inside too."""
     global _now
-    before, _now = _now, Seen(shard)
+    before, _now = _now, AttentionUse(shard)
     try:
         yield _now
     finally:

@@ -69,7 +69,7 @@ def rotate(x: Tensor, theta: float) -> Tensor:
     return (x * cos + turned * sin).to(x.dtype)
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Causal self-attention with grouped queries over the heads that are local to this rank."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -115,7 +115,7 @@ class Block(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.attn = Attention(config)
+        self.attn = LlamaAttention(config)
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.mlp = FeedForward(config)
 

@@ -31,7 +31,7 @@ TROUBLES = {
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """One thing looked at. `hint` says what to do where it is not ok."""
 
     name: str
@@ -43,7 +43,7 @@ class Check:
         return asdict(self)
 
 
-def machine(storage: str = ".") -> list[Check]:
+def machine(storage: str = ".") -> list[DoctorCheck]:
     """All checks of this machine; starts nothing and changes nothing."""
     return [
         _python(), _package("torch"), _package("ray"), _gpus(), _cpus(), _memory(), _shm(), _disk(storage), _ports(), _files(),
@@ -51,82 +51,92 @@ def machine(storage: str = ".") -> list[Check]:
     ]  # fmt: skip
 
 
-def run_troubles(view: View) -> list[Check]:
+def run_troubles(view: View) -> list[DoctorCheck]:
     """What a journal shows that a person should know."""
-    checks = [Check("phase", f"{view.phase} at step {view.progress}", "bad" if view.phase == "failed" else "ok", "")]
+    checks = [DoctorCheck("phase", f"{view.phase} at step {view.progress}", "bad" if view.phase == "failed" else "ok", "")]
     for kind, name in TROUBLES.items():
         notes = [note for note in view.notes if note.kind == kind]
         if kind == "NodeLost":
             notes = [note for note in notes if " was released" not in note.text]
         if notes:
             verdict: Verdict = "bad" if kind == "DigestChecked" else "look"
-            checks.append(Check(name, f"{len(notes)}, the last at step {notes[-1].step}: {notes[-1].text}", verdict))
+            checks.append(DoctorCheck(name, f"{len(notes)}, the last at step {notes[-1].step}: {notes[-1].text}", verdict))
     lost = len(view.points) - len(view.curve())
     if lost:
-        checks.append(Check("steps trained again", str(lost), "look", "elastic ledger shows their price (wasted_progress)"))
+        checks.append(
+            DoctorCheck("steps trained again", str(lost), "look", "elastic ledger shows their price (wasted_progress)")
+        )
     if view.saved_step is None and view.step and not view.job.restarted:  # a script keeps its own copies
-        checks.append(Check("checkpoint", "none", "look", "set checkpoint_every, or the loss of all nodes ends the run"))
+        checks.append(DoctorCheck("checkpoint", "none", "look", "set checkpoint_every, or the loss of all nodes ends the run"))
     return checks
 
 
-def _checked(name: str, found: str, fine: bool, hint: str) -> Check:
-    return Check(name, found) if fine else Check(name, found, "look", hint)
+def _checked(name: str, found: str, fine: bool, hint: str) -> DoctorCheck:
+    return DoctorCheck(name, found) if fine else DoctorCheck(name, found, "look", hint)
 
 
-def _python() -> Check:
+def _python() -> DoctorCheck:
     found = ".".join(map(str, sys.version_info[:3]))
-    return Check("python", found) if sys.version_info >= (3, 11) else Check("python", found, "bad", "3.11 or newer is needed")
+    return (
+        DoctorCheck("python", found)
+        if sys.version_info >= (3, 11)
+        else DoctorCheck("python", found, "bad", "3.11 or newer is needed")
+    )
 
 
-def _package(name: str) -> Check:
+def _package(name: str) -> DoctorCheck:
     low, high = BOUNDS[name]
     wanted = f">={low[0]}.{low[1]},<{high[0]}.{high[1]}"
     try:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return Check(name, "not installed", "bad", f"pip install '{name}{wanted}'")
+        return DoctorCheck(name, "not installed", "bad", f"pip install '{name}{wanted}'")
     version = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
-    return Check(name, found) if low <= version < high else Check(name, found, "look", f"outside the tested bounds {wanted}")
+    return (
+        DoctorCheck(name, found)
+        if low <= version < high
+        else DoctorCheck(name, found, "look", f"outside the tested bounds {wanted}")
+    )
 
 
-def _gpus() -> Check:
+def _gpus() -> DoctorCheck:
     if not shutil.which("nvidia-smi"):
-        return Check("gpus", "none; a worker is one process on the CPU")
+        return DoctorCheck("gpus", "none; a worker is one process on the CPU")
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20)
     except subprocess.TimeoutExpired:
-        return Check("gpus", "nvidia-smi does not answer", "bad", "the driver hangs; restart the machine")
+        return DoctorCheck("gpus", "nvidia-smi does not answer", "bad", "the driver hangs; restart the machine")
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        return Check("gpus", "nvidia-smi fails", "bad", (done.stderr or done.stdout).strip()[:120])
-    return Check("gpus", "; ".join(lines))
+        return DoctorCheck("gpus", "nvidia-smi fails", "bad", (done.stderr or done.stdout).strip()[:120])
+    return DoctorCheck("gpus", "; ".join(lines))
 
 
-def _cpus() -> Check:
+def _cpus() -> DoctorCheck:
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return _checked("cpu cores", str(n), n >= 2, "workers share one core")
 
 
-def _memory() -> Check:
+def _memory() -> DoctorCheck:
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     except OSError:
-        return Check("memory", "not known on this system")
+        return DoctorCheck("memory", "not known on this system")
     free = int(fields["MemAvailable"].split()[0]) * 1024
     hint = "the embedded default takes about 0.5 GB a worker"
     return _checked("memory available", size(free), free >= MIN_MEMORY_BYTES, hint)
 
 
-def _shm() -> Check:
+def _shm() -> DoctorCheck:
     if not Path("/dev/shm").is_dir():
-        return Check("/dev/shm", "not there", "look", "Ray keeps its objects in temporary files instead; slower")
+        return DoctorCheck("/dev/shm", "not there", "look", "Ray keeps its objects in temporary files instead; slower")
     free = shutil.disk_usage("/dev/shm").free
     hint = "in a container: --shm-size=2g or more"
     return _checked("/dev/shm free", size(free), free >= MIN_SHM_BYTES, hint)
 
 
-def _disk(storage: str) -> Check:
+def _disk(storage: str) -> DoctorCheck:
     place = open_storage(storage)
     free = place.free_bytes()
     if free is None:
@@ -134,23 +144,23 @@ def _disk(storage: str) -> Check:
     return _checked(f"disk free at {place.uri}", size(free), free >= MIN_DISK_BYTES, "checkpoints need room")
 
 
-def _answers(place: Storage) -> Check:
+def _answers(place: Storage) -> DoctorCheck:
     try:
-        return Check(f"storage {place.uri}", f"answers; holds {len(place.folders())} folders")
+        return DoctorCheck(f"storage {place.uri}", f"answers; holds {len(place.folders())} folders")
     except (StorageRefused, StorageFailed) as error:
-        return Check(f"storage {place.uri}", str(error), "bad")
+        return DoctorCheck(f"storage {place.uri}", str(error), "bad")
 
 
-def _ports() -> Check:
+def _ports() -> DoctorCheck:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=5):
             pass
     except OSError as error:
-        return Check("ports", f"a local connection fails: {error}", "bad", "workers talk over TCP; look at the firewall")
-    return Check("ports", "a local TCP connection works")
+        return DoctorCheck("ports", f"a local connection fails: {error}", "bad", "workers talk over TCP; look at the firewall")
+    return DoctorCheck("ports", "a local TCP connection works")
 
 
-def _open_clusters(processes: Path = Path("/proc")) -> Check:
+def _open_clusters(processes: Path = Path("/proc")) -> DoctorCheck:
     """Ray clusters of this user on this machine, and whether a stranger on the network could run code there."""
     heads: dict[str, bool] = {}
     for folder in processes.glob("[0-9]*"):
@@ -164,16 +174,16 @@ def _open_clusters(processes: Path = Path("/proc")) -> Check:
         heads[folder.name] = closed or "--node-ip-address=127.0.0.1" in words
     exposed = sorted(pid for pid, closed in heads.items() if not closed)
     if not exposed:
-        return Check("ray clusters here", f"{len(heads)}, none open to the network" if heads else "none")
+        return DoctorCheck("ray clusters here", f"{len(heads)}, none open to the network" if heads else "none")
     found = f"process {', '.join(exposed)} takes code from anyone who reaches this machine"
-    return Check("ray clusters here", found, "look", "start Ray with RAY_AUTH_MODE=token (docs/network.md)")
+    return DoctorCheck("ray clusters here", found, "look", "start Ray with RAY_AUTH_MODE=token (docs/network.md)")
 
 
-def _files() -> Check:
+def _files() -> DoctorCheck:
     try:
         import resource
     except ImportError:
-        return Check("open files", "not known on this system")
+        return DoctorCheck("open files", "not known on this system")
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     hint = f"ulimit -n {MIN_FILES}: each worker keeps a socket per peer"
     return _checked("open files", str(soft), soft >= MIN_FILES or soft < 0, hint)

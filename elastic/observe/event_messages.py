@@ -11,7 +11,7 @@ from elastic.types import Event, Node, Plan
 SOURCES: dict[str, str] = {"fresh": "fresh initialization", "live": "live GPUs", "peer": "peer memory", "durable": "checkpoint"}
 
 
-class Known(Protocol):
+class NamedThings(Protocol):
     """What a message may speak of: nodes and plans by name, and the time (run_view.View)."""
 
     nodes: dict[str, Node]
@@ -19,7 +19,7 @@ class Known(Protocol):
     at_s: float
 
 
-def of(event: Event, view: Known) -> str | None:
+def of(event: Event, view: NamedThings) -> str | None:
     """`view` is as it was before the event."""
     match event:
         case types.DriverStarted():
@@ -114,7 +114,7 @@ def _in_step(step: int) -> str:
     return f" in step {step}" if step else ""
 
 
-def _entered(event: types.PlanEntered, view: Known) -> str:
+def _entered(event: types.PlanEntered, view: NamedThings) -> str:
     plan = view.planned.get(event.generation)
     if plan is None:
         return f"generation {event.generation} entered at step {event.step}"
@@ -137,7 +137,7 @@ def _names(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def node_name(node_id: str, view: Known) -> str:
+def node_name(node_id: str, view: NamedThings) -> str:
     node = view.nodes.get(node_id)
     return f"node {node_id}" + (f" ({node.pool})" if node else "")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.offers import Group
+from elastic.planner.offers import NodeGroup
 from elastic.types import Layout
 
 ZONE_USD_PER_GB = 0.02  # between zones of a region, both ends (AWS EC2 on-demand pricing, data transfer, 0.01 each way)
@@ -32,7 +32,7 @@ class Loss:
         return 1 / (1 + self.per_h * self.seconds / 3600)
 
 
-def loss(groups: Sequence[Group], work: ModelCost, layout: Layout, step_s: float) -> Loss:
+def loss(groups: Sequence[NodeGroup], work: ModelCost, layout: Layout, step_s: float) -> Loss:
     """Found, rebuilt, fetched from peers over the network, some steps done again, and one node less for a while."""
     per_h = sum(group.n_nodes * group.lost_per_node_h for group in groups)
     n_nodes = sum(group.n_nodes for group in groups)
@@ -56,7 +56,7 @@ class Copying:
     moved_s: float
 
 
-def copying(groups: Sequence[Group], work: ModelCost, layout: Layout, step_s: float) -> Copying:
+def copying(groups: Sequence[NodeGroup], work: ModelCost, layout: Layout, step_s: float) -> Copying:
     """At the links' own speeds; a node writes STORED_BYTES_PER_S, or what was measured."""
     state = work.copied_bytes
     links = [group.hardware.host_bytes_per_s for group in groups if group.hardware.host_bytes_per_s]
@@ -66,7 +66,7 @@ def copying(groups: Sequence[Group], work: ModelCost, layout: Layout, step_s: fl
     return Copying(state, stall_s, state / sum(writes), lost.seconds, lost.moved_s)
 
 
-def moved_usd_per_h(groups: Sequence[Group], work: ModelCost, layout: Layout, step_s: float) -> float:
+def moved_usd_per_h(groups: Sequence[NodeGroup], work: ModelCost, layout: Layout, step_s: float) -> float:
     """Gradients between zones: a ring over replicas in several zones crosses each border once each way with twice the shard."""
     zones = {group.zone for group in groups if group.zone}
     if len(zones) < 2 or step_s <= 0:
@@ -79,7 +79,7 @@ def stored_usd_per_h(work: ModelCost) -> float:
     return COPIES_KEPT * work.copied_bytes / 1e9 * STORED_USD_PER_GB_MONTH / 730
 
 
-def host_bytes(group: Group, work: ModelCost, layout: Layout) -> float:
+def host_bytes(group: NodeGroup, work: ModelCost, layout: Layout) -> float:
     """Of a node: each GPU's own boxes and a partner's, pinned, and what offload keeps there."""
     n = layout.pp * layout.tp * max(1, layout.dp_shard * layout.cp)
     own = work.copied_bytes / n

@@ -8,7 +8,7 @@ from math import ceil
 from elastic.planner.cost.memory import USABLE
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Cost
-from elastic.planner.offers import Candidate, Group
+from elastic.planner.offers import Candidate, NodeGroup
 from elastic.types import Layout
 
 GIB = 2**30
@@ -60,7 +60,7 @@ def too_large(needs: float, usable: float, room: int) -> str:
     return f"needs {needs / GIB:.1f} GiB per GPU, {usable / GIB:.1f} of {room / GIB:.0f} can be used"
 
 
-def too_large_for_host(needs: float, group: Group) -> str:
+def too_large_for_host(needs: float, group: NodeGroup) -> str:
     return f"offload needs {needs / GIB:.0f} GiB of host memory per node, there are {group.host_memory_bytes / GIB:.0f}"
 
 
@@ -118,7 +118,7 @@ def _idle(found: Candidate, batch: int) -> str:
     return f"they are no multiple of tp x cp x pp = {layout.tp * layout.cp * layout.pp}"
 
 
-def nowhere(work: ModelCost, groups: Sequence[Group], reasons: Mapping[str, str]) -> str:
+def nowhere(work: ModelCost, groups: Sequence[NodeGroup], reasons: Mapping[str, str]) -> str:
     """That nothing fits, and the fewest such nodes whose memory would hold the state."""
     there = ", ".join(f"{group.n_gpus} x {group.hardware.accelerator_type}" for group in groups) or "no GPUs"
     first = next(iter(reasons.items()), ("", "there are no nodes"))
@@ -128,7 +128,7 @@ def nowhere(work: ModelCost, groups: Sequence[Group], reasons: Mapping[str, str]
     return f"no layout fits {there} ({first[0]}: {first[1]}){enough}"
 
 
-def fewest(work: ModelCost, group: Group) -> int:
+def fewest(work: ModelCost, group: NodeGroup) -> int:
     """GPUs in whole nodes that hold the state in STATE_SHARE of their memory."""
     per_node = STATE_SHARE * USABLE * group.hardware.memory_bytes * group.gpus_per_node
     return ceil(work.state_bytes / per_node) * group.gpus_per_node

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import default_hardware, memory
-from elastic.planner.cost.compute import Chip
+from elastic.planner.cost.compute import ComputeTarget
 from elastic.planner.cost.kernels import MEASURED, generation
 from elastic.planner.cost.memory import USABLE, Step
 from elastic.planner.cost.model_cost import ModelCost
@@ -66,7 +66,7 @@ class CostedLayout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limits:
+class LayoutLimits:
     """What layouts must fit into: bytes per worker (the smallest node's, 0 = not known) and layouts that were found not to
     (with the bytes). `on_gpus`: CUDA and NCCL take their part of these bytes. `memory`: node -> bytes per worker, where nodes
     differ. `hardware`: of nodes by their id, as far as it is known; where it is not of all of them, layouts are compared as on
@@ -84,14 +84,14 @@ class Limits:
     on_gpus: bool = False
 
 
-def plan_layout(model: ModelProfile, job: Job, nodes: Sequence[Node], limits: Limits | None = None) -> Choice:
+def plan_layout(model: ModelProfile, job: Job, nodes: Sequence[Node], limits: LayoutLimits | None = None) -> Choice:
     """The best layout on these nodes, which are used in the given order. Raises InfeasiblePlan with the reason of each
     rejection."""
-    limits = limits or Limits()
+    limits = limits or LayoutLimits()
     n_workers = sum(node.gpus for node in nodes)
     n_workers = min(n_workers, job.max_workers or n_workers)
     if n_workers < job.min_workers:
-        raise InfeasiblePlan(f"{n_workers} of the at least {job.min_workers} workers (min_workers) are there")
+        raise InfeasiblePlan(f"{n_workers} of {job.min_workers} required (min_workers)")
     search = _Search(model, job, nodes, limits)
     named = layout_for(job, n_workers)
     if named is not None:
@@ -116,7 +116,7 @@ class _Search:
     model: ModelProfile
     job: Job
     nodes: Sequence[Node]
-    limits: Limits
+    limits: LayoutLimits
     rejected: list[str] = field(default_factory=list)
     assigned: dict[tuple[Layout, int], HeteroAssignment] = field(default_factory=dict)
 
@@ -135,7 +135,7 @@ class _Search:
         rates = {worker: measured[worker] if all_known else by_kind[worker.node_id] for worker in workers}
         slowest = [rates[worker] for worker in workers if by_kind[worker.node_id] == rate(self.site)]
         zones = {} if self.job.across_zones else rank_placement.named_zones(self.nodes, self.limits.zones)
-        self.place = rank_placement.Site(self.nodes, rates, rank_placement.kinds_of(rates, self.memory()), zones)
+        self.place = rank_placement.PlacementSite(self.nodes, rates, rank_placement.kinds_of(rates, self.memory()), zones)
         usable = USABLE if self.model.sample is not None else 1.0
         room = {name: int(usable * n_bytes) for name, n_bytes in self.memory().items()}
         most, rows = self.job.max_workers or 0, self.job.microbatch_size or 0
@@ -412,8 +412,8 @@ def site_of(job: Job, gpu: HardwareProfile, per_node: int, world: int = 0) -> Si
     dtype = "float8" if job.float8 else job.precision
     gpu = default_hardware.among(gpu, max(per_node, world))
     if gpu.crowded_passes:
-        return Site(Chip(gpu, MEASURED, dtype), max(per_node, world))
-    return Site(Chip(gpu, generation("fsdp2", gpu.arch, job.compile), dtype), per_node)
+        return Site(ComputeTarget(gpu, MEASURED, dtype), max(per_node, world))
+    return Site(ComputeTarget(gpu, generation("fsdp2", gpu.arch, job.compile), dtype), per_node)
 
 
 def _gib(n_bytes: int) -> str:

@@ -16,14 +16,14 @@ from typing import Any
 from elastic.errors import InfeasiblePlan
 from elastic.planner import dollars, explain
 from elastic.planner.cost import memory
-from elastic.planner.cost.block_cost_cache import Cache
+from elastic.planner.cost.block_cost_cache import BlockCostCache
 from elastic.planner.cost.memory import USABLE, usable_bytes
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Site, step_cost
 from elastic.planner.hetero import balance, hetero_offers
 from elastic.planner.layout_search import site_of
 from elastic.planner.layout_space import Space, n_options
-from elastic.planner.offers import Aim, Candidate, Group, Offer, Offers, Part
+from elastic.planner.offers import Aim, Candidate, NodeGroup, Offer, OfferPart, Offers
 from elastic.planner.step_split import step_of
 from elastic.types import Job, Layout, ModelProfile
 
@@ -35,7 +35,7 @@ LATE = 1e12  # USD per hour that make an offer behind the deadline worse than an
 SMALLEST_SHARE = 8  # nodes are halved down to this part of them where fewer may be cheaper
 
 
-def find_offers(model: ModelProfile, job: Job, groups: Sequence[Group], aim: Aim | None = None) -> Offers:
+def find_offers(model: ModelProfile, job: Job, groups: Sequence[NodeGroup], aim: Aim | None = None) -> Offers:
     """The best `aim.n_best` of different shapes. `job`: global_batch, precision and what it pins. Raises InfeasiblePlan in one
     line, with the least pool that would hold the model."""
     if model.sample is None:
@@ -67,11 +67,11 @@ class _Finder:
     def __post_init__(self) -> None:
         self.work = ModelCost.of(self.model)
         self.batch = self.job.global_batch
-        self.cache = Cache(self.work)
+        self.cache = BlockCostCache(self.work)
 
     # -------------------------------------------------------------------------------------- pools
 
-    def pools(self, groups: Sequence[Group]) -> Iterator[tuple[Group, ...]]:
+    def pools(self, groups: Sequence[NodeGroup]) -> Iterator[tuple[NodeGroup, ...]]:
         """All nodes; each kind without the others; a half, a quarter ... of the nodes: cheaper, and where the links are slow
         sometimes faster."""
         whole = tuple(groups)
@@ -85,7 +85,7 @@ class _Finder:
                 found |= {tuple(replace(g, n_nodes=g.n_nodes // n) for g in pool if g.n_nodes >= n): None}
         yield from (pool for pool in found if pool)
 
-    def look(self, pool: tuple[Group, ...]) -> None:
+    def look(self, pool: tuple[NodeGroup, ...]) -> None:
         if self.least_s(pool) > self.limit_s(pool):
             return
         if len({group.hardware for group in pool}) == 1:
@@ -101,7 +101,7 @@ class _Finder:
 
     # -------------------------------------------------------------------------------------- equal GPUs
 
-    def equal(self, pool: tuple[Group, ...]) -> None:
+    def equal(self, pool: tuple[NodeGroup, ...]) -> None:
         per_node = min(group.gpus_per_node for group in pool)
         n_gpus, gpu = sum(group.n_gpus for group in pool), pool[0].hardware
         for offload in (False, True):
@@ -119,7 +119,7 @@ class _Finder:
         less = per_node if n_gpus > FEWER_MOST else 1
         yield from range(n_gpus - less, max(0, n_gpus - less * FEWER_MOST), -less)
 
-    def size(self, pool: tuple[Group, ...], site: Site, job: Job, world: int) -> bool:
+    def size(self, pool: tuple[NodeGroup, ...], site: Site, job: Job, world: int) -> bool:
         """Looks at all layouts of that many GPUs; was there one that fits, or would not have been shown anyway?"""
         space = Space.on(self.model, job, (site.per_node,))
         found = False
@@ -152,7 +152,7 @@ class _Finder:
         one = self.cache.floor_s(site, shape, max(1, self.batch // shape.dp))
         return one * self.batch / shape.dp * self.work.n_blocks / shape.pp
 
-    def least_s(self, pool: tuple[Group, ...]) -> float:
+    def least_s(self, pool: tuple[NodeGroup, ...]) -> float:
         """The same, perfectly shared out over all GPUs of a pool."""
         rate = 0.0
         for group in pool:
@@ -160,7 +160,7 @@ class _Finder:
             rate += group.n_gpus / self.cache.floor_s(site, Layout(), self.batch)
         return self.batch * self.work.n_blocks / rate
 
-    def limit_s(self, pool: tuple[Group, ...]) -> float:
+    def limit_s(self, pool: tuple[NodeGroup, ...]) -> float:
         """A step on this pool that takes longer is no offer that is shown: its value would be above the worst."""
         if self.aim.purpose == "fastest" or self._worst == INF:
             return self._worst * (1 + ROUNDED)
@@ -172,7 +172,7 @@ class _Finder:
             limit = max(self.aim.deadline_h / self.hours(1.0), self._worst / (paid + LATE))
         return limit * (1 + ROUNDED)
 
-    def variants(self, pool: tuple[Group, ...], site: Site, job: Job, open_: tuple[Space, Layout]) -> bool:
+    def variants(self, pool: tuple[NodeGroup, ...], site: Site, job: Job, open_: tuple[Space, Layout]) -> bool:
         """Microbatch sizes and checkpointing of a kind of layout. Where the largest microbatch fits, nothing needs to be
         computed again."""
         space, kind = open_
@@ -186,7 +186,7 @@ class _Finder:
                 break
         return any_fits
 
-    def one(self, pool: tuple[Group, ...], site: Site, job: Job, layout: Layout) -> bool:
+    def one(self, pool: tuple[NodeGroup, ...], site: Site, job: Job, layout: Layout) -> bool:
         """Costs a layout; does it fit?"""
         try:
             step = step_of(self.model, job, layout, site.per_node)
@@ -210,7 +210,7 @@ class _Finder:
             return False
         found = step_cost(site, self.work, layout, step, self.cache.block_s(site, layout, step.n_rows))
         parts = tuple(
-            Part(group.pool, n, step.largest_share, (self.work.n_blocks,), 1 - found.parts["bubble"] / found.step_s)
+            OfferPart(group.pool, n, step.largest_share, (self.work.n_blocks,), 1 - found.parts["bubble"] / found.step_s)
             for group, n in hetero_offers.taken(pool, layout.world_size)
         )
         self.take(Candidate(pool, layout, step, found, held, parts, self.cache.lone_s(site, step, layout.world_size), room))

@@ -14,7 +14,7 @@ Purpose = Literal["fastest", "cheapest", "deadline"]
 
 
 @dataclass(frozen=True)
-class Group:
+class NodeGroup:
     """Equal nodes of one pool. `lost_per_node_h`: how often one is taken, per hour; `zone`: '' = not known."""
 
     pool: str
@@ -48,7 +48,7 @@ class Aim:
 
 
 @dataclass(frozen=True)
-class Part:
+class OfferPart:
     """What one group does in an offer: `n_gpus` of it, `samples` of a step for each of its data-parallel ranks (of a microbatch
     times their number), `layers` of each of its pipeline stages (of all stages where the group has whole pipelines)."""
 
@@ -67,7 +67,7 @@ class Offer:
     """
 
     layout: Layout
-    parts: tuple[Part, ...]
+    parts: tuple[OfferPart, ...]
     step: Step
     step_s: float
     seconds: Mapping[str, float]
@@ -113,12 +113,12 @@ class Offers:
 class Candidate:
     """A layout on some groups, costed."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[NodeGroup, ...]
     layout: Layout
     step: Step
     cost: Cost
     memory: Mapping[str, float]
-    parts: tuple[Part, ...]
+    parts: tuple[OfferPart, ...]
     lone_s: float  # of a step on as many GPUs that never wait for each other
     room_bytes: int = 0  # of the GPU that `memory` is of
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.layout_search import Choice, Limits, plan_layout
+from elastic.planner.layout_search import Choice, LayoutLimits, plan_layout
 from elastic.policy import transition_cost
 from elastic.policy.copies import cadence, replica_placement
 from elastic.policy.faults import refused_layouts
@@ -74,7 +74,7 @@ def _searched(state: State, nodes: Sequence[Node]) -> Choice:
     ordered = sorted(nodes, key=lambda node: place.get(node.node_id, len(place)))
     known = [pool.memory_bytes_per_gpu for pool in state.pools if pool.name in {node.pool for node in nodes}]
     memory_bytes = min(known) if known and all(known) else 0
-    limits = Limits(memory_bytes, state.infeasible, _hardware(state, nodes), speeds.rates(state, nodes))
+    limits = LayoutLimits(memory_bytes, state.infeasible, _hardware(state, nodes), speeds.rates(state, nodes))
     pools = {pool.name: pool for pool in state.pools}
     zones = {node.node_id: zone_of(pools.get(node.pool)) for node in nodes}
     of_node = {node.node_id: gpu_bytes(state, pools.get(node.pool)) for node in nodes}

@@ -11,7 +11,7 @@ from elastic.planner.layout_search import Choice
 from elastic.policy.speed import speeds
 from elastic.policy.state.state import State
 from elastic.reshard.rank_reuse import MOST_WORKERS, place
-from elastic.reshard.transfer_forecast import LEAST_S, Pace, Room, forecast
+from elastic.reshard.transfer_forecast import LEAST_S, Room, TransferRates, forecast
 from elastic.reshard.transfers import holders_of, participants
 from elastic.types import Move, Plan, PlanEntered, Resume, WorkerId
 from elastic.types.replacing import replace
@@ -64,7 +64,7 @@ def _forecast(asked: _Transition) -> Move:
     wire = "cpu" if kinds <= {"CPU"} else "cuda"
     running = choice.memory_bytes + choice.activation_bytes
     room = Room(min(memory) if memory and all(memory) else 0, running, wire, _host_bytes_per_s(state, kinds, nodes))
-    pace = Pace(min(rates), state.move_pace) if rates else Pace(times=state.move_pace)
+    pace = TransferRates(min(rates), state.move_pace) if rates else TransferRates(times=state.move_pace)
     cuts = (resume.layout, resume.layers), (choice.layout, choice.layers)
     return forecast(state.model, *cuts, holders_of(resume, everyone), nodes, (room, pace))
 

@@ -25,7 +25,7 @@ Cutting = tuple[tuple[int, ...], int | None, bool, bool]  # tensors of equal val
 
 
 @dataclass(frozen=True)
-class Bundle:
+class TensorBundle:
     """Tensors (by their place in `placements`) of equal shape, dtype and placement under both layouts."""
 
     first: Placed
@@ -35,7 +35,7 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Column:
+class PieceColumn:
     """Pieces of a tensor that are equal beyond dimension 0 (`across`) and follow each other along it, the last up to `end`.
     `numbers`: tp index x fsdp + fsdp index, 0 on an axis that does not cut the tensor. A scalar is one piece, from 0 to 1."""
 
@@ -50,7 +50,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Parts:
+class OverlapParts:
     """The overlaps of the new pieces of a tensor with the old ones, in the order of both: numbers of the pieces, what it is
     along dimension 0, and beyond it: the place in `regions`."""
 
@@ -84,7 +84,7 @@ class Side:
         self._fsdp = dp_shard * layout.cp + cp
         self._stages: dict[tuple[int | None, ...], Stages] = {}
         self._numbers: dict[Held, Ints] = {}
-        self._columns: dict[Cutting, list[Column]] = {}
+        self._columns: dict[Cutting, list[PieceColumn]] = {}
 
     @cached_property
     def state(self) -> tuple[Placed, ...]:
@@ -103,15 +103,15 @@ class Side:
             self._numbers[held] = np.where(np.isin(self._pp, stages), number, -1)
         return self._numbers[held]
 
-    def columns(self, placed: Placed) -> list[Column]:
+    def columns(self, placed: Placed) -> list[PieceColumn]:
         """All pieces that are not empty."""
         cutting = cutting_of(placed)
         if cutting not in self._columns:
             self._columns[cutting] = self._cut(placed)
         return self._columns[cutting]
 
-    def _cut(self, placed: Placed) -> list[Column]:
-        found: dict[Region, Column] = {}
+    def _cut(self, placed: Placed) -> list[PieceColumn]:
+        found: dict[Region, PieceColumn] = {}
         for t in range(self.layout.tp if placed.tp_cut else 1):
             offsets, sizes = region(placed, (t, self.layout.tp), (0, 1))
             if 0 in sizes:
@@ -123,7 +123,7 @@ class Side:
             if across in found:  # tp cuts along dimension 0 too
                 before = found[across]
                 numbers, starts = np.append(before.numbers, numbers), np.append(before.starts, starts)
-            found[across] = Column(across, numbers, starts, start + size)
+            found[across] = PieceColumn(across, numbers, starts, start + size)
         return list(found.values())
 
 
@@ -131,7 +131,7 @@ def cutting_of(placed: Placed) -> Cutting:
     return placed.spec.shape, placed.spec.tp_dim, placed.tp_cut, placed.fsdp_cut
 
 
-def bundles(state: Sequence[Placed], source: Side, target: Side) -> list[Bundle]:
+def bundles(state: Sequence[Placed], source: Side, target: Side) -> list[TensorBundle]:
     """The state in bundles, in the order of their first tensors."""
     found: dict[tuple[object, ...], list[int]] = {}
     for i, placed in enumerate(state):
@@ -139,7 +139,7 @@ def bundles(state: Sequence[Placed], source: Side, target: Side) -> list[Bundle]
         key = (source.held(placed), target.held(placed), spec.shape, spec.tp_dim, spec.dtype)
         found.setdefault(key, []).append(i)
     firsts = [(state[tensors[0]], tuple(tensors)) for tensors in found.values()]
-    return [Bundle(first, tensors, source.held(first), target.held(first)) for first, tensors in firsts]
+    return [TensorBundle(first, tensors, source.held(first), target.held(first)) for first, tensors in firsts]
 
 
 class Overlaps:
@@ -147,16 +147,16 @@ class Overlaps:
 
     def __init__(self, source: Side, target: Side) -> None:
         self.source, self.target = source, target
-        self._found: dict[Cutting, Parts] = {}
+        self._found: dict[Cutting, OverlapParts] = {}
 
-    def of(self, placed: Placed) -> Parts:
+    def of(self, placed: Placed) -> OverlapParts:
         cutting = cutting_of(placed)
         if cutting not in self._found:
             self._found[cutting] = _overlaps(self.source.columns(placed), self.target.columns(placed))
         return self._found[cutting]
 
 
-def _overlaps(old: Sequence[Column], new: Sequence[Column]) -> Parts:
+def _overlaps(old: Sequence[PieceColumn], new: Sequence[PieceColumn]) -> OverlapParts:
     regions: list[Region] = []
     found = [np.empty((5, 0), dtype=np.int64)]
     for one in new:
@@ -170,7 +170,7 @@ def _overlaps(old: Sequence[Column], new: Sequence[Column]) -> Parts:
                 regions.append(across)
     rows = np.concatenate(found, axis=1)
     new_numbers, old_numbers, start, size, at = rows[:, np.lexsort((rows[1], rows[0]))]
-    return Parts(new_numbers, old_numbers, start, size, at, regions)
+    return OverlapParts(new_numbers, old_numbers, start, size, at, regions)
 
 
 def shard_bytes(model: ModelProfile, cut: Cut, padded: bool = False) -> list[int]:

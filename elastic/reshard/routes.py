@@ -20,7 +20,7 @@ from heapq import heapreplace
 import numpy as np
 
 from elastic.errors import StateLost
-from elastic.reshard.pieces import Bundle, Cut, Held, Ints, Overlaps, Side, bundles
+from elastic.reshard.pieces import Cut, Held, Ints, Overlaps, Side, TensorBundle, bundles
 from elastic.reshard.shards import Placed, Region
 from elastic.types import DTYPE_BYTES, Layout, ModelProfile
 
@@ -32,7 +32,7 @@ class Routes:
     """Parts of each tensor of a bundle on their way, in the order of destinations and offsets. `n_bytes`: of one tensor;
     `senders`: [part, tensor], or [part, 1] where none has a choice; `old`: the piece of which it is a part."""
 
-    bundle: Bundle
+    bundle: TensorBundle
     destination: Ints
     start: Ints
     size: Ints
@@ -71,7 +71,7 @@ def routes_between(source: Side, target: Side, holders: Mapping[int, tuple[int, 
     return [routes for routes, _, _ in found]
 
 
-def _routes(bundle: Bundle, overlaps: Overlaps, held: Holdings) -> tuple[Routes, Ints, Ints]:
+def _routes(bundle: TensorBundle, overlaps: Overlaps, held: Holdings) -> tuple[Routes, Ints, Ints]:
     """Routes, and for each the first of those that could send it, a place in the givers' `who`, and how many there are."""
     first, source, target = bundle.first, overlaps.source, overlaps.target
     parts, givers = overlaps.of(first), held.givers(bundle.old)

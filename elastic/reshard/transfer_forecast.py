@@ -35,7 +35,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Pace:
+class TransferRates:
     """`link_bytes_per_s`: between two nodes, each way. `times`: measured seconds of earlier moves / predicted ones."""
 
     link_bytes_per_s: float = 2.9e9
@@ -48,7 +48,7 @@ def forecast(
     new: Cut,
     holders: Mapping[int, tuple[int, ...]],
     nodes: Sequence[str],
-    limits: tuple[Room, Pace],
+    limits: tuple[Room, TransferRates],
 ) -> Move:
     """The Move of a transition from memory. Arguments as of `plan_transfers`. Raises StateLost where a part has no holder."""
     room, pace = limits

@@ -7,7 +7,7 @@ had to say is heard. Unless the driver has ended them meanwhile: they obey that 
 from __future__ import annotations
 
 from elastic.sim.scripted_faults import Fault
-from elastic.sim.sim_generations import Generations, Group
+from elastic.sim.sim_generations import Generations, SimGeneration
 from elastic.types import (
     EnterPlan,
     Event,
@@ -35,7 +35,7 @@ class Partitions(Generations):
             if not any(worker in group.members for group in self._groups.values() if not group.ended):
                 self._after(self.delays.silent_s, lambda w=worker: self._silent_idle(w))  # type: ignore[misc]
 
-    def _watch(self, group: Group, fault: Fault) -> None:
+    def _watch(self, group: SimGeneration, fault: Fault) -> None:
         """The driver misses the answers of those that are cut off, if it does not reach them in time."""
 
         def looked() -> None:
@@ -60,14 +60,14 @@ class Partitions(Generations):
         if not group.ended and self._cut_s(group.members) > 0:
             self._watch(group, Fault(self._now_s, "partition"))
 
-    def _entered(self, group: Group) -> None:
+    def _entered(self, group: SimGeneration) -> None:
         wait_s = self._cut_s(group.members)
         if wait_s > 0 and not group.ended:
             self._after(wait_s, lambda: self._entered(group))
         else:
             super()._entered(group)
 
-    def _step(self, group: Group) -> None:
+    def _step(self, group: SimGeneration) -> None:
         """Ranks that are all cut off together step on; what they say is heard later."""
         ranks, wait_s = group.plan.ranks, self._cut_s(group.plan.ranks)
         if wait_s > 0 and not group.ended and len({worker.node_id for worker in ranks}) > 1:

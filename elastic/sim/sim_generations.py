@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from elastic.sim.functions import Functions
 from elastic.sim.gpu_speeds import FORWARD, Paces, step_s
 from elastic.sim.scripted_faults import Delays, Fault, Moment
-from elastic.sim.sim_nodes import Machines
+from elastic.sim.sim_nodes import SimMachines
 from elastic.sim.weather import Weather
 from elastic.types import (
     Abort,
@@ -48,7 +48,7 @@ AHEAD = 2  # steps that ranks have read ahead when other shares are set
 
 
 @dataclass
-class Group:
+class SimGeneration:
     """One generation as it really is."""
 
     plan: Plan
@@ -72,15 +72,15 @@ class Group:
         return set(self.plan.ranks) | {h.worker for h in self.plan.resume.holdings}
 
 
-class Generations(Machines):
+class Generations(SimMachines):
     """Runs plans on machines. `violations`: orders that the contract forbids, as found."""
 
     def __init__(self, pools: tuple[Pool, ...], job: Job, delays: Delays, fits: Callable[[Plan], bool]) -> None:
         super().__init__(pools, job, delays)
         self.fits, self.paces, self.functions = fits, Paces(), Functions(job)
         self.violations: list[str] = []
-        self._groups: dict[int, Group] = {}
-        self._forming: Group | None = None  # whose process groups are made ahead; `entered`: they are there
+        self._groups: dict[int, SimGeneration] = {}
+        self._forming: SimGeneration | None = None  # whose process groups are made ahead; `entered`: they are there
         self._commits: dict[WorkerId, tuple[float, ...]] = {}
         self._without_device: set[WorkerId] = set()
         self._told_broken: set[WorkerId] = set()  # of these, those that the policy knows of
@@ -95,7 +95,7 @@ class Generations(Machines):
         self._damaged: set[str] = set()
         self.weather = Weather()
 
-    def _running(self) -> list[Group]:
+    def _running(self) -> list[SimGeneration]:
         return [group for group in self._groups.values() if group.entered and not group.ended]
 
     # ------------------------------------------------------------------------------------------ breaks
@@ -152,7 +152,7 @@ class Generations(Machines):
                 self._told_broken.add(event.worker)
         super()._say(event)
 
-    def _break(self, group: Group, moment: Moment = "inside") -> None:
+    def _break(self, group: SimGeneration, moment: Moment = "inside") -> None:
         group.ended = True
         survivors = {w: rank for rank, w in enumerate(group.plan.ranks) if self._answers(w) and w not in self._without_device}
         self._leave(group, survivors, moment)
@@ -161,7 +161,7 @@ class Generations(Machines):
             error = "connection reset by peer"
             self._tell(WorkerFailed(heard, group.plan.generation, "collective", error), self.delays.detect_s)
 
-    def _leave(self, group: Group, survivors: dict[WorkerId, int], moment: Moment) -> None:
+    def _leave(self, group: SimGeneration, survivors: dict[WorkerId, int], moment: Moment) -> None:
         """What those (worker -> rank) have seen of the step that was under way."""
         if group.entered and group.step < self.job.steps and moment != "inside":
             for k, (worker, rank) in enumerate(survivors.items()):
@@ -197,7 +197,7 @@ class Generations(Machines):
             )
         if len(set(plan.ranks)) != plan.layout.world_size or sum(plan.samples) != self.job.global_batch:
             self.violations.append(f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit {plan.layout}")
-        group = self._groups[plan.generation] = Group(plan)
+        group = self._groups[plan.generation] = SimGeneration(plan)
         made, self._forming = self._forming, None
         there = made is not None and made.entered and made.plan.meeting == plan.meeting
         group.set_up_s = 0.0 if there else self._set_up_s(plan)
@@ -221,7 +221,7 @@ class Generations(Machines):
         deadline_s = self._machines[worker.node_id].deadline_s
         return float("inf") if deadline_s is None else deadline_s
 
-    def _transition(self, group: Group) -> None:
+    def _transition(self, group: SimGeneration) -> None:
         slow = group.plan.resume.source == "durable"
         enter_s = self.weather.read_s(self._now_s, self.delays.restore_s) if slow else self.delays.enter_s
         self._after(enter_s + group.set_up_s, lambda: self._entered(group))
@@ -231,7 +231,7 @@ class Generations(Machines):
         return self.delays.groups_s * (3 + len(axes_of(plan.layout)))
 
     def _form(self, action: FormGroups) -> None:
-        forming = self._forming = Group(action.plan)
+        forming = self._forming = SimGeneration(action.plan)
         if action.plan.generation <= max(self._groups, default=0):
             self.violations.append(f"groups of generation {action.plan.generation} after {max(self._groups)}")
 
@@ -252,7 +252,7 @@ class Generations(Machines):
             if fault.lasting:
                 del self.stored[readable[-1]]
 
-    def _entered(self, group: Group) -> None:
+    def _entered(self, group: SimGeneration) -> None:
         plan, resume = group.plan, group.plan.resume
         if not group.ended and any(not self._answers(worker) for worker in group.members):
             self._unanswered(group)
@@ -295,7 +295,7 @@ class Generations(Machines):
         else:
             self._begin_step(group)
 
-    def _has_source(self, group: Group) -> bool:
+    def _has_source(self, group: SimGeneration) -> bool:
         resume = group.plan.resume
         assert resume.layout is not None
         layout, members = resume.layout, group.members
@@ -307,7 +307,7 @@ class Generations(Machines):
         }
         return there == {replica_key(layout, rank) for rank in range(layout.world_size)}
 
-    def _begin_step(self, group: Group) -> None:
+    def _begin_step(self, group: SimGeneration) -> None:
         plan = group.plan
         group.step_s = self.delays.work_s / len(plan.ranks)
         if self.paces.on:
@@ -316,7 +316,7 @@ class Generations(Machines):
             group.step_s = step_s(plan, plan.samples, group.units, self.delays.work_s, sum(plan.layers))
         self._after(group.step_s, lambda: self._step(group))
 
-    def _tell_paces(self, group: Group) -> None:
+    def _tell_paces(self, group: SimGeneration) -> None:
         """What rank 0 has to tell of the ranks' speeds."""
         unit_s = FORWARD * self.delays.work_s / (self.job.global_batch * sum(group.plan.layers))
         row = [unit_s * one for one in group.units]
@@ -339,14 +339,14 @@ class Generations(Machines):
         group.shares[from_step] = samples
         self._tell(SharesSet(action.generation, samples, from_step))
 
-    def _advance(self, group: Group, rank: int, step: int) -> None:
+    def _advance(self, group: SimGeneration, rank: int, step: int) -> None:
         worker, generation = group.plan.ranks[rank], group.plan.generation
         kept = tuple(h for h in self._held.get(worker, ()) if h.kind == "peer" or h.generation != generation)
         self._held[worker] = (Holding(worker, generation, rank, step, "live"), *kept)
         self._commits[worker] = (float(group.plan.generation), float(step))
         self._pending.pop(worker, None)
 
-    def _step(self, group: Group) -> None:
+    def _step(self, group: SimGeneration) -> None:
         if group.ended:
             return
         plan, took_s = group.plan, group.step_s
@@ -384,7 +384,7 @@ class Generations(Machines):
         else:
             self._begin_step(group)
 
-    def _gives_no_number(self, group: Group) -> None:
+    def _gives_no_number(self, group: SimGeneration) -> None:
         step, group.ended = group.step + 1, True
         if not self._for_ever:
             self._not_finite.discard(step)
@@ -392,26 +392,26 @@ class Generations(Machines):
             text = f"step {step}: train_loss nan: the loss of rank 0 on {group.plan.ranks[0]} is not finite; its samples: 1, 2"
             self._tell(WorkerFailed(worker, group.plan.generation, "not_finite", text, 0, step))
 
-    def _corrupt(self, group: Group) -> None:
+    def _corrupt(self, group: SimGeneration) -> None:
         """What the generation took over was not what was sent; found out behind its first steps. One that starts over took
         over nothing, and compares nothing."""
         if group.plan.resume.source == "fresh":
             return
         self._tell(DigestChecked(group.plan.generation, False, 1000))
 
-    def _wrong_numbers(self, group: Group, node_id: str, n_steps: int) -> None:
+    def _wrong_numbers(self, group: SimGeneration, node_id: str, n_steps: int) -> None:
         """From the next step on what a node computes is wrong; after `n_steps` steps it is found out."""
         generation, good = group.plan.generation, group.step
         self._spoilt.append((generation, good))
         workers = tuple(worker for worker in group.plan.ranks if node_id in ("", worker.node_id))
         self._finds[generation] = WrongNumbers(generation, good + max(1, n_steps), good, workers, "replicas differ")
 
-    def _found_out(self, group: Group) -> None:
+    def _found_out(self, group: SimGeneration) -> None:
         found = self._finds.get(group.plan.generation)
         if found is not None and group.step >= found.step:
             self._tell(self._finds.pop(group.plan.generation))
 
-    def _copy_to_peers(self, group: Group) -> None:
+    def _copy_to_peers(self, group: SimGeneration) -> None:
         plan, step = group.plan, group.step
         if not plan.copies_to or not plan.peer_every:
             return
@@ -435,7 +435,7 @@ class Generations(Machines):
 
         self._after(self.delays.copy_s, acknowledged)
 
-    def _save(self, group: Group) -> None:
+    def _save(self, group: SimGeneration) -> None:
         plan, step = group.plan, group.step
 
         def stored() -> None:
@@ -455,7 +455,7 @@ class Generations(Machines):
 
         self._after(self.weather.saved_s(self._now_s, self.delays.store_s), stored)
 
-    def _finish(self, group: Group) -> None:
+    def _finish(self, group: SimGeneration) -> None:
         """All ranks leave at this boundary; the last copy is under way."""
         if not group.save and group.step >= self.job.steps:
             self._save(group)
@@ -530,7 +530,7 @@ class Generations(Machines):
             heard_s = self._cut_s([worker]) + self.delays.quiesce_s
             self._after(heard_s, lambda r=rank, w=worker: applied(r, w))  # type: ignore[misc]
 
-    def _unanswered(self, group: Group, why: str = "") -> None:
+    def _unanswered(self, group: SimGeneration, why: str = "") -> None:
         """Somebody in the group no longer answers: the others wait until he is found silent."""
         group.ended = True
         for worker in sorted(group.members):

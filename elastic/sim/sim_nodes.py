@@ -29,7 +29,7 @@ from elastic.types import (
 
 
 @dataclass
-class Machine:
+class SimMachine:
     """A node as it really is."""
 
     node: Node
@@ -41,13 +41,13 @@ class Machine:
     deadline_s: float | None = None  # of its notice
 
 
-class Machines(Clock):
+class SimMachines(Clock):
     """The nodes of some pools, and what the processes on them hold."""
 
     def __init__(self, pools: tuple[Pool, ...], job: Job, delays: Delays) -> None:
         super().__init__()
         self.pools, self.job, self.delays = pools, job, delays
-        self._machines: dict[str, Machine] = {}
+        self._machines: dict[str, SimMachine] = {}
         self._told_lost: set[str] = set()
         self._held: dict[WorkerId, tuple[Holding, ...]] = {}
         self._dead: set[WorkerId] = set()
@@ -59,7 +59,7 @@ class Machines(Clock):
         self._coming: dict[str, int] = {}
         self._withdrawn: set[str] = set()
         self._n_nodes = 0
-        self._before: list[Machine] = []  # of nodes that stand again
+        self._before: list[SimMachine] = []  # of nodes that stand again
         self.most_nodes = 0  # that were paid for at a time
 
     def _kill(self, workers: set[WorkerId], moment: Moment = "inside") -> None:
@@ -78,7 +78,7 @@ class Machines(Clock):
         end_s = self._now_s if self._stopped_s is None else self._stopped_s
         return sum(self._cost(m.node.pool, m.born_s, min(end_s, m.gone_s or end_s)) for m in self._all())
 
-    def _all(self) -> list[Machine]:
+    def _all(self) -> list[SimMachine]:
         return [*self._before, *self._machines.values()]
 
     def _cost(self, pool: str, from_s: float, to_s: float) -> float:
@@ -126,7 +126,7 @@ class Machines(Clock):
     def _boot(self, pool: Pool) -> None:
         self._n_nodes += 1
         node = Node(f"{pool.name}-{self._n_nodes}", pool.name, pool.gpus_per_node)
-        self._machines[node.node_id] = Machine(node, self._now_s)
+        self._machines[node.node_id] = SimMachine(node, self._now_s)
         self.most_nodes = max(self.most_nodes, sum(m.gone_s is None for m in self._machines.values()))
         self._tell(NodeReady(node))
         if self._now_s < self._crash_until_s.get(pool.name, 0.0):
@@ -150,7 +150,7 @@ class Machines(Clock):
 
         self._after(self._cut_s([WorkerId(action.node_id, 0)]) + self.delays.prepare_s, done)
 
-    def _refuse(self, machine: Machine) -> None:
+    def _refuse(self, machine: SimMachine) -> None:
         if machine.gone_s is None and machine.node.node_id not in self._lost():
             self._tell(NodeRefused(machine.node.node_id, "scripted", machine.node.pool))
 
@@ -209,7 +209,7 @@ class Machines(Clock):
         self._dead = {worker for worker in self._dead if worker.node_id != node_id}
         self._told_lost.discard(node_id)
         del self._machines[node_id]  # at the end: order of arrival
-        self._machines[node_id] = Machine(before.node, self._now_s)
+        self._machines[node_id] = SimMachine(before.node, self._now_s)
         self._tell(NodeReady(before.node))
 
     # ------------------------------------------------------------------------------------------ notices

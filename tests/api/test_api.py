@@ -27,8 +27,8 @@ from elastic.driver import LINE_EVERY_S, restored
 from elastic.errors import JournalDamaged, ProgramError, SpecError
 from elastic.ledger.journal import Journal, Line, built, plain, read
 from elastic.ledger.lease import Lease
-from elastic.ledger.run_folder import Cut
-from elastic.ledger.segments import Stored
+from elastic.ledger.run_folder import JournalCut
+from elastic.ledger.segments import StoredJournal
 from elastic.observe.run_view import view_of
 from elastic.policy.state.event_handlers import digested
 from elastic.policy.state.fold import State, fold
@@ -219,7 +219,7 @@ def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path)
         "journal.jsonl"
     }  # nothing is written yet
     start = replace(START, epoch=2, cut=one._cut.said)
-    journal = place.open_journal(2, Stored(), one._cut)
+    journal = place.open_journal(2, StoredJournal(), one._cut)
     journal.append(3.0, [(3.0, start)], None)
     journal.close()
     aside = place.folder / "journal-damaged-1.jsonl"
@@ -245,7 +245,7 @@ def test_without_a_part_of_the_journal_nobody_is_attached_to(folder: Path) -> No
     one.address = "auto"
     before, state = [Line(0.0, 1, ((0.0, first),))], fold(State(), first, 0.0)
     assert one._start(2, before, state).attached
-    one._cut = Cut("some lines are missing", "", b"", b"")
+    one._cut = JournalCut("some lines are missing", "", b"", b"")
     again = one._start(2, before, state)
     assert (again.attached, again.cut) == (False, "some lines are missing")
 

@@ -16,9 +16,9 @@ from trial import Clock
 
 from elastic import catalog
 from elastic.planner.cost import catalog_hardware, compute
-from elastic.planner.layout_search import Limits, plan_layout
+from elastic.planner.layout_search import LayoutLimits, plan_layout
 from elastic.planner.offer_search import find_offers
-from elastic.planner.offers import Aim, Group
+from elastic.planner.offers import Aim, NodeGroup
 from elastic.planner.published.decoder import Decoder
 from elastic.types import Job, Node
 
@@ -29,11 +29,11 @@ PER_GPU = 2  # samples of a step
 MOST_S = 600.0
 
 
-def group(chip: str, n_nodes: int) -> Group:
-    return Group(chip, catalog_hardware.profile(catalog.find_chip(chip)), n_nodes, 8, usd_per_node_h=30.0)
+def group(chip: str, n_nodes: int) -> NodeGroup:
+    return NodeGroup(chip, catalog_hardware.profile(catalog.find_chip(chip)), n_nodes, 8, usd_per_node_h=30.0)
 
 
-def searched_s(groups: list[Group], model: Decoder, aim: Aim) -> float:
+def searched_s(groups: list[NodeGroup], model: Decoder, aim: Aim) -> float:
     """Nothing is known from the search before."""
     batch = PER_GPU * sum(one.n_gpus for one in groups)
     profile = model.profile()
@@ -50,7 +50,7 @@ def run_s(model: Decoder, kinds: tuple[tuple[str, int], ...]) -> float:
     known = {name: catalog_hardware.profile(catalog.find_chip(name)) for name, _ in kinds}
     nodes = [Node(f"{name}-{i}", name, 8) for name, n in kinds for i in range(n)]
     memory = {node.node_id: known[node.pool].memory_bytes for node in nodes}
-    limits = Limits(min(memory.values()), hardware={node.node_id: known[node.pool] for node in nodes}, memory=memory)
+    limits = LayoutLimits(min(memory.values()), hardware={node.node_id: known[node.pool] for node in nodes}, memory=memory)
     profile, batch = model.profile(), PER_GPU * 8 * len(nodes)
     compute.matmul_s.cache_clear()
     began_s = process_time()

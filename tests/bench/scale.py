@@ -35,12 +35,12 @@ from trial import Clock
 
 from elastic.cluster.backend.aggregate import Gather
 from elastic.driver import drive
-from elastic.ledger.journal import Memory
+from elastic.ledger.journal import MemoryJournal
 from elastic.planner.published import known_decoders
 from elastic.policy.decide import decide
 from elastic.policy.pools.drain import NEAR, lead_of
 from elastic.policy.state.fold import Aborting, Failure, State, fold
-from elastic.reshard.transfer_forecast import Pace, Room, forecast
+from elastic.reshard.transfer_forecast import Room, TransferRates, forecast
 from elastic.reshard.transfers import plan_transfers
 from elastic.sim.scripted_faults import Delays, Fault
 from elastic.sim.sim_backend import SimBackend
@@ -108,7 +108,7 @@ def moves(n: int, profile: ModelProfile) -> dict[str, float]:
     for old, new in cuts:
         blocks = profile.n_blocks // 4
         sides = (old, ()), (new, (blocks,) * 4 if new.pp > 1 else ())
-        told_s = seconds(lambda s=sides: forecast(profile, *s, holders, nodes, (Room(), Pace())))  # type: ignore[misc]
+        told_s = seconds(lambda s=sides: forecast(profile, *s, holders, nodes, (Room(), TransferRates())))  # type: ignore[misc]
         found.append((told_s, seconds(lambda s=sides: plan_transfers(profile, *s, holders, nodes, me=0))))  # type: ignore[misc]
     return {"forecast_s": round(max(told for told, _ in found), 3), "transfers_s": round(max(own for _, own in found), 3)}
 
@@ -154,7 +154,7 @@ def decisions(n: int, profile: ModelProfile, profiled: bool = False) -> dict[str
     }  # fmt: skip
     faults = [Fault(100.0 + 60 * i, "notice" if i % 2 else "loss", 3 * i, 30.0) for i in range(4)]
     backend = SimBackend(pools, Job.from_plain(job), faults, Delays(work_s=10.0 * n))
-    state = drive(backend, Memory(), DriverStarted("scale", 1, job, pools, profile), decide=seen)
+    state = drive(backend, MemoryJournal(), DriverStarted("scale", 1, job, pools, profile), decide=seen)
     if state.phase != "succeeded" or len(seen.changes) < 3 or not seen.noticed:
         raise AssertionError(f"{n} GPUs: {state.phase} after {len(seen.changes)} changes: {state.outcome_reason}")
     if profiled:

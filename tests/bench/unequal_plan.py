@@ -21,7 +21,7 @@ from trial import Clock
 from elastic import catalog
 from elastic.planner.cost import catalog_hardware
 from elastic.planner.offer_search import find_offers
-from elastic.planner.offers import Aim, Group, Offer
+from elastic.planner.offers import Aim, NodeGroup, Offer
 from elastic.planner.published import known_decoders
 from elastic.types import Job, ModelProfile
 
@@ -35,15 +35,15 @@ WHOLE = 40  # offers that are kept, so that one over all kinds is among them
 MOST_S = 600.0
 
 
-def groups(kinds: Kinds = KINDS) -> tuple[Group, ...]:
-    return tuple(Group(name, catalog_hardware.profile(catalog.find_chip(name)), n, size) for name, n, size in kinds)
+def groups(kinds: Kinds = KINDS) -> tuple[NodeGroup, ...]:
+    return tuple(NodeGroup(name, catalog_hardware.profile(catalog.find_chip(name)), n, size) for name, n, size in kinds)
 
 
-def n_gpus(of: tuple[Group, ...]) -> int:
+def n_gpus(of: tuple[NodeGroup, ...]) -> int:
     return sum(group.n_gpus for group in of)
 
 
-def offers(model: ModelProfile, of: tuple[Group, ...], batch: int, n_best: int = 1) -> tuple[Offer, ...]:
+def offers(model: ModelProfile, of: tuple[NodeGroup, ...], batch: int, n_best: int = 1) -> tuple[Offer, ...]:
     return find_offers(model, Job(global_batch=batch, precision="bfloat16"), of, Aim(n_best=n_best)).best
 
 
@@ -52,13 +52,13 @@ def most(found: tuple[Offer, ...]) -> float:
     return max((offer.tokens_per_s for offer in found), default=0.0)
 
 
-def over_all(found: tuple[Offer, ...], of: tuple[Group, ...]) -> float:
+def over_all(found: tuple[Offer, ...], of: tuple[NodeGroup, ...]) -> float:
     """Tokens per second of the best plan that uses each of these kinds, in any number; 0 = none fits."""
     names = {group.pool for group in of}
     return max((offer.tokens_per_s for offer in found if {part.pool for part in offer.parts} == names), default=0.0)
 
 
-def equal(model: ModelProfile, of: tuple[Group, ...], batch: int) -> float:
+def equal(model: ModelProfile, of: tuple[NodeGroup, ...], batch: int) -> float:
     """Of every kind in turn as if all GPUs were of it, the least."""
     slowest = min(group.hardware.link_bytes_per_s for group in of)
     size, total = min(group.gpus_per_node for group in of), n_gpus(of)
@@ -70,7 +70,7 @@ def equal(model: ModelProfile, of: tuple[Group, ...], batch: int) -> float:
     return min(found)
 
 
-def compared(name: str, of: tuple[Group, ...] | None = None) -> dict[str, Any]:
+def compared(name: str, of: tuple[NodeGroup, ...] | None = None) -> dict[str, Any]:
     of = of or groups()
     batch = SAMPLES_PER_GPU * n_gpus(of)
     model = known_decoders.find(f"{name},seq={SEQUENCE}").decoder.profile()

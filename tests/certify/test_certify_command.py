@@ -18,7 +18,7 @@ from elastic.certify.checks import shared_gpu
 from elastic.certify.harness import place
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.place import Place, find
-from elastic.certify.result import Check, Report
+from elastic.certify.result import CertifyReport, Check
 from elastic.certify.tasks import Failed, Limit, OutOfTime, Tasks
 from elastic.cli import command_line
 from elastic.errors import SpecError
@@ -193,10 +193,10 @@ def below(mark: str) -> list[int]:
 
 
 def test_in_a_folder_the_file_has_the_name_of_the_place(tmp_path: Path) -> None:
-    report = Report(Place("one-gpu", 4, ray=True).plain("s3://b/p"), (), 1.0, 1.0)
+    report = CertifyReport(Place("one-gpu", 4, ray=True).plain("s3://b/p"), (), 1.0, 1.0)
     assert certify_command._file(tmp_path, report) == tmp_path / "one-gpu.json"
     assert report.place["storage"] == "s3"
-    without = Report(Place("cpu-gloo", 4).plain("/srv/runs"), (), 1.0, 1.0)
+    without = CertifyReport(Place("cpu-gloo", 4).plain("/srv/runs"), (), 1.0, 1.0)
     assert certify_command._file(tmp_path, without) == tmp_path / "cpu-gloo-no-ray.json"
     assert certify_command._file(tmp_path / "x.json", without) == tmp_path / "x.json"
     assert without.place["storage"] == "a local folder"

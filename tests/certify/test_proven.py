@@ -10,19 +10,19 @@ from support.places import ROOT
 from elastic.certify import proven
 from elastic.certify.claims import CLAIMS, Claim, stated
 from elastic.certify.proven import cell, page, read_results, read_whole_run
-from elastic.certify.result import Check, Report
+from elastic.certify.result import CertifyReport, Check
 from elastic.errors import SpecError
 
 README = (ROOT / "README.md").read_text()
 CLAIM = Claim("one", ("layout *", "kill"), ())
 
 
-def report(*checks: tuple[str, str], kind: str = "cpu-gloo") -> Report:
+def report(*checks: tuple[str, str], kind: str = "cpu-gloo") -> CertifyReport:
     place = {
         "kind": kind, "ranks": 4, "gpus": [], "ray": "2.60.0", "storage": "/s", "torch": "2.13", "python": "3.11",
         "elastic": "0", "cpus": 2, "load_1min": 0.5, "at": "2026-01-01 00:00 UTC",
     }  # fmt: skip
-    return Report(place, tuple(Check(name, verdict, why="NCCL | says no") for name, verdict in checks), 300.0, 99.0)
+    return CertifyReport(place, tuple(Check(name, verdict, why="NCCL | says no") for name, verdict in checks), 300.0, 99.0)
 
 
 def test_the_page_is_what_the_results_say() -> None:
@@ -108,7 +108,7 @@ def test_cells(checks: list, text: str) -> None:
 def test_a_claim_with_figures_shows_those_that_were_measured() -> None:
     claim = Claim("speed", ("kill",), (), ("pause_s", "ratio"))
     found = report()
-    found = Report(found.place, (Check("kill", "pass", {"pause_s": 0.25, "other": 3}),), 300.0, 1.0)
+    found = CertifyReport(found.place, (Check("kill", "pass", {"pause_s": 0.25, "other": 3}),), 300.0, 1.0)
     assert cell(claim, [found]) == "ran (1 check); kill: pause_s 0.25"
 
 

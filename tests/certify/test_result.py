@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.certify.result import Bound, Check, Report, failed, judge, not_run
+from elastic.certify.result import Bound, CertifyReport, Check, failed, judge, not_run
 from elastic.errors import InternalError, SpecError
 
 MOST = Bound("seconds", "here", most=2.0)
@@ -44,8 +44,8 @@ def test_small_differences_keep_their_digits() -> None:
 
 def test_a_result_survives_json() -> None:
     checks = (judge("a", {"seconds": 3.0}, [MOST]), not_run("b", "no GPU"), failed("c", ValueError("two\nlines")))
-    report = Report(PLACE, checks, 300.0, 12.5, interrupted=True)
-    assert Report.from_plain(json.loads(json.dumps(report.plain())), "x") == report
+    report = CertifyReport(PLACE, checks, 300.0, 12.5, interrupted=True)
+    assert CertifyReport.from_plain(json.loads(json.dumps(report.plain())), "x") == report
     assert report.plain()["verdicts"] == {"pass": 0, "fail": 2, "not_run": 1}
     assert checks[2].why == "ValueError: two lines"
 
@@ -53,7 +53,7 @@ def test_a_result_survives_json() -> None:
 @pytest.mark.parametrize("data", [{}, [], {"certify": 1}, {"certify": 1, "checks": [{"name": "a"}], "place": {}}])
 def test_another_file_is_no_result(data: object) -> None:
     with pytest.raises(SpecError, match=r"x\.json: "):
-        Report.from_plain(data, "x.json")
+        CertifyReport.from_plain(data, "x.json")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_another_file_is_no_result(data: object) -> None:
 )  # fmt: skip
 def test_exit_codes(verdicts: tuple, interrupted: bool, code: int) -> None:
     checks = tuple(Check(f"c{i}", verdict) for i, verdict in enumerate(verdicts))
-    assert Report(PLACE, checks, 300.0, 1.0, interrupted).exit_code == code
+    assert CertifyReport(PLACE, checks, 300.0, 1.0, interrupted).exit_code == code
 
 
 def test_rows_hold_place_numbers_bounds_and_errors_whole() -> None:
@@ -78,7 +78,7 @@ def test_rows_hold_place_numbers_bounds_and_errors_whole() -> None:
 
 
 def test_the_end_counts_and_names_what_failed() -> None:
-    report = Report(PLACE, (judge("a", {"seconds": 3.0}, [MOST]), not_run("b", "no GPU")), 300.0, 12.5, interrupted=True)
+    report = CertifyReport(PLACE, (judge("a", {"seconds": 3.0}, [MOST]), not_run("b", "no GPU")), 300.0, 12.5, interrupted=True)
     assert report.summary() == ["", "failed: a", "0 passed, 1 failed, 1 not run in 12 s (interrupted)"]
-    fine = Report(PLACE, (judge("a", {"seconds": 1.0}, [MOST]),), 300.0, 12.5)
+    fine = CertifyReport(PLACE, (judge("a", {"seconds": 1.0}, [MOST]),), 300.0, 12.5)
     assert fine.summary() == ["", "1 passed, 0 failed, 0 not run in 12 s"]

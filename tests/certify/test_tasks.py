@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic.certify.result import Bound, Check, judge
-from elastic.certify.tasks import Failed, Limit, OutOfTime, Refused, Task, Tasks
+from elastic.certify.tasks import Failed, Limit, OutOfTime, Task, TaskRefused, Tasks
 
 FINE = Bound("n", "here", most=1)
 
@@ -93,7 +93,7 @@ def test_an_error_after_the_last_check_is_not_swallowed() -> None:
     assert found == {"a": ("pass", ""), "a (afterwards)": ("fail", "Failed: afterwards")}
 
 
-@pytest.mark.parametrize("reason", [OutOfTime("its share was spent"), Refused("NCCL says no")])
+@pytest.mark.parametrize("reason", [OutOfTime("its share was spent"), TaskRefused("NCCL says no")])
 def test_out_of_time_and_refused_are_neither_pass_nor_fail(reason: Exception) -> None:
     found, _ = done([fine("a", "b", raises=reason), fine("c")])
     assert found == {"a": ("pass", ""), "b": ("not run", str(reason)), "c": ("pass", "")}

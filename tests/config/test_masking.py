@@ -11,7 +11,7 @@ import pytest
 from elastic.config import masking
 from elastic.config.masking import is_secret, masked, masked_text
 from elastic.ledger.run_folder import RunFolder
-from elastic.ledger.segments import Stored
+from elastic.ledger.segments import StoredJournal
 from elastic.observe import report
 from elastic.storage import open_storage
 from elastic.types import (
@@ -118,7 +118,7 @@ def test_a_secret_of_the_environment_is_masked_wherever_a_program_says_it(
     )  # fmt: skip
     start = DriverStarted("r", 1, {"args": [said], "storage": "s3://me:zq7-planted-two@host/x"}, (), ModelProfile(1, 1, ()))
     place = RunFolder.of(open_storage(tmp_path / "r"))
-    journal = place.open_journal(1, Stored())
+    journal = place.open_journal(1, StoredJournal())
     journal.append(1.0, [(1.0, event) for event in (start, *events)], Decision((Stop("failed", said),), said))
     journal.close()
     _, shown = report.write(place)

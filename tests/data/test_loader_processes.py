@@ -18,7 +18,7 @@ from support.places import PROGRAMS, ROOT
 from support.waiting import is_waiting, once_waiting, until
 
 from elastic.data.budget import Microbatch
-from elastic.data.loader import Ahead, Loader
+from elastic.data.loader import Loader, ReadAhead
 from elastic.data.loader_processes import LoaderLost, Reader, Readers, Recipe, readers_of
 from elastic.data.open_datasets import dataset_of
 from elastic.data.order import sample_ids
@@ -69,7 +69,7 @@ def test_the_same_batches_as_without(text_job: dict[str, Any], started: list[Rea
         def parts(step: int, share: slice = share) -> list[Microbatch]:
             return [Microbatch(sample_ids(len(dataset), 8, 1, step)[share])]
 
-        loader = Loader(dataset, parts, steps[0], Ahead.of(Job.from_plain(text_job)), readers)
+        loader = Loader(dataset, parts, steps[0], ReadAhead.of(Job.from_plain(text_job)), readers)
         plain = Loader(dataset, parts, steps[0])
         started += [loader, plain]
         for step in steps:
@@ -183,7 +183,7 @@ class Large:
 @pytest.mark.parametrize(("most_bytes", "steps"), [(3500, 3), (10, 1), (100_000, 8)])
 def test_reading_ahead_is_bounded_in_bytes_too(most_bytes: int, steps: int, started: list[Readers | Loader]) -> None:
     dataset = Large()
-    loader = Loader(dataset, lambda step: [Microbatch([step])], 0, Ahead(8, most_bytes))
+    loader = Loader(dataset, lambda step: [Microbatch([step])], 0, ReadAhead(8, most_bytes))
     started.append(loader)
     for step in range(4):
         until(lambda step=step: len(dataset.read) >= step + steps and all(map(is_waiting, loader._threads)), "full buffers")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from elastic.data import packing
-from elastic.data.packing import NO_TARGET, Cut, Item, Padded, Whole, Windows, packed
+from elastic.data.packing import NO_TARGET, Item, MaskedWindows, Padded, Whole, Windows, packed
 from elastic.errors import SpecError
 
 
@@ -40,7 +40,7 @@ def pieces(item: Item) -> list[tuple[list[int], list[int]]]:
 
 def test_windows_and_cut_windows_differ_in_the_masks_only() -> None:
     row = Row([5, 3, 1, 7, 4])
-    plain, cut = Windows(row, 6), Cut(row, 6)
+    plain, cut = Windows(row, 6), MaskedWindows(row, 6)
     assert len(plain) == len(cut) == 3
     for i in range(3):
         assert plain[i]["input"].tolist() == cut[i]["input"].tolist() == list(range(1000 + 6 * i, 1006 + 6 * i))
@@ -55,7 +55,7 @@ def test_windows_and_cut_windows_differ_in_the_masks_only() -> None:
 
 
 def test_a_document_that_ends_with_the_window() -> None:
-    cut = Cut(Row([4, 4, 1]), 4)
+    cut = MaskedWindows(Row([4, 4, 1]), 4)
     assert pieces(cut[0]) == [([1000, 1001, 1002, 1003], [1001, 1002, 1003, NO_TARGET])]
     assert pieces(cut[1]) == [([1004, 1005, 1006, 1007], [1005, 1006, 1007, NO_TARGET])]
 
@@ -116,7 +116,7 @@ def test_one_document_per_sample() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [Windows, Cut, Whole, Padded])
+@pytest.mark.parametrize("kind", [Windows, MaskedWindows, Whole, Padded])
 def test_no_sample_without_length(kind: type[Windows]) -> None:
     with pytest.raises(SpecError, match="seq is 0"):
         kind(Row([4]), 0)

@@ -9,7 +9,7 @@ import torch
 from botocore.client import BaseClient
 from support.places import ROOT
 
-from elastic.cluster.backend.aggregate import Parts
+from elastic.cluster.backend.aggregate import CheckpointParts
 from elastic.cluster.backend.checkpoint_commit import CheckpointCommitter
 from elastic.storage.s3 import S3Storage
 from elastic.storage.s3_calls import ACTIONS
@@ -63,7 +63,7 @@ def test_a_driver_commits_removes_and_cleans_up(s3: S3Storage, asked: set[tuple[
     for step in (5, 10):
         checkpoint_writer.write_shard(s3, step, 1, 0, ITEMS)
     copies = CheckpointCommitter(s3, 1, {})
-    copies.commit(Parts(PLAN, 5, {0: ShardStored(1, 5, 0, 8, 0.1, 0.0, 1)}))
+    copies.commit(CheckpointParts(PLAN, 5, {0: ShardStored(1, 5, 0, 8, 0.1, 0.0, 1)}))
     stored = copies._news.get(timeout=60)
     assert isinstance(stored, CopyStored)
     copies.remove(stored.copy.uri)

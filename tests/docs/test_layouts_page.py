@@ -15,7 +15,7 @@ from support.docs.pages import block, text_of
 from support.places import ROOT
 
 from elastic.config.job import load_job
-from elastic.planner.layout_search import Limits, plan_layout
+from elastic.planner.layout_search import LayoutLimits, plan_layout
 from elastic.types import AXES, LAYOUT_OPTIONS, Job, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, parse_layout
 
 PAGE = text_of("layouts.md")
@@ -52,7 +52,7 @@ def test_unequal_gpus_get_what_the_table_says() -> None:
         nodes = [Node(f"n{i}", "p", n) for i, n in enumerate(gpus)]
         rates = {WorkerId(n.node_id, k): speed for n, speed in zip(nodes, speeds) for k in range(n.gpus)}
         found = plan_layout(
-            model, Job.from_plain({"global_batch": 48, "layout": "auto", **job}), nodes, Limits(rates=rates, zones=zones)
+            model, Job.from_plain({"global_batch": 48, "layout": "auto", **job}), nodes, LayoutLimits(rates=rates, zones=zones)
         )
         told = [f"{found.samples[0]} each"] if len(set(found.samples)) == 1 < len(found.samples) else map(str, found.samples)
         assert (str(found.layout), ", ".join(told), ", ".join(map(str, found.layers))) == (layout, samples, layers)

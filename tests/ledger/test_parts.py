@@ -16,8 +16,8 @@ from elastic.errors import JournalDamaged, SpecError
 from elastic.ledger import parts as parts_of
 from elastic.ledger import segments
 from elastic.ledger.accounts import account
-from elastic.ledger.journal import CLOSED, Journal, Line, Memory, built, plain, read_text
-from elastic.ledger.parts import PREFIX, Parts, pack, unpack
+from elastic.ledger.journal import CLOSED, Journal, Line, MemoryJournal, built, plain, read_text
+from elastic.ledger.parts import PREFIX, JournalParts, pack, unpack
 from elastic.ledger.run_folder import JOURNAL, RunFolder
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
@@ -40,7 +40,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> RunFolder:
     return RunFolder(storage, tmp_path / "run")
 
 
-class Follows(Memory):
+class Follows(MemoryJournal):
     """Writes what it is told to a journal too, and waits until a closed file is packed."""
 
     def __init__(self, journal: Journal) -> None:
@@ -78,7 +78,7 @@ def events_of(lines: list[Line]) -> list[object]:
 
 def test_every_line_is_kept_and_every_decision_comes_out_again(place: RunFolder) -> None:
     lines, state = recorded(place)
-    names = Parts.of(place.storage).names
+    names = JournalParts.of(place.storage).names
     assert len(names) > 3 and place.journal.stat().st_size < 6000 and not (place.folder / CLOSED).exists()
     found = list(place.lines())
     assert [e for line in found for e in line.events] == [e for line in lines for e in line.events]
@@ -116,7 +116,7 @@ def test_a_damaged_state_is_passed_over(place: RunFolder, caplog: pytest.LogCapt
 @pytest.mark.parametrize("harm", ["flipped", "cut", "missing"])
 def test_a_damaged_part_is_named_and_a_resume_needs_only_what_came_after(place: RunFolder, harm: str) -> None:
     _, state = recorded(place)
-    key = Parts.of(place.storage).names[1].key("xz")
+    key = JournalParts.of(place.storage).names[1].key("xz")
     text = bytearray(place.storage.get(key))
     text[len(text) // 2] ^= 4
     if harm == "missing":
@@ -144,7 +144,7 @@ def linked(place: RunFolder) -> None:
 
 def packed(place: RunFolder) -> None:
     """It ended when the part was stored, and the file that it was made of was still there."""
-    parts = Parts.of(place.storage)
+    parts = JournalParts.of(place.storage)
     (place.folder / CLOSED).write_bytes(parts.read(parts.names[-1])[1])
 
 
@@ -193,7 +193,7 @@ def test_a_part_of_a_driver_that_was_replaced_does_not_count(tmp_path: Path) -> 
     old.append(3.0, [(3.0, NodeLost("z", "gone"))])
     old.close_part(State())
     until(lambda: old.parts is not None and old.parts.free, "the part is packed")
-    assert Parts.of(storage).names
+    assert JournalParts.of(storage).names
     other = RunFolder(storage, tmp_path / "c")
     assert [line.at_s for line in other.lines()] == [1.0, 2.0]
     assert restored(other.take_over()[0]) == restored(list(other.lines()))
@@ -221,7 +221,7 @@ def test_a_part_of_a_newer_version_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_an_old_journal_is_read_as_it_was(tmp_path: Path) -> None:
     _, state = recorded(RunFolder(LocalStorage(tmp_path / "run"), tmp_path / "run"))
     place = RunFolder(LocalStorage(tmp_path / "old"), tmp_path / "old")
-    parts = Parts.of(LocalStorage(tmp_path / "run"))
+    parts = JournalParts.of(LocalStorage(tmp_path / "run"))
     text = b"".join(parts.read(name)[1] for name in parts.names) + (tmp_path / "run" / JOURNAL).read_bytes()
     LocalStorage(place.folder).put(JOURNAL, text)
     assert place.lines() == read_text(text, "") and restored(place.take_over()[0]) == state

@@ -16,7 +16,7 @@ from elastic.errors import InternalError, JournalDamaged, LostContact, SpecError
 from elastic.ledger import segments
 from elastic.ledger.journal import Journal, Line
 from elastic.ledger.run_folder import RunFolder, key_of
-from elastic.ledger.segments import PREFIX, Segments, Stored, read_stored
+from elastic.ledger.segments import PREFIX, Segments, StoredJournal, read_stored
 from elastic.storage import LocalStorage, open_storage
 from elastic.types import Decision, EnterPlan, Layout, NodeLost, Plan, RequestNodes, StepDone, Stop, WorkerId
 
@@ -90,7 +90,7 @@ def test_a_plan_is_stored_before_append_returns(storage: Remote, tmp_path: Path)
 def test_lines_without_a_plan_are_stored_in_the_background(storage: Remote, tmp_path: Path) -> None:
     here = machine(storage, tmp_path, "a")
     journal = open_at(here, 1)
-    journal.segments = Segments(storage, 1, here.journal, Stored(), every_s=0.02)
+    journal.segments = Segments(storage, 1, here.journal, StoredJournal(), every_s=0.02)
     steps(journal, 1, 1)
     until(lambda: of(machine(storage, tmp_path, "b").lines()) == [1], "the first line, seen from another machine")
     journal.close()

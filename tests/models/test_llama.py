@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from elastic.errors import SpecError
 from elastic.models import llama
 from elastic.models.llama import (
-    Attention,
     Llama,
+    LlamaAttention,
     LlamaConfig,
     flop_per_token,
     generate,
@@ -37,7 +37,7 @@ def tokens(batch: int = 2, seq: int = 12) -> Tensor:
     return torch.randint(0, CONFIG.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(5))
 
 
-def naive_attention(attention: Attention, x: Tensor) -> Tensor:
+def naive_attention(attention: LlamaAttention, x: Tensor) -> Tensor:
     """Each head, each position, written out: softmax(q k / sqrt(d)) v over the positions up to its own."""
     d, (batch, seq, _) = attention.head_dim, x.shape
     q, k, v = (w(x).view(batch, seq, -1, d) for w in (attention.wq, attention.wk, attention.wv))
@@ -126,7 +126,7 @@ def test_heads_cut_over_ranks_add_up_to_the_whole() -> None:
     x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(4))
     parts = []
     for rank in range(2):
-        part = Attention(CONFIG)
+        part = LlamaAttention(CONFIG)
         for name in ("wq", "wk", "wv"):
             getattr(part, name).weight = nn.Parameter(getattr(whole, name).weight.chunk(2)[rank])
         part.wo.weight = nn.Parameter(whole.wo.weight.chunk(2, dim=1)[rank])
@@ -135,7 +135,7 @@ def test_heads_cut_over_ranks_add_up_to_the_whole() -> None:
 
 
 def test_a_cut_head_is_refused() -> None:
-    attention = Attention(CONFIG)
+    attention = LlamaAttention(CONFIG)
     attention.wk.weight = nn.Parameter(attention.wk.weight[:4])
     with pytest.raises(SpecError, match="cuts a head"):
         attention(torch.zeros(1, 3, 32))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from support.storage.faulty_proxy import FaultyProxy, expired
 
-from elastic.observe.doctor import Check, _open_clusters, machine
+from elastic.observe.doctor import DoctorCheck, _open_clusters, machine
 from elastic.storage.s3 import S3Storage
 
 
-def of_storage(uri: str) -> Check:
+def of_storage(uri: str) -> DoctorCheck:
     return next(check for check in machine(uri) if check.name.startswith(("disk free", "storage")))
 
 
@@ -21,7 +21,7 @@ def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
 
 def test_object_storage(s3: S3Storage, proxy: FaultyProxy) -> None:
     s3.put("one/k", b"")
-    assert of_storage(s3.uri) == Check(f"storage {s3.uri}", "answers; holds 1 folders")
+    assert of_storage(s3.uri) == DoctorCheck(f"storage {s3.uri}", "answers; holds 1 folders")
     proxy.faults.append(expired())
     refused = of_storage(s3.uri)
     assert refused.verdict == "bad" and "the credentials have expired" in refused.found
@@ -37,7 +37,7 @@ def test_a_ray_cluster_without_a_token_is_named(tmp_path: Path) -> None:
     process("10", "/ray/gcs_server --gcs_server_port=1 --node-ip-address=10.0.0.1", "A=1 RAY_AUTH_MODE=token")
     process("11", "/ray/gcs_server --node-ip-address=127.0.0.1", "RAY_AUTH_MODE=disabled")
     process("12", "python gcs_server", "RAY_AUTH_MODE=disabled")
-    assert _open_clusters(tmp_path) == Check("ray clusters here", "2, none open to the network")
+    assert _open_clusters(tmp_path) == DoctorCheck("ray clusters here", "2, none open to the network")
     process("13", "/ray/gcs_server --node-ip-address=10.0.0.1", "RAY_AUTH_MODE=disabled")
     (tmp_path / "14").mkdir()  # it has just ended
     found = _open_clusters(tmp_path)

@@ -17,7 +17,7 @@ from elastic.errors import InfeasiblePlan
 from elastic.models.attention import SequenceShard
 from elastic.planner.cost import catalog_hardware, collectives, compute, memory, step_cost
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.layout_search import Choice, Limits, plan_layout, site_of
+from elastic.planner.layout_search import Choice, LayoutLimits, plan_layout, site_of
 from elastic.reshard.shards import check_layers
 from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, Pool, Resume, SampleProfile, grid, parse_layout
 from elastic.worker.equivalence.static_plan import plan_of
@@ -51,7 +51,7 @@ def seventy_b(seq: int = 8192, **more: Any) -> ModelProfile:
 
 def chosen(model: ModelProfile, n_nodes: int, batch: int, gpus: int = 8, memory: int = GPU, **keys: Any) -> Choice:
     job = {"global_batch": batch, "layout": "auto", "precision": "bfloat16"} | keys
-    return plan_layout(model, Job.from_plain(job), [Node(f"n{i}", "p", gpus) for i in range(n_nodes)], Limits(memory))
+    return plan_layout(model, Job.from_plain(job), [Node(f"n{i}", "p", gpus) for i in range(n_nodes)], LayoutLimits(memory))
 
 
 # ------------------------------------------------------------------------------------------ known answers
@@ -150,7 +150,7 @@ def test_what_did_not_fit_is_followed_by_less_at_once() -> None:
     tried: dict[Layout, int] = {}
     needs = []
     for _ in range(4):
-        found = plan_layout(one_b(), Job.from_plain(job), nodes, Limits(infeasible=tried))
+        found = plan_layout(one_b(), Job.from_plain(job), nodes, LayoutLimits(infeasible=tried))
         tried[found.layout] = GPU
         needs.append(found.memory_bytes + found.activation_bytes)
     assert [layout.dp_shard for layout in tried] == [8] * 4
@@ -191,11 +191,13 @@ def test_the_stage_that_keeps_most_is_the_first_unless_the_last_has_the_logits()
 
 def test_rings() -> None:
     links = collectives.Links(1e9, 1e8, 4, 0.0, 0.0)
-    assert collectives.gather_s(links, 8e9, collectives.Group(1)) == 0
-    assert collectives.gather_s(links, 8e9, collectives.Group(4)) == pytest.approx(6.0)
-    assert collectives.gather_s(links, 8e9, collectives.Group(8)) == pytest.approx(8 / 2 / (4 * 0.1))  # four cards of a node
-    assert collectives.gather_s(links, 8e9, collectives.Group(2, 4)) == pytest.approx(8 / 2 / 0.1)  # one of them
-    assert collectives.reduce_s(links, 8e9, collectives.Group(4)) == pytest.approx(12.0)
+    assert collectives.gather_s(links, 8e9, collectives.RankGroup(1)) == 0
+    assert collectives.gather_s(links, 8e9, collectives.RankGroup(4)) == pytest.approx(6.0)
+    assert collectives.gather_s(links, 8e9, collectives.RankGroup(8)) == pytest.approx(
+        8 / 2 / (4 * 0.1)
+    )  # four cards of a node
+    assert collectives.gather_s(links, 8e9, collectives.RankGroup(2, 4)) == pytest.approx(8 / 2 / 0.1)  # one of them
+    assert collectives.reduce_s(links, 8e9, collectives.RankGroup(4)) == pytest.approx(12.0)
 
 
 def test_gathered_keys_and_values_of_cp() -> None:
@@ -267,7 +269,7 @@ def test_what_is_chosen_passes_the_checks_of_those_who_run_it(
     nodes = [Node(f"n{i}", "p", size) for i, size in enumerate(sizes)]
     data: dict[str, Any] = {"steps": 1, "global_batch": batch, **keys}
     try:
-        found = plan_layout(model, Job.from_plain(data), nodes, Limits(memory))
+        found = plan_layout(model, Job.from_plain(data), nodes, LayoutLimits(memory))
     except InfeasiblePlan:
         return
     layout = found.layout

@@ -17,7 +17,7 @@ from elastic.api.planning.query import notes_of
 from elastic.api.running.start_checks import check_layouts
 from elastic.config.job import job_of
 from elastic.errors import InfeasiblePlan, SpecError
-from elastic.planner.layout_search import Limits, plan_layout
+from elastic.planner.layout_search import LayoutLimits, plan_layout
 from elastic.planner.layout_space import Space
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim
@@ -79,7 +79,7 @@ def test_who_asks_for_it_is_told_why(axis: str, layout: str) -> None:
 
 def test_a_single_layout_that_computes_something_else_is_passed_over() -> None:
     plain = plan_layout(MODEL, job(), nodes(3)).layout
-    limits = Limits(unusable={str(plain): "it computes something else"})
+    limits = LayoutLimits(unusable={str(plain): "it computes something else"})
     choice = plan_layout(MODEL, job(), nodes(3), limits)
     assert choice.layout != plain and f"{plain}: it computes something else" in choice.rejected
     with pytest.raises(InfeasiblePlan, match="it computes something else"):

@@ -11,7 +11,7 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import memory
 from elastic.planner.cost.memory import USABLE, usable_bytes
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.layout_search import Limits, plan_layout
+from elastic.planner.layout_search import LayoutLimits, plan_layout
 from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, SampleProfile, TensorSpec, WorkerId
 
 MODEL = ModelProfile(
@@ -58,10 +58,10 @@ def test_auto_cuts_further_when_memory_is_short() -> None:
     big = ModelProfile(4, 1, (tight,), (OptimizerSpec(("exp_avg", "exp_avg_sq")),), 0.0, 4)
     free = plan_layout(big, job(), nodes(4))
     assert free.layout == Layout(dp_shard=4)
-    less = plan_layout(big, job(), nodes(4), Limits(memory_bytes=free.memory_bytes - 1))
+    less = plan_layout(big, job(), nodes(4), LayoutLimits(memory_bytes=free.memory_bytes - 1))
     assert less.layout.world_size == 4 and less.layout.tp > 1 and less.memory_bytes < free.memory_bytes
     with pytest.raises(InfeasiblePlan, match="GiB per worker"):
-        plan_layout(big, job(), nodes(4), Limits(memory_bytes=1000))
+        plan_layout(big, job(), nodes(4), LayoutLimits(memory_bytes=1000))
 
 
 def test_what_a_rank_holds_at_each_stage() -> None:
@@ -73,7 +73,7 @@ def test_what_a_rank_holds_at_each_stage() -> None:
 
 def test_what_did_not_fit_is_not_tried_again_nor_anything_that_needs_more() -> None:
     first = plan_layout(MODEL, job(), nodes(2, 2))
-    second = plan_layout(MODEL, job(), nodes(2, 2), Limits(infeasible={first.layout: 5 << 30}))
+    second = plan_layout(MODEL, job(), nodes(2, 2), LayoutLimits(infeasible={first.layout: 5 << 30}))
     assert second.layout != first.layout and second.memory_bytes < first.memory_bytes
     assert any("did not fit (5.00 GiB measured)" in why for why in second.rejected)
 
@@ -122,7 +122,7 @@ def test_bounds_on_the_number_of_workers() -> None:
 
 def test_slow_nodes_get_fewer_samples() -> None:
     rates = {WorkerId(f"n{i}", 0): rate for i, rate in enumerate((30.0, 15.0, 30.0))}
-    choice = plan_layout(MODEL, job(), nodes(1, 1, 1), Limits(rates=rates))
+    choice = plan_layout(MODEL, job(), nodes(1, 1, 1), LayoutLimits(rates=rates))
     assert choice.samples == (6, 3, 7) or choice.samples == (7, 3, 6)
 
 
@@ -131,9 +131,9 @@ def test_a_token_budget_takes_no_pipeline() -> None:
         plan_layout(MODEL, job(layout="pp=2", microbatch_tokens=64), nodes(2))
     two = MODEL.__class__(**{**vars(MODEL), "tp_limit": 1})
     with pytest.raises(InfeasiblePlan, match="which microbatch_tokens does not give"):
-        plan_layout(two, job(microbatch_tokens=64), nodes(2), Limits(memory_bytes(two, Layout(dp_shard=2)) - 1))
+        plan_layout(two, job(microbatch_tokens=64), nodes(2), LayoutLimits(memory_bytes(two, Layout(dp_shard=2)) - 1))
     rates = {WorkerId("n0", 0): 1.0, WorkerId("n0", 1): 1.0, WorkerId("n1", 0): 0.5}
-    choice = plan_layout(MODEL, job(microbatch_tokens=64), nodes(2, 1), Limits(rates=rates))
+    choice = plan_layout(MODEL, job(microbatch_tokens=64), nodes(2, 1), LayoutLimits(rates=rates))
     assert choice.layout == Layout(dp_shard=3) and choice.n_microbatches == 1 and choice.samples == (7, 6, 3)
 
 
@@ -152,6 +152,6 @@ def test_a_layout_is_refused_where_its_communicators_have_no_room() -> None:
     known = replace(MODEL, sample=sample)
     needs = plan_layout(known, job(), nodes(4)).memory_bytes
     roomy, tight = (needs + (512 + 2 * 384 + spare) * (1 << 20) for spare in (64, -64))
-    assert plan_layout(known, job(), nodes(4), Limits(roomy, on_gpus=True)).layout == Layout(dp_shard=4)
-    assert plan_layout(known, job(), nodes(4), Limits(tight, on_gpus=True)).layout == Layout(), "which has none"
-    assert plan_layout(known, job(), nodes(4), Limits(tight)).layout == Layout(dp_shard=4)
+    assert plan_layout(known, job(), nodes(4), LayoutLimits(roomy, on_gpus=True)).layout == Layout(dp_shard=4)
+    assert plan_layout(known, job(), nodes(4), LayoutLimits(tight, on_gpus=True)).layout == Layout(), "which has none"
+    assert plan_layout(known, job(), nodes(4), LayoutLimits(tight)).layout == Layout(dp_shard=4)

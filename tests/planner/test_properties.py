@@ -19,7 +19,7 @@ from elastic.planner.hetero import hetero_offers
 from elastic.planner.layout_search import site_of
 from elastic.planner.layout_space import n_options
 from elastic.planner.offer_search import PER_OPTION, _Finder, find_offers
-from elastic.planner.offers import Aim, Group, Offer, Offers
+from elastic.planner.offers import Aim, NodeGroup, Offer, Offers
 from elastic.planner.published.decoder import Decoder
 from elastic.types import HardwareProfile, Job, Layout
 
@@ -151,7 +151,7 @@ nodes = st.sampled_from([1, 2])
 batches = st.sampled_from([16, 32])
 
 
-def search(model: Decoder, groups: tuple[Group, ...], batch: int, aim: Aim | None = None) -> Offers | None:
+def search(model: Decoder, groups: tuple[NodeGroup, ...], batch: int, aim: Aim | None = None) -> Offers | None:
     """None where nothing fits."""
     try:
         return find_offers(model.profile(), replace(JOB, global_batch=batch), groups, aim)
@@ -166,8 +166,8 @@ def test_more_memory_loses_no_layout_and_makes_nothing_slower(
 ) -> None:
     gib, times = room
     small = replace(chip, memory_bytes=gib << 30)
-    some = search(model, (Group("a", small, n_nodes, 8),), batch)
-    more = search(model, (Group("a", replace(small, memory_bytes=int(times * (gib << 30))), n_nodes, 8),), batch)
+    some = search(model, (NodeGroup("a", small, n_nodes, 8),), batch)
+    more = search(model, (NodeGroup("a", replace(small, memory_bytes=int(times * (gib << 30))), n_nodes, 8),), batch)
     if some is None:
         return
     assert more is not None and value(more.best[0]) <= value(some.best[0]) * (1 + 1e-9)
@@ -183,9 +183,9 @@ def value(offer: Offer) -> float:
 @given(decoders(), chips, nodes, batches)
 def test_names_and_their_order_do_not_count(model: Decoder, chip: HardwareProfile, n_nodes: int, batch: int) -> None:
     other = gpu("L40S-48GB" if chip.accelerator_type.startswith("A100") else "A100-80GB-SXM")
-    one = search(model, (Group("a", chip, n_nodes, 8), Group("b", other, n_nodes, 8)), batch)
+    one = search(model, (NodeGroup("a", chip, n_nodes, 8), NodeGroup("b", other, n_nodes, 8)), batch)
     renamed = replace(chip, accelerator_type="X"), replace(other, accelerator_type="Y")
-    two = search(model, (Group("z", renamed[1], n_nodes, 8), Group("y", renamed[0], n_nodes, 8)), batch)
+    two = search(model, (NodeGroup("z", renamed[1], n_nodes, 8), NodeGroup("y", renamed[0], n_nodes, 8)), batch)
     assert one is not None and two is not None
     assert [offer.step_s for offer in two.best] == pytest.approx([offer.step_s for offer in one.best])
 
@@ -258,7 +258,7 @@ def said(offer: Offer) -> tuple[object, ...]:
 class _Exhaustive(_Finder):
     """Leaves nothing out."""
 
-    def limit_s(self, pool: tuple[Group, ...]) -> float:
+    def limit_s(self, pool: tuple[NodeGroup, ...]) -> float:
         return float("inf")
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.policy.story import Story
 
 from elastic.planner.cost import catalog_hardware
-from elastic.planner.layout_search import Limits, plan_layout
+from elastic.planner.layout_search import LayoutLimits, plan_layout
 from elastic.planner.published.decoder import Decoder
 from elastic.types import Job, Node, NodeLost
 
@@ -54,5 +54,5 @@ def test_faster_kinds_get_more_samples_before_anything_is_measured() -> None:
     slow = replace(fast, flop_per_s=(("float32", 1e14),), peak_flop_per_s=1e14)
     nodes = [Node("a", "p"), Node("b", "q")]
     job = {"global_batch": 12, "layout": "auto"}
-    assert plan_layout(SMALL, Job.from_plain(job), nodes, Limits(hardware={"a": fast, "b": slow})).samples == (8, 4)
-    assert plan_layout(SMALL, Job.from_plain(job), nodes, Limits(hardware={"a": fast})).samples == (6, 6)
+    assert plan_layout(SMALL, Job.from_plain(job), nodes, LayoutLimits(hardware={"a": fast, "b": slow})).samples == (8, 4)
+    assert plan_layout(SMALL, Job.from_plain(job), nodes, LayoutLimits(hardware={"a": fast})).samples == (6, 6)

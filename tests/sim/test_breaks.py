@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic.driver import drive
-from elastic.ledger.journal import Memory
+from elastic.ledger.journal import MemoryJournal
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
 from elastic.sim.scripted_faults import Fault
@@ -36,23 +36,23 @@ JOB: dict[str, Any] = {
 AT_S = 24.3  # inside a step
 
 
-def run(*faults: Fault, **changes: Any) -> tuple[State, SimBackend, Memory]:
+def run(*faults: Fault, **changes: Any) -> tuple[State, SimBackend, MemoryJournal]:
     job = JOB | changes
-    backend, journal = SimBackend(POOLS, Job.from_plain(job), faults), Memory()
+    backend, journal = SimBackend(POOLS, Job.from_plain(job), faults), MemoryJournal()
     state = drive(backend, journal, DriverStarted("r", 1, job, POOLS, MODEL))
     assert backend.violations == [] and replay(journal.lines).identical
     return state, backend, journal
 
 
-def orders(journal: Memory, kind: type) -> list[Any]:
+def orders(journal: MemoryJournal, kind: type) -> list[Any]:
     return [a for line in journal.lines if line.decision for a in line.decision.actions if isinstance(a, kind)]
 
 
-def plans(journal: Memory) -> list[Plan]:
+def plans(journal: MemoryJournal) -> list[Plan]:
     return [order.plan for order in orders(journal, EnterPlan)]
 
 
-def steps(journal: Memory) -> list[int]:
+def steps(journal: MemoryJournal) -> list[int]:
     return [event.step for line in journal.lines for _, event in line.events if isinstance(event, StepDone)]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.sim.scenario import MODEL
 
 from elastic.driver import drive
-from elastic.ledger.journal import Memory
+from elastic.ledger.journal import MemoryJournal
 from elastic.sim.sim_backend import Delays, Fault, SimBackend
 from elastic.types import CopyStored, DriverStarted, EnterPlan, Job, Pool, SetCadence, StepDone
 
@@ -47,7 +47,7 @@ def test_any_r_nodes_at_once_cost_no_read_from_storage(case: tuple[int, int, lis
     n_copies, n_nodes, faults = case
     pool = Pool("spot", "CPU", 2, "spot", 1.0, n_nodes, n_nodes)
     backend = SimBackend((pool,), Job.from_plain(job(n_copies)), faults, Delays(work_s=4.0))
-    memory = Memory()
+    memory = MemoryJournal()
     state = drive(backend, memory, DriverStarted("copies", 1, job(n_copies), (pool,), MODEL))
     assert state.phase == "succeeded" and backend.violations == []
     newest, step, recoveries = -1, 0, 0
@@ -70,7 +70,7 @@ def test_the_cadence_follows_the_cost_and_does_not_swing() -> None:
     pool = Pool("spot", "CPU", 2, "spot", 1.0, 4, 4)
     for copy_s, expected in ((0.2, 9), (0.001, 1)):
         backend = SimBackend((pool,), Job.from_plain(job(1)), (), Delays(work_s=2.0, copy_s=copy_s))
-        memory = Memory()
+        memory = MemoryJournal()
         state = drive(backend, memory, DriverStarted("copies", 1, job(1), (pool,), MODEL))
         changes = [
             (action, line.decision.reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.driver import drive
-from elastic.ledger.journal import Memory
+from elastic.ledger.journal import MemoryJournal
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
 from elastic.sim.scripted_faults import Delays, Fault
@@ -23,13 +23,13 @@ JOB = {
 SLOW = Delays(groups_s=2.0)
 
 
-def run(*faults: Fault, forms_ahead: bool = True) -> tuple[State, SimBackend, Memory]:
-    backend, journal = SimBackend(POOLS, Job.from_plain(JOB), faults, SLOW), Memory()
+def run(*faults: Fault, forms_ahead: bool = True) -> tuple[State, SimBackend, MemoryJournal]:
+    backend, journal = SimBackend(POOLS, Job.from_plain(JOB), faults, SLOW), MemoryJournal()
     start = DriverStarted("r", 1, JOB, POOLS, MODEL, forms_ahead=forms_ahead)
     return drive(backend, journal, start), backend, journal
 
 
-def pauses(journal: Memory) -> dict[str, float]:
+def pauses(journal: MemoryJournal) -> dict[str, float]:
     """Cause -> seconds from the last step of the generation before until the next one was entered, of the last such change."""
     plans = {a.plan.generation: a.plan for line in journal.lines if line.decision for a in line.decision.actions
              if isinstance(a, EnterPlan)}  # fmt: skip

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.driver import drive
-from elastic.ledger.journal import Memory
+from elastic.ledger.journal import MemoryJournal
 from elastic.policy.pools import drain
 from elastic.policy.state.fold import State, fold
 from elastic.sim.replay import replay
@@ -44,25 +44,25 @@ JOB: dict[str, Any] = {
 }  # fmt: skip
 
 
-def run(*faults: Fault, **changes: Any) -> tuple[State, SimBackend, Memory]:
+def run(*faults: Fault, **changes: Any) -> tuple[State, SimBackend, MemoryJournal]:
     job = JOB | changes
-    backend, journal = SimBackend(POOLS, Job.from_plain(job), faults, Delays(work_s=4.0)), Memory()
+    backend, journal = SimBackend(POOLS, Job.from_plain(job), faults, Delays(work_s=4.0)), MemoryJournal()
     state = drive(backend, journal, DriverStarted("r", 1, job, POOLS, MODEL))
     assert state.phase == "succeeded" and backend.violations == [], (state.outcome_reason, backend.violations)
     assert replay(journal.lines).identical
     return state, backend, journal
 
 
-def ordered(journal: Memory) -> list[tuple[float, Plan]]:
+def ordered(journal: MemoryJournal) -> list[tuple[float, Plan]]:
     actions = [(line.at_s, a) for line in journal.lines if line.decision for a in line.decision.actions]
     return [(at_s, a.plan) for at_s, a in actions if isinstance(a, EnterPlan)]
 
 
-def told(journal: Memory, kind: type[Event]) -> list[tuple[float, Any]]:
+def told(journal: MemoryJournal, kind: type[Event]) -> list[tuple[float, Any]]:
     return [(at_s, event) for line in journal.lines for at_s, event in line.events if isinstance(event, kind)]
 
 
-def causes(journal: Memory) -> list[str]:
+def causes(journal: MemoryJournal) -> list[str]:
     return [plan.cause for _, plan in ordered(journal)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic.driver import drive
-from elastic.ledger.journal import Memory
+from elastic.ledger.journal import MemoryJournal
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
 from elastic.sim.scripted_faults import Fault, Moment
@@ -35,22 +35,22 @@ AT_S = 24.3  # inside a step
 SILENT_S = 6.0
 
 
-def run(*faults: Fault, n_nodes: int = 3, gpus: int = 1, **changes: Any) -> tuple[State, SimBackend, Memory]:
+def run(*faults: Fault, n_nodes: int = 3, gpus: int = 1, **changes: Any) -> tuple[State, SimBackend, MemoryJournal]:
     pools = (Pool("p", gpus_per_node=gpus, max_nodes=n_nodes, usd_per_node_h=1.0, market_type="spot"),)
     job = JOB | changes
-    backend, journal = SimBackend(pools, Job.from_plain(job), faults), Memory()
+    backend, journal = SimBackend(pools, Job.from_plain(job), faults), MemoryJournal()
     state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))
     assert backend.violations == [] and replay(journal.lines).identical
     assert state.phase == "succeeded"
     return state, backend, journal
 
 
-def plans(journal: Memory) -> list[Plan]:
+def plans(journal: MemoryJournal) -> list[Plan]:
     actions = [a for line in journal.lines if line.decision for a in line.decision.actions]
     return [action.plan for action in actions if isinstance(action, EnterPlan)]
 
 
-def told(journal: Memory, kind: type) -> list[tuple[float, Any]]:
+def told(journal: MemoryJournal, kind: type) -> list[tuple[float, Any]]:
     return [(at_s, event) for line in journal.lines for at_s, event in line.events if isinstance(event, kind)]
 
 

@@ -10,7 +10,7 @@ import pytest
 from elastic.driver import drive, restored
 from elastic.errors import InternalError
 from elastic.ledger.accounts import account
-from elastic.ledger.journal import Memory
+from elastic.ledger.journal import MemoryJournal
 from elastic.policy.decide import decide
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
@@ -41,13 +41,13 @@ JOB: dict[str, Any] = {
 }  # fmt: skip
 
 
-def run(*faults: Fault, **changes: Any) -> tuple[State, SimBackend, Memory]:
+def run(*faults: Fault, **changes: Any) -> tuple[State, SimBackend, MemoryJournal]:
     job = JOB | changes
-    backend, journal = SimBackend(POOLS, Job.from_plain(job), faults), Memory()
+    backend, journal = SimBackend(POOLS, Job.from_plain(job), faults), MemoryJournal()
     return drive(backend, journal, DriverStarted("r", 1, job, POOLS, MODEL)), backend, journal
 
 
-def plans(journal: Memory) -> list[Plan]:
+def plans(journal: MemoryJournal) -> list[Plan]:
     decisions = [line.decision for line in journal.lines if line.decision]
     return [action.plan for decision in decisions for action in decision.actions if isinstance(action, EnterPlan)]
 
@@ -89,7 +89,7 @@ def test_two_nodes_at_once_go_back_to_storage() -> None:
 def test_a_layout_that_does_not_fit_is_left() -> None:
     job = JOB | {"max_nodes": 3}
     backend = SimBackend(POOLS, Job.from_plain(job), (), fits=lambda plan: plan.layout.world_size > 3 or plan.layout.pp > 1)
-    journal = Memory()
+    journal = MemoryJournal()
     state = drive(backend, journal, DriverStarted("r", 1, job, POOLS, replace(MODEL, n_blocks=6)))
     assert state.phase == "succeeded" and [plan.cause for plan in plans(journal)] == ["start", "infeasible"]
 
@@ -115,13 +115,13 @@ def test_a_run_that_hangs_is_an_error() -> None:
         return Decision()
 
     with pytest.raises(InternalError, match="the run hangs"):
-        drive(SimBackend(POOLS, Job.from_plain(JOB)), Memory(), DriverStarted("r", 1, JOB, POOLS, MODEL), decide=never)
+        drive(SimBackend(POOLS, Job.from_plain(JOB)), MemoryJournal(), DriverStarted("r", 1, JOB, POOLS, MODEL), decide=never)
 
 
 def test_the_copy_of_the_last_step_that_is_lost_with_its_node_is_made_again() -> None:
     pools = (replace(POOLS[0], max_nodes=1),)
     job = JOB | {"steps": 4}
-    backend, journal = SimBackend(pools, Job.from_plain(job), [Fault(26.0, "loss")]), Memory()
+    backend, journal = SimBackend(pools, Job.from_plain(job), [Fault(26.0, "loss")]), MemoryJournal()
     state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))
     assert state.phase == "succeeded" and len(plans(journal)) == 2 and not backend.violations
     assert state.best_step == 4 and backend.now_s() < 60

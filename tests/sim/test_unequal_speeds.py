@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic.driver import drive
-from elastic.ledger.journal import Memory, parse_line, write_line
+from elastic.ledger.journal import MemoryJournal, parse_line, write_line
 from elastic.observe import run_tables
 from elastic.observe.run_view import view_of
 from elastic.policy.speed.relayout import REPLACE_AFTER_S
@@ -45,7 +45,7 @@ AT_S = 40.0
 class Run:
     state: State
     backend: SimBackend
-    journal: Memory
+    journal: MemoryJournal
 
     @property
     def steps(self) -> list[tuple[float, StepDone]]:
@@ -72,7 +72,7 @@ def play(
 ) -> Run:
     market = changes.pop("market", "owned")
     job, pools = JOB | changes, (Pool("p", "CPU", gpus, market, 1.0, 0, n),)
-    backend, journal = SimBackend(pools, Job.from_plain(job), faults, Delays(work_s=WORK_S), speeds=speeds), Memory()
+    backend, journal = SimBackend(pools, Job.from_plain(job), faults, Delays(work_s=WORK_S), speeds=speeds), MemoryJournal()
     state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))
     assert state.phase == "succeeded" and backend.violations == [], (state.outcome_reason, backend.violations)
     again = replay([parse_line(write_line(line)) for line in journal.lines])

@@ -8,7 +8,7 @@ import pytest
 
 from elastic.driver import drive
 from elastic.ledger.accounts import account
-from elastic.ledger.journal import Memory, parse_line, write_line
+from elastic.ledger.journal import MemoryJournal, parse_line, write_line
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
 from elastic.sim.scripted_faults import Fault
@@ -27,10 +27,10 @@ FEWER = {"4": "dp_shard=4", "3": "pp=3"}
 STEP_9 = 20.6  # when four nodes are in the step after step 9
 
 
-def run(*faults: Fault, max_nodes: int = 4, **changes: Any) -> tuple[State, SimBackend, Memory]:
+def run(*faults: Fault, max_nodes: int = 4, **changes: Any) -> tuple[State, SimBackend, MemoryJournal]:
     """A run that succeeds within the rules, and in which no step counts that a wrong layout has made."""
     job, pools = JOB | changes, (Pool("p", max_nodes=max_nodes, usd_per_node_h=1.0, market_type="spot"),)
-    backend, journal = SimBackend(pools, Job.from_plain(job), faults), Memory()
+    backend, journal = SimBackend(pools, Job.from_plain(job), faults), MemoryJournal()
     state = drive(backend, journal, DriverStarted("r", 1, job, pools, MODEL))
     assert (state.phase, backend.violations) == ("succeeded", []), state.outcome_reason
     lines = [parse_line(write_line(line)) for line in journal.lines]
@@ -42,15 +42,15 @@ def run(*faults: Fault, max_nodes: int = 4, **changes: Any) -> tuple[State, SimB
     return state, backend, journal
 
 
-def plans(journal: Memory) -> list[Plan]:
+def plans(journal: MemoryJournal) -> list[Plan]:
     return [a.plan for line in journal.lines if line.decision for a in line.decision.actions if isinstance(a, EnterPlan)]
 
 
-def reasons(journal: Memory) -> str:
+def reasons(journal: MemoryJournal) -> str:
     return "\n".join(line.decision.reason for line in journal.lines if line.decision)
 
 
-def verdicts(journal: Memory) -> list[tuple[str, str, bool | None]]:
+def verdicts(journal: MemoryJournal) -> list[tuple[str, str, bool | None]]:
     return [(t.cause, t.to_layout, t.loss_equal) for t in account(journal.lines).transitions]
 
 

@@ -14,7 +14,7 @@ from support.reference import collate
 
 from elastic.data.order import sample_ids
 from elastic.types import Job
-from elastic.worker.loop.script_host import Script, Source
+from elastic.worker.loop.script_host import Script, ScriptSource
 from elastic.worker.program.commit import Commit
 from elastic.worker.program.extra_state import ExtraState
 from elastic.worker.program.optimizers import by_name
@@ -22,7 +22,7 @@ from elastic.worker.program.optimizers import by_name
 
 def train_script_alone(file: Path, args: Sequence[str], seed: int, steps: int) -> list[float]:
     """Train loss of each step of an undisturbed run of the script in one process, on the samples in elastic's order."""
-    script = Script(Source(str(file), tuple(args), seed), torch.device("cpu"))
+    script = Script(ScriptSource(str(file), tuple(args), seed), torch.device("cpu"))
     program = script.start()
     model = program.model().train()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

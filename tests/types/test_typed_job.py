@@ -11,7 +11,7 @@ import pytest
 from support.places import ROOT
 
 from elastic.config.job import JobSpec, job_data, job_of
-from elastic.config.optimization import BlockNorm, GradNorm, LossSpike, LrSchedule, NoiseScale
+from elastic.config.optimization import BlockNorm, GradNorm, LossSpike, LrSchedule, NoiseScaleSettings
 from elastic.ledger.journal import built, plain
 from elastic.policy.state.fold import State, fold
 from elastic.types import DriverStarted, Job, LrCurve, ModelProfile, NotFiniteRule, Pool
@@ -62,7 +62,7 @@ def test_the_defaults_of_job_yaml_are_those_of_the_noun() -> None:
     given = {"loss_spike": LossSpike(), "grad_norm": GradNorm(z=1), "block_norm": BlockNorm(most=1)}
     rules = {"loss_spike": {}, "grad_norm": {"z": 1}, "block_norm": {"most": 1}}
     assert spec_of(guards=given).job().guards == Job.from_plain({"guards": rules}).guards
-    curve, noise = LrSchedule(kind="cosine").model_dump(), NoiseScale().model_dump()
+    curve, noise = LrSchedule(kind="cosine").model_dump(), NoiseScaleSettings().model_dump()
     told = {"lr_schedule": {"kind": "cosine"}, "noise_scale": {}}
     assert Job.from_plain({"lr_schedule": curve, "noise_scale": noise}) == Job.from_plain(told)
 

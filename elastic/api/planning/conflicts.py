@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from elastic.api.planning.model_source import Subject
-from elastic.api.planning.plan_nodes import Machines
+from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.errors import InfeasiblePlan, SpecError
 from elastic.planner.hetero import balance
 from elastic.types import AXES, LAYOUT_OPTIONS, Job, Layout, is_auto
@@ -44,7 +44,7 @@ def pinning(subject: Subject, n_gpus: int, literal: bool = False) -> Job:
     return replace(subject.job, layout=",".join([AUTO, text, *(f"{axis}=1" for axis in AXES if axis not in said)]))
 
 
-def needed(subject: Subject, machines: Sequence[Machines]) -> tuple[Machines, ...]:
+def needed(subject: Subject, machines: Sequence[MachineGroup]) -> tuple[MachineGroup, ...]:
     """The nodes that a layout which is asked for whole has a use for, in the order of the pools: only they are paid for."""
     left = layout_of(subject, n_gpus_of(machines)).world_size
     if is_auto(wanted(subject, n_gpus_of(machines))):
@@ -59,18 +59,18 @@ def needed(subject: Subject, machines: Sequence[Machines]) -> tuple[Machines, ..
     return tuple(found)
 
 
-def n_gpus_of(machines: Sequence[Machines]) -> int:
+def n_gpus_of(machines: Sequence[MachineGroup]) -> int:
     return sum(each.group.n_gpus for each in machines)
 
 
-def check(subject: Subject, machines: Sequence[Machines], flag: str = "layout") -> None:
+def check(subject: Subject, machines: Sequence[MachineGroup], flag: str = "layout") -> None:
     """Raises SpecError for the first one."""
     layout = layout_of(subject, n_gpus_of(machines))
     for problem in _problems(subject, machines, layout):
         raise SpecError(f"{flag} '{layout}': {problem}")
 
 
-def _problems(subject: Subject, machines: Sequence[Machines], layout: Layout) -> Iterator[str]:
+def _problems(subject: Subject, machines: Sequence[MachineGroup], layout: Layout) -> Iterator[str]:
     model, batch = subject.model, subject.job.global_batch
     groups = [each.group for each in machines]
     n_gpus, largest = sum(group.n_gpus for group in groups), max(group.gpus_per_node for group in groups)
@@ -95,7 +95,7 @@ def _problems(subject: Subject, machines: Sequence[Machines], layout: Layout) ->
         yield str(error)
 
 
-def idle(subject: Subject, machines: Sequence[Machines]) -> str:
+def idle(subject: Subject, machines: Sequence[MachineGroup]) -> str:
     """What a layout that is asked for whole leaves unused, in words; '' = nothing."""
     there = n_gpus_of(machines)
     if is_auto(wanted(subject, there)):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic.api.planning.plan_nodes import Machines, of_pool, with_counts
+from elastic.api.planning.plan_nodes import MachineGroup, of_pool, with_counts
 from elastic.api.running.entry import loaded_from
 from elastic.api.running.layout_question import LayoutCheck, asked_of, checked
 from elastic.api.running.made_up_data import made_up_data
@@ -81,7 +81,7 @@ def of_model(text: str, batch: int = 0, precision: Precision = "bfloat16") -> Su
     return Subject(found.name, decoder.profile(), job, notes=_batch_notes(found, size, decoder.seq, bool(batch)))
 
 
-def _batch_notes(found: known_decoders.Known, size: int, seq: int, said: bool) -> tuple[str, ...]:
+def _batch_notes(found: known_decoders.KnownDecoder, size: int, seq: int, said: bool) -> tuple[str, ...]:
     """Where the batch comes from, or that it is larger than is of use."""
     if not said:
         told = f"{size * seq / 1e6:.3g} M tokens" + ("" if found.params_b else ", as is usual")
@@ -133,7 +133,7 @@ def _closed(spec: JobSpec, program: Program, model: ModelProfile, job: Job, comp
     return structure_of_job(program, job).close(model) if not spec.script else model
 
 
-def machines_of(subject: Subject, cluster: str | None, counts: Mapping[str, int]) -> tuple[Machines, ...]:
+def machines_of(subject: Subject, cluster: str | None, counts: Mapping[str, int]) -> tuple[MachineGroup, ...]:
     """Of the cluster file's pools, else the job's own. Raises SpecError."""
     if cluster is not None:
         spec = load_cluster(cluster)

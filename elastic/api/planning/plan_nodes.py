@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from elastic import catalog
-from elastic.api.planning.quantities import Asked
+from elastic.api.planning.quantities import GpuRequest
 from elastic.catalog.schema import suggestion
 from elastic.config.hardware import known_hardware, path_of
 from elastic.errors import SpecError
 from elastic.planner.cost import catalog_hardware
-from elastic.planner.offers import Group
+from elastic.planner.offers import NodeGroup
 from elastic.policy.pools.hazard import RECLAIMS_PER_NODE_H
 from elastic.types import HardwareProfile, Pool
 
@@ -31,17 +31,17 @@ GUESSED = HardwareProfile(
 
 
 @dataclass(frozen=True)
-class Machines:
+class MachineGroup:
     """A group of nodes, and where its numbers come from, in words. `instance_type`: '' = not of a cloud; `notes`: what a
     reader should know of these numbers."""
 
-    group: Group
+    group: NodeGroup
     instance_type: str = ""
     price_from: str = ""
     hardware_from: str = "catalog"
     notes: tuple[str, ...] = ()
 
-    def with_nodes(self, n: int) -> Machines:
+    def with_nodes(self, n: int) -> MachineGroup:
         return replace(self, group=replace(self.group, n_nodes=n))
 
     def plain(self) -> dict[str, Any]:
@@ -56,17 +56,17 @@ class Machines:
         }  # fmt: skip
 
 
-def of_pool(pool: Pool, n_nodes: int, price_from: str = "") -> Machines:
+def of_pool(pool: Pool, n_nodes: int, price_from: str = "") -> MachineGroup:
     """What a pool of a cluster file or of a job is made of. Raises SpecError for a GPU that nobody knows."""
     known = catalog.instance_type(pool.instance_type) if pool.instance_type else None
     gpu, source, note = _hardware(pool, known)
-    group = Group(
+    group = NodeGroup(
         pool.name, gpu, n_nodes, pool.gpus_per_node, pool.usd_per_node_h, pool.market_type,
         RECLAIMS_PER_NODE_H[pool.market_type], pool.zone, pool.host_memory_bytes or (known.host_memory_bytes if known else 0),
     )  # fmt: skip
     free = pool.accelerator_type != "CPU" and not pool.usd_per_node_h and pool.market_type != "owned" and price_from != GIVEN
     unpriced = f"no {pool.market_type} price of pool {pool.name} is known: its dollars count as 0" if free else ""
-    return Machines(group, pool.instance_type, price_from, source, tuple(filter(None, (note, unpriced))))
+    return MachineGroup(group, pool.instance_type, price_from, source, tuple(filter(None, (note, unpriced))))
 
 
 def _hardware(pool: Pool, known: catalog.InstanceType | None) -> tuple[HardwareProfile, str, str]:
@@ -146,7 +146,7 @@ def nodes_of(texts: Sequence[str]) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------ GPUs by kind
 
 
-def of_asked(asked: Asked, cloud: str = "") -> Machines:
+def of_asked(asked: GpuRequest, cloud: str = "") -> MachineGroup:
     """Nodes with that GPU, as the cheapest instance type per GPU-hour has them. Raises SpecError in one line."""
     named = catalog.instance_type(asked.kind)
     types = [named] if named else _types(asked, cloud)
@@ -168,11 +168,11 @@ def of_asked(asked: Asked, cloud: str = "") -> Machines:
     return of_pool(pool, pool.max_nodes, price_from)
 
 
-def _wanted_chip(asked: Asked, found: catalog.InstanceType | None) -> catalog.Chip:
+def _wanted_chip(asked: GpuRequest, found: catalog.InstanceType | None) -> catalog.Chip:
     return catalog.find_chip(found.chip) if found else catalog.find_chip(asked.kind)
 
 
-def _types(asked: Asked, cloud: str) -> list[catalog.InstanceType]:
+def _types(asked: GpuRequest, cloud: str) -> list[catalog.InstanceType]:
     """Those that have the GPU. Raises SpecError for a GPU that nobody knows, with the nearest names."""
     chips = {chip.name for chip in catalog.find_chips(asked.kind)}
     exact = catalog.find_chip(asked.kind).name
@@ -185,7 +185,7 @@ def _types(asked: Asked, cloud: str) -> list[catalog.InstanceType]:
     return [each for each in every if cloud in ("", each.cloud)]
 
 
-def _cheapest(asked: Asked, types: Sequence[catalog.InstanceType]) -> catalog.InstanceType | None:
+def _cheapest(asked: GpuRequest, types: Sequence[catalog.InstanceType]) -> catalog.InstanceType | None:
     """Of the largest nodes (eight GPUs at most) that the GPUs fill; those with a price first."""
     if len(types) == 1:
         return types[0]
@@ -198,13 +198,13 @@ def _cheapest(asked: Asked, types: Sequence[catalog.InstanceType]) -> catalog.In
     return min(fitting, key=lambda each: (_usd(each, asked) is None, (_usd(each, asked) or 0.0) / each.gpus), default=None)
 
 
-def _usd(found: catalog.InstanceType, asked: Asked) -> float | None:
+def _usd(found: catalog.InstanceType, asked: GpuRequest) -> float | None:
     """Dollars per hour of a node, in the cheapest region that the table has a price of."""
     spot = asked.market_type == "spot"
     return min((usd for quote in found.prices.values() if (usd := quote.usd(spot)) is not None), default=None)
 
 
-def _price(asked: Asked, found: catalog.InstanceType | None) -> tuple[float | None, str]:
+def _price(asked: GpuRequest, found: catalog.InstanceType | None) -> tuple[float | None, str]:
     """Per GPU-hour and where that comes from."""
     if asked.usd_per_gpu_h is not None:
         return asked.usd_per_gpu_h, GIVEN

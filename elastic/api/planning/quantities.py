@@ -22,7 +22,7 @@ GPUS_LIKE = "as in H100:64, H100:8@spot, A100:16@2x8 or p5.48xlarge:64@usd=2.50"
 
 
 @dataclass(frozen=True)
-class Asked:
+class GpuRequest:
     """GPUs that somebody asks for. `kind`: of the GPU, or an instance type; `n_gpus`: 0 = not said; `usd_per_gpu_h`: None =
     that of the catalog."""
 
@@ -52,7 +52,7 @@ def hours_of(text: str) -> float:
     return hours
 
 
-def gpus_of(text: str, flag: str = "--gpus") -> tuple[Asked, ...]:
+def gpus_of(text: str, flag: str = "--gpus") -> tuple[GpuRequest, ...]:
     """`H100:8@1x8,A100:16@spot` -> what is asked for, pool by pool. Raises SpecError."""
     found = tuple(_asked(part.strip(), flag) for part in text.split(",") if part.strip())
     if not found:
@@ -60,7 +60,7 @@ def gpus_of(text: str, flag: str = "--gpus") -> tuple[Asked, ...]:
     return found
 
 
-def _asked(text: str, flag: str) -> Asked:
+def _asked(text: str, flag: str) -> GpuRequest:
     head, *marks = text.split("@")
     kind, colon, count = head.partition(":")
     if not kind or (colon and not COUNT.fullmatch(count)):
@@ -77,7 +77,7 @@ def _asked(text: str, flag: str) -> Asked:
         else:
             right = f"nodes as 1x8, or one of {', '.join(MARKETS)}, or a price per GPU-hour as usd=2.50"
             raise SpecError(f"{flag} {text}: '@{mark}' is unknown; it may be {right}")
-    return Asked(text, kind, n_gpus, per_node, market, usd)  # type: ignore[arg-type]
+    return GpuRequest(text, kind, n_gpus, per_node, market, usd)  # type: ignore[arg-type]
 
 
 def _nodes(text: str, flag: str, found: re.Match[str], n_gpus: int) -> tuple[int, int]:

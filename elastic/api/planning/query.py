@@ -9,17 +9,17 @@ from typing import Any
 from elastic import catalog
 from elastic.api.planning import conflicts
 from elastic.api.planning.model_source import OWN_POOLS, Subject
-from elastic.api.planning.plan_nodes import Machines
+from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.errors import InfeasiblePlan
 from elastic.observe.plans import plan_tables
 from elastic.planner import explain
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.offer_search import find_offers
-from elastic.planner.offers import Aim, Group, Offer, Offers
+from elastic.planner.offers import Aim, NodeGroup, Offer, Offers
 from elastic.types import Job, Layout, ModelProfile, is_auto
 from elastic.types.nouns import AUTO
 
-Find = Callable[[ModelProfile, Job, Sequence[Group], Aim], Offers]
+Find = Callable[[ModelProfile, Job, Sequence[NodeGroup], Aim], Offers]
 DISK_BYTES_PER_S = 1e9  # that a rank may read where nobody has measured its storage
 WORTH_SAYING = 0.03  # of a step, that another layout would save
 MOST_GPUS = 16384  # that --scaling and --within look at
@@ -33,7 +33,7 @@ class Query:
     aim: Aim
     find: Find = find_offers
 
-    def offers(self, machines: Sequence[Machines]) -> Offers:
+    def offers(self, machines: Sequence[MachineGroup]) -> Offers:
         """Raises InfeasiblePlan."""
         groups = [each.group for each in conflicts.needed(self.subject, machines)]
         n_gpus, why = conflicts.n_gpus_of(machines), ""
@@ -45,7 +45,7 @@ class Query:
         found = self._found(conflicts.pinning(self.subject, n_gpus), groups)
         return replace(found, rejected={"as it is written": why, **found.rejected}) if why else found
 
-    def _found(self, job: Job, groups: Sequence[Group]) -> Offers:
+    def _found(self, job: Job, groups: Sequence[NodeGroup]) -> Offers:
         return _in_host_memory(self.find(self.subject.model, job, groups, self.aim), groups, self.subject)
 
     def plain(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Query:
         }  # fmt: skip
 
 
-def _in_host_memory(found: Offers, groups: Sequence[Group], subject: Subject) -> Offers:
+def _in_host_memory(found: Offers, groups: Sequence[NodeGroup], subject: Subject) -> Offers:
     """Without those whose offloaded state is more than a node's own memory. Raises InfeasiblePlan where none is left."""
     work, room = ModelCost.of(subject.model), [group for group in groups if group.host_memory_bytes]
     needs = {offer.layout: _offloaded_bytes(work, offer.layout) for offer in found.best if offer.layout.offload}
@@ -79,7 +79,7 @@ def _offloaded_bytes(work: ModelCost, layout: Layout) -> float:
     return work.state_bytes / (layout.pp * layout.tp * layout.cp * layout.dp_shard)
 
 
-def plan(query: Query, machines: Sequence[Machines]) -> dict[str, Any]:
+def plan(query: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
     """The offers for these nodes, the best first. Raises SpecError, InfeasiblePlan."""
     conflicts.check(query.subject, machines)
     found = query.offers(machines)
@@ -99,7 +99,7 @@ def plan(query: Query, machines: Sequence[Machines]) -> dict[str, Any]:
     }
 
 
-def _freer(query: Query, found: Offers, machines: Sequence[Machines]) -> list[str]:
+def _freer(query: Query, found: Offers, machines: Sequence[MachineGroup]) -> list[str]:
     """What a free choice would be, where the layout that is asked for is slower than that."""
     if is_auto(conflicts.wanted(query.subject, conflicts.n_gpus_of(machines))):
         return []
@@ -110,7 +110,7 @@ def _freer(query: Query, found: Offers, machines: Sequence[Machines]) -> list[st
     return [f"this layout is asked for; a free choice (--layout auto) would be {best.layout}: {less:.0%} less time"]
 
 
-def _check_deadline(query: Query, found: Offers, machines: Sequence[Machines]) -> None:
+def _check_deadline(query: Query, found: Offers, machines: Sequence[MachineGroup]) -> None:
     aim = query.aim
     if not aim.deadline_h or not aim.tokens or not found.best:
         return
@@ -124,11 +124,11 @@ def _check_deadline(query: Query, found: Offers, machines: Sequence[Machines]) -
         )
 
 
-def _pool_words(each: Machines) -> str:
+def _pool_words(each: MachineGroup) -> str:
     return f"{each.group.n_gpus} x {each.group.hardware.accelerator_type}"
 
 
-def notes_of(subject: Subject, machines: Sequence[Machines]) -> list[str]:
+def notes_of(subject: Subject, machines: Sequence[MachineGroup]) -> list[str]:
     own = {pool.name for pool in subject.pools}
     said = [note for note in subject.notes if note != OWN_POOLS or any(each.group.pool in own for each in machines)]
     closed = [f"no {axis}: {why}" for axis, why in subject.model.closed.items()]
@@ -159,7 +159,7 @@ def warnings_of(offer: Offer, idle: str = "") -> list[str]:
     return [*found, idle] if idle else found
 
 
-def _data_bound(offer: Offer, subject: Subject, machines: Sequence[Machines]) -> list[str]:
+def _data_bound(offer: Offer, subject: Subject, machines: Sequence[MachineGroup]) -> list[str]:
     """Each data-parallel rank reads its own samples: faster than its storage was measured to be, or, where nobody has measured
     that, faster than one disk may be."""
     rank_bytes_per_s = offer.tokens_per_s / subject.sample_tokens * subject.sample_bytes / offer.layout.dp
@@ -174,7 +174,7 @@ def _data_bound(offer: Offer, subject: Subject, machines: Sequence[Machines]) ->
 # ------------------------------------------------------------------------------------------ side by side
 
 
-def what_if(query: Query, choices: Sequence[tuple[str, tuple[Machines, ...]]]) -> dict[str, Any]:
+def what_if(query: Query, choices: Sequence[tuple[str, tuple[MachineGroup, ...]]]) -> dict[str, Any]:
     """The best offer on each of several sets of nodes. Raises InfeasiblePlan where nothing fits on any of them."""
     rows = []
     for name, machines in choices:
@@ -193,7 +193,7 @@ def what_if(query: Query, choices: Sequence[tuple[str, tuple[Machines, ...]]]) -
     return {**query.plain(), "choices": rows, "pools": pools, "notes": list(dict.fromkeys(notes))}
 
 
-def row_of(name: str, machines: Sequence[Machines], query: Query) -> dict[str, Any]:
+def row_of(name: str, machines: Sequence[MachineGroup], query: Query) -> dict[str, Any]:
     row: dict[str, Any] = {"choice": name, "n_gpus": conflicts.n_gpus_of(machines), "why_not": ""}
     try:
         offer = query.offers(machines).best[0]
@@ -212,7 +212,7 @@ def short(offer: Offer) -> dict[str, Any]:
     return {"layout": str(offer.layout), "n_used_gpus": offer.n_gpus} | {key: getattr(offer, key) for key in KEYS[1:]}
 
 
-def scaling(query: Query, machines: Machines, least: float, n_most: int = 0) -> dict[str, Any]:
+def scaling(query: Query, machines: MachineGroup, least: float, n_most: int = 0) -> dict[str, Any]:
     """From one node on, twice as many each time, until efficiency has fallen under `least` (a few GPUs may be under it too,
     where the model is large) or `n_most` are reached. Raises InfeasiblePlan where even the most hold nothing."""
     rows, per_node, useful = [], machines.group.gpus_per_node, None

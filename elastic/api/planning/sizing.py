@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from elastic.api.planning.plan_nodes import Machines
+from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.query import MOST_GPUS, Query, notes_of, row_of
 from elastic.errors import SpecError
 from elastic.observe.plans import plan_tables
@@ -15,7 +15,7 @@ from elastic.observe.plans import plan_tables
 MOST_NEAR = 6  # round numbers of nodes that are tried below the one that was found
 
 
-def capacity(query: Query, kinds: Sequence[Machines]) -> dict[str, Any]:
+def capacity(query: Query, kinds: Sequence[MachineGroup]) -> dict[str, Any]:
     """The fewest nodes of each kind that make it. Raises SpecError where no kind does."""
     rows = [_kind(query, machines) for machines in kinds]
     made = [row for row in rows if row["makes_it"]]
@@ -30,7 +30,7 @@ def capacity(query: Query, kinds: Sequence[Machines]) -> dict[str, Any]:
     return {**query.plain(), "kinds": rows, "pools": pools, "notes": list(dict.fromkeys(notes))}
 
 
-def _kind(query: Query, machines: Machines) -> dict[str, Any]:
+def _kind(query: Query, machines: MachineGroup) -> dict[str, Any]:
     """Doubled until it is fast enough, then bisected; then the numbers just below that: some divide better than others."""
     per_node, most = machines.group.gpus_per_node, max(1, MOST_GPUS // machines.group.gpus_per_node)
     alone = replace(query, aim=replace(query.aim, purpose="fastest", n_best=1))
@@ -63,7 +63,7 @@ def _near(n: int, share: float) -> list[int]:
     return sorted(sorted(could, key=lambda m: (-(m & -m), m))[:MOST_NEAR])
 
 
-def _start(query: Query, machines: Machines, most: int) -> int:
+def _start(query: Query, machines: MachineGroup, most: int) -> int:
     """Nodes below which even the peak would not do."""
     gpu, sample = machines.group.hardware, query.subject.model.sample
     flop = (sample.flop if sample else 0.0) / query.subject.sample_tokens * query.aim.tokens

@@ -34,8 +34,8 @@ from elastic.driver import Backend, drive, restored
 from elastic.errors import SpecError, StateLost, unwritten
 from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
-from elastic.ledger.run_folder import Cut, RunFolder
-from elastic.ledger.segments import Stored
+from elastic.ledger.run_folder import JournalCut, RunFolder
+from elastic.ledger.segments import StoredJournal
 from elastic.observe import find_runs, report
 from elastic.observe.logs import traceback_of
 from elastic.observe.terminal import Terminal
@@ -126,7 +126,7 @@ def ray_address(options: Options) -> str | None:
     return address
 
 
-def taken_over(place: RunFolder, options: Options) -> tuple[list[Line], Stored, Cut | None]:
+def taken_over(place: RunFolder, options: Options) -> tuple[list[Line], StoredJournal, JournalCut | None]:
     """What earlier drivers of a run have written, and what of that is cut off. Raises SpecError, JournalDamaged."""
     return place.without_damage() if options.from_checkpoint else (*place.take_over(), None)
 
@@ -222,7 +222,7 @@ class _Run:
         self.place = RunFolder.of(open_storage(f"{find_runs.storage_uri(spec.storage or default_storage())}/{name}"))
         self.storage: Storage = self.place.storage
         self.terminal = Terminal(self.place.journal, options.stream) if options.show else None
-        self._cut: Cut | None = None
+        self._cut: JournalCut | None = None
         self._damaged: list[CopyDamaged] = []  # copies whose markers cannot be read
 
     def _out(self) -> TextIO:
@@ -249,7 +249,7 @@ class _Run:
             last = drive(backend, journal, start, state, found=self._damaged)
         return self._result(last)
 
-    def _before(self) -> tuple[list[Line], Stored, State | None]:
+    def _before(self) -> tuple[list[Line], StoredJournal, State | None]:
         """The journal of earlier drivers of this run, and the state that it ends with (folding one of weeks takes minutes).
         Raises SpecError when the run is done and no more steps are requested."""
         lines, stored, self._cut = taken_over(self.place, self.options)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from elastic.certify.harness.lab import Lab
 from elastic.certify.reference import bare_runs
 from elastic.certify.result import Bound, Check, judge
-from elastic.certify.tasks import Failed, Limit, Refused, Task
+from elastic.certify.tasks import Failed, Limit, Task, TaskRefused
 
 SUM = Bound("sum_is_right", "the sum of the ranks' numbers, added by hand", least=1)
 MOST_S = 60.0
@@ -26,7 +26,7 @@ def _work(lab: Lab, limit: Limit) -> Iterator[Check]:
     try:
         found = bare_runs.run(lab.place, ("elastic.certify.checks.shared_gpu",), limit, MOST_S)
     except Failed as error:
-        raise Refused(f"NCCL refuses {lab.place.ranks} ranks on one GPU ({ADVICE}): {message(str(error))}") from error
+        raise TaskRefused(f"NCCL refuses {lab.place.ranks} ranks on one GPU ({ADVICE}): {message(str(error))}") from error
     yield judge("ranks share one GPU", found | {"ranks": lab.place.ranks}, [SUM])
 
 

@@ -24,7 +24,7 @@ from elastic.worker.process_groups.rendezvous import host_store
 from elastic.worker.state.host_copy import HostCopies, HostMemory
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.batch_shares import BatchShares
-from elastic.worker.step.commit_vector import Words
+from elastic.worker.step.commit_vector import CommitFields
 from elastic.worker.step.loss_scale import profile_of
 from elastic.worker.step.optimizer_step import Stepper
 
@@ -86,7 +86,7 @@ class Ours:
         for _ in range(n):
             batch = collate([self.dataset[i] for i in stepper.shares.ids(self.state.step)])
             began = time.perf_counter()
-            commit = stepper.run([batch], Words()).commit
+            commit = stepper.run([batch], CommitFields()).commit
             if copy:
                 if taken is not None:
                     taken.wait()

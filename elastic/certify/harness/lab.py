@@ -82,7 +82,7 @@ class Lab:
         hands, seats = self._hands, self.place.seats
 
         def start(i: int) -> Member:
-            order = remote_processes.Order(SERVED, (self.session,), environments[i])
+            order = remote_processes.ProcessOrder(SERVED, (self.session,), environments[i])
             return remote_processes.RemoteProcess(seats[i], hands, order)
 
         return WorkerPool(len(seats), start, remote_processes.own_address(), limit)

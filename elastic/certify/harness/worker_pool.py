@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from elastic.certify.harness.member import Member
 from elastic.certify.harness.worker_process import Opening
-from elastic.certify.tasks import Failed, Limit, Refused
+from elastic.certify.tasks import Failed, Limit, TaskRefused
 from elastic.types import (
     Abort,
     Action,
@@ -97,7 +97,7 @@ class WorkerPool:
         why = member.ready(min(PLACED_S, max(0.0, self.limit.left_s)))
         self.limit.look("a place for each worker")
         if why:
-            raise Failed(why) if member.ended else Refused(why)
+            raise Failed(why) if member.ended else TaskRefused(why)
 
     def reopen(self, i: int, job: Mapping[str, Any], run: str) -> None:
         """Worker `i` gets a new session, in a new process where the old one is gone."""

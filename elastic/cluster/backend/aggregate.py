@@ -28,7 +28,7 @@ RANKS_ASKED = 2  # other holders that are asked, one after the other, for a part
 
 
 @dataclass
-class Parts:
+class CheckpointParts:
     """A checkpoint whose parts are coming in."""
 
     plan: Plan
@@ -51,14 +51,14 @@ class Parts:
 class Gather:
     """`complete` is called, with all parts, when every rank of a plan has stored its part of a checkpoint."""
 
-    complete: Callable[[Parts], None]
+    complete: Callable[[CheckpointParts], None]
     workers_of: Callable[[str], int]  # node id -> workers that must report before the node counts as prepared
     plans: dict[int, Plan] = field(default_factory=dict)
     _told: StepReports = field(default_factory=StepReports)
     _pids: dict[str, dict[WorkerId, int]] = field(default_factory=dict)
     _admitted: dict[str, list[Admission]] = field(default_factory=dict)
     _sample: SampleProfile | None = None
-    _copies: dict[tuple[int, int], Parts] = field(default_factory=dict)  # by generation and step, oldest first
+    _copies: dict[tuple[int, int], CheckpointParts] = field(default_factory=dict)  # by generation and step, oldest first
     _failed: set[tuple[int, int]] = field(default_factory=set)
     _formed: tuple[int, int, int] = (0, 0, 0)  # generation, port of the store, number of participants
     _made: dict[int, float] = field(default_factory=dict)  # participant -> seconds
@@ -98,7 +98,7 @@ class Gather:
             case _:
                 return self._told.add(event)
 
-    def late(self, at_s: float) -> list[tuple[Parts, int]]:
+    def late(self, at_s: float) -> list[tuple[CheckpointParts, int]]:
         """Parts of checkpoints that others should write now: (copy, rank); each is named RANKS_ASKED times at most."""
         found = []
         for parts in self._copies.values():
@@ -124,7 +124,7 @@ class Gather:
         plan, key = self.plans.get(event.generation), (event.generation, event.step)
         if plan is None or key in self._failed or not 0 <= event.rank < len(plan.ranks):
             return
-        parts = self._copies.setdefault(key, Parts(plan, event.step))
+        parts = self._copies.setdefault(key, CheckpointParts(plan, event.step))
         parts.stored.setdefault(event.rank, event)
         parts.newest_at_s = at_s
         if len(parts.stored) == len(plan.ranks):

@@ -23,7 +23,7 @@ from elastic.types import Copy, CopyFailed, CopyRemoved, CopyStored, Event, Plan
 from elastic.types.grid import coordinates, rank_of
 
 if TYPE_CHECKING:
-    from elastic.cluster.backend.aggregate import Parts
+    from elastic.cluster.backend.aggregate import CheckpointParts
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class CheckpointCommitter:
         """Was a copy ordered to be committed, and has not come back?"""
         return bool(self._open)
 
-    def commit(self, parts: Parts) -> None:
+    def commit(self, parts: CheckpointParts) -> None:
         """All parts are stored -> CopyStored or CopyFailed; then what older, interrupted saves have left is removed."""
         with self._change:
             self._open[parts.plan.generation, parts.step] = time.monotonic()
@@ -119,7 +119,7 @@ class CheckpointCommitter:
                 below, self._below = self._below, None
                 self._clean(below)
 
-    def _commit(self, parts: Parts) -> None:
+    def _commit(self, parts: CheckpointParts) -> None:
         plan, step = parts.plan, parts.step
         shards = parts.stored.values()
         try:
@@ -178,7 +178,7 @@ def _verify(uri: str, paced: Paced) -> list[str]:
     return checkpoint_index.verify(uri, paced=paced)
 
 
-def holders_of(parts: Parts, rank: int) -> list[WorkerId]:
+def holders_of(parts: CheckpointParts, rank: int) -> list[WorkerId]:
     """Who may hold the boxes of that rank besides itself: its replicas, then those that keep its peer replicas."""
     plan = parts.plan
     at = coordinates(plan.layout, rank)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from elastic.cluster.notices.merged_notices import Notices
 from elastic.cluster.notices.notice_watchers import LocalNoticeWatcher, NoticeWatchers
-from elastic.cluster.notices.sources.watch import Report
+from elastic.cluster.notices.sources.watch import NoticeReport
 from elastic.cluster.prices.market import Ticker
 from elastic.types import Event, Node, Pool
 
@@ -56,7 +56,7 @@ class CloudFeed:
         self.notice_watchers.close()
         self.ticker.close()
 
-    def _say(self, node: Node, report: Report) -> None:
+    def _say(self, node: Node, report: NoticeReport) -> None:
         """What a person should know of it, each once per run."""
         market = next((pool.market_type for pool in self.pools if pool.name == node.pool), "owned")
         deaf = [DEAF.format(node.pool)] if market == "spot" and not report.sources and report.version else []

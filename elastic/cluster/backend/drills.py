@@ -12,7 +12,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from elastic.cluster.ray.thread_boundary import Boundary
+from elastic.cluster.ray.thread_boundary import ThreadBoundary
 from elastic.config.job import drill_entry
 from elastic.errors import SpecError, StorageRefused
 from elastic.storage import Storage
@@ -117,7 +117,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Orders:
+class InboxOrders:
     """What the inbox held."""
 
     drills: tuple[dict[str, Any], ...] = ()
@@ -134,21 +134,21 @@ class Inbox:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._taken: set[str] = set()  # given out or refused, and still there: it could not be removed
-        self._found: SimpleQueue[Orders] = SimpleQueue()
+        self._found: SimpleQueue[InboxOrders] = SimpleQueue()
         self._done = threading.Event()
-        self._boundary = Boundary(log, "inbox")
+        self._boundary = ThreadBoundary(log, "inbox")
         if storage.remote:
             threading.Thread(target=self._follow, name="inbox", daemon=True).start()
 
-    def take(self) -> Orders:
+    def take(self) -> InboxOrders:
         """What has come since the last call."""
         if not self._storage.remote:
             self._boundary.holds(self._look)
-        found: list[Orders] = []
+        found: list[InboxOrders] = []
         while not self._found.empty():
             found.append(self._found.get())
         stops = [orders.stop for orders in found if orders.stop is not None]
-        return Orders(tuple(drill for orders in found for drill in orders.drills), stops[-1] if stops else None)
+        return InboxOrders(tuple(drill for orders in found for drill in orders.drills), stops[-1] if stops else None)
 
     def close(self) -> None:
         self._done.set()
@@ -198,13 +198,13 @@ class Inbox:
             log.warning("the reason could not be written to %s: %s", REJECTED, error)
 
 
-def _order(text: bytes) -> Orders:
+def _order(text: bytes) -> InboxOrders:
     """Raises SpecError, ValueError, RecursionError for what is none."""
     order = json.loads(text)
     if not isinstance(order, dict) or len(order) != 1 or next(iter(order)) not in ("drill", "stop"):
         raise SpecError('an order is {"drill": {...}} or {"stop": "reason"}')
     if "drill" in order:
-        return Orders((drill_entry(order["drill"], "drill").plain(),))
+        return InboxOrders((drill_entry(order["drill"], "drill").plain(),))
     if not isinstance(order["stop"], str):
         raise SpecError('the reason of a stop is a text, as in {"stop": "reason"}')
-    return Orders(stop=order["stop"])
+    return InboxOrders(stop=order["stop"])

@@ -26,7 +26,7 @@ from elastic.cluster.backend.drill_runner import DrillRunner
 from elastic.cluster.backend.ray_run import RayRun
 from elastic.cluster.local.local_cluster import LAST_WORDS, LocalCluster
 from elastic.cluster.nodes.autoscaler import provider_for
-from elastic.cluster.nodes.demand import Order, left_paid
+from elastic.cluster.nodes.demand import DemandReport, left_paid
 from elastic.cluster.nodes.providers import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey
 from elastic.cluster.notices.notice_watchers import drain_in_ray
 from elastic.cluster.ray import _ray_private
@@ -522,7 +522,7 @@ class RayBackend:
 
     def _acquisition(self) -> NodeProvider:
         run = self.run
-        order = Order(run.namespace, run.epoch, run.pools, self.worker_group.setup.orphan_lease_s)
+        order = DemandReport(run.namespace, run.epoch, run.pools, self.worker_group.setup.orphan_lease_s)
         return provider_for(order, run.attach, run.spared)
 
     def _pool(self, name: str) -> Pool:

@@ -36,7 +36,7 @@ N_FILES = 3  # standard input, output and error go over
 
 
 @dataclass(frozen=True)
-class Request:
+class ForkRequest:
     """What a client hands over."""
 
     pid: int
@@ -117,7 +117,7 @@ class _Server:
             _say(connection, str(os.waitstatus_to_exitcode(status)).encode())
             connection.close()
 
-    def _become(self, request: Request, connection: socket.socket) -> None:
+    def _become(self, request: ForkRequest, connection: socket.socket) -> None:
         """In the fork: from here on it is the program that the client was to be."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -146,7 +146,7 @@ class _Server:
             os._exit(status)
 
 
-def _received(connection: socket.socket) -> Request:
+def _received(connection: socket.socket) -> ForkRequest:
     """Raises OSError, ValueError or KeyError where it is none."""
     head, files, _, _ = socket.recv_fds(connection, 8, N_FILES)
     n_bytes = int.from_bytes(head, "little")
@@ -160,7 +160,7 @@ def _received(connection: socket.socket) -> Request:
                 raise ValueError(f"a request that ends after {len(text)} of {n_bytes} bytes")
             text += part
         said: dict[str, Any] = json.loads(text)
-        return Request(said["pid"], said["words"], said["environment"], said["folder"], tuple(files))
+        return ForkRequest(said["pid"], said["words"], said["environment"], said["folder"], tuple(files))
     except Exception:
         _close(tuple(files))
         raise

@@ -18,11 +18,11 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.cluster.nodes.autoscaler_agent import NAME, NAMESPACE, AutoscalerAgent, Report
-from elastic.cluster.nodes.demand import Order
+from elastic.cluster.nodes.autoscaler_agent import NAME, NAMESPACE, AutoscalerAgent, AutoscalerReport
+from elastic.cluster.nodes.demand import DemandReport
 from elastic.cluster.nodes.providers import ClusterNodes, NodeProvider, RayNode, living
 from elastic.cluster.ray import _ray_private
-from elastic.cluster.ray.thread_boundary import Boundary
+from elastic.cluster.ray.thread_boundary import ThreadBoundary
 from elastic.types import Event, InstancesSeen, RequestFailed
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ LAUNCH_MOST_S = 180.0  # without an instance of the pool, a request has failed
 JOIN_MOST_S = 840.0  # with one; the policy forgets a request after 900 s
 
 
-def provider_for(order: Order, take_over: bool, spared: bool = False) -> NodeProvider:
+def provider_for(order: DemandReport, take_over: bool, spared: bool = False) -> NodeProvider:
     """Of the cluster that this process is connected to."""
     desk = AutoscalerClient(replace(order, fresh=not take_over)) if _ray_private.autoscaler_v2() else None
     if desk is None or not desk.opened:
@@ -46,8 +46,8 @@ def provider_for(order: Order, take_over: bool, spared: bool = False) -> NodePro
 class AutoscalerClient:
     """Speaks to the watcher, in a thread of its own. `opened`: there is an autoscaler that starts nodes."""
 
-    def __init__(self, order: Order) -> None:
-        self._order, self._report = order, Report()
+    def __init__(self, order: DemandReport) -> None:
+        self._order, self._report = order, AutoscalerReport()
         self._number = self._answered = 0
         self._lock = threading.Lock()
         self._wake, self._done = threading.Event(), threading.Event()
@@ -68,7 +68,7 @@ class AutoscalerClient:
                 self._order, self._number = order, self._number + 1
                 self._wake.set()
 
-    def heard(self) -> tuple[Report, bool]:
+    def heard(self) -> tuple[AutoscalerReport, bool]:
         """The newest report; whether it answers what was told last."""
         with self._lock:
             return self._report, self._answered == self._number
@@ -89,7 +89,7 @@ class AutoscalerClient:
             )
 
     def _run(self) -> None:
-        boundary = Boundary(log, "speaking to the autoscaler's watcher")
+        boundary = ThreadBoundary(log, "speaking to the autoscaler's watcher")
         while not self._done.is_set():
             self._wake.wait(SPEAK_S)
             self._wake.clear()
@@ -198,7 +198,7 @@ class AutoscalerNodes(ClusterNodes):
         self._tell()
         return [*events, *self._instances(report, alive)]
 
-    def _instances(self, report: Report, alive: Mapping[str, RayNode]) -> list[Event]:
+    def _instances(self, report: AutoscalerReport, alive: Mapping[str, RayNode]) -> list[Event]:
         """What is paid for beside the run's nodes, where that has changed. Of the pool's instances on their way at most as many
         are this run's as it waits for; those of a request that it gave up stay its own until they have come."""
         leaving = Counter(pool for ray_id, pool in self._dropped.items() if ray_id in alive)
@@ -227,7 +227,7 @@ class AutoscalerNodes(ClusterNodes):
             self._seen[name] = replace(seen, starting=max(0, seen.starting - 1))  # as NodeReady says
         return self._welcome(found, pool)
 
-    def _why_failed(self, asked: _Open, report: Report, current: bool) -> str:
+    def _why_failed(self, asked: _Open, report: AutoscalerReport, current: bool) -> str:
         """'' = it has not."""
         now_s = time.monotonic()
         if report.coming.get(asked.pool):

@@ -21,11 +21,11 @@ import ray
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
-from elastic.cluster.nodes.demand import Demand, Order, Seen
-from elastic.cluster.nodes.node_types import Bundle, Monitor, NodeType, bundle_of, monitor_here, read_types, type_of
+from elastic.cluster.nodes.demand import Demand, DemandReport, SeenNode
+from elastic.cluster.nodes.node_types import Monitor, NodeType, ResourceBundle, bundle_of, monitor_here, read_types, type_of
 from elastic.cluster.nodes.providers import RayNode, living, pool_of
 from elastic.cluster.ray import _ray_private
-from elastic.cluster.ray.thread_boundary import Boundary
+from elastic.cluster.ray.thread_boundary import ThreadBoundary
 from elastic.types import Pool
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ LOG_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Report:
+class AutoscalerReport:
     """`given`: Ray id -> pool of the nodes that are the run's. By pool: `coming` instances that have not joined yet, how many
     launches `failed` so far and `why` the last one did, why a pool is `refused`. `impossible`: the cluster cannot have all that
     is asked of it together, and starts nothing. `replaced`: a newer driver has the run. `looked_s`: seconds since its last look
@@ -66,7 +66,7 @@ class AutoscalerAgent:
         self._demand, self._pools = Demand(), dict[str, Pool]()
         self._reasons = Reasons(self._monitor.log if self._monitor else Path("/tmp/ray/session_latest/logs/monitor.log"))
         self._scaling = _ray_private.Scaling(Counter(), Counter(), Counter(), Counter())
-        self._asked: Counter[Bundle] | None = None  # None = not known
+        self._asked: Counter[ResourceBundle] | None = None  # None = not known
         self._asked_s = 0.0
         self._heard = self._asked_for = 0  # how often an order changed, and up to which change it was asked
         self._quiet_until_s = time.monotonic() + quiet_s
@@ -81,12 +81,12 @@ class AutoscalerAgent:
         """Is there an autoscaler that starts nodes? On Kubernetes it runs in a container of its own."""
         return bool(self._monitor.config) if self._monitor is not None else "KUBERNETES_SERVICE_HOST" in os.environ
 
-    def order(self, order: Order) -> Report:
+    def order(self, order: DemandReport) -> AutoscalerReport:
         with self._lock:
             run = self._demand.runs.get(order.namespace)
             before = run.order if run is not None else None
             if not self._demand.hear(order, time.monotonic()):
-                return Report(replaced=True)
+                return AutoscalerReport(replaced=True)
             self._pools |= {pool.name: pool for pool in order.pools}
             self._quiet_until_s = 0.0
             if before != order:
@@ -112,11 +112,11 @@ class AutoscalerAgent:
                 "leaving": sorted(self._demand.leaving),
             }
 
-    def _report(self, order: Order) -> Report:
+    def _report(self, order: DemandReport) -> AutoscalerReport:
         types = {pool.name: self._type_name(pool) for pool in order.pools}
         scaling, reasons = self._scaling, self._reasons.by_type
         bundles = {pool.name: bundle_of(pool, self._types) for pool in order.pools}
-        return Report(
+        return AutoscalerReport(
             self._demand.given(order.namespace),
             {name: scaling.coming[kind] for name, kind in types.items()},
             {name: scaling.failed[kind] for name, kind in types.items()},
@@ -133,7 +133,7 @@ class AutoscalerAgent:
     # ------------------------------------------------------------------------------------------ what it does by itself
 
     def _run(self) -> None:
-        boundary = Boundary(log, "watching the cluster's nodes")
+        boundary = ThreadBoundary(log, "watching the cluster's nodes")
         while True:
             self._wake.wait(LOOK_S)
             self._wake.clear()
@@ -163,19 +163,19 @@ class AutoscalerAgent:
             end_actors(namespace)
         self._maybe_leave(now_s)
 
-    def _seen(self, nodes: list[RayNode], draining: Mapping[str, float]) -> dict[str, Seen]:
+    def _seen(self, nodes: list[RayNode], draining: Mapping[str, float]) -> dict[str, SeenNode]:
         found = {node.ray_id: pool_of(node, self._pools.values()) for node in nodes if not node.head}
-        return {ray_id: Seen(pool.name, ray_id in draining) for ray_id, pool in found.items() if pool is not None}
+        return {ray_id: SeenNode(pool.name, ray_id in draining) for ray_id, pool in found.items() if pool is not None}
 
     def _least(self) -> dict[str, int]:
         kinds = {pool.name: type_of(pool, self._types or {}) for pool in self._pools.values()}
         return {name: kind.least for name, kind in kinds.items() if kind is not None}
 
     def _ask(self, wanted: Counter[str], now_s: float) -> None:
-        total: Counter[Bundle] = Counter()
+        total: Counter[ResourceBundle] = Counter()
         for name, n in wanted.items():
             bundle = bundle_of(self._pools[name], self._types)
-            if isinstance(bundle, Bundle):
+            if isinstance(bundle, ResourceBundle):
                 total[bundle] += n
         if total != self._asked or (total and now_s - self._asked_s > ASK_AGAIN_S):
             bundles = sorted(total.elements(), key=str)
@@ -251,5 +251,5 @@ def _types(monitor: Monitor | None) -> Mapping[str, NodeType] | None:
     return read_types(monitor.config) if monitor is not None and monitor.config else None
 
 
-def _as_ray_says(bundles: Mapping[Bundle, int]) -> Counter[Any]:
+def _as_ray_says(bundles: Mapping[ResourceBundle, int]) -> Counter[Any]:
     return Counter({(frozenset(b.resources), frozenset(b.selector)): n for b, n in bundles.items()})

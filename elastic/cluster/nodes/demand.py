@@ -30,7 +30,7 @@ def left_paid(nodes: Iterable[Node], pools: Iterable[Pool], lease_s: float) -> s
 
 
 @dataclass(frozen=True)
-class Order:
+class DemandReport:
     """What a driver says every second. `namespace`: Ray's, which stands for the run. `waits`: nodes of each pool that are still
     to come. `held`: Ray ids of those it has, `dropped`: of those it wants no more. `fresh`: the first of a driver that takes
     nothing over."""
@@ -46,7 +46,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenNode:
     """A living worker node: the pool that it counts to, and whether the cluster has been told to give it up."""
 
     pool: str
@@ -55,7 +55,7 @@ class Seen:
 
 @dataclass
 class _Run:
-    order: Order
+    order: DemandReport
     heard_s: float
     given: dict[str, str] = field(default_factory=dict)  # Ray id -> pool
     silent: bool = False
@@ -70,7 +70,7 @@ class Demand:
     _known: set[str] | None = None
     _new: dict[str, float] = field(default_factory=dict)
 
-    def hear(self, order: Order, now_s: float) -> bool:
+    def hear(self, order: DemandReport, now_s: float) -> bool:
         """False: a newer driver of the run was here."""
         run = self.runs.get(order.namespace)
         if run is not None and order.epoch < run.order.epoch:
@@ -92,7 +92,7 @@ class Demand:
             del self.runs[name]
             self._leave((node for node in (*run.given, *run.order.held, *run.order.dropped)), now_s)
 
-    def look(self, nodes: Mapping[str, Seen], now_s: float) -> None:
+    def look(self, nodes: Mapping[str, SeenNode], now_s: float) -> None:
         """Deals living nodes out to those that wait, and finds drivers that are silent and nodes that nobody asked for."""
         if self._known is not None:
             self._new |= dict.fromkeys(set(nodes) - self._known, now_s)
@@ -121,7 +121,7 @@ class Demand:
         for node in nodes:
             self.leaving.setdefault(node, now_s)
 
-    def wanted(self, nodes: Mapping[str, Seen]) -> Counter[str]:
+    def wanted(self, nodes: Mapping[str, SeenNode]) -> Counter[str]:
         """How many nodes of each pool the cluster is to have for us; those that it gives up do not count."""
         total: Counter[str] = Counter()
         for run in self.runs.values():
@@ -145,7 +145,7 @@ class Demand:
         run = self.runs.get(name)
         return {} if run is None else dict(run.given)
 
-    def to_drain(self, nodes: Mapping[str, Seen], least: Mapping[str, int]) -> list[str]:
+    def to_drain(self, nodes: Mapping[str, SeenNode], least: Mapping[str, int]) -> list[str]:
         """Nodes that are to go now. One that the autoscaler would replace at once (`least` nodes of a pool) stays, for whoever
         asks next."""
         stay = Counter(seen.pool for node, seen in nodes.items() if not seen.draining and node not in self.leaving)

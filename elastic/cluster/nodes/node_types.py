@@ -41,7 +41,7 @@ class Monitor:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class ResourceBundle:
     """One node of a pool as `request_resources` takes it: so much that one fills a node."""
 
     resources: tuple[tuple[str, float], ...]
@@ -75,11 +75,11 @@ def read_types(path: str) -> dict[str, NodeType]:
     }  # fmt: skip
 
 
-def bundle_of(pool: Pool, types: Mapping[str, NodeType] | None) -> Bundle | str:
+def bundle_of(pool: Pool, types: Mapping[str, NodeType] | None) -> ResourceBundle | str:
     """How a node of the pool is asked for; a text says why it cannot be. `types` None = not known (Kubernetes)."""
     resource = "CPU" if pool.accelerator_type == "CPU" else "GPU"
     if types is None:
-        return Bundle(((resource, float(pool.gpus_per_node)),), tuple(_by_kind(pool).items()))
+        return ResourceBundle(((resource, float(pool.gpus_per_node)),), tuple(_by_kind(pool).items()))
     kind = type_of(pool, types)
     if kind is None:
         names = ", ".join(sorted(types)) or "none"
@@ -94,7 +94,7 @@ def bundle_of(pool: Pool, types: Mapping[str, NodeType] | None) -> Bundle | str:
     if same:
         label = f"{POOL_LABEL}: {kind.name}"
         return f"node types '{kind.name}' and '{same[0]}' have the same labels in the cluster file; give each its own ({label})"
-    return Bundle(((resource, amount),), tuple(sorted(kind.labels.items())))
+    return ResourceBundle(((resource, amount),), tuple(sorted(kind.labels.items())))
 
 
 def type_of(pool: Pool, types: Mapping[str, NodeType]) -> NodeType | None:

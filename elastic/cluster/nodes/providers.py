@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder, visible_gpus
 from elastic.cluster.ray import _ray_private, processes
-from elastic.cluster.ray.thread_boundary import Boundary
+from elastic.cluster.ray.thread_boundary import ThreadBoundary
 from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
 from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
 
@@ -294,7 +294,7 @@ class Survey:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         place = ray.get_runtime_context()
-        self._head = Head(place.gcs_address, refused_most_s)
+        self._head = HeadService(place.gcs_address, refused_most_s)
         self._own = place.get_node_id()
         self._looked = threading.Event()  # since the head was asked last
         self._look()
@@ -326,13 +326,13 @@ class Survey:
             thread.join(0.0 if self.head_lost else 5.0)  # a call to a head that is gone may take a minute
 
     def _run(self) -> None:
-        looking = Boundary(log, "asking the head for its nodes")
+        looking = ThreadBoundary(log, "asking the head for its nodes")
         while not self._stop.wait(SURVEY_S):
             looking.holds(self._look)  # where the head does not answer, nothing new is known
 
     def _ask(self) -> None:
         asked_s = time.monotonic()
-        probing, of_the_head = Boundary(log, "asking nodes"), Boundary(log, "asking the head")
+        probing, of_the_head = ThreadBoundary(log, "asking nodes"), ThreadBoundary(log, "asking the head")
         while not self._stop.wait(PROBE_S):
             probing.holds(self._probe)
             if time.monotonic() - asked_s >= SURVEY_S:
@@ -381,7 +381,7 @@ class Survey:
 
 
 @dataclass
-class Head:
+class HeadService:
     """The head's GCS as it is seen from here. Where it keeps its memory elsewhere it may come back: `refused_most_s` is how
     long that is waited for. What this process itself stalled does not count."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from elastic.cluster.notices.sources.watch import Report
+from elastic.cluster.notices.sources.watch import NoticeReport
 from elastic.types import Event, Node, NodeWarned, Notice, NoticeWithdrawn, Pool
 
 SAME_S = 1.0  # deadlines that differ by less are the same
@@ -26,7 +26,7 @@ class Notices:
     _warned: set[tuple[str, str]] = field(default_factory=set)
     _ours: set[str] = field(default_factory=set)  # nodes that this run drains in Ray itself
 
-    def heard(self, node_id: str, report: Report, now_s: float) -> list[Event]:
+    def heard(self, node_id: str, report: NoticeReport, now_s: float) -> list[Event]:
         """What the node itself knows. A source that has not answered yet changes nothing. Returns new warnings."""
         events: list[Event] = []
         for source, findings in report.said.items():

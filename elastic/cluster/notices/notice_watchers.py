@@ -17,10 +17,10 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.cluster.notices.sources.detect import Place, sources_of
-from elastic.cluster.notices.sources.watch import Report, Watch
+from elastic.cluster.notices.sources.detect import ProbedMachine, sources_of
+from elastic.cluster.notices.sources.watch import NoticeReport, Watch
 from elastic.cluster.ray import _ray_private, processes
-from elastic.cluster.ray.thread_boundary import Boundary
+from elastic.cluster.ray.thread_boundary import ThreadBoundary
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ class NodeWatcher:
 
     def __init__(self) -> None:
         processes.end_with(processes.raylet())
-        self._watch = Watch(partial(sources_of, Place(dict(os.environ))))
+        self._watch = Watch(partial(sources_of, ProbedMachine(dict(os.environ))))
 
-    def news(self, seen: int, wait_s: float) -> Report:
+    def news(self, seen: int, wait_s: float) -> NoticeReport:
         return self._watch.news(seen, wait_s)
 
     def pid(self) -> int:
@@ -52,7 +52,7 @@ class NoticeWatchers:
         self._actors: dict[str, tuple[str, Any]] = {}  # node id -> Ray id, actor
         self._asked: dict[Any, tuple[str, int]] = {}  # answer to come -> node id, version seen
         self._not_before_s: dict[str, float] = {}
-        self._news: SimpleQueue[tuple[str, Report]] = SimpleQueue()
+        self._news: SimpleQueue[tuple[str, NoticeReport]] = SimpleQueue()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="notice_watchers", daemon=True)
         self._thread.start()
@@ -61,7 +61,7 @@ class NoticeWatchers:
         """`nodes`: node id -> Ray id, all that are to be watched from now on."""
         self._wanted = dict(nodes)
 
-    def take(self) -> list[tuple[str, Report]]:
+    def take(self) -> list[tuple[str, NoticeReport]]:
         """What has come since the last call."""
         found = []
         while not self._news.empty():
@@ -74,7 +74,7 @@ class NoticeWatchers:
         self._thread.join(HELD_S)
 
     def _run(self) -> None:
-        boundary = Boundary(log, "watching for notices")
+        boundary = ThreadBoundary(log, "watching for notices")
         while not self._ended.is_set():
             if not boundary.holds(self._look):  # as where the head does not answer
                 self._ended.wait(AGAIN_S)
@@ -133,16 +133,16 @@ class LocalNoticeWatcher:
     cloud."""
 
     def __init__(self) -> None:
-        self._watch = Watch(partial(sources_of, Place(dict(os.environ), named_only=True)))
+        self._watch = Watch(partial(sources_of, ProbedMachine(dict(os.environ), named_only=True)))
         self._nodes: Mapping[str, str] = {}
-        self._report = Report(0)
+        self._report = NoticeReport(0)
         self._told: dict[str, int] = {}
 
     def keep(self, nodes: Mapping[str, str]) -> None:
         self._nodes = dict(nodes)
         self._told = {node_id: version for node_id, version in self._told.items() if node_id in nodes}
 
-    def take(self) -> list[tuple[str, Report]]:
+    def take(self) -> list[tuple[str, NoticeReport]]:
         report = self._watch.news(0, 0.0)
         new = [node_id for node_id in self._nodes if self._told.get(node_id, 0) < report.version]
         self._told |= dict.fromkeys(new, report.version)

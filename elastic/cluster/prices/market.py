@@ -17,7 +17,7 @@ from typing import Any
 
 from elastic import catalog
 from elastic.cluster.prices.aws_prices import AwsPrices, NoAnswer, NoCredentials
-from elastic.cluster.ray.thread_boundary import Boundary
+from elastic.cluster.ray.thread_boundary import ThreadBoundary
 from elastic.types import Event, Pool, PriceSeen
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class Ticker:
         self._ended.set()
 
     def _run(self) -> None:
-        boundary = Boundary(log, "prices")
+        boundary = ThreadBoundary(log, "prices")
         while not self._ended.is_set():
             boundary.holds(self._look)
             self._ended.wait(self._refresh_s)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 
-class Boundary:
+class ThreadBoundary:
     """Whatever one look raises is logged, once as long as it stays the same, and the thread continues with the next look."""
 
     def __init__(self, log: logging.Logger, what: str) -> None:

@@ -51,7 +51,7 @@ class Ended(ScriptMessage):
 
 
 @dataclass(frozen=True)
-class Order:
+class ScriptOrder:
     """end: SIGTERM, after `grace_s` SIGKILL; `listeners`: only processes that have a handler for SIGTERM. go: leave with an
     error, so that Ray Train starts the next group. leave: go without one, the run is over."""
 
@@ -66,16 +66,16 @@ class Board:
     """A Ray actor beside the driver. Supervisors exchange words for orders, the driver the other way round."""
 
     words: list[ScriptMessage] = field(default_factory=list)
-    orders: dict[int, list[Order]] = field(default_factory=dict)
+    orders: dict[int, list[ScriptOrder]] = field(default_factory=dict)
     heard_s: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def exchange(self, group: int, rank: int, words: Sequence[ScriptMessage], n_seen: int) -> list[Order]:
+    def exchange(self, group: int, rank: int, words: Sequence[ScriptMessage], n_seen: int) -> list[ScriptOrder]:
         """From a supervisor that has obeyed `n_seen` orders; returns the later ones."""
         self.heard_s[group, rank] = time.monotonic()
         self.words += words
         return self.orders.get(group, [])[n_seen:]
 
-    def take(self, orders: Sequence[Order]) -> tuple[list[ScriptMessage], dict[tuple[int, int], float]]:
+    def take(self, orders: Sequence[ScriptOrder]) -> tuple[list[ScriptMessage], dict[tuple[int, int], float]]:
         """From the driver; returns the words since the last call, and how long (s) each supervisor has been silent."""
         for order in orders:
             self.orders.setdefault(order.group, []).append(order)

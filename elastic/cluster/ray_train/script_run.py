@@ -20,14 +20,14 @@ from elastic.cluster.backend.cloud_feed import CloudFeed
 from elastic.cluster.backend.drill_runner import DrillRunner
 from elastic.cluster.local.local_cluster import LocalCluster
 from elastic.cluster.nodes.autoscaler import provider_for
-from elastic.cluster.nodes.demand import Order
+from elastic.cluster.nodes.demand import DemandReport
 from elastic.cluster.nodes.providers import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey, signal_there
 from elastic.cluster.ray import _ray_private
 from elastic.cluster.ray_train.script_bill import ORPHAN_LEASE_S, counted
 from elastic.cluster.ray_train.script_fit import Fit
 from elastic.cluster.ray_train.script_job import ScriptJob
 from elastic.cluster.ray_train.script_messages import Board, Hello, ScriptMessage, ScriptOutput
-from elastic.cluster.ray_train.script_state import Script, lines_of, some
+from elastic.cluster.ray_train.script_state import ScriptState, lines_of, some
 from elastic.driver import LINE_EVERY_S, Recorder, stop_signals
 from elastic.errors import LostContact
 from elastic.ledger.lease import Lease
@@ -61,7 +61,7 @@ LEAVE_S = 3.0  # for the supervisors of a run that was stopped or has failed
 class ScriptWorkers:
     """The workers of the script, for drills."""
 
-    script: Script
+    script: ScriptState
     ray_id: Callable[[str], str | None]
 
     def workers(self, node_id: str | None = None) -> list[WorkerId]:
@@ -98,7 +98,7 @@ class ScriptRun:
     journal: Recorder
     show: Callable[[str], None]
     before: State | None = None
-    script: Script = field(init=False)
+    script: ScriptState = field(init=False)
     provider: NodeProvider = field(init=False)
     fit: Fit = field(init=False)
     _requests: dict[str, tuple[str, float]] = field(init=False, default_factory=dict)  # id -> pool, since when
@@ -109,9 +109,9 @@ class ScriptRun:
     _dead: dict[str, str] = field(init=False, default_factory=dict)  # ray ids of lost nodes
     _n_requests: int = field(init=False, default=0)
 
-    def to_the_end(self, start: DriverStarted) -> Script:
+    def to_the_end(self, start: DriverStarted) -> ScriptState:
         """Runs the script to its end; returns what is known then. Takes Ray down, not the embedded cluster."""
-        self.script = Script(self.job.needs, resumed=self.before is not None, bill=self.before or State())
+        self.script = ScriptState(self.job.needs, resumed=self.before is not None, bill=self.before or State())
         self._connect()
         try:
             self._begin(start)
@@ -143,7 +143,7 @@ class ScriptRun:
         pools = self.job.needs.pools
         self.inbox, self.survey = drills.Inbox(self.storage), Survey(AWAY_MOST_S if self.cluster is None else 0.0)
         self.cloud_feed = CloudFeed.of(pools, embedded=self.cluster is not None)
-        order = Order(self.job.namespace, start.epoch, tuple(pools), ORPHAN_LEASE_S)
+        order = DemandReport(self.job.namespace, start.epoch, tuple(pools), ORPHAN_LEASE_S)
         self.provider = EmbeddedNodes(self.cluster, pools) if self.cluster is not None else provider_for(order, take_over=False)
         schedule = drills.Schedule(self.job.drill, self.storage.hasty(drills.MARK_MOST_S))
         hands = ScriptWorkers(self.script, self.provider.ray_id)
@@ -344,12 +344,12 @@ class ScriptRun:
             return
         if len(self.script.workers()) < self.job.needs.min_workers:
             return
-        from elastic.cluster.ray_train.script_worker import Orders
+        from elastic.cluster.ray_train.script_worker import ScriptTask
 
         self.script.expect("start")
         self.script.expected_s = now_s
         job = self.job
-        orders = Orders(
+        orders = ScriptTask(
             job.file, job.args, job.cwd, job.name, self._board_name, job.namespace, job.logs, job.asks_ray
         )  # fmt: skip
         self.fit.start(job, {"orders": orders})

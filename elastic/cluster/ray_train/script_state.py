@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elastic.cluster.ray_train.script_bill import counted
-from elastic.cluster.ray_train.script_messages import Ended, Formed, Hello, Order, ScriptMessage, ScriptOutput
+from elastic.cluster.ray_train.script_messages import Ended, Formed, Hello, ScriptMessage, ScriptOrder, ScriptOutput
 from elastic.policy.state.event_handlers import billed
 from elastic.policy.state.fold import State
 from elastic.types import (
@@ -78,7 +78,7 @@ class Needs:
 
 
 @dataclass
-class Seat:
+class ScriptRank:
     """A rank of the newest group."""
 
     worker: WorkerId
@@ -90,13 +90,13 @@ class Seat:
 
 
 @dataclass
-class Group:
+class ScriptStart:
     """One start of the script. `ending`: why it is being ended, '' = it is not."""
 
     name: int
     began_s: float
     world: int
-    seats: dict[int, Seat] = field(default_factory=dict)
+    seats: dict[int, ScriptRank] = field(default_factory=dict)
     formed_s: float | None = None
     entered_s: float | None = None
     failing_s: float | None = None
@@ -122,7 +122,7 @@ class Group:
 
 
 @dataclass
-class Script:
+class ScriptState:
     needs: Needs
     nodes: dict[str, Node] = field(default_factory=dict)
     leaving: dict[str, float] = field(default_factory=dict)  # node id -> deadline
@@ -130,7 +130,7 @@ class Script:
     resumed: bool = False  # an earlier driver ran it already
     bill: State = field(default_factory=State)  # of all drivers: nodes, prices, dollars, budget and deadline
     plan: Plan | None = None
-    group: Group | None = None
+    group: ScriptStart | None = None
     restart: bool = False  # the group has ended: nodes are to be released, then `go`
     last_step: int = 0
     gap: int = 1  # steps between two lines
@@ -143,7 +143,7 @@ class Script:
     reason: str = ""
     bad_input: bool = False
     log: list[tuple[float, Event] | Decision] = field(default_factory=list)
-    orders: list[Order] = field(default_factory=list)
+    orders: list[ScriptOrder] = field(default_factory=list)
 
     # ------------------------------------------------------------------------------------------ nodes
 
@@ -189,7 +189,7 @@ class Script:
             f"node {node_id} goes in {max(0.0, deadline_s - at_s):.0f} s: every rank that has a handler for SIGTERM gets it, "
             "then Ray Train starts the script on the nodes that stay; one without a handler runs until the node goes"
         )
-        self.orders.append(Order(group.name, "end", max(1.0, deadline_s - at_s - 1.0), listeners=True))
+        self.orders.append(ScriptOrder(group.name, "end", max(1.0, deadline_s - at_s - 1.0), listeners=True))
         self.log.append(Decision((Quiesce(self.generation),), text))
 
     @property
@@ -230,8 +230,8 @@ class Script:
         if self.group is None or word.group > self.group.name:
             self._broken("Ray Train has started another group", word.at_s)
             self.restart = False
-            self.group = Group(word.group, word.at_s, word.world)
-        self.group.seats[word.rank] = Seat(WorkerId(node_id, word.local_rank), word.pid)
+            self.group = ScriptStart(word.group, word.at_s, word.world)
+        self.group.seats[word.rank] = ScriptRank(WorkerId(node_id, word.local_rank), word.pid)
         if self.group.whole:
             seats = self.group.seats
             self._placed(tuple(seats[rank].worker for rank in range(word.world)))
@@ -291,7 +291,7 @@ class Script:
         elif self.grown_s is not None and now_s - self.grown_s >= GROWTH_S:
             self._grow(group)
 
-    def _progress(self, group: Group, now_s: float) -> None:
+    def _progress(self, group: ScriptStart, now_s: float) -> None:
         if group.formed_s is not None and group.entered_s is None and now_s - group.formed_s > FIRST_STEP_S:
             self._entered(self.last_step, now_s)
         if now_s - group.told_s >= RAN_EVERY_S and group.failing_s is None:
@@ -299,7 +299,7 @@ class Script:
         if group.entered_s is not None and now_s - group.entered_s > SETTLED_S:
             self.killed = 0
 
-    def _ran(self, group: Group, now_s: float) -> None:
+    def _ran(self, group: ScriptStart, now_s: float) -> None:
         """Of a script that prints no steps; while it saves because it was asked to end, it does not train."""
         saves = group.ending and any(seat.asked for seat in group.seats.values())
         if group.entered_s is None or group.steps or saves:
@@ -318,23 +318,23 @@ class Script:
             text = f"Ray Train has not started the script on {len(self.plan.ranks)} workers for {most_s:.0f} s"
             self.end("failed", f"{text}; see its logs, or give it more time by max_silence_s in job.yaml")
 
-    def _end_orderly(self, group: Group) -> None:
+    def _end_orderly(self, group: ScriptStart) -> None:
         if not group.all_ended:
             return
         group.over = True
         if group.ending == "stop":
-            self.orders.append(Order(group.name, "leave"))
+            self.orders.append(ScriptOrder(group.name, "leave"))
             self.end("stopped", self.stop_reason)
             return
         self.restart = True
         self.expect("growth" if group.ending == "growth" else "notice")
 
     @staticmethod
-    def _silent(group: Group, silent_s: Mapping[tuple[int, int], float]) -> list[int]:
+    def _silent(group: ScriptStart, silent_s: Mapping[tuple[int, int], float]) -> list[int]:
         here = [rank for rank, seat in group.seats.items() if seat.code is None]
         return [rank for rank in here if silent_s.get((group.name, rank), 0.0) > SILENT_S]
 
-    def _failing(self, group: Group, now_s: float, silent_s: Mapping[tuple[int, int], float]) -> None:
+    def _failing(self, group: ScriptStart, now_s: float, silent_s: Mapping[tuple[int, int], float]) -> None:
         """A rank has failed, or a supervisor is silent. The loss of a node is told by `node`; till then one waits a little."""
         since_s = group.failing_s = now_s if group.failing_s is None else group.failing_s
         if now_s - since_s < VERDICT_S:
@@ -358,7 +358,7 @@ class Script:
         else:
             group.failing_s = None  # it speaks again
 
-    def _never_met(self, group: Group) -> None:
+    def _never_met(self, group: ScriptStart) -> None:
         self.bad_input = True
         self.end(
             "failed",
@@ -367,7 +367,7 @@ class Script:
             "a slow start needs a larger max_silence_s in job.yaml",
         )
 
-    def _grow(self, group: Group) -> None:
+    def _grow(self, group: ScriptStart) -> None:
         after = len(self.workers())
         if group.formed_s is None:
             return
@@ -376,7 +376,7 @@ class Script:
             return
         group.ending = "growth"
         text = f"{after} workers instead of {group.world}: each gets SIGTERM, then Ray Train starts the script on all"
-        self.orders.append(Order(group.name, "end", GRACE_S))
+        self.orders.append(ScriptOrder(group.name, "end", GRACE_S))
         self.log.append(Decision((Quiesce(self.generation),), text))
 
     def _broken(self, why: str, at_s: float) -> None:
@@ -386,7 +386,7 @@ class Script:
             return
         self._ran(group, at_s if group.failing_s is None else group.failing_s)
         group.over = True
-        self.orders.append(Order(group.name, "end", GRACE_LOSS_S))
+        self.orders.append(ScriptOrder(group.name, "end", GRACE_LOSS_S))
         self.log.append(Decision((Abort(self.generation),), why))
         self.plan = None
         self.restart = True
@@ -424,7 +424,7 @@ class Script:
         """Nodes are released and counted again: Ray Train may start the next group."""
         self.restart = False
         if self.group is not None:
-            self.orders.append(Order(self.group.name, "go"))
+            self.orders.append(ScriptOrder(self.group.name, "go"))
 
     def ask_stop(self, reason: str, now_s: float) -> None:
         """The script gets SIGTERM and may save."""
@@ -434,13 +434,13 @@ class Script:
         group = self.group
         if group is not None and not group.over:
             group.ending = "stop"
-            self.orders.append(Order(group.name, "end", GRACE_S))
+            self.orders.append(ScriptOrder(group.name, "end", GRACE_S))
             self.log.append(Decision((Quiesce(self.generation),), f"asked to stop ({reason}): every rank gets SIGTERM"))
 
     def end(self, outcome: Outcome, reason: str) -> None:
         self.outcome, self.reason = outcome, reason
         if outcome != "succeeded" and self.group is not None:
-            self.orders.append(Order(self.group.name, "leave"))
+            self.orders.append(ScriptOrder(self.group.name, "leave"))
         self.log.append(Decision((Stop(outcome, reason),), reason))
 
     def first_error(self) -> str:
@@ -451,7 +451,7 @@ class Script:
 
 
 def lines_of(log: Iterable[tuple[float, Event] | Decision]) -> list[tuple[list[tuple[float, Event]], Decision | None]]:
-    """What `Script.log` holds as journal lines: the events up to each decision, and it."""
+    """What `ScriptState.log` holds as journal lines: the events up to each decision, and it."""
     lines: list[tuple[list[tuple[float, Event]], Decision | None]] = []
     events: list[tuple[float, Event]] = []
     for entry in log:

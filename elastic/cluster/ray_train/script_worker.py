@@ -25,7 +25,7 @@ import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 
 from elastic.cluster.ray_train.script_child import PARENT, QUESTIONS
-from elastic.cluster.ray_train.script_messages import Ended, Formed, Hello, Order, ScriptMessage, ScriptOutput
+from elastic.cluster.ray_train.script_messages import Ended, Formed, Hello, ScriptMessage, ScriptOrder, ScriptOutput
 from elastic.cluster.workers.output import FILE_BYTES, make_folder, open_log, prune
 
 BOARD_MOST_S = 120.0  # without an answer of the driver's board
@@ -41,7 +41,7 @@ class Restart(Exception):
 
 
 @dataclass(frozen=True)
-class Orders:
+class ScriptTask:
     """What to run, and where to say how it goes. `logs`: a folder for the whole output of each rank."""
 
     file: str
@@ -55,7 +55,7 @@ class Orders:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """This rank, and where the group meets."""
 
     group: int
@@ -81,13 +81,13 @@ class Place:
 
 def supervise(settings: dict[str, Any]) -> None:
     """The training function: `settings["orders"]` are Orders. Raises Restart."""
-    orders: Orders = settings["orders"]
+    orders: ScriptTask = settings["orders"]
     me = ray.train.get_context()
     rank = me.get_world_rank()
     group, address, port = broadcast_from_rank_zero(_meeting_place() if rank == 0 else None)
     sizes = (rank, me.get_world_size(), me.get_local_rank(), me.get_local_world_size(), me.get_node_rank())
     board = ray.get_actor(orders.board, namespace=orders.namespace)
-    Supervisor(orders, Place(group, address, port, *sizes), board).to_the_end()
+    Supervisor(orders, RankPlace(group, address, port, *sizes), board).to_the_end()
 
 
 def _meeting_place() -> tuple[int, str, int]:
@@ -99,8 +99,8 @@ def _meeting_place() -> tuple[int, str, int]:
 
 @dataclass
 class Supervisor:
-    orders: Orders
-    place: Place
+    orders: ScriptTask
+    place: RankPlace
     board: Any
     _words: deque[ScriptMessage] = field(default_factory=deque)
     _said: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
@@ -161,7 +161,7 @@ class Supervisor:
         if code is None:
             self._watch(child)
         self._tell(code)
-        orders: list[Order] = self._exchange()
+        orders: list[ScriptOrder] = self._exchange()
         for order in orders:
             if order.kind == "go":
                 raise Restart("the nodes have changed; the script is started over")
@@ -183,10 +183,10 @@ class Supervisor:
             self._words.append(Ended(*me, code, self._asked, "\n".join(self._tail)))
             self._told_end = True
 
-    def _exchange(self) -> list[Order]:
+    def _exchange(self) -> list[ScriptOrder]:
         words = list(self._words)
         answer = self.board.exchange.remote(self.place.group, self.place.rank, words, self._n_orders)
-        orders: list[Order] = ray.get(answer, timeout=BOARD_MOST_S)  # without a driver this rank ends
+        orders: list[ScriptOrder] = ray.get(answer, timeout=BOARD_MOST_S)  # without a driver this rank ends
         self._words.clear()
         self._n_orders += len(orders)
         return orders
@@ -201,7 +201,7 @@ class Supervisor:
     def _met(self) -> bool:
         return n_guests(self.place.port) >= self.place.world
 
-    def _end(self, child: subprocess.Popen[str], order: Order) -> None:
+    def _end(self, child: subprocess.Popen[str], order: ScriptOrder) -> None:
         if order.listeners and not listens(child.pid, signal.SIGTERM):
             return
         self._asked = True

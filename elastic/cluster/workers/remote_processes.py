@@ -43,7 +43,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Order:
+class ProcessOrder:
     """What a process hosts: `made_by` (module:name) is called with a function that takes messages, then `arguments`."""
 
     made_by: str
@@ -91,7 +91,7 @@ def end_actors(namespace: str) -> None:
 class _Hosted:
     """The actor around one object."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: ProcessOrder) -> None:
         os.environ.update(order.environment or {})
         settle()
         module, _, name = order.made_by.partition(":")
@@ -192,7 +192,7 @@ class ProcessSignals:
 class RemoteProcess:
     """One process at a seat. `pipe` gives its messages, and ends with it."""
 
-    def __init__(self, seat: Seat, hands: ProcessSignals, order: Order) -> None:
+    def __init__(self, seat: Seat, hands: ProcessSignals, order: ProcessOrder) -> None:
         self.seat, self.hands = seat, hands
         remote: Any = ray.remote  # its types do not know of groups
         hosted = remote(concurrency_groups={"orders": 1, "polls": 2})(_Hosted)

@@ -5,8 +5,8 @@ bought as stands in its label `ray.io/market-type`, its GPUs, memory and price c
 (the price of owned nodes, the end of a reservation) from the file's own section `metadata: {elastic: ...}`, which Ray ignores.
 """
 
-from elastic.config.clusters.cluster_file import ClusterSpec, NodeType, Problem
+from elastic.config.clusters.cluster_file import ClusterNodeType, ClusterSpec, Problem
 from elastic.config.clusters.load_cluster import load_cluster, read_cluster
 from elastic.config.clusters.rules import problems_of
 
-__all__ = ["ClusterSpec", "NodeType", "Problem", "load_cluster", "problems_of", "read_cluster"]
+__all__ = ["ClusterSpec", "ClusterNodeType", "Problem", "load_cluster", "problems_of", "read_cluster"]

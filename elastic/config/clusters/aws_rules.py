@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic import catalog
-from elastic.config.clusters.cluster_file import ClusterSpec, NodeType, Problem
+from elastic.config.clusters.cluster_file import ClusterNodeType, ClusterSpec, Problem
 
 EFA_KINDS = ("efa", "efa-only")
 
@@ -81,7 +81,7 @@ def subnets(spec: ClusterSpec) -> Iterator[Problem]:
             yield Problem(("available_node_types",), what, "a subnet of its own for each zone")
 
 
-def _zone_without_subnet(spec: ClusterSpec, worker: NodeType, named: set[str]) -> Iterator[Problem]:
+def _zone_without_subnet(spec: ClusterSpec, worker: ClusterNodeType, named: set[str]) -> Iterator[Problem]:
     place = (*worker.place, "node_config", "SubnetIds")
     if not named:
         of = worker.zone or "each zone"
@@ -133,7 +133,7 @@ def reservation(spec: ClusterSpec) -> Iterator[Problem]:
             yield Problem((*worker.place, "node_config"), "a capacity block that is not named", right)
 
 
-def subnets_of(node_type: NodeType) -> set[str]:
+def subnets_of(node_type: ClusterNodeType) -> set[str]:
     """The subnets that it names; '' among them: an interface names none."""
     interfaces = node_type.node_config.get("NetworkInterfaces") or []
     listed = node_type.node_config.get("SubnetIds") or []

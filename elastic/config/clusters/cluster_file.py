@@ -36,7 +36,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class NodeType:
+class ClusterNodeType:
     """One entry of `available_node_types`, or a worker group of KubeRay. `market_type`: as labeled, else as it is bought."""
 
     name: str
@@ -64,7 +64,7 @@ class ClusterSpec:
     provider: str
     region: str
     zones: tuple[str, ...]
-    node_types: tuple[NodeType, ...]  # the head's too
+    node_types: tuple[ClusterNodeType, ...]  # the head's too
     pools: tuple[Pool, ...]
     data: Mapping[str, Any]
     on_demand_floor: int = 0
@@ -73,9 +73,9 @@ class ClusterSpec:
     head_usd_per_h: float = 0.0  # 0 = not known, or nothing
 
     @property
-    def head(self) -> NodeType | None:
+    def head(self) -> ClusterNodeType | None:
         return next((found for found in self.node_types if found.head), None)
 
     @property
-    def workers(self) -> tuple[NodeType, ...]:
+    def workers(self) -> tuple[ClusterNodeType, ...]:
         return tuple(found for found in self.node_types if not found.head)

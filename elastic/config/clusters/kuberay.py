@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.catalog.bounded_yaml import yaml_of
-from elastic.config.clusters.cluster_file import MARKETS, ClusterSpec, NodeType, Place, Problem
+from elastic.config.clusters.cluster_file import MARKETS, ClusterNodeType, ClusterSpec, Place, Problem
 from elastic.config.clusters.elastic_section import Own, OwnPool
 from elastic.config.clusters.pools import pools_of
 from elastic.config.strict import USD_MOST, finite
@@ -41,7 +41,9 @@ def spec_of(file: str, manifests: list[Mapping[str, Any]]) -> tuple[ClusterSpec,
     groups = _mapping(cluster).get("workerGroupSpecs")
     entries = groups if isinstance(groups, list) else []
     workers = [_group(_mapping(entry), (*place, "workerGroupSpecs", n)) for n, entry in enumerate(entries)]
-    head = NodeType("head", (*place, "headGroupSpec"), node_config=_mapping(_mapping(cluster).get("headGroupSpec")), head=True)
+    head = ClusterNodeType(
+        "head", (*place, "headGroupSpec"), node_config=_mapping(_mapping(cluster).get("headGroupSpec")), head=True
+    )
     prices = {w.name: OwnPool(usd_per_node_h=p) for w in workers if (p := _price(w.node_config)) is not None}
     pools, sources, problems = pools_of("kubernetes", (head, *workers), Own(pools=prices))
     name = str(_mapping(manifest.get("metadata")).get("name", ""))
@@ -52,13 +54,13 @@ def spec_of(file: str, manifests: list[Mapping[str, Any]]) -> tuple[ClusterSpec,
     return made, problems
 
 
-def _group(entry: Mapping[str, Any], place: Place) -> NodeType:
+def _group(entry: Mapping[str, Any], place: Place) -> ClusterNodeType:
     labels = {str(key): str(value) for key, value in _mapping(entry.get("labels")).items()}
     pod = _mapping(_mapping(entry.get("template")).get("spec"))
     selector = {str(key): str(value) for key, value in _mapping(pod.get("nodeSelector")).items()}
     bought_as = _market(selector)
     market = labels.get(MARKET_LABEL)
-    return NodeType(
+    return ClusterNodeType(
         str(entry.get("groupName", f"group {place[-1]}")),
         place,
         selector.get(INSTANCE_SELECTOR, ""),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from elastic import catalog
-from elastic.config.clusters.cluster_file import CLOUDS, NodeType, Problem
+from elastic.config.clusters.cluster_file import CLOUDS, ClusterNodeType, Problem
 from elastic.config.clusters.elastic_section import PLACE, Own, OwnPool
 from elastic.types import Pool
 from elastic.types.node_labels import ACCELERATOR_LABEL
@@ -15,7 +15,9 @@ from elastic.types.node_labels import ACCELERATOR_LABEL
 NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0, "kubernetes": 30.0}
 
 
-def pools_of(provider: str, node_types: Sequence[NodeType], own: Own) -> tuple[tuple[Pool, ...], dict[str, str], list[Problem]]:
+def pools_of(
+    provider: str, node_types: Sequence[ClusterNodeType], own: Own
+) -> tuple[tuple[Pool, ...], dict[str, str], list[Problem]]:
     """The pools, where the price of each comes from, and what is wrong."""
     workers = [found for found in node_types if not found.head and found.max_nodes > 0]
     problems = [
@@ -34,7 +36,7 @@ def pools_of(provider: str, node_types: Sequence[NodeType], own: Own) -> tuple[t
     return tuple(pools), sources, problems
 
 
-def _pool(provider: str, worker: NodeType, said: OwnPool) -> tuple[Pool | None, str, list[Problem]]:
+def _pool(provider: str, worker: ClusterNodeType, said: OwnPool) -> tuple[Pool | None, str, list[Problem]]:
     known = catalog.instance_type(worker.instance_type)
     gpus = said.gpus_per_node or int(worker.resources.get("GPU", 0)) or (known.gpus if known else 0)
     kind = said.accelerator_type or worker.labels.get(ACCELERATOR_LABEL) or (known.gpu if known else "")
@@ -65,14 +67,14 @@ def _pool(provider: str, worker: NodeType, said: OwnPool) -> tuple[Pool | None, 
     return pool, source, problems
 
 
-def head_usd_per_h(head: NodeType | None, said: float | None) -> float:
+def head_usd_per_h(head: ClusterNodeType | None, said: float | None) -> float:
     """What the head costs by the hour, as the file says or the catalog knows; 0 = neither does."""
     if head is None:
         return said or 0.0
     return _price(head, OwnPool(usd_per_node_h=said))[0] or 0.0
 
 
-def _price(worker: NodeType, said: OwnPool) -> tuple[float | None, str]:
+def _price(worker: ClusterNodeType, said: OwnPool) -> tuple[float | None, str]:
     """Dollars per hour of a node and where that comes from, in words; None = not known."""
     if said.usd_per_node_h is not None:
         return said.usd_per_node_h, "this file"
@@ -87,7 +89,7 @@ def _price(worker: NodeType, said: OwnPool) -> tuple[float | None, str]:
     return price, f"table of {catalog.PRICES_AT}{of_elsewhere}{asked}"
 
 
-def _unknown(provider: str, worker: NodeType, gpus: int) -> list[Problem]:
+def _unknown(provider: str, worker: ClusterNodeType, gpus: int) -> list[Problem]:
     """An instance type that the catalog does not have. Without GPUs it only lacks a price."""
     if provider not in ("aws", "gcp") or catalog.instance_type(worker.instance_type) is not None:
         return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic.config.clusters.cluster_file import MARKETS, ClusterSpec, NodeType, Place, Problem
+from elastic.config.clusters.cluster_file import MARKETS, ClusterNodeType, ClusterSpec, Place, Problem
 from elastic.config.clusters.elastic_section import Own, own_section
 from elastic.config.clusters.pools import head_usd_per_h, pools_of
 from elastic.config.strict import finite
@@ -32,7 +32,7 @@ def spec_of(file: str, data: dict[str, Any]) -> tuple[ClusterSpec, list[Problem]
     return spec, problems + more
 
 
-def _node_types(data: Mapping[str, Any], provider: str, region: str, zones: Sequence[str]) -> tuple[NodeType, ...]:
+def _node_types(data: Mapping[str, Any], provider: str, region: str, zones: Sequence[str]) -> tuple[ClusterNodeType, ...]:
     most = _whole(data.get("max_workers"), DEFAULT_MAX_WORKERS)
     head = str(data.get("head_node_type", ""))
     found = []
@@ -43,7 +43,7 @@ def _node_types(data: Mapping[str, Any], provider: str, region: str, zones: Sequ
         bought_as = market_of(provider, config)
         market = labels.get(MARKET_LABEL)
         found.append(
-            NodeType(
+            ClusterNodeType(
                 str(name),
                 (*TYPES, str(name)),
                 instance_type_of(provider, config),
@@ -62,7 +62,7 @@ def _node_types(data: Mapping[str, Any], provider: str, region: str, zones: Sequ
     return tuple(found)
 
 
-def _local_types(data: Mapping[str, Any], own: Own) -> tuple[NodeType, ...]:
+def _local_types(data: Mapping[str, Any], own: Own) -> tuple[ClusterNodeType, ...]:
     """Provider `local` has hosts instead of node types: all of one kind, named by the section for this package. In a cluster of
     one host it is head and worker at once."""
     provider = _mapping(data.get("provider"))
@@ -72,8 +72,8 @@ def _local_types(data: Mapping[str, Any], own: Own) -> tuple[NodeType, ...]:
     name = next(iter(own.pools), LOCAL_TYPE)
     bought = own.pools[name].market_type if name in own.pools else None
     return (
-        NodeType(LOCAL_TYPE + " (head)", ("provider", "head_ip"), head=True),
-        NodeType(name, ("provider", "worker_ips"), market_type=bought or "owned", max_nodes=most),
+        ClusterNodeType(LOCAL_TYPE + " (head)", ("provider", "head_ip"), head=True),
+        ClusterNodeType(name, ("provider", "worker_ips"), market_type=bought or "owned", max_nodes=most),
     )
 
 
@@ -107,7 +107,7 @@ def _zone_of(config: Mapping[str, Any]) -> str:
     return str(_mapping(config.get("Placement")).get("AvailabilityZone") or config.get("zone") or "")
 
 
-def _wrong_markets(node_types: Sequence[NodeType]) -> list[Problem]:
+def _wrong_markets(node_types: Sequence[ClusterNodeType]) -> list[Problem]:
     found = []
     for node_type in node_types:
         market = node_type.labels.get(MARKET_LABEL)

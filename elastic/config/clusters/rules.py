@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic import catalog
 from elastic.config.clusters import aws_rules, gcp_rules, kuberay_rules
-from elastic.config.clusters.cluster_file import CLOUDS, MARKETS, ClusterSpec, NodeType, Place, Problem
+from elastic.config.clusters.cluster_file import CLOUDS, MARKETS, ClusterNodeType, ClusterSpec, Place, Problem
 from elastic.config.clusters.elastic_section import PLACE
 from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
@@ -70,7 +70,7 @@ def _labels(spec: ClusterSpec) -> Iterator[Problem]:
         yield from (_missing(worker, key, right) for key, right in _wanted(spec, worker) if key not in worker.labels)
 
 
-def _wanted(spec: ClusterSpec, worker: NodeType) -> Iterator[tuple[str, str]]:
+def _wanted(spec: ClusterSpec, worker: ClusterNodeType) -> Iterator[tuple[str, str]]:
     """Labels that a worker type needs, with what would be right."""
     yield MARKET_LABEL, f"one of {', '.join(MARKETS)}" + (f"; here {worker.bought_as}" if worker.bought_as else "")
     known = catalog.instance_type(worker.instance_type)
@@ -81,7 +81,7 @@ def _wanted(spec: ClusterSpec, worker: NodeType) -> Iterator[tuple[str, str]]:
         yield ZONE_LABEL, "the zone in which all nodes of this type are; one node type for each zone"
 
 
-def _missing(worker: NodeType, key: str, right: str) -> Problem:
+def _missing(worker: ClusterNodeType, key: str, right: str) -> Problem:
     return Problem((*worker.place, "labels"), f"the label {key} is missing", right)
 
 

@@ -58,7 +58,7 @@ class Remote:
         return hashlib.sha256(f"{self.storage.uri_of(self.key)}|{self.n_bytes}|{self.modified_s}".encode()).hexdigest()[:32]
 
 
-class Cache:
+class BlockCache:
     """See the module. Any number of threads and processes of a node may use one folder. Raises SpecError where it cannot be."""
 
     def __init__(self, folder: str | Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.data.progress import gets_on
-from elastic.data.sources.block_cache import Cache
+from elastic.data.sources.block_cache import BlockCache
 from elastic.data.sources.files import CHUNK_BYTES, Files
 from elastic.errors import SpecError
 
@@ -89,7 +89,7 @@ class TokenFiles:
     """
 
     def __init__(
-        self, files: Files, dtype: str | None = None, end_token: int | None = None, cache: Cache | None = None
+        self, files: Files, dtype: str | None = None, end_token: int | None = None, cache: BlockCache | None = None
     ) -> None:
         if dtype is not None and dtype not in DTYPES:
             raise SpecError(f"dtype '{dtype}' of {files.uri(0)}: it must be one of {', '.join(DTYPES)}")
@@ -101,7 +101,7 @@ class TokenFiles:
         self.ends: NDArray[np.int64] = self._parts.starts[1:]
         if end_token is not None:
             build, whole = (lambda into: self._scan(into, end_token)), (lambda at: (at / ENDS).is_file())
-            folder = (cache or Cache()).once(f"ends-{self.name}", build, whole)
+            folder = (cache or BlockCache()).once(f"ends-{self.name}", build, whole)
             self.ends = np.load(folder / ENDS, mmap_mode="r")
 
     def read(self, start: int, stop: int) -> Tokens:
@@ -187,11 +187,11 @@ class Texts(Protocol):
 class Tokenized:
     """Documents as tokens: written once per node, for these documents and this tokenizer, then read by ranges."""
 
-    def __init__(self, documents: Texts, field: str, tokenizer: Tokenizer, cache: Cache | None = None) -> None:
+    def __init__(self, documents: Texts, field: str, tokenizer: Tokenizer, cache: BlockCache | None = None) -> None:
         self.documents, self.field, self.tokenizer = documents, field, tokenizer
         key = hashlib.sha256(f"{documents.digest}|{field}|{tokenizer.digest}|{VERSION}".encode()).hexdigest()
         self.name = f"tokens-{key[:32]}"
-        folder = (cache or Cache()).once(self.name, self._write, _whole)
+        folder = (cache or BlockCache()).once(self.name, self._write, _whole)
         self.meta = json.loads((folder / META).read_text())
         self.ends: NDArray[np.int64] = np.load(folder / ENDS, mmap_mode="r")
         n = int(self.meta["tokens"])

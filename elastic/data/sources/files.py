@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from elastic.data.progress import gets_on
-from elastic.data.sources.block_cache import Cache, Remote
+from elastic.data.sources.block_cache import BlockCache, Remote
 from elastic.data.sources.ranged_file import Ranged
 from elastic.errors import SpecError
 from elastic.storage import Storage, open_storage
@@ -32,7 +32,7 @@ class Files:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     changed_s: tuple[float, ...]
-    cache: Cache | None = None
+    cache: BlockCache | None = None
     unreadable: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -94,14 +94,14 @@ class Files:
         return self.storage
 
 
-def files_at(where: str | Path, pattern: str, cache: Cache | None = None, leave_out: tuple[str, ...] = LEFT_OUT) -> Files:
+def files_at(where: str | Path, pattern: str, cache: BlockCache | None = None, leave_out: tuple[str, ...] = LEFT_OUT) -> Files:
     """The files under a folder that match `pattern` (see `find_files`), or the one file that `where` is; s3:// likewise.
 
     Raises SpecError when there is none.
     """
     text = os.fspath(where)
     if "://" in text and not text.startswith("file://"):
-        found = _remote(text, pattern, cache or Cache(), leave_out)
+        found = _remote(text, pattern, cache or BlockCache(), leave_out)
     else:
         found = _local(Path(text.removeprefix("file://")).expanduser().absolute(), pattern, leave_out)
     if not found.names and found.unreadable:
@@ -133,7 +133,7 @@ def _local(root: Path, pattern: str, leave_out: tuple[str, ...]) -> Files:
     return Files(root, None, tuple(kept), tuple(sizes), tuple(times), None, unreadable)
 
 
-def _remote(uri: str, pattern: str, cache: Cache, leave_out: tuple[str, ...]) -> Files:
+def _remote(uri: str, pattern: str, cache: BlockCache, leave_out: tuple[str, ...]) -> Files:
     above, _, name = uri.rstrip("/").rpartition("/")
     if not above.endswith("/"):  # not a whole bucket
         storage = open_storage(above)
@@ -148,7 +148,7 @@ def _remote(uri: str, pattern: str, cache: Cache, leave_out: tuple[str, ...]) ->
     return _listed(storage, found, cache)
 
 
-def _listed(storage: Storage, found: dict[str, tuple[int, float]], cache: Cache) -> Files:
+def _listed(storage: Storage, found: dict[str, tuple[int, float]], cache: BlockCache) -> Files:
     names = tuple(sorted(found))
     sizes = tuple(found[name][0] for name in names)
     return Files(None, storage, names, sizes, tuple(found[name][1] for name in names), cache)

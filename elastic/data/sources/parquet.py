@@ -37,7 +37,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Column:
+class ParquetColumn:
     """Of each row: an array of this shape; () = a number."""
 
     dtype: str
@@ -49,7 +49,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Part:
+class ParquetPart:
     """A file. All its row groups have `rows_per_group` rows, the last one what is left."""
 
     name: str
@@ -60,8 +60,8 @@ class Part:
 @dataclass(frozen=True)
 class Index:
     rows: int
-    columns: dict[str, Column]
-    files: tuple[Part, ...]
+    columns: dict[str, ParquetColumn]
+    files: tuple[ParquetPart, ...]
 
 
 # ------------------------------------------------------------------------------------------------ read
@@ -122,15 +122,15 @@ def read_index(storage: Storage) -> Index:
         raw = json.loads(storage.get(INDEX))
         if raw["version"] != VERSION:
             raise ValueError(f"version {raw['version']} is not known")
-        columns = {name: Column(c["dtype"], tuple(c["shape"])) for name, c in raw["columns"].items()}
-        return Index(int(raw["rows"]), columns, tuple(Part(**part) for part in raw["files"]))
+        columns = {name: ParquetColumn(c["dtype"], tuple(c["shape"])) for name, c in raw["columns"].items()}
+        return Index(int(raw["rows"]), columns, tuple(ParquetPart(**part) for part in raw["files"]))
     except FileNotFoundError as error:
         raise SpecError(f"{storage.uri}: no {INDEX} there: these are no rows that were written for a run") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecError(f"{storage.uri_of(INDEX)}: not readable ({type(error).__name__}: {error})") from error
 
 
-def _array(values: Any, column: Column) -> Array:
+def _array(values: Any, column: ParquetColumn) -> Array:
     flat = values.combine_chunks()
     if column.shape:
         flat = flat.flatten() if hasattr(flat, "flatten") else flat
@@ -146,12 +146,12 @@ def write_rows(storage: Storage, batches: Iterable[Mapping[str, Any]], what: str
 
     Raises SpecError that begins with `what` and names the column that is no tensor of one dtype and shape.
     """
-    columns: dict[str, Column] = {}
-    parts: list[Part] = []
+    columns: dict[str, ParquetColumn] = {}
+    parts: list[ParquetPart] = []
     waiting: list[dict[str, Array]] = []
     for batch in batches:
         arrays = {name: _checked(values, f"{what}: column '{name}'") for name, values in batch.items()}
-        found = {name: Column(str(values.dtype), values.shape[1:]) for name, values in arrays.items()}
+        found = {name: ParquetColumn(str(values.dtype), values.shape[1:]) for name, values in arrays.items()}
         columns = columns or found
         _check_equal(columns, found, what)
         waiting.append(arrays)
@@ -186,7 +186,7 @@ def _shape(row: Array) -> str:
     return str(list(row.shape))
 
 
-def _check_equal(columns: Mapping[str, Column], found: Mapping[str, Column], what: str) -> None:
+def _check_equal(columns: Mapping[str, ParquetColumn], found: Mapping[str, ParquetColumn], what: str) -> None:
     for name in {**columns, **found}:
         one, two = columns.get(name), found.get(name)
         if one != two:
@@ -194,7 +194,7 @@ def _check_equal(columns: Mapping[str, Column], found: Mapping[str, Column], wha
             raise SpecError(f"{what}: column '{name}' is {shown[0]} in some rows, {shown[1]} in others (missing values?)")
 
 
-def _write_part(storage: Storage, n: int, columns: Mapping[str, Column], batches: list[dict[str, Array]]) -> Part:
+def _write_part(storage: Storage, n: int, columns: Mapping[str, ParquetColumn], batches: list[dict[str, Array]]) -> ParquetPart:
     import pyarrow
     import pyarrow.parquet
 
@@ -207,10 +207,10 @@ def _write_part(storage: Storage, n: int, columns: Mapping[str, Column], batches
     )
     name = f"part-{n:05d}.parquet"
     storage.put(name, out.getvalue())
-    return Part(name, table.num_rows, rows_per_group)
+    return ParquetPart(name, table.num_rows, rows_per_group)
 
 
-def _arrow(parts: list[Array], column: Column) -> Any:
+def _arrow(parts: list[Array], column: ParquetColumn) -> Any:
     import pyarrow
 
     values = np.concatenate(parts)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.data.sources.block_cache import Cache
+from elastic.data.sources.block_cache import BlockCache
 from elastic.data.sources.files import Files, files_at
 from elastic.errors import SpecError
 
@@ -33,7 +33,7 @@ class Records:
 
     word: ClassVar[str] = "row"
 
-    def __init__(self, files: Files, cache: Cache | None = None) -> None:
+    def __init__(self, files: Files, cache: BlockCache | None = None) -> None:
         self.files, self._cache = files, cache
 
     @property
@@ -63,7 +63,7 @@ class Records:
         def write(into: Path) -> None:
             np.save(into / INDEX, build())
 
-        folder = (self._cache or Cache()).once(f"{name}-{self.digest}", write, lambda at: (at / INDEX).is_file())
+        folder = (self._cache or BlockCache()).once(f"{name}-{self.digest}", write, lambda at: (at / INDEX).is_file())
         found: NDArray[np.int64] = np.load(folder / INDEX, mmap_mode="r")
         return found
 
@@ -76,7 +76,7 @@ class Jsonl(Records):
 
     word = "line"
 
-    def __init__(self, where: str | Path, cache: Cache | None = None, pattern: str = "**/*.{jsonl,ndjson,json}") -> None:
+    def __init__(self, where: str | Path, cache: BlockCache | None = None, pattern: str = "**/*.{jsonl,ndjson,json}") -> None:
         super().__init__(files_at(where, pattern, cache), cache)
         for n in range(len(self.files)):
             if self.files.names[n].endswith(PACKED):
@@ -164,7 +164,7 @@ class _Tables(Records):
     Decoded pieces are kept up to KEPT_BYTES; `n_decoded` counts how many were decoded for single records.
     """
 
-    def __init__(self, files: Files, cache: Cache | None = None) -> None:
+    def __init__(self, files: Files, cache: BlockCache | None = None) -> None:
         super().__init__(files, cache)
         self._rows: Sequence[int] = ()
         self._starts: list[int] = [0]
@@ -224,7 +224,7 @@ class _Tables(Records):
 class Parquet(_Tables):
     """Rows of Parquet files as they are found; of a row group, the wanted columns are decoded as a whole."""
 
-    def __init__(self, where: str | Path, cache: Cache | None = None, pattern: str = "**/*.parquet") -> None:
+    def __init__(self, where: str | Path, cache: BlockCache | None = None, pattern: str = "**/*.parquet") -> None:
         super().__init__(files_at(where, pattern, cache), cache)
         self._open: OrderedDict[int, Any] = OrderedDict()
         groups = [self._file(n).metadata for n in range(len(self.files))]
@@ -266,7 +266,7 @@ class HuggingFace(_Tables):
     The library `datasets` is not needed.
     """
 
-    def __init__(self, where: str | Path, split: str | None = None, cache: Cache | None = None) -> None:
+    def __init__(self, where: str | Path, split: str | None = None, cache: BlockCache | None = None) -> None:
         files = _saved_files(str(where), split, cache)
         super().__init__(files, cache)
         self._sources: dict[int, Any] = {}
@@ -326,7 +326,7 @@ class HuggingFace(_Tables):
         return int(self.batches[piece, 0]), int(self.batches[piece, 1])
 
 
-def _saved_files(where: str, split: str | None, cache: Cache | None) -> Files:
+def _saved_files(where: str, split: str | None, cache: BlockCache | None) -> Files:
     """The Arrow files of a saved dataset, in its order. Raises SpecError where it is none."""
     where = where.rstrip("/")
     found = files_at(where, "**/{dataset_dict.json,state.json}", cache)

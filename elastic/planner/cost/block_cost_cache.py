@@ -13,7 +13,7 @@ from elastic.types import Layout
 
 
 @dataclass
-class Cache:
+class BlockCostCache:
     """Of one model."""
 
     work: ModelCost

@@ -35,7 +35,7 @@ class Links:
             gpu.node_hop_s or 4e-6, gpu.link_hop_s or 1.2e-5, gpu.collectives,
         )  # fmt: skip
 
-    def measured_s(self, name: str, n_bytes: float, group: Group) -> float | None:
+    def measured_s(self, name: str, n_bytes: float, group: RankGroup) -> float | None:
         """Seconds of it as measured, between two measured numbers of ranks interpolated; None = it was not, or the group leaves
         its node."""
         known = sorted((n, alpha + beta * n_bytes) for op, n, alpha, beta in self.measured if op == name)
@@ -49,7 +49,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """`size` ranks, the neighbors of which are `stride` ranks apart."""
 
     size: int
@@ -63,7 +63,7 @@ class Group:
         return ceil(self.size / self.in_node(per_node))
 
 
-def gather_s(links: Links, n_bytes: float, group: Group, name: str = "all_gather") -> float:
+def gather_s(links: Links, n_bytes: float, group: RankGroup, name: str = "all_gather") -> float:
     """All-gather or reduce-scatter of `n_bytes` in all over a ring (Thakur et al. 2005, section 4.1), inside each node and
     between the nodes at once: between, each node's share of the group sends on as many cards as it has GPUs in it; each step
     of the ring takes a hop."""
@@ -79,7 +79,7 @@ def gather_s(links: Links, n_bytes: float, group: Group, name: str = "all_gather
     return seconds
 
 
-def reduce_s(links: Links, n_bytes: float, group: Group) -> float:
+def reduce_s(links: Links, n_bytes: float, group: RankGroup) -> float:
     """All-reduce: the bytes of a reduce-scatter and an all-gather; between nodes with the latency of a tree (Sanders et al.
     2009, as NCCL does it)."""
     if not n_bytes:
@@ -90,7 +90,7 @@ def reduce_s(links: Links, n_bytes: float, group: Group) -> float:
     return seconds - 2 * max(0.0, nodes - 1 - log2(nodes)) * links.between_hop_s
 
 
-def exchange_s(links: Links, n_bytes: float, group: Group) -> float:
+def exchange_s(links: Links, n_bytes: float, group: RankGroup) -> float:
     """All-to-all of `n_bytes` per rank: what is for other nodes leaves on the rank's own card."""
     if group.size <= 1:
         return 0.0
@@ -103,7 +103,7 @@ def exchange_s(links: Links, n_bytes: float, group: Group) -> float:
 
 def send_s(links: Links, n_bytes: float, stride: int) -> float:
     """From one rank to the one `stride` further."""
-    if stride < links.per_node and (known := links.measured_s("send", n_bytes, Group(2))) is not None:
+    if stride < links.per_node and (known := links.measured_s("send", n_bytes, RankGroup(2))) is not None:
         return known
     if stride >= links.per_node:
         return n_bytes / links.between + links.between_hop_s
@@ -126,7 +126,7 @@ def commit_hops(n: int, per_node: int) -> tuple[int, int]:
 
 def commit_s(links: Links, n: int) -> float:
     """Seconds of the commit of n ranks, which no rank's next step begins before."""
-    if n > 1 and (known := links.measured_s("all_reduce", COMMIT_BYTES, Group(n))) is not None:
+    if n > 1 and (known := links.measured_s("all_reduce", COMMIT_BYTES, RankGroup(n))) is not None:
         return known
     inside, between = commit_hops(n, links.per_node)
     return HOST_HOP_TIMES * (inside * links.inside_hop_s + between * links.between_hop_s)

@@ -14,7 +14,7 @@ LOW = {"float8": 1.0, "float4": 0.5}  # bytes of an element
 
 
 @dataclass(frozen=True)
-class Chip:
+class ComputeTarget:
     """What computes: a GPU kind and the software on it. `dtype`: of the products (float8, float4: bfloat16 elsewhere)."""
 
     gpu: HardwareProfile
@@ -48,7 +48,7 @@ class BlockTimes:
 
 
 @cache
-def matmul_s(chip: Chip, rows: int, k: int, n: int, dtype: str = "") -> float:
+def matmul_s(chip: ComputeTarget, rows: int, k: int, n: int, dtype: str = "") -> float:
     """[rows, k] x [k, n]. Tiles fill the multiprocessors in waves, the last of which may be partly empty (NVIDIA, Matrix
     Multiplication Background, section 4: tile and wave quantization); never faster than its operands can be read."""
     gpu, kernels = chip.gpu, chip.kernels
@@ -66,7 +66,7 @@ def matmul_s(chip: Chip, rows: int, k: int, n: int, dtype: str = "") -> float:
     return max(flop / speed * lost, read_s) + (gpu.launch_s or kernels.launch_s)
 
 
-def product_s(chip: Chip, product: Matmul, layout: Layout, n_rows: float, dtype: str = "") -> float:
+def product_s(chip: ComputeTarget, product: Matmul, layout: Layout, n_rows: float, dtype: str = "") -> float:
     """`n_rows` samples of a product under the layout: cp divides its rows, tp what it cuts, ep the experts. The rows of experts
     are spread evenly."""
     rows = max(1.0, product.rows * n_rows / layout.cp)
@@ -81,7 +81,7 @@ def product_s(chip: Chip, product: Matmul, layout: Layout, n_rows: float, dtype:
     return product.count * matmul_s(chip, round(rows), k, n, dtype)
 
 
-def attention_s(chip: Chip, a: Attention, layout: Layout, n_rows: float, backward: bool) -> float:
+def attention_s(chip: ComputeTarget, a: Attention, layout: Layout, n_rows: float, backward: bool) -> float:
     """Of `n_rows` samples. Fused: 2.5 times the products in the backward pass (Dao 2023, section 2.3). Not fused: products of
     all scores, masked ones too, and their bytes (counted as moved)."""
     kernels, gpu = chip.kernels, chip.gpu
@@ -97,13 +97,13 @@ def attention_s(chip: Chip, a: Attention, layout: Layout, n_rows: float, backwar
     return a.count * (flop * times / speed + (gpu.launch_s or kernels.launch_s))
 
 
-def moved_s(chip: Chip, n_bytes: float, n_ops: float = 0.0) -> float:
+def moved_s(chip: ComputeTarget, n_bytes: float, n_ops: float = 0.0) -> float:
     gpu, kernels = chip.gpu, chip.kernels
     rate = gpu.memory_bytes_per_s * kernels.bandwidth
     return (n_bytes * kernels.moved / rate if rate else 0.0) + n_ops * (gpu.launch_s or kernels.launch_s)
 
 
-def block_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float, n_blocks: int) -> BlockTimes:
+def block_s(chip: ComputeTarget, sample: SampleProfile, layout: Layout, n_rows: float, n_blocks: int) -> BlockTimes:
     """One microbatch of `n_rows` samples through a mean block. Where no products are known, the model's FLOPs are spread evenly
     over its blocks. Whole passes that were measured count as they were: nothing is added for what is no product."""
     if chip.gpu.crowded_passes:
@@ -129,7 +129,7 @@ def block_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float, n_
     return BlockTimes(products, ahead, moved, forward, backward, again)
 
 
-def _measured_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float) -> BlockTimes:
+def _measured_s(chip: ComputeTarget, sample: SampleProfile, layout: Layout, n_rows: float) -> BlockTimes:
     rate = chip.gpu.crowded_passes[-1][1]
     flop = sum(p.count * p.flop for p in sample.matmuls)
     scores = sum(a.count * a.flop for a in sample.attentions)
@@ -139,7 +139,7 @@ def _measured_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float
     return BlockTimes(products, attention, 0.0, forward, 2 * forward, again)
 
 
-def ends_s(chip: Chip, sample: SampleProfile, layout: Layout, n_rows: float) -> float:
+def ends_s(chip: ComputeTarget, sample: SampleProfile, layout: Layout, n_rows: float) -> float:
     """The head and the loss of a microbatch, forward and backward; products in 16 or 32 bits."""
     if chip.gpu.crowded_passes:
         flop = sum(p.count * p.flop / (layout.tp if p.cut else 1) for p in sample.ends_matmuls)

@@ -47,19 +47,19 @@ def zero_stage(layout: Layout) -> int:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """Parameter bytes (as stored) of one stage of a rank before dp cuts them: dense ones, and experts, which ep has cut."""
 
     dense: float
     experts: float
 
 
-def held(work: ModelCost, layout: Layout) -> Held:
+def held(work: ModelCost, layout: Layout) -> HeldBytes:
     """Of the stage that has most: the first or the last one. Experts are not cut by tp where ep cuts them."""
     blocks = ceil(work.n_blocks / layout.pp)
     ends = work.first + work.last - work.tied if layout.pp == 1 else max(work.first, work.last)
     experts = blocks * work.experts / (layout.ep if layout.ep > 1 else layout.tp)
-    return Held((blocks * work.block + ends) / layout.tp, experts)
+    return HeldBytes((blocks * work.block + ends) / layout.tp, experts)
 
 
 def state_parts(work: ModelCost, layout: Layout, low: float) -> dict[str, float]:

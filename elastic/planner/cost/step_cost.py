@@ -12,10 +12,10 @@ from functools import cached_property
 from math import ceil, log2
 
 from elastic.planner.cost import compute
-from elastic.planner.cost.collectives import Group, Links, commit_s, exchange_s, gather_s, reduce_s, send_s, under
-from elastic.planner.cost.compute import BlockTimes, Chip
+from elastic.planner.cost.collectives import Links, RankGroup, commit_s, exchange_s, gather_s, reduce_s, send_s, under
+from elastic.planner.cost.compute import BlockTimes, ComputeTarget
 from elastic.planner.cost.kernels import Kernels
-from elastic.planner.cost.memory import Held, Step, held, zero_stage
+from elastic.planner.cost.memory import HeldBytes, Step, held, zero_stage
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.types import Layout, SampleProfile
 
@@ -28,7 +28,7 @@ HOST_BYTES_PER_S = 2e11  # of a host's memory, two sockets with eight channels o
 class Site:
     """What a layout runs on: equal GPUs in equal nodes."""
 
-    chip: Chip
+    chip: ComputeTarget
     per_node: int
 
     @property
@@ -54,7 +54,7 @@ def tp_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float
         return 0.0
     times = 6 if layout.activation_checkpointing == "full" else 4
     n_bytes = step.n_rows * sample.hidden_bytes / layout.cp
-    waits = times * reduce_s(site.links, n_bytes, Group(layout.tp)) * (1 - site.kernels.tp_hidden)
+    waits = times * reduce_s(site.links, n_bytes, RankGroup(layout.tp)) * (1 - site.kernels.tp_hidden)
     return waits + _dispatch_s(site, sample)
 
 
@@ -73,7 +73,7 @@ def cp_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float
     in float32 (Grattafiori et al. 2024, section 3.3.2; elastic/models/attention.py)."""
     if layout.cp == 1:
         return 0.0
-    n_bytes, group = step.n_rows * sample.key_value_bytes / layout.tp, Group(layout.cp, layout.tp)
+    n_bytes, group = step.n_rows * sample.key_value_bytes / layout.tp, RankGroup(layout.cp, layout.tp)
     return 2 * gather_s(site.links, n_bytes, group) + gather_s(site.links, n_bytes * 4 / step.compute_bytes, group)
 
 
@@ -84,7 +84,7 @@ def ep_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float
     if layout.ep == 1 or not routed:
         return 0.0
     n_bytes = routed[0].rows * routed[0].k * step.compute_bytes * step.n_rows / layout.cp / layout.tp
-    return 4 * exchange_s(site.links, n_bytes, Group(layout.ep, layout.tp))
+    return 4 * exchange_s(site.links, n_bytes, RankGroup(layout.ep, layout.tp))
 
 
 def pp_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float:
@@ -111,16 +111,16 @@ def shards(site: Site, work: ModelCost, layout: Layout, step: Step) -> Shards:
     a step."""
     low, links = step.compute_bytes / max(1.0, work.element_bytes), site.links
     wide = GRADIENT_BYTES / max(1.0, work.element_bytes)
-    n, group = layout.dp_shard * layout.cp, Group(layout.dp_shard * layout.cp, layout.tp)
+    n, group = layout.dp_shard * layout.cp, RankGroup(layout.dp_shard * layout.cp, layout.tp)
     ranks = max(1, n // layout.ep)
-    over = Group(ranks, layout.tp * layout.ep)
+    over = RankGroup(ranks, layout.tp * layout.ep)
     dense, experts = work.block / layout.tp, work.experts / (layout.ep if layout.ep > 1 else layout.tp)
     gather = gather_s(links, dense * low, group) + gather_s(links, experts * low, over)
     name = "reduce_scatter"
     scatter = gather_s(links, dense * wide * work.trained, group, name) + gather_s(
         links, experts * wide * work.trained, over, name
     )
-    replicated, stage = Group(layout.dp_replicate, layout.tp * n), held(work, layout)
+    replicated, stage = RankGroup(layout.dp_replicate, layout.tp * n), held(work, layout)
     own = (stage.dense / n + stage.experts / ranks) * wide * work.trained
     return Shards(gather, scatter, reduce_s(links, own, replicated))
 
@@ -128,7 +128,7 @@ def shards(site: Site, work: ModelCost, layout: Layout, step: Step) -> Shards:
 def optimizer_s(site: Site, work: ModelCost, layout: Layout) -> float:
     """Parameters, gradients and entries are read, all but the gradients written, a low-precision copy written (Adam: 30 bytes a
     parameter)."""
-    mine: Held = held(work, layout)
+    mine: HeldBytes = held(work, layout)
     n = layout.dp_shard * layout.cp
     cut = n if zero_stage(layout) else 1
     own = (mine.dense / cut + mine.experts / max(1, cut // layout.ep)) * work.trained

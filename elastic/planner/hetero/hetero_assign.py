@@ -18,7 +18,7 @@ from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Site, step_cost
 from elastic.planner.hetero import rank_placement
 from elastic.planner.hetero.balance import most_that
-from elastic.planner.hetero.hetero_split import Split, Task, split
+from elastic.planner.hetero.hetero_split import Split, SplitTask, split
 from elastic.planner.hetero.rank_placement import Slot
 from elastic.types import Layout, WorkerId
 
@@ -55,7 +55,7 @@ class HeteroAssigner:
 
     work: ModelCost
     site: Site
-    place: rank_placement.Site
+    place: rank_placement.PlacementSite
     reference: float
     room: Mapping[str, int]
     max_workers: int = 0
@@ -82,7 +82,7 @@ class HeteroAssigner:
     def _assigned(self, layout: Layout, step: Step, slots: tuple[Slot, ...], exact: bool) -> HeteroAssignment:
         inner, dp, m = layout.tp * layout.cp, layout.dp, step.n_microbatches
         speeds = tuple(tuple(slots[p * dp + d].rate * inner for p in range(layout.pp)) for d in range(dp))
-        task = Task(layout, self.work.n_blocks, step.global_batch, m, self.ends(layout, step))
+        task = SplitTask(layout, self.work.n_blocks, step.global_batch, m, self.ends(layout, step))
         try:
             made = split(self._bound(task, step, slots) if self.room or self.most_rows else task, speeds)
         except InfeasiblePlan:
@@ -138,7 +138,7 @@ class HeteroAssigner:
 
     # -------------------------------------------------------------------------------------- memory
 
-    def _bound(self, task: Task, step: Step, slots: tuple[Slot, ...]) -> Task:
+    def _bound(self, task: SplitTask, step: Step, slots: tuple[Slot, ...]) -> SplitTask:
         layout, dp = task.layout, task.layout.dp
         rooms = [tuple(self.room.get(slots[p * dp + d].node_id, 0) for p in range(layout.pp)) for d in range(dp)]
         kinds = set(rooms)

@@ -14,13 +14,13 @@ from math import gcd
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import compute, memory
 from elastic.planner.cost import step_cost as cost
-from elastic.planner.cost.block_cost_cache import Cache
+from elastic.planner.cost.block_cost_cache import BlockCostCache
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.step_cost import Cost, Site, step_cost
 from elastic.planner.hetero import balance
 from elastic.planner.layout_search import site_of
 from elastic.planner.layout_space import Space
-from elastic.planner.offers import Group, Part
+from elastic.planner.offers import NodeGroup, OfferPart
 from elastic.planner.step_split import step_of
 from elastic.types import HardwareProfile, Job, Layout
 
@@ -36,7 +36,7 @@ class HeteroOffer:
     step: Step
     cost: Cost
     memory: Mapping[str, float]
-    parts: tuple[Part, ...]
+    parts: tuple[OfferPart, ...]
     lone_s: float
     room_bytes: int
 
@@ -46,7 +46,7 @@ class Kind:
     """All GPUs of one kind in a pool."""
 
     site: Site
-    groups: tuple[Group, ...]
+    groups: tuple[NodeGroup, ...]
 
     @property
     def n_gpus(self) -> int:
@@ -61,10 +61,10 @@ class Kind:
         return memory.usable_bytes(chip.gpu.memory_bytes, layout, chip.on_gpu) if chip.gpu.memory_bytes else float("inf")
 
 
-def kinds_of(job: Job, pool: Sequence[Group]) -> tuple[Kind, ...]:
+def kinds_of(job: Job, pool: Sequence[NodeGroup]) -> tuple[Kind, ...]:
     """The fastest first; all with the links of the slowest between nodes."""
     slowest = min(group.hardware.link_bytes_per_s for group in pool)
-    found: dict[HardwareProfile, list[Group]] = {}
+    found: dict[HardwareProfile, list[NodeGroup]] = {}
     for group in pool:
         found.setdefault(group.hardware, []).append(group)
     made = [
@@ -74,7 +74,7 @@ def kinds_of(job: Job, pool: Sequence[Group]) -> tuple[Kind, ...]:
     return tuple(sorted(made, key=lambda kind: -kind.site.chip.gpu.peak(kind.site.chip.dtype)))
 
 
-def taken(pool: Sequence[Group], n_gpus: int) -> Iterator[tuple[Group, int]]:
+def taken(pool: Sequence[NodeGroup], n_gpus: int) -> Iterator[tuple[NodeGroup, int]]:
     """How many GPUs of each group are used, in order."""
     for group in pool:
         n = min(group.n_gpus, n_gpus)
@@ -83,13 +83,13 @@ def taken(pool: Sequence[Group], n_gpus: int) -> Iterator[tuple[Group, int]]:
             yield group, n
 
 
-def peak_of(pool: Sequence[Group], name: str, job: Job) -> float:
+def peak_of(pool: Sequence[NodeGroup], name: str, job: Job) -> float:
     """FLOP/s of a GPU of that group in the job's precision."""
     group = next(group for group in pool if group.pool == name)
     return site_of(job, group.hardware, group.gpus_per_node).chip.gpu.peak(job.precision)
 
 
-def layouts(cache: Cache, job: Job, pool: Sequence[Group], worst: Callable[[], float]) -> Iterator[HeteroOffer]:
+def layouts(cache: BlockCostCache, job: Job, pool: Sequence[NodeGroup], worst: Callable[[], float]) -> Iterator[HeteroOffer]:
     """`worst`: a step that takes longer than these seconds is of no interest (any more)."""
     kinds = kinds_of(job, pool)
     sizes = tuple(sorted({group.gpus_per_node for group in pool}))
@@ -109,7 +109,7 @@ def layouts(cache: Cache, job: Job, pool: Sequence[Group], worst: Callable[[], f
 
 
 def _shared(
-    cache: Cache, job: Job, kinds: tuple[Kind, ...], shape: Layout, worst: Callable[[], float]
+    cache: BlockCostCache, job: Job, kinds: tuple[Kind, ...], shape: Layout, worst: Callable[[], float]
 ) -> Iterator[HeteroOffer]:
     inner, batch = shape.tp * shape.cp * shape.pp, job.global_batch
     ranks = [kind.n_gpus // inner for kind in kinds]
@@ -131,7 +131,7 @@ def _shared(
 
 
 def _shares(
-    cache: Cache, kinds: tuple[Kind, ...], ranks: list[int], layout: Layout, split: tuple[int, int], worst_s: float
+    cache: BlockCostCache, kinds: tuple[Kind, ...], ranks: list[int], layout: Layout, split: tuple[int, int], worst_s: float
 ) -> HeteroOffer | None:
     """None where it does not fit, or where the blocks' computation alone takes longer than `worst_s`."""
     m, batch = split
@@ -159,7 +159,7 @@ def _shares(
     assert worst is not None
     inner = layout.tp * layout.cp * layout.pp
     parts = tuple(
-        Part(group.pool, n, n_rows * m, (cache.work.n_blocks,), step_s / worst[0].step_s)
+        OfferPart(group.pool, n, n_rows * m, (cache.work.n_blocks,), step_s / worst[0].step_s)
         for kind, n_ranks, n_rows, step_s in zip(kinds, ranks, rows, steps)
         for group, n in taken(kind.groups, n_ranks * inner)
     )
@@ -187,7 +187,7 @@ def rows_of(n_rows: int, ranks: Sequence[int], speeds: Sequence[float]) -> list[
 
 
 def _staged(
-    cache: Cache, job: Job, kinds: tuple[Kind, ...], shape: Layout, worst: Callable[[], float]
+    cache: BlockCostCache, job: Job, kinds: tuple[Kind, ...], shape: Layout, worst: Callable[[], float]
 ) -> Iterator[HeteroOffer]:
     """Every pipeline goes through all kinds; the fastest one has the last stages, which also have the head."""
     inner, batch = shape.tp * shape.cp, job.global_batch
@@ -214,7 +214,9 @@ def _staged(
                     yield found
 
 
-def _stages(cache: Cache, kinds: tuple[Kind, ...], stages: list[int], layout: Layout, step: Step) -> HeteroOffer | None:
+def _stages(
+    cache: BlockCostCache, kinds: tuple[Kind, ...], stages: list[int], layout: Layout, step: Step
+) -> HeteroOffer | None:
     work, m = cache.work, step.n_microbatches
     assert work.sample is not None
     step = replace(step, dtype=kinds[0].site.chip.dtype)
@@ -225,7 +227,7 @@ def _stages(cache: Cache, kinds: tuple[Kind, ...], stages: list[int], layout: La
     seconds = [n / speed for n, speed in zip(layers, speeds)]
     seconds[-1] += ends
     slowest, at = max(seconds), 0
-    parts: list[Part] = []
+    parts: list[OfferPart] = []
     fullest: tuple[float, Mapping[str, float], Kind] = (0.0, {}, kinds[0])
     for kind, n in zip(kinds, stages):
         mine = tuple(layers[at : at + n])
@@ -238,7 +240,7 @@ def _stages(cache: Cache, kinds: tuple[Kind, ...], stages: list[int], layout: La
             fullest = share, needs, kind
         share = max(seconds[at : at + n]) / slowest
         n_gpus = n * layout.tp * layout.cp * layout.dp
-        parts += [Part(group.pool, k, step.largest_share, mine, share) for group, k in taken(kind.groups, n_gpus)]
+        parts += [OfferPart(group.pool, k, step.largest_share, mine, share) for group, k in taken(kind.groups, n_gpus)]
         at += n
     base = step_cost(kinds[0].site, work, layout, step, cache.block_s(kinds[0].site, layout, step.n_rows))
     mean = sum(seconds) / len(seconds)
@@ -252,7 +254,7 @@ def _stages(cache: Cache, kinds: tuple[Kind, ...], stages: list[int], layout: La
     return HeteroOffer(layout, step, Cost(took, base.flop), fullest[1], tuple(parts), lone, fullest[2].memory_bytes)
 
 
-def _block_s(cache: Cache, site: Site, layout: Layout, step: Step) -> float:
+def _block_s(cache: BlockCostCache, site: Site, layout: Layout, step: Step) -> float:
     sample, one = cache.work.sample, cache.block_s(site, layout, step.n_rows)
     assert sample is not None
     waits = cost.tp_s(site, sample, layout, step) + cost.cp_s(site, sample, layout, step)
@@ -274,7 +276,7 @@ def _numbers(batch: int, layout: Layout) -> list[int]:
     return fitting[:MOST_MICROBATCHES]
 
 
-def _allowed(cache: Cache, job: Job, layout: Layout, kinds: tuple[Kind, ...]) -> bool:
+def _allowed(cache: BlockCostCache, job: Job, layout: Layout, kinds: tuple[Kind, ...]) -> bool:
     try:
         step_of(cache.work.model, job, replace(layout, microbatch_size=0), min(kind.site.per_node for kind in kinds))
     except InfeasiblePlan:
@@ -282,7 +284,7 @@ def _allowed(cache: Cache, job: Job, layout: Layout, kinds: tuple[Kind, ...]) ->
     return True
 
 
-def _least_s(cache: Cache, kinds: Sequence[Kind], ranks: Sequence[int], layout: Layout, batch: int) -> float:
+def _least_s(cache: BlockCostCache, kinds: Sequence[Kind], ranks: Sequence[int], layout: Layout, batch: int) -> float:
     """Of a step, the computation of the blocks alone, perfectly shared out over tp x cp groups, `ranks` of each kind."""
     rows, rate = max(1, batch // layout.dp), 0.0
     for kind, n in zip(kinds, ranks):
@@ -291,7 +293,7 @@ def _least_s(cache: Cache, kinds: Sequence[Kind], ranks: Sequence[int], layout: 
     return batch * cache.work.n_blocks / rate
 
 
-def _lone_s(cache: Cache, kinds: Sequence[Kind], ranks: Sequence[int], inner: int, step: Step) -> float:
+def _lone_s(cache: BlockCostCache, kinds: Sequence[Kind], ranks: Sequence[int], inner: int, step: Step) -> float:
     """Of a step where each GPU alone does as much of it as it can."""
     rates = sum(n * inner / cache.lone_s(kind.site, step, 1) for kind, n in zip(kinds, ranks))
     return 1 / rates if rates else 0.0

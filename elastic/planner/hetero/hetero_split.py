@@ -37,7 +37,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Task:
+class SplitTask:
     """What is dealt out. `ends`: the head behind the last block, in blocks. `most_blocks`: at each place on the pp axis, and
     `most_rows`: totals of blocks -> samples that each data-parallel rank can hold at once; None = any number."""
 
@@ -72,7 +72,7 @@ class Task:
         return tuple(found)
 
 
-def split(task: Task, speeds: Speeds) -> Split:
+def split(task: SplitTask, speeds: Speeds) -> Split:
     """The best that is found; even stages where other ones gain less than WORTH. Raises InfeasiblePlan."""
     even = balance.stage_layers(task.n_blocks, task.layout.n_stages)
     pp = task.layout.pp
@@ -97,7 +97,7 @@ def split(task: Task, speeds: Speeds) -> Split:
     return found
 
 
-def _assigned(task: Task, speeds: Speeds, blocks: tuple[int, ...], layers: tuple[int, ...] = ()) -> Split:
+def _assigned(task: SplitTask, speeds: Speeds, blocks: tuple[int, ...], layers: tuple[int, ...] = ()) -> Split:
     m = task.n_microbatches
     each = {row: task.sample_s(row, blocks) for row in set(speeds)}
     most = task.most_rows(blocks) if task.most_rows else ()
@@ -107,7 +107,7 @@ def _assigned(task: Task, speeds: Speeds, blocks: tuple[int, ...], layers: tuple
     return Split(samples, layers or task.layers(blocks), samples[worst] * whole, samples[worst] * stage)
 
 
-def _search(task: Task, speeds: Speeds, even: tuple[int, ...]) -> Split | None:
+def _search(task: SplitTask, speeds: Speeds, even: tuple[int, ...]) -> Split | None:
     best: Split | None = None
     for blocks in _starts(task, speeds, even):
         rows = Counter(speeds)
@@ -127,7 +127,7 @@ def _search(task: Task, speeds: Speeds, even: tuple[int, ...]) -> Split | None:
     return best
 
 
-def _starts(task: Task, speeds: Speeds, even: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _starts(task: SplitTask, speeds: Speeds, even: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Even stages, stages in proportion to the speeds, and of few ways to cut the blocks the best by shares of any size."""
     pp, v, caps = task.layout.pp, task.per_rank, task.most_blocks
     found = [even] if caps is None or all(n <= most for n, most in zip(even, caps, strict=True)) else []
@@ -148,13 +148,13 @@ def _starts(task: Task, speeds: Speeds, even: tuple[int, ...]) -> list[tuple[int
     return list(dict.fromkeys(found))
 
 
-def _allowed(task: Task, blocks: Sequence[int]) -> bool:
+def _allowed(task: SplitTask, blocks: Sequence[int]) -> bool:
     return min(blocks) >= task.per_rank and (
         task.most_blocks is None or all(n <= most for n, most in zip(blocks, task.most_blocks, strict=True))
     )
 
 
-def _moved(task: Task, blocks: tuple[int, ...], value: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
+def _moved(task: SplitTask, blocks: tuple[int, ...], value: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
     """Blocks go from stage to stage, one at a time, while the value falls."""
     pp, now = len(blocks), value(blocks)
     for _ in range(task.n_blocks if pp < MANY else FEW_MOVES):
@@ -173,10 +173,10 @@ def _moved(task: Task, blocks: tuple[int, ...], value: Callable[[tuple[int, ...]
     return blocks
 
 
-def _together(task: Task, rows: Counter[tuple[float, ...]], blocks: tuple[int, ...]) -> float:
+def _together(task: SplitTask, rows: Counter[tuple[float, ...]], blocks: tuple[int, ...]) -> float:
     """Seconds of a sample on all data-parallel ranks, in shares of any size."""
     return 1 / sum(n / task.sample_s(row, blocks)[0] for row, n in rows.items())
 
 
-def _slowest(task: Task, most: dict[tuple[float, ...], int], blocks: tuple[int, ...]) -> float:
+def _slowest(task: SplitTask, most: dict[tuple[float, ...], int], blocks: tuple[int, ...]) -> float:
     return max(n * task.sample_s(row, blocks)[0] for row, n in most.items())

@@ -47,7 +47,7 @@ def named_zones(nodes: Sequence[Node], zones: Mapping[str, str] | None) -> dict[
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class PlacementSite:
     """Where workers stand and how fast they are. `zones` as `named_zones` makes them: a replica must lie within one."""
 
     nodes: Sequence[Node]

@@ -20,7 +20,7 @@ USUAL_BATCH_TOKENS = 4_194_304  # of models whose batch nobody has published
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownDecoder:
     """`params_b`: billions of parameters as its authors count them, 0 = not published; `batch_tokens`: of an optimizer step."""
 
     name: str
@@ -31,15 +31,15 @@ class Known:
 
 
 @cache
-def known() -> Mapping[str, Known]:
+def known() -> Mapping[str, KnownDecoder]:
     with (files(__package__) / "decoders.csv").open(encoding="utf-8") as opened:
         rows = [_row(row) for row in csv.DictReader(opened)]
     return MappingProxyType({row.name: row for row in rows})
 
 
-def _row(row: Mapping[str, str]) -> Known:
+def _row(row: Mapping[str, str]) -> KnownDecoder:
     decoder = _decoder(Decoder(0, 0, 0, 0, 0, 0, 0), {key: int(row[key]) for key in (*SIZES, *MORE)})
-    return Known(row["name"], decoder, int(row["batch_tokens"]), float(row["params_b"]), row["source"])
+    return KnownDecoder(row["name"], decoder, int(row["batch_tokens"]), float(row["params_b"]), row["source"])
 
 
 def _decoder(before: Decoder, sizes: Mapping[str, int]) -> Decoder:
@@ -47,7 +47,7 @@ def _decoder(before: Decoder, sizes: Mapping[str, int]) -> Decoder:
     return replace(before, **said)
 
 
-def find(text: str) -> Known:
+def find(text: str) -> KnownDecoder:
     """`llama3-70b`, `70b` (the first in the table whose name ends so), either with changes as in `8b,seq=16384`, or all sizes:
     `layers=80,hidden=8192,heads=64,kv_heads=8,ffn=28672,vocab=128256,seq=8192`. Raises SpecError in one line."""
     name, _, rest = text.replace(" ", "").partition(",")
@@ -57,14 +57,14 @@ def find(text: str) -> Known:
         if missing:
             raise SpecError(f"--model {text}: {missing[0]} is missing; a model of your own needs {', '.join(SIZES)}")
         found = _decoder(Decoder(0, 0, 0, 0, 0, 0, 0), {"kv_heads": sizes["heads"], **sizes})
-        return Known(f"{found.n_params / 1e9:.3g}B of its own", _checked(found, text))
+        return KnownDecoder(f"{found.n_params / 1e9:.3g}B of its own", _checked(found, text))
     known = named(name)
     if not rest:
         return known
     return replace(known, name=f"{known.name} with {rest}", decoder=_checked(_decoder(known.decoder, _sizes(rest)), text))
 
 
-def named(name: str) -> Known:
+def named(name: str) -> KnownDecoder:
     """Raises SpecError with the nearest names."""
     table, low = known(), name.lower().replace("_", "-")
     if low in table:

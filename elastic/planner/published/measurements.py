@@ -16,7 +16,7 @@ from itertools import product
 from elastic import catalog
 from elastic.errors import SpecError
 from elastic.planner.cost import catalog_hardware
-from elastic.planner.cost.compute import Chip
+from elastic.planner.cost.compute import ComputeTarget
 from elastic.planner.cost.kernels import LOGIT_BYTES, UNFUSED, Kernels, generation
 from elastic.planner.cost.memory import Step, parts
 from elastic.planner.cost.model_cost import ModelCost
@@ -102,7 +102,7 @@ def _case(row: Mapping[str, str], seqs: Mapping[str, int]) -> Case:
         layout=layout,
         step=step,
         work=work,
-        site=Site(Chip(catalog_hardware.profile(chip), generation(software, chip.arch), dtype), per_node),
+        site=Site(ComputeTarget(catalog_hardware.profile(chip), generation(software, chip.arch), dtype), per_node),
         tokens=seq,
         tokens_per_s=_float(row, "tokens_per_s_per_gpu"),
         memory_bytes=_float(row, "mem_gib_per_gpu") * 2**30,

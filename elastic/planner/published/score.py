@@ -16,7 +16,7 @@ LEAST_RANKED = 4  # measurements of a source whose order is compared
 
 
 @dataclass(frozen=True)
-class Line:
+class ScoreRow:
     """A row: what was measured and what is predicted; nan = not measured."""
 
     case: Case
@@ -31,7 +31,7 @@ class Line:
 class Score:
     """Errors are |predicted / measured - 1| of tokens per second and GPU, and of bytes."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[ScoreRow, ...]
     n_rows: int
 
     def plain(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def score(rows: Iterable[Mapping[str, str]]) -> Score:
         constant = constants.get(case.gpu, 0.0) / case.work.model.flop_per_token
         needs = case.predicted_bytes()
         lines.append(
-            Line(
+            ScoreRow(
                 case,
                 predicted,
                 abs(predicted / measured - 1) if measured else float("nan"),
@@ -138,7 +138,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def spearman(lines: Sequence[Line]) -> float:
+def spearman(lines: Sequence[ScoreRow]) -> float:
     """Rank correlation of predicted and measured tokens per second; of equal values the ranks are averaged."""
     one = ranks([line.case.tokens_per_s for line in lines])
     two = ranks([line.predicted for line in lines])
@@ -154,20 +154,20 @@ def ranks(values: Sequence[float]) -> list[float]:
     return [first[value] + (order.count(value) + 1) / 2 for value in values]
 
 
-def _ranked(lines: Sequence[Line]) -> bool:
+def _ranked(lines: Sequence[ScoreRow]) -> bool:
     """Does the source vary layouts?"""
     return len(lines) >= LEAST_RANKED and len({line.case.layout for line in lines}) > 1
 
 
-def _question(line: Line) -> tuple[str, ...]:
+def _question(line: ScoreRow) -> tuple[str, ...]:
     case = line.case
     heads = [a.heads for a in case.work.sample.attentions] if case.work.sample else []
     shape = f"{case.work.n_blocks} {case.work.block:.0f} {heads}"
     return case.source, case.model, shape, case.gpu, str(case.n_gpus), str(case.tokens), case.step.dtype
 
 
-def _grouped(lines: Iterable[Line], key: Callable[[Line], Any]) -> dict[Any, list[Line]]:
-    found: dict[Any, list[Line]] = {}
+def _grouped(lines: Iterable[ScoreRow], key: Callable[[ScoreRow], Any]) -> dict[Any, list[ScoreRow]]:
+    found: dict[Any, list[ScoreRow]] = {}
     for line in lines:
         found.setdefault(key(line), []).append(line)
     return found

@@ -42,7 +42,7 @@ class Fenced(ElasticError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class BlobEntry:
     """A box (or some rows of one) as a blob of `length` bytes at `offset` of its rank's file.
 
     The tensor's memory lies at `data` of the blob; -1 = not known (version 1). `digest` is that of the whole blob.
@@ -62,7 +62,7 @@ class Manifest:
     rank: int
     n_bytes: int
     sha256: str
-    entries: tuple[Entry, ...]
+    entries: tuple[BlobEntry, ...]
     version: int = VERSION
 
 
@@ -99,7 +99,7 @@ def note_of(name: str, data: bytes) -> FileNote:
     return FileNote(name, len(data), sha256(data).hexdigest())
 
 
-def root_of(entries: Iterable[Entry]) -> str:
+def root_of(entries: Iterable[BlobEntry]) -> str:
     """One SHA-256 for all blobs of a shard: as they lie one after the other, it speaks for every byte of the file."""
     return sha256("\n".join(entry.digest for entry in entries).encode()).hexdigest()
 
@@ -145,7 +145,7 @@ def decode_marker(data: bytes, where: str) -> Marker:
     return _decode(data, where, build)
 
 
-def _entry(raw: dict[str, Any], n_bytes: int, version: int) -> Entry:
+def _entry(raw: dict[str, Any], n_bytes: int, version: int) -> BlobEntry:
     offsets, sizes = (tuple(_natural(value) for value in raw[key]) for key in ("offsets", "sizes"))
     if raw["dtype"] not in DTYPE_BYTES or len(offsets) != len(sizes):
         raise ValueError(f"the box of {raw['fqn']} makes no sense")
@@ -153,17 +153,17 @@ def _entry(raw: dict[str, Any], n_bytes: int, version: int) -> Entry:
     if offset + length > n_bytes:
         raise ValueError(f"the box of {box.fqn} lies beyond the end of the file")
     if version == 1:
-        return Entry(box, offset, length, f"crc32:{_natural(raw['crc32']):08x}")
+        return BlobEntry(box, offset, length, f"crc32:{_natural(raw['crc32']):08x}")
     hasher_for(_text(raw["digest"]))
     if not raw["digest"].startswith("xxh3:"):
         raise ValueError(f"the digest of {box.fqn} is {raw['digest']!r}")
     data = _natural(raw["data"])
     if data + box.n_bytes > length:
         raise ValueError(f"the box of {box.fqn} lies beyond the end of its blob")
-    return Entry(box, offset, length, raw["digest"], data)
+    return BlobEntry(box, offset, length, raw["digest"], data)
 
 
-def _check_tiling(entries: Iterable[Entry], n_bytes: int) -> None:
+def _check_tiling(entries: Iterable[BlobEntry], n_bytes: int) -> None:
     at = 0
     for entry in entries:
         if entry.offset != at:

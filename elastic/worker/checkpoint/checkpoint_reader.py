@@ -23,7 +23,7 @@ from elastic.reshard.shards import Region, meet
 from elastic.storage import Sizes, Storage
 from elastic.types import Box, TensorSpec
 from elastic.worker.checkpoint.blob import Hasher, check_head, decode_blob, hasher_for
-from elastic.worker.checkpoint.checkpoint_format import MARKER, Damaged, Entry, FileNote, Manifest, Marker, shard_name
+from elastic.worker.checkpoint.checkpoint_format import MARKER, BlobEntry, Damaged, FileNote, Manifest, Marker, shard_name
 
 SCRATCH_BYTES = 64 << 20  # of all threads together; a single larger blob still gets its size
 RUN_BYTES = 8 << 20  # small blobs that lie together are read at once, up to this much
@@ -37,7 +37,7 @@ class _Piece:
     """A blob, and the part of it that belongs into `out` (the tensor of `box`)."""
 
     name: str
-    entry: Entry
+    entry: BlobEntry
     box: Box
     out: Tensor
     shared: Region
@@ -47,14 +47,14 @@ class Checkpoint:
     """An open checkpoint. `tensors`: fqn -> (shape, dtype)."""
 
     def __init__(
-        self, storage: Storage, marker: Marker, manifests: list[Manifest], plain: Iterable[tuple[str, Entry]] = ()
+        self, storage: Storage, marker: Marker, manifests: list[Manifest], plain: Iterable[tuple[str, BlobEntry]] = ()
     ) -> None:
         self._storage, self._marker, self._manifests = storage, marker, manifests
         self.uri, self.step, self.generation, self.meta = storage.uri, marker.step, marker.generation, marker.meta
         self.n_bytes = sum(note.n_bytes for note in marker.files)
         self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         self._scratch = _Scratch(SCRATCH_BYTES)
-        self._entries: dict[str, dict[Region, tuple[str, Entry]]] = {}
+        self._entries: dict[str, dict[Region, tuple[str, BlobEntry]]] = {}
         for manifest in manifests:
             for entry in manifest.entries:
                 self._add(shard_name(manifest.rank), entry)
@@ -135,7 +135,7 @@ class Checkpoint:
 
     # ------------------------------------------------------------------------------------------ what to read
 
-    def _add(self, name: str, entry: Entry) -> None:
+    def _add(self, name: str, entry: BlobEntry) -> None:
         box = entry.box
         corner = tuple(o + s for o, s in zip(box.offsets, box.sizes))
         shape, dtype = self.tensors.setdefault(box.fqn, (corner, box.dtype))
@@ -228,7 +228,7 @@ class Checkpoint:
         except StorageDamaged as error:
             raise Damaged(f"{self._where(piece.name, piece.entry)}: {error}") from error
 
-    def _verify_blob(self, name: str, entry: Entry, paced: Callable[[int], object]) -> None:
+    def _verify_blob(self, name: str, entry: BlobEntry, paced: Callable[[int], object]) -> None:
         hasher = hasher_for(entry.digest)
         for offset in range(entry.offset, entry.offset + entry.length, VERIFY_BYTES):
             part = self._storage.read(name, offset, min(VERIFY_BYTES, entry.offset + entry.length - offset))
@@ -237,7 +237,7 @@ class Checkpoint:
         if hasher.text() != entry.digest:
             raise Damaged(f"{self._where(name, entry)} is altered")
 
-    def _where(self, name: str, entry: Entry) -> str:
+    def _where(self, name: str, entry: BlobEntry) -> str:
         return f"{self._storage.uri_of(name)}: the blob of {_show(entry.box)} at byte {entry.offset}"
 
 

@@ -42,7 +42,7 @@ class Holder(Protocol):
     def at_phase(self) -> Callable[[str, int], None]: ...
 
 
-class Boundary(Protocol):
+class BoundaryCopy(Protocol):
     """A host copy of a step boundary that may still be filling (host_copy.HostCopy)."""
 
     def wait(self) -> Tensors: ...
@@ -63,13 +63,13 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Kept:
+class NewestHostCopy:
     """The newest host copy of a rank with replicas: they can write each other's part."""
 
     plan: Plan
     step: int
     rank: int
-    copy: Boundary
+    copy: BoundaryCopy
 
     def serves(self, generation: int, rank: int, step: int) -> bool:
         same = (self.plan.generation, self.step) == (generation, step)
@@ -83,11 +83,11 @@ class Saving:
         self.place = place
         self.writing: Future[Any] | None = None
         self.of: tuple[Plan, int, int] | None = None
-        self.kept: Kept | None = None
+        self.kept: NewestHostCopy | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable-copy")
 
     @doing("copying")
-    def save(self, plan: Plan, state: TrainState, copy: Boundary | None = None, must: bool = False) -> None:
+    def save(self, plan: Plan, state: TrainState, copy: BoundaryCopy | None = None, must: bool = False) -> None:
         """Starts a checkpoint of this boundary from `copy` (else from a snapshot taken now), which it releases.
 
         While the one before is still being written it is left out -> CopyFailed; `must`: it is written after that one.
@@ -118,14 +118,14 @@ class Saving:
 
     # ------------------------------------------------------------------------------------------ behind the steps
 
-    def _keep(self, plan: Plan, state: TrainState, copy: Boundary) -> None:
+    def _keep(self, plan: Plan, state: TrainState, copy: BoundaryCopy) -> None:
         """Replicas hold the newest copy until the next, to write for each other; others would pay a whole host copy for it."""
         if self.kept is not None:
             self.kept.copy.release()
             self.kept = None
         if plan.layout.dp_replicate > 1:
             retain = getattr(copy, "retain", None)
-            self.kept = Kept(plan, state.step, state.rank, retain() if retain else Snapshot(copy.wait()))
+            self.kept = NewestHostCopy(plan, state.step, state.rank, retain() if retain else Snapshot(copy.wait()))
 
     def _guarded(self, of: tuple[Plan, int, int], write: Callable[[], None]) -> None:
         plan, step, rank = of
@@ -137,7 +137,7 @@ class Saving:
     def _fail(self, plan: Plan, step: int, reason: str) -> None:
         self.place.report(CopyFailed(plan.generation, step, reason))
 
-    def _write(self, of: tuple[Plan, int, int], copy: Boundary, stall_s: float) -> None:
+    def _write(self, of: tuple[Plan, int, int], copy: BoundaryCopy, stall_s: float) -> None:
         try:
             self._write_boxes(of, copy.wait(), stall_s)
         finally:

@@ -28,8 +28,8 @@ from elastic.worker.checkpoint.blob import Xxh3, alone
 from elastic.worker.checkpoint.checkpoint_format import (
     MARKER,
     METADATA,
+    BlobEntry,
     Damaged,
-    Entry,
     FileNote,
     Manifest,
     Marker,
@@ -113,13 +113,13 @@ class _Sink:
         self._memory = self._data_at = self._start = self._synced = self.n_bytes = 0
         self._syncing: Future[None] | None = None
 
-    def add(self, box: Box, tensor: Tensor) -> Entry:
+    def add(self, box: Box, tensor: Tensor) -> BlobEntry:
         """Writes the tensor as the next blob. `tensor` is alone in its memory."""
         self._hasher, self._start, self._memory, self._data_at = Xxh3(), self.n_bytes, tensor.data_ptr(), -1
         torch.save(tensor, cast(BinaryIO, self))
         if self._data_at < 0:
             raise InternalError(f"{box.fqn}: torch.save did not write the tensor's memory as it is")
-        return Entry(box, self._start, self.n_bytes - self._start, self._hasher.text(), self._data_at)
+        return BlobEntry(box, self._start, self.n_bytes - self._start, self._hasher.text(), self._data_at)
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)

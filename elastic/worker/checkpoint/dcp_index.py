@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from elastic.worker.checkpoint.checkpoint_format import Entry, Manifest, shard_name
+from elastic.worker.checkpoint.checkpoint_format import BlobEntry, Manifest, shard_name
 
 OPTIM = "optim."
 
@@ -28,7 +28,7 @@ def metadata(manifests: Sequence[Manifest], shapes: Mapping[str, tuple[int, ...]
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # slow to import, and only a committer needs it
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-    chunks: dict[str, list[Entry]] = {fqn: [] for fqn in shapes}
+    chunks: dict[str, list[BlobEntry]] = {fqn: [] for fqn in shapes}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for manifest in manifests:
         for entry in manifest.entries:
@@ -49,7 +49,7 @@ def metadata(manifests: Sequence[Manifest], shapes: Mapping[str, tuple[int, ...]
     return pickle.dumps(Metadata(tensors, names, storage))
 
 
-def _tensor(shape: tuple[int, ...], entries: list[Entry]) -> TensorStorageMetadata:
+def _tensor(shape: tuple[int, ...], entries: list[BlobEntry]) -> TensorStorageMetadata:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
     chunks = [ChunkStorageMetadata(torch.Size(entry.box.offsets), torch.Size(entry.box.sizes)) for entry in entries]

@@ -16,7 +16,7 @@ from elastic.errors import SpecError
 from elastic.storage import Storage, open_storage
 from elastic.types import DTYPE_BYTES, Box
 from elastic.worker.checkpoint.blob import UNCHECKED
-from elastic.worker.checkpoint.checkpoint_format import METADATA, Damaged, Entry, Marker
+from elastic.worker.checkpoint.checkpoint_format import METADATA, BlobEntry, Damaged, Marker
 from elastic.worker.checkpoint.checkpoint_reader import Checkpoint
 from elastic.worker.program.safetensor_files import NAME_MOST
 
@@ -165,11 +165,11 @@ def open_plain(uri: str) -> Checkpoint:
     return Checkpoint(storage, Marker(0, 0, 0, 0, {}, ()), [], entries)
 
 
-def _entries(index: Record, where: str, most: int) -> list[tuple[str, Entry]]:
+def _entries(index: Record, where: str, most: int) -> list[tuple[str, BlobEntry]]:
     """`most`: entries, as many as the index has bytes for."""
     names = index.fields.get("planner_data") or {}
     places = {(key["fqn"], tuple(key.fields.get("offset") or ())): info for key, info in index["storage_data"].items()}
-    out: list[tuple[str, Entry]] = []
+    out: list[tuple[str, BlobEntry]] = []
     for fqn, about in index["state_dict_metadata"].items():
         if about.kind != "TensorStorageMetadata":
             continue
@@ -198,7 +198,7 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {what[:NAME_MOST]}" if isinstance(what, str) else type(error).__name__
 
 
-def _entry(box: Box, info: Record, where: str) -> tuple[str, Entry]:
+def _entry(box: Box, info: Record, where: str) -> tuple[str, BlobEntry]:
     if info.fields.get("transform_descriptors"):
         raise SpecError(f"{where}: it was saved compressed or encrypted, which is not read here")
     offset, length = _naturals((info["offset"], info["length"]))
@@ -206,7 +206,7 @@ def _entry(box: Box, info: Record, where: str) -> tuple[str, Entry]:
     if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
         said = repr(name)[:NAME_MOST] if isinstance(name, str) else f"by a {type(name).__name__}"
         raise SpecError(f"{where}: its file is called {said}: refused")
-    return name, Entry(box, offset, length, UNCHECKED)
+    return name, BlobEntry(box, offset, length, UNCHECKED)
 
 
 def _dtype(properties: Record, where: str) -> str:
@@ -224,7 +224,7 @@ def _naturals(values: Any) -> tuple[int, ...]:
     return out
 
 
-def _check_files(storage: Storage, entries: list[tuple[str, Entry]]) -> None:
+def _check_files(storage: Storage, entries: list[tuple[str, BlobEntry]]) -> None:
     ends: dict[str, int] = {}
     for name, entry in entries:
         ends[name] = max(ends.get(name, 0), entry.offset + entry.length)

@@ -33,7 +33,7 @@ from elastic.version import PACKAGE
 from elastic.worker.equivalence.forward_trace import Batch
 from elastic.worker.equivalence.layout_values import (
     FAMILIES,
-    Copy,
+    SmallCopy,
     TooLarge,
     batch_of,
     check_rows,
@@ -56,7 +56,7 @@ PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Asked:
+class CheckRequest:
     """`axes`: that the run may use, of dp, tp, cp, pp; `tps`: sizes of tp besides the
     smallest that are tried too; `trusted`: axes that are not to be checked. `most_s`: for comparing values on all axes; what
     it does not suffice for is not compared."""
@@ -102,7 +102,7 @@ class Verdict:
         return cls(**{**data, "structure": Structure(**structure)})
 
 
-def check(asked: Asked) -> Verdict:
+def check(asked: CheckRequest) -> Verdict:
     """Raises ElasticError where the program cannot be built."""
     began = time.monotonic()
     job = asked.job
@@ -139,7 +139,7 @@ def _no_cp(program: Program, batch: Batch) -> str:
     return ""
 
 
-def _compared(asked: Asked, program: Program, profile: ModelProfile, batch: Batch, found: Verdict) -> Verdict:
+def _compared(asked: CheckRequest, program: Program, profile: ModelProfile, batch: Batch, found: Verdict) -> Verdict:
     structure = found.structure
     closed = structure.close(profile)
     possible = {"dp": True, "tp": closed.tp_limit > 1, "cp": True, "pp": closed.pipeline and closed.n_blocks > 1}
@@ -147,7 +147,7 @@ def _compared(asked: Asked, program: Program, profile: ModelProfile, batch: Batc
     if not axes:
         return found
     try:
-        small = Copy(program, profile)
+        small = SmallCopy(program, profile)
         batch = shortened(small, batch)
         check_rows(small, batch)
     except TooLarge as error:
@@ -197,7 +197,7 @@ MENDS = {
 }
 
 
-def _largest_tp(asked: Asked, small: Copy, batch: Batch, limit: int) -> tuple[int, tuple[str, ...]]:
+def _largest_tp(asked: CheckRequest, small: SmallCopy, batch: Batch, limit: int) -> tuple[int, tuple[str, ...]]:
     """Sizes of tp that the run may take, tried in as many processes: 0 = all; else up to the first that does not go."""
     for tp in sorted(set(asked.tps)):
         if tp > 2 and limit % tp == 0:
@@ -266,7 +266,7 @@ def main(arguments: Iterable[str]) -> int:
     with open(out, "w") as file:
         for one in given if isinstance(given, list) else [given]:
             try:
-                line = check(Asked(**{**one, "job": Job.from_plain(one["job"])})).plain()
+                line = check(CheckRequest(**{**one, "job": Job.from_plain(one["job"])})).plain()
             except ElasticError as error:
                 line = {"error": str(error)}
             except Exception as error:  # noqa: BLE001 - the boundary of the process

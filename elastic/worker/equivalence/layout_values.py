@@ -93,7 +93,7 @@ class Compared:
     unclear: str = ""  # with what it was compared, where that is not enough to call it equal
 
 
-class Copy:
+class SmallCopy:
     """A small copy of a program: `program` builds it anew with equal weights, `model` is one."""
 
     def __init__(self, program: Program, profile: ModelProfile) -> None:
@@ -227,7 +227,7 @@ def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
 # ------------------------------------------------------------------------------------------ one layout
 
 
-def compare(small: Copy, job: Job, batch: Batch, layout: Layout, most_s: float = FAMILY_MOST_S) -> Compared:
+def compare(small: SmallCopy, job: Job, batch: Batch, layout: Layout, most_s: float = FAMILY_MOST_S) -> Compared:
     """Runs the layout in processes of its own. Never raises for what the program does there. Ranks that have parts of the
     sequences get these as long as this machine allows, of fewer samples where need be."""
     if layout.cp == 1 or small.long_batch is None:
@@ -244,7 +244,7 @@ def compare(small: Copy, job: Job, batch: Batch, layout: Layout, most_s: float =
     return replace(found, unclear=f"with {most} of {n} positions only, since more are too much for this machine")
 
 
-def _compare(small: Copy, job: Job, batch: Batch, layout: Layout, most_s: float) -> Compared:
+def _compare(small: SmallCopy, job: Job, batch: Batch, layout: Layout, most_s: float) -> Compared:
     began = time.monotonic()
     try:
         whole = small.one_process(batch, layout.cp)
@@ -302,7 +302,7 @@ def _answers(pipes: list[Connection], until_s: float) -> dict[int, tuple[str, An
     return found
 
 
-def _rounding(small: Copy, batch: Batch, cp: int) -> dict[str, float] | str:
+def _rounding(small: SmallCopy, batch: Batch, cp: int) -> dict[str, float] | str:
     """What rounding alone makes of the loss ('') and of each gradient of one process, as a multiple of what is allowed: between
     float32 and float64. Empty where it cannot be told; a text where the loss is another one each time: what draws."""
     here, there = FORKS.Pipe(duplex=False)
@@ -323,7 +323,7 @@ def _rounding(small: Copy, batch: Batch, cp: int) -> dict[str, float] | str:
         process.join()
 
 
-def _round(pipe: Connection, small: Copy, batch: Batch, cp: int) -> None:
+def _round(pipe: Connection, small: SmallCopy, batch: Batch, cp: int) -> None:
     torch.set_num_threads(1)
     with Still(), python_random(0.999):
         loss, gradients, _ = _alone(small, batch, cp)
@@ -359,7 +359,7 @@ def _judged(layout: Layout, answers: list[dict[str, Any]], seconds: float, times
     return Compared(str(layout), problem, seconds, loss, whole, off, worst * GRADIENT_AGREES, at)
 
 
-def _rank(pipe: Connection, small: Copy, job: Job, known: tuple[Batch, Pass], place: tuple[Layout, int, int, str]) -> None:
+def _rank(pipe: Connection, small: SmallCopy, job: Job, known: tuple[Batch, Pass], place: tuple[Layout, int, int, str]) -> None:
     torch.set_num_threads(1)
     try:
         answer: tuple[str, Any] = ("done", _values(small, job, known, place))
@@ -371,7 +371,7 @@ def _rank(pipe: Connection, small: Copy, job: Job, known: tuple[Batch, Pass], pl
     pipe.send(answer)
 
 
-def _values(small: Copy, job: Job, known: tuple[Batch, Pass], place: tuple[Layout, int, int, str]) -> dict[str, Any]:
+def _values(small: SmallCopy, job: Job, known: tuple[Batch, Pass], place: tuple[Layout, int, int, str]) -> dict[str, Any]:
     layout, rank, port, secret = place
     batch, (whole, gradients, outputs) = known
     n_rows = len(next(iter(batch.values())))
@@ -458,7 +458,7 @@ def _joined(calls: list[Tensor]) -> Tensor | None:
 Pass = tuple[float, dict[str, Tensor], Outputs]  # loss, gradients and the modules' outputs
 
 
-def _alone(small: Copy, batch: Batch, cp: int, dtype: torch.dtype = torch.float32) -> Pass:
+def _alone(small: SmallCopy, batch: Batch, cp: int, dtype: torch.dtype = torch.float32) -> Pass:
     """Of one process."""
     model = converted(copy.deepcopy(small.model), dtype).train(not small.program.batch_dependent)
     given = before_cut(small.program, batch) if cp > 1 else batch
@@ -472,7 +472,7 @@ def _alone(small: Copy, batch: Batch, cp: int, dtype: torch.dtype = torch.float3
 
 
 @torch.no_grad()
-def _give(state: TrainState, small: Copy) -> None:
+def _give(state: TrainState, small: SmallCopy) -> None:
     """The copy's weights and buffers."""
     source = small.model.state_dict(keep_vars=True)
     for fqn, (box, tensor) in (*state.tensors.items(), *state.frozen.items()):
@@ -498,7 +498,7 @@ def _differ(state: TrainState, own: Mapping[str, Tensor], whole: Mapping[str, Te
     return off
 
 
-def shortened(small: Copy, batch: Batch) -> Batch:
+def shortened(small: SmallCopy, batch: Batch) -> Batch:
     """With the first positions of long sequences, where that is all the same to the model; not for cp (`compare`)."""
     n = positions(batch)
     if n <= LONG:
@@ -515,7 +515,7 @@ def shortened(small: Copy, batch: Batch) -> Batch:
     return cut
 
 
-def longest(small: Copy, batch: Batch) -> tuple[int, int]:
+def longest(small: SmallCopy, batch: Batch) -> tuple[int, int]:
     """Samples and positions of a batch whose passes this machine can do: all positions of one rather than some of each."""
     n, most = positions(batch), MOST_FLOP / small.flop
     for rows in (ROWS, 2, 1):
@@ -524,7 +524,7 @@ def longest(small: Copy, batch: Batch) -> tuple[int, int]:
     return 1, max(LEAST, min(LONGEST, int(most)) // LEAST * LEAST)
 
 
-def check_rows(small: Copy, batch: Batch) -> None:
+def check_rows(small: SmallCopy, batch: Batch) -> None:
     """Raises ProgramError where even one process has no finite loss, TooLarge where its passes would take too long."""
     tokens = max((x.shape[1] for x in batch.values() if x.ndim > 1), default=1) * ROWS
     if small.flop * tokens > MOST_FLOP:

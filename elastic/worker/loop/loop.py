@@ -172,7 +172,7 @@ class loop:
 
 
 @dataclass(frozen=True)
-class Offer:
+class OfferedBatch:
     """A batch for the script, and where it belongs."""
 
     batch: Mapping[str, torch.Tensor]

@@ -23,7 +23,7 @@ import torch
 from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.types import Job
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
-from elastic.worker.loop.loop import Offer, Outcome, Run, here
+from elastic.worker.loop.loop import OfferedBatch, Outcome, Run, here
 from elastic.worker.process.readback import Number
 from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.program.commit import Commit
@@ -51,7 +51,7 @@ DONE_ALREADY = "run.model and the batches are this rank's parts, on its device"
 
 
 @dataclass(frozen=True)
-class Source:
+class ScriptSource:
     """A script and how it is called."""
 
     file: str
@@ -59,7 +59,7 @@ class Source:
     seed: int = 0
 
     @classmethod
-    def of(cls, job: Job) -> Source:
+    def of(cls, job: Job) -> ScriptSource:
         return cls(str(job.script), job.args, job.seed)
 
     def run(self) -> None:
@@ -123,7 +123,7 @@ class _Capture:
 
 def capture(file: Path, args: Sequence[str], seed: int) -> LoopProgram:
     """Runs the script until it enters `elastic.loop`: the program that it has made. Raises SpecError where it never does."""
-    source = Source(str(file), tuple(args), seed)
+    source = ScriptSource(str(file), tuple(args), seed)
     here.host = _Capture()
     try:
         source.run()
@@ -154,7 +154,7 @@ class Script:
     what it must remember is extra state.
     """
 
-    def __init__(self, source: Source, device: torch.device) -> None:
+    def __init__(self, source: ScriptSource, device: torch.device) -> None:
         self.source, self.device = source, device
         self.handoff = Handoff()
         self.run: Run | None = None  # of the loop that was entered last
@@ -239,7 +239,7 @@ class Script:
         """One pass through the loop's body up to run.step(): loss sum and tokens of this rank, scalar tensors where they are
         still on the device. Raises what aborted there."""
         self.offered = step
-        self.handoff.answer(Offer(batch, step, epoch))
+        self.handoff.answer(OfferedBatch(batch, step, epoch))
         word = self._heard(step)
         self.clip_grad_norm = word.clip_grad_norm
         return word.loss_sum, word.tokens

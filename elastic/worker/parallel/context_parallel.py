@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elastic.errors import ElasticError, ProgramError, SpecError
-from elastic.models.attention import Seen, SequenceShard, over
+from elastic.models.attention import AttentionUse, SequenceShard, over
 from elastic.program import Program
 from elastic.types import Job, Layout, is_auto, parse_layout
 from elastic.types.grid import Coordinates
@@ -142,7 +142,7 @@ def check_possible(program: Program, cp: int) -> None:
         raise SpecError(f"cp={cp}, but {program.no_cp}; take cp=1")
 
 
-def _refuse_plain(seen: Seen, cp: int) -> None:
+def _refuse_plain(seen: AttentionUse, cp: int) -> None:
     if not seen.called:
         raise SpecError(_no_attention(cp))
 

@@ -28,7 +28,7 @@ def needs_fsdp(job: Job, layout: Layout) -> bool:
 
 
 @dataclass(frozen=True)
-class Options:
+class ModelOptions:
     """`compute`: dtype of forward and backward pass, None = that of the parameters. `gives_output`: does the rank compute the
     model's output?"""
 
@@ -42,7 +42,7 @@ class Options:
     float8: bool = False
 
     @classmethod
-    def of(cls, job: Job, layout: Layout, rank: int) -> Options:
+    def of(cls, job: Job, layout: Layout, rank: int) -> ModelOptions:
         plain = not needs_fsdp(job, layout)
         return cls(
             layout.activation_checkpointing,

@@ -20,12 +20,12 @@ from torch.distributed.tensor.parallel import (
 
 from elastic.program import Program
 from elastic.types import ModelProfile
-from elastic.worker.parallel.model_options import Options
+from elastic.worker.parallel.model_options import ModelOptions
 from elastic.worker.program.model_profile import block_names, tp_styles
 
 
 def parallelize(
-    model: nn.Module, program: Program, profile: ModelProfile, mesh: DeviceMesh | None, options: Options
+    model: nn.Module, program: Program, profile: ModelProfile, mesh: DeviceMesh | None, options: ModelOptions
 ) -> nn.Module:
     """Cuts the module's parameters for this rank's stage mesh (axes among dp_replicate, fsdp, tp); None = a single rank."""
     names = (mesh.mesh_dim_names or ()) if mesh is not None else ()

@@ -54,7 +54,7 @@ class _Member:
         import torch.distributed as dist
 
         from elastic.worker.profile.measured_groups import Among
-        from elastic.worker.profile.measured_ops import Limits, fitting
+        from elastic.worker.profile.measured_ops import CallLimits, fitting
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as workers do
         on_gpu = asked["device"] == "cuda"
@@ -66,7 +66,7 @@ class _Member:
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo", init_method=f"file://{folder}/store", rank=rank,
             world_size=max(asked["sizes"]), timeout=timedelta(seconds=TIMEOUT_S),
         )  # fmt: skip
-        self.rank, self.asked, self.limits = rank, asked, Limits.of(self.device)
+        self.rank, self.asked, self.limits = rank, asked, CallLimits.of(self.device)
         self.among = Among(tuple(asked["sizes"]), self.device, self.settle)
         self.dtypes: dict[str, Any] = {name: getattr(torch, name) for name in asked["dtypes"]}
         self.dtype = self.dtypes[asked["dtypes"][0]]

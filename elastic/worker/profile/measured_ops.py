@@ -27,7 +27,7 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Limits:
+class CallLimits:
     """How large a call may be: seconds on CPU cores are long."""
 
     large: int  # rows, k and n of the large product
@@ -36,11 +36,11 @@ class Limits:
     storage_bytes: int = 16 << 20
 
     @staticmethod
-    def of(device: torch.device) -> Limits:
-        return Limits(8192, 4e12, 1 << 30) if device.type == "cuda" else Limits(768, 1e9, 64 << 20)
+    def of(device: torch.device) -> CallLimits:
+        return CallLimits(8192, 4e12, 1 << 30) if device.type == "cuda" else CallLimits(768, 1e9, 64 << 20)
 
 
-def fitting(matmuls: Iterable[Matmul], times: int, limits: Limits) -> list[Matmul]:
+def fitting(matmuls: Iterable[Matmul], times: int, limits: CallLimits) -> list[Matmul]:
     """With the rows of `times` samples, or fewer where a product would be too large; those of no use at all are left out."""
     found: dict[tuple[int, int, int], float] = {}
     for one in matmuls:
@@ -83,7 +83,7 @@ def mixed(matmuls: Sequence[Matmul], dtype: torch.dtype, device: torch.device) -
     return call, sum(product_flop(one) * times for one, (_, times) in zip(matmuls, often))
 
 
-def attended(one: Attention, times: int, dtype: torch.dtype, device: torch.device, limits: Limits) -> tuple[Call, float]:
+def attended(one: Attention, times: int, dtype: torch.dtype, device: torch.device, limits: CallLimits) -> tuple[Call, float]:
     """Forward and backward pass of `times` samples, or of a part of the sequence where that is too much; and its FLOP, three
     times that of the forward pass."""
     queries, keys, heads = one.queries, one.keys, (one.heads, one.kv_heads)
@@ -146,13 +146,13 @@ def small_ops(device: torch.device) -> Call:
     return call
 
 
-def summed(device: torch.device, limits: Limits) -> tuple[Call, int]:
+def summed(device: torch.device, limits: CallLimits) -> tuple[Call, int]:
     """A sum of two large tensors, and the bytes that it reads and writes: the third kernel of STREAM (McCalpin 1995)."""
     a, b, c = (torch.zeros(limits.n_bytes // 4, device=device) for _ in range(3))
     return (lambda: torch.add(a, b, out=c)), 3 * limits.n_bytes
 
 
-def copied(device: torch.device, limits: Limits) -> tuple[dict[str, Call], int]:
+def copied(device: torch.device, limits: CallLimits) -> tuple[dict[str, Call], int]:
     """Between host and device, both ways, from pinned memory; on a CPU from memory to memory. And the bytes of one copy."""
     on_gpu = device.type == "cuda"
     host = torch.zeros(limits.n_bytes // 4, pin_memory=on_gpu)
@@ -163,7 +163,7 @@ def copied(device: torch.device, limits: Limits) -> tuple[dict[str, Call], int]:
     return ways, limits.n_bytes
 
 
-def stored(uri: str, limits: Limits) -> tuple[dict[str, Call], Call, int]:
+def stored(uri: str, limits: CallLimits) -> tuple[dict[str, Call], Call, int]:
     """Writes and reads one object in a run's storage; a call that takes it away, and the folder that was not there; its
     bytes."""
     fresh = "://" not in uri and not Path(uri).exists()

@@ -38,7 +38,7 @@ FREE_EVERY_S = 0.5
 NCCL_HANGS = "2.26."
 
 
-class Refused(Exception):
+class NodeRejected(Exception):
     """Why this node may not take part, in one line. `may_pass`: it lacks memory of a GPU, which others hold. `neighbors`: the
     nodes that it did not reach."""
 
@@ -69,10 +69,10 @@ class Checks:
         self._began_s = time.monotonic()
         terms = self.entry.terms
         if self.device.type == "cuda" and not self.linked and (why := shared_gpu(os.environ, torch.cuda.device_count())):
-            raise Refused(why)
+            raise NodeRejected(why)
         self._versions = versions()
         if different := version_differences(terms.versions, self._versions):
-            raise Refused(different)
+            raise NodeRejected(different)
         if self.linked and self.device.type == "cuda" and (why := doubtful(self._versions)):
             log.warning(why)
         gpu_bytes = free_gpu_bytes(self.device)
@@ -81,8 +81,8 @@ class Checks:
         self._free = free_host_bytes(), gpu_bytes
         if why := too_little(terms, *self._free):
             if terms.host_bytes > self._free[0]:
-                raise Refused(why)
-            raise Refused(f"{why} (still, after {FREE_MOST_S:.0f} s{held_by(self.device)})", may_pass=True)
+                raise NodeRejected(why)
+            raise NodeRejected(f"{why} (still, after {FREE_MOST_S:.0f} s{held_by(self.device)})", may_pass=True)
         if self.linked and terms.mark is not None:
             self._mark = background(answer, terms.mark)
         self._speed = background(_timed, multiply, self.device)
@@ -93,7 +93,7 @@ class Checks:
     def program(self, run: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
         """The fingerprints of the run's program and of the one that was opened here."""
         if different := differences(run, mine):
-            raise Refused(f"its program is another one: {different}")
+            raise NodeRejected(f"its program is another one: {different}")
 
     def end(self) -> Admission:
         """Waits for what is still under way."""
@@ -102,11 +102,11 @@ class Checks:
         try:
             flop_per_s, speed_s = self._speed.result(END_MOST_S)
         except TimeoutError:
-            raise Refused(f"a matmul of {CPU_SIZE} to {GPU_SIZE} rows did not end within {END_MOST_S:.0f} s") from None
+            raise NodeRejected(f"a matmul of {CPU_SIZE} to {GPU_SIZE} rows did not end within {END_MOST_S:.0f} s") from None
         mark = self._found_mark()
         link, link_s = self._found_link()
         if link is not None and link.problem:
-            raise Refused(link.problem, neighbors=link.failed)
+            raise NodeRejected(link.problem, neighbors=link.failed)
         waited_s = time.monotonic() - asked_s
         name, bytes_per_s = (link.name, link.bytes_per_s) if link is not None else ("", 0.0)
         took_s = self._spent_s + max(speed_s, link_s)
@@ -119,7 +119,7 @@ class Checks:
         try:
             self._mark.result(END_MOST_S)
         except TimeoutError:
-            raise Refused(apart(mark.uri, f"no answer within {END_MOST_S:.0f} s on this node from")) from None
+            raise NodeRejected(apart(mark.uri, f"no answer within {END_MOST_S:.0f} s on this node from")) from None
         return mark.text
 
     def _found_link(self) -> tuple[Link | None, float]:
@@ -128,12 +128,12 @@ class Checks:
         except TimeoutError:
             return None, END_MOST_S
 
-    def refusal(self) -> Refused | None:
+    def refusal(self) -> NodeRejected | None:
         """That of the node, where the checks come to it by now or soon; for a program that could not be opened there."""
         try:
             if self._speed is not None:
                 self.end()
-        except Refused as refused:
+        except NodeRejected as refused:
             return refused
         return None
 
@@ -221,7 +221,7 @@ def answer(mark: Mark) -> None:
         what = "a file that the driver has written is not there on this node, in"
     except OSError as error:
         what = f"this node cannot read and write ({error.strerror or error})"
-    raise Refused(apart(mark.uri, what))
+    raise NodeRejected(apart(mark.uri, what))
 
 
 # ------------------------------------------------------------------------------------------ a matmul
@@ -233,7 +233,7 @@ def multiply(device: torch.device, matmul: Callable[..., torch.Tensor] = torch.m
         return _multiply(device, matmul)
     except RuntimeError as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise Refused(f"it cannot compute on {device.type}: {line}") from error
+        raise NodeRejected(f"it cannot compute on {device.type}: {line}") from error
 
 
 def _multiply(device: torch.device, matmul: Callable[..., torch.Tensor]) -> float:
@@ -259,7 +259,7 @@ def _multiply(device: torch.device, matmul: Callable[..., torch.Tensor]) -> floa
         del a, b, c
         torch.cuda.empty_cache()
     if wrong:
-        raise Refused(f"it computes wrongly: {wrong} of {size * size} elements of a product on {device.type}{finite}")
+        raise NodeRejected(f"it computes wrongly: {wrong} of {size * size} elements of a product on {device.type}{finite}")
     return 2.0 * size**3 / max(took_s, 1e-9)
 
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.data.collate import collate
 from elastic.errors import ElasticError
-from elastic.models.attention import Seen, over
+from elastic.models.attention import AttentionUse, over
 from elastic.program import Program
 from elastic.types import Job, SampleProfile
 from elastic.worker.parallel.activation_checkpointing import kept_ops
@@ -89,7 +89,7 @@ class _Run:
         self.place = OUTSIDE
         self.none, self.selective, self.full, self.key_values = _Kept(), _Kept(), _Kept(), _Kept()
         self.called: set[int] = set()  # blocks that have called elastic.attention
-        self.seen = Seen(None)
+        self.seen = AttentionUse(None)
 
     def profile(self) -> SampleProfile:
         model = build_meta(self.program).train()

@@ -27,18 +27,18 @@ PART, WHOLE = 2, 3  # rows of a tiny replica
 
 
 @dataclass(frozen=True)
-class Kept:
+class OptimizerEntries:
     """What each optimizer keeps, and the index there of each trainable parameter's."""
 
     optimizers: tuple[OptimizerSpec, ...] = ()
     of: Mapping[str, int] = field(default_factory=dict)
 
 
-def what_they_keep(program: Program, specs: Sequence[TensorSpec]) -> Kept:
+def what_they_keep(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
     """Found by dry steps. Raises ProgramError (SpecError for an optimizer of job.yaml) that names the one that cannot be cut,
     SpecError for a parameter that does not belong to exactly one."""
     if program.optimizer is None:
-        return Kept()
+        return OptimizerEntries()
     if not isinstance(program.optimizer, JobOptimizer):
         return _kept(program, specs)
     try:
@@ -47,7 +47,7 @@ def what_they_keep(program: Program, specs: Sequence[TensorSpec]) -> Kept:
         raise SpecError(f"job.yaml: {error}") from error
 
 
-def _kept(program: Program, specs: Sequence[TensorSpec]) -> Kept:
+def _kept(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
     every = [spec for spec in specs if spec.trainable and not spec.buffer and spec.tied_to is None]
     if isinstance(program.optimizer, JobOptimizer):
         program.optimizer.check_names(spec.fqn for spec in every)
@@ -67,7 +67,7 @@ def _kept(program: Program, specs: Sequence[TensorSpec]) -> Kept:
     _check_settings(whole, before, any(isinstance(held, Settings) for held in program.extra_state.values()))
     _check_moved(whole)
     _check_parts(whole, _Dry(program, every, replicas, PART), kept)
-    return Kept(tuple(kept.values()), {fqn: names.index(name) for fqn, name in owners.items()})
+    return OptimizerEntries(tuple(kept.values()), {fqn: names.index(name) for fqn, name in owners.items()})
 
 
 class _Notes(dict[str, Any]):
@@ -239,6 +239,6 @@ def _check_parts(whole: _Dry, part: _Dry, kept: Mapping[str, OptimizerSpec]) -> 
                 )
 
 
-def with_kept(specs: Sequence[TensorSpec], kept: Kept) -> tuple[TensorSpec, ...]:
+def with_kept(specs: Sequence[TensorSpec], kept: OptimizerEntries) -> tuple[TensorSpec, ...]:
     """Each with the index of its optimizer."""
     return tuple(replace(spec, optimizer=kept.of.get(spec.tied_to or spec.fqn, 0)) for spec in specs)

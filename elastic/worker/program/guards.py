@@ -38,7 +38,7 @@ class Trip:
 
 
 @dataclass
-class Window:
+class RecentValues:
     """The last `size` values, oldest first."""
 
     size: int
@@ -55,11 +55,11 @@ class Window:
         self.values = [value for value in tensor.tolist() if not math.isnan(value)][-self.size :]
 
 
-class Memory:
+class GuardMemory:
     """What the guards of a job remember between steps; extra state of the program."""
 
     def __init__(self, rules: GuardRules) -> None:
-        self.losses, self.norms = (Window(rule.window if rule else 1) for rule in (rules.loss_spike, rules.grad_norm))
+        self.losses, self.norms = (RecentValues(rule.window if rule else 1) for rule in (rules.loss_spike, rules.grad_norm))
         self.in_a_row = 0  # steps that were skipped, one after another
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,11 +92,11 @@ def needs_memory(rules: GuardRules) -> bool:
 def with_memory(program: Program, job: Job) -> Program:
     """The program with the guards' memory as extra state, where they need one. Raises SpecError where its name is taken."""
     rules = job.guards
-    if not needs_memory(rules) or isinstance(program.extra_state.get(MEMORY), Memory):
+    if not needs_memory(rules) or isinstance(program.extra_state.get(MEMORY), GuardMemory):
         return program
     if MEMORY in program.extra_state:
         raise SpecError(f"extra_state['{MEMORY}']: the name is taken by the job's guards; choose another")
-    return replace(program, extra_state={**program.extra_state, MEMORY: Memory(rules)})
+    return replace(program, extra_state={**program.extra_state, MEMORY: GuardMemory(rules)})
 
 
 # ------------------------------------------------------------------------------------------------ judgment
@@ -109,7 +109,7 @@ def deviations(values: Sequence[float], value: float) -> tuple[float, float]:
     return (value - middle) / max(spread, SPREAD_LEAST), middle
 
 
-def judge(rules: GuardRules, memory: Memory | None, commit: Commit, blocks: Mapping[str, float]) -> tuple[str, str] | None:
+def judge(rules: GuardRules, memory: GuardMemory | None, commit: Commit, blocks: Mapping[str, float]) -> tuple[str, str] | None:
     """The first guard that trips, and why; None = the step is good. `blocks`: norm of the gradient of each block, where it was
     asked for in this step."""
     if not commit.finite or commit.overflowed:
@@ -129,7 +129,7 @@ def judge(rules: GuardRules, memory: Memory | None, commit: Commit, blocks: Mapp
     return None
 
 
-def _spike(what: str, value: float, rule: LossSpikeRule | GradNormRule | None, window: Window | None) -> str:
+def _spike(what: str, value: float, rule: LossSpikeRule | GradNormRule | None, window: RecentValues | None) -> str:
     if rule is None or not rule.z or window is None or value <= 0 or len(window.values) < rule.after:
         return ""
     z, middle = deviations(window.values, math.log(value))

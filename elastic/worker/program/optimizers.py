@@ -135,7 +135,7 @@ def _owners(each: Mapping[str, Optimizer], names: Mapping[int, str]) -> dict[str
 
 
 @dataclass(frozen=True)
-class Part:
+class OptimizerPart:
     """One optimizer of a job. `key`: where it stands in job.yaml; `patterns`: of the names of its parameters, None = those that
     no other pattern matches."""
 
@@ -146,7 +146,7 @@ class Part:
     keywords: Mapping[str, Any]
 
     @classmethod
-    def of(cls, key: str, given: Mapping[str, Any]) -> Part:
+    def of(cls, key: str, given: Mapping[str, Any]) -> OptimizerPart:
         kind = class_of(given["path"], key)
         patterns = given.get("parameters")
         keywords = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k not in OWN_KEYS}
@@ -204,7 +204,7 @@ class JobOptimizer:
     def __init__(self, given: Mapping[str, Any]) -> None:
         several = "path" not in given
         self.parts = {
-            name: Part.of(f"optimizer.{name}" if name else "optimizer", one)
+            name: OptimizerPart.of(f"optimizer.{name}" if name else "optimizer", one)
             for name, one in (given.items() if several else (("", given),))
         }
 

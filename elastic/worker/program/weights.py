@@ -29,7 +29,7 @@ RUN_BYTES = 4096  # shorter pieces of a row are not read one by one: whole rows 
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file: its bytes begin at `start`."""
 
     file: int
@@ -47,7 +47,7 @@ class WeightFiles:
             raise SpecError(f"{path}: no such file or folder; weights are a local folder with safetensors, or one file")
         checked = SafetensorFiles(Path(path))  # every header, and that no file ends early
         checked.close()
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         self._stack = ExitStack()
         self._files: list[int] = []
         for file in safetensor_paths(Path(path)):
@@ -56,7 +56,7 @@ class WeightFiles:
             for name, about in json.loads(opened.read(n_header)).items():
                 if name != "__metadata__":
                     start = 8 + n_header + about["data_offsets"][0]
-                    self.tensors[name] = Stored(len(self._files), start, tuple(about["shape"]), DTYPES[about["dtype"]])
+                    self.tensors[name] = StoredTensor(len(self._files), start, tuple(about["shape"]), DTYPES[about["dtype"]])
             self._files.append(opened.fileno())
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class WeightFiles:
             part = self._rows(stored, box.offsets[1:], box.sizes[1:], box.offsets[0] + at, n)
             target.narrow(0, at, n).copy_(part)
 
-    def _rows(self, stored: Stored, offsets: Sequence[int], sizes: Sequence[int], first: int, n: int) -> Tensor:
+    def _rows(self, stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int], first: int, n: int) -> Tensor:
         """[n, *sizes]: rows from `first` on, of each the part at `offsets`."""
         dtype: torch.dtype = getattr(torch, stored.dtype)
         rest = stored.shape[1:]
@@ -98,7 +98,7 @@ class WeightFiles:
             part = part.narrow(dim, offset, size)
         return part
 
-    def _pread(self, stored: Stored, into: memoryview, at: int) -> None:
+    def _pread(self, stored: StoredTensor, into: memoryview, at: int) -> None:
         done = 0
         while done < len(into):
             n = os.preadv(self._files[stored.file], [into[done:]], at + done)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from elastic.data.budget import Microbatch
 from elastic.data.collate import Batch, collate
-from elastic.data.loader import Ahead, Loader
+from elastic.data.loader import Loader, ReadAhead
 from elastic.data.open_datasets import Sets
 from elastic.data.streams import Stream
 from elastic.errors import InternalError
@@ -34,11 +34,11 @@ from elastic.worker.program.guards import MEMORY, Trip
 from elastic.worker.session.layout_probe import Probe
 from elastic.worker.session.takeover import Taken, Takeover, check_digest
 from elastic.worker.session.workplace import EnterOrder, Workplace
-from elastic.worker.state.host_copy import Flat, HostCopies, HostCopy, Lease
+from elastic.worker.state.host_copy import BufferLease, Flat, HostCopies, HostCopy
 from elastic.worker.state.peer_replicas import PeerReplicas, kept_by
 from elastic.worker.state.replica_stream import GroupWire
 from elastic.worker.state.train_state import TrainState
-from elastic.worker.step.commit_vector import Heard, Words
+from elastic.worker.step.commit_vector import CommitFields, CommitReport
 from elastic.worker.step.faulty_rank import FaultyRank, Tripped
 from elastic.worker.step.optimizer_step import Stepper
 from elastic.worker.step.sdc_check import SdcCheck
@@ -201,7 +201,7 @@ class Generation:
             self.groups.connect(group, {*self.copies.to, *self.copies.kept})
         return self.host
 
-    def _check(self, taken: Taken, after: HostCopy | None, leases: list[Lease]) -> None:
+    def _check(self, taken: Taken, after: HostCopy | None, leases: list[BufferLease]) -> None:
         """The digest check, behind the steps; it holds on to the buffers that it reads."""
         try:
             check_digest(self.place, self.order, taken, after.wait() if after is not None else None)
@@ -245,7 +245,7 @@ class Generation:
         last = job.steps
         dataset = place.dataset.reader() if isinstance(place.dataset, Stream) else place.dataset
         finish = run_on(place.device, pinned) if place.device.type == "cuda" else dict
-        loader = self.loader = Loader(dataset, parts_of_step, state.step, Ahead.of(job), place.readers, finish=finish)
+        loader = self.loader = Loader(dataset, parts_of_step, state.step, ReadAhead.of(job), place.readers, finish=finish)
         stepper.coming = lambda: loader.ready(state.step + 1)
         stop, entered_step = False, state.step
         equal = SdcCheck(stepper, plan, place.faults, min(place.good_step, state.step))
@@ -291,7 +291,7 @@ class Generation:
         """Of this process so far, where its cores are what computes."""
         return time.process_time() if self.groups.device.type == "cpu" else 0.0
 
-    def _guarded(self, stepper: Stepper, batches: list[Batch], data_s: float) -> Heard:
+    def _guarded(self, stepper: Stepper, batches: list[Batch], data_s: float) -> CommitReport:
         try:
             return stepper.run(batches, replace(self._say(), data_s=data_s))
         except Tripped as error:
@@ -323,16 +323,16 @@ class Generation:
         if self.place.script is not None:
             self.place.script.finish(lambda: self.place.at_phase("finishing", state.step), lambda: self.groups.aborted)
 
-    def _say(self) -> Words:
+    def _say(self) -> CommitFields:
         """This rank's words for the next commit."""
         stop, save = self.words()
         cadence, shares = (self.new_cadence, self.new_shares) if self.rank == 0 else (None, None)
         if self.copies is None:
-            return Words(stop, save, cadence=cadence, shares=shares)
+            return CommitFields(stop, save, cadence=cadence, shares=shares)
         copies = self.copies
-        return Words(stop, save, copies.stored, copies.failed, copies.free, cadence, shares=shares)
+        return CommitFields(stop, save, copies.stored, copies.failed, copies.free, cadence, shares=shares)
 
-    def _hear(self, heard: Heard, stepper: Stepper, state: TrainState) -> None:
+    def _hear(self, heard: CommitReport, stepper: Stepper, state: TrainState) -> None:
         """What the ranks have told each other in the commit of the step that was just done. Other shares begin behind the
         steps that may have been read ahead, the same ones on every rank."""
         assert self.loader is not None
@@ -361,7 +361,7 @@ class Generation:
         if found is not None and self.rank == 0:
             self.place.report(found)
 
-    def _copies_after(self, heard: Heard, state: TrainState) -> float:
+    def _copies_after(self, heard: CommitReport, state: TrainState) -> float:
         """Peer and checkpoints that are due at this boundary. Returns the seconds that the step waited for them."""
         began = time.monotonic()
         place, copies = self.place, self.copies

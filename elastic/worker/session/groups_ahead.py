@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 ENDED_MOST_S = 10.0  # for a thread whose groups were aborted
 
 
-class Ahead:
+class GroupsAhead:
     """Makes `groups` for that order at once. `report`: told when they are there, or why they are not, but for dropped ones."""
 
     def __init__(self, order: EnterOrder, groups: Groups, report: Callable[[GroupsMade], None]) -> None:

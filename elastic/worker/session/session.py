@@ -54,7 +54,7 @@ from elastic.types.admission import Entry
 from elastic.types.orders import InjectFault, Isolate, WorkerOrder, WriteShard
 from elastic.worker.checkpoint import checkpoint_writer
 from elastic.worker.checkpoint.checkpoint_format import Damaged
-from elastic.worker.loop.script_host import Script, Source
+from elastic.worker.loop.script_host import Script, ScriptSource
 from elastic.worker.parallel.compiled import settle_compiler
 from elastic.worker.parallel.float8 import check_float8
 from elastic.worker.process.allocator import rounds_pinned, settle_allocator, settle_cuda_allocator
@@ -62,11 +62,11 @@ from elastic.worker.process.cut_off import CutOff, CutStorage
 from elastic.worker.process.doing import Doing
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.gpu_health import DeviceNotes
-from elastic.worker.profile.node_checks import Checks, Refused
+from elastic.worker.profile.node_checks import Checks, NodeRejected
 from elastic.worker.profile.sample_profile import sample_profile
 from elastic.worker.program.job_program import with_job
 from elastic.worker.session.generation import Generation, groups_of
-from elastic.worker.session.groups_ahead import Ahead
+from elastic.worker.session.groups_ahead import GroupsAhead
 from elastic.worker.session.layout_probe import LayoutDiffers
 from elastic.worker.session.rehearsal import rehearse, rehearse_plan
 from elastic.worker.session.stall_site import stall_site
@@ -120,7 +120,7 @@ class Session:
         self._polled = -1  # its progress at the last poll
         self._told_s = 0.0  # when this phase began, or when it was told last that this worker makes progress with it
         self._generation: Generation | None = None
-        self._ahead: Ahead | None = None
+        self._ahead: GroupsAhead | None = None
         self._broken: Generation | None = None  # left with gradients whose commit was not seen; until another is ordered
         self._unfinished = False  # the generation left last was, by an error in the middle of something
         self._commit: tuple[float, ...] = ()  # of the newest step done in the generation left last
@@ -195,7 +195,7 @@ class Session:
         if before is not None:
             before.drop()
         with self._lock:
-            self._ahead = Ahead(order, groups_of(place, order.plan), self._put)
+            self._ahead = GroupsAhead(order, groups_of(place, order.plan), self._put)
 
     def _drop_groups(self, generation: int) -> None:
         """What was made ahead for generations up to this one is not needed."""
@@ -368,7 +368,7 @@ class Session:
                 if not self._orders:  # a real plan that is here is better than any rehearsal
                     self._at_phase("preparing", 0)
                     self._rehearse(place, rehearsal)
-        except Refused as refused:
+        except NodeRejected as refused:
             self._put(self._refused(refused))
             return
         except Exception as error:  # noqa: BLE001 - the worker's boundary: whatever the program raises becomes a message
@@ -380,7 +380,7 @@ class Session:
         if len(rehearsals) < 2:
             self._put(self._prepared())
 
-    def _refused(self, why: Refused) -> NodeRefused:
+    def _refused(self, why: NodeRejected) -> NodeRefused:
         return NodeRefused(self.me.node_id, str(why), may_pass=why.may_pass, neighbors=why.neighbors)
 
     def _settled(self, checks: Checks | None) -> Workplace:
@@ -425,7 +425,7 @@ class Session:
             settle_compiler(device)
         if self.job.float8:
             check_float8(device)
-        script = Script(Source.of(self.job), device) if self.job.script else None
+        script = Script(ScriptSource.of(self.job), device) if self.job.script else None
         program = with_job(load_program(self.job.program) if script is None else script.start(), self.job)
         dataset: Any = dataset_of(program, self.job)
         program = with_stream(program, dataset, self.job)

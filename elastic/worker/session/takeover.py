@@ -22,7 +22,7 @@ from elastic.worker.session.workplace import EnterOrder, Workplace
 from elastic.worker.state.content_digest import digest, digest_of
 from elastic.worker.state.host_copy import Flat, Tensors
 from elastic.worker.state.train_state import Held, TrainState, region
-from elastic.worker.state.transfer import Moved, carry_out
+from elastic.worker.state.transfer import TransferStats, carry_out
 
 OF_THE_JOB = (EXTRA + MEMORY, EXTRA + STATE, LOSS_SCALE)  # boxes that follow from how the job is run, not from its model
 
@@ -134,7 +134,7 @@ class Takeover:
             raise StateLost(f"the ranks of generation {generation} stopped at steps {oldest} to {newest}")
         return newest
 
-    def _told(self, moved: Moved, peak_bytes: int) -> tuple[int, int]:
+    def _told(self, moved: TransferStats, peak_bytes: int) -> tuple[int, int]:
         """Bytes received by all, and the largest peak, the same for everyone; nobody is past this before all are there."""
         mine = torch.tensor([moved.received_bytes, peak_bytes], dtype=torch.int64)
         received, peaks = self.groups.control.gather(mine).unbind(1)

@@ -117,7 +117,7 @@ class StartDecision:
         return Resume("durable", self.step, uri=self.uri) if self.uri else Resume()
 
 
-class Refused(SpecError):
+class StartRefused(SpecError):
     """Rank 0 says why, once; the others only leave with the same exit code."""
 
 
@@ -219,7 +219,7 @@ class StandaloneRun:
         profile = structure_of(place.program, place.profile, one).close(place.profile)
         if why := profile.refusal(self.layout):
             text = f"{self.spec.name}: layout '{self.layout}': {why}"
-            raise SpecError(text) if self.leads else Refused(text)
+            raise SpecError(text) if self.leads else StartRefused(text)
         return profile
 
     def _begin(self, meeting: Meeting, mark: Mapping[str, Any], passed: list[str]) -> StartDecision:
@@ -231,7 +231,7 @@ class StandaloneRun:
 
         begin = StartDecision(**json.loads(meeting.decided(f"begin/{len(passed)}", decide)))
         if begin.error:
-            raise SpecError(begin.error) if self.leads else Refused(begin.error)
+            raise SpecError(begin.error) if self.leads else StartRefused(begin.error)
         if self.leads:
             where = f"resumes from step {begin.step} ({begin.uri})" if begin.uri else "begins at step 0"
             self.wishes.hear(

@@ -54,7 +54,7 @@ class CopyThreads:
             self._work.put(None)
 
 
-class Lease:
+class BufferLease:
     """A host buffer in use. Released by its last user it is used again; only dropped, it is freed."""
 
     def __init__(self, memory: HostMemory, n_bytes: int, whole: torch.Tensor | None = None) -> None:
@@ -75,7 +75,7 @@ class Lease:
     def in_use(self) -> bool:
         return self._users > 0
 
-    def retain(self) -> Lease:
+    def retain(self) -> BufferLease:
         """One more user. Raises InternalError when the buffer was released already: its bytes may be another copy's."""
         with self._memory.lock:
             if not self._users:
@@ -107,16 +107,16 @@ class HostMemory:
         self._allocating = threading.Lock()
         self._owed = 0  # leases without a buffer yet
 
-    def lease(self, n_bytes: int) -> Lease:
+    def lease(self, n_bytes: int) -> BufferLease:
         """The smallest free buffer that is large enough; else a new one, and the free ones, which are too small, are let go."""
         with self.lock:
             whole = self._fitting(n_bytes)
             if whole is None and self.pinned:
                 self._owed += 1
-                return Lease(self, n_bytes)
+                return BufferLease(self, n_bytes)
             if whole is None:
                 self.free.clear()
-        return Lease(self, n_bytes, self._allocate(n_bytes) if whole is None else whole)
+        return BufferLease(self, n_bytes, self._allocate(n_bytes) if whole is None else whole)
 
     def make(self, n_bytes: int) -> torch.Tensor:
         """The buffer of a lease that has none; one that is reserved meanwhile is waited for."""
@@ -190,7 +190,7 @@ class Flat:
 class HostCopy:
     """The boxes as they were after `step` steps. Nothing may read `tensors` before `wait` has returned them."""
 
-    def __init__(self, step: int, lease: Lease, tensors: Tensors) -> None:
+    def __init__(self, step: int, lease: BufferLease, tensors: Tensors) -> None:
         self.step, self.lease, self._tensors = step, lease, tensors
         self.filled = threading.Event()  # or failed: nothing reads the live tensors any more
         self.whole = False
@@ -232,7 +232,7 @@ class HostCopies:
     ) -> None:
         self.memory, self.live, self.volatile, self.limit = memory, tensors, volatile, limit
         self._flat = Flat([box for box, _ in tensors.values()])
-        self._leases: list[weakref.ref[Lease]] = []
+        self._leases: list[weakref.ref[BufferLease]] = []
         self._filling: HostCopy | None = None
         self._newest: weakref.ref[HostCopy] | None = None
         self.device = device or next((tensor.device for _, tensor in tensors.values() if tensor.is_cuda), CPU)
@@ -244,7 +244,7 @@ class HostCopies:
         """Is a buffer free for another copy?"""
         return len(self._in_use()) < self.limit
 
-    def _in_use(self) -> list[weakref.ref[Lease]]:
+    def _in_use(self) -> list[weakref.ref[BufferLease]]:
         self._leases = [ref for ref in self._leases if (lease := ref()) is not None and lease.in_use]
         return self._leases
 

@@ -18,8 +18,8 @@ from elastic.errors import InternalError
 from elastic.reshard.shards import boxes
 from elastic.types import Box, Copy, CopyStored, ModelProfile, Plan
 from elastic.worker.process.doing import doing
-from elastic.worker.state.host_copy import CopyThreads, Flat, HostCopies, HostCopy, Lease, Tensors
-from elastic.worker.state.replica_stream import Pace, Wire, receive_boxes, send_boxes
+from elastic.worker.state.host_copy import BufferLease, CopyThreads, Flat, HostCopies, HostCopy, Tensors
+from elastic.worker.state.replica_stream import RateLimit, Wire, receive_boxes, send_boxes
 from elastic.worker.state.train_state import Held
 
 TIMED_STEPS = 64
@@ -33,9 +33,9 @@ class _Flight:
 
     number: int
     own: HostCopy
-    incoming: dict[int, Lease]
+    incoming: dict[int, BufferLease]
     began_s: float
-    pace: Pace
+    pace: RateLimit
     quit: threading.Event = field(default_factory=threading.Event)
     problems: list[str] = field(default_factory=list)
     left: int = 0  # parts under way
@@ -145,7 +145,7 @@ class PeerReplicas:
         incoming = {sender: self.host.memory.lease(theirs.n_bytes) for sender, theirs in self._flat.items()}
         if self.n_started < 2:
             self.host.memory.trim()  # what the generation before has left and this one cannot use
-        flight = _Flight(self.n_started, own, incoming, began_s, Pace(self.plan.copy_bytes_per_s))
+        flight = _Flight(self.n_started, own, incoming, began_s, RateLimit(self.plan.copy_bytes_per_s))
         self.flight = flight
         self._next, self.n_started = step + self.every, self.n_started + 1
         wire = self.wire(flight.number)
@@ -228,7 +228,7 @@ class PeerReplicas:
         theirs = {r: self._flat[r].views(lease.buffer) for r, lease in flight.incoming.items()}
         return [self._holds(r, flight.step, theirs[r], lease) for r, lease in flight.incoming.items()]
 
-    def _holds(self, rank: int, step: int, tensors: Tensors, lease: Lease) -> Held:
+    def _holds(self, rank: int, step: int, tensors: Tensors, lease: BufferLease) -> Held:
         plan = self.plan
         return Held(plan.generation, rank, step, "peer", plan.layout, plan.layers, tensors, lease=lease)
 

@@ -47,7 +47,7 @@ class GroupWire:
 
 
 @dataclass
-class Pace:
+class RateLimit:
     """At most `bytes_per_s` in the long run (0 = no limit), `UNPACED_BYTES` at once. `hurry` ends the pacing."""
 
     bytes_per_s: float = 0.0
@@ -73,7 +73,7 @@ def sum_of(chunk: torch.Tensor) -> int:
     return int(chunk.view(torch.int64).sum()) if chunk.numel() else 0
 
 
-def send_boxes(buffer: torch.Tensor, wire: Wire, to: Sequence[int], pace: Pace, quit_now: threading.Event) -> bool:
+def send_boxes(buffer: torch.Tensor, wire: Wire, to: Sequence[int], pace: RateLimit, quit_now: threading.Event) -> bool:
     """Sends the buffer (uint8, a multiple of 8 bytes) to each of `to`. False: it was given up on the way."""
     for chunk in buffer.split(CHUNK_BYTES):
         pace.wait(chunk.numel() * len(to))

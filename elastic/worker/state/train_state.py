@@ -18,7 +18,7 @@ from elastic.program import Program
 from elastic.reshard.shards import RNG, boxes, first_values, owned_boxes, reread_boxes
 from elastic.types import Box, Holding, Job, Layout, ModelProfile, Transfer, WorkerId
 from elastic.types.grid import coordinates, replica_key, stages_at
-from elastic.worker.parallel.model_options import Options, to_empty
+from elastic.worker.parallel.model_options import ModelOptions, to_empty
 from elastic.worker.parallel.parallelize import WHOLE, local, parallelize, tie_again
 from elastic.worker.parallel.pipeline import cut_stage
 from elastic.worker.process.readback import square_norms
@@ -28,7 +28,7 @@ from elastic.worker.program.optimizers import Optimizers
 from elastic.worker.program.weights import cut, fill
 from elastic.worker.state.buffers import StepBuffers
 from elastic.worker.state.content_digest import digest as digest
-from elastic.worker.state.host_copy import Lease, Tensors
+from elastic.worker.state.host_copy import BufferLease, Tensors
 
 
 def region(tensors: Mapping[str, tuple[Box, torch.Tensor]], transfer: Transfer) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Held:
     tensors: Tensors
     on_host: bool = False  # live boxes that made room on the device
 
-    lease: Lease | None = None  # of the host buffer that the boxes lie in
+    lease: BufferLease | None = None  # of the host buffer that the boxes lie in
 
     def holding(self, me: WorkerId) -> Holding:
         return Holding(me, self.generation, self.rank, self.step, self.kind)
@@ -104,7 +104,7 @@ class TrainState:
 
     def _stage(self, stage: int, groups: Groups, job: Job) -> nn.Module:
         """One pipeline stage's module, cut for this rank, with memory."""
-        options = replace(Options.of(job, self.layout, self.rank), gives_output=stage == self.layout.n_stages - 1)
+        options = replace(ModelOptions.of(job, self.layout, self.rank), gives_output=stage == self.layout.n_stages - 1)
         model = cut_stage(build_meta(self.program), self.program, self.profile, self.layers, stage)
         model = parallelize(model, self.program, self.profile, groups.mesh, options)
         to_empty(model, groups.device, self.layout.offload)

@@ -46,7 +46,7 @@ Message = list[Transfer]
 
 
 @dataclass(frozen=True)
-class Moved:
+class TransferStats:
     """What a participant sent, received and copied in its own memory, and the most that its staging buffers held."""
 
     sent_bytes: int = 0
@@ -98,7 +98,7 @@ def carry_out(
     write: Region,
     wire: tuple[dist.ProcessGroup, torch.device],
     sizes: Sizes | None = None,
-) -> Moved:
+) -> TransferStats:
     """Moves every region from its source to its destination.
 
     `transfers`: those of participant `me` at least; `read(transfer)` gives the source region, `write(transfer)` the destination
@@ -142,7 +142,7 @@ class _Exchange:
         n_messages = sum(len(stream.messages) for stream in self.streams)
         self.sums = torch.zeros(n_messages, dtype=torch.int64, device=self.device)
 
-    def run(self) -> Moved:
+    def run(self) -> TransferStats:
         flying: deque[list[_Flight]] = deque()
         coming = self._rounds()
         ready = next(coming, None)
@@ -160,7 +160,7 @@ class _Exchange:
             sum(t.n_bytes for s in self.streams if s.sends is sends for message in s.messages for t in message)
             for sends in (True, False)
         )
-        return Moved(sent, received, self.own_bytes, self.peak_staged)
+        return TransferStats(sent, received, self.own_bytes, self.peak_staged)
 
     def _rounds(self) -> Iterator[list[_Flight]]:
         """Receives first, so that what arrives finds its place."""

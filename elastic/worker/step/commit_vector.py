@@ -21,7 +21,7 @@ SHARE_MOST = 1 << 21
 
 
 @dataclass(frozen=True)
-class Words:
+class CommitFields:
     """What this rank wants, and how it is doing."""
 
     stop: bool = False
@@ -64,7 +64,7 @@ class RankPart:
     rank: int
     dp: int  # its data-parallel rank
     sums: Commit
-    words: Words = Words()
+    words: CommitFields = CommitFields()
     unit_s: float = 0.0
     small_square_norm: float = 0.0  # sum of those of its single micro-batches' gradients
 
@@ -95,7 +95,7 @@ class RankPart:
 
 
 @dataclass(frozen=True)
-class Heard:
+class CommitReport:
     """What all ranks know after the commit of a step. `unit_s`: of each rank, see RanksTimed; `data_s`: what each has waited
     for its batch; `tokens`: of each data-parallel rank; `shares`, `cadence`: what rank 0 wants."""
 
@@ -113,7 +113,7 @@ class Heard:
     small_square_norm: float = 0.0
 
     @classmethod
-    def unpack(cls, vector: torch.Tensor, slots: Slots) -> Heard:
+    def unpack(cls, vector: torch.Tensor, slots: Slots) -> CommitReport:
         """`vector`: the sum of what all ranks have packed."""
         widths = slots.widths
         parts = dict(zip(widths, (part.tolist() for part in vector.split(list(widths.values()))), strict=True))

@@ -42,7 +42,7 @@ from elastic.worker.program.calls import (
     rows_in,
 )
 from elastic.worker.program.commit import Commit
-from elastic.worker.program.guards import Memory, Trip, judge, trip_of
+from elastic.worker.program.guards import GuardMemory, Trip, judge, trip_of
 from elastic.worker.program.loop_program import LoopProgram
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.batch_shares import BatchShares
@@ -130,7 +130,7 @@ class Stepper:
         self.imbalance = 0.0  # of the newest step: tokens per sample of the rank that had the most, over the mean of all
         self.committed: tuple[float, ...] = ()  # what the commit of the newest step that was done gave
         self.rules = job.guards
-        self.memory: Memory | None = None  # of the guards, in the training state
+        self.memory: GuardMemory | None = None  # of the guards, in the training state
         self.trip: Trip | None = None  # of the newest step, where a guard has skipped it
         self.noise_every = (
             0

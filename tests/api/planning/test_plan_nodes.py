@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic import catalog
-from elastic.api.planning.plan_nodes import GUESSED, Machines, known_of, nodes_of, of_asked, of_pool, with_counts
+from elastic.api.planning.plan_nodes import GUESSED, MachineGroup, known_of, nodes_of, of_asked, of_pool, with_counts
 from elastic.api.planning.quantities import gpus_of
 from elastic.config.hardware import PLACE, path_of, write_hardware
 from elastic.errors import SpecError
@@ -21,7 +21,7 @@ def nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLACE, str(tmp_path))
 
 
-def asked(text: str, cloud: str = "") -> Machines:
+def asked(text: str, cloud: str = "") -> MachineGroup:
     return of_asked(gpus_of(text)[0], cloud)
 
 

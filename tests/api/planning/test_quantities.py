@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.api.planning.quantities import Asked, gpus_of, hours_of, tokens_of
+from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, tokens_of
 from elastic.errors import SpecError
 
 
@@ -37,7 +37,7 @@ def test_no_durations(text: str) -> None:
 
 def test_gpus() -> None:
     found = gpus_of("H100:64, A100:16@2x8@spot,L4@x4,p5.48xlarge:8@usd=2.5")
-    assert found[0] == Asked("H100:64", "H100", 64)
+    assert found[0] == GpuRequest("H100:64", "H100", 64)
     assert (found[1].n_gpus, found[1].per_node, found[1].market_type) == (16, 8, "spot")
     assert (found[2].n_gpus, found[2].per_node) == (0, 4)
     assert (found[3].kind, found[3].usd_per_gpu_h) == ("p5.48xlarge", 2.5)

@@ -10,11 +10,11 @@ import pytest
 from elastic.api.planning import query as answers
 from elastic.api.planning import sizing
 from elastic.api.planning.model_source import Subject, of_model
-from elastic.api.planning.plan_nodes import Machines, of_pool
+from elastic.api.planning.plan_nodes import MachineGroup, of_pool
 from elastic.api.planning.query import Query
 from elastic.errors import InfeasiblePlan, SpecError
 from elastic.planner.cost.memory import Step
-from elastic.planner.offers import Aim, Group, Offer, Offers
+from elastic.planner.offers import Aim, NodeGroup, Offer, Offers
 from elastic.types import Job, Layout, ModelProfile, Pool
 
 SUBJECT: Subject = of_model("gpt2-124m", 512)
@@ -24,7 +24,7 @@ def query(hours: Callable[[int], float], deadline_h: float = 100.0, least: int =
     """`hours`: of so many nodes; with fewer than `least` nothing fits. Also the numbers of nodes that were asked about."""
     asked: list[int] = []
 
-    def find(model: ModelProfile, job: Job, groups: Sequence[Group], aim: Aim) -> Offers:
+    def find(model: ModelProfile, job: Job, groups: Sequence[NodeGroup], aim: Aim) -> Offers:
         n = sum(group.n_nodes for group in groups)
         asked.append(n)
         if n < least:
@@ -39,7 +39,7 @@ def query(hours: Callable[[int], float], deadline_h: float = 100.0, least: int =
     return Query(SUBJECT, Aim("deadline", 1e12, deadline_h), find), asked
 
 
-def machines(usd: float = 10.0, kind: str = "H100", read_bytes_per_s: float = 0.0) -> Machines:
+def machines(usd: float = 10.0, kind: str = "H100", read_bytes_per_s: float = 0.0) -> MachineGroup:
     found = of_pool(Pool(kind, kind, 8, "on-demand", usd, 0, 1), 1)
     gpu = replace(found.group.hardware, storage_read_bytes_per_s=read_bytes_per_s)
     return replace(found, group=replace(found.group, hardware=gpu))

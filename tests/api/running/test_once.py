@@ -18,7 +18,7 @@ from elastic.api.running.run import Options, Result, _Run
 from elastic.config import job as config_job
 from elastic.driver import drive
 from elastic.ledger import journal as journals
-from elastic.ledger.journal import Journal, Memory
+from elastic.ledger.journal import Journal, MemoryJournal
 from elastic.policy.state.fold import State
 from elastic.program import load_program
 from elastic.sim.sim_backend import SimBackend
@@ -78,7 +78,7 @@ def test_a_resumed_run_reads_and_folds_each_line_of_the_drivers_before_once(
     one = _Run(run.load_job(folder), Options(run_name="again", local=True, stream=io.StringIO()))
     spec = one.spec
     start = DriverStarted("again", 1, spec.plain(), one.pools, profile_of(one.program, spec.job()))
-    lines = Memory()
+    lines = MemoryJournal()
     drive(SimBackend(one.pools, spec.job()), lines, start)
     with_file = Journal(one.journal_path, 1)
     for line in lines.lines[:-2]:  # not to the end

@@ -23,7 +23,7 @@ from elastic.certify.tasks import Failed, Limit, Tasks
 from elastic.cluster.ray import processes
 from elastic.data.order import digest, digest_text, sample_ids
 from elastic.driver import drive
-from elastic.ledger.journal import Memory
+from elastic.ledger.journal import MemoryJournal
 from elastic.sim.scripted_faults import Fault
 from elastic.sim.sim_backend import SimBackend
 from elastic.types import DriverStarted, Job, ModelProfile, OptimizerSpec, Pool, TensorSpec
@@ -97,7 +97,7 @@ def test_a_decision_that_comes_out_otherwise_fails() -> None:
     model = ModelProfile(
         4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),), tp_limit=2
     )
-    journal = Memory()
+    journal = MemoryJournal()
     drive(SimBackend(pools, Job.from_plain(job), (Fault(20.0, "loss", 1),)), journal, DriverStarted("r", 1, job, pools, model))
     assert replayed(journal.lines).verdict == "pass"
     i, line = next((i, line) for i, line in enumerate(journal.lines) if line.decision is not None and line.decision.actions)

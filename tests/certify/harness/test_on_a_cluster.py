@@ -123,7 +123,7 @@ class TestReal:
         try:
             place = cluster_place.place_of(cluster[0], nodes, 2)
             hands = remote_processes.ProcessSignals(place.seats)
-            order = remote_processes.Order("support.certify.certify_echo:Echo", ("a",), {"SAID": "b"})
+            order = remote_processes.ProcessOrder("support.certify.certify_echo:Echo", ("a",), {"SAID": "b"})
             one = remote_processes.RemoteProcess(place.seats[0], hands, order)
             assert one.ready(300) == ""
             one.send(("c", 1, 2))

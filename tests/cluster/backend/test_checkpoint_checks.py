@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic.cluster.backend import checkpoint_checks
-from elastic.cluster.backend.aggregate import Parts
+from elastic.cluster.backend.aggregate import CheckpointParts
 from elastic.cluster.backend.checkpoint_checks import CopyChecks, Paced, ReadPace
 from elastic.cluster.backend.checkpoint_commit import CheckpointCommitter
 from elastic.storage import open_storage
@@ -107,7 +107,7 @@ def test_a_copy_whose_bytes_changed_after_it_was_written_is_found(tmp_path: Path
     shard.write_bytes(data)
     found: list[Event] = []
     for step in (5, 10):
-        copies.commit(Parts(PLAN, step, {0: ShardStored(1, step, 0, 8, 0.1, 0.0, 1)}))
+        copies.commit(CheckpointParts(PLAN, step, {0: ShardStored(1, step, 0, 8, 0.1, 0.0, 1)}))
         found += [copies._news.get(timeout=60) for _ in range(2)]
     copies.close()
     kinds = [type(event) for event in found]

@@ -16,7 +16,7 @@ from support.storage.faulty_proxy import FaultyProxy
 from support.waiting import until
 
 from elastic.cluster.backend import drills
-from elastic.cluster.backend.drills import Inbox, Orders, Scene, Schedule, resolve
+from elastic.cluster.backend.drills import Inbox, InboxOrders, Scene, Schedule, resolve
 from elastic.errors import SpecError
 from elastic.storage import LocalStorage, Storage, open_storage
 from elastic.types import WorkerId
@@ -77,7 +77,7 @@ def test_an_entry_is_due_once_per_run_in_order(tmp_path: Path) -> None:
 def test_inbox(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     inbox = Inbox(storage)
-    assert inbox.take() == Orders()
+    assert inbox.take() == InboxOrders()
     storage.put("inbox/1.json", json.dumps({"drill": {"notice": "any", "deadline_s": 5}}).encode())
     storage.put("inbox/2.json", json.dumps({"stop": "enough"}).encode())
     storage.put("inbox/3.json", json.dumps({"drill": {"explode": "any"}}).encode())
@@ -88,7 +88,7 @@ def test_inbox(tmp_path: Path) -> None:
     rejected = why_rejected(storage)
     assert set(rejected) == {"inbox/rejected/3.json", "inbox/rejected/4.json"}
     assert "explode" in rejected["inbox/rejected/3.json"]
-    assert inbox.take() == Orders() and list((tmp_path / "inbox").glob("*.json")) == []
+    assert inbox.take() == InboxOrders() and list((tmp_path / "inbox").glob("*.json")) == []
 
 
 def why_rejected(storage: Storage) -> dict[str, str]:
@@ -108,8 +108,8 @@ def test_an_order_that_cannot_be_removed_is_given_out_once(tmp_path: Path, monke
         patch.setattr(storage, "delete", broken)
         orders = inbox.take()
         assert (len(orders.drills), orders.stop) == (1, "enough")
-        assert inbox.take() == Orders()
-    assert inbox.take() == Orders() and storage.list("inbox/") == []
+        assert inbox.take() == InboxOrders()
+    assert inbox.take() == InboxOrders() and storage.list("inbox/") == []
 
 
 ORDER = json.dumps({"drill": {"kill": "any"}}).encode()
@@ -195,7 +195,7 @@ def test_what_storage_does_not_answer_is_said_once_and_asked_again(tmp_path: Pat
     for method, number in (("list", errno.ESTALE), ("get", errno.EIO)):
         caplog.clear()
         storage.faults = {method: OSError(number, os.strerror(number))}
-        assert [inbox.take() for _ in range(5)] == [Orders()] * 5
+        assert [inbox.take() for _ in range(5)] == [InboxOrders()] * 5
         assert caplog.text.count(os.strerror(number)) == 1
     storage.faults = {}
     assert inbox.take().drills == ({"kill": "any"},)
@@ -207,9 +207,9 @@ def test_a_file_that_is_not_ours_to_read_or_has_just_gone_is_refused(tmp_path: P
     storage.put("inbox/1.json", ORDER)
     storage.faults = {"get": error}
     inbox = Inbox(storage)
-    assert inbox.take() == Orders()
+    assert inbox.take() == InboxOrders()
     storage.faults = {}
-    assert inbox.take() == Orders() and storage.list("inbox/") == ["inbox/rejected/1.json"]
+    assert inbox.take() == InboxOrders() and storage.list("inbox/") == ["inbox/rejected/1.json"]
 
 
 def test_a_full_disk_while_a_refusal_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -272,7 +272,7 @@ def test_the_inbox_in_object_storage_is_looked_at_seldom_and_never_waited_for(
     inbox = Inbox(s3)
     begun_s = time.monotonic()
     assert asked.wait(60)
-    assert inbox.take() == Orders() and not gave_up.is_set(), "it has waited for storage"
+    assert inbox.take() == InboxOrders() and not gave_up.is_set(), "it has waited for storage"
     answers.set()
     for n in range(3):
         s3.put(f"inbox/{n}.json", json.dumps({"drill": {"kill": f"n{n}"}}).encode())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cluster.stage import plan
 
-from elastic.cluster.backend.aggregate import Parts
+from elastic.cluster.backend.aggregate import CheckpointParts
 from elastic.cluster.backend.checkpoint_commit import CheckpointCommitter
 from elastic.storage import open_storage
 from elastic.types import Box, CopyFailed, CopyStored, Plan, ShardStored, WorkerId
@@ -40,8 +40,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> SlowStorage:
     return SlowStorage(monkeypatch)
 
 
-def parts(step: int) -> Parts:
-    return Parts(PLAN, step, {0: ShardStored(1, step, 0, 8, 0.1, 0.0, 1)})
+def parts(step: int) -> CheckpointParts:
+    return CheckpointParts(PLAN, step, {0: ShardStored(1, step, 0, 8, 0.1, 0.0, 1)})
 
 
 def test_commits_go_first_the_newest_before_the_others_and_cleaning_is_done_once(tmp_path: Path, slow: SlowStorage) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from support.counting import growth
 
-from elastic.cluster.backend.aggregate import Parts
+from elastic.cluster.backend.aggregate import CheckpointParts
 from elastic.cluster.backend.checkpoint_commit import holders_of
 from elastic.cluster.backend.drills import Scene, resolve
 from elastic.cluster.nodes.autoscaler import AutoscalerNodes
-from elastic.cluster.nodes.autoscaler_agent import Report
+from elastic.cluster.nodes.autoscaler_agent import AutoscalerReport
 from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.workers.liveness import Liveness
 from elastic.cluster.workers.worker_actor import WorkerSetup
@@ -69,7 +69,7 @@ def nobody_answers(n: int) -> Work:
 
 def nodes_that_it_has(n: int) -> Work:
     alive = {f"r{i}": RayNode(f"r{i}", "10.0.0.1", i, {"elastic-node": f"n{i}"}, 8, 0, False) for i in range(n)}
-    report = Report(given=dict.fromkeys(alive, "spot"))
+    report = AutoscalerReport(given=dict.fromkeys(alive, "spot"))
     desk: Any = SimpleNamespace(heard=lambda: (report, True), tell=lambda *told: None)
     nodes = AutoscalerNodes((Pool("spot", max_nodes=n),), desk=desk)
     nodes._ours.update({f"n{i}": ("spot", f"r{i}") for i in range(n)})
@@ -77,7 +77,7 @@ def nodes_that_it_has(n: int) -> Work:
 
 
 def holders_of_each_rank(n: int) -> Work:
-    parts = Parts(plan(n, Layout(dp_replicate=2, dp_shard=n * GPUS // 2)), 5)
+    parts = CheckpointParts(plan(n, Layout(dp_replicate=2, dp_shard=n * GPUS // 2)), 5)
     return lambda: [holders_of(parts, rank) for rank in range(0, n * GPUS, 4)]
 
 
@@ -109,7 +109,7 @@ def test_a_crew_knows_the_workers_of_a_node_until_they_are_forgotten() -> None:
     "layout", [Layout(pp=2, dp_replicate=4, dp_shard=2, tp=1), Layout(dp_replicate=2, cp=2, tp=4), Layout(tp=16)]
 )
 def test_holders_are_the_replicas_in_rank_order(layout: Layout) -> None:
-    parts = Parts(plan(2, layout), 5)
+    parts = CheckpointParts(plan(2, layout), 5)
     for rank, worker in enumerate(parts.plan.ranks):
         alike = [w for r, w in enumerate(parts.plan.ranks) if replica_key(layout, r) == replica_key(layout, rank)]
         assert holders_of(parts, rank) == [other for other in alike if other != worker]

@@ -11,7 +11,7 @@ from support.waiting import until
 
 from elastic.cluster.nodes import autoscaler
 from elastic.cluster.nodes.autoscaler import AutoscalerNodes
-from elastic.cluster.nodes.autoscaler_agent import Drains, Report
+from elastic.cluster.nodes.autoscaler_agent import AutoscalerReport, Drains
 from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.ray import _ray_private
 from elastic.types import InstancesSeen, NodeReady, Pool, RequestFailed
@@ -25,7 +25,7 @@ class Clock:
         monkeypatch.setattr(autoscaler, "time", SimpleNamespace(monotonic=lambda: self.now_s))
 
 
-def nodes_of(reports: dict[str, Report]) -> AutoscalerNodes:
+def nodes_of(reports: dict[str, AutoscalerReport]) -> AutoscalerNodes:
     desk: Any = SimpleNamespace(heard=lambda: (reports["now"], True), tell=lambda *told: None)
     return AutoscalerNodes((SPOT,), desk=desk)
 
@@ -36,19 +36,19 @@ def failures(nodes: AutoscalerNodes) -> list[RequestFailed]:
 
 def test_an_instance_that_is_replaced_gives_the_next_one_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The autoscaler ends one on which Ray does not start, after minutes, and launches another: no drought."""
-    clock, reports = Clock(monkeypatch), {"now": Report()}
+    clock, reports = Clock(monkeypatch), {"now": AutoscalerReport()}
     nodes = nodes_of(reports)
     nodes.request("spot", 1, "r1")
     for at_s, coming in ((1005, 1), (1190, 1), (1191, 0), (1195, 0), (1200, 1), (1400, 1)):
-        clock.now_s, reports["now"] = float(at_s), Report(coming={"spot": coming})
+        clock.now_s, reports["now"] = float(at_s), AutoscalerReport(coming={"spot": coming})
         assert not failures(nodes), at_s
-    clock.now_s, reports["now"] = 1600.0, Report()
+    clock.now_s, reports["now"] = 1600.0, AutoscalerReport()
     (failed,) = failures(nodes)
     assert isinstance(failed, RequestFailed) and failed.reason == "no capacity: no answer within 180 s"
 
 
 def test_one_that_never_joins_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, reports = Clock(monkeypatch), {"now": Report(coming={"spot": 1})}
+    clock, reports = Clock(monkeypatch), {"now": AutoscalerReport(coming={"spot": 1})}
     nodes = nodes_of(reports)
     nodes.request("spot", 1, "r1")
     clock.now_s += 839
@@ -78,19 +78,19 @@ def test_a_machine_that_nobody_reaches_does_not_keep_the_others(monkeypatch: pyt
 
 def test_machines_are_told_from_their_launch_until_they_have_ended() -> None:
     """Also those that come after their request was given up; what other runs wait for is not this one's."""
-    reports = {"now": Report(coming={"spot": 3})}
+    reports = {"now": AutoscalerReport(coming={"spot": 3})}
     nodes = nodes_of(reports)
     assert nodes.news({}) == []
     nodes.request("spot", 2, "r1")
     assert nodes.news({}) == [InstancesSeen("spot", starting=2)]
     node = RayNode("n1", "10.0.0.1", 1, {}, 8, 0, False)
-    reports["now"] = Report(given={"n1": "spot"}, coming={"spot": 3})
+    reports["now"] = AutoscalerReport(given={"n1": "spot"}, coming={"spot": 3})
     ready, *machines = nodes.news({"n1": node})
     assert isinstance(ready, NodeReady) and machines == [], "NodeReady says itself that one starts no more"
     nodes.request("spot", 0, "r1")
-    reports["now"] = Report(given={"n1": "spot"}, coming={"spot": 1})
+    reports["now"] = AutoscalerReport(given={"n1": "spot"}, coming={"spot": 1})
     assert nodes.news({"n1": node}) == []
     nodes.release(ready.node.node_id)
     assert nodes.news({"n1": node}) == [InstancesSeen("spot", starting=1, leaving=1)]
-    reports["now"] = Report()
+    reports["now"] = AutoscalerReport()
     assert nodes.news({}) == [InstancesSeen("spot")]

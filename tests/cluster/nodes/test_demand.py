@@ -17,19 +17,19 @@ import pytest
 from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.cluster.nodes import autoscaler, autoscaler_agent
 from elastic.cluster.nodes.autoscaler import AutoscalerNodes
-from elastic.cluster.nodes.autoscaler_agent import AutoscalerAgent, Reasons, Report
-from elastic.cluster.nodes.demand import LEAVE_MOST_S, UNASKED_S, Demand, Order, Seen
-from elastic.cluster.nodes.node_types import Bundle, NodeType, bundle_of, read_types
+from elastic.cluster.nodes.autoscaler_agent import AutoscalerAgent, AutoscalerReport, Reasons
+from elastic.cluster.nodes.demand import LEAVE_MOST_S, UNASKED_S, Demand, DemandReport, SeenNode
+from elastic.cluster.nodes.node_types import NodeType, ResourceBundle, bundle_of, read_types
 from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.ray._ray_private import Scaling
 from elastic.types import InstancesSeen, Node, NodeReady, Pool
 
 SPOT, SAFE = Pool("spot", "A100", 8, "spot", max_nodes=4), Pool("safe", "A100", 8, "on-demand", max_nodes=4)
-ORDER = Order("a", 1, (SPOT, SAFE), 100.0)
+ORDER = DemandReport("a", 1, (SPOT, SAFE), 100.0)
 
 
-def nodes(**pools: str) -> dict[str, Seen]:
-    return {name: Seen(pool) for name, pool in pools.items()}
+def nodes(**pools: str) -> dict[str, SeenNode]:
+    return {name: SeenNode(pool) for name, pool in pools.items()}
 
 
 def test_nodes_are_dealt_to_those_that_wait_once_each() -> None:
@@ -47,7 +47,7 @@ def test_the_request_is_the_sum_of_what_is_held_and_waited_for() -> None:
     demand = Demand()
     demand.hear(replace(ORDER, waits={"spot": 1, "safe": 0}, held=frozenset({"n1", "n2"})), 0)
     demand.hear(replace(ORDER, namespace="b", waits={"safe": 2}), 0)
-    seen = nodes(n1="spot") | {"n2": Seen("spot", draining=True)}
+    seen = nodes(n1="spot") | {"n2": SeenNode("spot", draining=True)}
     demand.look(seen, 0)
     assert demand.wanted(seen) == Counter({"spot": 2, "safe": 2}), "a node that is preempted is not asked for any more"
 
@@ -126,9 +126,9 @@ class DeafDesk:
     """Has heard nothing yet, and keeps what it was told."""
 
     def __init__(self) -> None:
-        self.report, self.waits, self.dropped, self.current = Report(), dict[str, int](), frozenset[str](), True
+        self.report, self.waits, self.dropped, self.current = AutoscalerReport(), dict[str, int](), frozenset[str](), True
 
-    def heard(self) -> tuple[Report, bool]:
+    def heard(self) -> tuple[AutoscalerReport, bool]:
         return self.report, self.current
 
     def tell(self, waits: Mapping[str, int], held: frozenset[str], dropped: frozenset[str]) -> None:
@@ -196,7 +196,7 @@ def test_a_request_that_is_taken_back_brings_no_node() -> None:
     assert desk.waits == {"spot": 2, "safe": 1}
     nodes.request("spot", 0, "spot-1")
     assert desk.waits == {"safe": 1}
-    desk.report = Report(given={"r1": "spot", "r2": "safe"})
+    desk.report = AutoscalerReport(given={"r1": "spot", "r2": "safe"})
     alive = {ray_id: RayNode(ray_id, "10.0.0.1", 1, {}, 8, 8, False) for ray_id in ("r1", "r2")}
     ready, *machines = nodes.news(alive)
     assert isinstance(ready, NodeReady) and ready.node.pool == "safe", "the other one had been on its way: it is released"
@@ -209,12 +209,12 @@ def test_nodes_that_were_given_back_are_told_until_they_are_gone_and_then_forgot
     for k in range(50):
         node = RayNode(f"r{k}", "10.0.0.1", 1, {}, 8, 8, False)
         nodes.request("spot", 1, f"spot-{k}")
-        desk.report = Report(given={node.ray_id: "spot"})
+        desk.report = AutoscalerReport(given={node.ray_id: "spot"})
         (ready,) = [event for event in nodes.news({node.ray_id: node}) if isinstance(event, NodeReady)]
         nodes.release(ready.node.node_id)
         nodes.news({node.ray_id: node})
         assert desk.dropped == {node.ray_id}, "it is still there"
-        desk.report, desk.current = Report(), False
+        desk.report, desk.current = AutoscalerReport(), False
         nodes.news({})
         assert desk.dropped == {node.ray_id}, "a watcher that has not answered since may not know of it"
         desk.current = True
@@ -225,11 +225,11 @@ def test_nodes_that_were_given_back_are_told_until_they_are_gone_and_then_forgot
 
 def test_a_bundle_fills_a_node_of_its_type() -> None:
     found = bundle_of(replace(SPOT, name="big", gpus_per_node=4), {"big": BIG})
-    assert found == Bundle((("GPU", 8.0),), tuple(sorted(LABELS.items())))
+    assert found == ResourceBundle((("GPU", 8.0),), tuple(sorted(LABELS.items())))
     assert bundle_of(replace(SPOT, name="other"), {"big": BIG}) == found, "the only type of its kind"
     cpu = bundle_of(Pool("big", "CPU", 2, "spot"), {"big": BIG})
-    assert isinstance(cpu, Bundle) and cpu.resources == (("CPU", 96.0),)
-    assert isinstance(bundle_of(SPOT, None), Bundle)
+    assert isinstance(cpu, ResourceBundle) and cpu.resources == (("CPU", 96.0),)
+    assert isinstance(bundle_of(SPOT, None), ResourceBundle)
 
 
 def test_what_cannot_be_asked_for_is_said() -> None:
@@ -239,7 +239,7 @@ def test_what_cannot_be_asked_for_is_said() -> None:
     text = bundle_of(replace(SPOT, name="big"), {"big": BIG, "twin": twin})
     assert isinstance(text, str) and "'big' and 'twin' have the same labels" in text and "elastic-pool: big" in text
     small = replace(BIG, name="small", resources={"GPU": 4})
-    assert isinstance(bundle_of(replace(SPOT, name="big"), {"big": BIG, "small": small}), Bundle)
+    assert isinstance(bundle_of(replace(SPOT, name="big"), {"big": BIG, "small": small}), ResourceBundle)
 
 
 def test_types_are_read_without_the_head(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from elastic.cluster.nodes.providers import (
     AWAY_MOST_S,
     ClusterNodes,
     EmbeddedNodes,
-    Head,
+    HeadService,
     RayNode,
     machine_bytes,
     pool_of,
@@ -167,13 +167,13 @@ def port() -> Iterator[socket.socket]:
         yield bound
 
 
-def asked(head: Head, seconds: Iterable[float], looked: bool = False) -> str:
+def asked(head: HeadService, seconds: Iterable[float], looked: bool = False) -> str:
     """What it says at the last of these seconds."""
     return [head.ask(looked, at_s) for at_s in seconds][-1]
 
 
-def head_at(port: socket.socket, refused_most_s: float = AWAY_MOST_S) -> Head:
-    return Head(f"127.0.0.1:{port.getsockname()[1]}", refused_most_s)
+def head_at(port: socket.socket, refused_most_s: float = AWAY_MOST_S) -> HeadService:
+    return HeadService(f"127.0.0.1:{port.getsockname()[1]}", refused_most_s)
 
 
 def test_an_embedded_head_that_refuses_is_gone(port: socket.socket) -> None:

@@ -21,12 +21,12 @@ from elastic.cluster.notices.sources import detect, gcp, notice_file
 from elastic.cluster.notices.sources import metadata_request as ask_module
 from elastic.cluster.notices.sources.aws import Aws
 from elastic.cluster.notices.sources.azure import Azure
-from elastic.cluster.notices.sources.detect import Place, Sources, cloud_of, sources_of
+from elastic.cluster.notices.sources.detect import ProbedMachine, Sources, cloud_of, sources_of
 from elastic.cluster.notices.sources.gcp import Gcp
 from elastic.cluster.notices.sources.kubernetes import Kubernetes
-from elastic.cluster.notices.sources.metadata_request import Finding, Source, ask
+from elastic.cluster.notices.sources.metadata_request import Finding, NoticeSource, ask
 from elastic.cluster.notices.sources.notice_file import NoticeFile
-from elastic.cluster.notices.sources.watch import Report, Watch
+from elastic.cluster.notices.sources.watch import NoticeReport, Watch
 from elastic.types import Notice
 
 MINUTE = 60.0
@@ -41,7 +41,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
         yield started
 
 
-def only(source: Source) -> Finding:
+def only(source: NoticeSource) -> Finding:
     (found,) = source.read()
     return found
 
@@ -221,7 +221,7 @@ def test_a_service_account_without_the_right_is_said_and_not_asked_on(
     server: MetadataServer, account: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(detect.kubernetes, "Kubernetes", lambda environ, folder: Kubernetes(environ, folder, "http"))
-    place = Place(pod_environment(server), account / "none", account)
+    place = ProbedMachine(pod_environment(server), account / "none", account)
     found = sources_of(place)
     assert [source.name for source in found.found if source.name == "Kubernetes"] == []
     assert "Kubernetes: the service account may not read pod train/worker-7 (HTTP 403)" in found.notes
@@ -275,13 +275,13 @@ def test_a_node_whose_clock_is_off_gives_the_driver_the_right_deadline(
     file.write_text("100")
     written_s = time.time() + off_s  # a file of that node has its clock's time
     os.utime(file, (written_s, written_s))
-    sources: list[Source] = [
+    sources: list[NoticeSource] = [
         Aws(server.endpoint()), Azure(server.endpoint()), Gcp(server.endpoint(), gpus=True), NoticeFile(str(file)),
         Kubernetes(pod_environment(server), account, scheme="http"),
     ]  # fmt: skip
     for source in sources:
         watch, notices = Watch(lambda source=source: Sources((source,))), Notices()  # type: ignore[misc]
-        report = Report(0)
+        report = NoticeReport(0)
         while not report.said:
             report = watch.news(report.version, 60.0)
         watch.close()
@@ -320,17 +320,17 @@ def test_variables_of_the_sdks_name_where_to_ask(server: MetadataServer, tmp_pat
     none = tmp_path / "none"
     aws = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": server.endpoint("a")}
     server.node("a")
-    assert names(sources_of(Place(aws, none, none, named_only=True))) == ["AWS"]
-    assert names(sources_of(Place({"GCE_METADATA_HOST": f"127.0.0.1:{server.port}"}, none, none))) == ["GCP"]
-    assert names(sources_of(Place({"ELASTIC_AZURE_METADATA_ENDPOINT": server.endpoint()}, none, none))) == ["Azure"]
-    assert names(sources_of(Place(aws | {"AWS_EC2_METADATA_DISABLED": "true"}, none, none))) == []
+    assert names(sources_of(ProbedMachine(aws, none, none, named_only=True))) == ["AWS"]
+    assert names(sources_of(ProbedMachine({"GCE_METADATA_HOST": f"127.0.0.1:{server.port}"}, none, none))) == ["GCP"]
+    assert names(sources_of(ProbedMachine({"ELASTIC_AZURE_METADATA_ENDPOINT": server.endpoint()}, none, none))) == ["Azure"]
+    assert names(sources_of(ProbedMachine(aws | {"AWS_EC2_METADATA_DISABLED": "true"}, none, none))) == []
     assert not [text for text in server.asked if "computeMetadata" in text and "/a/" in text]
 
 
 def test_without_a_cloud_nothing_is_asked(tmp_path: Path) -> None:
     ours = firmware(tmp_path / "d", sys_vendor="Dell Inc.")
-    assert sources_of(Place({}, ours, tmp_path)) == Sources()
-    assert sources_of(Place({}, tmp_path / "none", tmp_path, named_only=True)) == Sources()
+    assert sources_of(ProbedMachine({}, ours, tmp_path)) == Sources()
+    assert sources_of(ProbedMachine({}, tmp_path / "none", tmp_path, named_only=True)) == Sources()
 
 
 def test_an_address_that_hangs_costs_about_a_second(
@@ -344,7 +344,7 @@ def test_an_address_that_hangs_costs_about_a_second(
         monkeypatch.setattr(cloud, "endpoint_of", lambda environ: server.endpoint())
     monkeypatch.setattr(detect.aws, "endpoint_of", lambda environ: server.endpoint())
     began_s = time.monotonic()
-    assert sources_of(Place({}, tmp_path / "none", tmp_path)) == Sources()
+    assert sources_of(ProbedMachine({}, tmp_path / "none", tmp_path)) == Sources()
     assert time.monotonic() - began_s < 20.0  # the server keeps silent for 60 s
     assert len(server.asked) == 3
 
@@ -352,7 +352,7 @@ def test_an_address_that_hangs_costs_about_a_second(
 def test_a_named_cloud_that_does_not_answer_yet_is_asked_on(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    found = sources_of(Place({"AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://127.0.0.1:{port}"}, tmp_path, tmp_path))
+    found = sources_of(ProbedMachine({"AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://127.0.0.1:{port}"}, tmp_path, tmp_path))
     assert names(found) == ["AWS"]
     assert len(found.notes) == 1 and found.notes[0].startswith("AWS: ") and found.notes[0].endswith("asked again")
 
@@ -379,7 +379,7 @@ class Scripted:
         return self.says
 
 
-def after(watch: Watch, seen: Report) -> Report:
+def after(watch: Watch, seen: NoticeReport) -> NoticeReport:
     report = watch.news(seen.version, 60)
     assert report.version > seen.version
     return report
@@ -390,7 +390,7 @@ def test_a_notice_keeps_the_end_that_was_seen_first_and_goes_when_it_is_said_no_
     monkeypatch.setattr("elastic.cluster.notices.sources.watch.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     source = Scripted()
     watch = Watch(lambda: Sources((source,), ("a note",)))
-    known = after(watch, Report(0))
+    known = after(watch, NoticeReport(0))
     assert (known.sources, known.notes) == (("scripted",), ("a note",))
     while not known.said:  # its first answer
         known = after(watch, known)
@@ -419,7 +419,7 @@ def test_a_source_that_falls_silent_is_named_and_heard_again(monkeypatch: pytest
     monkeypatch.setattr("elastic.cluster.notices.sources.watch.DEAF_S", 0.1)
     source = Scripted()
     watch = Watch(lambda: Sources((source,)))
-    known = after(watch, Report(0))
+    known = after(watch, NoticeReport(0))
     while not known.said:
         known = after(watch, known)
     source.says = AttributeError("a document of another form")

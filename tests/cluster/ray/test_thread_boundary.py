@@ -20,7 +20,7 @@ from elastic.cluster.notices.sources.detect import Sources
 from elastic.cluster.notices.sources.watch import Watch
 from elastic.cluster.prices import market
 from elastic.cluster.prices.market import Market, Ticker
-from elastic.cluster.ray.thread_boundary import Boundary
+from elastic.cluster.ray.thread_boundary import ThreadBoundary
 from elastic.types import Pool
 
 
@@ -76,7 +76,7 @@ def test_a_thread_goes_on(thread: Callable[..., Callable[[], None]], monkeypatch
 
 
 def test_the_same_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    boundary, raises = Boundary(logging.getLogger("test"), "looking"), Raises()
+    boundary, raises = ThreadBoundary(logging.getLogger("test"), "looking"), Raises()
     assert [boundary.holds(raises) for _ in range(3)] == [False] * 3
     assert boundary.holds(lambda: None)
     assert [record.message for record in caplog.records] == ["looking: Odd: of another kind; retried"]

@@ -18,8 +18,8 @@ from elastic.cluster.nodes.demand import LEAVE_MOST_S
 from elastic.cluster.ray_train import script_state
 from elastic.cluster.ray_train.script_bill import ORPHAN_LEASE_S, bill_of, counted
 from elastic.cluster.ray_train.script_child import PARENT, asker
-from elastic.cluster.ray_train.script_messages import Board, Ended, Formed, Hello, Order, ScriptOutput
-from elastic.cluster.ray_train.script_state import Needs, Script, lines_of, step_in
+from elastic.cluster.ray_train.script_messages import Board, Ended, Formed, Hello, ScriptOrder, ScriptOutput
+from elastic.cluster.ray_train.script_state import Needs, ScriptState, lines_of, step_in
 from elastic.cluster.ray_train.script_worker import here, listens, n_guests
 from elastic.driver import LINE_EVERY_S
 from elastic.errors import SpecError
@@ -53,14 +53,14 @@ class Story:
     """Plays the words of a run on a clock of its own; `lines` is its journal."""
 
     def __init__(self, n_nodes: int = 3, **needs: float) -> None:
-        self.script = Script(Needs(POOLS, **{"max_workers": 4, "start_s": 300.0, **needs}))  # type: ignore[arg-type]
+        self.script = ScriptState(Needs(POOLS, **{"max_workers": 4, "start_s": 300.0, **needs}))  # type: ignore[arg-type]
         self.now_s, self.group, self.lines = 0.0, 0, list[Line]()
         start = DriverStarted("run", 1, {"script": "train.py", "restarted": True}, POOLS, ModelProfile(0, 0, ()))
         self.lines.append(Line(0.0, 1, ((0.0, start),)))
         for k in range(n_nodes):
             self.ready(f"n{k}")
         self.script.expect("start")
-        self.orders: list[Order] = []
+        self.orders: list[ScriptOrder] = []
 
     def ready(self, name: str) -> None:
         self.script.node(NodeReady(Node(name, "spot")), self.now_s)
@@ -244,7 +244,7 @@ def test_a_notice_reaches_those_that_listen_and_the_others_run_until_the_end() -
     story.wait(2)
     story.hear(Notice("n2", story.now_s + 30))
     story.wait(1)
-    assert story.orders == [Order(1, "end", 29.0, listeners=True)]
+    assert story.orders == [ScriptOrder(1, "end", 29.0, listeners=True)]
     story.wait(5)
     assert not story.script.restart  # nobody has left yet
     for rank in range(3):
@@ -274,7 +274,7 @@ def test_growth_restarts_at_the_larger_size() -> None:
     story.wait(3)
     story.ready("n3")
     story.wait(2)
-    assert story.orders[-1] == Order(1, "end", script_state.GRACE_S)
+    assert story.orders[-1] == ScriptOrder(1, "end", script_state.GRACE_S)
     for rank in range(3):
         story.ended(rank, -15, asked=True)
     story.wait(1)
@@ -360,7 +360,7 @@ def test_words_of_an_older_group_do_not_count() -> None:
 def test_the_board_gives_each_supervisor_every_order_once() -> None:
     board = Board()
     assert board.exchange(1, 0, [Formed(1, 0, 0.0)], 0) == []
-    words, silent_s = board.take([Order(1, "end"), Order(2, "go")])
+    words, silent_s = board.take([ScriptOrder(1, "end"), ScriptOrder(2, "go")])
     assert words == [Formed(1, 0, 0.0)]
     assert set(silent_s) == {(1, 0)}
     assert [order.kind for order in board.exchange(1, 0, [], 0)] == ["end"]
@@ -432,8 +432,8 @@ class Paid(Story):
     """A driver of a run with a budget, on nodes of $3600/h; `before`: the journal so far."""
 
     def __init__(self, before: Sequence[Line] = (), embedded: bool = True, at_s: float = 0.0, **job: float) -> None:
-        self.script = Script(Needs(POOLS, max_workers=4), resumed=bool(before), bill=bill_of(before))
-        self.now_s, self.group, self.lines, self.orders = at_s, 0, list(before), list[Order]()
+        self.script = ScriptState(Needs(POOLS, max_workers=4), resumed=bool(before), bill=bill_of(before))
+        self.now_s, self.group, self.lines, self.orders = at_s, 0, list(before), list[ScriptOrder]()
         given = {"restarted": True, "budget_usd": 100.0, **job}
         until_s = paid_until_s(before, ORPHAN_LEASE_S, embedded)
         start = DriverStarted("run", 1, given, POOLS, ModelProfile(0, 0, ()), paid_until_s=until_s)

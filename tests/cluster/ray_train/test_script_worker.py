@@ -16,7 +16,7 @@ from elastic.cluster.workers import output
 
 def test_a_log_that_cannot_be_written_does_not_stop_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pipe is read to the end: else the script would wait for ever."""
-    place: Any = type("Place", (), {"rank": 0})()
+    place: Any = type("RankPlace", (), {"rank": 0})()
     orders: Any = None
     supervisor = Supervisor(orders, place, None)
     (tmp_path / "taken").write_text("a file where the folder is to be")

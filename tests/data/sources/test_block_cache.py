@@ -13,7 +13,7 @@ import pytest
 
 from elastic.data.progress import gets_on, heard_by
 from elastic.data.sources import block_cache as module
-from elastic.data.sources.block_cache import Cache, Remote
+from elastic.data.sources.block_cache import BlockCache, Remote
 from elastic.data.sources.files import files_at
 from elastic.errors import SpecError
 from elastic.storage import LocalStorage, open_storage
@@ -50,18 +50,18 @@ def read_bytes(file: Remote) -> int:
     return file.storage.read_bytes
 
 
-def blocks(cache: Cache) -> list[Path]:
+def blocks(cache: BlockCache) -> list[Path]:
     return sorted(path for path in (cache.folder / "blocks").rglob("*") if path.is_file())
 
 
 def test_ranges_over_blocks(far: Remote) -> None:
-    whole, cache = far.storage.get("data"), Cache()
+    whole, cache = far.storage.get("data"), BlockCache()
     for offset, length in ((0, 5), (BLOCK - 1, 2), (0, 10 * BLOCK + 123), (10 * BLOCK, 500), (20 * BLOCK, 3), (77, 0)):
         assert cache.read(far, offset, length) == whole[offset : offset + length]
 
 
 def test_read_once_by_many_threads_and_processes(far: Remote) -> None:
-    caches = [Cache() for _ in range(4)]  # each has its own memory, as a process has
+    caches = [BlockCache() for _ in range(4)]  # each has its own memory, as a process has
     threads = [threading.Thread(target=cache.read, args=(far, 0, far.n_bytes)) for cache in caches]
     for thread in threads:
         thread.start()
@@ -81,7 +81,7 @@ def test_read_once_by_many_threads_and_processes(far: Remote) -> None:
 
 
 def test_the_limit_holds_and_the_longest_unused_goes_first(far: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache(limit_bytes=5 * (BLOCK + 8))
+    cache = BlockCache(limit_bytes=5 * (BLOCK + 8))
     now_s = 1000.0
     monkeypatch.setattr(module.time, "time", lambda: now_s)
     for number in (0, 1, 2, 3, 0, 4, 5, 6, 0, 7):
@@ -103,20 +103,20 @@ def test_the_limit_holds_and_the_longest_unused_goes_first(far: Remote, monkeypa
 @pytest.mark.parametrize("damage", ["cut", "altered", "empty"])
 def test_a_damaged_block_is_read_again(far: Remote, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     whole = far.storage.get("data")
-    Cache().read(far, 0, 1)
-    (path,) = blocks(Cache())
+    BlockCache().read(far, 0, 1)
+    (path,) = blocks(BlockCache())
     data = bytearray(path.read_bytes())
     data[500] ^= 1
     path.write_bytes({"cut": bytes(data[:-9]), "altered": bytes(data), "empty": b""}[damage])
     before = read_bytes(far)
-    assert Cache().read(far, 490, 20) == whole[490:510]
+    assert BlockCache().read(far, 490, 20) == whole[490:510]
     assert read_bytes(far) == before + BLOCK and "read again" in caplog.text
-    assert Cache().read(far, 490, 20) == whole[490:510]
+    assert BlockCache().read(far, 490, 20) == whole[490:510]
     assert read_bytes(far) == before + BLOCK
 
 
 def test_a_block_that_is_cut_off_while_it_is_in_use(far: Remote) -> None:
-    cache = Cache()
+    cache = BlockCache()
     cache.read(far, 0, 1)
     (path,) = blocks(cache)
     os.truncate(path, 100)
@@ -124,12 +124,12 @@ def test_a_block_that_is_cut_off_while_it_is_in_use(far: Remote) -> None:
 
 
 def test_a_file_that_was_replaced_is_another_one(far: Remote) -> None:
-    Cache().read(far, 0, 10)
+    BlockCache().read(far, 0, 10)
     far.storage.put("data", b"x" * far.n_bytes)
-    assert Cache().read(Remote(far.storage, "data", far.n_bytes, 2.0), 0, 4) == b"xxxx"
+    assert BlockCache().read(Remote(far.storage, "data", far.n_bytes, 2.0), 0, 4) == b"xxxx"
     far.storage.put("data", b"x" * 100)
     with pytest.raises(SpecError, match=r"far/data: it is shorter than the 10123 bytes"):
-        Cache().read(far, 5 * BLOCK, 10)
+        BlockCache().read(far, 5 * BLOCK, 10)
 
 
 def test_a_full_disk_only_costs_time(far: Remote, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -137,8 +137,8 @@ def test_a_full_disk_only_costs_time(far: Remote, monkeypatch: pytest.MonkeyPatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    assert Cache().read(far, 0, 3) == far.storage.get("data")[:3]
-    assert "No space left" in caplog.text and not blocks(Cache())
+    assert BlockCache().read(far, 0, 3) == far.storage.get("data")[:3]
+    assert "No space left" in caplog.text and not blocks(BlockCache())
 
 
 def test_built_once_while_others_wait() -> None:
@@ -149,7 +149,7 @@ def test_built_once_while_others_wait() -> None:
         (into / "done").write_text("yes")
 
     def once() -> None:
-        assert (Cache().once("thing", build, lambda at: (at / "done").is_file()) / "done").read_text() == "yes"
+        assert (BlockCache().once("thing", build, lambda at: (at / "done").is_file()) / "done").read_text() == "yes"
 
     threads = [threading.Thread(target=once) for _ in range(4)]
     for thread in threads:
@@ -157,7 +157,7 @@ def test_built_once_while_others_wait() -> None:
     for thread in threads:
         thread.join()
     assert built == [1]
-    (Cache().folder / "built" / "thing" / "done").unlink()
+    (BlockCache().folder / "built" / "thing" / "done").unlink()
     once()
     assert built == [1, 1]
 
@@ -168,16 +168,16 @@ def test_a_build_that_fails_leaves_nothing() -> None:
         raise SpecError("no")
 
     with pytest.raises(SpecError, match="no"):
-        Cache().once("thing", build, lambda at: at.is_dir())
-    assert not [*(Cache().folder / "built").iterdir()]
+        BlockCache().once("thing", build, lambda at: at.is_dir())
+    assert not [*(BlockCache().folder / "built").iterdir()]
 
 
 def test_where_it_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SpecError, match=r"file/cache: Not a directory; .*ELASTIC_CACHE"):
-        Cache(tmp_path / "file" / "cache")
+        BlockCache(tmp_path / "file" / "cache")
     with pytest.raises(SpecError, match="holds no block"):
-        Cache(limit_bytes=5)
+        BlockCache(limit_bytes=5)
 
 
 def test_object_storage_is_asked_once_for_each_block(s3: open_storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_object_storage_is_asked_once_for_each_block(s3: open_storage, monkeypat
 
 
 def test_what_a_killed_builder_has_left_is_swept_and_what_is_being_built_is_not() -> None:
-    cache = Cache()
+    cache = BlockCache()
     shelf = cache.folder / "built"
     for left in (".thing-00000000", ".other-0123abcd", ".busy-0123abcd"):
         (shelf / left).mkdir()
@@ -228,12 +228,12 @@ def test_a_builder_that_gets_on_is_heard_by_those_who_wait_for_it() -> None:
     def waits() -> None:
         assert began.wait(60)
         with heard_by(heard.set):
-            Cache().once("slow", build, lambda at: at.is_dir())
+            BlockCache().once("slow", build, lambda at: at.is_dir())
 
     thread = threading.Thread(target=waits)
     thread.start()
     with heard_by(lambda: here.append(1)):
-        Cache().once("slow", build, lambda at: at.is_dir())
+        BlockCache().once("slow", build, lambda at: at.is_dir())
     thread.join()
     assert here
 
@@ -242,9 +242,9 @@ def test_one_that_holds_a_lock_and_hangs_is_not_waited_for(
     far: Remote, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "LOCK_MOST_S", 0.1)
-    cache = Cache()
+    cache = BlockCache()
     with ExitStack() as held:
         for k in range(module.N_LOCKS):
             held.enter_context(cache._lock(f"block-{k}"))
-        assert Cache().read(far, 0, 10) == far.storage.read(far.key, 0, 10)
+        assert BlockCache().read(far, 0, 10) == far.storage.read(far.key, 0, 10)
     assert "has been held for" in caplog.text

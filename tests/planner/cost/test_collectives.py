@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 from support.planner.pools import gpu
 
-from elastic.planner.cost.collectives import Group, Links, commit_hops, commit_s, exchange_s, gather_s, reduce_s, send_s, under
+from elastic.planner.cost.collectives import (
+    Links,
+    RankGroup,
+    commit_hops,
+    commit_s,
+    exchange_s,
+    gather_s,
+    reduce_s,
+    send_s,
+    under,
+)
 from elastic.planner.cost.kernels import Kernels
 
 LINKS = Links(inside=1e9, between=1e8, per_node=4, inside_hop_s=1e-3, between_hop_s=1e-2)
@@ -13,27 +23,27 @@ DRY = Links(1e9, 1e8, 4, 0.0, 0.0)
 
 
 def test_where_a_group_lies() -> None:
-    assert [(g.in_node(4), g.nodes(4)) for g in (Group(4), Group(8), Group(2, 2), Group(4, 2), Group(4, 4), Group(4, 8))] == [
+    assert [(g.in_node(4), g.nodes(4)) for g in (RankGroup(4), RankGroup(8), RankGroup(2, 2), RankGroup(4, 2), RankGroup(4, 4), RankGroup(4, 8))] == [
         (4, 1), (4, 2), (2, 1), (2, 2), (1, 4), (1, 4),
     ]  # fmt: skip
 
 
 def test_a_ring_in_a_node_sends_all_but_its_own_part() -> None:
-    assert gather_s(LINKS, 8e9, Group(4)) == pytest.approx(8 * 3 / 4 + 3e-3)
-    assert gather_s(LINKS, 8e9, Group(1)) == 0.0
+    assert gather_s(LINKS, 8e9, RankGroup(4)) == pytest.approx(8 * 3 / 4 + 3e-3)
+    assert gather_s(LINKS, 8e9, RankGroup(1)) == 0.0
 
 
 def test_between_nodes_each_gpu_sends_on_its_own_card_while_the_node_shares() -> None:
-    assert gather_s(LINKS, 8e9, Group(8)) == pytest.approx(8 * 1 / 2 / 0.4 + 1e-2)  # 10 s > 6 s inside
+    assert gather_s(LINKS, 8e9, RankGroup(8)) == pytest.approx(8 * 1 / 2 / 0.4 + 1e-2)  # 10 s > 6 s inside
     fast = Links(1e9, 1e9, 4, 0.0, 0.0)
-    assert gather_s(fast, 8e9, Group(8)) == pytest.approx(8 * 3 / 4)  # inside is the slower one
-    assert gather_s(DRY, 8e9, Group(4, 4)) == pytest.approx(8 * 3 / 4 / 0.1)  # one card of each of four nodes
+    assert gather_s(fast, 8e9, RankGroup(8)) == pytest.approx(8 * 3 / 4)  # inside is the slower one
+    assert gather_s(DRY, 8e9, RankGroup(4, 4)) == pytest.approx(8 * 3 / 4 / 0.1)  # one card of each of four nodes
 
 
 def test_an_all_reduce_is_a_scatter_and_a_gather_with_the_hops_of_a_tree() -> None:
-    assert reduce_s(DRY, 8e9, Group(4)) == pytest.approx(2 * 8 * 3 / 4)
+    assert reduce_s(DRY, 8e9, RankGroup(4)) == pytest.approx(2 * 8 * 3 / 4)
     ring = 2 * (8 * 7 / 8 / 0.4)
-    assert reduce_s(LINKS, 8e9, Group(32)) == pytest.approx(ring + 2 * 3 * 1e-2)  # log2 of 8 nodes, not 7
+    assert reduce_s(LINKS, 8e9, RankGroup(32)) == pytest.approx(ring + 2 * 3 * 1e-2)  # log2 of 8 nodes, not 7
 
 
 def test_hops_of_a_commit_grow_as_the_logarithm_of_the_ranks() -> None:
@@ -48,10 +58,10 @@ def test_hops_of_a_commit_grow_as_the_logarithm_of_the_ranks() -> None:
 
 
 def test_an_exchange_sends_what_is_for_others() -> None:
-    assert exchange_s(DRY, 8e9, Group(4)) == pytest.approx(8 * 3 / 4)
-    assert exchange_s(DRY, 8e9, Group(8)) == pytest.approx(8 * 4 / 8 / 0.1)
-    assert exchange_s(LINKS, 8e9, Group(8)) - exchange_s(DRY, 8e9, Group(8)) == pytest.approx(3e-2)
-    assert exchange_s(LINKS, 8e9, Group(1)) == 0.0
+    assert exchange_s(DRY, 8e9, RankGroup(4)) == pytest.approx(8 * 3 / 4)
+    assert exchange_s(DRY, 8e9, RankGroup(8)) == pytest.approx(8 * 4 / 8 / 0.1)
+    assert exchange_s(LINKS, 8e9, RankGroup(8)) - exchange_s(DRY, 8e9, RankGroup(8)) == pytest.approx(3e-2)
+    assert exchange_s(LINKS, 8e9, RankGroup(1)) == 0.0
 
 
 def test_a_send_leaves_the_node_where_the_stride_does() -> None:

@@ -11,13 +11,13 @@ from elastic.planner.cost import catalog_hardware
 from elastic.planner.cost.memory import memory_bytes
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.offer_search import find_offers
-from elastic.planner.offers import Aim, Group
+from elastic.planner.offers import Aim, NodeGroup
 from elastic.planner.published.decoder import Decoder
 from elastic.types import Job, Layout
 
 MOE = Decoder(24, 2048, 32, 4, 768, 32000, 2048, head_dim=128, experts=64, active=4).profile()
 JOB = Job(global_batch=256, precision="bfloat16")
-NODES = [Group("p", catalog_hardware.profile(catalog.find_chip("H100-80GB-SXM")), 4, 8)]
+NODES = [NodeGroup("p", catalog_hardware.profile(catalog.find_chip("H100-80GB-SXM")), 4, 8)]
 
 
 def test_only_where_it_is_asked_for() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.planner.cost import catalog_hardware, collectives, step_cost
-from elastic.planner.cost.collectives import Group, Links
+from elastic.planner.cost.collectives import Links, RankGroup
 from elastic.planner.cost.kernels import MEASURED
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
@@ -59,12 +59,12 @@ def test_a_lone_step_takes_its_flop_at_the_measured_rate() -> None:
 
 def test_measured_collectives_take_what_they_took() -> None:
     links = Links.of(CPU, MEASURED, 4)
-    assert collectives.gather_s(links, 1e6, Group(2)) == pytest.approx(0.001 + 1e-3)
-    assert collectives.gather_s(links, 1e6, Group(3)) == pytest.approx((0.002 + 0.005) / 2)
-    assert collectives.gather_s(Links.of(CPU, MEASURED, 6), 1e6, Group(6)) == pytest.approx(0.005 * 6 / 4)
-    assert collectives.reduce_s(links, 1e6, Group(2)) == pytest.approx(0.003)
+    assert collectives.gather_s(links, 1e6, RankGroup(2)) == pytest.approx(0.001 + 1e-3)
+    assert collectives.gather_s(links, 1e6, RankGroup(3)) == pytest.approx((0.002 + 0.005) / 2)
+    assert collectives.gather_s(Links.of(CPU, MEASURED, 6), 1e6, RankGroup(6)) == pytest.approx(0.005 * 6 / 4)
+    assert collectives.reduce_s(links, 1e6, RankGroup(2)) == pytest.approx(0.003)
     assert collectives.send_s(links, 1e6, 1) == pytest.approx(1.5e-3)
-    assert collectives.gather_s(links, 0.0, Group(2)) == 0.0 == collectives.reduce_s(links, 1e6, Group(1))
+    assert collectives.gather_s(links, 0.0, RankGroup(2)) == 0.0 == collectives.reduce_s(links, 1e6, RankGroup(1))
 
 
 def test_operations_under_tp_cost_the_host_more_the_more_processes_there_are() -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.planner.pools import JOB, LLAMA_8B, LLAMA_405B, cost_on, gpu
 
 from elastic.planner.cost import step_cost as cost
-from elastic.planner.cost.collectives import Group, commit_s, gather_s, reduce_s
+from elastic.planner.cost.collectives import RankGroup, commit_s, gather_s, reduce_s
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Site, step_cost
@@ -55,7 +55,7 @@ def test_the_slowest_stage_has_fewer_blocks_where_it_has_the_head() -> None:
 
 def test_tp_reduces_the_hidden_state_four_times_and_six_where_it_is_computed_again() -> None:
     n_bytes = 8192 * 4096 * 2
-    one = reduce_s(SITE.links, n_bytes, Group(8)) * (1 - SITE.kernels.tp_hidden)
+    one = reduce_s(SITE.links, n_bytes, RankGroup(8)) * (1 - SITE.kernels.tp_hidden)
     assert cost.tp_s(SITE, SAMPLE, Layout(tp=8), STEP) == pytest.approx(4 * one)
     assert cost.tp_s(SITE, SAMPLE, Layout(tp=8, activation_checkpointing="full"), STEP) == pytest.approx(6 * one)
     assert cost.tp_s(SITE, SAMPLE, Layout(), STEP) == 0.0
@@ -73,11 +73,11 @@ def test_stages_send_a_hidden_state_forward_and_its_gradient_back() -> None:
 def test_shards_of_a_block_are_gathered_in_bfloat16_and_scattered_in_float32() -> None:
     block = LLAMA_8B.attention_params + LLAMA_8B.mlp_params + 2 * 4096
     found = cost.shards(SITE, WORK, Layout(dp_shard=8), STEP)
-    assert found.gather == pytest.approx(gather_s(SITE.links, 2 * block, Group(8)))
-    assert found.scatter == pytest.approx(gather_s(SITE.links, 4 * block, Group(8)))
+    assert found.gather == pytest.approx(gather_s(SITE.links, 2 * block, RankGroup(8)))
+    assert found.scatter == pytest.approx(gather_s(SITE.links, 4 * block, RankGroup(8)))
     assert found.replicas == 0.0
     both = cost.shards(SITE, WORK, Layout(dp_replicate=4, dp_shard=8), STEP)
-    assert both.replicas == pytest.approx(reduce_s(SITE.links, 4 * LLAMA_8B.n_params / 8, Group(4, 8)))
+    assert both.replicas == pytest.approx(reduce_s(SITE.links, 4 * LLAMA_8B.n_params / 8, RankGroup(4, 8)))
 
 
 def test_adam_moves_30_bytes_a_parameter() -> None:

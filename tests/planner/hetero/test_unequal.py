@@ -15,8 +15,8 @@ from elastic.planner.cost import memory
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.hetero import balance
-from elastic.planner.hetero.hetero_split import Task, split
-from elastic.planner.layout_search import Choice, Limits, plan_layout
+from elastic.planner.hetero.hetero_split import SplitTask, split
+from elastic.planner.layout_search import Choice, LayoutLimits, plan_layout
 from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, grid, parse_layout
 
 MODEL = ModelProfile(
@@ -71,23 +71,23 @@ def test_a_number_that_does_not_divide_is_no_reason_to_cut_the_model_thinly() ->
     whole = plan_layout(one, job(), there)
     assert whole.layout == Layout(dp_shard=13)
     least = memory.memory_bytes(ModelCost.of(one), Layout(dp_shard=6, tp=2))
-    found = plan_layout(one, job(schedule="1f1b"), there, Limits(memory_bytes=least))
+    found = plan_layout(one, job(schedule="1f1b"), there, LayoutLimits(memory_bytes=least))
     assert found.layout == Layout(dp_shard=6, tp=2)
     assert found.rejected[0] == "pp=13: with 1 worker more a step would take 1.16 times as long"
-    assert plan_layout(one, job(), there, Limits(memory_bytes=least)).layout.world_size == 13, "interleaved it waits less"
+    assert plan_layout(one, job(), there, LayoutLimits(memory_bytes=least)).layout.world_size == 13, "interleaved it waits less"
 
 
 # ------------------------------------------------------------------------------------------ shares and stages
 
 
 @st.composite
-def tasks(draw: st.DrawFn) -> tuple[Task, tuple[tuple[float, ...], ...]]:
+def tasks(draw: st.DrawFn) -> tuple[SplitTask, tuple[tuple[float, ...], ...]]:
     pp, dp = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     n_blocks, m = draw(st.integers(max(2, pp), 9)), draw(st.sampled_from([1, 2, 4]))
     units = draw(st.integers(dp, dp + 6))
     speed = st.sampled_from([0.2, 0.5, 0.9, 1.0, 2.0, 3.0])
     speeds = tuple(tuple(draw(speed) for _ in range(pp)) for _ in range(dp))
-    return Task(Layout(pp=pp, dp_shard=dp), n_blocks, units * m, m), speeds
+    return SplitTask(Layout(pp=pp, dp_shard=dp), n_blocks, units * m, m), speeds
 
 
 def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
@@ -97,7 +97,7 @@ def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
 
 @settings(max_examples=200, deadline=None)
 @given(tasks())
-def test_shares_and_stages_are_about_the_best_of_all(case: tuple[Task, tuple[tuple[float, ...], ...]]) -> None:
+def test_shares_and_stages_are_about_the_best_of_all(case: tuple[SplitTask, tuple[tuple[float, ...], ...]]) -> None:
     task, speeds = case
     layout, m = task.layout, task.n_microbatches
     at = [row[p] for p in range(layout.pp) for row in speeds]
@@ -116,7 +116,7 @@ def test_shares_and_stages_are_about_the_best_of_all(case: tuple[Task, tuple[tup
 def test_equal_speeds_keep_even_stages_and_the_given_order() -> None:
     there = nodes(2, 2, 2)
     for text in ("pp=3,dp_shard=2", "pp=2,dp_shard=3", "pp=3,tp=2"):
-        found = plan_layout(MODEL, job(layout=text), there, Limits(rates=rates(there, (7.0, 7.0, 7.0))))
+        found = plan_layout(MODEL, job(layout=text), there, LayoutLimits(rates=rates(there, (7.0, 7.0, 7.0))))
         assert found == plan_layout(MODEL, job(layout=text), there)
         assert found.layers == balance.stage_layers(8, found.layout.pp) and names(found) == ["n0", "n1", "n2"]
 
@@ -124,7 +124,7 @@ def test_equal_speeds_keep_even_stages_and_the_given_order() -> None:
 def test_a_slow_stage_has_fewer_blocks_and_slow_gpus_share_it() -> None:
     there = nodes(1, 1, 1, 1)
     speeds = rates(there, (1.0, 0.5, 1.0, 0.5))
-    found = plan_layout(MODEL, job(layout="pp=2,dp_shard=2"), there, Limits(rates=speeds))
+    found = plan_layout(MODEL, job(layout="pp=2,dp_shard=2"), there, LayoutLimits(rates=speeds))
     stages = [{speeds[found.ranks[rank]] for rank in grid.stage_ranks(found.layout, p)} for p in (0, 1)]
     by_stage = stages == [{1.0}, {0.5}] or stages == [{0.5}, {1.0}]
     assert by_stage or found.samples[0] != found.samples[1]
@@ -135,7 +135,7 @@ def test_a_slow_stage_has_fewer_blocks_and_slow_gpus_share_it() -> None:
 def test_interleaved_stages_follow_the_speeds() -> None:
     there = nodes(1, 1)
     wanted = job(layout="pp=2,schedule=interleaved1f1b")
-    found = plan_layout(MODEL, wanted, there, Limits(rates=rates(there, (1.0, 3.0))))
+    found = plan_layout(MODEL, wanted, there, LayoutLimits(rates=rates(there, (1.0, 3.0))))
     assert len(found.layers) == 4 and sum(found.layers) == 8
     of = [sum(found.layers[p::2]) for p in (0, 1)]
     fast = [worker.node_id for worker in found.ranks].index("n1")
@@ -143,16 +143,16 @@ def test_interleaved_stages_follow_the_speeds() -> None:
 
 
 def test_the_head_counts_as_work_of_the_last_stage() -> None:
-    task = Task(Layout(pp=2), 16, 32, 8, ends=4.0)
+    task = SplitTask(Layout(pp=2), 16, 32, 8, ends=4.0)
     assert split(task, ((1.0, 1.0),)).layers == (10, 6)
-    assert split(Task(Layout(pp=2), 16, 32, 8), ((1.0, 1.0),)).layers == (8, 8)
+    assert split(SplitTask(Layout(pp=2), 16, 32, 8), ((1.0, 1.0),)).layers == (8, 8)
 
 
 def test_where_even_stages_hold_no_sample_other_ones_are_looked_for() -> None:
     def rows(blocks: tuple[int, ...]) -> tuple[int, ...]:
         return (0,) if blocks == (2, 2) else (1,)
 
-    assert split(Task(Layout(pp=2), 4, 4, 4, most_rows=rows), ((1.0, 2.0),)).layers == (1, 3)
+    assert split(SplitTask(Layout(pp=2), 4, 4, 4, most_rows=rows), ((1.0, 2.0),)).layers == (1, 3)
 
 
 def test_no_stage_is_deeper_and_no_share_larger_than_memory_holds() -> None:
@@ -161,7 +161,7 @@ def test_no_stage_is_deeper_and_no_share_larger_than_memory_holds() -> None:
     room = {"fast": 80 << 30, "small": 48 << 30}
     profile = LLAMA_8B.profile()
     work, usable = ModelCost.of(profile), {name: 0.92 * n for name, n in room.items()}
-    limits = Limits(48 << 30, hardware=hardware, memory=room)
+    limits = LayoutLimits(48 << 30, hardware=hardware, memory=room)
     data = {"global_batch": 64, "precision": "bfloat16"}
     for keys in ({"layout": "auto"}, {"layout": "auto,pp=2"}, {"layout": "auto,pp=4"}):
         found = plan_layout(profile, Job.from_plain(data | keys), there, limits)
@@ -178,8 +178,8 @@ def test_unequal_memory_makes_room_for_a_pipeline_that_even_stages_do_not_have()
     block = 2 * 4 * 512 * 512  # parameters and gradients
     there, wanted = nodes(1, 1), job(layout="auto,dp_shard=1")
     with pytest.raises(InfeasiblePlan):
-        plan_layout(one, wanted, there, Limits(3 * block))
-    found = plan_layout(one, wanted, there, Limits(2 * block, memory={"n0": 2 * block, "n1": 6 * block}))
+        plan_layout(one, wanted, there, LayoutLimits(3 * block))
+    found = plan_layout(one, wanted, there, LayoutLimits(2 * block, memory={"n0": 2 * block, "n1": 6 * block}))
     deep = dict(zip(names(found), found.layers, strict=True))
     assert found.layout.pp == 2 and deep == {"n0": 2, "n1": 6}
 
@@ -190,7 +190,7 @@ def test_unequal_memory_makes_room_for_a_pipeline_that_even_stages_do_not_have()
 def test_tensor_parallel_groups_are_of_equal_gpus_of_one_node() -> None:
     there = nodes(4, 4)
     speeds = rates(there, (1.0, 1.0)) | {WorkerId("n0", 1): 0.4, WorkerId("n0", 2): 0.4}
-    found = plan_layout(MODEL, job(layout="dp_shard=4,tp=2"), there, Limits(rates=speeds))
+    found = plan_layout(MODEL, job(layout="dp_shard=4,tp=2"), there, LayoutLimits(rates=speeds))
     for group in grid.axis_groups(found.layout, ("cp", "tp")):
         members = [found.ranks[rank] for rank in group]
         assert len({worker.node_id for worker in members}) == 1 and len({speeds[worker] for worker in members}) == 1
@@ -200,11 +200,11 @@ def test_tensor_parallel_groups_are_of_equal_gpus_of_one_node() -> None:
 def test_pipelines_of_one_kind_or_stages_of_one_kind_whichever_is_faster() -> None:
     there = nodes(1, 1, 1, 1)
     speeds = rates(there, (1.0, 3.0, 1.0, 3.0))
-    few = plan_layout(MODEL, job(layout="pp=2,dp_shard=2", global_batch=8), there, Limits(rates=speeds))
+    few = plan_layout(MODEL, job(layout="pp=2,dp_shard=2", global_batch=8), there, LayoutLimits(rates=speeds))
     at = [(speeds[few.ranks[d]], speeds[few.ranks[2 + d]]) for d in (0, 1)]
     assert few.samples == (4, 4) and {frozenset(pair) for pair in at} == {frozenset((1.0, 3.0))}, "stages of one kind"
     shallow = ModelProfile(2, 1, MODEL.specs, MODEL.optimizers, 0.0, 1)
-    many = plan_layout(shallow, job(layout="pp=2,dp_shard=2"), there, Limits(rates=speeds))
+    many = plan_layout(shallow, job(layout="pp=2,dp_shard=2"), there, LayoutLimits(rates=speeds))
     at = [(speeds[many.ranks[d]], speeds[many.ranks[2 + d]]) for d in (0, 1)]
     assert sorted(at) == [(1.0, 1.0), (3.0, 3.0)], "two blocks cannot be dealt out unequally: pipelines of one kind"
     assert sorted(many.samples)[1] == pytest.approx(3 * sorted(many.samples)[0], rel=0.2)
@@ -213,14 +213,14 @@ def test_pipelines_of_one_kind_or_stages_of_one_kind_whichever_is_faster() -> No
 def test_a_worker_that_costs_more_than_it_gives_is_left_out() -> None:
     there = nodes(1, 1, 1, 1)
     slow = rates(there, (1.0, 0.02, 1.0, 1.0))
-    found = plan_layout(MODEL, job(global_batch=8), there, Limits(rates=slow))
+    found = plan_layout(MODEL, job(global_batch=8), there, LayoutLimits(rates=slow))
     assert names(found) == ["n0", "n2", "n3"] and found.layout.world_size == 3
     assert "with 1 worker more a step would take" in found.rejected[0]
-    kept = plan_layout(MODEL, job(global_batch=8), there, Limits(rates=rates(there, (1.0, 0.6, 1.0, 1.0))))
+    kept = plan_layout(MODEL, job(global_batch=8), there, LayoutLimits(rates=rates(there, (1.0, 0.6, 1.0, 1.0))))
     assert kept.layout.world_size == 4
     with pytest.raises(InfeasiblePlan, match="5 pipeline stages|min_workers"):
-        plan_layout(MODEL, job(min_workers=5), there, Limits(rates=slow))
-    assert plan_layout(MODEL, job(global_batch=8, min_workers=4), there, Limits(rates=slow)).layout.world_size == 4
+        plan_layout(MODEL, job(min_workers=5), there, LayoutLimits(rates=slow))
+    assert plan_layout(MODEL, job(global_batch=8, min_workers=4), there, LayoutLimits(rates=slow)).layout.world_size == 4
 
 
 # ------------------------------------------------------------------------------------------ zones
@@ -234,18 +234,18 @@ def crossing(found: Choice, zones: dict[str, str]) -> bool:
 
 def test_a_node_in_another_zone_is_a_replica() -> None:
     there, zones = nodes(4, 4, 4), {"n0": "a", "n1": "b", "n2": "a"}
-    found = plan_layout(MODEL, job(), there, Limits(zones=zones))
+    found = plan_layout(MODEL, job(), there, LayoutLimits(zones=zones))
     assert found.layout == Layout(dp_replicate=3, dp_shard=4) and not crossing(found, zones)
     assert found.rejected[0].startswith("dp_shard=12: its shards would lie in a and b; only replicas may")
-    assert plan_layout(MODEL, job(across_zones=True), there, Limits(zones=zones)).layout == Layout(dp_shard=12)
-    assert plan_layout(MODEL, job(), there, Limits(zones={"n0": "a", "n1": "", "n2": "a"})).layout == Layout(dp_shard=12)
+    assert plan_layout(MODEL, job(across_zones=True), there, LayoutLimits(zones=zones)).layout == Layout(dp_shard=12)
+    assert plan_layout(MODEL, job(), there, LayoutLimits(zones={"n0": "a", "n1": "", "n2": "a"})).layout == Layout(dp_shard=12)
 
 
 def test_a_named_layout_that_would_cross_zones_is_refused_or_placed_within_one() -> None:
     there, zones = nodes(4, 4, 4), {"n0": "a", "n1": "b", "n2": "a"}
     with pytest.raises(InfeasiblePlan, match=r"of 12 workers each within one zone do not fit: workers in zones are a 8, b 4"):
-        plan_layout(MODEL, job(layout="dp_shard=12"), there, Limits(zones=zones))
-    assert names(plan_layout(MODEL, job(layout="dp_shard=8"), there, Limits(zones=zones))) == ["n0", "n2"]
+        plan_layout(MODEL, job(layout="dp_shard=12"), there, LayoutLimits(zones=zones))
+    assert names(plan_layout(MODEL, job(layout="dp_shard=8"), there, LayoutLimits(zones=zones))) == ["n0", "n2"]
 
 
 CROWD = st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from("abc"), st.sampled_from([1.0, 1.0, 0.5, 0.1]))
@@ -263,7 +263,7 @@ def test_whatever_the_nodes_what_is_chosen_holds(there: list[tuple[int, str, flo
     zones = {node.node_id: zone for node, (_, zone, _) in zip(made, there)}
     speeds = rates(made, tuple(speed for _, _, speed in there))
     try:
-        found = plan_layout(MODEL, job(layout=text, global_batch=batch), made, Limits(room, rates=speeds, zones=zones))
+        found = plan_layout(MODEL, job(layout=text, global_batch=batch), made, LayoutLimits(room, rates=speeds, zones=zones))
     except InfeasiblePlan:
         return
     layout, m = found.layout, found.n_microbatches
@@ -274,14 +274,16 @@ def test_whatever_the_nodes_what_is_chosen_holds(there: list[tuple[int, str, flo
         assert len({found.ranks[rank].node_id for rank in group}) == 1
     assert not room or found.memory_bytes <= room
     assert parse_layout(str(layout)) == layout
-    assert found == plan_layout(MODEL, job(layout=text, global_batch=batch), made, Limits(room, rates=speeds, zones=zones))
+    assert found == plan_layout(
+        MODEL, job(layout=text, global_batch=batch), made, LayoutLimits(room, rates=speeds, zones=zones)
+    )
 
 
 def test_a_pinned_size_of_microbatches_holds_for_unequal_shares_too() -> None:
     there = nodes(1, 1)
     found = plan_layout(
-        MODEL, job(global_batch=16, microbatch_size=4, layout="dp_shard=2"), there, Limits(rates=rates(there, (2.0, 1.0)))
+        MODEL, job(global_batch=16, microbatch_size=4, layout="dp_shard=2"), there, LayoutLimits(rates=rates(there, (2.0, 1.0)))
     )
     assert max(found.samples) <= 4 * found.n_microbatches and sum(found.samples) == 16
-    free = plan_layout(MODEL, job(global_batch=16, layout="dp_shard=2"), there, Limits(rates=rates(there, (2.0, 1.0))))
+    free = plan_layout(MODEL, job(global_batch=16, layout="dp_shard=2"), there, LayoutLimits(rates=rates(there, (2.0, 1.0))))
     assert free.samples == (11, 5)

@@ -9,7 +9,7 @@ from elastic.planner.published import known_decoders
 
 
 @pytest.mark.parametrize("found", known_decoders.known().values(), ids=lambda found: found.name)
-def test_parameters_are_as_many_as_published(found: known_decoders.Known) -> None:
+def test_parameters_are_as_many_as_published(found: known_decoders.KnownDecoder) -> None:
     assert found.decoder.n_params / 1e9 == pytest.approx(found.params_b, rel=0.005)
     assert found.source
     assert found.batch_tokens >= found.decoder.seq

@@ -17,7 +17,7 @@ from elastic.errors import SpecError
 from elastic.planner.cost import memory
 from elastic.planner.published import measurements
 from elastic.planner.published.measurements import Case, cases
-from elastic.planner.published.score import Line, Score, constant_flop_per_s, quantile, ranks, score, spearman
+from elastic.planner.published.score import Score, ScoreRow, constant_flop_per_s, quantile, ranks, score, spearman
 from elastic.types import Layout
 
 ROW = {
@@ -46,7 +46,7 @@ def scored(*pairs: tuple[str, float, float, str], fits: tuple[bool, ...] = ()) -
     for i, (source, measured, predicted, tp) in enumerate(pairs):
         one = case(source=source, tp=tp, tokens_per_s_per_gpu=str(measured), id=str(i), fits=str(int(fits[i])) if fits else "1")
         error = abs(predicted / measured - 1)
-        lines.append(Line(one, predicted, error, 2 * error, 0.1 * i if i < 3 else None, i != 1))
+        lines.append(ScoreRow(one, predicted, error, 2 * error, 0.1 * i if i < 3 else None, i != 1))
     return Score(tuple(lines), 9)
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.policy.story import MODEL, SPOT, Story, job, orders, plan_of
 
 from elastic.driver import drive
-from elastic.ledger.journal import Line, Memory, parse_line, write_line
+from elastic.ledger.journal import Line, MemoryJournal, parse_line, write_line
 from elastic.observe.event_messages import of as sentence
 from elastic.observe.run_view import View
 from elastic.policy.state.state import State
@@ -219,7 +219,7 @@ def test_the_kind_goes_through_the_journal_and_has_a_sentence() -> None:
 def simulated(faults: list[Fault], gpus: int = 1, **changes: object) -> tuple[State, SimBackend, list[Line]]:
     pools = (Pool("spot", "CPU", gpus, "spot", 1.0, 0, 4),)
     made = job(steps=40, peer_every=2, durable_every=0, **changes)
-    backend, memory = SimBackend(pools, Job.from_plain(made), faults), Memory()
+    backend, memory = SimBackend(pools, Job.from_plain(made), faults), MemoryJournal()
     state = drive(backend, memory, DriverStarted("story", 1, made, pools, MODEL))
     return state, backend, [parse_line(write_line(line)) for line in memory.lines]
 

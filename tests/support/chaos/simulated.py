@@ -14,11 +14,11 @@ from support.sim.scenario import MODEL, scenario
 from elastic.driver import drive, restored
 from elastic.errors import LostContact
 from elastic.ledger.accounts import account
-from elastic.ledger.journal import Journal, Line, Memory, parse_line, read, write_line
+from elastic.ledger.journal import Journal, Line, MemoryJournal, parse_line, read, write_line
 from elastic.policy.state.fold import ENDED, State
 from elastic.sim.scripted_faults import Delays, Fault
 from elastic.sim.sim_backend import SimBackend
-from elastic.sim.sim_nodes import Machine
+from elastic.sim.sim_nodes import SimMachine
 from elastic.sim.weather import REFUSALS, STORAGE_KINDS
 from elastic.types import (
     Action,
@@ -246,10 +246,10 @@ class Outliving(SimBackend):
         ]
         return tuple(given[-PLANS_KEPT:])
 
-    def _standing(self) -> list[Machine]:
+    def _standing(self) -> list[SimMachine]:
         return [machine for name, machine in self._machines.items() if name not in self._lost()]
 
-    def _noticed(self, machine: Machine) -> list[Event]:
+    def _noticed(self, machine: SimMachine) -> list[Event]:
         return [] if machine.deadline_s is None else [Notice(machine.node.node_id, machine.deadline_s, "scripted")]
 
     def _can_say(self, event: Event) -> bool:
@@ -277,7 +277,7 @@ class Outliving(SimBackend):
                 self._at(fault.at_s, lambda f=fault: self._fault(f))  # type: ignore[misc]
 
 
-class _Kept(Memory):
+class _Kept(MemoryJournal):
     """A journal whose storage is the backend's. `times`: when each of `lines` came."""
 
     def __init__(self, epoch: int, backend: Outliving, lines: list[Line], times: list[float]) -> None:

@@ -11,7 +11,7 @@ from support.cluster.fake_session import FakeSession
 
 from elastic.types import Admission, NodePrepared, NodeRefused
 from elastic.types.orders import WorkerOrder
-from elastic.worker.profile.node_checks import Refused, answer
+from elastic.worker.profile.node_checks import NodeRejected, answer
 
 DISK = "ELASTIC_TEST_DISK"  # a folder that stands for the root of the host's disk; not set = that of the driver's host
 
@@ -24,7 +24,7 @@ class FarSession(FakeSession):
         Path(here.uri).mkdir(parents=True, exist_ok=True)
         try:
             answer(here)
-        except Refused as refused:
+        except NodeRejected as refused:
             self.put(NodeRefused(self.me.node_id, str(refused)))
             return
         found = Admission(0.0, 0.0, dict(entry.terms.versions), 1.0, 1, mark=mark.text)

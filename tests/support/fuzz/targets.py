@@ -48,8 +48,8 @@ from elastic.types import (
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.checkpoint.checkpoint_format import (
     MARKER,
+    BlobEntry,
     Damaged,
-    Entry,
     FileNote,
     Manifest,
     Marker,
@@ -161,8 +161,8 @@ def leases() -> Target:
 def markers() -> list[Target]:
     digest = "xxh3:" + "0" * 32
     entries = (
-        Entry(Box("w", (0,), (4,), "float32"), 0, 100, digest, 8),
-        Entry(Box("b", (0,), (1,), "bfloat16"), 100, 50, digest, 4),
+        BlobEntry(Box("w", (0,), (4,), "float32"), 0, 100, digest, 8),
+        BlobEntry(Box("b", (0,), (1,), "bfloat16"), 100, 50, digest, 4),
     )
     manifest = Manifest(0, 150, root_of(entries), entries)
     note = FileNote("__0_0.distcp", 150, "0" * 64)

@@ -12,7 +12,7 @@ from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Cost, step_cost
 from elastic.planner.layout_search import site_of
 from elastic.planner.offer_search import find_offers
-from elastic.planner.offers import Aim, Group, Offer
+from elastic.planner.offers import Aim, NodeGroup, Offer
 from elastic.planner.published.decoder import Decoder
 from elastic.types import HardwareProfile, Job, Layout, ModelProfile
 
@@ -28,11 +28,11 @@ def gpu(name: str = "H100-80GB-SXM", gbps: float = 0.0) -> HardwareProfile:
     return catalog_hardware.profile(catalog.find_chip(name), gbps)
 
 
-def group(name: str = "H100-80GB-SXM", n_nodes: int = 1, per_node: int = 8, pool: str = "", **more: Any) -> Group:
-    return Group(pool or name, gpu(name, more.pop("gbps", 0.0)), n_nodes, per_node, **more)
+def group(name: str = "H100-80GB-SXM", n_nodes: int = 1, per_node: int = 8, pool: str = "", **more: Any) -> NodeGroup:
+    return NodeGroup(pool or name, gpu(name, more.pop("gbps", 0.0)), n_nodes, per_node, **more)
 
 
-def best(model: Decoder | ModelProfile, *groups: Group, batch: int = 64, aim: Aim | None = None, **job: Any) -> Offer:
+def best(model: Decoder | ModelProfile, *groups: NodeGroup, batch: int = 64, aim: Aim | None = None, **job: Any) -> Offer:
     profile = model.profile() if isinstance(model, Decoder) else model
     return find_offers(profile, replace(JOB, global_batch=batch, **job), groups, aim).best[0]
 

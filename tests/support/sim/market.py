@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.driver import drive
-from elastic.ledger.journal import Memory
+from elastic.ledger.journal import MemoryJournal
 from elastic.policy.state.fold import State
 from elastic.sim.scripted_faults import Delays, Fault
 from elastic.sim.sim_backend import SimBackend
@@ -33,7 +33,7 @@ JOB: dict[str, Any] = {
 class Run:
     state: State
     backend: SimBackend
-    journal: Memory
+    journal: MemoryJournal
 
     @property
     def hours(self) -> float:
@@ -48,7 +48,7 @@ def play(faults: Sequence[Fault] = (), pools: tuple[Pool, ...] = (SPOT, FIXED), 
     job = JOB | changes
     names = [pool.name for pool in pools]
     known = [fault for fault in faults if not fault.pool or fault.pool in names]
-    backend, journal = SimBackend(pools, Job.from_plain(job), known, delays), Memory()
+    backend, journal = SimBackend(pools, Job.from_plain(job), known, delays), MemoryJournal()
     return Run(drive(backend, journal, DriverStarted("market", 1, job, pools, MODEL)), backend, journal)
 
 

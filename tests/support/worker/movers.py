@@ -21,7 +21,7 @@ from elastic.reshard.transfers import plan_transfers
 from elastic.types import DTYPE_BYTES, Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 from elastic.worker.state.host_copy import Tensors
 from elastic.worker.state.train_state import region
-from elastic.worker.state.transfer import Moved, carry_out
+from elastic.worker.state.transfer import TransferStats, carry_out
 
 Cut = tuple[Layout, tuple[int, ...]]
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ class Mover:
         ranks = [r for r, who in case.holders.items() if self.me in who]
         self.held = {rank: numbered_state(case.model, case.old, rank) for rank in ranks}
 
-    def move(self, case: Case) -> tuple[Moved, Tensors, float]:
+    def move(self, case: Case) -> tuple[TransferStats, Tensors, float]:
         """Into memory that is fresh, from `held`; with the seconds that it took."""
         new = empty_state(case.model, case.new, self.me) if self.me < case.new[0].world_size else {}
         transfers = case.transfers(self.me)
@@ -116,7 +116,7 @@ class Mover:
         return moved, new, time.perf_counter() - began
 
 
-def checked_move(mover: Mover, case: Case) -> Moved:
+def checked_move(mover: Mover, case: Case) -> TransferStats:
     """Moves and compares every bit with what must be there."""
     mover.fill(case)
     moved, new, _ = mover.move(case)

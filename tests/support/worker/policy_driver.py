@@ -13,7 +13,7 @@ from support.worker.chain import check_stored
 from support.worker.faulty_pool import FaultyPool
 from support.worker.plans import plan
 
-from elastic.cluster.backend.aggregate import Gather, Parts
+from elastic.cluster.backend.aggregate import CheckpointParts, Gather
 from elastic.policy.decide import decide
 from elastic.policy.state.fold import State, fold
 from elastic.program import load_program
@@ -77,7 +77,7 @@ class Driver:
     def profile(self) -> ModelProfile:
         return trace(self.program)
 
-    def commit_copy(self, parts: Parts) -> None:
+    def commit_copy(self, parts: CheckpointParts) -> None:
         plan = parts.plan
         uri = checkpoint_writer.commit(self.storage, parts.step, plan.generation, len(plan.ranks), 1, {})
         self.fold(CopyStored(Copy(parts.step, "durable", plan.generation, plan.layout, plan.layers, uri=uri)))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.worker.plans import plan as plan_of
 
-from elastic.cluster.backend.aggregate import LATE_LEAST_S, OPEN_COPIES, Gather, Parts
+from elastic.cluster.backend.aggregate import LATE_LEAST_S, OPEN_COPIES, CheckpointParts, Gather
 from elastic.reshard.shards import boxes, owned_boxes, state_specs
 from elastic.storage import LocalStorage, open_storage
 from elastic.types import (
@@ -259,14 +259,14 @@ def part(rank: int, step: int = 10, seconds: float = 1.0) -> ShardStored:
     return ShardStored(1, step, rank, 100, seconds)
 
 
-def gathering(complete: Callable[[Parts], None]) -> Gather:
+def gathering(complete: Callable[[CheckpointParts], None]) -> Gather:
     gather = Gather(complete, lambda node_id: 1)
     gather.expect(four(Layout(dp_shard=4)))
     return gather
 
 
 def test_a_copy_is_complete_with_its_last_part() -> None:
-    done: list[Parts] = []
+    done: list[CheckpointParts] = []
     gather = gathering(done.append)
     for rank in (0, 1, 1, 3, 2, 2):
         assert gather.add(ME, part(rank)) == []
@@ -286,7 +286,7 @@ def test_parts_that_are_late_are_named_twice_at_most() -> None:
 
 
 def test_nobody_is_asked_for_parts_of_a_copy_that_a_later_generation_has_made_whole() -> None:
-    done: list[Parts] = []
+    done: list[CheckpointParts] = []
     gather = gathering(done.append)
     gather.add(ME, part(0))
     assert [rank for _, rank in gather.late(100.0)] == [1, 2, 3]
@@ -308,7 +308,7 @@ def test_a_copy_fails_once_and_its_parts_are_forgotten() -> None:
 
 
 def test_who_was_asked_in_vain_fails_no_copy() -> None:
-    done: list[Parts] = []
+    done: list[CheckpointParts] = []
     gather = gathering(done.append)
     for rank in range(3):
         gather.add(ME, part(rank))

@@ -11,7 +11,7 @@ from torch import nn
 
 from elastic.program import Program, load_program
 from elastic.worker.equivalence import layout_values
-from elastic.worker.equivalence.layout_values import Copy, TooLarge, check_rows, longest, n_multiplied, shortened
+from elastic.worker.equivalence.layout_values import SmallCopy, TooLarge, check_rows, longest, n_multiplied, shortened
 from elastic.worker.equivalence.small_copy import positions
 from elastic.worker.program.model_profile import trace
 
@@ -39,23 +39,23 @@ def batch_of(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("most", "blocks"), [(10**6, 3), (ENDS + 3 * BLOCK - 1, 2)])
 def test_as_many_blocks_as_may_be(large: Callable[[int], Program], most: int, blocks: int) -> None:
-    small = Copy(large(most), trace(TINY))
+    small = SmallCopy(large(most), trace(TINY))
     assert (small.profile.n_blocks, small.profile.n_params) == (blocks, ENDS + blocks * BLOCK)
     assert small.profile.tp_limit == trace(TINY).tp_limit
 
 
 def test_what_is_too_large_even_so_is_one_line_with_the_numbers(large: Callable[[int], Program]) -> None:
     with pytest.raises(TooLarge, match=r"^0 M parameters are left of it with 2 blocks, 0 M can be compared$"):
-        Copy(large(ENDS + 2 * BLOCK - 1), trace(TINY))
+        SmallCopy(large(ENDS + 2 * BLOCK - 1), trace(TINY))
 
 
 def test_memory_bounds_it_too(large: Callable[[int], Program], monkeypatch: pytest.MonkeyPatch) -> None:
     program = large(10**6)
     monkeypatch.setattr(layout_values, "free_host_bytes", lambda: layout_values.BYTES * (ENDS + 2 * BLOCK))
-    assert Copy(program, trace(TINY)).profile.n_blocks == 2
+    assert SmallCopy(program, trace(TINY)).profile.n_blocks == 2
     monkeypatch.setattr(layout_values, "free_host_bytes", lambda: layout_values.BYTES * ENDS)
     with pytest.raises(TooLarge):
-        Copy(program, trace(TINY))
+        SmallCopy(program, trace(TINY))
 
 
 def test_tables_that_are_only_looked_up_in_cost_nothing() -> None:
@@ -68,7 +68,7 @@ def test_tables_that_are_only_looked_up_in_cost_nothing() -> None:
 
 def test_passes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all axes but cp fewer positions; of cp rather fewer samples."""
-    small = Copy(TINY, trace(TINY))
+    small = SmallCopy(TINY, trace(TINY))
     batch = batch_of(4, 256)
     for allowed, short, long in ((10**9, 64, (4, 256)), (800, 64, (2, 256)), (300, 64, (1, 256)), (130, 32, (1, 128))):
         monkeypatch.setattr(layout_values, "MOST_FLOP", small.flop * allowed)
@@ -80,7 +80,7 @@ def test_passes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_process_is_asked_once_for_all_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    small, batch, calls = Copy(TINY, trace(TINY)), batch_of(4, 16), []
+    small, batch, calls = SmallCopy(TINY, trace(TINY)), batch_of(4, 16), []
     alone = layout_values._alone
     monkeypatch.setattr(layout_values, "_alone", lambda *given: calls.append(given[2]) or alone(*given))
     assert small.one_process(batch, 1) is small.one_process(batch, 1)

@@ -34,10 +34,10 @@ def actor() -> None:
 
 
 def remote_process() -> None:
-    from elastic.cluster.workers.remote_processes import Order, _Hosted
+    from elastic.cluster.workers.remote_processes import ProcessOrder, _Hosted
 
     with pytest.raises(ModuleNotFoundError):
-        _Hosted(Order("no.such.module:Thing", (), environment={}))
+        _Hosted(ProcessOrder("no.such.module:Thing", (), environment={}))
 
 
 def certified() -> None:

@@ -23,10 +23,10 @@ from elastic.types import Attention, HardwareProfile, Job, Matmul
 from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
 from elastic.worker.profile import measure as measuring_side
 from elastic.worker.profile.measure import MeasureRequest, hardware_of, measure
-from elastic.worker.profile.measured_ops import Limits, attended, fitting, mixed, ordinary, product, product_flop, stored
+from elastic.worker.profile.measured_ops import CallLimits, attended, fitting, mixed, ordinary, product, product_flop, stored
 
 CPU = torch.device("cpu")
-LIMITS = Limits(64, 1e7, 1 << 20, 1 << 16)
+LIMITS = CallLimits(64, 1e7, 1 << 20, 1 << 16)
 PLACE = PROGRAMS / "tiny.py"
 TINY = load_program(PLACE)
 JOB: dict[str, Any] = {"program": "tiny.py", "steps": 4, "global_batch": 4}

@@ -43,7 +43,7 @@ from elastic.worker.profile.link_probe import Door, listen, measure
 from elastic.worker.profile.node_checks import (
     FREE_MOST_S,
     Checks,
-    Refused,
+    NodeRejected,
     answer,
     awaited,
     multiply,
@@ -97,7 +97,7 @@ def test_a_version_of_nccl_that_was_seen_to_hang_is_said_once_for_each_node(
 def test_another_version_is_refused_before_anything_else_is_done(name: str, background: Callable[..., Any]) -> None:
     mine = versions()
     checks = Checks(Entry(Terms({**mine, name: "0.0"})), CPU, linked=False)
-    with pytest.raises(Refused, match=f"^{name} {mine[name]} \\(the run has 0.0\\)$"):
+    with pytest.raises(NodeRejected, match=f"^{name} {mine[name]} \\(the run has 0.0\\)$"):
         checks.begin(lambda *_: pytest.fail("something was begun"))
 
 
@@ -115,14 +115,14 @@ def test_workers_that_would_share_the_first_gpu(
     monkeypatch.setattr(node_checks, "FREE_MOST_S", 0.0)
     checks = Checks(Entry(Terms(gpu_bytes=2 << 30)), torch.device("cuda", 0), linked)
     why = f"^RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.* all {n_visible} GPUs" if refused else "GPU's memory are free"
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(NodeRejected, match=why):
         checks.begin(lambda *_: pytest.fail("something was begun"))
 
 
 def test_memory_that_is_not_there(background: Callable[..., Any]) -> None:
     free = free_host_bytes()
     assert 0 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with pytest.raises(Refused, match=r"GiB of host memory are free, the job needs 1048576\.00 GiB there"):
+    with pytest.raises(NodeRejected, match=r"GiB of host memory are free, the job needs 1048576\.00 GiB there"):
         Checks(Entry(Terms(host_bytes=1 << 50)), CPU, linked=False).begin(background)
     assert "of a GPU's memory are free, the job needs 2.00 GiB" in too_little(Terms(gpu_bytes=2 << 30), 1 << 40, 1 << 30)
     assert too_little(Terms(gpu_bytes=1 << 30, host_bytes=1 << 30), 1 << 30, 1 << 30) == ""
@@ -153,10 +153,12 @@ def test_a_refusal_for_memory_of_the_gpu_names_who_holds_it_and_may_pass(
 ) -> None:
     monkeypatch.setattr(node_checks, "FREE_MOST_S", 0.0)
     monkeypatch.setattr(node_checks, "memory_holders", lambda device: ((8, 72 << 30), (7, 0)))
-    with pytest.raises(Refused, match=r"the job needs 2\.00 GiB there \(still, after 0 s; memory is held by process 8") as told:
+    with pytest.raises(
+        NodeRejected, match=r"the job needs 2\.00 GiB there \(still, after 0 s; memory is held by process 8"
+    ) as told:
         Checks(Entry(Terms(gpu_bytes=2 << 30)), CPU, linked=False).begin(background)
     assert told.value.may_pass and str(told.value).endswith("process 8 (72.00 GiB), process 7)")
-    with pytest.raises(Refused, match="of host memory") as told:
+    with pytest.raises(NodeRejected, match="of host memory") as told:
         Checks(Entry(Terms(gpu_bytes=2 << 30, host_bytes=1 << 50)), CPU, linked=False).begin(background)
     assert not told.value.may_pass
 
@@ -199,7 +201,7 @@ def one_wrong(value: float) -> Callable[..., torch.Tensor]:
 @pytest.mark.parametrize(("value", "more"), [(1.0, ""), (float("nan"), ", some are no numbers")])
 def test_one_wrong_element_is_found(value: float, more: str) -> None:
     n = node_checks.CPU_SIZE**2
-    with pytest.raises(Refused, match=f"^it computes wrongly: 1 of {n} elements of a product on cpu{more}$"):
+    with pytest.raises(NodeRejected, match=f"^it computes wrongly: 1 of {n} elements of a product on cpu{more}$"):
         multiply(CPU, one_wrong(value))
 
 
@@ -207,7 +209,7 @@ def test_an_error_of_the_device_is_a_reason(background: Callable[..., Any], monk
     def broken(*_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with ...")
 
-    with pytest.raises(Refused, match="^it cannot compute on cpu: CUDA error: uncorrectable ECC error encountered$"):
+    with pytest.raises(NodeRejected, match="^it cannot compute on cpu: CUDA error: uncorrectable ECC error encountered$"):
         multiply(CPU, broken)
     monkeypatch.setattr(node_checks, "multiply", lambda device: multiply(device, broken))
     checks = Checks(Entry(Terms()), CPU, linked=False)
@@ -285,7 +287,7 @@ def test_all_checks_of_a_good_node(background: Callable[..., Any]) -> None:
     found = checks.end()
     assert found.neighbor == "b" and min(found.flop_per_s, found.link_bytes_per_s, found.host_bytes, found.seconds) > 0
     assert found.versions == versions() and found.gpu_bytes == 0
-    with pytest.raises(Refused, match=r"its program is another one: the code of its program\.py"):
+    with pytest.raises(NodeRejected, match=r"its program is another one: the code of its program\.py"):
         checks.program({"program": "p"}, {"program": "q"})
 
 
@@ -322,12 +324,12 @@ def test_storage_that_is_the_hosts_own_is_refused(hosts: tuple[Path, Path]) -> N
         (hosts[1] / "no" / "such", "a file that the driver has written is not there on this node, in "),
         (hosts[0] / "admission" / "a1b2", "this node cannot read and write (Not a directory) "),
     ):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(NodeRejected) as refused:
             answer(mark(uri))
         right = "give `storage` a folder that all nodes share and may write, or s3://bucket/prefix"
         assert str(refused.value) == f"{APART}: {says}{uri}; {right}"
     (hosts[1] / "admission" / "a1b2").write_text("another run's")
-    with pytest.raises(Refused, match="another file than the driver's is on this node"):
+    with pytest.raises(NodeRejected, match="another file than the driver's is on this node"):
         answer(mark(hosts[1]))
 
 
@@ -341,7 +343,7 @@ def test_storage_that_does_not_answer_is_refused(
     checks = Checks(Entry(Terms(versions(), mark=mark(hosts[0]))), CPU, linked=True)
     checks.begin(background)
     try:
-        with pytest.raises(Refused, match=f"{APART}: no answer within 0 s on this node from {hosts[0]}; give `storage`"):
+        with pytest.raises(NodeRejected, match=f"{APART}: no answer within 0 s on this node from {hosts[0]}; give `storage`"):
             checks.end()
     finally:
         hangs.set()

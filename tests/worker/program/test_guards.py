@@ -44,7 +44,7 @@ from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.process_groups.control_tree import Control
 from elastic.worker.program.commit import Commit, StepReports, step_done
 from elastic.worker.program.extra_state import ExtraState
-from elastic.worker.program.guards import MEMORY, Memory, Trip, deviations, judge, needs_memory, trip_of
+from elastic.worker.program.guards import MEMORY, GuardMemory, Trip, deviations, judge, needs_memory, trip_of
 from elastic.worker.program.job_program import with_job
 from elastic.worker.session.generation import Generation
 from elastic.worker.step.batch_shares import BatchShares
@@ -61,8 +61,8 @@ def commit(loss: float, norm: float = 1.0, tokens: int = 10, blocks: tuple[float
     return Commit(squares[0], loss * tokens, tokens, block_square_norms=tuple(squares[1:]))
 
 
-def filled(given: GuardRules, losses: list[float], norm: float = 1.0) -> Memory:
-    memory = Memory(given)
+def filled(given: GuardRules, losses: list[float], norm: float = 1.0) -> GuardMemory:
+    memory = GuardMemory(given)
     for loss in losses:
         memory.applied(commit(loss, norm))
     return memory
@@ -92,7 +92,7 @@ def test_a_spike_trips_upwards_only_and_not_before_there_are_enough_steps() -> N
 
 def test_a_loss_that_falls_for_long_is_no_spike_and_one_that_is_not_positive_is_not_judged() -> None:
     given = rules(loss_spike={"z": 6, "after": 8, "window": 16})
-    memory = Memory(given)
+    memory = GuardMemory(given)
     for step in range(200):
         now = commit(10.0 * 0.97**step + 0.1 * math.sin(step))
         assert judge(given, memory, now, {}) is None
@@ -184,7 +184,7 @@ def test_the_memory_is_part_of_the_training_state() -> None:
         memory.applied(commit(float(loss)))
     memory.skipped()
     extra.note(boxes)
-    other = ExtraState({MEMORY: Memory(given)})
+    other = ExtraState({MEMORY: GuardMemory(given)})
     other.load(boxes)
     assert other.objects[MEMORY].losses.values == memory.losses.values == [math.log(n) for n in range(4, 12)]
     assert other.objects[MEMORY].in_a_row == 1

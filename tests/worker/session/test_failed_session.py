@@ -10,7 +10,7 @@ import torch
 
 from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.types import NodeRefused, WorkerFailed, WorkerId
-from elastic.worker.profile.node_checks import Refused
+from elastic.worker.profile.node_checks import NodeRejected
 from elastic.worker.session.session import Session
 
 ME = WorkerId("a", 1)
@@ -71,7 +71,7 @@ def test_a_refusal_says_whether_it_may_pass(monkeypatch: pytest.MonkeyPatch) -> 
     made, events = session()
 
     def settled(checks: object) -> None:
-        raise Refused("too little memory", may_pass=True)
+        raise NodeRejected("too little memory", may_pass=True)
 
     monkeypatch.setattr(made, "_settled", settled)
     made._prepare()

@@ -25,7 +25,7 @@ from elastic.types import GroupsMade, Layout, Plan, StepDone, WorkerFailed, Work
 from elastic.types.orders import Rendezvous
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.transport import Transport
-from elastic.worker.session.groups_ahead import Ahead
+from elastic.worker.session.groups_ahead import GroupsAhead
 from elastic.worker.session.workplace import EnterOrder
 
 pytestmark = pytest.mark.e2e
@@ -131,12 +131,12 @@ def left_here() -> tuple[int, int, int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task")), n_groups
 
 
-def ahead_of(rank: int, n: int, store: tuple[str, int], transport: Transport, secret: str) -> tuple[Ahead, list[Any]]:
+def ahead_of(rank: int, n: int, store: tuple[str, int], transport: Transport, secret: str) -> tuple[GroupsAhead, list[Any]]:
     workers = tuple(WorkerId("node", i) for i in range(n))
     to_come = Plan(2, Layout(dp_shard=n), workers, (1,) * n, (1,))
     told: list[Any] = []
     groups = Groups(2, to_come.layout, torch.device("cpu"), transport=transport)
-    return Ahead(EnterOrder(to_come, rank, Rendezvous(workers, store, TIMEOUT_S, secret)), groups, told.append), told
+    return GroupsAhead(EnterOrder(to_come, rank, Rendezvous(workers, store, TIMEOUT_S, secret)), groups, told.append), told
 
 
 def dropped(rank: int, n: int, store: tuple[str, int], like: str, when: str) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from support.worker.plans import from_copies, live, plan
 from support.worker.recovery import digests_agree, loss_curve_agrees, newest_whole, recover, start
 from support.worker.worker_pool import TIMEOUT_S, Pool
 
-from elastic.cluster.backend.aggregate import Gather, Parts
+from elastic.cluster.backend.aggregate import CheckpointParts, Gather
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import (
@@ -199,7 +199,7 @@ def test_durable_copy_into_another_layout(pool: Pool, tmp_path: Path) -> None:
     first = plan(1, Layout(pp=2, dp_shard=2), workers, 12, durable_every=4)
     uris = []
 
-    def commit(parts: Parts) -> None:
+    def commit(parts: CheckpointParts) -> None:
         digest = sum(part.digest for part in parts.stored.values()) % (1 << 64)
         uris.append(checkpoint_writer.commit(storage, parts.step, 1, len(parts.plan.ranks), 1, {"digest": str(digest)}))
 

@@ -14,7 +14,7 @@ from support.worker.recovery import digests_agree, loss_curve_agrees, recover
 from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
-from elastic.reshard.transfer_forecast import Pace, Room, forecast
+from elastic.reshard.transfer_forecast import Room, TransferRates, forecast
 from elastic.reshard.transfers import holders_of, participants
 from elastic.types import Abort, DigestPart, Layout, Move, Plan, PlanEntered, Quiesced, StepDone, WorkerFailed, WorkerId
 from elastic.worker.program.model_profile import trace
@@ -29,7 +29,7 @@ def told(job: dict[str, Any], old: Plan, layout: Layout, workers: list[WorkerId]
     layers = plan(9, layout, workers, job["global_batch"]).layers
     nodes = [worker.node_id for worker in everyone]
     cuts = (old.layout, old.layers), (layout, layers)
-    return forecast(trace(load_program(job["program"])), *cuts, holders_of(resume, everyone), nodes, (room, Pace()))
+    return forecast(trace(load_program(job["program"])), *cuts, holders_of(resume, everyone), nodes, (room, TransferRates()))
 
 
 CHAIN = [

@@ -25,7 +25,7 @@ from elastic.reshard.chunks import (
 from elastic.reshard.transfers import plan_transfers
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 from elastic.worker.state.train_state import region
-from elastic.worker.state.transfer import Moved, carry_out, copy_all, sum64, sum_into
+from elastic.worker.state.transfer import TransferStats, carry_out, copy_all, sum64, sum_into
 
 SMALL = Sizes(1 << 16, 1 << 15, 1 << 16, 1 << 19, own_bytes=1 << 18, grouped=True)  # two peers at once, as on CUDA
 LAYOUTS = {
@@ -64,7 +64,7 @@ def moved(
     """Carries the case out and compares every bit. What each participant returned or raised, its end of the wire, its reads."""
     counts: dict[int, Reads] = {}
 
-    def participant(group: Group) -> Moved:
+    def participant(group: Group) -> TransferStats:
         me, wire = group.me, group
         held = {r: numbered_state(case.model, case.old, r) for r, who in case.holders.items() if me in who}
         new = empty_state(case.model, case.new, me) if me < case.new[0].world_size else {}
@@ -89,7 +89,7 @@ def test_every_bit_arrives_and_the_host_waits_once(old: str, new: str, monkeypat
     """Each participant's groups run one after the other, and end together: an order in which two wait for each other hangs."""
     case = case_of(old, new)
     answers, groups, reads = moved(case, SMALL, monkeypatch)
-    assert all(isinstance(answer, Moved) for answer in answers), answers
+    assert all(isinstance(answer, TransferStats) for answer in answers), answers
     plan = case.transfers()
     for me, (answer, group, read) in enumerate(zip(answers, groups, reads, strict=True)):
         assert answer.received_bytes == sum(t.n_bytes for t in plan if t.destination == me != t.source)
@@ -113,7 +113,7 @@ def test_an_altered_message_is_named_though_sums_are_read_at_the_end(monkeypatch
                 turned.append(f" from participant {op.group_peer} (")
 
     answers, _, _ = moved(case_of("dp4", "dp8"), SMALL, monkeypatch, turn)
-    wrong = [me for me, answer in enumerate(answers) if not isinstance(answer, Moved)]
+    wrong = [me for me, answer in enumerate(answers) if not isinstance(answer, TransferStats)]
     assert wrong == [5] and isinstance(answers[5], StateLost), answers
     assert all(part in str(answers[5]) for part in turned)
 

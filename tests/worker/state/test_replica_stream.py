@@ -10,7 +10,7 @@ import torch
 from support.waiting import is_waiting, until
 from support.worker.wires import Gone, Lines, QueueWire
 
-from elastic.worker.state.replica_stream import CHUNK_BYTES, UNPACED_BYTES, Pace, receive_boxes, send_boxes
+from elastic.worker.state.replica_stream import CHUNK_BYTES, UNPACED_BYTES, RateLimit, receive_boxes, send_boxes
 
 N_BYTES = 3 * CHUNK_BYTES + 8
 
@@ -31,7 +31,7 @@ def receiving(lines: Lines, rank: int, into: torch.Tensor, answers: dict[int, st
 def test_every_byte_arrives_at_every_keeper() -> None:
     lines, answers, into = Lines(), {}, {r: torch.zeros(N_BYTES, dtype=torch.uint8) for r in (1, 2)}
     threads = [receiving(lines, r, into[r], answers) for r in into]
-    assert send_boxes(source(), QueueWire(lines, 0), (1, 2), Pace(), threading.Event())
+    assert send_boxes(source(), QueueWire(lines, 0), (1, 2), RateLimit(), threading.Event())
     for thread in threads:
         thread.join(120)
     assert answers == {1: "", 2: ""}
@@ -49,7 +49,7 @@ def test_one_altered_byte_is_told_and_the_stream_still_ends() -> None:
 
     lines, answers = Lines(alter=alter), {}
     thread = receiving(lines, 1, torch.zeros(N_BYTES, dtype=torch.uint8), answers)
-    assert send_boxes(source(), QueueWire(lines, 0), (1,), Pace(), threading.Event())
+    assert send_boxes(source(), QueueWire(lines, 0), (1,), RateLimit(), threading.Event())
     thread.join(120)
     assert answers[1] == f"chunk 1 ({CHUNK_BYTES} bytes) from rank 0 arrived altered: its 64-bit sum differs"
     assert lines.queues[0, 1].empty()
@@ -68,7 +68,7 @@ def test_a_stream_that_is_given_up_ends_at_both_ends_after_the_same_chunk(after:
         quit_now.set()
     lines, answers = Lines(alter=alter), {}
     thread = receiving(lines, 1, torch.zeros(N_BYTES, dtype=torch.uint8), answers)
-    assert not send_boxes(source(), QueueWire(lines, 0), (1,), Pace(), quit_now)
+    assert not send_boxes(source(), QueueWire(lines, 0), (1,), RateLimit(), quit_now)
     thread.join(120)
     assert answers == {1: f"rank 0 gave up after {after} chunks"}
     assert lines.queues[0, 1].empty(), "nothing is left to be mistaken for the next copy"
@@ -78,7 +78,7 @@ def test_a_peer_that_is_gone_raises_at_both_ends() -> None:
     lines = Lines()
     lines.broken.set()
     with pytest.raises(Gone):
-        send_boxes(source(), QueueWire(lines, 0), (1,), Pace(), threading.Event())
+        send_boxes(source(), QueueWire(lines, 0), (1,), RateLimit(), threading.Event())
     with pytest.raises(Gone):
         receive_boxes(torch.zeros(8, dtype=torch.uint8), QueueWire(lines, 1), 0)
 
@@ -96,7 +96,7 @@ class Clock(threading.Event):
 
 def paced_s(bytes_per_s: float, n_bytes: int) -> float:
     clock = Clock()
-    pace = Pace(bytes_per_s, clock, lambda: clock.now_s)
+    pace = RateLimit(bytes_per_s, clock, lambda: clock.now_s)
     for _ in range(n_bytes // CHUNK_BYTES):
         pace.wait(CHUNK_BYTES)
     return clock.now_s
@@ -111,7 +111,7 @@ def test_pace_keeps_to_the_rate_after_a_first_burst() -> None:
 
 def test_an_idle_time_gives_no_more_than_the_first_burst() -> None:
     clock, slept = [0.0], []
-    pace = Pace(1e6, clock=lambda: clock[0])
+    pace = RateLimit(1e6, clock=lambda: clock[0])
     pace.hurry = SimpleNamespace(wait=slept.append)  # type: ignore[assignment]
     pace.wait(CHUNK_BYTES)
     clock[0] += 3600.0
@@ -123,7 +123,7 @@ def test_an_idle_time_gives_no_more_than_the_first_burst() -> None:
 
 
 def test_no_pace_while_somebody_waits() -> None:
-    pace = Pace(1.0)  # months
+    pace = RateLimit(1.0)  # months
     sender = threading.Thread(target=lambda: [pace.wait(CHUNK_BYTES) for _ in range(20)], daemon=True)
     sender.start()
     until(lambda: is_waiting(sender) or not sender.is_alive(), "its wait")

@@ -14,7 +14,7 @@ from support.worker.movers import Case, Mover, Movers, checked_move
 from elastic.errors import StateLost
 from elastic.reshard.chunks import ALIGN, CHUNK_BYTES, STAGING_BYTES, chunk_bytes, message_bytes, messages, split, staging_bytes
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
-from elastic.worker.state.transfer import Moved, sum64
+from elastic.worker.state.transfer import TransferStats, sum64
 
 LAYOUTS = {
     "fsdp4": (Layout(dp_shard=4), ()), "tp2 x fsdp2": (Layout(dp_shard=2, tp=2), ()),
@@ -54,8 +54,8 @@ def case_of(model: ModelProfile, old: str, new: str) -> Case:
 def test_every_layout_to_every_other(movers: Movers, old: str) -> None:
     for new in LAYOUTS:
         case = case_of(mixed(), old, new)
-        moved: list[Moved] = movers.call(checked_move, case)
-        assert all(isinstance(m, Moved) for m in moved), moved
+        moved: list[TransferStats] = movers.call(checked_move, case)
+        assert all(isinstance(m, TransferStats) for m in moved), moved
         plan = case.transfers()
         for me, m in enumerate(moved):
             assert m.sent_bytes == sum(t.n_bytes for t in plan if t.source == me != t.destination)
@@ -71,7 +71,7 @@ def test_old_and_new_ranks_that_have_nothing_in_common(movers: Movers) -> None:
     new = Layout(pp=2)
     for holders in ({0: (2,), 1: (3,)}, {0: (3,), 1: (2, 3)}, {0: (0, 2), 1: (3,)}):
         moved = movers.call(checked_move, Case(mixed(), old, (new, (2, 2)), holders, ("a", "b", "c", "c")))
-        assert all(isinstance(m, Moved) for m in moved), moved
+        assert all(isinstance(m, TransferStats) for m in moved), moved
         assert sum(m.received_bytes for m in moved) == sum(m.sent_bytes for m in moved) > 0
 
 
@@ -106,7 +106,7 @@ def with_an_error(mover: Mover, case: Case, at: int) -> Any:
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_an_altered_chunk_is_named(movers: Movers, at: int) -> None:
     answers = movers.call(with_an_error, case_of(mixed(), "fsdp4", "tp2 x fsdp2"), at)
-    assert [isinstance(a, Moved) for a in answers] == [True, False, True, True]
+    assert [isinstance(a, TransferStats) for a in answers] == [True, False, True, True]
     assert "chunk " in answers[1] and "from participant" in answers[1] and "64-bit sum differs" in answers[1]
     assert "model." in answers[1] or "optim." in answers[1]
 
@@ -118,7 +118,7 @@ def test_staging_stays_in_its_bounds_when_nothing_is_contiguous(movers: Movers) 
     model = ModelProfile(1, 0, specs, (OptimizerSpec(("m", "v")),), tp_limit=4)
     case = Case(model, (Layout(dp_shard=4), ()), (Layout(tp=4), ()), {r: (r,) for r in range(4)}, ("a",) * 4)
     moved = movers.call(checked_move, case)
-    assert all(isinstance(m, Moved) for m in moved), moved
+    assert all(isinstance(m, TransferStats) for m in moved), moved
     assert 0 < max(m.staging_bytes for m in moved) <= STAGING_BYTES
     assert sum(m.received_bytes for m in moved) > 200e6
 

@@ -17,7 +17,7 @@ from elastic.errors import ProgramError
 from elastic.types import Layout
 from elastic.types.grid import coordinates
 from elastic.worker.program.commit import Commit
-from elastic.worker.step.commit_vector import SHARE_MOST, TOKENS_MOST, Heard, RankPart, Slots, Words
+from elastic.worker.step.commit_vector import SHARE_MOST, TOKENS_MOST, CommitFields, CommitReport, RankPart, Slots
 
 FOUR = Layout(dp_shard=4)
 NOTHING = Commit(0.0, 0.0, 0.0)
@@ -29,50 +29,50 @@ def said(layout: Layout, changes: dict[int, RankPart] | None = None) -> list[Ran
     return [(changes or {}).get(part.rank, part) for part in found]
 
 
-def words(**one: Words) -> Heard:
+def words(**one: CommitFields) -> CommitReport:
     """What four ranks hear when each rank0 .. rank3 named says this."""
     parts = said(FOUR)
     return heard([replace(part, words=one.get(f"rank{part.rank}", part.words)) for part in parts])
 
 
-def heard(parts: list[RankPart], layout: Layout = FOUR) -> Heard:
+def heard(parts: list[RankPart], layout: Layout = FOUR) -> CommitReport:
     first = parts[0]
     slots = Slots.of(layout, len(first.sums.block_square_norms), 1 if first.small_square_norm else 0)
-    return Heard.unpack(reduce(torch.add, [part.pack(slots) for part in parts]), slots)
+    return CommitReport.unpack(reduce(torch.add, [part.pack(slots) for part in parts]), slots)
 
 
 # ------------------------------------------------------------------------------------------------ single slots
 
 
 def test_of_ranks_that_say_nothing_nothing_is_heard() -> None:
-    assert heard(said(FOUR)) == Heard(NOTHING, (0.0,) * 4, (0.0,) * 4, (0,) * 4)
+    assert heard(said(FOUR)) == CommitReport(NOTHING, (0.0,) * 4, (0.0,) * 4, (0,) * 4)
 
 
 def test_the_word_of_one_rank_is_heard_by_all() -> None:
     silent = heard(said(FOUR))
     for rank in ("rank0", "rank3"):
-        assert words(**{rank: Words(stop=True)}) == replace(silent, stop=True)
-        assert words(**{rank: Words(save=True)}) == replace(silent, save=True)
-        assert words(**{rank: Words(copy_stored=True)}) == replace(silent, n_copies_stored=1)
-        assert words(**{rank: Words(copy_failed=True)}) == replace(silent, n_copies_failed=1)
-        assert words(**{rank: Words(copy_free=True)}) == replace(silent, n_copies_free=1)
-    assert words(rank0=Words(stop=True), rank1=Words(stop=True), rank2=Words(stop=True)).stop
+        assert words(**{rank: CommitFields(stop=True)}) == replace(silent, stop=True)
+        assert words(**{rank: CommitFields(save=True)}) == replace(silent, save=True)
+        assert words(**{rank: CommitFields(copy_stored=True)}) == replace(silent, n_copies_stored=1)
+        assert words(**{rank: CommitFields(copy_failed=True)}) == replace(silent, n_copies_failed=1)
+        assert words(**{rank: CommitFields(copy_free=True)}) == replace(silent, n_copies_free=1)
+    assert words(rank0=CommitFields(stop=True), rank1=CommitFields(stop=True), rank2=CommitFields(stop=True)).stop
 
 
 def test_parts_of_a_copy_are_counted_apart_from_those_that_failed() -> None:
-    stored = Words(copy_stored=True, copy_free=True)
-    all_said = words(rank0=stored, rank1=stored, rank2=Words(copy_failed=True), rank3=stored)
+    stored = CommitFields(copy_stored=True, copy_free=True)
+    all_said = words(rank0=stored, rank1=stored, rank2=CommitFields(copy_failed=True), rank3=stored)
     assert (all_said.n_copies_stored, all_said.n_copies_failed, all_said.n_copies_free) == (3, 1, 3)
 
 
 @pytest.mark.parametrize("cadence", [(5, 0), (0, 0), (0, 7), (1_000_000, 3)])
 def test_a_cadence_is_told_from_none(cadence: tuple[int, int]) -> None:
-    assert words(rank0=Words(cadence=cadence)).cadence == cadence
+    assert words(rank0=CommitFields(cadence=cadence)).cadence == cadence
 
 
 def test_shares_are_those_that_rank_0_wants_and_tokens_those_of_each_data_parallel_rank() -> None:
     layout = Layout(pp=2, dp_shard=3)
-    parts = [replace(part, words=Words(shares=(1, 2, 3)) if part.rank == 0 else Words()) for part in said(layout)]
+    parts = [replace(part, words=CommitFields(shares=(1, 2, 3)) if part.rank == 0 else CommitFields()) for part in said(layout)]
     counted = {3: 10, 4: 20, 5: 30}  # the last stage knows them
     parts = [replace(part, sums=replace(NOTHING, tokens=counted.get(part.rank, 0))) for part in parts]
     told = heard(parts, layout)
@@ -82,11 +82,13 @@ def test_shares_are_those_that_rank_0_wants_and_tokens_those_of_each_data_parall
 def test_both_fit_into_their_slot_up_to_its_limit_and_no_further() -> None:
     most = Layout(dp_shard=2)
     sums, shares = replace(NOTHING, tokens=TOKENS_MOST - 1), (SHARE_MOST - 1, 1)
-    parts = [replace(part, sums=sums, words=Words(shares=shares) if part.rank == 0 else Words()) for part in said(most)]
+    parts = [
+        replace(part, sums=sums, words=CommitFields(shares=shares) if part.rank == 0 else CommitFields()) for part in said(most)
+    ]
     told = heard(parts, most)
     assert told.tokens == (TOKENS_MOST - 1,) * 2 and told.shares == shares
     for more in (
-        replace(parts[0], words=Words(shares=(SHARE_MOST, 1))),
+        replace(parts[0], words=CommitFields(shares=(SHARE_MOST, 1))),
         replace(parts[0], sums=replace(sums, tokens=TOKENS_MOST)),
     ):
         with pytest.raises(ProgramError, match="of one data-parallel rank in a step"):
@@ -99,14 +101,14 @@ def test_both_fit_into_their_slot_up_to_its_limit_and_no_further() -> None:
     "waits", [[0.0, 0.0, 0.0, 0.0], [0.25, 0.0, 0.25, 0.1], [3600.0, 1.0, 1.0, 1.0], [1e-9, 1e9, 0.3, 0.0]]
 )
 def test_the_longest_wait_is_exact(waits: list[float]) -> None:
-    told = words(**{f"rank{rank}": Words(data_s=wait) for rank, wait in enumerate(waits)})
+    told = words(**{f"rank{rank}": CommitFields(data_s=wait) for rank, wait in enumerate(waits)})
     assert told.data_s == tuple(waits)
 
 
 def test_one_overflow_and_one_number_that_is_none_are_those_of_the_step() -> None:
     over = said(FOUR, {2: RankPart(2, 2, replace(NOTHING, overflowed=True))})
     assert heard(over).commit == replace(NOTHING, overflowed=True)
-    none = said(FOUR, {1: RankPart(1, 1, replace(NOTHING, loss_sum=nan), Words(data_s=1.5))})
+    none = said(FOUR, {1: RankPart(1, 1, replace(NOTHING, loss_sum=nan), CommitFields(data_s=1.5))})
     told = heard(none)
     assert isnan(told.commit.loss_sum) and not told.commit.finite
     assert replace(told, commit=NOTHING) == replace(heard(said(FOUR)), data_s=(0.0, 1.5, 0.0, 0.0)), "and of nothing else"
@@ -162,7 +164,7 @@ def parts_of(draw: st.DrawFn, layout: Layout) -> list[RankPart]:
             shares = st.lists(st.integers(1, SHARE_MOST - 1), min_size=layout.dp, max_size=layout.dp).map(tuple)
             own = {"shares": draw(shares), "cadence": draw(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)))}
         yes = [draw(st.booleans()) for _ in range(5)]
-        spoken = Words(*yes, data_s=draw(SECONDS), **own)  # type: ignore[arg-type]
+        spoken = CommitFields(*yes, data_s=draw(SECONDS), **own)  # type: ignore[arg-type]
         small = draw(st.floats(1.0, 1e9)) if measured else 0.0
         parts.append(RankPart(part.rank, part.dp, sums, spoken, draw(SECONDS), small))
     return parts

@@ -17,7 +17,7 @@ from elastic.cluster.workers.absent_ranks import RankSite, absent_ranks
 from elastic.program import load_program
 from elastic.types import Job, Layout, WorkerId
 from elastic.types.grid import Coordinates
-from elastic.worker.parallel.model_options import Options
+from elastic.worker.parallel.model_options import ModelOptions
 from elastic.worker.parallel.parallelize import parallelize
 from elastic.worker.process.doing import DEVICE
 from elastic.worker.process.fault_injection import DeviceFaults
@@ -200,7 +200,7 @@ def test_gathers_are_before_others_and_sums_behind_own(monkeypatch: pytest.Monke
     try:
         model = tiny()
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
-        options = Options(compute=torch.bfloat16, reduce=torch.float32)
+        options = ModelOptions(compute=torch.bfloat16, reduce=torch.float32)
         parallelize(model, PROGRAM, profile_of(PROGRAM, Job()), mesh, options)
         trained(model)
     finally:

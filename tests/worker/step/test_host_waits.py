@@ -19,7 +19,7 @@ from elastic.data.order import sample_ids
 from elastic.program import Program, load_program
 from elastic.types import Job, Layout, Plan, WorkerId
 from elastic.worker.loop.handoff import HandoffMessage
-from elastic.worker.loop.loop import Offer, Outcome, Run
+from elastic.worker.loop.loop import OfferedBatch, Outcome, Run
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.readback import read, square_norms, to_device
 from elastic.worker.process_groups.groups import Groups
@@ -31,7 +31,7 @@ from elastic.worker.program.loop_program import LoopProgram
 from elastic.worker.session.generation import Generation
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.block_timing import EVERY, FIRST, BlockTiming
-from elastic.worker.step.commit_vector import Heard, Words
+from elastic.worker.step.commit_vector import CommitFields, CommitReport
 from elastic.worker.step.device_marks import DeviceMarks
 from elastic.worker.step.loss_scale import profile_of
 from elastic.worker.step.optimizer_step import Stepper, seed
@@ -67,7 +67,7 @@ def waits(stepper: Stepper) -> list[list[str]]:
     for step in range(STEPS):
         batches = [collate(dataset, sample_ids(512, BATCH, 7, step))]
         with reads:
-            stepper.run(batches, Words())
+            stepper.run(batches, CommitFields())
         found.append(reads.take())
     assert state.step == STEPS
     return found[1:]
@@ -134,12 +134,12 @@ def test_the_host_waits_once_in_a_step_of_a_loop() -> None:
         said.append(word)
         return offers.pop() if word.kind == "next" else Outcome(True, 1.0, 1.0)
 
-    offers: list[Offer] = []
+    offers: list[OfferedBatch] = []
     run.turns = SimpleNamespace(say=say)  # type: ignore[assignment]
     run.model.attach(stepper.state.model)
 
     def compute(batch: Any, step: int, epoch: int) -> Any:
-        offers.append(Offer(batch, step, epoch))
+        offers.append(OfferedBatch(batch, step, epoch))
         given = next(run)
         for rows in cut_rows(BATCH, 2):
             part = {key: value[rows.start : rows.stop] for key, value in given.items()}
@@ -296,7 +296,7 @@ def test_blocks_are_timed_in_few_steps_on_a_gpu_by_events_that_are_used_again(mo
 
 def test_rank_0_takes_in_the_steps_that_were_timed() -> None:
     taken: list[int] = []
-    heard = Heard(Commit(1.0, 2.0, 3.0), (0.0, 0.0), (0.0, 0.0), (3,))
+    heard = CommitReport(Commit(1.0, 2.0, 3.0), (0.0, 0.0), (0.0, 0.0), (3,))
     own: Any = SimpleNamespace(
         loader=object(), new_shares=None, rank=0, _times=SimpleNamespace(add=lambda step, *rest: taken.append(step))
     )

@@ -34,7 +34,7 @@ from elastic.worker.session.workplace import EnterOrder
 from elastic.worker.state.buffers import StepBuffers
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step import optimizer_step as step_module
-from elastic.worker.step.commit_vector import Words
+from elastic.worker.step.commit_vector import CommitFields
 from elastic.worker.step.faulty_rank import Tripped
 from elastic.worker.step.optimizer_step import Stepper
 
@@ -73,7 +73,7 @@ def buffers_of(state: TrainState) -> dict[str, torch.Tensor]:
 def test_gradients_that_were_read_after_an_abort_are_not_kept(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU an aborted kernel ends like one that is done: the numbers look right."""
     state, stepper, batch = begun(SKIP)
-    stepper.run(batch(), Words())
+    stepper.run(batch(), CommitFields())
     real = step_module.read
 
     def aborted_meanwhile(tensors: Any) -> Any:
@@ -82,7 +82,7 @@ def test_gradients_that_were_read_after_an_abort_are_not_kept(begun: Any, monkey
 
     monkeypatch.setattr(step_module, "read", aborted_meanwhile)
     with pytest.raises(ConnectionAbortedError, match="generation 0 was aborted"):
-        stepper.run(batch(), Words())
+        stepper.run(batch(), CommitFields())
     assert stepper.pending is None, "they could be applied when the others say so"
     assert state.step == 1
 
@@ -91,7 +91,7 @@ def test_a_skipped_step_takes_its_buffers_back(begun: Any) -> None:
     state, stepper, batch = begun(SKIP)
     for step in range(1, NAN_AT + 2):
         before = buffers_of(state)
-        stepper.run(batch(), Words())
+        stepper.run(batch(), CommitFields())
         assert (stepper.trip is not None) == (step == NAN_AT)
         same = {name: torch.equal(tensor, before[name]) for name, tensor in buffers_of(state).items()}
         assert same == {"calls": step == NAN_AT, "mean": step == NAN_AT, "table": True}
@@ -102,9 +102,9 @@ def test_a_skipped_step_takes_its_buffers_back(begun: Any) -> None:
 def test_before_a_roll_back_too(begun: Any) -> None:
     state, stepper, batch = begun(Guards().model_dump())
     for _ in range(NAN_AT - 1):
-        stepper.run(batch(), Words())
+        stepper.run(batch(), CommitFields())
     with pytest.raises(Tripped):
-        stepper.run(batch(), Words())
+        stepper.run(batch(), CommitFields())
     assert int(buffers_of(state)["calls"]) == state.step == NAN_AT - 1
 
 
@@ -119,7 +119,7 @@ def broken_off(stepper: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any
 
     monkeypatch.setattr(stepper, "_commit", broken)
     with pytest.raises(ConnectionAbortedError):
-        stepper.run(batch, Words())
+        stepper.run(batch, CommitFields())
     return commits[0].commit
 
 
@@ -155,7 +155,7 @@ def test_samples_that_the_order_does_not_give_are_an_error(begun: Any, monkeypat
     ids = stepper.shares.ids_of(0, 0)
     monkeypatch.setattr(stepper.shares, "ids_of", lambda step, dp: [ids[0], *ids[:-1]])
     with pytest.raises(InternalError, match="step 1: the ranks trained on other samples"):
-        stepper.run(batch(), Words())
+        stepper.run(batch(), CommitFields())
     assert state.step == 0
 
 

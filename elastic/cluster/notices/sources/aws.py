@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from elastic.cluster.notices.sources.metadata_request import Answer, Finding, ask
+from elastic.cluster.notices.sources.metadata_request import Finding, MetadataAnswer, ask
 
 ENDPOINTS = {"ipv4": "http://169.254.169.254", "ipv6": "http://[fd00:ec2::254]"}
 TOKEN_S = 21600  # the longest that there is
@@ -49,7 +49,7 @@ class Aws:
             found.append(Finding("AWS: rebalance recommendation (a higher risk of interruption)", risk=True))
         return found
 
-    def _get(self, path: str) -> Answer:
+    def _get(self, path: str) -> MetadataAnswer:
         if time.monotonic() >= self._renew_s:
             self._renew()
         answer = self._ask(path)
@@ -60,7 +60,7 @@ class Aws:
             raise ConnectionError(f"{self._endpoint}: HTTP {answer.status} for {path}")
         return answer
 
-    def _ask(self, path: str) -> Answer:
+    def _ask(self, path: str) -> MetadataAnswer:
         return ask(f"{self._endpoint}/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": self._token})
 
     def _renew(self) -> None:
@@ -72,7 +72,7 @@ class Aws:
         self._token, self._renew_s = answer.text, asked_s + self._token_s / 2
 
 
-def _taken(answer: Answer) -> Finding:
+def _taken(answer: MetadataAnswer) -> Finding:
     """A notice that cannot be read is still a notice."""
     try:
         said = json.loads(answer.text)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from elastic.cluster.notices.sources.metadata_request import Answer, Finding, ask
+from elastic.cluster.notices.sources.metadata_request import Finding, MetadataAnswer, ask
 
 ADDRESS = "http://169.254.169.254"
 ENDPOINT = "ELASTIC_AZURE_METADATA_ENDPOINT"  # Azure's own libraries have no variable for it
@@ -45,7 +45,7 @@ class Azure:
         mine = [event for event in events if self._me in event.get("Resources", ())]
         return [found for event in mine if (found := _finding(event, answer)) is not None]
 
-    def _get(self, path: str, wait_s: float | None = None) -> Answer:
+    def _get(self, path: str, wait_s: float | None = None) -> MetadataAnswer:
         url, headers = f"{self._endpoint}/metadata/{path}", {"Metadata": "true"}
         answer = ask(url, headers, wait_s=wait_s)
         if answer.status != 200:
@@ -53,7 +53,7 @@ class Azure:
         return answer
 
 
-def _finding(event: Mapping[str, Any], answer: Answer) -> Finding | None:
+def _finding(event: Mapping[str, Any], answer: MetadataAnswer) -> Finding | None:
     kind, at = str(event.get("EventType", "")), str(event.get("NotBefore") or "")
     what = f"Azure: {kind} {event.get('EventId', '')}" + (f" not before {at}" if at else ", started")
     if kind == "Freeze":

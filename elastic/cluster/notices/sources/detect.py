@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.cluster.notices.sources import aws, azure, gcp, kubernetes, notice_file
-from elastic.cluster.notices.sources.metadata_request import Source
+from elastic.cluster.notices.sources.metadata_request import NoticeSource
 
 FIRMWARE = Path("/sys/class/dmi/id")
 MOST_S = 1.0
@@ -24,7 +24,7 @@ NAMED = {  # variables that say where to ask
 
 
 @dataclass(frozen=True)
-class Place:
+class ProbedMachine:
     """What is looked at. `named_only`: metadata addresses are asked only where environment or firmware name their cloud."""
 
     environ: Mapping[str, str]
@@ -37,13 +37,13 @@ class Place:
 class Sources:
     """`notes`: why a source that should be here is not, for a person."""
 
-    found: tuple[Source, ...] = ()
+    found: tuple[NoticeSource, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def sources_of(place: Place) -> Sources:
+def sources_of(place: ProbedMachine) -> Sources:
     """Takes at most about MOST_S. A cloud that is named but does not answer yet stays: it is asked on."""
-    found: list[Source] = []
+    found: list[NoticeSource] = []
     notes: list[str] = []
     path = place.environ.get(notice_file.VARIABLE)
     if path:
@@ -84,10 +84,10 @@ def cloud_of(firmware: Path) -> str | None:
     return "Azure" if texts.get("chassis_asset_tag") == AZURE_CHASSIS else ""
 
 
-def _clouds(place: Place) -> tuple[list[Source], list[Source]]:
+def _clouds(place: ProbedMachine) -> tuple[list[NoticeSource], list[NoticeSource]]:
     """Those that are named, and those that might be here."""
     environ = place.environ
-    make: dict[str, Callable[[], Source | None]] = {
+    make: dict[str, Callable[[], NoticeSource | None]] = {
         "AWS": lambda: aws.Aws(endpoint) if (endpoint := aws.endpoint_of(environ)) else None,
         "GCP": lambda: gcp.Gcp(gcp.endpoint_of(environ)),
         "Azure": lambda: azure.Azure(azure.endpoint_of(environ)),
@@ -99,11 +99,11 @@ def _clouds(place: Place) -> tuple[list[Source], list[Source]]:
     return _made(make, certain), _made(make, possible)
 
 
-def _made(make: Mapping[str, Callable[[], Source | None]], names: Sequence[str]) -> list[Source]:
+def _made(make: Mapping[str, Callable[[], NoticeSource | None]], names: Sequence[str]) -> list[NoticeSource]:
     return [source for name in names if (source := make[name]()) is not None]
 
 
-def _pod(place: Place) -> tuple[Source | None, str]:
+def _pod(place: ProbedMachine) -> tuple[NoticeSource | None, str]:
     if "KUBERNETES_SERVICE_HOST" not in place.environ:
         return None, ""
     try:
@@ -112,11 +112,11 @@ def _pod(place: Place) -> tuple[Source | None, str]:
         return None, f"Kubernetes: this pod has no service account to ask with ({error.strerror or error})"
 
 
-def _greeted(sources: Sequence[Source]) -> dict[str, str]:
+def _greeted(sources: Sequence[NoticeSource]) -> dict[str, str]:
     """Name -> '' = it answers, else why not; those that have not answered within MOST_S are left out."""
     answers: dict[str, str] = {}
 
-    def greet(source: Source) -> None:
+    def greet(source: NoticeSource) -> None:
         try:
             source.greet()
             answers[source.name] = ""

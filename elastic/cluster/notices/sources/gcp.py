@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 
-from elastic.cluster.notices.sources.metadata_request import Answer, Finding, ask
+from elastic.cluster.notices.sources.metadata_request import Finding, MetadataAnswer, ask
 
 ADDRESS = "169.254.169.254"  # the name metadata.google.internal would have to be resolved first
 PREEMPTED_S = 30.0
@@ -69,20 +69,20 @@ class Gcp:
             self._upcoming = (time.monotonic(), known)
         return known
 
-    def _ask(self, path: str) -> Answer:
+    def _ask(self, path: str) -> MetadataAnswer:
         return ask(f"{self._endpoint}/computeMetadata/v1/{path}", {"Metadata-Flavor": "Google"})
 
-    def _get(self, path: str) -> Answer:
+    def _get(self, path: str) -> MetadataAnswer:
         """Raises OSError also for the 503 that the server may answer during maintenance: asked again. 404 = nothing is said."""
         answer = self._ask(path)
         if answer.status == 404:
-            return Answer(404, "", answer.headers)
+            return MetadataAnswer(404, "", answer.headers)
         if answer.status != 200:
             raise ConnectionError(f"{self._endpoint}: HTTP {answer.status} for {path}")
         return answer
 
 
-def _maintenance(answer: Answer) -> Finding | None:
+def _maintenance(answer: MetadataAnswer) -> Finding | None:
     """None: nothing is planned, or it cannot be read."""
     try:
         said = json.loads(answer.text)

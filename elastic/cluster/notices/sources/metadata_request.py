@@ -30,7 +30,7 @@ class Finding:
     risk: bool = False
 
 
-class Source(Protocol):
+class NoticeSource(Protocol):
     """Something that knows of this node's end. Both raise OSError where it gives no answer."""
 
     name: str
@@ -44,7 +44,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Answer:
+class MetadataAnswer:
     """`said_s`: the server's clock, in epoch seconds; None = it did not say."""
 
     status: int
@@ -66,7 +66,7 @@ def ask(
     method: str = "GET",
     wait_s: float | None = None,
     tls: ssl.SSLContext | None = None,
-) -> Answer:
+) -> MetadataAnswer:
     """Raises OSError where nothing that speaks HTTP answers within `wait_s` (default: WAIT_S)."""
     wait_s = WAIT_S if wait_s is None else wait_s
     parts = urlsplit(url)
@@ -81,7 +81,7 @@ def ask(
         response = connection.getresponse()
         text = response.read(MOST_BYTES).decode(errors="replace")
         names = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(response.status, text, names, _date_s(names.get("date", "")))
+        return MetadataAnswer(response.status, text, names, _date_s(names.get("date", "")))
     except (http.client.HTTPException, UnicodeError) as error:
         raise ConnectionError(f"{url}: {type(error).__name__} {error}") from error
     finally:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from elastic.cluster.notices.sources.detect import Sources
-from elastic.cluster.notices.sources.metadata_request import Finding, Source
+from elastic.cluster.notices.sources.metadata_request import Finding, NoticeSource
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ DEAF_S = 30.0  # a source that has not answered for so long is named in a note
 
 
 @dataclass(frozen=True)
-class Report:
+class NoticeReport:
     """`version` grows with each change; 0 = nothing is known yet. `said`: of each source that has answered so far, what it says
     now; `in_s` counts from when the report was made."""
 
@@ -40,7 +40,7 @@ class Watch:
         self._deaf: dict[str, str] = {}
         threading.Thread(target=self._begin, args=(find,), name="notices", daemon=True).start()
 
-    def news(self, seen: int, wait_s: float) -> Report:
+    def news(self, seen: int, wait_s: float) -> NoticeReport:
         """What is known, as soon as it is newer than version `seen`, at the latest after `wait_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._version > seen or self._ended.is_set(), wait_s)
@@ -50,7 +50,7 @@ class Watch:
                 for name, known in self._known.items()
             }
             notes = (*self._sources.notes, *self._deaf.values())
-            return Report(self._version, tuple(source.name for source in self._sources.found), notes, said)
+            return NoticeReport(self._version, tuple(source.name for source in self._sources.found), notes, said)
 
     def close(self) -> None:
         with self._changed:
@@ -65,7 +65,7 @@ class Watch:
         for source in sources.found:
             threading.Thread(target=self._follow, args=(source,), name=f"notices-{source.name}", daemon=True).start()
 
-    def _follow(self, source: Source) -> None:
+    def _follow(self, source: NoticeSource) -> None:
         answered_s = time.monotonic()
         while not self._ended.is_set():
             try:

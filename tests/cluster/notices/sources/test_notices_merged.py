@@ -11,16 +11,16 @@ from elastic.cluster.backend.cloud_feed import CloudFeed
 from elastic.cluster.notices.merged_notices import DRILL, RAY, RESERVATION, Notices
 from elastic.cluster.notices.notice_watchers import NoticeWatchers
 from elastic.cluster.notices.sources.metadata_request import Finding
-from elastic.cluster.notices.sources.watch import Report
+from elastic.cluster.notices.sources.watch import NoticeReport
 from elastic.cluster.prices.market import Ticker
 from elastic.types import Node, NodeWarned, Notice, NoticeWithdrawn, Pool, PriceSeen
 
 AWS = "AWS: spot instance-action terminate at 2026-01-01T00:02:00Z"
 
 
-def said(**findings: Finding) -> Report:
+def said(**findings: Finding) -> NoticeReport:
     """Each source says one thing."""
-    return Report(1, tuple(findings), (), {source: (finding,) for source, finding in findings.items()})
+    return NoticeReport(1, tuple(findings), (), {source: (finding,) for source, finding in findings.items()})
 
 
 def test_draining_is_told_once_and_withdrawn() -> None:
@@ -44,11 +44,11 @@ def test_the_earliest_counts_and_all_must_be_gone_before_it_is_withdrawn() -> No
     notices.drains({"a": 1100.0}, 1001.0)
     assert notices.news() == [Notice("a", 1100.0, RAY)]
     notices.drains({"a": 1100.0}, 1002.0)
-    notices.heard("a", Report(2, ("AWS",), (), {"AWS": ()}), 1003.0)
+    notices.heard("a", NoticeReport(2, ("AWS",), (), {"AWS": ()}), 1003.0)
     assert notices.news() == [], "Ray still drains it"
     notices.heard("a", said(AWS=Finding(AWS, 90.0)), 1003.0)
     assert notices.news() == [Notice("a", 1093.0, AWS)]
-    notices.heard("a", Report(4, ("AWS",), (), {"AWS": ()}), 1004.0)
+    notices.heard("a", NoticeReport(4, ("AWS",), (), {"AWS": ()}), 1004.0)
     assert notices.news() == [Notice("a", 1100.0, RAY)], "later again, by the one that is left"
     notices.drains({}, 1005.0)
     assert notices.news() == [NoticeWithdrawn("a")]
@@ -66,7 +66,7 @@ def test_a_source_that_has_not_answered_withdraws_nothing() -> None:
     notices = Notices()
     notices.heard("a", said(AWS=Finding(AWS, 120.0)), 1000.0)
     notices.news()
-    notices.heard("a", Report(1, ("AWS",)), 1010.0)  # a lookout that was started over, before its first answer
+    notices.heard("a", NoticeReport(1, ("AWS",)), 1010.0)  # a lookout that was started over, before its first answer
     assert notices.news() == []
 
 
@@ -88,7 +88,7 @@ def test_a_node_that_the_policy_leaves_is_left() -> None:
     for node_id in ("a", "b"):
         notices.left(node_id)
     notices.drains({"a": 1060.0, "b": 1060.0}, 1001.0)
-    notices.heard("a", Report(2, ("AWS",), (), {"AWS": ()}), 1002.0)
+    notices.heard("a", NoticeReport(2, ("AWS",), (), {"AWS": ()}), 1002.0)
     assert notices.news() == []
     notices.forget("b")
     notices.drains({"b": 1060.0}, 1003.0)
@@ -120,13 +120,13 @@ def test_the_end_of_a_reservation_is_told_ten_minutes_ahead() -> None:
 class Quiet(NoticeWatchers):
     """NoticeWatchers that were told what to say."""
 
-    def __init__(self, reports: list[tuple[str, Report]]) -> None:
+    def __init__(self, reports: list[tuple[str, NoticeReport]]) -> None:
         self.reports, self.kept = reports, dict[str, str]()
 
     def keep(self, nodes: Mapping[str, str]) -> None:
         self.kept = dict(nodes)
 
-    def take(self) -> list[tuple[str, Report]]:
+    def take(self) -> list[tuple[str, NoticeReport]]:
         taken, self.reports = self.reports, []
         return taken
 
@@ -135,7 +135,14 @@ def test_that_a_pool_hears_nothing_is_said_once(caplog: pytest.LogCaptureFixture
     pools = (Pool("spot", market_type="spot"), Pool("ours", market_type="owned"))
     nodes = {name: Node(name, name.partition("-")[0]) for name in ("spot-1", "spot-2", "ours-1")}
     note = "Kubernetes: the service account may not read pod a/b (HTTP 403)"
-    quiet = Quiet([("spot-1", Report(1)), ("spot-2", Report(1, (), (note,))), ("ours-1", Report(1)), ("gone", Report(1))])
+    quiet = Quiet(
+        [
+            ("spot-1", NoticeReport(1)),
+            ("spot-2", NoticeReport(1, (), (note,))),
+            ("ours-1", NoticeReport(1)),
+            ("gone", NoticeReport(1)),
+        ]
+    )
     ticker = Ticker(())
     ticker._news.put(PriceSeen("spot", 2.0))
     cloud_feed = CloudFeed(pools, quiet, ticker)
