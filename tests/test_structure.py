@@ -205,6 +205,16 @@ def crowded(root: Path) -> Iterator[str]:
     names = [path.name for files in rooms(root).values() for path in files]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"{name} stands in more than one room"
+    named = [
+        (node.name, path)
+        for path in sorted(root.rglob("*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    public = [name for name, _ in named if not name.startswith("_")]
+    for name in sorted({name for name in public if public.count(name) > 1}):
+        places = ", ".join(str(path.relative_to(root)) for other, path in named if other == name)
+        yield f"{name} is the name of more than one class: {places}"
 
 
 def test_rooms() -> None:
@@ -218,8 +228,11 @@ def test_the_rule_about_rooms_sees(tmp_path: Path) -> None:
             (tmp_path / room / f"{room[0]}{i}.py").touch()
     for room in ("", "c", "a"):
         (tmp_path / room / "__init__.py").write_text('"""What it is for."""')
+    for file in ("a/a1.py", "c/c1.py"):
+        (tmp_path / file).write_text("class Found: ...\nclass _Own: ...\n")
     assert list(crowded(tmp_path)) == [
-        "a holds 13 files", "a/b/__init__.py does not say what the room is for", "a0.py stands in more than one room"
+        "a holds 13 files", "a/b/__init__.py does not say what the room is for", "a0.py stands in more than one room",
+        "Found is the name of more than one class: a/a1.py, c/c1.py",
     ]  # fmt: skip
 
 

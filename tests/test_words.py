@@ -155,7 +155,7 @@ def test_the_glossary_says_everything_once() -> None:
         ("class FakeCrew:\n    pass\n", ["x.py:1 FakeCrew: 'crew'; say 'worker group'"]),
         ("def find_offender():\n    pass\n", ["x.py:1 find_offender: 'offender'; say 'faulty rank'"]),
         ("def screws():\n    '''A durable copy in a docstring.'''\n    return 'durable'\n", []),
-        ("text = 'see docs/optimisation.md for more'\n", []),
+        ("text = 'see docs/optimization.md for more'\n", []),
     ],
 )
 def test_a_word_that_is_not_said_is_found_with_its_place_and_what_to_say(source: str, found: list[str]) -> None:

@@ -25,7 +25,7 @@ from elastic.planner.cost.kernels import MEASURED, generation
 from elastic.planner.cost.memory import USABLE, Step
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Site, bubble, step_cost
-from elastic.planner.hetero import balance, rank_placement
+from elastic.planner.hetero import hetero_shares, rank_placement
 from elastic.planner.hetero.hetero_assign import RECOMPUTED, HeteroAssigner, HeteroAssignment, guessed
 from elastic.planner.layout_space import Space, cut, n_options
 from elastic.planner.step_split import step_of
@@ -235,7 +235,7 @@ class _Search:
             return
         there = Counter(self.place.zones[node.node_id] for node in self.nodes for _ in range(node.gpus))
         wanted = int(self.space.pins.get("dp_replicate", 0))
-        fitting = (n for n in balance.divisors(world) if sum(gpus // (world // n) for gpus in there.values()) >= n)
+        fitting = (n for n in hetero_shares.divisors(world) if sum(gpus // (world // n) for gpus in there.values()) >= n)
         for n in islice((n for n in fitting if not wanted or n == wanted), MOST_REPLICAS):
             yield replace(self.space, pins={**self.space.pins, "dp_replicate": n})
 
@@ -304,13 +304,15 @@ class _Search:
         slots, m = next(self.place.arrangements(layout, self.assigner.max_workers)), step.n_microbatches
         ranks = tuple(worker for slot in slots for worker in slot.workers)
         speeds = [min(slot.rate for slot in slots[d :: layout.dp]) for d in range(layout.dp)]
-        samples = balance.shares(step.global_batch // m, speeds, m)
-        layers = balance.stage_layers(self.model.n_blocks, layout.n_stages)
+        samples = hetero_shares.shares(step.global_batch // m, speeds, m)
+        layers = hetero_shares.stage_layers(self.model.n_blocks, layout.n_stages)
         parts = self.parts(layout, replace(step, largest_share=max(samples)))
         pace = sum(self.parts(layout, step).values()) / len(ranks) / self.assigner.reference
         step_s = self.step_s(layout, replace(step, largest_share=max(samples)))
         rates = [self.place.rates[worker] for worker in ranks]
-        return HeteroAssignment(ranks, samples, layers, parts, pace, step_s, balance.busy_s(layout, samples, layers, m, rates))
+        return HeteroAssignment(
+            ranks, samples, layers, parts, pace, step_s, hetero_shares.busy_s(layout, samples, layers, m, rates)
+        )
 
     def parts(self, layout: Layout, step: Step) -> dict[str, float]:
         """Of a step's time on equal GPUs, in multiples of a perfect split of the model's FLOPs over the same ranks."""

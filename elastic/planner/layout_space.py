@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.hetero import balance
+from elastic.planner.hetero import hetero_shares
 from elastic.types import Job, Layout, ModelProfile, Node
 
 MOST_VIRTUAL = 4  # pipeline stages per rank
@@ -96,7 +96,7 @@ class Space:
         if not self.tight or self.whole_share or layout.dp > self.global_batch:
             return (0,)
         try:
-            n = balance.microbatches(self.global_batch, layout)
+            n = hetero_shares.microbatches(self.global_batch, layout)
         except InfeasiblePlan:
             return (0,)
         rows, found = -(-(self.global_batch // n) // layout.dp), [0]
@@ -107,7 +107,7 @@ class Space:
 
     def _divides(self, layout: Layout) -> bool:
         try:
-            return balance.microbatches(self.global_batch, layout) >= layout.pp
+            return hetero_shares.microbatches(self.global_batch, layout) >= layout.pp
         except InfeasiblePlan:
             return False
 

@@ -20,7 +20,7 @@ from elastic.planner.cost.block_cost_cache import BlockCostCache
 from elastic.planner.cost.memory import USABLE, usable_bytes
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Site, step_cost
-from elastic.planner.hetero import balance, hetero_offers
+from elastic.planner.hetero import hetero_offers, hetero_shares
 from elastic.planner.layout_search import site_of
 from elastic.planner.layout_space import Space, n_options
 from elastic.planner.offers import Aim, Candidate, NodeGroup, Offer, OfferPart, Offers
@@ -145,7 +145,7 @@ class _Finder:
         if not experts or not job.ep:
             return (1,)
         ranks = shape.dp_shard * shape.cp
-        return tuple(n for n in balance.divisors(ranks) if experts % n == 0)
+        return tuple(n for n in hetero_shares.divisors(ranks) if experts % n == 0)
 
     def bound(self, site: Site, shape: Layout) -> float:
         """Seconds of a step's computation at best, without recomputation and waiting."""

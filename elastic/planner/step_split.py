@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost.memory import Step
-from elastic.planner.hetero import balance
+from elastic.planner.hetero import hetero_shares
 from elastic.types import Job, Layout, ModelProfile
 
 
@@ -30,10 +30,10 @@ def step_of(model: ModelProfile, job: Job, layout: Layout, per_node: int) -> Ste
     if layout.pp > 1 and not model.pipeline:
         raise InfeasiblePlan(f"pp={layout.pp}, but this program cannot be spread over pipeline stages")
     if layout.n_stages > 1:
-        balance.stage_layers(model.n_blocks, layout.n_stages)
+        hetero_shares.stage_layers(model.n_blocks, layout.n_stages)
     if layout.dp > global_batch:
         raise InfeasiblePlan(f"{layout.dp} data-parallel ranks are more than the {global_batch} samples of a step")
-    m = balance.microbatches(global_batch, layout)
+    m = hetero_shares.microbatches(global_batch, layout)
     share = -(-(global_batch // m) // layout.dp) * m
     return Step(m, share, global_batch, per_node, job.precision)
 

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.reshard.shards import Placed, Region, check_layers, meet, placements, region, stages_of
+from elastic.reshard.rank_boxes import Placed, Region, check_layers, meet, placements, region, stages_of
 from elastic.types import AXES, DTYPE_BYTES, Layout, ModelProfile
 
 Ints = NDArray[np.int64]

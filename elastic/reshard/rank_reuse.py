@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 from elastic.reshard.pieces import Cut, Overlaps, Side, bundles
-from elastic.reshard.shards import placements
+from elastic.reshard.rank_boxes import placements
 from elastic.types import DTYPE_BYTES, ModelProfile, WorkerId
 
 MOST_WORKERS = 256  # above it the order is left as it is: the method would take more than a second

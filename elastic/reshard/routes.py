@@ -21,7 +21,7 @@ import numpy as np
 
 from elastic.errors import StateLost
 from elastic.reshard.pieces import Cut, Held, Ints, Overlaps, Side, TensorBundle, bundles
-from elastic.reshard.shards import Placed, Region
+from elastic.reshard.rank_boxes import Placed, Region
 from elastic.types import DTYPE_BYTES, Layout, ModelProfile
 
 SPREAD_BYTES = 64 << 20  # parts that several could send are cut along dimension 0 to at most this, so that several do

@@ -8,8 +8,8 @@ import numpy as np
 
 from elastic.errors import InternalError
 from elastic.reshard.pieces import Cut, Side
+from elastic.reshard.rank_boxes import Region, meet, placements
 from elastic.reshard.routes import Routes, plan_routes
-from elastic.reshard.shards import Region, meet, placements
 from elastic.types import Box, ModelProfile, Resume, Transfer, WorkerId
 from elastic.types.grid import replica_key
 

@@ -14,7 +14,7 @@ from typing import Any
 from elastic.sim.gpu_speeds import Paces
 from elastic.sim.partitions import Partitions
 from elastic.sim.scripted_faults import Delays, Fault
-from elastic.sim.weather import STORAGE_KINDS
+from elastic.sim.sim_storage import STORAGE_KINDS
 from elastic.types import (
     Abort,
     Action,
@@ -105,7 +105,7 @@ class SimBackend(Partitions):
             self._damage(fault)
             return
         if fault.kind in STORAGE_KINDS:
-            self.weather.begin(replace(fault, at_s=self._now_s))
+            self.sim_storage.begin(replace(fault, at_s=self._now_s))
             return
         if fault.kind == "stop":
             self._tell(StopAsked("scripted"))

@@ -9,7 +9,7 @@ from elastic.sim.functions import Functions
 from elastic.sim.gpu_speeds import FORWARD, Paces, step_s
 from elastic.sim.scripted_faults import Delays, Fault, Moment
 from elastic.sim.sim_nodes import SimMachines
-from elastic.sim.weather import Weather
+from elastic.sim.sim_storage import SimStorage
 from elastic.types import (
     Abort,
     Copy,
@@ -93,7 +93,7 @@ class Generations(SimMachines):
         self._for_ever = False  # whenever they are done
         self.stored: dict[str, Copy] = {}  # checkpoints that are in storage, by uri, in the order in which they came
         self._damaged: set[str] = set()
-        self.weather = Weather()
+        self.sim_storage = SimStorage()
 
     def _running(self) -> list[SimGeneration]:
         return [group for group in self._groups.values() if group.entered and not group.ended]
@@ -223,7 +223,7 @@ class Generations(SimMachines):
 
     def _transition(self, group: SimGeneration) -> None:
         slow = group.plan.resume.source == "durable"
-        enter_s = self.weather.read_s(self._now_s, self.delays.restore_s) if slow else self.delays.enter_s
+        enter_s = self.sim_storage.read_s(self._now_s, self.delays.restore_s) if slow else self.delays.enter_s
         self._after(enter_s + group.set_up_s, lambda: self._entered(group))
 
     def _set_up_s(self, plan: Plan) -> float:
@@ -444,7 +444,7 @@ class Generations(SimMachines):
             if (wait_s := self._cut_s(plan.ranks)) > 0:  # the driver writes the marker, when it has heard of all parts
                 self._after(wait_s, stored)
                 return
-            if why := self.weather.refusal(self._now_s):
+            if why := self.sim_storage.refusal(self._now_s):
                 self._tell(CopyFailed(plan.generation, step, why))
                 return
             uri = f"sim://step-{step:08d}.g{plan.generation:04d}"
@@ -453,7 +453,7 @@ class Generations(SimMachines):
             self._tell(CopyStored(self.stored[uri], 1.0, 0.05))
             self._tell(CopyVerified(uri))
 
-        self._after(self.weather.saved_s(self._now_s, self.delays.store_s), stored)
+        self._after(self.sim_storage.saved_s(self._now_s, self.delays.store_s), stored)
 
     def _finish(self, group: SimGeneration) -> None:
         """All ranks leave at this boundary; the last copy is under way."""

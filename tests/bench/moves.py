@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
 from elastic.reshard.chunks import CHUNK_BYTES
 from elastic.reshard.pieces import shard_bytes
-from elastic.reshard.shards import boxes, placements, stages_of
+from elastic.reshard.rank_boxes import boxes, placements, stages_of
 from elastic.reshard.transfers import check_cover
 from elastic.types import Transfer
 from elastic.types.grid import coordinates

@@ -28,7 +28,7 @@ from trial import PROGRAM, Clock, Failed, Trial, running
 
 from elastic.ledger.accounts import account
 from elastic.ledger.journal import Line
-from elastic.reshard.shards import state_specs
+from elastic.reshard.rank_boxes import state_specs
 from elastic.types import DrillAsked, DriverStarted
 
 PARTS = ("drills", "device_bound", "sizes", "ray_train")

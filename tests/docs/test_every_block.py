@@ -75,7 +75,7 @@ OTHERS = {
         "env: [{name": NOT_RUN + "a part of a pod; what its hook writes is read in cluster/notices/test_sources.py",
         "trap ": "cluster/notices/test_sources.py::test_a_trap_on_sigterm_writes_the_file",
     },
-    "optimisation.md": {"def optimizers": "worker/session/test_pages_trained.py::test_two_optimizers_in_their_layouts"},
+    "optimization.md": {"def optimizers": "worker/session/test_pages_trained.py::test_two_optimizers_in_their_layouts"},
     "program.md": {
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
         "layout 'pp=2': no pp": "docs/test_ways_in.py::test_what_the_page_warns_of_is_refused_as_it_says",
@@ -95,7 +95,7 @@ OTHERS = {
         "# train.py": "docs/test_script_page.py::test_the_command_of_the_page",
         "- torchrun": "docs/test_script_page.py::test_the_script_needs_no_change",
     },
-    "unequal.md": {"60.3 s  step 38": NOT_RUN + "a line of one simulated run, broken into several"},
+    "heterogeneous-gpus.md": {"60.3 s  step 38": NOT_RUN + "a line of one simulated run, broken into several"},
 }
 
 

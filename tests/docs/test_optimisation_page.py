@@ -1,4 +1,4 @@
-"""docs/optimisation.md, executed: its jobs load, its optimizer is made, its guards are those that there are."""
+"""docs/optimization.md, executed: its jobs load, its optimizer is made, its guards are those that there are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
 from elastic.worker.program.optimizers import JobOptimizer
 
-TEXT = (ROOT / "docs" / "optimisation.md").read_text()
+TEXT = (ROOT / "docs" / "optimization.md").read_text()
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 BARE = load_program(ROOT / "tests" / "programs" / "tiny_bare.py")
 
@@ -88,5 +88,5 @@ def test_the_page_names_what_passes_and_what_is_refused(name: str) -> None:
 
 
 def test_the_page_is_linked() -> None:
-    assert "(optimisation.md)" in (ROOT / "docs" / "program.md").read_text()
+    assert "(optimization.md)" in (ROOT / "docs" / "program.md").read_text()
     assert JobOptimizer({"path": "torch.optim.AdamW"}).parts[""].kind is torch.optim.AdamW

@@ -1,4 +1,4 @@
-"""docs/unequal.md says what the code does."""
+"""docs/heterogeneous-gpus.md says what the code does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.config.job import JobSpec
 from elastic.policy.faults import retries
 from elastic.policy.speed import relayout, share_rebalance, speeds
 
-PAGE = (ROOT / "docs" / "unequal.md").read_text()
+PAGE = (ROOT / "docs" / "heterogeneous-gpus.md").read_text()
 
 
 def test_the_drills_are_drills() -> None:

@@ -10,7 +10,7 @@ from elastic.api.running.start_checks import check_layouts
 from elastic.config.job import check_fit, load_job
 from elastic.planner.layout_search import plan_layout
 from elastic.program import load_program
-from elastic.reshard.shards import boxes, reread_boxes
+from elastic.reshard.rank_boxes import boxes, reread_boxes
 from elastic.types import Node, parse_layout
 from elastic.worker.program.model_profile import build_meta, trace
 

@@ -12,7 +12,7 @@ from elastic.errors import SpecError
 from elastic.models.llama import tp_plan
 from elastic.models.lora import lora
 from elastic.program import Program, load_program
-from elastic.reshard.shards import boxes, reread_boxes
+from elastic.reshard.rank_boxes import boxes, reread_boxes
 from elastic.types import Layout
 from elastic.worker.program.model_profile import trace
 

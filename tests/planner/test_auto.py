@@ -18,7 +18,7 @@ from elastic.models.attention import SequenceShard
 from elastic.planner.cost import catalog_hardware, collectives, compute, memory, step_cost
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.layout_search import Choice, LayoutLimits, plan_layout, site_of
-from elastic.reshard.shards import check_layers
+from elastic.reshard.rank_boxes import check_layers
 from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, Pool, Resume, SampleProfile, grid, parse_layout
 from elastic.worker.equivalence.static_plan import plan_of
 

@@ -17,7 +17,7 @@ from support.reshard.reshard_cases import Cut, random_cut, random_model
 
 from elastic.errors import InternalError, StateLost
 from elastic.reshard.pieces import shard_bytes
-from elastic.reshard.shards import Region, boxes, meet, state_specs
+from elastic.reshard.rank_boxes import Region, boxes, meet, state_specs
 from elastic.reshard.transfers import check_cover, lost_tensor, plan_transfers
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 

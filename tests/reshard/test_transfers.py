@@ -11,7 +11,7 @@ import pytest
 from support.reshard.reshard_cases import Cut, elements, random_cut, random_model
 
 from elastic.errors import StateLost
-from elastic.reshard.shards import boxes
+from elastic.reshard.rank_boxes import boxes
 from elastic.reshard.transfers import holders_of, lost_tensor, plan_transfers
 from elastic.types import Holding, Layout, ModelProfile, OptimizerSpec, Resume, TensorSpec, Transfer, WorkerId
 

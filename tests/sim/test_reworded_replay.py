@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.driver import drive
-from elastic.ledger.journal import Line, Memory
+from elastic.ledger.journal import Line, MemoryJournal
 from elastic.sim.replay import replay
 from elastic.sim.scripted_faults import Fault
 from elastic.sim.sim_backend import SimBackend
@@ -19,7 +19,7 @@ JOB: dict[str, Any] = {"steps": 20, "global_batch": 12, "layout": "auto", "min_w
 
 
 def recorded() -> list[Line]:
-    journal = Memory()
+    journal = MemoryJournal()
     drive(SimBackend(POOLS, JOB, (Fault(20.0, "loss", 1),)), journal, DriverStarted("r", 1, JOB, POOLS, MODEL))
     return journal.lines
 

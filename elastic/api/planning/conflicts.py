@@ -8,7 +8,7 @@ from dataclasses import replace
 from elastic.api.planning.model_source import Subject
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.errors import InfeasiblePlan, SpecError
-from elastic.planner.hetero import balance
+from elastic.planner.hetero import hetero_shares
 from elastic.types import AXES, LAYOUT_OPTIONS, Job, Layout, is_auto
 from elastic.types.nouns import AUTO
 
@@ -90,7 +90,7 @@ def _problems(subject: Subject, machines: Sequence[MachineGroup], layout: Layout
     if layout.dp > batch:
         yield f"{layout.dp} data-parallel ranks, but a step has {batch} samples (its batch); take fewer ranks, or more samples"
     try:
-        balance.microbatches(batch, layout)
+        hetero_shares.microbatches(batch, layout)
     except InfeasiblePlan as error:
         yield str(error)
 

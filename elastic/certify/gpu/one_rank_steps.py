@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from elastic.certify.gpu.solo import plan_for
 from elastic.data.collate import collate
 from elastic.data.order import sample_ids
-from elastic.reshard.shards import RNG
+from elastic.reshard.rank_boxes import RNG
 from elastic.types import Job, Layout, WorkerId
 from elastic.worker.parallel.model_options import needs_fsdp
 from elastic.worker.process_groups.groups import Groups

@@ -17,7 +17,7 @@ from elastic.planner.cost import step_cost as cost
 from elastic.planner.cost.block_cost_cache import BlockCostCache
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.step_cost import Cost, Site, step_cost
-from elastic.planner.hetero import balance
+from elastic.planner.hetero import hetero_shares
 from elastic.planner.layout_search import site_of
 from elastic.planner.layout_space import Space
 from elastic.planner.offers import NodeGroup, OfferPart
@@ -194,7 +194,7 @@ def _staged(
     if any(kind.n_gpus % inner for kind in kinds):
         return
     most = gcd(*(kind.n_gpus // inner for kind in kinds))
-    for dp in (n for n in balance.divisors(most) if n <= batch):
+    for dp in (n for n in hetero_shares.divisors(most) if n <= batch):
         stages = [kind.n_gpus // inner // dp for kind in reversed(kinds)]
         if sum(stages) > cache.work.n_blocks:
             continue
@@ -222,7 +222,7 @@ def _stages(
     step = replace(step, dtype=kinds[0].site.chip.dtype)
     ones = [_block_s(cache, kind.site, layout, step) for kind in kinds]
     speeds = [1 / one for one, n in zip(ones, stages) for _ in range(n)]
-    layers = balance.shares(work.n_blocks, speeds)
+    layers = hetero_shares.shares(work.n_blocks, speeds)
     ends = compute.ends_s(kinds[-1].site.chip, work.sample, layout, step.n_rows)
     seconds = [n / speed for n, speed in zip(layers, speeds)]
     seconds[-1] += ends
@@ -270,7 +270,7 @@ def _modes(job: Job) -> tuple[str, ...]:
 
 def _numbers(batch: int, layout: Layout) -> list[int]:
     """Of microbatches: divisors of the batch that leave every rank a sample, the fewest first."""
-    fitting = [m for m in balance.divisors(batch) if batch // m >= layout.dp and m >= layout.pp]
+    fitting = [m for m in hetero_shares.divisors(batch) if batch // m >= layout.dp and m >= layout.pp]
     if layout.microbatch_size:
         fitting = [m for m in fitting if -(-(batch // m) // layout.dp) <= layout.microbatch_size][:1]
     return fitting[:MOST_MICROBATCHES]

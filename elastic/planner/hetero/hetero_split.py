@@ -15,7 +15,7 @@ from itertools import combinations, islice
 from math import comb
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.hetero import balance
+from elastic.planner.hetero import hetero_shares
 from elastic.types import Layout
 
 WORTH = 0.01  # of a step, that other than even stages must gain
@@ -56,7 +56,7 @@ class SplitTask:
 
     def sample_s(self, speeds: Sequence[float], blocks: Sequence[int]) -> tuple[float, float]:
         """Of a sample of a step on one data-parallel rank: its share of the pipeline's whole time, and of the busiest stage
-        alone. As balance.busy_s; an interleaved pipeline waits less (Narayanan et al. 2021, section 2.2)."""
+        alone. As hetero_shares.busy_s; an interleaved pipeline waits less (Narayanan et al. 2021, section 2.2)."""
         times = [n / speed for n, speed in zip(blocks, speeds, strict=True)]
         times[-1] += self.ends / speeds[-1]
         slowest = max(times)
@@ -67,14 +67,14 @@ class SplitTask:
         """Per stage, from the blocks at each place."""
         found = [0] * self.layout.n_stages
         for p, n in enumerate(blocks):
-            for k, part in enumerate(balance.stage_layers(n, self.per_rank)):
+            for k, part in enumerate(hetero_shares.stage_layers(n, self.per_rank)):
                 found[p + k * self.layout.pp] = part
         return tuple(found)
 
 
 def split(task: SplitTask, speeds: Speeds) -> Split:
     """The best that is found; even stages where other ones gain less than WORTH. Raises InfeasiblePlan."""
-    even = balance.stage_layers(task.n_blocks, task.layout.n_stages)
+    even = hetero_shares.stage_layers(task.n_blocks, task.layout.n_stages)
     pp = task.layout.pp
     blocks = tuple(sum(even[p::pp]) for p in range(pp))
     plain: Split | None = None
@@ -101,7 +101,7 @@ def _assigned(task: SplitTask, speeds: Speeds, blocks: tuple[int, ...], layers: 
     m = task.n_microbatches
     each = {row: task.sample_s(row, blocks) for row in set(speeds)}
     most = task.most_rows(blocks) if task.most_rows else ()
-    samples = balance.shares(task.global_batch // m, [1 / each[row][0] for row in speeds], m, most)
+    samples = hetero_shares.shares(task.global_batch // m, [1 / each[row][0] for row in speeds], m, most)
     worst = max(range(len(samples)), key=lambda d: samples[d] * each[speeds[d]][0])
     whole, stage = each[speeds[worst]]
     return Split(samples, layers or task.layers(blocks), samples[worst] * whole, samples[worst] * stage)
@@ -135,7 +135,7 @@ def _starts(task: SplitTask, speeds: Speeds, even: tuple[int, ...]) -> list[tupl
     room = [n - v + 1 for n in caps] if caps is not None else []
     for of in (lambda column: len(column) / sum(1 / speed for speed in column), min):
         try:
-            made = balance.shares(task.n_blocks - (v - 1) * pp, [of(column) for column in columns], 1, room)
+            made = hetero_shares.shares(task.n_blocks - (v - 1) * pp, [of(column) for column in columns], 1, room)
         except InfeasiblePlan:
             return found
         found.append(tuple(n + v - 1 for n in made))

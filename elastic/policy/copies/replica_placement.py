@@ -9,7 +9,7 @@ from math import ceil
 
 from elastic.planner.layout_search import Choice
 from elastic.policy.state.state import State
-from elastic.reshard.shards import boxes
+from elastic.reshard.rank_boxes import boxes
 from elastic.types import HardwareProfile, Layout, ModelProfile, Node, WorkerId
 from elastic.types.grid import replica_key, stage_ranks
 

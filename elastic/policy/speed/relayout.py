@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.hetero import balance
+from elastic.planner.hetero import hetero_shares
 from elastic.planner.layout_search import Choice
 from elastic.policy import transition_cost
 from elastic.policy.copies import recovery
@@ -120,11 +120,11 @@ def _busy_s(state: State, plan: Plan, choice: Choice) -> float:
     rest = speeds.rates(state, nodes) or {}
     rates = [1 / known[worker].unit_s if worker in known else rest[worker] for worker in choice.ranks]
     m, parts = choice.n_microbatches, (choice.layout, choice.samples, choice.layers)
-    busy_s = balance.busy_s(*parts, m, rates)
+    busy_s = hetero_shares.busy_s(*parts, m, rates)
     if choice.layout == plan.layout or not (choice.model_step_s and plan.model_step_s):
         return busy_s
-    ones = balance.busy_s(*parts, m, [1.0] * len(rates))
-    before = balance.busy_s(plan.layout, plan.samples, plan.layers, plan.n_microbatches, [1.0] * len(plan.ranks))
+    ones = hetero_shares.busy_s(*parts, m, [1.0] * len(rates))
+    before = hetero_shares.busy_s(plan.layout, plan.samples, plan.layers, plan.n_microbatches, [1.0] * len(plan.ranks))
     return busy_s * max(1.0, choice.model_step_s / plan.model_step_s * before / ones)
 
 

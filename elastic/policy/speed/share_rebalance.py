@@ -24,8 +24,8 @@ from math import inf
 
 from elastic.planner.cost import memory
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.hetero import balance
-from elastic.planner.hetero.balance import most_that
+from elastic.planner.hetero import hetero_shares
+from elastic.planner.hetero.hetero_shares import most_that
 from elastic.policy.plans import gpu_bytes, on_gpus
 from elastic.policy.pools import hazard, limits
 from elastic.policy.speed import speeds
@@ -65,7 +65,7 @@ def load_of(plan: Plan, units: Mapping[WorkerId, Estimate]) -> Load:
     for d in range(layout.dp):
         group = _members(plan, d)
         rates = [1 / units[worker].unit_s for worker in group]
-        sample_s.append(balance.busy_s(alone, (1,), plan.layers, plan.n_microbatches, rates))
+        sample_s.append(hetero_shares.busy_s(alone, (1,), plan.layers, plan.n_microbatches, rates))
         errors.append(max(units[worker].error for worker in group))
     return Load(tuple(sample_s), tuple(errors))
 
@@ -211,7 +211,7 @@ def assigned_shares(state: State, plan: Plan, load: Load) -> tuple[int, ...]:
     m = plan.n_microbatches
     n_units, rates = sum(plan.samples) // m, [1 / one for one in load.sample_s]
     most = [max(n, limit) // m for n, limit in zip(plan.samples, most_samples(state, plan), strict=True)]
-    return balance.shares(n_units, rates, m, most)
+    return hetero_shares.shares(n_units, rates, m, most)
 
 
 def most_samples(state: State, plan: Plan) -> list[int]:
@@ -239,7 +239,7 @@ def rows_that_fit(state: State, plan: Plan, room_bytes: int, most: int) -> int:
     if model is None or model.sample is None or not room_bytes:
         return min(most, layout.microbatch_size) if layout.microbatch_size and room_bytes else most
     work, dtype = ModelCost.of(model), state.job.precision
-    deepest = max(balance.blocks_at(layout, plan.layers))
+    deepest = max(hetero_shares.blocks_at(layout, plan.layers))
     usable = memory.usable_bytes(room_bytes, layout, on_gpus(state, plan.nodes))
 
     def fits(rows: int) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from elastic.errors import SpecError, StorageDamaged
-from elastic.reshard.shards import Region, meet
+from elastic.reshard.rank_boxes import Region, meet
 from elastic.storage import Sizes, Storage
 from elastic.types import Box, TensorSpec
 from elastic.worker.checkpoint.blob import Hasher, check_head, decode_blob, hasher_for

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, Protocol
 
 from elastic.errors import ElasticError, StateLost
-from elastic.reshard.shards import owned_boxes, state_specs
+from elastic.reshard.rank_boxes import owned_boxes, state_specs
 from elastic.storage import Storage
 from elastic.types import DTYPE_BYTES, CopyFailed, Event, Job, ModelProfile, Plan, ShardStored, WorkerId
 from elastic.types.grid import replica_key

@@ -17,7 +17,7 @@ from elastic.data.streams import STATE
 from elastic.errors import SpecError
 from elastic.models.lora import peft_config
 from elastic.program import Program
-from elastic.reshard.shards import EXTRA, LOSS_SCALE, RNG, first_values, state_specs
+from elastic.reshard.rank_boxes import EXTRA, LOSS_SCALE, RNG, first_values, state_specs
 from elastic.storage import Storage, open_storage
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from elastic.errors import InternalError
-from elastic.reshard.shards import meet
+from elastic.reshard.rank_boxes import meet
 from elastic.storage import Sizes, Storage
 from elastic.types import Box
 from elastic.worker.checkpoint import dcp_index

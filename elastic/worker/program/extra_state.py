@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from elastic.errors import ProgramError, SpecError, StateLost
-from elastic.reshard.shards import EXTRA
+from elastic.reshard.rank_boxes import EXTRA
 from elastic.types import DTYPE_BYTES, TensorSpec
 
 Tensors = Mapping[str, tuple[Any, torch.Tensor]]

@@ -18,7 +18,7 @@ from elastic.data.loader import Loader, ReadAhead
 from elastic.data.open_datasets import Sets
 from elastic.data.streams import Stream
 from elastic.errors import InternalError
-from elastic.reshard.shards import RNG, boxes
+from elastic.reshard.rank_boxes import RNG, boxes
 from elastic.types import Evaluated, GuardTripped, NoiseSeen, Plan, PlanEntered, Probed, SetCadence, SetShares, SharesSet
 from elastic.types.grid import axes_of, rank_of
 from elastic.types.rank_timing import RankTimes

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from elastic.data.streams import STATE, Stream
 from elastic.errors import StateLost
-from elastic.reshard.shards import EXTRA, LOSS_SCALE, owned_boxes, state_specs
+from elastic.reshard.rank_boxes import EXTRA, LOSS_SCALE, owned_boxes, state_specs
 from elastic.reshard.transfers import check_cover, holders_of, plan_transfers
 from elastic.types import Box, DigestPart, TensorSpec, Transfer
 from elastic.worker.checkpoint import checkpoint_index

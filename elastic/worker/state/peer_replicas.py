@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from elastic.errors import InternalError
-from elastic.reshard.shards import boxes
+from elastic.reshard.rank_boxes import boxes
 from elastic.types import Box, Copy, CopyStored, ModelProfile, Plan
 from elastic.worker.process.doing import doing
 from elastic.worker.state.host_copy import BufferLease, CopyThreads, Flat, HostCopies, HostCopy, Tensors

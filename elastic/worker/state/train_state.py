@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic.errors import InternalError, ProgramError
 from elastic.program import Program
-from elastic.reshard.shards import RNG, boxes, first_values, owned_boxes, reread_boxes
+from elastic.reshard.rank_boxes import RNG, boxes, first_values, owned_boxes, reread_boxes
 from elastic.types import Box, Holding, Job, Layout, ModelProfile, Transfer, WorkerId
 from elastic.types.grid import coordinates, replica_key, stages_at
 from elastic.worker.parallel.model_options import ModelOptions, to_empty

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from elastic.program import Program
-from elastic.reshard.shards import LOSS_SCALE
+from elastic.reshard.rank_boxes import LOSS_SCALE
 from elastic.types import Job, ModelProfile, TensorSpec
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace

@@ -19,7 +19,7 @@ from elastic.data.order import digest
 from elastic.data.streams import N_POSITIONS
 from elastic.errors import InternalError, ProgramError
 from elastic.program import Program
-from elastic.reshard.shards import LOSS_SCALE
+from elastic.reshard.rank_boxes import LOSS_SCALE
 from elastic.types import Job, Plan
 from elastic.types.grid import coordinates, stages_at
 from elastic.worker.parallel.context_parallel import Sequence

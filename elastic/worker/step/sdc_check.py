@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.reshard.shards import RNG
+from elastic.reshard.rank_boxes import RNG
 from elastic.types import Layout, NumbersChecked, Plan, WrongNumbers
 from elastic.types.grid import axis_groups, coordinates
 from elastic.worker.process.fault_injection import DeviceFaults

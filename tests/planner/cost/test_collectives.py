@@ -23,7 +23,8 @@ DRY = Links(1e9, 1e8, 4, 0.0, 0.0)
 
 
 def test_where_a_group_lies() -> None:
-    assert [(g.in_node(4), g.nodes(4)) for g in (RankGroup(4), RankGroup(8), RankGroup(2, 2), RankGroup(4, 2), RankGroup(4, 4), RankGroup(4, 8))] == [
+    groups = [RankGroup(*sizes) for sizes in ((4,), (8,), (2, 2), (4, 2), (4, 4), (4, 8))]
+    assert [(g.in_node(4), g.nodes(4)) for g in groups] == [
         (4, 1), (4, 2), (2, 1), (2, 2), (1, 4), (1, 4),
     ]  # fmt: skip
 

@@ -14,7 +14,7 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import memory
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.hetero import balance
+from elastic.planner.hetero import hetero_shares
 from elastic.planner.hetero.hetero_split import SplitTask, split
 from elastic.planner.layout_search import Choice, LayoutLimits, plan_layout
 from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, TensorSpec, WorkerId, grid, parse_layout
@@ -44,7 +44,7 @@ def rates(there: list[Node], speeds: tuple[float, ...]) -> dict[WorkerId, float]
 
 def busy_s(found: Choice, speeds: dict[WorkerId, float]) -> float:
     at = [speeds[worker] for worker in found.ranks]
-    return balance.busy_s(found.layout, found.samples, found.layers, found.n_microbatches, at)
+    return hetero_shares.busy_s(found.layout, found.samples, found.layers, found.n_microbatches, at)
 
 
 def names(found: Choice) -> list[str]:
@@ -104,9 +104,9 @@ def test_shares_and_stages_are_about_the_best_of_all(case: tuple[SplitTask, tupl
     found = split(task, speeds)
     assert sum(found.samples) == task.global_batch and all(n >= m and n % m == 0 for n in found.samples)
     assert sum(found.layers) == task.n_blocks and min(found.layers) >= 1
-    assert found.busy_s == pytest.approx(balance.busy_s(layout, found.samples, found.layers, m, at))
+    assert found.busy_s == pytest.approx(hetero_shares.busy_s(layout, found.samples, found.layers, m, at))
     best = min(
-        balance.busy_s(layout, tuple(n * m for n in shares), layers, m, at)
+        hetero_shares.busy_s(layout, tuple(n * m for n in shares), layers, m, at)
         for shares in compositions(task.global_batch // m, layout.dp)
         for layers in compositions(task.n_blocks, layout.pp)
     )
@@ -118,7 +118,7 @@ def test_equal_speeds_keep_even_stages_and_the_given_order() -> None:
     for text in ("pp=3,dp_shard=2", "pp=2,dp_shard=3", "pp=3,tp=2"):
         found = plan_layout(MODEL, job(layout=text), there, LayoutLimits(rates=rates(there, (7.0, 7.0, 7.0))))
         assert found == plan_layout(MODEL, job(layout=text), there)
-        assert found.layers == balance.stage_layers(8, found.layout.pp) and names(found) == ["n0", "n1", "n2"]
+        assert found.layers == hetero_shares.stage_layers(8, found.layout.pp) and names(found) == ["n0", "n1", "n2"]
 
 
 def test_a_slow_stage_has_fewer_blocks_and_slow_gpus_share_it() -> None:
@@ -128,7 +128,7 @@ def test_a_slow_stage_has_fewer_blocks_and_slow_gpus_share_it() -> None:
     stages = [{speeds[found.ranks[rank]] for rank in grid.stage_ranks(found.layout, p)} for p in (0, 1)]
     by_stage = stages == [{1.0}, {0.5}] or stages == [{0.5}, {1.0}]
     assert by_stage or found.samples[0] != found.samples[1]
-    even = balance.busy_s(found.layout, (24, 24), (4, 4), found.n_microbatches, [1.0, 0.5, 1.0, 0.5])
+    even = hetero_shares.busy_s(found.layout, (24, 24), (4, 4), found.n_microbatches, [1.0, 0.5, 1.0, 0.5])
     assert busy_s(found, speeds) < 0.75 * even
 
 

@@ -19,7 +19,7 @@ from elastic.policy.state.fold import ENDED, State
 from elastic.sim.scripted_faults import Delays, Fault
 from elastic.sim.sim_backend import SimBackend
 from elastic.sim.sim_nodes import SimMachine
-from elastic.sim.weather import REFUSALS, STORAGE_KINDS
+from elastic.sim.sim_storage import REFUSALS, STORAGE_KINDS
 from elastic.types import (
     Action,
     CopyStored,
@@ -90,20 +90,20 @@ class Outliving(SimBackend):
 
     @property
     def unheard_s(self) -> float:
-        since_s = self.weather.unheard_since_s(self._now_s)
+        since_s = self.sim_storage.unheard_since_s(self._now_s)
         return 0.0 if since_s is None else self._now_s - since_s
 
     @property
     def trouble(self) -> Exception:
-        return OSError(self.weather.refusal(self._now_s) or "no answer")
+        return OSError(self.sim_storage.refusal(self._now_s) or "no answer")
 
     def poll(self, until_s: float | None) -> list[Event]:
         if self.happens():
             until_s = self.now_s()
         wake_s = [] if until_s is None else [until_s - self.skew_s]
-        if (written_s := self.weather.written_s(self.line_s)) > self._now_s:
+        if (written_s := self.sim_storage.written_s(self.line_s)) > self._now_s:
             wake_s.append(written_s)
-        if (changes_s := self.weather.changes_s(self._now_s)) is not None:
+        if (changes_s := self.sim_storage.changes_s(self._now_s)) is not None:
             wake_s.append(changes_s)
         if self.script:
             wake_s.append(max(self._now_s, self.script[0].at_s))
@@ -185,7 +185,7 @@ class Outliving(SimBackend):
     def waits_for_storage(self) -> None:
         """It took nothing for so long that the run has ended."""
         self.n_died += 1
-        until_s = max(self._now_s + self.weather.full_s(self._now_s), self.weather.written_s(self._now_s))
+        until_s = max(self._now_s + self.sim_storage.full_s(self._now_s), self.sim_storage.written_s(self._now_s))
         self.dead = Fault(self._now_s, "driver", lasts_s=until_s - self._now_s, lasting=True)
         self._stopped_s = None
 
@@ -205,7 +205,7 @@ class Outliving(SimBackend):
             self._groups = {number: group for number, group in self._groups.items() if number <= known}
         self.passes(fault.lasts_s)
         self.dead, self.skew_s, self.closed = None, fault.amount, False
-        past_s = self.weather.past_s(self._now_s)
+        past_s = self.sim_storage.past_s(self._now_s)
         seen = [c for uri, c in self.stored.items() if past_s is None or self.copied_s[uri] <= past_s]
         copies = tuple(reversed(seen))
         start = DriverStarted("random", 1, self.job.plain(), self.pools, MODEL, durable=copies, forms_ahead=self.forms_ahead)
@@ -292,7 +292,7 @@ class _Kept(MemoryJournal):
 
     @property
     def trouble(self) -> Exception | None:  # type: ignore[override]
-        return self.backend.trouble if self.backend.weather.refusal(self.backend.true_s()).startswith("403") else None
+        return self.backend.trouble if self.backend.sim_storage.refusal(self.backend.true_s()).startswith("403") else None
 
     @trouble.setter
     def trouble(self, value: object) -> None:
@@ -300,7 +300,7 @@ class _Kept(MemoryJournal):
 
     @property
     def settled(self) -> bool:  # type: ignore[override]
-        return not self.times or self.backend.weather.written_s(self.times[-1]) <= self.backend.true_s()
+        return not self.times or self.backend.sim_storage.written_s(self.times[-1]) <= self.backend.true_s()
 
     @settled.setter
     def settled(self, value: bool) -> None:
@@ -308,7 +308,7 @@ class _Kept(MemoryJournal):
 
     def lost(self) -> list[Line]:
         """Takes away what the next driver does not find, where it is on another machine."""
-        dead, weather = self.backend.dead, self.backend.weather
+        dead, weather = self.backend.dead, self.backend.sim_storage
         if dead is None or dead.moment != "torn":
             return []
         past_s = weather.past_s(self.backend.comes_at_s())

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from elastic.reshard.shards import boxes, owned_boxes, state_specs
+from elastic.reshard.rank_boxes import boxes, owned_boxes, state_specs
 from elastic.storage import Storage, open_storage
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec
 from elastic.worker.checkpoint import checkpoint_index

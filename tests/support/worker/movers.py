@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from support.worker.forks import FORKS
 
-from elastic.reshard.shards import boxes, state_specs
+from elastic.reshard.rank_boxes import boxes, state_specs
 from elastic.reshard.transfers import plan_transfers
 from elastic.types import DTYPE_BYTES, Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 from elastic.worker.state.host_copy import Tensors

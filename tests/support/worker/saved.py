@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from elastic.reshard.shards import owned_boxes, state_specs
+from elastic.reshard.rank_boxes import owned_boxes, state_specs
 from elastic.storage import Storage
 from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, TensorSpec
 from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard

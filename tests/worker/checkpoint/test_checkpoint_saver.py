@@ -16,7 +16,7 @@ import torch
 from support.worker.plans import plan as plan_of
 
 from elastic.cluster.backend.aggregate import LATE_LEAST_S, OPEN_COPIES, CheckpointParts, Gather
-from elastic.reshard.shards import boxes, owned_boxes, state_specs
+from elastic.reshard.rank_boxes import boxes, owned_boxes, state_specs
 from elastic.storage import LocalStorage, open_storage
 from elastic.types import (
     CopyFailed,

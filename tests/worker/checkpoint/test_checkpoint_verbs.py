@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from elastic.cli.command_line import main
 from elastic.errors import SpecError
 from elastic.program import Program, load_program
-from elastic.reshard.shards import owned_boxes, state_specs
+from elastic.reshard.rank_boxes import owned_boxes, state_specs
 from elastic.storage import Storage, open_storage
 from elastic.types import Box, Layout, ModelProfile
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_verbs, checkpoint_writer

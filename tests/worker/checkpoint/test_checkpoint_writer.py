@@ -23,7 +23,7 @@ from support.worker.saved import CUTS, MODEL, Cut, part, save, state
 from torch import Tensor
 
 from elastic.errors import InternalError, SpecError, StateLost
-from elastic.reshard.shards import boxes, state_specs
+from elastic.reshard.rank_boxes import boxes, state_specs
 from elastic.storage import LocalStorage, Storage, open_storage
 from elastic.types import Box, TensorSpec
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer

@@ -20,7 +20,7 @@ from support.places import TESTS
 from support.worker.kill_everywhere import CUT, MODEL, load_newest, save
 
 from elastic.errors import ElasticError, StorageFailed
-from elastic.reshard.shards import owned_boxes
+from elastic.reshard.rank_boxes import owned_boxes
 from elastic.storage import Storage, open_storage
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.checkpoint.checkpoint_index import find

@@ -198,8 +198,8 @@ def processes_of(parent: int) -> list[int]:
 
 STARTER = """
 from elastic.types import ModelProfile
-from elastic.worker.profile.measure import Wanted, measure
-measure(Wanted(ModelProfile(1, 1, ()), seconds=60.0, sizes=(1, 2)))
+from elastic.worker.profile.measure import MeasureRequest, measure
+measure(MeasureRequest(ModelProfile(1, 1, ()), seconds=60.0, sizes=(1, 2)))
 """
 
 

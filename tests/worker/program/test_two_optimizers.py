@@ -25,7 +25,7 @@ from elastic.data.order import sample_ids
 from elastic.errors import ProgramError, SpecError
 from elastic.policy.copies.recovery import covered
 from elastic.program import Program, load_program
-from elastic.reshard.shards import first_values, state_specs
+from elastic.reshard.rank_boxes import first_values, state_specs
 from elastic.storage import open_storage
 from elastic.types import Abort, Box, Job, Layout, Plan, Quiesced, Resume, ShardStored, StepDone
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer

@@ -54,10 +54,10 @@ def test_the_loop_of_the_page_in_its_layouts(pool: Pool, tmp_path: Path) -> None
 
 @pytest.mark.whole  # as tests/worker/program/test_two_optimizers.py does
 def test_two_optimizers_in_their_layouts(pool: Pool, tmp_path: Path) -> None:
-    """optimisation.md."""
+    """optimization.md."""
     base = f"from elastic.program import load_program\nbase = load_program({str(PROGRAMS / 'tiny_bare.py')!r})\n"
     given = "from dataclasses import replace\nprogram = replace(base, optimizer=optimizers)\n"
-    (tmp_path / "program.py").write_text("import torch\n" + base + block("optimisation.md", "python") + given)
+    (tmp_path / "program.py").write_text("import torch\n" + base + block("optimization.md", "python") + given)
     passes(pool, tmp_path, [Layout(dp_shard=3), Layout(pp=2, tp=2), Layout(dp_replicate=2)])
 
 

@@ -24,7 +24,7 @@ import os, sys
 from types import SimpleNamespace
 import torch
 from elastic.types import Layout
-from elastic.worker.step.sdc_check import EqualResults
+from elastic.worker.step.sdc_check import SdcCheck
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.parallel.pipeline import Pipeline
 from elastic.worker.step.sums import Sums
@@ -42,7 +42,7 @@ try:
     else:
         stepper = SimpleNamespace(rank=me, groups=groups)
         asked = SimpleNamespace(plan=SimpleNamespace(layout=layout), stepper=stepper)
-        print("heard", EqualResults._same_sample(asked, [{"input": torch.arange(6).view(2, 3)}], 0))
+        print("heard", SdcCheck._same_sample(asked, [{"input": torch.arange(6).view(2, 3)}], 0))
 except Exception as error:
     print(type(error).__name__, error)
 """

@@ -14,7 +14,7 @@ from support.worker.wires import Lines, QueueWire
 
 from elastic.ledger.journal import Line, write_line
 from elastic.policy.copies.replica_placement import replica_holders
-from elastic.reshard.shards import RNG, boxes
+from elastic.reshard.rank_boxes import RNG, boxes
 from elastic.types import CopyStored, Layout, ModelProfile, OptimizerSpec, Plan, TensorSpec, WorkerId
 from elastic.worker.state.host_copy import HostCopies, HostMemory, Tensors
 from elastic.worker.state.peer_replicas import PeerReplicas, slowdown

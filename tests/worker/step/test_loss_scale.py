@@ -11,7 +11,7 @@ import torch
 from support.worker.chain import job_of
 
 from elastic.program import load_program
-from elastic.reshard.shards import LOSS_SCALE, RNG, owned_boxes
+from elastic.reshard.rank_boxes import LOSS_SCALE, RNG, owned_boxes
 from elastic.types import Job, Layout
 from elastic.worker.program.commit import Commit, step_done
 from elastic.worker.step.loss_scale import GROWTH_STEPS, LARGEST, SMALLEST, LossScale, fresh_scale, profile_of

@@ -12,7 +12,7 @@ from support.worker.chain import job_of, pass_through
 from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
-from elastic.reshard.shards import LOSS_SCALE
+from elastic.reshard.rank_boxes import LOSS_SCALE
 from elastic.storage import open_storage
 from elastic.types import Box, Layout
 from elastic.worker.checkpoint import checkpoint_index

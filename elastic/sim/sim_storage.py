@@ -16,7 +16,7 @@ REFUSALS = {
 
 
 @dataclass
-class Weather:
+class SimStorage:
     """Spells, as they began. Times are the simulator's."""
 
     spells: list[Fault] = field(default_factory=list)

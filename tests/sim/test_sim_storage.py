@@ -12,7 +12,7 @@ from elastic.observe import event_messages
 from elastic.observe.run_tables import status
 from elastic.observe.run_view import view_of
 from elastic.sim.scripted_faults import Delays, Fault, FaultKind
-from elastic.sim.weather import STORAGE_KINDS
+from elastic.sim.sim_storage import STORAGE_KINDS
 from elastic.types import EnterPlan, PlansFound, Pool, StepDone, Stop, StorageSeen
 
 JOB = {

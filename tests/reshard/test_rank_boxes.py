@@ -9,7 +9,7 @@ import torch
 from support.reshard.reshard_cases import all_elements, elements, random_cut, random_model
 
 from elastic.errors import SpecError
-from elastic.reshard.shards import boxes, chunk, owned_boxes, state_specs
+from elastic.reshard.rank_boxes import boxes, chunk, owned_boxes, state_specs
 from elastic.types import Box, Layout, ModelProfile, OptimizerSpec, TensorSpec
 from elastic.types.grid import coordinates
 
