@@ -117,7 +117,8 @@ def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
     code = (
         "import sys; from elastic.data.loader_processes import *\n"
-        "reader = Reader(Recipe({'folder': '.', 'program': sys.argv[1], 'data': {}}))\n"
+        "from elastic.types import Job\n"
+        "reader = Reader(Recipe(Job(folder='.', program=sys.argv[1])))\n"
         "print(reader.pid, flush=True); reader.load([Microbatch([1])])"
     )
     environment = {**os.environ, "ELASTIC_TEST_READ": str(tmp_path), "PYTHONPATH": str(ROOT)}

@@ -11,7 +11,7 @@ from elastic.ledger.journal import Line, MemoryJournal
 from elastic.sim.replay import replay
 from elastic.sim.scripted_faults import Fault
 from elastic.sim.sim_backend import SimBackend
-from elastic.types import Action, DriverStarted, EnterPlan, ModelProfile, OptimizerSpec, Pool, Stop, TensorSpec
+from elastic.types import Action, DriverStarted, EnterPlan, Job, ModelProfile, OptimizerSpec, Pool, Stop, TensorSpec
 
 MODEL = ModelProfile(4, 1_000_000, (TensorSpec("w", (1000, 1000), "float32", 0, 1),), (OptimizerSpec(("exp_avg",)),))
 POOLS = (Pool("p", max_nodes=3, usd_per_node_h=1.0, market_type="spot"),)
@@ -20,7 +20,7 @@ JOB: dict[str, Any] = {"steps": 20, "global_batch": 12, "layout": "auto", "min_w
 
 def recorded() -> list[Line]:
     journal = MemoryJournal()
-    drive(SimBackend(POOLS, JOB, (Fault(20.0, "loss", 1),)), journal, DriverStarted("r", 1, JOB, POOLS, MODEL))
+    drive(SimBackend(POOLS, Job.from_plain(JOB), (Fault(20.0, "loss", 1),)), journal, DriverStarted("r", 1, JOB, POOLS, MODEL))
     return journal.lines
 
 

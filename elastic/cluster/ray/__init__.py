@@ -1,2 +1,1 @@
-"""The lowest layer of cluster: Ray's private names, its address, processes of this machine, threads that continue after
-errors."""
+"""The lowest layer of cluster: Ray's private names, its address, processes of this machine, threads that survive errors."""

@@ -340,7 +340,7 @@ def test_there_is_nothing_to_replay_and_no_durable_copy_to_miss() -> None:
     with pytest.raises(SpecError, match="no policy decided there"):
         replay(story.lines)
     shown = "\n".join(run_tables.status(view_of(story.lines)))
-    assert "step          3\n" in shown and "restarted, not changed live" in shown
+    assert "step        3\n" in shown and "restarted, not changed live" in shown
     assert [check.name for check in run_troubles(view_of(story.lines))] == ["phase"]
 
 

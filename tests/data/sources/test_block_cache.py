@@ -72,8 +72,8 @@ def test_read_once_by_many_threads_and_processes(far: Remote) -> None:
         "import sys; from elastic.data.sources import block_cache as c; from elastic.storage import LocalStorage\n"
         f"c.BLOCK_BYTES = {BLOCK}\n"
         "far = c.Remote(LocalStorage(sys.argv[1]), 'data', int(sys.argv[2]), 1.0)\n"
-        "c.Cache._fetched = None\n"
-        "sys.stdout.buffer.write(c.Cache().read(far, 0, far.n_bytes))"
+        "c.BlockCache._fetched = None\n"
+        "sys.stdout.buffer.write(c.BlockCache().read(far, 0, far.n_bytes))"
     )
     at = [str(far.storage.uri), str(far.n_bytes)]
     done = subprocess.run([sys.executable, "-c", code, *at], capture_output=True, check=False)

@@ -36,9 +36,9 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         x = self.head(self.norm(x))
-        centred = x - self.centre.clone()
-        self.centre.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
-        return centred
+        centered = x - self.center.clone()
+        self.center.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+        return centered
 
 
 TP = {"layers.*.[qkv]": "colwise", "layers.*.o": "rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}

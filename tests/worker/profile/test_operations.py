@@ -168,6 +168,7 @@ import resource, sys, time
 import torch
 from elastic.models.llama import Llama, LlamaConfig, loss_sum, tp_plan, n_params
 from elastic.program import Program
+from elastic.types import Job
 from elastic.worker.program.model_profile import trace
 from elastic.worker.profile.sample_profile import traced_sample
 config = LlamaConfig(128256, 16384, 126, 128, 8, 53248, max_seq=8192)
@@ -176,7 +177,7 @@ program = Program(lambda: Llama(config), adamw, loss=loss_sum, tp=tp_plan(True, 
 ids = torch.zeros(8192, dtype=torch.int64)
 before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
 profile = trace(program)
-sample = traced_sample(program, {"precision": "bfloat16"}, {"input": ids, "target": ids})
+sample = traced_sample(program, Job(precision="bfloat16"), {"input": ids, "target": ids})
 took, grown = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 assert profile.n_params == n_params(config) and sample.matmuls[0].rows == 8192
 print(profile.n_params, took, grown * 1024)

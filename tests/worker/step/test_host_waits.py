@@ -135,7 +135,7 @@ def test_the_host_waits_once_in_a_step_of_a_loop() -> None:
         return offers.pop() if word.kind == "next" else Outcome(True, 1.0, 1.0)
 
     offers: list[OfferedBatch] = []
-    run.turns = SimpleNamespace(say=say)  # type: ignore[assignment]
+    run.handoff = SimpleNamespace(say=say)  # type: ignore[assignment]
     run.model.attach(stepper.state.model)
 
     def compute(batch: Any, step: int, epoch: int) -> Any:
