@@ -193,7 +193,7 @@ class Generations(SimMachines):
         ]
         if resume.source != "fresh" and any(resume.step > step for step in spoilt):
             self.violations.append(
-                f"generation {plan.generation} resumes from silent data corruption of step {plan.resume.step}"
+                f"generation {plan.generation} resumes from corrupted state of step {plan.resume.step}"
             )
         if len(set(plan.ranks)) != plan.layout.world_size or sum(plan.samples) != self.job.global_batch:
             self.violations.append(f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit {plan.layout}")

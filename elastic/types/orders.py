@@ -44,7 +44,7 @@ class WriteShard(Action):
 
 @dataclass(frozen=True)
 class InjectFault(Action):
-    """A drill: the worker's device is slow, stalls, computes silent data corruption, or fails (see DeviceFaults)."""
+    """A drill: the worker's device is slow, stalls, silently corrupts its results, or fails (see DeviceFaults)."""
 
     fault: str
     factor: float = 1.0

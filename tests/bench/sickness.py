@@ -1,5 +1,5 @@
 """What befalls a rank, and how soon the right one is named: it stalls while its process answers (stall), its process is
-stopped (hang), it computes ten times slower (slow), it computes silent data corruption (corrupt); on each of several ranks,
+stopped (hang), it computes ten times slower (slow), it silently corrupts its results (corrupt); on each of several ranks,
 rank 0 too.
 
 Whole runs on the embedded cluster, four nodes of one worker, plainly sharded, results compared every few steps. Seconds are

@@ -74,7 +74,7 @@ def let_in(lines: list[Line]) -> None:
 
 def test_workers_that_answer_and_are_sick_all_the_same(embedded: LocalCluster, tmp_path: Path) -> None:
     """Rank 0's GPU stalls while a checkpoint has begun and results are compared: its process answers, the others wait
-    for it in a collective. Then one computes silent data corruption: the steps since the last comparison are done again."""
+    for it in a collective. Then one silently corrupts its results: the steps since the last comparison are done again."""
     drill = [{"at_step": 20, "stall": "rank:0", "gpu": 0}, {"at_step": 42, "corrupt": "rank:2", "gpu": 0}]
     layouts = {4: "dp_shard=2,tp=2", 3: "dp_shard=3", 2: "dp_shard=2"}
     pools = [{"name": "spot", "market_type": "spot", "gpus_per_node": 1, "usd_per_node_h": 1.0, "max_nodes": 4}]

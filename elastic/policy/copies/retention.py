@@ -67,7 +67,7 @@ def _verified(state: State) -> list[Copy]:
 
 
 def _from_before_a_check(state: State) -> list[Copy]:
-    """What the run goes back to where ranks turn out to have computed silent data corruption since the last check that found
+    """What the run goes back to where ranks turn out to have silently corrupted results since the last check that found
     nothing."""
     wanted = bool(state.job.check_numbers_every)
     return [copy for copy in state.durable if copy.step <= state.checked_step][:1] if wanted else []

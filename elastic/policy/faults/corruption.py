@@ -1,4 +1,4 @@
-"""Silent data corruption: which steps and copies they have spoilt, and which node is quarantined for it.
+"""Silent data corruption: which steps and copies it has corrupted, and which node is quarantined for it.
 
 What is wrong since some step after `good_step` of generation g is wrong in every later step of it and of the generations before
 it, and in what came of these: copies of such steps are not taken any more, neither from memory nor from storage, where they are

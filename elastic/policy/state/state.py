@@ -230,10 +230,10 @@ class State:
     commits: Mapping[WorkerId, tuple[float, ...]] = field(default_factory=dict)  # that of the live step there, likewise
     pending: Mapping[WorkerId, int] = field(default_factory=dict)  # step whose gradients are there, its commit was not seen
     distrusted: frozenset[int] = frozenset()  # generations whose content was found wrong
-    wrong: tuple[tuple[int, int], ...] = ()  # (g, s): of generations up to g, steps after s hold silent data corruption
+    wrong: tuple[tuple[int, int], ...] = ()  # (g, s): of generations up to g, steps after s hold corrupted results
     spoilt: tuple[str, ...] = ()  # URIs of checkpoints of such steps, to be removed
     checked_step: int = 0  # of the newest comparison of ranks that found nothing
-    suspects: frozenset[str] = frozenset()  # nodes that may have computed silent data corruption
+    suspects: frozenset[str] = frozenset()  # nodes that may have silently corrupted results
     blamed: Mapping[str, str] = field(default_factory=dict)  # nodes that have -> what; quarantined by the next decision
     below_step: int | None = None  # recover only to copies of less than this step (NaN)
     infeasible: Mapping[Layout, int] = field(default_factory=dict)  # layout -> measured bytes

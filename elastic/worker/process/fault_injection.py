@@ -1,4 +1,4 @@
-"""What a drill lets a worker's device do: compute slowly, stall, compute silent data corruption, fail; and what it lets layouts
+"""What a drill lets a worker's device do: compute slowly, stall, silently corrupt results, fail; and what it lets layouts
 do. For trials only.
 
 The hooks on the model's blocks (elastic/worker/step/block_timing.py) ask for it in each pass, so that what is timed, compared
@@ -102,7 +102,7 @@ class DeviceFaults:
             self._end.wait(60.0)
 
     def corrupted(self, output: torch.Tensor) -> torch.Tensor:
-        """What a device that computes silent data corruption makes of a result."""
+        """What a device that silently corrupts its results makes of a result."""
         return output * WRONG if self.wrong and output.is_floating_point() else output
 
     @property

@@ -1,4 +1,4 @@
-"""Ranks that must have equal results are compared now and then: a device that computes silent data corruption says nothing of
+"""Ranks that must have equal results are compared now and then: a device that silently corrupts its results says nothing of
 it.
 
 Three questions, at a boundary that all ranks agree on. What does each rank make of a small product of integers whose result is

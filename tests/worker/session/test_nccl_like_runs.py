@@ -97,7 +97,7 @@ def test_replicas_stand_in_for_one_another(pool: NcclLikePool, tmp_path: Path) -
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", range(0, 12, 3))
 def test_a_rank_that_dies_within_a_step(pool: NcclLikePool, tmp_path: Path, at: int) -> None:
-    """Before one of the collectives of a step; the others' kernels spin, and end with silent data corruption when they are
+    """Before one of the collectives of a step; the others' kernels spin, and end with corrupted results when they are
     aborted."""
     job = job_of("tiny.py", steps=12)
     workers = pool.open(job, tmp_path)

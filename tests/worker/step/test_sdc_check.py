@@ -1,4 +1,4 @@
-"""Ranks that must have equal results: the one that computes silent data corruption is named, and the check leaves no trace."""
+"""Ranks that must have equal results: the one that silently corrupts its results is named, and the check leaves no trace."""
 
 from __future__ import annotations
 
