@@ -192,9 +192,7 @@ class Generations(SimMachines):
             step for generation, step in self._spoilt if generation == resume.generation and generation in self._told_wrong
         ]
         if resume.source != "fresh" and any(resume.step > step for step in spoilt):
-            self.violations.append(
-                f"generation {plan.generation} resumes from corrupted state of step {plan.resume.step}"
-            )
+            self.violations.append(f"generation {plan.generation} resumes from corrupted state of step {plan.resume.step}")
         if len(set(plan.ranks)) != plan.layout.world_size or sum(plan.samples) != self.job.global_batch:
             self.violations.append(f"generation {plan.generation}: {plan.ranks} and {plan.samples} do not fit {plan.layout}")
         group = self._groups[plan.generation] = SimGeneration(plan)

@@ -30,7 +30,7 @@ from elastic.policy.state.fold import State
 from elastic.sim.scripted_faults import Delays, Fault
 from elastic.sim.sim_backend import SimBackend
 from elastic.storage import LocalStorage
-from elastic.types import Decision, DriverStarted, Event, ModelProfile, OptimizerSpec, Pool, StepDone, TensorSpec
+from elastic.types import Decision, DriverStarted, Event, Job, ModelProfile, OptimizerSpec, Pool, StepDone, TensorSpec
 
 DAY_S, T0_S = 86_400.0, 1_795_000_000.0
 DAYS, SMOKE_DAYS = (1.0, 10.0, 30.0), (0.01, 0.02)
@@ -147,7 +147,10 @@ def month(folder: Path, days: tuple[float, ...], clock: Clock) -> dict[str, Any]
     looks = Looks(place, days, clock)
     journal = place.open_journal(1, place.take_over()[1])
     state = drive(
-        Real(pools, job, faults, Delays(work_s=WORKERS)), journal, DriverStarted("run", 1, job, pools, MODEL), decide=looks
+        Real(pools, Job.from_plain(job), faults, Delays(work_s=WORKERS)),
+        journal,
+        DriverStarted("run", 1, job, pools, MODEL),
+        decide=looks,
     )
     if state.phase != "succeeded":
         raise Failed(f"{state.phase}: {state.outcome_reason}")
