@@ -12,7 +12,7 @@ from elastic.errors import SpecError
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's where it was built in: ten times as fast
 DEPTH_MOST = 100  # of lists and keys
 VALUES_MOST = 1_000_000  # those behind aliases counted each time
-SHOWN_MOST = 80  # characters of an error
+SHOWN_MOST = 80  # characters of a wrong value, or of what is wrong with it
 
 
 def read_yaml(path: Path, shown: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from elastic.catalog.bounded_yaml import read_yaml, yaml_of
+from elastic.catalog.bounded_yaml import SHOWN_MOST, read_yaml, yaml_of
 from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.config.drill import DrillSpec
 from elastic.config.key_names import STORED, shown_key, stored_keys
@@ -25,7 +25,6 @@ from elastic.config.strict import (
     SAMPLES_MOST,
     SECONDS_MOST,
     SEED_MOST,
-    SHOWN_MOST,
     STEPS_MOST,
     TIME_MOST_S,
     USD_MOST,
@@ -394,14 +393,6 @@ def _check_float8(job: JobSpec, pools: Sequence[Pool]) -> None:
         )
     if job.float8 and len(kinds) > 1:
         raise SpecError(f"{job.name}: float8: true needs GPUs of one kind, the pools have {' and '.join(kinds)}")
-
-
-def layout_for(job: JobSpec, n_workers: int) -> Layout | None:
-    """The layout that the job asks for when it has `n_workers`; None = search."""
-    if not isinstance(job.layout, dict):
-        return None if is_auto(job.layout) else job.job().layout_of(job.layout)
-    fitting = [int(key) for key in job.layout if int(key) <= n_workers]
-    return job.job().layout_of(job.layout[str(max(fitting))]) if fitting else None
 
 
 def pool_of(data: Mapping[str, Any], where: str) -> PoolSpec:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-SHOWN_MOST = 80  # characters of a wrong value
+from elastic.catalog.bounded_yaml import SHOWN_MOST
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of what names folders, actors and labels
 NAME_MOST = 100

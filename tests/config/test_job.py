@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.config.job import JobSpec, check_fit, drill_entry, embedded_pools, layout_for, load_drill, load_job
+from elastic.config.job import JobSpec, check_fit, drill_entry, embedded_pools, load_drill, load_job
 from elastic.errors import SpecError
+from elastic.planner.layout_search import layout_for
 from elastic.types import Layout, Pool
 
 GOOD = "steps: 10\nglobal_batch: 8\n"
@@ -69,10 +70,10 @@ def test_overrides(folder: Path) -> None:
 
 def test_layout_for(folder: Path) -> None:
     job = load(folder, GOOD + "layout: {2: tp=2, 4: 'pp=2,dp_shard=2'}\n")
-    assert layout_for(job, 1) is None
-    assert layout_for(job, 3) == Layout(tp=2)
-    assert layout_for(job, 6) == Layout(pp=2, dp_shard=2)
-    assert layout_for(load(folder, GOOD), 4) is None
+    assert layout_for(job.job(), 1) is None
+    assert layout_for(job.job(), 3) == Layout(tp=2)
+    assert layout_for(job.job(), 6) == Layout(pp=2, dp_shard=2)
+    assert layout_for(load(folder, GOOD).job(), 4) is None
 
 
 BOMB = "args: [&a0 [x, x], " + ", ".join(f"&a{k} [*a{k - 1}, *a{k - 1}]" for k in range(1, 40)) + "]\n"

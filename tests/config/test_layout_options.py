@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from elastic.api.running.start_checks import check_layouts
-from elastic.config.job import check_fit, job_of, layout_for
+from elastic.config.job import check_fit, job_of
 from elastic.errors import InfeasiblePlan, SpecError
-from elastic.planner.layout_search import plan_layout
+from elastic.planner.layout_search import layout_for, plan_layout
 from elastic.types import Layout, ModelProfile, Node, Pool, parse_layout
 from elastic.worker.equivalence.static_plan import layout_of
 
@@ -50,9 +50,9 @@ def test_keys_hold_for_every_layout_that_is_chosen() -> None:
     assert layout_of(spec, 4) == want
     named = job(activation_checkpointing="full", layout="tp=2,activation_checkpointing=selective")
     want = Layout(tp=2, activation_checkpointing="selective")
-    assert plan_layout(MODEL, named.job(), NODES).layout == layout_of(named, 2) == layout_for(named, 4) == want
+    assert plan_layout(MODEL, named.job(), NODES).layout == layout_of(named, 2) == layout_for(named.job(), 4) == want
     by_size = job(activation_checkpointing="full", layout={"2": "tp=2"})
-    assert plan_layout(MODEL, by_size.job(), NODES).layout == layout_for(by_size, 3) == by_size.job().layout_of("tp=2")
+    assert plan_layout(MODEL, by_size.job(), NODES).layout == layout_for(by_size.job(), 3) == by_size.job().layout_of("tp=2")
 
 
 def test_a_schedule_of_the_job_counts_for_the_blocks_that_stages_need() -> None:
