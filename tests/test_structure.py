@@ -90,6 +90,12 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(ast.parse(text_of(path))))
 
 
+def tree_of(path: Path) -> ast.Module:
+    module = nodes_of(path)[0]
+    assert isinstance(module, ast.Module)
+    return module
+
+
 def nodes_in(text: str) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(ast.parse(text)))
 
@@ -200,21 +206,19 @@ def crowded(root: Path) -> Iterator[str]:
         if len(files) > MAX_ROOM_FILES:
             yield f"{room.relative_to(root)} holds {len(files)} files"
         init = room / "__init__.py"
-        if not (init.exists() and ast.get_docstring(ast.parse(init.read_text()))):
+        if not (init.exists() and ast.get_docstring(tree_of(init))):
             yield f"{room.relative_to(root)}/__init__.py does not say what the room is for"
     names = [path.name for files in rooms(root).values() for path in files]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"{name} stands in more than one room"
-    named = [
-        (node.name, path)
-        for path in sorted(root.rglob("*.py"))
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    ]
-    public = [name for name, _ in named if not name.startswith("_")]
-    for name in sorted({name for name in public if public.count(name) > 1}):
-        places = ", ".join(str(path.relative_to(root)) for other, path in named if other == name)
-        yield f"{name} is the name of more than one class: {places}"
+    places: dict[str, list[str]] = {}
+    for path in sorted(root.rglob("*.py")):
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(root)))
+    for name, found in sorted(places.items()):
+        if len(found) > 1:
+            yield f"{name} is the name of more than one class: {', '.join(found)}"
 
 
 def test_rooms() -> None:

@@ -220,7 +220,7 @@ def test_a_crew_that_was_only_starting_is_kept_and_one_that_had_begun_is_not() -
                 if entered:
                     worker_pool._begun = True
                 raise error
-        return lab._worker_group is worker_pool
+        return lab._worker_pool is worker_pool
 
     with Lab(Place("cpu-gloo", 1)) as lab:
         assert used(lab, OutOfTime("starting"), entered=False)

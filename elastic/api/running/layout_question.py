@@ -26,7 +26,7 @@ from elastic.config.fingerprint import digest_of_file
 from elastic.config.job import JobSpec
 from elastic.errors import SpecError
 from elastic.program import Program
-from elastic.types import ModelProfile, Pool, parse_layout
+from elastic.types import Job, ModelProfile, Pool
 from elastic.types.grid import axes_of
 from elastic.version import PACKAGE
 
@@ -47,22 +47,22 @@ def asked_of(spec: JobSpec, pools: Sequence[Pool]) -> dict[str, Any] | None:
     if spec.script or n_workers < 2:
         return None
     most = max((pool.gpus_per_node for pool in pools), default=1)
-    axes, tps = _open_axes(spec, most)
-    job = replace(spec.job(), drill=())
-    return {"job": job, "axes": axes, "tps": tps, "trusted": list(spec.trusted_axes)} if axes else None
+    job = spec.job()
+    axes, tps = _open_axes(job, spec.layouts(), most)
+    return {"job": replace(job, drill=()), "axes": axes, "tps": tps, "trusted": list(spec.trusted_axes)} if axes else None
 
 
-def _open_axes(spec: JobSpec, most_per_node: int) -> tuple[list[str], list[int]]:
-    """Axes with more than one rank in a layout that the run may enter, and the sizes of tp among these."""
-    texts = spec.layouts()
+def _open_axes(job: Job, texts: Sequence[str], most_per_node: int) -> tuple[list[str], list[int]]:
+    """Axes with more than one rank in a layout that the run may enter, and the sizes of tp among these. `texts`: the layouts
+    that the job names whole."""
     if texts:
-        layouts = [parse_layout(text, spec.job().options) for text in texts]
+        layouts = [job.layout_of(text) for text in texts]
         axes = {axis for layout in layouts for axis in axes_of(layout)}
         return [axis for axis in AXES if axis in axes], sorted({min(layout.tp, MOST_TP) for layout in layouts if layout.tp > 1})
-    pins, unequal = spec.job().pins, bool(spec.microbatch_tokens)
+    pins, unequal = job.pins, bool(job.microbatch_tokens)
     closed = {
-        "tp": spec.float8 or most_per_node < 2 or (spec.compile and unequal),
-        "cp": spec.compile or unequal or most_per_node < 2,
+        "tp": job.float8 or most_per_node < 2 or (job.compile and unequal),
+        "cp": job.compile or unequal or most_per_node < 2,
         "pp": unequal,
     }
     found = [axis for axis in AXES if not closed.get(axis) and int(pins.get(axis, 2)) > 1]

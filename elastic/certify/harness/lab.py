@@ -1,4 +1,4 @@
-"""Where the checks with worker processes are made: one warm crew, and a folder that is gone afterwards."""
+"""Where the checks with worker processes are made: one warm worker pool, and a folder that is gone afterwards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Lab:
     session: str = SESSION
     storage: str = ""
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="elastic-certify-")))
-    _worker_group: WorkerPool | None = None
+    _worker_pool: WorkerPool | None = None
     _runs: int = 0
     _hands: ProcessSignals | None = None
 
@@ -57,14 +57,14 @@ class Lab:
 
     @contextmanager
     def worker_pool(self, limit: Limit) -> Iterator[WorkerPool]:
-        """The warm crew; a new one where there is none, or where the last use of it was aborted."""
-        if self._worker_group is None:
-            self._worker_group = self._made(limit).__enter__()
-        self._worker_group.limit = limit
+        """The warm worker pool; a new one where there is none, or where the last use of it was aborted."""
+        if self._worker_pool is None:
+            self._worker_pool = self._made(limit).__enter__()
+        self._worker_pool.limit = limit
         try:
-            yield self._worker_group
+            yield self._worker_pool
         except OutOfTime:
-            if self._worker_group.entered_any:
+            if self._worker_pool.entered_any:
                 self.drop()
             raise  # else its processes are still starting: the next task need not wait for new ones
         except BaseException:
@@ -93,10 +93,10 @@ class Lab:
             self.drop()
 
     def drop(self) -> None:
-        """Ends the processes of the crew."""
-        if self._worker_group is not None:
-            self._worker_group.__exit__()
-            self._worker_group = None
+        """Ends the processes of the worker pool."""
+        if self._worker_pool is not None:
+            self._worker_pool.__exit__()
+            self._worker_pool = None
 
     @contextmanager
     def room(self, configured: bool = False) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""One worker of a crew, as the crew sees it: a process of this host, or (elastic.cluster.workers.remote_processes) an actor
+"""One worker of a pool, as the pool sees it: a process of this host, or (elastic.cluster.workers.remote_processes) an actor
 on some node.
 """
 
