@@ -26,7 +26,7 @@ def _answers(pipe: Connection) -> None:
             pipe.send((serial, worker, NodePrepared(worker.node_id)))
         elif name == "go":
             pipe.close()
-            threading.Event().wait()
+            threading.Event().wait()  # sleeps: for ever, as a process that hangs in its end
 
 
 class ReadyPool(Pool):
