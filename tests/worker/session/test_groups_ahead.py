@@ -17,7 +17,7 @@ from support.worker import slow_groups
 from support.worker.chain import job_of
 from support.worker.nccl_like import NcclLikeTransport
 from support.worker.plans import live, plan
-from support.worker.ranks import on_ranks
+from support.worker.ranks import meeting, on_ranks
 from support.worker.worker_pool import Pool
 from torch.distributed.distributed_c10d import _world
 
@@ -149,7 +149,7 @@ def dropped(rank: int, n: int, store: tuple[str, int], like: str, when: str) -> 
     """Groups are made ahead and dropped, twice: counts before and after, and a sum of the generation that runs on."""
     transport = NcclLikeTransport if like == "nccl" else Transport
     of = Groups(1, Layout(dp_shard=n), torch.device("cpu"), transport=transport())
-    of.join(store, rank, n, TIMEOUT_S, "first")
+    of.join(meeting(n, store[1], TIMEOUT_S, "first"), rank)
     x = torch.ones(2)
     of.commit.all_reduce(x)
     before = left_here()
