@@ -102,7 +102,7 @@ def drive(
         state = fold(state, event, now_s)
     try:
         with stop_signals() as asked:
-            state = _loop(backend, journal, (state, now_s, (start, *found)), decide, asked)
+            state = _loop(backend, journal, state, now_s=now_s, first=(start, *found), decide=decide, asked=asked)
     except BaseException:
         for close in (backend.close, journal.close):
             try:
@@ -131,9 +131,9 @@ def restored(lines: Iterable[Line]) -> State | None:
 
 
 def _loop(
-    backend: Backend, journal: Recorder, begin: tuple[State, float, tuple[Event, ...]], decide: Decide, asked: list[str]
+    backend: Backend, journal: Recorder, state: State, *, now_s: float, first: Sequence[Event], decide: Decide, asked: list[str]
 ) -> State:
-    state, now_s, first = begin
+    """`first`: the events that `state` knows already, of the moment `now_s`."""
     events: list[tuple[float, Event]] = [(now_s, event) for event in first]
     said, line_s = "", now_s
     n_asked = 0

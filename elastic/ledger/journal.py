@@ -387,11 +387,14 @@ class Journal:
         if self._file.owes or not (self.segments is None or self.segments.store(self._file.end)):
             return
         at_s, epoch, after = self._at_s, self.epoch, self._newest
-        counted = self.segments.begin_anew() if self.segments is not None else {}
+        closed = self.path.with_name(CLOSED)
+        counted: dict[str, int] | None = {}
+        if self.segments is None:
+            self._file.begin_anew(closed)
+        else:
+            counted = self.segments.begin_anew(lambda: self._file.begin_anew(closed))
         if counted is None:
             return
-        closed = self.path.with_name(CLOSED)
-        self._file.begin_anew(closed)
         self._after, self._stored_to = after, 0
         parts.begin(closed, lambda: write_line(Line(at_s, epoch, state=plain(state)), after), counted)
 

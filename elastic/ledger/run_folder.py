@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from elastic.errors import JournalDamaged, SpecError
+from elastic.errors import JournalDamaged, SpecError, StorageFailed
 from elastic.ledger.journal import CLOSED, Damage, Journal, Line, Sieve, damaged, read_text, sift
 from elastic.ledger.parts import PREFIX as PARTS
 from elastic.ledger.parts import JournalParts, Packing
-from elastic.ledger.segments import PREFIX, Segments, StoredJournal, read_stored
+from elastic.ledger.segments import N_LOOKS, PREFIX, Segments, StoredJournal, read_stored
 from elastic.storage import LocalStorage, Storage, open_storage
 
 DEFAULT_STORAGE = "elastic_runs"
@@ -201,17 +201,32 @@ class RunFolder:
             self.storage.put(name, (self.folder / name).read_bytes())
 
     def _found(self) -> _Found:
-        here = self._here()  # before the parts: what is closed meanwhile is then in both
+        """As of one moment: where a part was stored while this looked, it looks again."""
         parts = JournalParts.of(self.storage)
+        for _ in range(N_LOOKS):
+            found = self._look(parts)
+            now = JournalParts.of(self.storage)
+            if now.names == parts.names:
+                if isinstance(found, JournalDamaged):
+                    raise found
+                return found
+            parts = now
+        raise StorageFailed(f"{self.storage.uri_of(PARTS)}: the journal grows faster than it can be read; try again")
+
+    def _look(self, parts: JournalParts) -> _Found | JournalDamaged:
+        here = self._here()
         if not self.storage.remote:
             if here is None:
                 raise FileNotFoundError(self.journal)
             return _Found(parts, self._since(parts, here), StoredJournal(), str(self.journal))
-        stored = read_stored(self.storage, parts.counted())
-        while not stored.fits:  # its driver had been replaced when it packed the last one
-            parts = parts.shorter()
+        try:
             stored = read_stored(self.storage, parts.counted())
-        text = self._since(parts, here or b"")
+            while not stored.fits:  # its driver had been replaced when it packed the last one
+                parts = parts.shorter()
+                stored = read_stored(self.storage, parts.counted())
+            text = self._since(parts, here or b"")
+        except JournalDamaged as error:
+            return error
         if text != stored.text and text.startswith(stored.text):
             return _Found(parts, text, stored, str(self.journal))
         return _Found(parts, stored.text, stored, f"{self.storage.uri}/{PREFIX}")
@@ -226,7 +241,7 @@ class RunFolder:
         texts = [_text(self.journal), _text(self.folder / CLOSED)]
         if texts[0] is None or texts[1] is None or texts[0].startswith(texts[1]):
             return texts[0] if texts[0] is not None else texts[1]
-        return texts[1] + texts[0]
+        return texts[1] if texts[1].startswith(texts[0]) else texts[1] + texts[0]  # the same: it was closed in between
 
     def _begin_with(self, text: bytes) -> None:
         """The journal file, one alone, holds this text and no more."""

@@ -13,7 +13,7 @@ import logging
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -113,12 +113,18 @@ class StoredJournal:
 def read_stored(storage: Storage, base: dict[str, int] | None = None) -> StoredJournal:
     """All segments that count after `base`, joined. A last one that is missing or not whole is left out. Raises JournalDamaged
     for a gap."""
+    hole: JournalDamaged | None = None
+    looked: list[Span] = []
     for _ in range(N_LOOKS):
         spans = _spans(storage.list(PREFIX))
+        if hole is not None and spans == looked:
+            raise hole
         try:
             return _join(storage, spans, base or {})
         except FileNotFoundError:
-            continue
+            hole = None
+        except JournalDamaged as error:  # or objects were merged while they were listed
+            hole, looked = error, spans
     raise StorageFailed(f"{storage.uri_of(PREFIX)}: its objects change faster than they can be read; try again")
 
 
@@ -278,11 +284,13 @@ class Segments:
             raise self.trouble
         return self._at >= to
 
-    def begin_anew(self) -> dict[str, int] | None:
-        """The file, which is stored to its end, starts over: epoch -> segments that hold what it was. None = not now."""
+    def begin_anew(self, swap: Callable[[], None]) -> dict[str, int] | None:
+        """`swap` lets the file, which is stored to its end, start over, while nobody reads it: epoch -> segments that hold what
+        it was. None = not now, and it goes on."""
         if not self._working.acquire(blocking=False):
             return None
         try:
+            swap()
             self._at, self._kept = 0, []
             return self._before.counted | {str(self._epoch): self._next}
         finally:

@@ -111,8 +111,8 @@ def attention(
         _now.called = True
     shard = _now.shard if _now is not None else None
     if shard is None:
-        return _attend(q, k, v, (0, causal, scale), (documents, documents))
-    out: Tensor = _over_shards(q, k, v, (causal, documents, scale), shard)
+        return _attend(q, k, v, first=0, causal=causal, scale=scale, documents=(documents, documents))
+    out: Tensor = _over_shards(q, k, v, causal=causal, documents=documents, scale=scale, shard=shard)
     return out
 
 
@@ -128,14 +128,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> None:
 
 # ------------------------------------------------------------------------------------------ on whole keys and values
 
-Rule = tuple[int, bool, float | None]  # position of the first query, causal?, scale
 Documents = tuple[Tensor | None, Tensor | None]  # of the queries, of the keys
 Pair = tuple[Tensor, Tensor]  # keys, values
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, documents: Documents) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, *, first: int, causal: bool, scale: float | None, documents: Documents) -> Tensor:
     """Queries at positions first, first + 1, ... against keys from position 0 on."""
-    first, causal, scale = rule
     n, end = q.shape[-2], first + q.shape[-2] if causal else k.shape[-2]
     k, v = k[..., :end, :], v[..., :end, :]
     if documents[0] is None and (not causal or not first):
@@ -181,21 +179,20 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, scale: float | None, attn_mask: Any
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _over_shards(
-    q: Tensor, k: Tensor, v: Tensor, rule: tuple[bool, Tensor | None, float | None], shard: SequenceShard
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, documents: Tensor | None, scale: float | None, shard: SequenceShard
 ) -> Tensor:
-    causal, documents, scale = rule
     whole_k, whole_v = _Gather.apply(k, v, shard)  # type: ignore[no-untyped-call]
     theirs = None if documents is None else _gathered(documents[:, None, :, None], shard)[:, 0, :, 0]
     if not causal:
-        out = _attend(q, whole_k, whole_v, (0, False, scale), (documents, theirs))
+        out = _attend(q, whole_k, whole_v, first=0, causal=False, scale=scale, documents=(documents, theirs))
     else:
         c = q.shape[-2] // 2
-        first = shard.index * c, (2 * shard.size - 1 - shard.index) * c
+        firsts = shard.index * c, (2 * shard.size - 1 - shard.index) * c
         parts = []
-        for half in range(2):
+        for half, first in enumerate(firsts):
             mine = slice(half * c, (half + 1) * c)
             known = (documents[:, mine] if documents is not None else None, theirs)
-            parts.append(_attend(q[..., mine, :], whole_k, whole_v, (first[half], True, scale), known))
+            parts.append(_attend(q[..., mine, :], whole_k, whole_v, first=first, causal=True, scale=scale, documents=known))
         out = torch.cat(parts, -2)
     if torch.is_grad_enabled() and out.requires_grad:
         whole, own = (whole_k.detach(), whole_v.detach()), (k.detach(), v.detach())

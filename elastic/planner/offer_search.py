@@ -134,7 +134,7 @@ class _Finder:
                 continue
             for kind in space.kinds(shape):
                 for ep in eps if kind.dp_replicate == 1 else (1,):
-                    found = self.variants(pool, site, job, (space, replace(kind, ep=ep))) or found
+                    found = self.variants(pool, site, job, space=space, kind=replace(kind, ep=ep)) or found
         return found
 
     def eps(self, shape: Layout, job: Job) -> tuple[int, ...]:
@@ -172,10 +172,9 @@ class _Finder:
             limit = max(self.aim.deadline_h / self.hours(1.0), self._worst / (paid + LATE))
         return limit * (1 + ROUNDED)
 
-    def variants(self, pool: tuple[NodeGroup, ...], site: Site, job: Job, open_: tuple[Space, Layout]) -> bool:
+    def variants(self, pool: tuple[NodeGroup, ...], site: Site, job: Job, *, space: Space, kind: Layout) -> bool:
         """Microbatch sizes and checkpointing of a kind of layout. Where the largest microbatch fits, nothing needs to be
         computed again."""
-        space, kind = open_
         sizes, any_fits = space.sizes(kind), False
         for mode in space.modes():
             fits = [

@@ -66,7 +66,7 @@ def _forecast(asked: _Transition) -> Move:
     room = Room(min(memory) if memory and all(memory) else 0, running, wire, _host_bytes_per_s(state, kinds, nodes))
     pace = TransferRates(min(rates), state.move_pace) if rates else TransferRates(times=state.move_pace)
     cuts = (resume.layout, resume.layers), (choice.layout, choice.layers)
-    return forecast(state.model, *cuts, holders_of(resume, everyone), nodes, (room, pace))
+    return forecast(state.model, *cuts, holders=holders_of(resume, everyone), nodes=nodes, room=room, pace=pace)
 
 
 def _host_bytes_per_s(state: State, kinds: set[str], nodes: Sequence[str]) -> float:

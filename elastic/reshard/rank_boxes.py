@@ -75,18 +75,18 @@ def first_values(model: ModelProfile) -> dict[str, float]:
 
 def boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int) -> tuple[Box, ...]:
     """What `rank` holds, empty boxes left out; `layers[i]` = number of blocks of stage i."""
-    return _boxes(model, (layout, layers, rank), placements(model), owned_only=False)
+    return _boxes(model, layout, layers, rank=rank, state=placements(model), owned_only=False)
 
 
 def reread_boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int) -> tuple[Box, ...]:
     """What `rank` holds besides the training state: frozen weights."""
     frozen = [Placed(replace(spec, fqn=f"model.{spec.fqn}"), blocks) for spec, blocks in _canonical(model) if spec.reread]
-    return _boxes(model, (layout, layers, rank), frozen, owned_only=False)
+    return _boxes(model, layout, layers, rank=rank, state=frozen, owned_only=False)
 
 
 def owned_boxes(model: ModelProfile, layout: Layout, layers: tuple[int, ...], rank: int) -> tuple[Box, ...]:
     """The part of `boxes` that `rank` answers for: over all ranks every element of the state exactly once."""
-    return _boxes(model, (layout, layers, rank), placements(model), owned_only=True)
+    return _boxes(model, layout, layers, rank=rank, state=placements(model), owned_only=True)
 
 
 def stages_of(blocks: tuple[int | None, ...], model: ModelProfile, layout: Layout, layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -143,9 +143,8 @@ def meet(one: Region, two: Region) -> Region | None:
 
 
 def _boxes(
-    model: ModelProfile, place: tuple[Layout, tuple[int, ...], int], state: Iterable[Placed], owned_only: bool
+    model: ModelProfile, layout: Layout, layers: tuple[int, ...], *, rank: int, state: Iterable[Placed], owned_only: bool
 ) -> tuple[Box, ...]:
-    layout, layers, rank = place
     check_layers(model, layout, layers)
     at = coordinates(layout, rank)
     tp, fsdp = (at.tp, layout.tp), (at.fsdp(layout), layout.dp_shard * layout.cp)

@@ -46,12 +46,13 @@ def forecast(
     model: ModelProfile,
     old: Cut,
     new: Cut,
+    *,
     holders: Mapping[int, tuple[int, ...]],
     nodes: Sequence[str],
-    limits: tuple[Room, TransferRates],
+    room: Room,
+    pace: TransferRates,
 ) -> Move:
     """The Move of a transition from memory. Arguments as of `plan_transfers`. Raises StateLost where a part has no holder."""
-    room, pace = limits
     source, target = Side(model, old), Side(model, new)
     names = sorted(set(nodes))
     number = {name: i for i, name in enumerate(names)}
@@ -63,7 +64,7 @@ def forecast(
     ends = np.divmod(pairs, len(names))
     links = [(names[a], names[b], n) for a, b, n in zip(*(x.tolist() for x in (*ends, sums)), strict=True)]
     taken = beside_torch(new[0], sent, node) if room.device_type != "cpu" else [0] * len(nodes)
-    via, peak_bytes, leaving = memory(source, target, holders, (taken, room))
+    via, peak_bytes, leaving = memory(source, target, holders, taken=taken, room=room)
     host_s = 0.0
     if via == "host" and room.host_bytes_per_s:  # the old boxes leave the device, and their parts come back
         back = np.bincount(senders, weights=n_bytes, minlength=len(nodes))
@@ -125,16 +126,15 @@ def beside_torch(layout: Layout, sent: tuple[Ints, Ints, Ints], node: Ints) -> l
 
 
 def memory(
-    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], place: tuple[Sequence[int], Room]
+    source: Side, target: Side, holders: Mapping[int, tuple[int, ...]], *, taken: Sequence[int], room: Room
 ) -> tuple[Literal["device", "host"], int, Mapping[int, int]]:
     """By which way, the most that a GPU needs beyond its new shard (promise 5), and the bytes of each participant's old boxes.
-    `place`: what is taken on each participant's GPU beside torch's memory.
+    `taken`: on each participant's GPU beside torch's memory.
 
     device: the old shard stays, next to it the new one and the staging buffers, and then all that the first steps need. host:
     the old shard has left before the new one is made, so that only what it was larger by counts. Gradients that a step which
     was aborted has left are gone by then (see elastic.worker.session.session).
     """
-    taken, room = place
     n_participants = len(taken)
     sizes = sizes_of(room.device_type)
     old_bytes, new_bytes = bytes_of(source, padded=True), bytes_of(target)

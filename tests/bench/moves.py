@@ -96,7 +96,12 @@ def _carried(mover: Mover, transfers: tuple[Transfer, ...], new: Tensors) -> Too
     dist.barrier()
     began = time.perf_counter()
     moved = carry_out(
-        transfers, mover.me, lambda t: region(mover.held[t.holding], t), lambda t: region(new, t), (mover.group, CPU)
+        transfers,
+        mover.me,
+        read=lambda t: region(mover.held[t.holding], t),
+        write=lambda t: region(new, t),
+        group=mover.group,
+        device=CPU,
     )
     dist.barrier()
     return Took(time.perf_counter() - began, moved.received_bytes, moved.own_bytes)

@@ -108,7 +108,7 @@ def moves(n: int, profile: ModelProfile) -> dict[str, float]:
     for old, new in cuts:
         blocks = profile.n_blocks // 4
         sides = (old, ()), (new, (blocks,) * 4 if new.pp > 1 else ())
-        told_s = seconds(lambda s=sides: forecast(profile, *s, holders, nodes, (Room(), TransferRates())))  # type: ignore[misc]
+        told_s = seconds(lambda s=sides: forecast(profile, *s, holders=holders, nodes=nodes, room=Room(), pace=TransferRates()))  # type: ignore[misc]
         found.append((told_s, seconds(lambda s=sides: plan_transfers(profile, *s, holders, nodes, me=0))))  # type: ignore[misc]
     return {"forecast_s": round(max(told for told, _ in found), 3), "transfers_s": round(max(own for _, own in found), 3)}
 

@@ -49,6 +49,8 @@ def joined(number: int, layout: Any, at: tuple[int, int, int], over: Any, pid: i
     """The groups of a generation. `at`: rank, ranks, port of the store; `pid` keeps the places of cases apart."""
     import torch
 
+    from elastic.types import WorkerId
+    from elastic.types.orders import Rendezvous
     from elastic.worker.process_groups.groups import Groups
 
     rank, n, port = at
@@ -56,7 +58,8 @@ def joined(number: int, layout: Any, at: tuple[int, int, int], over: Any, pid: i
     if device.type == "cuda":
         torch.cuda.set_device(device)
     groups = Groups(number, layout, device, transport=over)
-    groups.join(("127.0.0.1", port), rank, n, 60.0, f"{pid:064x}")
+    participants = tuple(WorkerId("node", i) for i in range(n))
+    groups.join(Rendezvous(participants, ("127.0.0.1", port), 60.0, f"{pid:064x}"), rank)
     return groups
 
 

@@ -52,7 +52,11 @@ class Follows(MemoryJournal):
         self.journal.append(at_s, events, decision)
 
     def close_part(self, state: State) -> None:
-        self.journal.close_part(state)
+        def small() -> bool:
+            self.journal.close_part(state)  # does nothing while the thread that stores the lines is still busy
+            return self.journal._file.end < parts_of.PART_BYTES
+
+        until(small, "a large file is closed")
         parts = self.journal.parts
         until(lambda: parts is None or parts.free, "the closed file is packed")
 

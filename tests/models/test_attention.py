@@ -117,7 +117,7 @@ def test_parts_are_those_of_the_whole_sequence(n: int, causal: bool, packed: boo
     tensors, documents = inputs(kv_heads), document_ids() if packed else None
 
     def call(q: Tensor, k: Tensor, v: Tensor, mine: Tensor | None, shard: SequenceShard) -> Tensor:
-        return module._over_shards(q, k, v, (causal, mine, None), shard)
+        return module._over_shards(q, k, v, causal=causal, documents=mine, scale=None, shard=shard)
 
     compare(together(n, tensors, call, documents)[0], tensors, causal, documents)
 
@@ -128,7 +128,7 @@ def test_with_masks_in_blocks_and_under_checkpointing(monkeypatch: pytest.Monkey
 
     def call(q: Tensor, k: Tensor, v: Tensor, mine: Tensor | None, shard: SequenceShard) -> Tensor:
         def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return module._over_shards(q * 1.0, k * 1.0, v * 1.0, (True, mine, None), shard) * 1.0
+            return module._over_shards(q * 1.0, k * 1.0, v * 1.0, causal=True, documents=mine, scale=None, shard=shard) * 1.0
 
         return checkpoint(layer, q, k, v, use_reentrant=False)
 
@@ -140,7 +140,7 @@ def test_gathered_keys_have_no_memory_between_forward_and_backward() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, mine: Tensor | None, shard: SequenceShard) -> Tensor:
         kept: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.detach()) or t, lambda t: t):
-            out = module._over_shards(q, k, v, (True, None, None), shard)
+            out = module._over_shards(q, k, v, causal=True, documents=None, scale=None, shard=shard)
         whole = (2, k.shape[1], SEQ, k.shape[3])
         gathered = [t for t in kept if t.shape == whole]
         assert gathered

@@ -131,7 +131,7 @@ def test_a_look_with_a_notice_pending_grows_with_the_cluster_and_forecasts_the_m
     """Between `near` and the moment of the transition each step is looked at, and the move is the same."""
     forecasts: list[object] = []
     forecast = transition_cost.forecast
-    monkeypatch.setattr(transition_cost, "forecast", lambda *asked: forecasts.append(asked) or forecast(*asked))
+    monkeypatch.setattr(transition_cost, "forecast", lambda *asked, **more: forecasts.append(asked) or forecast(*asked, **more))
     looked = {}
     for n in (4, 16):
         forecasts.clear()
@@ -192,7 +192,9 @@ def test_a_forecast_knows_what_steps_need_and_how_host_memory_is_reached(monkeyp
     """Activations of the first step too; a tenth of the rate where a node of the move has no pinned memory."""
     rooms: list[Room] = []
     forecast = transition_cost.forecast
-    monkeypatch.setattr(transition_cost, "forecast", lambda *asked: rooms.append(asked[-1][0]) or forecast(*asked))
+    monkeypatch.setattr(
+        transition_cost, "forecast", lambda *asked, **more: rooms.append(more["room"]) or forecast(*asked, **more)
+    )
     state = running(2)
     pool = replace(POOL, accelerator_type="H100", memory_bytes_per_gpu=80 << 30)
     state = replace(state, pools=(pool,), hardware=(HardwareProfile("H100", host_bytes_per_s=5e10),))

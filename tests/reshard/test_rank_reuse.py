@@ -53,7 +53,7 @@ def test_kept_is_what_the_forecast_calls_its_own() -> None:
     workers = [WorkerId(f"n{i}", 0) for i in range(4)]
     found = place(MODEL, (old, new), {w: [i] for i, w in enumerate(workers)}, workers, {})
     holders = {rank: tuple(i for i, w in enumerate(found) if workers.index(w) in (rank, (rank + 2) % 4)) for rank in range(4)}
-    move = forecast(MODEL, old, new, holders, [w.node_id for w in found], (Room(), TransferRates()))
+    move = forecast(MODEL, old, new, holders=holders, nodes=[w.node_id for w in found], room=Room(), pace=TransferRates())
     assert move.n_bytes == 0, "a quarter of what each replica has is what each needs"
 
 

@@ -36,7 +36,7 @@ def test_bytes_are_those_of_the_transfers(seed: int) -> None:
     old, new = random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
     n = max(old[0].world_size, new[0].world_size)
     nodes = [f"n{i // 2}" for i in range(n)]
-    move = forecast(model, old, new, live(old[0].world_size), nodes, (Room(), TransferRates()))
+    move = forecast(model, old, new, holders=live(old[0].world_size), nodes=nodes, room=Room(), pace=TransferRates())
     links: Counter[tuple[str, str]] = Counter()
     own = 0
     for t in plan_transfers(model, old, new, live(old[0].world_size), nodes):
@@ -49,7 +49,7 @@ def test_bytes_are_those_of_the_transfers(seed: int) -> None:
 
 
 def test_the_same_layout_on_the_same_ranks_takes_only_the_copy_in_place() -> None:
-    move = forecast(MODEL, FOUR, FOUR, live(4), NODES, (Room(), TransferRates(1e9)))
+    move = forecast(MODEL, FOUR, FOUR, holders=live(4), nodes=NODES, room=Room(), pace=TransferRates(1e9))
     assert (move.n_bytes, move.links, move.own_bytes) == (0, (), 4 * SHARD)
     assert move.seconds == pytest.approx(LEAST_S + SHARD / 1e9)
 
@@ -58,7 +58,9 @@ def test_seconds_are_those_of_the_busiest_link_and_follow_the_pace() -> None:
     """Node b leaves: its half of the state crosses the link to a."""
     crossing = 2 * SHARD - 32  # the RNG is there already
     for rate, times in ((1e9, 1.0), (2e9, 1.0), (1e9, 3.0)):
-        move = forecast(MODEL, FOUR, (Layout(dp_shard=2), ()), live(4), NODES, (Room(), TransferRates(rate, times)))
+        move = forecast(
+            MODEL, FOUR, (Layout(dp_shard=2), ()), holders=live(4), nodes=NODES, room=Room(), pace=TransferRates(rate, times)
+        )
         assert {(a, b): n for a, b, n in move.links}["b", "a"] == crossing
         assert move.seconds == pytest.approx(LEAST_S + times * crossing / rate)
 
@@ -66,31 +68,34 @@ def test_seconds_are_those_of_the_busiest_link_and_follow_the_pace() -> None:
 def test_peak_is_one_shard_and_the_staging_or_the_larger_shard() -> None:
     """device: old + staging; host, where both do not fit: nothing but what the old shard was larger by, and a chunk."""
     two: Cut = (Layout(dp_shard=2), ())
-    device = forecast(MODEL, FOUR, two, live(4), NODES, (Room(), TransferRates()))
+    device = forecast(MODEL, FOUR, two, holders=live(4), nodes=NODES, room=Room(), pace=TransferRates())
     assert (device.via, device.peak_bytes) == ("device", SHARD + STAGING_BYTES)
     fits = Room(memory_bytes=3 * SHARD + STAGING_BYTES + 64)
-    assert forecast(MODEL, FOUR, two, live(4), NODES, (fits, TransferRates())).via == "device"
+    assert forecast(MODEL, FOUR, two, holders=live(4), nodes=NODES, room=fits, pace=TransferRates()).via == "device"
     tight = Room(memory_bytes=3 * SHARD)
-    host = forecast(MODEL, FOUR, two, live(4), NODES, (tight, TransferRates()))
+    host = forecast(MODEL, FOUR, two, holders=live(4), nodes=NODES, room=tight, pace=TransferRates())
     assert host.via == "host" and host.peak_bytes <= STAGING_BYTES < device.peak_bytes
-    back = forecast(MODEL, two, FOUR, live(2), NODES, (tight, TransferRates()))
+    back = forecast(MODEL, two, FOUR, holders=live(2), nodes=NODES, room=tight, pace=TransferRates())
     assert back.via == "host" and back.peak_bytes == max(SHARD - 16 + CHUNK_BYTES, STAGING_BYTES)
 
 
 def test_peak_on_gpus_counts_their_staging() -> None:
     """1 GiB of buffers on each GPU, or one message of 128 MiB beside the larger shard."""
     two: Cut = (Layout(dp_shard=2), ())
-    device = forecast(MODEL, FOUR, two, live(4), NODES, (Room(device_type="cuda"), TransferRates()))
+    device = forecast(MODEL, FOUR, two, holders=live(4), nodes=NODES, room=Room(device_type="cuda"), pace=TransferRates())
     assert (device.via, device.peak_bytes) == ("device", SHARD + (1 << 30))
     tight = Room(3 * SHARD + (1 << 30) - MIB, device_type="cuda")  # and nothing is left for communicators
-    assert forecast(MODEL, FOUR, two, live(4), NODES, (tight, TransferRates())).via == "host"
+    assert forecast(MODEL, FOUR, two, holders=live(4), nodes=NODES, room=tight, pace=TransferRates()).via == "host"
 
 
 def test_what_the_steps_need_counts_too() -> None:
     """The old state stays until its content was compared behind the first steps: activations need their place beside it."""
     room = Room(memory_bytes=100 * MIB, running_bytes=80 * MIB)
-    assert forecast(MODEL, FOUR, FOUR, live(4), NODES, (room, TransferRates())).via == "host"
-    assert forecast(MODEL, FOUR, FOUR, live(4), NODES, (Room(100 * MIB, 40 * MIB), TransferRates())).via == "device"
+    assert forecast(MODEL, FOUR, FOUR, holders=live(4), nodes=NODES, room=room, pace=TransferRates()).via == "host"
+    assert (
+        forecast(MODEL, FOUR, FOUR, holders=live(4), nodes=NODES, room=Room(100 * MIB, 40 * MIB), pace=TransferRates()).via
+        == "device"
+    )
 
 
 def test_a_side_is_cut_once_for_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +106,15 @@ def test_a_side_is_cut_once_for_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(pieces, name, lambda *given, name=name, inner=inner: asked.update([name]) or inner(*given))
     for n in (8, 64):
         asked.clear()
-        forecast(MODEL, (Layout(dp_shard=n), ()), (Layout(dp_shard=n - 1), ()), live(n), ["a"] * n, (Room(), TransferRates()))
+        forecast(
+            MODEL,
+            (Layout(dp_shard=n), ()),
+            (Layout(dp_shard=n - 1), ()),
+            holders=live(n),
+            nodes=["a"] * n,
+            room=Room(),
+            pace=TransferRates(),
+        )
         assert asked == {"region": 4, "placements": 2}, "of each side: all that is cut alike, and the buffers"
 
 
@@ -132,13 +145,27 @@ def test_a_move_leaves_room_for_the_communicators_that_it_uses() -> None:
     staging, context = GIB, 512 * MIB
     rank_0 = SHARD + (2 * SHARD - 16) + staging + context + 2 * 384 * MIB + 448 * MIB
     assert (
-        forecast(MODEL, FOUR, two, live(4), NODES, (Room(rank_0 + 512 * MIB, device_type="cuda"), TransferRates())).via
+        forecast(
+            MODEL,
+            FOUR,
+            two,
+            holders=live(4),
+            nodes=NODES,
+            room=Room(rank_0 + 512 * MIB, device_type="cuda"),
+            pace=TransferRates(),
+        ).via
         == "device"
     )
-    assert forecast(MODEL, FOUR, two, live(4), NODES, (Room(rank_0 - MIB, device_type="cuda"), TransferRates())).via == "host"
-    assert forecast(MODEL, FOUR, two, live(4), NODES, (Room(3 * SHARD + STAGING_BYTES), TransferRates())).via == "device", (
-        "not on gloo"
+    assert (
+        forecast(
+            MODEL, FOUR, two, holders=live(4), nodes=NODES, room=Room(rank_0 - MIB, device_type="cuda"), pace=TransferRates()
+        ).via
+        == "host"
     )
+    assert (
+        forecast(MODEL, FOUR, two, holders=live(4), nodes=NODES, room=Room(3 * SHARD + STAGING_BYTES), pace=TransferRates()).via
+        == "device"
+    ), "not on gloo"
 
 
 def test_the_way_by_host_memory_takes_its_time() -> None:
@@ -146,11 +173,19 @@ def test_the_way_by_host_memory_takes_its_time() -> None:
     two: Cut = (Layout(dp_shard=2), ())
     quick, slow = (
         forecast(
-            MODEL, FOUR, two, live(4), NODES, (Room(1, device_type="cuda", host_bytes_per_s=rate), TransferRates(times=2.0))
+            MODEL,
+            FOUR,
+            two,
+            holders=live(4),
+            nodes=NODES,
+            room=Room(1, device_type="cuda", host_bytes_per_s=rate),
+            pace=TransferRates(times=2.0),
         )
         for rate in (1e9, 1e8)
     )
-    unknown = forecast(MODEL, FOUR, two, live(4), NODES, (Room(1, device_type="cuda"), TransferRates(times=2.0)))
+    unknown = forecast(
+        MODEL, FOUR, two, holders=live(4), nodes=NODES, room=Room(1, device_type="cuda"), pace=TransferRates(times=2.0)
+    )
     assert (quick.via, unknown.via) == ("host", "host")
     assert quick.seconds - unknown.seconds == pytest.approx(2 * (2 * SHARD) / 1e9)
     assert slow.seconds - unknown.seconds == pytest.approx(10 * (quick.seconds - unknown.seconds))

@@ -18,6 +18,7 @@ from elastic.data.collate import collate
 from elastic.data.order import sample_ids
 from elastic.reshard.rank_boxes import RNG
 from elastic.types import Job, Layout, WorkerId
+from elastic.types.orders import Rendezvous
 from elastic.worker.parallel.model_options import needs_fsdp
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.rendezvous import host_store
@@ -65,8 +66,8 @@ class Ours:
         self.n_blocks, self.me = profile.n_blocks, WorkerId("node0", 0)
         self.store = host_store("127.0.0.1", 30.0)
         self.groups = Groups(1, Layout(), device, needs_fsdp(self.job, Layout()))
-        self.groups.join(("127.0.0.1", self.store.port), 0, 1, 60.0)
-        self.state = TrainState(program, profile, self.groups, (Layout(), (self.n_blocks,), 0), self.job)
+        self.groups.join(Rendezvous((self.me,), ("127.0.0.1", self.store.port)), 0)
+        self.state = TrainState(program, profile, self.groups, layout=Layout(), layers=(self.n_blocks,), rank=0, job=self.job)
         self.state.fill_fresh(self.job.seed)
         memory = HostMemory(pinned=device.type == "cuda")
         self.host = HostCopies(memory, self.state.tensors, frozenset({RNG}), 2)

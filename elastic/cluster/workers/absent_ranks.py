@@ -63,7 +63,9 @@ def _hangs(ranks: Mapping[WorkerId, RankSite]) -> dict[WorkerId, str]:
         worker: (axis, first, n) for worker, at in ranks.items() for axis, first, n in at.arrived if axis.startswith(DEVICE)
     }
     own = [worker for worker, (axis, _, _) in parts.items() if axis == DEVICE + "own"]
-    waiting = [worker for worker, at in ranks.items() if worker not in own and _waits(at, parts.get(worker))]
+    waiting = [
+        worker for worker, at in ranks.items() if worker not in own and _waits(at, parts[worker][0] if worker in parts else "")
+    ]
     if not own or len(waiting) + 1 < len(ranks):
         return {}
     (worker,) = own
@@ -74,9 +76,10 @@ def _hangs(ranks: Mapping[WorkerId, RankSite]) -> dict[WorkerId, str]:
     return {worker: f"has a GPU that stands in part {n + 1} of its work, which is its own; {others}"}
 
 
-def _waits(at: RankSite, part: tuple[str, int, int] | None) -> bool:
-    """Does its GPU wait for others, or has done all that its host has given it, while that waits for other hosts?"""
-    return part is not None and (part[0] == DEVICE + "others" or (part[0] == DEVICE + "done" and at.doing == "others"))
+def _waits(at: RankSite, axis: str) -> bool:
+    """Does its GPU, which stands at `axis` ('' = nowhere), wait for others, or has done all that its host has given it, while
+    that waits for other hosts?"""
+    return axis == DEVICE + "others" or (axis == DEVICE + "done" and at.doing == "others")
 
 
 def _absent(number: int, axis: str, n: int) -> str:

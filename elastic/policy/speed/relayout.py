@@ -66,7 +66,8 @@ def rearranged(state: State, now_s: float) -> Decision | None:
         return Decision(wake_at_s=due_s)
     found = _best(state, plan, busy_s, slowest) if lost >= UNEVEN else None
     if found is not None:
-        return _entered(state, found, (busy_s, since_s), now_s)
+        choice, left = found
+        return _entered(state, choice, left, busy_s=busy_s, since_s=since_s, now_s=now_s)
     return _replaced(state, slowest, now_s) if slowest is not None else None
 
 
@@ -128,8 +129,9 @@ def _busy_s(state: State, plan: Plan, choice: Choice) -> float:
     return busy_s * max(1.0, choice.model_step_s / plan.model_step_s * before / ones)
 
 
-def _entered(state: State, found: tuple[Choice, float], now: tuple[float, float], now_s: float) -> Decision | None:
-    (choice, left), (busy_s, since_s), plan = found, now, state.plan
+def _entered(state: State, choice: Choice, left: float, *, busy_s: float, since_s: float, now_s: float) -> Decision | None:
+    """`left`: of the busiest rank's work; `busy_s`: what that takes now, and `since_s`: since when."""
+    plan = state.plan
     assert plan is not None
     gain, share = 1 - left, _share(state, busy_s)
     units = speeds.estimates(state)

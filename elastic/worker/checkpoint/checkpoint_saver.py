@@ -76,13 +76,22 @@ class NewestHostCopy:
         return same and replica_key(self.plan.layout, self.rank) == replica_key(self.plan.layout, rank)
 
 
+@dataclass(frozen=True)
+class CheckpointPart:
+    """What one rank of a plan writes of the checkpoint of a step."""
+
+    plan: Plan
+    step: int
+    rank: int
+
+
 class Saving:
-    """The checkpoints of a worker. `writing`: the newest one; `of`: its plan, step and rank."""
+    """The checkpoints of a worker. `writing`: the newest one; `of`: which part that is."""
 
     def __init__(self, place: Holder) -> None:
         self.place = place
         self.writing: Future[Any] | None = None
-        self.of: tuple[Plan, int, int] | None = None
+        self.of: CheckpointPart | None = None
         self.kept: NewestHostCopy | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="durable-copy")
 
@@ -97,20 +106,20 @@ class Saving:
         if self.writing is not None and not self.writing.done() and not must:
             if copy is not None:
                 copy.release()
-            before = self.of[1] if self.of else 0
+            before = self.of.step if self.of else 0
             self._fail(plan, state.step, f"the copy of step {before} is still being written")
             return
         copy = copy or Snapshot(state.snapshot())
         self._keep(plan, state, copy)
         stall_s = time.monotonic() - began
-        of = (plan, state.step, state.rank)
+        of = CheckpointPart(plan, state.step, state.rank)
         self.of = of
         self.writing = self._pool.submit(self._guarded, of, lambda: self._write(of, copy, stall_s))
 
     def write_for(self, plan: Plan, step: int, rank: int) -> None:
         """Writes the part of another rank from equal boxes held here, behind the steps: it is slow or gone. Both may write: the
         bytes are the same, and files appear whole. Reports CopyFailed where this worker does not hold them."""
-        of = (plan, step, rank)
+        of = CheckpointPart(plan, step, rank)
         self._pool.submit(self._guarded, of, lambda: self._write_other(of))
 
     def close(self) -> None:
@@ -127,36 +136,35 @@ class Saving:
             retain = getattr(copy, "retain", None)
             self.kept = NewestHostCopy(plan, state.step, state.rank, retain() if retain else Snapshot(copy.wait()))
 
-    def _guarded(self, of: tuple[Plan, int, int], write: Callable[[], None]) -> None:
-        plan, step, rank = of
+    def _guarded(self, of: CheckpointPart, write: Callable[[], None]) -> None:
         try:
             write()
         except (OSError, ElasticError) as error:
-            self._fail(plan, step, f"rank {rank}: {_said(error)}")
+            self._fail(of.plan, of.step, f"rank {of.rank}: {_said(error)}")
 
     def _fail(self, plan: Plan, step: int, reason: str) -> None:
         self.place.report(CopyFailed(plan.generation, step, reason))
 
-    def _write(self, of: tuple[Plan, int, int], copy: BoundaryCopy, stall_s: float) -> None:
+    def _write(self, of: CheckpointPart, copy: BoundaryCopy, stall_s: float) -> None:
         try:
             self._write_boxes(of, copy.wait(), stall_s)
         finally:
             copy.release()
 
-    def _write_other(self, of: tuple[Plan, int, int]) -> None:
-        plan, step, rank = of
-        if self.kept is not None and self.kept.serves(plan.generation, rank, step):
+    def _write_other(self, of: CheckpointPart) -> None:
+        number = of.plan.generation
+        if self.kept is not None and self.kept.serves(number, of.rank, of.step):
             self._write_boxes(of, self.kept.copy.wait(), 0.0)
             return
         for held in self.place.held:
-            if held.kind == "peer" and held.serves(plan.generation, rank, step):
+            if held.kind == "peer" and held.serves(number, of.rank, of.step):
                 self._write_boxes(of, held.tensors, 0.0)
                 return
-        raise StateLost(f"{self.place.me} holds no boxes of rank {rank} of generation {plan.generation} at step {step}")
+        raise StateLost(f"{self.place.me} holds no boxes of rank {of.rank} of generation {number} at step {of.step}")
 
-    def _write_boxes(self, of: tuple[Plan, int, int], tensors: Tensors, stall_s: float) -> None:
+    def _write_boxes(self, of: CheckpointPart, tensors: Tensors, stall_s: float) -> None:
         began = time.monotonic()
-        (plan, step, rank), place = of, self.place
+        plan, step, rank, place = of.plan, of.step, of.rank, self.place
         number, profile = plan.generation, place.profile
         names = {box.fqn for box in owned_boxes(profile, plan.layout, plan.layers, rank)}
         mine = {fqn: item for fqn, item in tensors.items() if fqn in names}

@@ -27,6 +27,7 @@ from elastic.models.attention import over
 from elastic.program import Program
 from elastic.types import Job, Layout, ModelProfile, Plan, WorkerId
 from elastic.types.grid import coordinates
+from elastic.types.orders import Rendezvous
 from elastic.worker.equivalence.forward_trace import Batch, python_random
 from elastic.worker.equivalence.no_randomness import Still, draws_left, quiet
 from elastic.worker.equivalence.small_copy import (
@@ -251,12 +252,16 @@ def _compare(small: SmallCopy, job: Job, batch: Batch, layout: Layout, most_s: f
     except Exception as error:  # noqa: BLE001 - the user's model
         said = str(error) if isinstance(error, ElasticError) else told(error)
         return Compared(str(layout), f"it raises {said}", time.monotonic() - began)
-    store, secret = host_store(HERE), new_secret()
+    store, ranks = host_store(HERE), tuple(WorkerId("here", i) for i in range(layout.world_size))
+    at = Rendezvous(ranks, (HERE, store.port), MEET_S, new_secret())
     mine, processes = [], []
     for rank in range(layout.world_size):
         here, there = FORKS.Pipe(duplex=False)
         process = FORKS.Process(
-            target=_rank, args=(there, small, job, (batch, whole), (layout, rank, store.port, secret)), daemon=True
+            target=_rank,
+            args=(there, small, job),
+            kwargs={"batch": batch, "whole": whole, "layout": layout, "at": at, "me": rank},
+            daemon=True,
         )
         process.start()
         there.close()
@@ -326,17 +331,16 @@ def _rounding(small: SmallCopy, batch: Batch, cp: int) -> dict[str, float] | str
 def _round(pipe: Connection, small: SmallCopy, batch: Batch, cp: int) -> None:
     torch.set_num_threads(1)
     with Still(), python_random(0.999):
-        loss, gradients, _ = _alone(small, batch, cp)
-        again, _, _ = _alone(small, batch, cp)
-        pipe.send({} if abs(loss - again) <= LOSS_AGREES * max(1e-3, abs(loss)) else draws_left())
+        once, again = _alone(small, batch, cp), _alone(small, batch, cp).loss
+        pipe.send({} if abs(once.loss - again) <= LOSS_AGREES * max(1e-3, abs(once.loss)) else draws_left())
         double = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
-        exact, exactly, _ = _alone(small, double, cp, torch.float64)
-    most = max((float(g.abs().max()) for g in exactly.values() if g.numel()), default=0.0)
-    found = {"": abs(loss - exact) / (LOSS_AGREES * max(1e-3, abs(exact)))}
-    for name, gradient in gradients.items():
+        exact = _alone(small, double, cp, torch.float64)
+    most = max((float(g.abs().max()) for g in exact.gradients.values() if g.numel()), default=0.0)
+    found = {"": abs(once.loss - exact.loss) / (LOSS_AGREES * max(1e-3, abs(exact.loss)))}
+    for name, gradient in once.gradients.items():
         if gradient.numel():
-            allowed = GRADIENT_AGREES * float(exactly[name].abs().max()) + SMALL * most
-            found[name] = float((gradient - exactly[name]).abs().max()) / max(allowed, 1e-30)
+            allowed = GRADIENT_AGREES * float(exact.gradients[name].abs().max()) + SMALL * most
+            found[name] = float((gradient - exact.gradients[name]).abs().max()) / max(allowed, 1e-30)
     pipe.send({name: max(1.0, ROUNDING * value) for name, value in found.items()})
 
 
@@ -359,10 +363,12 @@ def _judged(layout: Layout, answers: list[dict[str, Any]], seconds: float, times
     return Compared(str(layout), problem, seconds, loss, whole, off, worst * GRADIENT_AGREES, at)
 
 
-def _rank(pipe: Connection, small: SmallCopy, job: Job, known: tuple[Batch, Pass], place: tuple[Layout, int, int, str]) -> None:
+def _rank(
+    pipe: Connection, small: SmallCopy, job: Job, *, batch: Batch, whole: Pass, layout: Layout, at: Rendezvous, me: int
+) -> None:
     torch.set_num_threads(1)
     try:
-        answer: tuple[str, Any] = ("done", _values(small, job, known, place))
+        answer: tuple[str, Any] = ("done", _values(small, job, batch, whole=whole, layout=layout, at=at, me=me))
     except Exception as error:  # noqa: BLE001 - the boundary of the process
         lost = not isinstance(error, ElasticError) and is_collective_error(error)
         answer = ("lost", "") if lost else ("raised", str(error) if isinstance(error, ElasticError) else told(error))
@@ -371,35 +377,34 @@ def _rank(pipe: Connection, small: SmallCopy, job: Job, known: tuple[Batch, Pass
     pipe.send(answer)
 
 
-def _values(small: SmallCopy, job: Job, known: tuple[Batch, Pass], place: tuple[Layout, int, int, str]) -> dict[str, Any]:
-    layout, rank, port, secret = place
-    batch, (whole, gradients, outputs) = known
+def _values(
+    small: SmallCopy, job: Job, batch: Batch, *, whole: Pass, layout: Layout, at: Rendezvous, me: int
+) -> dict[str, Any]:
     n_rows = len(next(iter(batch.values())))
     program, profile = small.program, small.profile
     with Still(), python_random(0.999):
         n = 2 if layout.pp > 1 else 1
-        ranks = tuple(WorkerId("here", i) for i in range(layout.world_size))
         layers = even(profile.n_blocks, layout.n_stages)
-        plan = Plan(1, layout, ranks, even(n_rows, layout.dp), layers, n)
+        plan = Plan(1, layout, at.participants, even(n_rows, layout.dp), layers, n)
         groups = Groups(1, layout, torch.device("cpu"))
         try:
-            groups.join((HERE, port), rank, layout.world_size, MEET_S, secret)
-            state = TrainState(program, profile, groups, (layout, layers, rank), job)
+            groups.join(at, me)
+            state = TrainState(program, profile, groups, layout=layout, layers=layers, rank=me, job=job)
             _give(state, small)
             stepper = Stepper(program, job, plan, state, groups)
             state.train(not program.batch_dependent)
-            at = coordinates(layout, rank).dp(layout)
-            start = sum(plan.samples[:at])
-            rows = {key: x[start : start + plan.samples[at]] for key, x in batch.items()}
+            dp = coordinates(layout, me).dp(layout)
+            start = sum(plan.samples[:dp])
+            rows = {key: x[start : start + plan.samples[dp]] for key, x in batch.items()}
             with Outputs(state.models) as here:
                 loss, _ = stepper.forward_backward([rows], train=True)
             own = state.gradients()
             stepper.add_shared(own)
-            differ = _differ(state, own, gradients)
+            differ = _differ(state, own, whole.gradients)
             take = stepper.sequence.shard.take if stepper.sequence.shard is not None else None
-            first = here.first_difference(outputs, slice(start, start + plan.samples[at]), take)
+            first = here.first_difference(whole.outputs, slice(start, start + plan.samples[dp]), take)
             return {
-                "whole": whole, "loss": loss if stepper.speaks else 0.0, "differ": differ, "first": first,
+                "whole": whole.loss, "loss": loss if stepper.speaks else 0.0, "differ": differ, "first": first,
             }  # fmt: skip
         except Exception:
             groups.abort()
@@ -455,7 +460,13 @@ def _joined(calls: list[Tensor]) -> Tensor | None:
     return torch.cat(calls)
 
 
-Pass = tuple[float, dict[str, Tensor], Outputs]  # loss, gradients and the modules' outputs
+@dataclass(frozen=True)
+class Pass:
+    """What one process makes of a batch."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    outputs: Outputs  # of the modules
 
 
 def _alone(small: SmallCopy, batch: Batch, cp: int, dtype: torch.dtype = torch.float32) -> Pass:
@@ -468,7 +479,7 @@ def _alone(small: SmallCopy, batch: Batch, cp: int, dtype: torch.dtype = torch.f
     loss.backward()
     named = dict(model.named_parameters(remove_duplicate=False))
     gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named.items()}
-    return float(loss.detach()), gradients, outputs
+    return Pass(float(loss.detach()), gradients, outputs)
 
 
 @torch.no_grad()

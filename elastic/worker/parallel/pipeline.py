@@ -186,9 +186,9 @@ class Pipeline:
         return self._loss(output, range(numbers[0], numbers[-1] + 1))
 
     def run(
-        self, given: tuple[Any, dict[str, Any]], n_rows: int, loss: Callable[[Any, range], torch.Tensor], train: bool
+        self, inputs: Any, keywords: dict[str, Any], n_rows: int, *, loss: Callable[[Any, range], torch.Tensor], train: bool
     ) -> torch.Tensor:
-        """Forward (and backward) of `n_rows` samples; `given`: the first stage's input and every stage's keyword arguments;
+        """Forward (and backward) of `n_rows` samples; `inputs`: the first stage's, `keywords`: every stage's arguments;
         `loss(output, rows)` gets the row numbers of a microbatch. They stay on the host: the loss is computed inside of the
         schedule, where waiting for the device would be a bubble.
 
@@ -196,7 +196,6 @@ class Pipeline:
         """
         self._loss = loss
         losses: list[torch.Tensor] = []
-        inputs, keywords = given
         arguments = (inputs,) if self.is_first else ()
         call = self.schedule.step if train else self.schedule.eval
         if self.is_last:

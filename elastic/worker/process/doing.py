@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from types import FrameType
 from typing import Literal
 
@@ -22,17 +21,20 @@ PATIENT: dict[Doing, str] = {"batch": "waits for its batch", "compiling": "compi
 _said: dict[int, list[tuple[FrameType, Said]]] = {}  # by thread, the innermost last, with the frame that said it
 
 
-@contextmanager
-def doing(what: Said) -> Iterator[None]:
+class doing(ContextDecorator):
     """This thread does `what` in the block, whatever it calls."""
-    mine = _said.setdefault(threading.get_ident(), [])
-    mine.append((sys._getframe(2), what))
-    try:
-        yield
-    finally:
+
+    def __init__(self, what: Said) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        _said.setdefault(threading.get_ident(), []).append((sys._getframe(1), self.what))
+
+    def __exit__(self, *_: object) -> None:
+        mine = _said[threading.get_ident()]
         mine.pop()
         if not mine:
-            _said.pop(threading.get_ident(), None)
+            del _said[threading.get_ident()]
 
 
 def said(thread: int) -> dict[FrameType, Said]:

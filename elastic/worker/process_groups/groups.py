@@ -33,6 +33,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from elastic.types import Layout
 from elastic.types.grid import MESH_MOST, ROW, axis_groups, control_tree, coordinates, stage_ranks
+from elastic.types.orders import Rendezvous
 from elastic.worker.process_groups import rendezvous, wire
 from elastic.worker.process_groups.control_tree import Control, Pairs, connect
 from elastic.worker.process_groups.network_interfaces import interface_of
@@ -143,35 +144,36 @@ class Groups:
     def aborted(self) -> bool:
         return self._aborted
 
-    def join(self, store: tuple[str, int], me: int, n_participants: int, timeout_s: float, secret: str = "") -> None:
+    def join(self, at: Rendezvous, me: int) -> None:
         """The groups of this process from now on, made now unless they are `formed` already. Raises as `form`."""
         if not self._formed:
-            self.form(store, me, n_participants, timeout_s, secret)
+            self.form(at, me)
         self.check()
         self._enlist()
 
-    def form(self, store: tuple[str, int], me: int, n_participants: int, timeout_s: float, secret: str = "") -> None:
+    def form(self, at: Rendezvous, me: int) -> None:
         """Meets the other participants and makes all groups. Blocks until everyone is there; `abort` frees it. Other groups may
         be in use meanwhile: nothing here is known to torch before `join`.
 
-        Raises PeerGarbled where somebody came who does not know the `secret`."""
-        self._n_participants = n_participants
+        Raises PeerGarbled where somebody came who does not know the secret."""
+        self._n_participants = len(at.participants)
         self._before = inodes()  # known to `abort`: it must not knock at what others listen at
         self._joining.set()
         try:
-            self._form(store, me, n_participants, timedelta(seconds=timeout_s), secret)
+            self._form(at, me)
         finally:
             self._joining.clear()
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was aborted while it met")
         self._formed = True
 
-    def _form(self, store: tuple[str, int], me: int, n_participants: int, timeout: timedelta, secret: str) -> None:
-        host, port = store
+    def _form(self, at: Rendezvous, me: int) -> None:
+        (host, port), secret, n_participants = at.store, at.secret, len(at.participants)
+        timeout = timedelta(seconds=at.timeout_s)
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was aborted before it met")
         # a store that is gone refuses at once; TCPStore would retry
-        with socket.create_connection(store, timeout=CONNECT_S) as there:
+        with socket.create_connection(at.store, timeout=CONNECT_S) as there:
             interface = interface_of(there.getsockname()[0])
         if interface is not None:  # the way to the store is the way to the others
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

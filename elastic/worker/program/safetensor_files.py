@@ -47,7 +47,7 @@ def write_files(
     if len(groups) == 1:
         return names
     weight_map = {fqn: name for name, group in zip(names, groups) for fqn in group}
-    index = {"metadata": {"total_size": sum(_n_bytes(shapes[fqn]) for fqn in weight_map)}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": sum(_n_bytes(*shapes[fqn]) for fqn in weight_map)}, "weight_map": weight_map}
     storage.put(INDEX, json.dumps(index, indent=1).encode())
     return [*names, INDEX]
 
@@ -56,7 +56,7 @@ def _write_file(storage: Storage, name: str, shapes: Shapes, parts: Parts) -> No
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for fqn, (shape, dtype) in shapes.items():
-        end = at + _n_bytes((shape, dtype))
+        end = at + _n_bytes(shape, dtype)
         header[fqn] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -73,17 +73,18 @@ def _write_file(storage: Storage, name: str, shapes: Shapes, parts: Parts) -> No
 def _groups(shapes: Shapes, file_bytes: int) -> list[list[str]]:
     groups: list[list[str]] = [[]]
     size = 0
-    for fqn, about in shapes.items():
-        if groups[-1] and size + _n_bytes(about) > file_bytes:
+    for fqn, (shape, dtype) in shapes.items():
+        n_bytes = _n_bytes(shape, dtype)
+        if groups[-1] and size + n_bytes > file_bytes:
             groups.append([])
             size = 0
         groups[-1].append(fqn)
-        size += _n_bytes(about)
+        size += n_bytes
     return groups
 
 
-def _n_bytes(about: tuple[tuple[int, ...], str]) -> int:
-    return prod(about[0]) * DTYPE_BYTES[about[1]]
+def _n_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return prod(shape) * DTYPE_BYTES[dtype]
 
 
 class SafetensorFiles:

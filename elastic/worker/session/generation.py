@@ -107,8 +107,7 @@ class Generation:
             raise torch.AcceleratorError("CUDA error: the device of this worker failed in an earlier generation")
         place.at_phase("waiting", 0)
         self._reserve()
-        at = order.rendezvous
-        self.groups.join(at.store, order.me, len(at.participants), at.timeout_s, at.secret)
+        self.groups.join(order.rendezvous, order.me)
         settle_random(self.groups.mesh)
         self._lap("groups")
         takeover = Takeover(place, order, self.groups)
@@ -118,9 +117,10 @@ class Generation:
         if self.rank is not None:
             place.at_phase("building", 0)
             plan = self.plan
-            cut = (plan.layout, plan.layers, self.rank)
             place.faults.other = place.faults.layout and not axes_of(plan.layout) <= place.axes
-            self.state = TrainState(place.program, place.profile, self.groups, cut, place.job)
+            self.state = TrainState(
+                place.program, place.profile, self.groups, layout=plan.layout, layers=plan.layers, rank=self.rank, job=place.job
+            )
         self._lap("build")
         place.at_phase("loading", 0)
         taken = takeover.run(self.state)

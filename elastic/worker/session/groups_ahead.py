@@ -64,7 +64,7 @@ class GroupsAhead:
         try:
             # on a stream of its own: the training's must not wait for ranks that set up their groups later
             with on_device(device), SideStream(device).behind(None):
-                self.groups.form(at.store, order.me, len(at.participants), at.timeout_s, at.secret)
+                self.groups.form(at, order.me)
         except Exception as failed:  # noqa: BLE001 - whatever it was, the groups are made again when the generation is entered
             error = text_of(failed)
         with self._lock:

@@ -132,7 +132,7 @@ def rehearse_plan(place: Workplace, rehearsal: Rehearsal) -> bool:
     groups = Groups(0, layout, place.device, needs_fsdp(place.job, layout))
     try:
         groups.pretend(rank)
-        state = TrainState(place.program, place.profile, groups, (plan.layout, plan.layers, rank), place.job)
+        state = TrainState(place.program, place.profile, groups, layout=layout, layers=plan.layers, rank=rank, job=place.job)
         state.fill_zeros()
         stepper = Stepper(place.program, place.job, plan, state, groups)
         n_rows = plan.samples[stepper.dp]

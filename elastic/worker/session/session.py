@@ -282,9 +282,10 @@ class Session:
             return None
         deadline = time.monotonic() + wait_s
         place.saving.writing.result(wait_s)
-        plan, step, rank = place.saving.of
+        part = place.saving.of
+        plan, step = part.plan, part.step
         meta = {"layout": asdict(plan.layout), "layers": list(plan.layers), "samples": list(plan.samples), "orphan": True}
-        while rank == 0:
+        while part.rank == 0:
             try:
                 return checkpoint_writer.commit(place.storage, step, plan.generation, len(plan.ranks), epoch, meta)
             except StateLost:  # the parts of other ranks are still being written

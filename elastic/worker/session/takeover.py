@@ -112,9 +112,10 @@ class Takeover:
 
         old_bytes = device_bytes(place.held)
         ends = {end for t in transfers if me in (t.source, t.destination) for end in (t.source, t.destination)}
-        if self.groups.wire[1].type == "cpu":
+        group, device = self.groups.wire
+        if device.type == "cpu":
             self.groups.connect(self.groups.world, ends - {me})
-        moved = carry_out(transfers, me, read, write, self.groups.wire)
+        moved = carry_out(transfers, me, read=read, write=write, group=group, device=device)
         self.groups.check()
         given = tuple((Box(t.fqn, t.offsets, t.sizes, t.dtype), read(t)) for t in transfers if t.source == me)
         new_bytes = storage_bytes(tensor for _, tensor in self.state.tensors.values()) if self.state is not None else 0

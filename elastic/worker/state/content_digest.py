@@ -75,14 +75,17 @@ class _Keys:
         self.device = device
         self._made: dict[tuple[str, int, int, int], torch.Tensor] = {}
 
-    def _once(self, at: tuple[str, int, int, int], make: Callable[[int, int, int], torch.Tensor]) -> torch.Tensor:
-        """`at`: what for, dimension or stream, start, n."""
+    def _once(
+        self, use: str, stream: int, start: int, *, n: int, make: Callable[[int, int, int], torch.Tensor]
+    ) -> torch.Tensor:
+        """`stream`: or dimension, as `make` takes it before start and n."""
         if in_cache(self.device):
-            return make(*at[1:])
+            return make(stream, start, n)
+        at = (use, stream, start, n)
         if at in self._made:
             return self._made[at]
-        made = make(*at[1:])
-        if at[3] <= MOST_KEPT and len(self._made) < KEYS_KEPT:
+        made = make(stream, start, n)
+        if n <= MOST_KEPT and len(self._made) < KEYS_KEPT:
             self._made[at] = made
         return made
 
@@ -92,11 +95,11 @@ class _Keys:
 
     def drawn(self, stream: int, start: int, n: int) -> torch.Tensor:
         """int64 [n]: see `_drawn`."""
-        return self._once(("drawn", stream, start, n), lambda stream, start, n: _drawn(stream, start, n, self.device))
+        return self._once("drawn", stream, start, n=n, make=lambda stream, start, n: _drawn(stream, start, n, self.device))
 
     def keys(self, dim: int, start: int, n: int) -> torch.Tensor:
         """int64 [n]: keys of the indices start..start+n-1 along dimension `dim`, all odd."""
-        return self._once(("keys", dim, start, n), self._keys)
+        return self._once("keys", dim, start, n=n, make=self._keys)
 
     def _keys(self, dim: int, start: int, n: int) -> torch.Tensor:
         first, end = start >> LOW, (start + n - 1 >> LOW) + 1
@@ -115,7 +118,7 @@ class _Keys:
 
     def mask(self, start: int, n: int) -> torch.Tensor:
         """int64 [n]: of 16-bit halves, the lower one of a word (an even index) counts without its sign."""
-        return self._once(("mask", start % 2, 0, n), self._mask)
+        return self._once("mask", start % 2, 0, n=n, make=self._mask)
 
     def _mask(self, first: int, _: int, n: int) -> torch.Tensor:
         return torch.where(torch.arange(first, first + n, device=self.device) % 2 == 0, 0xFFFF, -1)
@@ -135,13 +138,12 @@ def _tensor_sum(box: Box, tensor: torch.Tensor, keys: _Keys) -> torch.Tensor:
     if cut < last:
         columns = _outer([*outer[cut:], keys.last(last, start, n, halves)], keys.device)
         return _sum(matrix, rows, columns, keys.mask(start, n).repeat(n_columns // n) if halves else None)
-    return _by_steps(matrix, rows, (last, start, halves), keys)
+    return _by_steps(matrix, rows, keys, dim=last, start=start, halves=halves)
 
 
-def _by_steps(matrix: torch.Tensor, rows: torch.Tensor, columns: tuple[int, int, bool], keys: _Keys) -> torch.Tensor:
+def _by_steps(matrix: torch.Tensor, rows: torch.Tensor, keys: _Keys, *, dim: int, start: int, halves: bool) -> torch.Tensor:
     """The sum in ranges of columns whose indices share the upper half of their key, so that no long table is made.
-    `columns`: dimension, index of the first, are they 16-bit halves?"""
-    dim, start, halves = columns
+    `start`: index of the first along dimension `dim`; `halves`: they are 16-bit halves."""
     step, left, end = 1 << LOW, start, start + matrix.shape[1]
     total: torch.Tensor | None = None
     while left < end:

@@ -71,11 +71,18 @@ class TrainState:
     """Model and optimizers of one rank in one generation, built on the meta device, filled by transfer, file or init."""
 
     def __init__(
-        self, program: Program, profile: ModelProfile, groups: Groups, place: tuple[Layout, tuple[int, ...], int],
+        self,
+        program: Program,
+        profile: ModelProfile,
+        groups: Groups,
+        *,
+        layout: Layout,
+        layers: tuple[int, ...],
+        rank: int,
         job: Job,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.program, self.profile = program, profile
-        self.layout, self.layers, self.rank = place
+        self.layout, self.layers, self.rank = layout, layers, rank
         self.step = 0
         self.dirty = False  # an optimizer step is under way: the tensors belong to no step
         self.models = [

@@ -94,19 +94,22 @@ class _Flight:
 def carry_out(
     transfers: Sequence[Transfer],
     me: int,
+    *,
     read: Region,
     write: Region,
-    wire: tuple[dist.ProcessGroup, torch.device],
+    group: dist.ProcessGroup,
+    device: torch.device,
     sizes: Sizes | None = None,
 ) -> TransferStats:
     """Moves every region from its source to its destination.
 
     `transfers`: those of participant `me` at least; `read(transfer)` gives the source region, `write(transfer)` the destination
-    region (views). `wire`: the group and what it takes (cpu = gloo, cuda = NCCL); regions elsewhere are staged there. `sizes`:
+    region (views). `device`: what memory the group takes (cpu = gloo, cuda = NCCL); others are staged there. `sizes`:
     those of the device, where they are not given; the same for every participant. Raises StateLost, naming the chunk, when a
     sum is wrong.
     """
-    return _Exchange(transfers, me, (read, write), wire, sizes or sizes_of(wire[1].type)).run()
+    sizes = sizes or sizes_of(device.type)
+    return _Exchange(transfers, me, read=read, write=write, group=group, device=device, sizes=sizes).run()
 
 
 _spare: list[torch.Tensor] = []  # staging buffers in host memory stay for the next move: memory that was touched before is fast
@@ -124,14 +127,17 @@ class _Exchange:
         self,
         transfers: Sequence[Transfer],
         me: int,
-        regions: tuple[Region, Region],
-        wire: tuple[dist.ProcessGroup, torch.device],
+        *,
+        read: Region,
+        write: Region,
+        group: dist.ProcessGroup,
+        device: torch.device,
         sizes: Sizes,
     ) -> None:
-        self.me, (self.read, self.write), (self.group, self.device), self.sizes = me, regions, wire, sizes
+        self.me, self.read, self.write, self.group, self.device, self.sizes = me, read, write, group, device, sizes
         n = dist.get_world_size(self.group)
         self.most_staged, self.chunk_bytes = staging_bytes(n, sizes), chunk_bytes(n, sizes)
-        self.streams = _streams(transfers, me, (n, self.chunk_bytes, sizes))
+        self.streams = _streams(transfers, me, n, limit=self.chunk_bytes, sizes=sizes)
         self.own = _own(transfers, me, sizes.own_bytes)
         self.own_bytes = self.staged = self.peak_staged = 0
         self.spare = _spare if self.device.type == "cpu" and not sizes.grouped else []
@@ -272,9 +278,8 @@ class _Exchange:
                     raise _altered(stream, k)
 
 
-def _streams(transfers: Sequence[Transfer], me: int, cut: tuple[int, int, Sizes]) -> list[_Stream]:
-    """`cut`: number of participants, the most bytes of a message, sizes."""
-    n, limit, sizes = cut
+def _streams(transfers: Sequence[Transfer], me: int, n: int, *, limit: int, sizes: Sizes) -> list[_Stream]:
+    """`n`: participants; `limit`: the most bytes of a message."""
     pairs: dict[tuple[int, bool], list[Transfer]] = {}
     for transfer in transfers:
         if transfer.source != transfer.destination and me in (transfer.source, transfer.destination):

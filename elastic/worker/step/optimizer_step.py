@@ -211,8 +211,8 @@ class Stepper:
         pipeline = self.pipeline_of(_n_rows(whole[0]), n_microbatches)
         if pipeline is not None:
             batch, loss = whole
-            given = inputs_of(self.program, batch), keywords_of(self.program, batch)
-            return pipeline.run(given, _n_rows(batch), loss, train).double()
+            inputs, keywords = inputs_of(self.program, batch), keywords_of(self.program, batch)
+            return pipeline.run(inputs, keywords, _n_rows(batch), loss=loss, train=train).double()
         n = 1 if others else n_microbatches
         pieces = [(batch, loss, rows) for batch, loss in (whole, *others) for rows in cut_rows(_n_rows(batch), n)]
         total = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -75,7 +75,7 @@ def main(folder: str, layout_text: str) -> None:
     layout = parse_layout(layout_text)
     groups = Groups(0, layout, torch.device("cpu"))
     groups.pretend(1)
-    state = TrainState(program, profile, groups, (layout, (CONFIG.n_layers,), 1), Job())
+    state = TrainState(program, profile, groups, layout=layout, layers=(CONFIG.n_layers,), rank=1, job=Job())
     before_bytes = begin()
     state.fill_fresh(7)
     grown_bytes = peak_bytes() - before_bytes

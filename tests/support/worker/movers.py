@@ -111,7 +111,7 @@ class Mover:
 
         dist.barrier()
         began = time.perf_counter()
-        moved = carry_out(transfers, self.me, read, write, (self.group, CPU))
+        moved = carry_out(transfers, self.me, read=read, write=write, group=self.group, device=CPU)
         dist.barrier()
         return moved, new, time.perf_counter() - began
 

@@ -57,7 +57,6 @@ class Driver:
 
     def __init__(self, pool: FaultyPool, job: dict[str, Any], run: Path, layout: Layout, peer_every: int) -> None:
         self.pool, self.job, self.storage = pool, job, open_storage(str(run))
-        pool.revive()
         self.workers = pool.open(job, run, n=layout.world_size)
         nodes = tuple(worker.node_id for worker in self.workers)
         self.program = load_program(job["program"])

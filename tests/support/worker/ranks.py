@@ -9,9 +9,16 @@ from typing import Any
 
 from support.worker.forks import FORKS
 
+from elastic.types import WorkerId
+from elastic.types.orders import Rendezvous
 from elastic.worker.process_groups.rendezvous import host_store
 
 WITHIN_S = 120.0  # on a machine however busy
+
+
+def meeting(n: int, port: int, timeout_s: float = 60.0, secret: str = "") -> Rendezvous:
+    """Of n ranks at a store of this machine."""
+    return Rendezvous(tuple(WorkerId("node", i) for i in range(n)), ("127.0.0.1", port), timeout_s, secret)
 
 
 def _serve(pipe: Connection, function: Callable[..., Any], rank: int, arguments: tuple[Any, ...]) -> None:

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from support.worker.ranks import meeting
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from elastic.types import Layout
@@ -112,7 +113,7 @@ def joined(n: int, layout: Layout | None = None, secret: str = "secret") -> Iter
         mock.patch.object(groups, "listening", return_value=[]),
         mock.patch.object(groups, "inodes", return_value=set()),
     ):
-        ranks.all(lambda of, me: of.form(("127.0.0.1", server.port), me, n, TIMEOUT_S, secret))
+        ranks.all(lambda of, me: of.form(meeting(n, server.port, TIMEOUT_S, secret), me))
         try:
             yield ranks
         finally:

@@ -19,7 +19,7 @@ class Gone(RuntimeError):
 class Lines:
     """All queues between the ranks. `alter(source, to, tensor)` may change what is delivered."""
 
-    queues: dict[tuple[int, int], queue.Queue[torch.Tensor]] = field(default_factory=lambda: defaultdict(queue.Queue))
+    queues: dict[tuple[int, int], queue.Queue[torch.Tensor]] = field(default_factory=dict)
     broken: threading.Event = field(default_factory=threading.Event)
     alter: Callable[[int, int, torch.Tensor], None] = lambda source, to, tensor: None
     sent_bytes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -27,6 +27,10 @@ class Lines:
 
     def __post_init__(self) -> None:
         self.hold.set()
+
+    def between(self, source: int, to: int) -> queue.Queue[torch.Tensor]:
+        """The same queue for both ends, also where both ask for it at once: a `defaultdict` could give each its own."""
+        return self.queues.setdefault((source, to), queue.Queue())
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class QueueWire:
             copy = tensor.clone()
             self.lines.alter(self.rank, to, copy)
             self.lines.sent_bytes[self.rank] += copy.numel() * copy.element_size()
-            self.lines.queues[self.rank, to].put(copy)
+            self.lines.between(self.rank, to).put(copy)
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         while True:
@@ -50,7 +54,7 @@ class QueueWire:
             if not self.lines.hold.wait(0.02):
                 continue
             try:
-                tensor.copy_(self.lines.queues[source, self.rank].get(timeout=0.02))
+                tensor.copy_(self.lines.between(source, self.rank).get(timeout=0.02))
                 return
             except queue.Empty:
                 continue

@@ -109,8 +109,9 @@ class Pool:
         self.pids.insert(i, process.pid)
 
     def open(self, job: dict[str, Any], run: Path, per_node: int = 1, n: int | None = None) -> list[WorkerId]:
-        """New sessions for a job; the processes stay. What still runs is aborted: else it would wait for those that are
-        through with it until the groups' timeout."""
+        """New sessions for a job; the processes stay, but for those that have died. What still runs is aborted: else it would
+        wait for those that are through with it until the groups' timeout."""
+        self.revive()
         for pipe in self.pipes if self.stores else ():
             with suppress(OSError):
                 pipe.send(("order", (WorkerOrder(Abort(max(self.stores))),)))
@@ -193,7 +194,8 @@ class Pool:
                 raise AssertionError(f"while waiting for {what}: {bad[0].error}")
             if time.monotonic() > deadline:
                 tail = "\n".join(str(e)[:300] for _, _, e in self.log[-12:])
-                raise AssertionError(f"no {what} within {timeout_s} s; last messages:\n{tail}")
+                dead = [str(worker) for i, worker in enumerate(self.workers) if self._is_dead(i)]
+                raise AssertionError(f"no {what} within {timeout_s} s; processes that died: {dead}; last messages:\n{tail}")
 
     def events(self, kind: type, generation: int | None = None) -> list[Any]:
         return [e for _, _, e in self.log if isinstance(e, kind) and (generation is None or e.generation == generation)]
@@ -217,12 +219,19 @@ class Pool:
         process.kill()
         process.join()
 
+    def _is_dead(self, i: int) -> bool:
+        """Or it is about to be: its end of the pipe is closed."""
+        return self.pipes[i].closed or not self.processes[i].is_alive()
+
     def revive(self) -> None:
-        """New processes in the place of those that were killed."""
-        for i, process in enumerate(self.processes):
-            if not process.is_alive():
+        """New processes in the place of those that have died."""
+        self.drain()
+        for i in range(self.n):
+            if self._is_dead(i):
                 self.pipes.pop(i).close()
-                self.processes.pop(i)
+                process = self.processes.pop(i)
+                process.kill()
+                process.join()
                 self.pids.pop(i)
                 self._start(i)
 

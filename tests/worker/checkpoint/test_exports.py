@@ -106,7 +106,7 @@ def reference(program: Program, job: dict[str, Any]) -> list[float]:
     """Losses of one process that begins with the same adapters: those of `Weights.fresh`."""
     profile = trace(program)
     groups = Groups(0, Layout(), torch.device("cpu"))
-    state = TrainState(program, profile, groups, (Layout(), (4,), 0), Job.from_plain(job))
+    state = TrainState(program, profile, groups, layout=Layout(), layers=(4,), rank=0, job=Job.from_plain(job))
     state.read_frozen()
     state.fill_fresh(job["seed"])
 

@@ -22,7 +22,8 @@ N_NUMBERS = 512  # of each rank in each message
 BUSY = """
 import itertools, sys, threading, time
 import torch, torch.distributed as dist
-from elastic.types import Layout
+from elastic.types import Layout, WorkerId
+from elastic.types.orders import Rendezvous
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.transport import is_collective_error
 
@@ -37,7 +38,7 @@ for line in sys.stdin:
     name = line.strip()
     generation += 1
     of = Groups(generation, Layout(dp_shard=n), torch.device("cpu"))
-    of.join(("127.0.0.1", port), rank, n, timeout_s)
+    of.join(Rendezvous(tuple(WorkerId("node", i) for i in range(n)), ("127.0.0.1", port), timeout_s), rank)
     out = torch.ones(n * size)
     x = torch.ones(size)
     ended = []

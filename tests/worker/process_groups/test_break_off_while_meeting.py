@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.waiting import until
+from support.worker.ranks import meeting
 
 from elastic.types import Layout
 from elastic.worker.process_groups import groups
@@ -35,7 +36,7 @@ def met(of: Groups, store: dist.TCPStore, found: list[BaseException | None]) -> 
 
     def join() -> None:
         try:
-            of.join(("127.0.0.1", store.port), 0, 2, NEVER_S)
+            of.join(meeting(2, store.port, NEVER_S), 0)
         except Exception as error:  # noqa: BLE001 - looked at by the test
             found.append(error)
 

@@ -14,7 +14,7 @@ from support.worker import small_trees
 from support.worker.chain import job_of
 from support.worker.nccl_like import NcclLikeTransport
 from support.worker.peer_recovery import begin, goes_on, recover
-from support.worker.ranks import on_ranks
+from support.worker.ranks import meeting, on_ranks
 from support.worker.worker_pool import Pool
 
 from elastic.types import Layout
@@ -33,7 +33,7 @@ def waits(rank: int, n: int, store: tuple[str, int], absent: int, where: str, li
     small_trees.use()
     transport = NcclLikeTransport() if like == "nccl" else Transport()
     of = Groups(1, Layout(dp_replicate=n), torch.device("cpu"), transport=transport)
-    of.join(store, rank, n, TIMEOUT_S, "secret")
+    of.join(meeting(n, store[1], TIMEOUT_S, "secret"), rank)
     assert isinstance(of.control, Control) and len(of.control.rows) == {0: 3, 2: 2, 4: 1}.get(rank, 1)
     work: Callable[[], object] = of.commit.barrier
     if where == "pairs":

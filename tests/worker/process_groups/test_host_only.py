@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.worker.made_up_cuda import make_up
+from support.worker.ranks import meeting
 
 from elastic.types import Layout
 from elastic.worker.process.side_stream import boundary
@@ -45,7 +46,7 @@ def test_everyone_knows_that_one_has_no_device() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     one = Groups(1, Layout(), torch.device("cpu"))
     one.lose_device()
-    one.join(("127.0.0.1", store.port), 0, 1, 60.0)
+    one.join(meeting(1, store.port), 0)
     try:
         assert one.transport.backend == "cpu:gloo" and one.wire == (one.world, torch.device("cpu")) and not one._whole
         dist.all_reduce(torch.ones(1), group=one.world)

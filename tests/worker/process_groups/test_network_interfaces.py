@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from support.worker.ranks import meeting
 
 from elastic.types import Layout
 from elastic.worker.process_groups.groups import Groups
@@ -43,7 +44,7 @@ def test_groups_meet_on_the_way_to_the_store(monkeypatch: pytest.MonkeyPatch) ->
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     groups = Groups(1, Layout(), torch.device("cpu"))
     try:
-        groups.join(("127.0.0.1", store.port), 0, 1, 60.0)
+        groups.join(meeting(1, store.port), 0)
         assert os.environ["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1") == "lo"
     finally:
         groups.close()

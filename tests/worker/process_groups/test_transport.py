@@ -14,7 +14,7 @@ import torch.distributed as dist
 from support.waiting import is_waiting, until
 from support.worker import nccl_like
 from support.worker.nccl_like import WRONG, NcclLike, NcclLikeTransport, in_host_memory
-from support.worker.ranks import on_ranks
+from support.worker.ranks import meeting, on_ranks
 
 from elastic.types import Abort, Layout, WorkerId
 from elastic.types.orders import WorkerOrder
@@ -30,7 +30,7 @@ LAYOUT = Layout(dp_shard=2, tp=2)
 
 def joined(rank: int, n: int, store: tuple[str, int], layout: Layout, generation: int = 1) -> Groups:
     out = Groups(generation, layout, torch.device("cpu"), transport=NcclLikeTransport())
-    out.join(store, rank, n, TIMEOUT_S, "secret")
+    out.join(meeting(n, store[1], TIMEOUT_S, "secret"), rank)
     return out
 
 

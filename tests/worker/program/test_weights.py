@@ -84,7 +84,7 @@ def test_each_rank_gets_its_boxes(tmp_path: Path, layout: Layout, layers: tuple[
         try:
             if layout.world_size > 1:
                 groups.pretend(rank)
-            state = TrainState(program, profile, groups, (layout, layers, rank), Job())
+            state = TrainState(program, profile, groups, layout=layout, layers=layers, rank=rank, job=Job())
             state.fill_fresh(7)
             n = 0
             for fqn, (box, tensor) in state.tensors.items():
@@ -114,7 +114,7 @@ def test_names_and_values_that_are_not_there(tmp_path: Path) -> None:
         try:
             if layout.world_size > 1:
                 groups.pretend(0)
-            state = TrainState(program, trace(program), groups, (layout, (4,), 0), Job())
+            state = TrainState(program, trace(program), groups, layout=layout, layers=(4,), rank=0, job=Job())
             state.fill_fresh(7)
             found.append(state.tensors["model.head.weight"][1].clone())
         finally:

@@ -17,7 +17,7 @@ from support.worker import slow_groups
 from support.worker.chain import job_of
 from support.worker.nccl_like import NcclLikeTransport
 from support.worker.plans import live, plan
-from support.worker.ranks import on_ranks
+from support.worker.ranks import meeting, on_ranks
 from support.worker.worker_pool import Pool
 from torch.distributed.distributed_c10d import _world
 
@@ -60,25 +60,31 @@ def made(pool: Pool, rendezvous: Rendezvous) -> None:
 def test_the_pause_does_not_hold_the_set_up_of_groups(slow_pool: Pool, tmp_path: Path, before: int, after: int) -> None:
     pool, job = slow_pool, job_of("tiny.py", steps=100_000)
     workers = pool.open(job, tmp_path)
+    noted = tmp_path / "set-ups"
     for worker in workers:
         pool.patch(worker, slow_groups.use)
+        pool.call(worker, "note_set_ups", str(noted))
+    n_set_up = lambda: len(noted.read_text().splitlines())  # noqa: E731
     first = plan(1, Layout(dp_shard=before), workers, job["global_batch"])
     pool.enter(first)
     step(pool, 1, 5)
     second = plan(2, Layout(dp_shard=after), workers, job["global_batch"], resume=live(first))
-    formed = pool.form(second)
-    n = len(pool.events(StepDone, 1))
+    at_first, formed = n_set_up(), pool.form(second)
     made(pool, formed)
-    step(pool, 1, n + 5)  # it trained on
+    assert min(e.seconds for e in pool.events(GroupsMade)) > slow_groups.SETUP_S
+    step(pool, 1, len(pool.events(StepDone, 1)) + 5)  # it trained on
+    ahead = n_set_up()
+    assert ahead > at_first
     pool.enter(second, formed=formed)
     step(pool, 2, 3)
+    assert n_set_up() == ahead, "groups are made in the pause"
     third = plan(3, Layout(dp_shard=before), workers, job["global_batch"], resume=live(second))
-    pool.enter(third)  # without: this test would show nothing if that were as fast
+    pool.enter(third)
     step(pool, 3, 3)
-    ahead_s, plain_s = pause_s(pool, 2), pause_s(pool, 3)
-    assert plain_s > 3 * slow_groups.SETUP_S, "set-up takes no time: this test shows nothing"
-    assert ahead_s < plain_s - 2.5 * slow_groups.SETUP_S, f"{ahead_s} s; {plain_s} s without"
+    assert n_set_up() > ahead, "without, they are: else this test shows nothing"
     assert not pool.events(WorkerFailed)
+    for worker in workers:
+        pool.call(worker, "note_set_ups", os.devnull)
 
 
 @pytest.mark.whole
@@ -143,7 +149,7 @@ def dropped(rank: int, n: int, store: tuple[str, int], like: str, when: str) -> 
     """Groups are made ahead and dropped, twice: counts before and after, and a sum of the generation that runs on."""
     transport = NcclLikeTransport if like == "nccl" else Transport
     of = Groups(1, Layout(dp_shard=n), torch.device("cpu"), transport=transport())
-    of.join(store, rank, n, TIMEOUT_S, "first")
+    of.join(meeting(n, store[1], TIMEOUT_S, "first"), rank)
     x = torch.ones(2)
     of.commit.all_reduce(x)
     before = left_here()

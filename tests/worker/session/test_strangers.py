@@ -23,7 +23,8 @@ HONEST = """
 import os, sys
 from types import SimpleNamespace
 import torch
-from elastic.types import Layout
+from elastic.types import Layout, WorkerId
+from elastic.types.orders import Rendezvous
 from elastic.worker.step.sdc_check import SdcCheck
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.parallel.pipeline import Pipeline
@@ -32,12 +33,12 @@ port, me, question, secret = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], os
 layout = Layout(pp=2) if question == "stage" else Layout(dp_shard=2)
 groups = Groups(1, layout, torch.device("cpu"))
 try:
-    groups.join(("127.0.0.1", port), me, 2, 60.0, secret)
+    groups.join(Rendezvous((WorkerId("node", 0), WorkerId("node", 1)), ("127.0.0.1", port), 60.0, secret), me)
     if question == "metrics":
         print("heard", Sums({"right": 3.0}).over(groups.commit))
     elif question == "stage":
         pipeline = Pipeline([torch.nn.Identity()], groups.pp, layout, 2, groups.device)
-        total = pipeline.run((torch.ones(2, 3), {}), 2, lambda output, rows: output.sum(), False)
+        total = pipeline.run(torch.ones(2, 3), {}, 2, loss=lambda output, rows: output.sum(), train=False)
         print("heard", float(total))
     else:
         stepper = SimpleNamespace(rank=me, groups=groups)

@@ -29,7 +29,14 @@ def told(job: dict[str, Any], old: Plan, layout: Layout, workers: list[WorkerId]
     layers = plan(9, layout, workers, job["global_batch"]).layers
     nodes = [worker.node_id for worker in everyone]
     cuts = (old.layout, old.layers), (layout, layers)
-    return forecast(trace(load_program(job["program"])), *cuts, holders_of(resume, everyone), nodes, (room, TransferRates()))
+    return forecast(
+        trace(load_program(job["program"])),
+        *cuts,
+        holders=holders_of(resume, everyone),
+        nodes=nodes,
+        room=room,
+        pace=TransferRates(),
+    )
 
 
 CHAIN = [
@@ -92,9 +99,9 @@ def turn_a_bit_in_memory() -> None:
     """After the chunk sums agreed, one bit of one element of this worker's new state is turned."""
     real = takeover.carry_out
 
-    def carry_out(transfers: Any, me: int, read: Any, write: Any, *more: Any) -> Any:
+    def carry_out(transfers: Any, me: int, *, write: Any, **more: Any) -> Any:
         takeover.carry_out = real
-        moved = real(transfers, me, read, write, *more)
+        moved = real(transfers, me, write=write, **more)
         one = next(t for t in transfers if t.destination == me and t.fqn.startswith("optim.exp_avg."))
         write(one).view(-1)[:1].view(torch.int32).bitwise_xor_(1)
         return moved

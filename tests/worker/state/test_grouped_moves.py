@@ -74,7 +74,7 @@ def moved(
             return region(held[t.holding], t)
 
         with reads_counted() as counts[me]:
-            done = carry_out(transfers, me, read, lambda t: region(new, t), (wire, CPU), sizes)  # type: ignore[arg-type]
+            done = carry_out(transfers, me, read=read, write=lambda t: region(new, t), group=wire, device=CPU, sizes=sizes)  # type: ignore[arg-type]
         for fqn, (_, tensor) in (numbered_state(case.model, case.new, me) if new else {}).items():
             assert torch.equal(new[fqn][1].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), fqn
         return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from types import SimpleNamespace
 
@@ -52,7 +53,7 @@ def test_one_altered_byte_is_told_and_the_stream_still_ends() -> None:
     assert send_boxes(source(), QueueWire(lines, 0), (1,), RateLimit(), threading.Event())
     thread.join(120)
     assert answers[1] == f"chunk 1 ({CHUNK_BYTES} bytes) from rank 0 arrived altered: its 64-bit sum differs"
-    assert lines.queues[0, 1].empty()
+    assert lines.between(0, 1).empty()
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
@@ -71,7 +72,7 @@ def test_a_stream_that_is_given_up_ends_at_both_ends_after_the_same_chunk(after:
     assert not send_boxes(source(), QueueWire(lines, 0), (1,), RateLimit(), quit_now)
     thread.join(120)
     assert answers == {1: f"rank 0 gave up after {after} chunks"}
-    assert lines.queues[0, 1].empty(), "nothing is left to be mistaken for the next copy"
+    assert lines.between(0, 1).empty(), "nothing is left to be mistaken for the next copy"
 
 
 def test_a_peer_that_is_gone_raises_at_both_ends() -> None:
@@ -131,3 +132,19 @@ def test_no_pace_while_somebody_waits() -> None:
     pace.hurry.set()
     sender.join(120)
     assert not sender.is_alive()
+
+
+def test_what_is_sent_while_the_other_end_comes_into_being_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the wires that these tests run over: sender and receiver ask for their queue at once."""
+    lines, plain, got = Lines(), queue.Queue._init, torch.zeros(1)
+
+    def init(mine: queue.Queue[torch.Tensor], maxsize: int) -> None:
+        plain(mine, maxsize)
+        monkeypatch.setattr(queue.Queue, "_init", plain)
+        QueueWire(lines, 0).send([torch.ones(1)], 1)
+
+    monkeypatch.setattr(queue.Queue, "_init", init)
+    lines.between(0, 1)
+    assert not lines.between(0, 1).empty(), "it waits in a queue that nobody reads"
+    QueueWire(lines, 1).receive(got, 0)
+    assert got == 1

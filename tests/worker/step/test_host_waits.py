@@ -13,6 +13,7 @@ from support.places import PROGRAMS
 from support.reference import collate
 from support.worker.chain import job_of
 from support.worker.host_reads import HostReads
+from support.worker.ranks import meeting
 
 from elastic.config.optimization import Guards
 from elastic.data.order import sample_ids
@@ -50,7 +51,13 @@ def stepper_on(groups: Groups, rank: int, n_microbatches: int, program: Program,
     layers = (2, 2) if layout.pp == 2 else (4,)
     workers = tuple(WorkerId("node0", i) for i in range(layout.world_size))
     state = TrainState(
-        program, profile_of(program, Job.from_plain(given)), groups, (layout, layers, rank), Job.from_plain(given)
+        program,
+        profile_of(program, Job.from_plain(given)),
+        groups,
+        layout=layout,
+        layers=layers,
+        rank=rank,
+        job=Job.from_plain(given),
     )
     state.fill_fresh(7)
     stepper = Stepper(program, Job.from_plain(given), Plan(1, layout, workers, (BATCH,), layers, n_microbatches), state, groups)
@@ -98,7 +105,7 @@ def test_the_host_waits_once_in_a_step(job: dict[str, Any], n_microbatches: int)
 def _stage(pipe: Any, rank: int, port: int, secret: str) -> None:
     torch.set_num_threads(1)
     groups = Groups(1, Layout(pp=2), torch.device("cpu"))
-    groups.join((HERE, port), rank, 2, 60.0, secret)
+    groups.join(meeting(2, port, secret=secret), rank)
     pipe.send(waits(stepper_on(groups, rank, 8, TINY)))
 
 

@@ -43,7 +43,7 @@ def evaluated() -> Iterator[Any]:
     groups = Groups(0, Layout(), torch.device("cpu"))
 
     def run(program: Program, tick: Any = lambda: None) -> dict[str, float]:
-        state = TrainState(program, trace(program), groups, (Layout(), (4,), 0), JOB)
+        state = TrainState(program, trace(program), groups, layout=Layout(), layers=(4,), rank=0, job=JOB)
         state.fill_fresh(7)
         plan = Plan(0, Layout(), (WorkerId("node0", 0),), (5,), (4,), 2)
         return Stepper(program, JOB, plan, state, groups).evaluate(program.validation(), collate_items, N_SAMPLES, tick)

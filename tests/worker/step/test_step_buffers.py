@@ -56,7 +56,7 @@ def begun() -> Iterator[Any]:
 
     def begin(guards: dict[str, Any]) -> tuple[TrainState, Stepper, Any]:
         job = job_of("tiny_counting.py", STEPS) | {"seed": bad_seed(), "guards": guards, "n_samples": 512}
-        state = TrainState(COUNTING, trace(COUNTING), groups, (Layout(), (4,), 0), Job.from_plain(job))
+        state = TrainState(COUNTING, trace(COUNTING), groups, layout=Layout(), layers=(4,), rank=0, job=Job.from_plain(job))
         state.fill_fresh(7)
         dataset: Any = COUNTING.dataset and COUNTING.dataset()
         stepper = Stepper(COUNTING, Job.from_plain(job), ALONE, state, groups)
@@ -227,7 +227,7 @@ def test_frozen_weights_go_when_their_generation_is_left(tmp_path: Path) -> None
     program = with_frozen_blocks(tmp_path)
     place = SimpleNamespace(held=[], device=torch.device("cpu"), device_lost=False, job=Job(), script=None)
     left = Generation(place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False))  # type: ignore[arg-type]
-    state = left.state = TrainState(program, trace(program), left.groups, (Layout(), (4,), 0), Job())
+    state = left.state = TrainState(program, trace(program), left.groups, layout=Layout(), layers=(4,), rank=0, job=Job())
     left.copies = SimpleNamespace(unacknowledged=list, close=list)  # type: ignore[assignment]
     state.read_frozen()
     state.fill_fresh(7)

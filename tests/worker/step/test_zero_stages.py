@@ -49,7 +49,7 @@ def collectives(layout: Layout) -> Counter[str]:
     groups = Groups(0, layout, torch.device("cpu"))
     try:
         groups.pretend(0)
-        state = TrainState(program, profile, groups, (layout, step.layers, 0), Job.from_plain(job))
+        state = TrainState(program, profile, groups, layout=layout, layers=step.layers, rank=0, job=Job.from_plain(job))
         state.fill_zeros()
         stepper = Stepper(program, Job.from_plain(job), step, state, groups)
         dataset = program.dataset()
